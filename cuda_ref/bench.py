@@ -91,7 +91,7 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
         yield TorchStep(case, caches, "torch, group as rows")
     yield DenseStep(case, caches, "triton")
     for config in request.methods:
-        yield (SaapStep if config.before_rope else SparqStep)(case, caches, config)
+        yield (SaapStep if config.pre_rope else SparqStep)(case, caches, config)
 
 
 def free_memory() -> int:

@@ -1,11 +1,13 @@
 """Sparse attention for long-context language models on MLX.
 
-Functions on arrays: `sparq_attention`, `saap_attention`, `sample_attention` and the baselines. Models: `enable`,
-`disable`, `sparse`, `lossless`, `report`. Names are imported on first use: importing this package imports neither mlx
-nor mlx_lm.
+Functions on arrays: `sparq_attention`, `saap_attention`, `sample_attention` and the baselines. Functions on models:
+`enable`, `disable`, `sparse`, `lossless`, `report`. Names are imported on first use, so importing this package does
+not import mlx or mlx_lm.
 """
 
-TYPE_CHECKING = False  # typing itself would cost every Python start 10 ms: the start-up hook imports this file
+TYPE_CHECKING = (
+    False  # importing typing would add 10 ms to every start of Python, because the start-up hook imports this file
+)
 if TYPE_CHECKING:
     from typing import Any
 
@@ -37,7 +39,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.s
 
 
 def _attention() -> list[str]:
-    """Names of the methods' functions."""
+    """Return the names of the functions of the methods."""
     from .methods import METHODS
 
     return [f"{method}_attention" for method in METHODS]

@@ -1,4 +1,4 @@
-"""Find when sparse attention pays on this machine: kept in the user's cache folder, measured now, or modelled."""
+"""Find the crossover length of sparse attention on this machine: read from the cache folder, measured, or modelled."""
 
 from __future__ import annotations
 
@@ -28,36 +28,40 @@ from .files import cache_directory, read_regular, replace_file
 from .methods import NEVER, Method, Prefill, Step
 
 SECONDS = {"gpu": 3.0, "cpu": 10.0}  # longest time of a measurement
-SHORT = 1024  # keys; for a shorter context nobody waits for a measurement
+SHORT = 1024  # keys; a shorter context does not trigger a measurement
 LONGEST = 65_536  # keys that are timed
-WORTH = 1.03  # dense over sparse time that counts as faster, so that noise makes no default slower than dense
-WITHIN = 1.1  # the search ends when the shortest length that won is so near to the longest that lost
-BUSY, BUSY_SHARE = 1.5, 0.25  # a wider spread of keys (a factor), or of a share (a difference), is of a busy machine
-AGAIN = 24 * 3600  # seconds after which what a busy machine gave is measured again
-PAIRS = (5, 15)  # decode steps of each kind at a length, at least and at most
+MIN_SPEEDUP = 1.03  # dense over sparse time that counts as faster; above 1, so that noise enables no slower method
+PRECISION = 1.1  # largest ratio, at the end, of the shortest length that won to the longest length that lost
+BUSY, BUSY_SHARE = 1.5, 0.25  # on a busy machine the crossover (a factor) or density (a difference) spreads more
+REMEASURE_AFTER = 24 * 3600  # seconds until a result from a busy machine is measured again
+PAIRS = (5, 15)  # minimum and maximum number of dense and sparse steps at a length
 PROMPT_TURNS = 3
-DENSITIES = (0.125, 0.5)  # at which the blocks of a prefill chunk are timed
-ROOM = 256  # rows behind the context for the keys of the timed steps, as in mlx-lm's caches
-TILE = 1024  # random rows; longer contexts repeat them at other scales
-NEEDED = 4  # times the K and V of a layer: dense and sparse steps have their own, and there is auxiliary cache state
-FREE_SHARE = 0.25  # of the free memory, which a measurement may use
-WORKING_SET = 128 << 20  # bytes of K and V that a step goes through if it can: more than most last-level caches
-LEAST_LAYERS, MOST_LAYERS = 2, {"cpu": 8, "gpu": 32}  # in a step: many make waiting for a GPU small
+DENSITIES = (0.125, 0.5)  # densities at which a prefill chunk is timed
+ROOM = 256  # free rows of a cache for the keys of the timed steps, as in mlx-lm's caches
+TILE = 1024  # random rows; longer contexts repeat them with other scales
+NEEDED = 4  # memory in units of K and V of a layer: caches of dense and sparse steps, and auxiliary cache state
+FREE_SHARE = 0.25  # share of the free memory that a measurement may use
+WORKING_SET = 128 << 20  # bytes of K and V that a timed step should read: more than most last-level caches
+LEAST_LAYERS, MOST_LAYERS = (
+    2,
+    {"cpu": 8, "gpu": 32},
+)  # per timed step; more layers reduce the share of the wait for a GPU
 
 MEASURED, MODELLED, GIVEN = "measured on this machine", "modelled", "given"
 
-Pairs = Sequence[tuple[float, float]]  # seconds of a dense and of a sparse step, taken one after the other
+Pairs = Sequence[tuple[float, float]]  # seconds of a dense and a sparse step that ran one after the other
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """When a layer is sparse.
+    """The threshold that decides when a layer is sparse.
 
     Attributes:
-        value: keys from which a decode step is sparse; for prompts, the density up to which sparse attention pays.
+        value: crossover length in keys of a decode step; for prefill, the largest density at which sparse attention
+            pays.
         how: one of `MEASURED`, `MODELLED` and `GIVEN`.
-        best: on a busy machine the other end of the spread, whose cautious end is ``value``; None otherwise.
-        due: on a busy machine the time (seconds since 1970) from which it is measured again.
+        best: after a measurement on a busy machine, the optimistic end of the spread; ``value`` is the cautious end.
+        due: time (seconds since 1970) of the next measurement, after a measurement on a busy machine.
     """
 
     value: float
@@ -68,11 +72,11 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Layer:
-    """The sizes of a layer and the backend that runs it: what a threshold holds for.
+    """The sizes and the backend of a layer. A threshold is valid for equal layers.
 
     Attributes:
-        step: with nothing measured.
-        dtype: of keys and values.
+        step: sizes of the decode step, with ``measured`` None.
+        dtype: type of keys and values.
         L: tokens of a prefill chunk; 1 for decode steps.
     """
 
@@ -83,7 +87,7 @@ class Layer:
 
     @property
     def row(self) -> int:
-        """Bytes of a key and its value, of all heads."""
+        """Bytes of a key row and a value row of all heads."""
         return 2 * self.step.heads * self.step.row_bytes
 
     def __str__(self) -> str:
@@ -91,7 +95,7 @@ class Layer:
 
 
 def describe(config: Method, found: Threshold) -> str:
-    """Return a threshold in words."""
+    """Return the description of a threshold for reports."""
     how, value, best = found.how, found.value, found.best
     if best is not None:
         spread = f"{value:.0%} to {best:.0%}" if isinstance(config, Prefill) else f"{best:,.0f} to {value:,.0f} keys"
@@ -105,7 +109,7 @@ def describe(config: Method, found: Threshold) -> str:
     return f"prompts sparse from {config.shortest_context():,} keys on{share} ({how})"
 
 
-# Files: one JSON object for each question
+# Files: one JSON object per question
 
 
 Question = dict[str, str | int]
@@ -114,7 +118,7 @@ MAX_BYTES = 1 << 16
 
 
 def folder() -> Path:
-    """Return the folder of the files."""
+    """Return the folder of the calibration files."""
     return cache_directory() / "calibration"
 
 
@@ -124,10 +128,10 @@ def path_of(asked: Question) -> Path:
 
 
 def read_answer(asked: Question) -> dict[str, Any] | None:
-    """Return the answer to a question, or None if there is none.
+    """Read the answer to a question; None without a file.
 
     Raises:
-        ArtefactError: the file is damaged, or holds something else. The next measurement replaces it.
+        ArtefactError: the file is damaged or has other content. The next measurement replaces it.
     """
     path = path_of(asked)
     try:
@@ -143,7 +147,7 @@ def read_answer(asked: Question) -> dict[str, Any] | None:
 
 
 def write_answer(asked: Question, answer: Mapping[str, Any]) -> None:
-    """Keep the answer to a question.
+    """Write the answer to a question.
 
     Raises:
         OSError: the file cannot be written.
@@ -155,7 +159,7 @@ def write_answer(asked: Question, answer: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a positive number that a file may hold; an integer can be too large for a float."""
+    """Return True for a positive number below `NEVER`. Larger integers may not fit a float."""
     return type(value) in (int, float) and 0 < value < NEVER
 
 
@@ -172,15 +176,15 @@ class Point(NamedTuple):
 
     @classmethod
     def of(cls, S: int, pairs: Pairs) -> Point:
-        """Return the point of at least two pairs."""
+        """Return the quartiles of at least two pairs."""
         return cls(S, *quantiles([dense / sparse for dense, sparse in pairs], method="inclusive"))
 
 
 def read_points(answer: Mapping[str, Any]) -> list[Point]:
-    """Return the points of an answer, which anybody may have written, in the order of their lengths.
+    """Check the points of an answer from a file, and return them in the order of their lengths.
 
     Raises:
-        ValueError: the answer holds something else.
+        ValueError: the answer has other content.
     """
     found: list[Any] = answer.get("points") or [None]
     for point in found if isinstance(found, list) else [None]:
@@ -195,22 +199,25 @@ def read_points(answer: Mapping[str, Any]) -> list[Point]:
 
 
 def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
-    """Return the lengths from which sparse attention may be faster and from which it is; None for beyond the last."""
-    return _shortest(points, lambda point: point.high >= WORTH), _shortest(points, lambda point: point.low >= WORTH)
+    """Return the lengths from which sparse attention may be faster, and is faster; None for none of the points."""
+    return _shortest(points, lambda point: point.high >= MIN_SPEEDUP), _shortest(
+        points, lambda point: point.low >= MIN_SPEEDUP
+    )
 
 
 def _shortest(points: Sequence[Point], good: Callable[[Point], bool]) -> int | None:
-    """Return the shortest length from which all points are good."""
+    """Return the shortest length from which all points are good, or None."""
     bad = max((point.S for point in points if not good(point)), default=0)
     return next((point.S for point in points if point.S > bad), None)
 
 
 def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first: int, seconds: float) -> list[Point]:
-    """Time decode steps at a few lengths until the crossover is known within a tenth, or the time is over.
+    """Find the crossover length of decode steps by bisection, to within 10 % or until the time is over.
 
-    Lengths are doubled or halved from ``first`` on until one wins and one loses. Then the gap between them is halved.
-    A length at which the quartiles lie on both sides of `WORTH` is timed twice; the times that scatter less count.
-    No length is begun that would take longer than the time that is left, by the time that the one before it took.
+    The search doubles or halves the length, starting at ``first``, until one length wins and one loses. Then it bisects
+    the interval between them. If the quartiles of a length are on both sides of `MIN_SPEEDUP`, the length is timed
+    twice, and the measurement with the smaller spread counts. The search ends before a length that would exceed the
+    remaining time, estimated from the previous length.
     """
     end = time.monotonic() + seconds
     points: dict[int, Point] = {}
@@ -219,10 +226,10 @@ def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first:
     while True:
         before, last = time.monotonic(), S
         point = Point.of(S, measure(S))
-        if point.low < WORTH <= point.high:
+        if point.low < MIN_SPEEDUP <= point.high:
             point = min(point, Point.of(S, measure(S)), key=lambda point: (point.high - point.low) / point.ratio)
         points[S] = point
-        if point.low >= WORTH:
+        if point.low >= MIN_SPEEDUP:
             won = S
         else:
             lost = S
@@ -230,7 +237,7 @@ def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first:
             S = min(2 * lost, longest)
         elif not lost:
             S = max(int(won) // 2, shortest)
-        elif won > WITHIN * lost:
+        elif won > PRECISION * lost:
             S = round(math.sqrt(won * lost))
         now = time.monotonic()
         if S in points or now + (now - before) * S / last > end:
@@ -238,13 +245,13 @@ def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first:
 
 
 class Calibration:
-    """The thresholds of one user: those that were measured on this machine, or may be, and modelled ones otherwise.
+    """Thresholds of the layers on this machine: measured, or from the documented model.
 
     Args:
-        measures: measure what is not known when a context is long enough; otherwise the documented model decides.
+        measures: True measures a missing threshold once a context is long enough; False uses the documented model.
         seconds: longest time of a measurement; None for `SECONDS`.
-        piece: tokens of a prefill chunk; the default is mlx-lm's.
-        say: called with a line before and after a measurement.
+        chunk: tokens of a prefill chunk; the default is mlx-lm's.
+        say: function that is called with a line before and after a measurement.
     """
 
     longest = LONGEST
@@ -254,48 +261,48 @@ class Calibration:
         *,
         measures: bool = False,
         seconds: float | None = None,
-        piece: int = 2048,
+        chunk: int = 2048,
         say: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self.measures, self.piece, self._seconds, self._say = measures, piece, seconds, say
+        self.measures, self.chunk, self._seconds, self._say = measures, chunk, seconds, say
         self._known: dict[tuple[Method, Layer], Threshold] = {}
-        self._tried: set[tuple[Method, Layer]] = set()  # measured in this process, or not measurable now
+        self._tried: set[tuple[Method, Layer]] = set()  # measured in this process, or failed
 
-    def of(self, config: Method, layer: Layer, S: int = 0) -> Threshold:
-        """Return when ``config`` is sparse in a layer; a context of ``S`` keys may be long enough to measure it."""
+    def threshold(self, config: Method, layer: Layer, S: int = 0) -> Threshold:
+        """Return the threshold of ``config`` in a layer. Measure it first, if ``S`` keys are enough."""
         asked = config, layer
         if asked not in self._known:
             kept = self.look_up(config, layer) if config.measurable else None
             self._known[asked] = kept or self.modelled(config, layer)
-        if S >= self.worth_asking(config) and self.waits(config, layer):
-            self._tried.add(asked)  # before: not again, if it fails
+        if S >= self.shortest_measured(config) and self.needs_measurement(config, layer):
+            self._tried.add(asked)  # set first, so that a failed measurement is not repeated
             self._known[asked] = self.measure(config, layer) or self._known[asked]
         return self._known[asked]
 
-    def waits(self, config: Method, layer: Layer) -> bool:
-        """Return True if a layer is still to be measured, in the first context that is long enough."""
+    def needs_measurement(self, config: Method, layer: Layer) -> bool:
+        """Return True if the first context that is long enough will measure the layer."""
         if not self.measures or not config.measurable or (config, layer) in self._tried:
             return False
-        found = self.of(config, layer)
+        found = self.threshold(config, layer)
         return found.how == MODELLED or time.time() >= found.due
 
     @staticmethod
-    def worth_asking(config: Method) -> int:
-        """Return the shortest context that waits for a measurement: in a shorter one sparse attention hardly pays."""
+    def shortest_measured(config: Method) -> int:
+        """Return the shortest context that triggers a measurement. In shorter contexts sparse attention hardly pays."""
         if isinstance(config, Prefill):
             return max(SHORT, config.shortest_context())
         return max(SHORT, 2 * config.attended)
 
     @staticmethod
     def modelled(config: Method, layer: Layer) -> Threshold:
-        """Return the threshold where nothing was measured."""
+        """Return the threshold without a measurement."""
         how = MODELLED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
         if isinstance(config, Prefill):
-            return Threshold(config.fullest(layer.backend), how)
+            return Threshold(config.max_density(layer.backend), how)
         return Threshold(config.shortest_context(layer.step), how)
 
     def look_up(self, config: Method, layer: Layer) -> Threshold | None:
-        """Return what an earlier measurement gave."""
+        """Return the threshold of an earlier measurement, or None."""
         try:
             answer = read_answer(question(config, layer))
             return None if answer is None else self.read(config, layer, answer)
@@ -307,20 +314,20 @@ class Calibration:
         """Return the threshold in an answer.
 
         Raises:
-            ValueError: the answer holds something else.
+            ValueError: the answer has other content.
         """
         if not _is_number(answer.get("time")):
             raise ValueError("expected the time of the measurement")
-        due = answer["time"] + AGAIN
+        due = answer["time"] + REMEASURE_AFTER
         if isinstance(config, Prefill):
             low, high = answer.get("share", -1), answer.get("best", -1)
             if not all(type(share) in (int, float) and 0 <= share <= 1 for share in (low, high)):
                 raise ValueError("expected shares from 0 to 1")
-            value, best, busy = config.fullest(layer.backend, low), high, high - low > BUSY_SHARE
+            value, best, busy = config.max_density(layer.backend, low), high, high - low > BUSY_SHARE
             return Threshold(value, MEASURED, *((best, due) if busy else ()))
         points = read_points(answer)
         possible, won = crossover(points)
-        # Where dense attention won at the longest length, the model decides beyond.
+        # If dense attention won at the longest length, the model decides for longer contexts.
         keys = won or max(points[-1].S + 1, int(self.modelled(config, layer).value))
         value = config.shortest_context(replace(layer.step, measured=keys))
         busy = possible is not None and keys > BUSY * possible
@@ -328,39 +335,40 @@ class Calibration:
 
     @staticmethod
     def timed(config: Method, layer: Layer) -> list[Point]:
-        """Return the lengths at which decode steps were timed on this machine before, if any."""
+        """Return the lengths at which decode steps were timed on this machine; empty before a measurement."""
         try:
             return read_points(read_answer(question(config, layer)) or {})
         except (ArtefactError, ValueError):
-            return []  # `look_up` reports what is damaged
+            return []  # `look_up` reports damaged files
 
     def measure(self, config: Method, layer: Layer) -> Threshold | None:
-        """Time dense and sparse attention now, and keep the answer; return None if too little memory is free."""
+        """Time dense and sparse attention, and write the answer. Return None if too little memory is free."""
         seconds = self._seconds or SECONDS[device_kind()]
-        self._say(f"measuring from where on {config.name} pays here ({layer}; up to {seconds:g} s, once) ...")
+        limit = f"{layer}; up to {seconds:g} s, once"
+        self._say(f"calibrating: finding the context length at which {config.name} is faster ({limit}) ...")
         start = time.monotonic()
         mx.synchronize()
         try:
             if isinstance(config, Prefill):
-                answer = measure_prompt(config, layer, seconds)
+                answer = measure_prefill(config, layer, seconds)
             else:
                 answer = self._measure_steps(config, layer, seconds)
         except MemoryError as error:
             self._say(f"not measured: {error}. The documented model decides instead.")
             return None
         finally:
-            mx.clear_cache()  # memory that only the measurement needed
+            mx.clear_cache()  # free the memory of the measurement
         answer["time"] = round(time.time())
         found = self.read(config, layer, json.loads(json.dumps(answer)))
         self._say(f"{describe(config, found)}; it took {time.monotonic() - start:.1f} s.")
         try:
             write_answer(question(config, layer), answer)
         except OSError as error:
-            self._say(f"the measurement cannot be kept: {error}. It holds for this run.")
+            self._say(f"the measurement cannot be saved: {error}. It is used for this run only.")
         return found
 
     def _measure_steps(self, config: Method, layer: Layer, seconds: float) -> dict[str, Any]:
-        shortest, first = self.worth_asking(config), int(self.modelled(config, layer).value)
+        shortest, first = self.shortest_measured(config), int(self.modelled(config, layer).value)
         most = int(FREE_SHARE * free_memory()) // (LEAST_LAYERS * NEEDED * layer.row)
         if most < shortest:
             raise _too_full()
@@ -372,8 +380,8 @@ class Calibration:
     def pairs(self, config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
         """Time dense and sparse decode steps over ``S`` keys, in turns.
 
-        A step goes through several layers in one evaluation. Each writes a row into a cache of its own, and the output
-        of a layer is the query of the next.
+        A timed step evaluates several layers together. Each layer writes a row into its own cache, and the output of a
+        layer is the query of the next layer.
         """
         fit = int(FREE_SHARE * free_memory()) // (NEEDED * layer.row * S)
         layers = max(LEAST_LAYERS, min(MOST_LAYERS[device_kind()], WORKING_SET // (layer.row * S), fit))
@@ -385,7 +393,7 @@ class Calibration:
         def dense(cache: Any, out: mx.array) -> mx.array:
             packed = isinstance(cache, SparseQuantizedKVCache)
             keys, values = cache.keys_and_values() if packed else cache.rows("ops")[:2]
-            # A copy of the handle: mlx-lm scales the queries of a quantized cache in place.
+            # out[:] is a new array, because mlx-lm scales the queries of a quantized cache in place.
             return scaled_dot_product_attention(out[:], keys, values, cache=cache, scale=scale, mask=None)
 
         def sparse(cache: SparseCache, out: mx.array) -> mx.array:
@@ -399,19 +407,19 @@ class Calibration:
             return out
 
         steps = partial(step, dense, sides[0]), partial(step, sparse, sides[1])
-        for run in 2 * steps:  # compiles, and touches memory for the first time
+        for run in 2 * steps:  # compile, and touch the memory for the first time
             _seconds(run)
         pairs: list[tuple[float, float]] = []
         end = time.perf_counter() + seconds
         while len(pairs) < PAIRS[0] or (len(pairs) < PAIRS[1] and time.perf_counter() < end):
-            first = len(pairs) % 2  # neither kind is always first
+            first = len(pairs) % 2  # the kinds alternate in running first
             took = {which: _seconds(steps[which]) / layers for which in (first, 1 - first)}
             pairs.append((took[0], took[1]))
         return pairs
 
 
 def question(config: Method, layer: Layer) -> Question:
-    """Return the question of a measurement: an answer holds for this machine, this system and these versions alone."""
+    """Return the question of a measurement. An answer is valid only for this machine, system and these versions."""
     info, step = mx.device_info(), layer.step
     packed = {} if step.packed is None else {"kv_bits": step.packed[0], "kv_group_size": step.packed[1]}
     return {
@@ -422,16 +430,16 @@ def question(config: Method, layer: Layer) -> Question:
         **{"dtype": str(layer.dtype).rpartition(".")[2], "L": layer.L, "backend": layer.backend},
         "device": f"{info.get('device_name', '')} {info.get('architecture', '')} {mx.default_device()}",
         "processors": os.cpu_count() or 1,
-        "preloaded": os.environ.get("LD_PRELOAD", ""),  # a fast BLAS: dense attention gains most
+        "preloaded": os.environ.get("LD_PRELOAD", ""),  # a fast BLAS changes mainly dense attention
         **{"system": platform.platform(), "python": platform.python_version()},
         **{name: version(name) for name in ("mlx-sparse-attention", "mlx")},
     }
 
 
 def _settings(config: Method, G: int) -> str:
-    """Return the settings that the time of a step depends on."""
-    settled = config.for_model(qk_norm=False)  # a model has settled before what is "auto" otherwise
-    # How much of a prompt is kept does not change what keeping it costs.
+    """Return the settings that influence the time of a step."""
+    settled = config.for_model(qk_norm=False)  # settings from models are already resolved
+    # The alphas change the density, but not the time at a given density.
     settings = {name: value for name, value in settled.parameters(G).items() if not name.startswith("alpha")}
     settings |= {name: getattr(settled, name, None) for name in ("component_score", "score")}
     return ",".join(f"{name}={value}" for name, value in sorted(settings.items()) if value not in (None, "rows"))
@@ -443,7 +451,7 @@ def device_kind() -> str:
 
 
 def free_memory() -> int:
-    """Return the free bytes of what MLX's device can use."""
+    """Return the free bytes of the memory of MLX's device."""
     free = int(psutil.virtual_memory().available)
     if device_kind() == "gpu":
         most = int(mx.device_info().get("max_recommended_working_set_size", free))
@@ -456,7 +464,7 @@ def _too_full() -> MemoryError:
 
 
 def _cache(layer: Layer, S: int, n: int) -> Any:
-    """Return a cache of ``S`` random rows, others for each ``n``, with room for more."""
+    """Return a cache of ``S`` random rows, different for each ``n``, with `ROOM` free rows."""
     cache: Any = SparseKVCache()  # type: ignore[no-untyped-call]
     rows: Any = (_rows(layer, layer.step.heads, S + ROOM, 2 * n + side) for side in range(2))
     if layer.step.packed is not None:
@@ -470,7 +478,7 @@ def _cache(layer: Layer, S: int, n: int) -> Any:
 
 
 def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
-    """Return ``(1, heads, S, D)``, equal for equal sizes; the user's random numbers stay as they are."""
+    """Return random ``(1, heads, S, D)``, equal for equal arguments. MLX's global random state is not changed."""
     D = layer.step.D
     tiles = -(-S // TILE)
     some = mx.random.normal((1, heads, 1, min(S, TILE), D), dtype=layer.dtype, key=mx.random.key(seed))
@@ -479,10 +487,10 @@ def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
     return mx.contiguous(rows[:, :, :S])
 
 
-def measure_prompt(config: Prefill, layer: Layer, seconds: float) -> dict[str, Any]:
-    """Time a prefill chunk: dense attention, the selection of blocks, and attention to some and to many of them.
+def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, Any]:
+    """Time a prefill chunk: dense attention, the selection of blocks, and attention to few and to many blocks.
 
-    The time of attention is taken to grow evenly with the blocks. On a CPU one head stands for all.
+    The time of attention is assumed to grow linearly with the blocks. On a CPU one head represents all heads.
 
     Raises:
         MemoryError: too little memory is free.
@@ -491,7 +499,7 @@ def measure_prompt(config: Prefill, layer: Layer, seconds: float) -> dict[str, A
     heads, G = (1, 1) if device_kind() == "cpu" else (step.heads, step.G)
     S = max(config.shortest_context(), 2 * L)
     S += -S % config.block_size
-    # On a CPU MLX writes the scores of a head.
+    # On a CPU, MLX stores the scores of a head.
     needed = 12 * L * S if device_kind() == "cpu" else 8 * heads * G * (S + L) * step.D
     if needed > FREE_SHARE * free_memory():
         raise _too_full()
@@ -503,12 +511,12 @@ def measure_prompt(config: Prefill, layer: Layer, seconds: float) -> dict[str, A
     scale = step.D**-0.5
 
     def attend(blocks: mx.array) -> mx.array:
-        return cache.attend_prompt(queries, config, scale=scale, backend=layer.backend, blocks=blocks)[0]
+        return cache.attend_prefill(queries, config, scale=scale, backend=layer.backend, blocks=blocks)[0]
 
     listed = [_some_blocks(layout, share, heads * G) for share in DENSITIES]
     runs: list[Callable[[], Any]] = [
         lambda: mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal"),
-        lambda: cache.select_prompt(queries, config, scale=scale, backend=layer.backend, fullest=1.0),
+        lambda: cache.select_prefill(queries, config, scale=scale, backend=layer.backend, max_density=1.0),
         *(partial(attend, blocks) for blocks in listed),
     ]
     kept = [np.count_nonzero(np.array(blocks) >= 0) / (layout.causal_pairs * heads * G) for blocks in listed]
@@ -521,14 +529,14 @@ def measure_prompt(config: Prefill, layer: Layer, seconds: float) -> dict[str, A
 
 
 def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
-    """Return the share of the blocks up to which sparse attention is faster, by the times of one turn."""
+    """Return the largest density at which sparse attention is faster, by the times of one turn."""
     slope = (many - few) / (kept[1] - kept[0])
-    left = dense / WORTH - select - few
+    left = dense / MIN_SPEEDUP - select - few
     return min(max(kept[0] + left / slope, 0.0), 1.0) if slope > 0 else float(left > 0)
 
 
 def _some_blocks(layout: Any, share: float, heads: int) -> mx.array:
-    """Return ``(1, heads, R, N)`` blocks: the last of each row block, the first, and evenly spaced ones between."""
+    """Return ``(1, heads, R, N)`` evenly spaced blocks, with the last block of each row block."""
     rows = []
     for r in range(layout.row_blocks):
         causal = layout.first_block + r + 1

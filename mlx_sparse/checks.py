@@ -1,7 +1,7 @@
-"""Error classes and argument checks of the public edge, in one place.
+"""Error classes and argument checks of the public functions.
 
 Every message reads ``<argument>: expected X, got Y. <what to do>``.
-The checks look only at ``.shape``, so they serve NumPy, MLX and torch arrays alike.
+The checks read only ``.shape``, so they work for NumPy, MLX and torch arrays.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
-BLOCK_SIZES = (32, 64, 128)  # of prompts, that every backend has
-MAX_BUCKETS = 4096  # what the kernels hold scores of
+BLOCK_SIZES = (32, 64, 128)  # block sizes for prefill that every backend supports
+MAX_BUCKETS = 4096  # the kernels have room for the scores of this many buckets
 
-ECHO = 200  # characters of a word or a quoted text that a message repeats
-LONGEST = 1000  # characters of a message
+ECHO = 200  # longest word or quoted text in a message, in characters
+LONGEST = 1000  # longest message, in characters
 _WORD = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|\S+""")
 
 
 def shortened(message: str) -> str:
-    """A message that a person can read: words and quoted texts in it, which it may owe to the input, are cut."""
+    """Return a readable message: long words and quoted texts, which may come from the input, are cut."""
     message = _WORD.sub(lambda word: word[0] if len(word[0]) <= ECHO else f"{word[0][:ECHO]}...", message)
     return message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
 
 
-def meant(name: object, known: Iterable[object]) -> str:
-    """The end of a message about an unknown ``name``: the known one that looks most like it, if any does."""
+def did_you_mean(name: object, known: Iterable[object]) -> str:
+    """Return the end of a message about an unknown ``name``: the most similar known name, or an empty text."""
     close = difflib.get_close_matches(str(name)[:ECHO], [str(one) for one in known], n=1, cutoff=0.7)
     return f" Did you mean {close[0]}?" if close else ""
 
 
 class Parser(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` whose messages are `shortened` too."""
+    """An `argparse.ArgumentParser` that cuts its messages with `shortened`."""
 
     def error(self, message: str) -> NoReturn:
         super().error(shortened(message))
 
 
 class SparseAttentionError(Exception):
-    """Base of every error this package raises on purpose; its message is `shortened`."""
+    """Base class of the errors that this package raises. Messages are cut with `shortened`."""
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))
 
 
 class ConfigError(SparseAttentionError, ValueError):
-    """A parameter, a method name or a configuration file is wrong."""
+    """A parameter, a method name or a configuration file is invalid."""
 
 
 class ShapeError(SparseAttentionError, ValueError):
@@ -57,16 +57,16 @@ class ShapeError(SparseAttentionError, ValueError):
 
 
 class BackendUnavailable(SparseAttentionError, RuntimeError):
-    """A backend, or the mlx-lm version it needs, is not to be had here."""
+    """A backend, or the version of mlx-lm that it needs, is not available here."""
 
 
 class ArtefactError(SparseAttentionError, ValueError):
-    """A file is corrupt, foreign or made for something else."""
+    """A file is corrupt, of another kind, or made for another model."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The axes of one attention call: batch, heads, group, queries, keys, head dim."""
+    """Sizes of the axes of one attention call: batch, heads, queries, keys, head dim."""
 
     B: int
     Hq: int
@@ -111,7 +111,7 @@ def check_shape(name: str, array: Any, expected: tuple[int, ...]) -> None:
 def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
     """Return ``value`` if it is an int in ``low..high``; raise `ConfigError` otherwise."""
     upper = "" if high is None else f" and at most {high}"
-    # Integral: NumPy's integers are welcome too.
+    # Integral includes NumPy's integers.
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
     if number is None or number < low or (high is not None and number > high):
         raise ConfigError(f"{name}: expected an integer of at least {low}{upper}, got {value!r}.")
@@ -120,14 +120,14 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> in
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise `ConfigError` unless ``value`` is one of ``choices``."""
-    # Compare types too: 1 == True in Python, but `reallocate=1` is a slip.
+    # Compare types too: 1 == True in Python, but `reallocate=1` is an error.
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         listed = ", ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices)
-        raise ConfigError(f"{name}: expected one of {listed}, got {value!r}.{meant(value, choices)}")
+        raise ConfigError(f"{name}: expected one of {listed}, got {value!r}.{did_you_mean(value, choices)}")
 
 
 def check_rank(rank: object, D: int) -> int:
-    """``rank`` components out of ``D``: 1..D."""
+    """Return ``rank`` if it is an int in 1..D; raise `ConfigError` otherwise."""
     value = check_int("rank", rank, 1)
     if value > D:
         raise ConfigError(f"rank: expected at most the head dim D={D}, got {value}.")
@@ -135,7 +135,7 @@ def check_rank(rank: object, D: int) -> int:
 
 
 def check_local_window(local_window: object, top_k: int) -> int:
-    """Resolve ``local_window``: None means ``top_k // 4``; otherwise 0..top_k."""
+    """Return ``local_window`` if it is an int in 0..top_k; None means ``top_k // 4``. Raise `ConfigError` otherwise."""
     if local_window is None:
         return top_k // 4
     value = check_int("local_window", local_window, 0)
@@ -159,7 +159,7 @@ def check_share(name: str, value: object) -> float:
 
 
 def check_block_size(block_size: object) -> None:
-    """Raise `ConfigError` unless ``block_size`` is one that every backend has."""
+    """Raise `ConfigError` unless every backend supports ``block_size``."""
     check_choice("block_size", block_size, BLOCK_SIZES)
 
 
@@ -210,10 +210,10 @@ def check_router(queries: Any, out_weight: Any, out_bias: Any, hidden_weight: An
 
 
 def read_length(text: str, name: str = "--lengths") -> int:
-    """A number of keys: ``4k`` is 4096.
+    """Read a number of keys: ``4k`` is 4096.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not such a number.
     """
     number, factor = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
     if not number.isdecimal() or int(number) < 1:
@@ -222,10 +222,10 @@ def read_length(text: str, name: str = "--lengths") -> int:
 
 
 def read_shape(text: str) -> tuple[int, int, int]:
-    """Query heads, KV heads and head dim, from such as ``32x8x128``.
+    """Read query heads, KV heads and head dim from a text such as ``32x8x128``.
 
     Raises:
-        ConfigError: they are none.
+        ConfigError: the text is not three such numbers.
     """
     sizes = tuple(int(size) if size.isdecimal() else 0 for size in text.split("x"))
     if len(sizes) != 3 or min(sizes) < 1 or sizes[0] % sizes[1]:

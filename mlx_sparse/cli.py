@@ -13,10 +13,10 @@ from importlib.metadata import version
 from .checks import ConfigError, Parser, SparseAttentionError
 from .extras import naming_missing
 
-# mlx-lm's commands that take --attn, as subcommands of ours.
+# Commands of mlx-lm that take --attn, which are also subcommands of `mlx-sparse`.
 HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
 
-# Subcommands that parse their own arguments, and where their main() is.
+# Subcommands that parse their own arguments, with the module of their main().
 OWN_PARSERS = {
     "demo": "mlx_sparse.tools.demo",
     "advise": "mlx_sparse.tools.advise",
@@ -32,7 +32,7 @@ OWN_PARSERS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `mlx-sparse` with ``argv`` (default: the process's); return the exit code."""
+    """Run `mlx-sparse` with ``argv`` (default: the arguments of the process). Return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if not arguments:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has seen enough; what is left to write goes nowhere
+    except BrokenPipeError:  # the reader closed the pipe; discard the remaining output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -71,27 +71,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=version("mlx-sparse-attention"))
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser("demo", help="a real model answers a question about a long text, densely and sparsely")
-    commands.add_parser("advise", help="whether sparse attention is worth it for your model, and safe on your text")
-    commands.add_parser("calibrate", help="measure from what context on a method pays for your model on this machine")
-    commands.add_parser("eval", help="what a method costs in quality, on your model and your text")
-    commands.add_parser("report", help="pictures and a report of what eval found, without running it again")
-    commands.add_parser("tune-sample", help="settings of SampleAttention for a model, as a file for --attn-config")
-    commands.add_parser("train-saap", help="SAAP's index of a model, trained on text, as a file for --attn")
+    commands.add_parser("demo", help="answer a question about a long text with a real model, dense and sparse")
+    commands.add_parser("advise", help="decide whether sparse attention pays for your model and is safe on your text")
+    commands.add_parser("calibrate", help="measure the context length at which a method is faster on this machine")
+    commands.add_parser("eval", help="measure the quality of methods on your model and your text")
+    commands.add_parser("report", help="make pictures and a report from the results of eval")
+    commands.add_parser(
+        "tune-sample", help="find settings of SampleAttention for a model, and write a file for --attn-config"
+    )
+    commands.add_parser("train-saap", help="train SAAP for a model on text, and write an artefact for --attn")
     commands.add_parser("bench", help="time decode steps, prefill and generation, on MLX, ONNX Runtime or CUDA")
-    commands.add_parser("export-onnx", help="a model as an ONNX file for other runtimes; the command export-onnx too")
-    commands.add_parser("run-onnx", help="text from a model that export-onnx wrote, on onnxruntime")
+    commands.add_parser("export-onnx", help="export a model as an ONNX file; the same as the command export-onnx")
+    commands.add_parser("run-onnx", help="generate text on ONNX Runtime with a file from export-onnx")
     for name in HOSTED:
         commands.add_parser(name, help=f"mlx_lm.{name} with --attn, without the start-up hook")
     matrix = commands.add_parser("matrix", help="print the table of methods and backends")
     form = matrix.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="as in the README, the same on every machine")
-    form.add_argument("--json", action="store_true", help="for programs")
-    doctor = commands.add_parser("doctor", help="say what is installed, what can run here and what is in the way")
-    doctor.add_argument("--model", metavar="MODEL", help="also say what --attn would do with a model, without a run")
+    form.add_argument("--markdown", action="store_true", help="print Markdown, the same on every machine")
+    form.add_argument("--json", action="store_true", help="print JSON")
+    doctor = commands.add_parser(
+        "doctor", help="print what is installed, what can run here, and the reasons for what cannot"
+    )
+    doctor.add_argument(
+        "--model", metavar="MODEL", help="also print what --attn would do with a model, without running it"
+    )
     doctor.add_argument("--attn", metavar="METHOD", help="as for --attn, with --model (default: sample+sparq)")
     doctor.add_argument("--attn-backend", metavar="NAME", help="as for --attn-backend, with --model (default: auto)")
-    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -101,7 +107,7 @@ def _own(module: str, arguments: list[str]) -> int:
         code: int = importlib.import_module(module).main(arguments)
     except BrokenPipeError:
         raise
-    except OSError as error:  # a folder that cannot be written, a full disk
+    except OSError as error:  # for example a folder without write permission, or a full disk
         raise ConfigError(
             f"{error.filename or 'output'}: expected to read or write it, got: {error.strerror or error}."
         ) from None
@@ -109,11 +115,11 @@ def _own(module: str, arguments: list[str]) -> int:
 
 
 def _hosted(name: str, arguments: list[str]) -> int:
-    """Run mlx-lm's command with our options."""
+    """Run a command of mlx-lm with the options of `mlx-sparse`."""
     from .lm.command import run
 
     module = importlib.import_module(f"mlx_lm.{name}")
-    # The start-up hook may have wrapped it already.
+    # The start-up hook may have wrapped main() already.
     original = getattr(module.main, "__wrapped__", module.main)
     sys.argv = [f"mlx-sparse {name}", *arguments]
     run(original, sys.argv[0])

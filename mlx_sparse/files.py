@@ -1,4 +1,4 @@
-"""Files that are written at once or not at all."""
+"""Write files atomically, and read files without following links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
     """Return the chosen cache folder, or this platform's usual place for one."""
     if chosen is not None:
         return Path(chosen).expanduser().absolute()
-    # The XDG rules say that a relative path there is to be ignored.
+    # By the XDG specification a relative path is ignored.
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if xdg.is_absolute():
         return xdg / "mlx-sparse"
@@ -25,7 +25,7 @@ def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to an `OSError` that names no file, as that of a full disk, which comes from writing."""
+    """Add ``path`` to an `OSError` that names no file, for example the error of a full disk."""
     try:
         yield
     except OSError as error:
@@ -34,9 +34,9 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a new file beside ``path``, and rename that file to ``path`` when it is complete.
+    """Call ``write`` with a new file in the folder of ``path``, then rename the complete file to ``path``.
 
-    Nobody can guess the name of the new file, and O_EXCL follows no link: others may write into the folder.
+    Other users may write into the folder. So the new file has an unpredictable name, and O_EXCL follows no link.
     """
     new = path.with_name(f".{path.stem}-{os.urandom(8).hex()}{path.suffix}")
     with naming(path):

@@ -1,4 +1,4 @@
-"""Which model an artefact belongs to, and which weights a result."""
+"""Identity of a model for artefacts, and of its weights for results."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ CONFIG = (
     "vocab_size",
     "rope_theta",
 )
-ADAPTERS = ("lora_a", "lora_b", "m")  # what LoRA and DoRA add
-VALUES = 16  # of each vector
-SMALLEST = 2.0**-14  # normal number of float16
-ENDS = 64  # values at either end of each weight
+ADAPTERS = ("lora_a", "lora_b", "m")  # parameters that LoRA and DoRA add
+VALUES = 16  # values of each vector that are hashed
+SMALLEST = 2.0**-14  # smallest normal float16
+ENDS = 64  # values at each end of each weight that are hashed
 NOTE = "_mlx_sparse_whole"
 
 
 def identity(model: Any) -> dict[str, str]:
-    """Return ``model_type`` and a ``hash`` of the config, the RoPE scaling, and the beginnings of all vectors.
+    """Return ``model_type`` and a ``hash`` of the config, the RoPE scaling, and the first values of all vectors.
 
-    Vectors are norms and biases, which quantisation leaves alone: a quantised copy is the same model, and so is one
-    whose float32 or float16 became bfloat16, or whose matrices were tuned (LoRA). Few bytes are read, however large
-    the model is. A model without vectors is known by the beginnings of its matrices, and a quantised copy is another.
+    Vectors are norms and biases, which quantization does not change. So a quantized copy is the same model, and so is a
+    copy in bfloat16, or a copy with tuned matrices (LoRA). Few bytes are read, independent of the size of the model. If
+    a model has no vectors, the first values of its matrices are hashed, and a quantized copy is another model.
     """
     from mlx.utils import tree_flatten
 
@@ -45,14 +45,14 @@ def identity(model: Any) -> dict[str, str]:
     digest = hashlib.sha256(json.dumps([family, config], sort_keys=True, default=str).encode())
     tree: Any = tree_flatten(model.parameters())
     weights = {
-        name.replace(".linear.", ".").replace(".embedding.", "."): array  # inside an adapter
+        name.replace(".linear.", ".").replace(".embedding.", "."): array  # names inside an adapter
         for name, array in tree
         if name.rpartition(".")[2] not in ADAPTERS and mx.issubdtype(array.dtype, mx.floating)
     }
     vectors = {name: array for name, array in weights.items() if array.ndim == 1}
     for name, array in sorted((vectors or weights).items()):
         values = array.reshape(-1)[:VALUES].astype(mx.bfloat16).astype(mx.float32)
-        # What float16 has with fewer digits, or not at all, is nothing.
+        # float16 has fewer digits, or no value, below its smallest normal number.
         values = mx.where(mx.abs(values) < SMALLEST, 0.0, values)
         digest.update(f"{name} {array.shape}".encode() + np.array(values).tobytes())
     return {"model_type": family, "hash": digest.hexdigest()}
@@ -61,8 +61,8 @@ def identity(model: Any) -> dict[str, str]:
 def weights_hash(model: Any) -> str:
     """Return a hash of the whole config and of both ends of every weight.
 
-    A quantised copy, another type or tuned matrices are another model, as they are to what is measured with it. Few
-    bytes are read, however large the model is.
+    A quantized copy, another type or tuned matrices give another hash, because they change measured results. Few bytes
+    are read, independent of the size of the model.
     """
     from mlx.utils import tree_flatten
 
@@ -91,7 +91,7 @@ def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """Return the arguments that ``model`` was built with, those of its text model too."""
+    """Return the arguments of ``model``, including the arguments of its text model."""
     return _flat(getattr(model, "args", None))
 
 
@@ -114,7 +114,7 @@ def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
 
 
 def leaves(caches: Any) -> list[Any]:
-    """Return the caches of a model's list, those inside a CacheList too."""
+    """Return all caches in the list of a model, including the caches inside a CacheList."""
     if isinstance(caches, (list, tuple)):
         return [leaf for entry in caches for leaf in leaves(entry)]
     return leaves(caches.caches) if hasattr(caches, "caches") else [caches]
@@ -127,17 +127,17 @@ def model_type(model: Any) -> str:
 
 
 def kv_heads(model: Any, part: Part, here: int) -> int:
-    """Return the KV heads of a layer of the whole model, of which ``part`` has ``here``; parts may share heads."""
+    """Return the KV heads of a layer of the whole model, if ``part`` has ``here`` of them. Parts may share heads."""
     known = config_of(model).get("num_key_value_heads")
     return min(here * part.size, known) if isinstance(known, int) and known >= here else here * part.size
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Facts of a model that are needed after it was cut into parts.
+class ModelFacts:
+    """Facts of a whole model that are needed after the model was cut into parts.
 
     Attributes:
-        identity: as `identity` says; None where not all of its weights are here.
+        identity: result of `identity`; None if not all weights are on this process.
         shapes: KV heads and head dim of each cache.
     """
 
@@ -145,13 +145,13 @@ class Whole:
     shapes: Sequence[tuple[int, int] | None]
 
 
-def note_whole(model: Any, *, complete: bool) -> None:
-    """Record the facts of ``model`` before it is cut; ``complete`` if all of its weights are here."""
-    # Not through nn.Module, which files attributes among the parameters.
-    object.__setattr__(model, NOTE, Whole(identity(model) if complete else None, kv_shapes(model)))
+def record_facts(model: Any, *, complete: bool) -> None:
+    """Record the facts of ``model`` before it is cut. ``complete``: all of its weights are on this process."""
+    # nn.Module would list the attribute among the parameters.
+    object.__setattr__(model, NOTE, ModelFacts(identity(model) if complete else None, kv_shapes(model)))
 
 
-def whole_of(model: Any) -> Whole | None:
+def recorded_facts(model: Any) -> ModelFacts | None:
     """Return the recorded facts of ``model``, or None."""
-    noted: Whole | None = getattr(model, NOTE, None)
+    noted: ModelFacts | None = getattr(model, NOTE, None)
     return noted

@@ -1,4 +1,4 @@
-"""What part of a model this process holds, where it was cut for several (`model.shard`, `model.pipeline`)."""
+"""The part of a model on this process, after `model.shard` or `model.pipeline`."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Classes of `mlx.nn` whose modules hold a part of a matrix, and know of whom.
+# Classes of `mlx.nn` whose modules have a part of a matrix and the group of ranks.
 SHARDED = ("AllToShardedLinear", "ShardedToAllLinear", "QuantizedAllToShardedLinear", "QuantizedShardedToAllLinear")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a model; the whole one by default.
+    """A part of a model; the whole model by default.
 
     Attributes:
-        first_layer: of the whole model, the layer that is the first one here.
-        layers: held here; None where all are.
-        rank, size: it has the ``rank``-th of ``size`` equal shares of every layer's heads.
-        sharers: processes that run it together on one context, of whose keys and values each holds a share.
+        first_layer: index, in the whole model, of the first layer of the part.
+        layers: number of layers of the part; None for all.
+        rank, size: the part has the ``rank``-th of ``size`` equal shares of the heads of every layer.
+        shards: number of context-parallel shards of the keys and values of one context.
     """
 
     first_layer: int = 0
     layers: int | None = None
     rank: int = 0
     size: int = 1
-    sharers: int = 1
+    shards: int = 1
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is held elsewhere."""
+        """True if the part has all layers and all heads."""
         return self.layers is None and self.size == 1
 
 
 def part_of(model: Any) -> Part:
-    """The part that this process holds of ``model``."""
+    """Return the part of ``model`` on this process."""
     first, layers, rank, size = 0, None, 0, 1
     for _, module in model.named_modules():
         if getattr(module, "pipeline_size", 1) > 1:
@@ -46,8 +46,8 @@ def part_of(model: Any) -> Part:
 
 
 @contextlib.contextmanager
-def by_itself(model: Any) -> Iterator[None]:
-    """Meanwhile a call of ``model`` neither waits for another rank of a pipeline nor sends it anything."""
+def without_pipeline(model: Any) -> Iterator[None]:
+    """Run calls of ``model`` without the other ranks of its pipeline, inside this context manager."""
     stages = [module for _, module in model.named_modules() if getattr(module, "pipeline_size", 1) > 1]
     kept = [(stage.pipeline_rank, stage.pipeline_size) for stage in stages]
     for stage in stages:

@@ -168,7 +168,7 @@ class OrtStep(OrtVariant):
 
     def __init__(self, case: Case, shared: Caches, threads: int, config: Any, backend: str) -> None:
         super().__init__(case, shared, threads, config, backend)
-        self._index = inputs.Index.of(case, config, 2 * case.shape.D) if config and config.before_rope else None
+        self._index = inputs.Index.of(case, config, 2 * case.shape.D) if config and config.pre_rope else None
         self._coded = getattr(config, "key_bits", 16) < 16
         self.row.details["bytes_plain"] = 2 * case.keys
         if self._coded and backend != "native":

@@ -66,7 +66,7 @@ def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
     noise = rng.standard_normal(max(array.size for array in caches.values()), np.float32)
     for name, array in caches.items():
         if array.dtype.kind == "i":
-            configs: list[Any] = [config for config in parse(method) if config.before_rope]
+            configs: list[Any] = [config for config in parse(method) if config.pre_rope]
             artefact: Any = load_artefact(configs[0])
             array[...] = rng.integers(0, artefact.buckets, array.shape, array.dtype)
         elif name.startswith(("past_sums.", "past_summary.")):

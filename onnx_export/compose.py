@@ -17,7 +17,7 @@ import onnx.parser
 from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, helper
 from onnx.inliner import inline_local_functions
 
-from mlx_sparse.checks import ConfigError, meant
+from mlx_sparse.checks import ConfigError, did_you_mean
 
 from .domain import DEFAULT, DOMAIN, VERSION, Operator, Profile
 from .operators import FUNCTIONS, OPERATORS, PROMPTS
@@ -43,7 +43,9 @@ def operator(name: str) -> Operator:
         ConfigError: there is none.
     """
     if name not in OPERATORS:
-        raise ConfigError(f"operator: expected one of {', '.join(OPERATORS)}, got {name!r}.{meant(name, OPERATORS)}")
+        raise ConfigError(
+            f"operator: expected one of {', '.join(OPERATORS)}, got {name!r}.{did_you_mean(name, OPERATORS)}"
+        )
     return OPERATORS[name]
 
 

@@ -1,4 +1,4 @@
-"""SAAP's settings: text, TOML and what is refused."""
+"""SAAP's settings: text, TOML and errors."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def test_the_defaults_are_the_papers() -> None:
         SAAP(artefact="model.saap.safetensors"),
         SAAP(artefact="a folder/model.safetensors", probes=8, dense_below=0),
         SAAP(mode="online"),
-        SAAP(mode="online", buckets=64, probes=64, sink_tokens=0, recent_tokens=1, dense_layers=0, fold_every=1),
+        SAAP(mode="online", buckets=64, probes=64, sink_tokens=0, recent_tokens=1, dense_layers=0, merge_every=1),
     ],
     ids=str,
 )
-def test_text_and_toml_give_the_settings_back(config: SAAP, tmp_path: Path) -> None:
+def test_text_and_toml_round_trip(config: SAAP, tmp_path: Path) -> None:
     assert parse(str(config)) == (config,)
     lines = [f"{name} = {value!r}" for name, value in vars(config).items() if value is not None]
     (tmp_path / "attn.toml").write_text("\n".join(["[saap]", *lines]).replace("'", '"'))
     assert load_toml(tmp_path / "attn.toml") == {"saap": config}
 
 
-def test_it_goes_with_a_method_for_prompts() -> None:
+def test_saap_combines_with_a_prefill_method() -> None:
     assert [config.name for config in parse("sample+saap:mode=online")] == ["sample", "saap"]
 
 
@@ -51,18 +51,18 @@ def test_it_goes_with_a_method_for_prompts() -> None:
         ({"mode": "online", "buckets": 5000}, "buckets: expected an integer of at least 1 and at most 4096"),
         ({"mode": "online", "recent_tokens": 0}, "recent_tokens: expected an integer of at least 1"),
         ({"mode": "online", "sink_tokens": -1}, "sink_tokens: expected an integer of at least 0"),
-        ({"mode": "online", "fold_every": 0}, "fold_every: expected an integer of at least 1"),
+        ({"mode": "online", "merge_every": 0}, "merge_every: expected an integer of at least 1"),
         ({"mode": "online", "dense_layers": True}, "dense_layers: expected an integer"),
         ({"mode": "online", "dense_below": "never"}, "dense_below: expected an integer"),
     ],
 )
-def test_bad_settings_are_one_clear_line(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_a_one_line_error(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         SAAP(**settings)
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_to_be_loaded_is_said_late_so_that_text_can_complete_a_file(tmp_path: Path) -> None:
+def test_a_missing_artefact_is_reported_late_so_that_text_can_complete_toml(tmp_path: Path) -> None:
     (tmp_path / "attn.toml").write_text("[saap]\nprobes = 8\n")
     base = load_toml(tmp_path / "attn.toml")
     (config,) = parse("saap:artefact=model.saap.safetensors", base)

@@ -74,12 +74,12 @@ def test_printed_configurations_parse_to_themselves(config: Method) -> None:
         (10**7, Sample(alpha_column=0.8, alpha_slash=0.8, chunks=4)),
     ],
 )
-def test_a_context_has_the_settings_of_its_range(S: int, expected: Sample) -> None:
+def test_at_returns_the_settings_of_the_range(S: int, expected: Sample) -> None:
     assert TUNED.at(S) == expected
     assert Sample(chunks=3).at(S) == Sample(chunks=3)
 
 
-def test_the_settings_outside_of_ranges_stay() -> None:
+def test_at_keeps_settings_that_ranges_do_not_have() -> None:
     config = parse("sample:block_size=64,dense_below=5,ranges=100:0.5:0.6:7")[0]
     assert isinstance(config, Sample)
     assert config.at(1) == Sample(alpha_column=0.5, alpha_slash=0.6, chunks=7, block_size=64, dense_below=5)
@@ -98,20 +98,20 @@ def test_ranges_are_tables_in_toml(tmp_path: Path) -> None:
     assert parse("sample:block_size=128", load_toml(file)) == (Sample(ranges=TUNED.ranges[:2]),)
 
 
-def test_sampling_is_dense_below_a_context() -> None:
+def test_sample_is_dense_below_the_default_context() -> None:
     assert Sample().shortest_context() == SAMPLE_PAYS_FROM
     assert Sample(dense_below=7).shortest_context() == 7
 
 
 @pytest.mark.parametrize("backend", ["ops", "metal"])
-def test_sampling_is_dense_above_a_density_unless_the_user_has_decided(backend: str) -> None:
-    assert Sample().fullest(backend) == SAMPLE_PAYS_UP_TO[backend] < 1
-    assert Sample(dense_below=0).fullest(backend) == 1
-    assert Sample(dense_below=0, dense_above=0.3).fullest(backend) == 0.3
-    assert MInference().fullest(backend) == 1
+def test_sample_is_dense_above_a_density_unless_the_user_sets_one(backend: str) -> None:
+    assert Sample().max_density(backend) == SAMPLE_PAYS_UP_TO[backend] < 1
+    assert Sample(dense_below=0).max_density(backend) == 1
+    assert Sample(dense_below=0, dense_above=0.3).max_density(backend) == 0.3
+    assert MInference().max_density(backend) == 1
 
 
-def test_every_method_says_which_stage_it_is_for() -> None:
+def test_every_method_has_a_stage() -> None:
     prefill = {name for name, cls in METHODS.items() if issubclass(cls, Prefill)}
     assert {"sample", "minference"} <= prefill
     stages = {name: "prefill" if name in prefill else "decode" for name in METHODS}
@@ -145,14 +145,14 @@ def test_every_method_says_which_stage_it_is_for() -> None:
         ("streaming_prefill:sink_tokens=-1", "sink_tokens: expected an integer of at least 0, got -1."),
     ],
 )
-def test_bad_values_are_refused_in_one_line(text: str, message: str) -> None:
+def test_wrong_values_are_a_one_line_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("entry", [1, "x", [[1]], [{"up_to": 5}], [{"up_to": 5, "a": 1}], [None]])
-def test_other_things_than_ranges_are_refused(entry: Any) -> None:
+def test_values_that_are_not_ranges_are_refused(entry: Any) -> None:
     with pytest.raises(ConfigError, match="ranges: expected up_to:alpha_column:alpha_slash:chunks for each range"):
         Sample(ranges=entry)
 
@@ -168,7 +168,7 @@ def test_a_share_with_hundreds_of_digits_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "line", ["chunks = N", "alpha_column = N", "dense_below = N", "dense_above = N", "ranges = [{up_to = N}]", "N = 1"]
 )
-def test_integers_too_long_for_toml_are_refused_in_one_line(line: str, tmp_path: Path) -> None:
+def test_integers_too_long_for_toml_are_a_one_line_error(line: str, tmp_path: Path) -> None:
     file = tmp_path / "hostile.toml"
     file.write_text("[sample]\n" + line.replace("N", "0x" + "f" * 5000))
     with pytest.raises(ConfigError) as caught:

@@ -70,7 +70,7 @@ class Torch:
     def visit(self, bucket_ids: torch.Tensor, visited: torch.Tensor) -> dict[str, Any]:
         return {"bucket_ids": bucket_ids, "visited": visited}
 
-    def kept(self, blocks: torch.Tensor) -> torch.Tensor:
+    def count_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         return blocks.sum(dim=2)
 
 

@@ -11,7 +11,7 @@ from transformers.masking_utils import sdpa_mask
 from mlx_sparse.checks import ShapeError
 
 from .key_codes import Codes
-from .moments import Moments, lasting
+from .running_statistics import RunningStatistics, lasting
 
 # Capacities are multiples of this many rows, so that the rows of ``keys_t`` start on cache lines of 128 bytes.
 ROW_MULTIPLE = 256
@@ -42,8 +42,8 @@ class Buffers:
         self._forget_moments()
 
     def _forget_moments(self) -> None:
-        self.key_moments: Moments | None = None
-        self.value_moments: Moments | None = None
+        self.key_moments: RunningStatistics | None = None
+        self.value_moments: RunningStatistics | None = None
         self.left_padding: torch.Tensor | None = None
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -148,8 +148,8 @@ class Buffers:
     @lasting
     def _begin_moments(self, mean: bool, spread: bool) -> None:
         self._forget_moments()
-        self.value_moments = Moments(self.values, spread=False) if mean else None
-        self.key_moments = Moments(self.keys, spread=True) if spread else None
+        self.value_moments = RunningStatistics(self.values, spread=False) if mean else None
+        self.key_moments = RunningStatistics(self.keys, spread=True) if spread else None
 
 
 def _same(known: torch.Tensor | None, padding: Padding | None) -> bool:

@@ -9,7 +9,7 @@ import torch
 from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 
 from ..torch_functions import code_groups, key_spread
-from .moments import lasting
+from .running_statistics import lasting
 
 BYTES = GROUP // 2  # that a group of codes takes for each component
 PIECE = 2048  # rows of a prompt that are coded at a time, so that their float32 copies stay small

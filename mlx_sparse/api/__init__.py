@@ -1,1 +1,1 @@
-"""The public functions: written once for every array library (`functions`), and bound to MLX (`mlx_functions`)."""
+"""Public functions, written once for every array library (`functions`) and bound to MLX (`mlx_functions`)."""

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from ..model_parts import Part
 
-JSON_KEY = "mlx_sparse_report"  # of the line that ``--attn-report json`` prints
-IN_FLIGHT = 64  # calls whose figures the device may still compute; the oldest is long done
+JSON_KEY = "mlx_sparse_report"  # key of the line that ``--attn-report json`` prints
+IN_FLIGHT = 64  # calls whose figures the device may still compute
 
-# One lock for all reports: adding to a report and reading it are short.
+# All reports share one lock, because adding to a report and reading it are short.
 _lock = threading.RLock()
 
 
@@ -54,32 +54,32 @@ class Counts(Totals):
 
 @dataclass(kw_only=True)
 class Report(Totals):
-    """Counts of all calls of one enabled model, by any number of threads. Any thread may read it at any time.
+    """Totals of all calls of one enabled model. Any thread may add to a report or read it at any time.
 
-    A call of the model adds its counts when it returns; a call that raises adds nothing. Reading evaluates nothing.
-    With SAAP alone, reading waits for the decode steps in flight, because the device counts their keys (`buckets`,
-    `sparse_bytes`).
+    A call of the model adds its counts when it returns; a call that raises adds nothing. Reading evaluates no arrays,
+    with one exception: with SAAP, `buckets` and `sparse_bytes` wait for the decode steps in flight, because the device
+    counts their keys.
 
     Attributes:
-        attn: the method as text, every automatic choice resolved.
+        attn: the text form of the methods, with every "auto" resolved.
         backend: the backend that runs it.
         model_type: the library's name of the model family.
-        model: where the model was loaded from; empty if that is not known.
+        model: name or path of the model; empty if unknown.
         layers: attention layers.
         served_layers: layers that can attend sparsely.
         dense_layers: number of other layers by reason.
         sparse_calls: decode calls that ran sparsely.
         dense_calls: number of other calls by reason.
-        formula_bytes: bytes that the sparse calls moved, by the papers' formulae, as far as the host knows.
+        formula_bytes: bytes that the sparse calls moved, by the papers' formulae, without keys that the device counts.
         dense_bytes: bytes that dense attention would have moved in the same calls.
-        prefill: figures of the prompts (`mlx_sparse.lm.figures.PrefillFigures`); None without a prefill method.
-        decodes: whether there is a decode method.
+        prefill: figures of the prefill chunks (`mlx_sparse.lm.figures.PrefillFigures`); None without a prefill method.
+        decodes: True if there is a decode method.
         outlook: returns the crossover lengths of the layers, as lines.
-        sent_bytes, messages: sent to other ranks that share the context.
-        checked_bytes: bytes moved by calls of a lossless model that check drafts, or decode without drafts.
+        sent_bytes, messages: bytes and messages sent to the other ranks of a sharded context.
+        checked_bytes: bytes moved by verification steps of a lossless model, or by its decode steps without drafts.
         drafts: figures of drafts (`mlx_sparse.lm.figures.DraftFigures`); None without `--lossless`.
-        part: of the model, on this process.
-        kv_heads: of a served layer, here and in the whole model; None if layers differ.
+        part: the part of the model on this process.
+        kv_heads: KV heads of a served layer, here and in the whole model; None if layers differ.
         counted: `buckets` without the steps in flight.
     """
 
@@ -109,7 +109,7 @@ class Report(Totals):
             self._settle(IN_FLIGHT)
 
     def _settle(self, in_flight: int = 0) -> None:
-        """Add the figures of all calls except the last ``in_flight``."""
+        """Wait for the figures of all calls except the last ``in_flight``, and add them."""
         while len(self._counting) > in_flight:
             self.counted = _sum(self.counted, self._counting.popleft().figures())
 
@@ -122,7 +122,7 @@ class Report(Totals):
 
     @property
     def sparse_bytes(self) -> int:
-        """Bytes that the sparse calls moved, by the papers' formulae; SAAP's lists are counted on the device."""
+        """Bytes that the sparse calls moved, by the papers' formulae. The device counts the keys of SAAP."""
         with _lock:
             return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
 
@@ -155,12 +155,12 @@ class Report(Totals):
         return lines + self.outlook()
 
     def _held(self) -> str:
-        """Return which part of the model this process has; empty for a whole one."""
+        """Return a description of the part of the model on this process; empty for a whole model."""
         if self.part.layers is not None:
             last = self.part.first_layer + self.part.layers - 1
             return f", layers {self.part.first_layer} to {last} of the model on this rank"
-        if self.part.sharers > 1:
-            return f", keys and values shared by {self.part.sharers} ranks"
+        if self.part.shards > 1:
+            return f", keys and values shared by {self.part.shards} ranks"
         here, whole = self.kv_heads or (0, 0)
         return f", {here} of {whole} KV heads on this rank" if here < whole else ""
 

@@ -1,4 +1,4 @@
-"""One checked call of a public function, for any array library: what differs between libraries is a `Library`."""
+"""One checked call of a public function, for any array library (`Library`)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ INF = float("inf")
 
 
 class Library(Protocol):
-    """The operations on arrays that the public functions need; `mlx_sparse.api.mlx_functions` has those of MLX.
+    """Array operations of one library, which the public functions need.
+
+    `mlx_sparse.api.mlx_functions.MLX` and `mlx_sparse.cuda_ref.api.Torch` implement this protocol.
 
     Attributes:
-        xp: the library's module, for what all of them call alike.
+        xp: the module of the library, for functions that have the same name in all libraries.
     """
 
     xp: Any
@@ -26,33 +28,33 @@ class Library(Protocol):
     def check_array(
         self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
     ) -> None:
-        """Raise unless ``array`` is one of this library, where ``like`` is, and of the type that it has to have."""
+        """Raise unless ``array`` belongs to this library, is on the device of ``like``, and has an accepted type."""
 
     def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Any) -> str:
-        """The backend that runs ``function`` on these arrays.
+        """Return the backend that runs ``function`` on these arrays.
 
         Raises:
-            BackendUnavailable, ConfigError, ShapeError: none can.
+            BackendUnavailable, ConfigError, ShapeError: no backend can run the function on them.
         """
 
     def load(self, function: str, backend: str) -> Callable[..., Any]:
-        """The backend's function: checked arrays in, ``out`` and float32 ``lse`` first among what comes out."""
+        """Return the function of the backend. It takes checked arrays and returns ``out`` and float32 ``lse`` first."""
 
     def padding(self, left_padding: Any, sizes: Sizes, like: Any) -> Any:
-        """``left_padding (B,)`` as the backends take it, within 0..S; None stays None."""
+        """Return ``left_padding (B,)`` as the backends take it, clamped to 0..S; None stays None."""
 
     def ones(self, shape: tuple[int, ...], like: Any) -> Any:
-        """Float32, where ``like`` is."""
+        """Return float32 ones on the device of ``like``."""
 
     def visit(self, bucket_ids: Any, visited: Any) -> dict[str, Any]:
-        """What the backends of `saap_attention` take for these buckets of keys and those to visit."""
+        """Return the arguments of the backends of `saap_attention` for these bucket ids and visited buckets."""
 
-    def kept(self, blocks: Any) -> Any:
-        """Attended key blocks of each head ``(B, Hq)``, from what a prefill function returns third."""
+    def count_blocks(self, blocks: Any) -> Any:
+        """Return the number of attended key blocks per head ``(B, Hq)`` from the third result of a prefill function."""
 
 
 class Call:
-    """One checked call: its arrays, sizes and backend, and what to do once the parameters are checked too."""
+    """Check the arrays of one call, and run it on its backend."""
 
     def __init__(
         self,
@@ -76,17 +78,17 @@ class Call:
         self.return_stats = return_stats
 
     def sparse(self, attended: int) -> bool:
-        """Return True if a decode step that attends so many keys leaves any out; other calls are dense."""
+        """Return True if a decode step that attends ``attended`` keys skips any key. Other calls are dense."""
         return self.sizes.L == 1 and self.sizes.S > attended
 
     def check(self, name: str, array: Any, shape: tuple[int, ...], *, same_type: bool = False) -> None:
-        """Check an optional array beside keys and values; ``same_type``: the backends may want that of the keys."""
+        """Check the shape of an optional array, and with ``same_type`` that it has the type of the keys."""
         if array is not None:
             self.library.check_array(name, array, self.arrays[0], same_type=same_type)
             check_shape(name, array, shape)
 
     def check_keys_t(self, keys_t: Any, key_bits: int) -> None:
-        """Check component-major keys: an array like the keys, or `KeyCodes` with fewer ``key_bits`` than 16."""
+        """Check component-major keys: an array with the type of the keys, or `KeyCodes` if ``key_bits`` is below 16."""
         if isinstance(keys_t, KeyCodes):
             for name, array in zip(KeyCodes._fields, keys_t, strict=True):
                 self.library.check_array(f"keys_t.{name}", array, self.arrays[0])
@@ -95,7 +97,7 @@ class Call:
         check_keys_t(keys_t, self.sizes, key_bits)
 
     def load(self, function: str) -> Callable[..., Any]:
-        """``function`` of the backend."""
+        """Return ``function`` of the backend."""
         return self.library.load(function, self.backend)
 
     def run(self, **parameters: Any) -> Any:
@@ -104,7 +106,7 @@ class Call:
         return run(*self.arrays, scale=self.scale, left_padding=self.left_padding, **parameters)
 
     def dense(self, layout: Layout | None = None) -> Any:
-        """Dense attention, of a piece of a prompt if there is a ``layout``."""
+        """Run dense attention. With a ``layout``, `Stats` are in the unit of prefill."""
         out = self.load("dense")(*self.arrays, scale=self.scale, left_padding=self.left_padding)
         if not self.return_stats:
             return out
@@ -115,7 +117,7 @@ class Call:
         return out, record if layout is None else stats.as_prefill(record, layout, n.D)
 
     def decode(self, count: Callable[..., int], attended: int, **parameters: Any) -> Any:
-        """One step, which attends ``attended`` keys and moves ``count`` elements; dense attention if that is all."""
+        """Run a decode step that attends ``attended`` keys and moves ``count`` elements; dense if it skips no key."""
         if not self.sparse(attended):
             return self.dense()
         out, lse = self.run(**parameters)
@@ -133,16 +135,16 @@ class Call:
             return None
         queries, keys, _ = self.arrays
         dense = self.load("dense_lse")(queries, keys, scale=self.scale, left_padding=self.left_padding)
-        # A row with no valid key has lost nothing.
+        # The recall of a row without valid keys is 1.
         return self.library.xp.where(dense == -INF, 1.0, self.library.xp.exp(lse - dense))
 
     def prefill(self, layout: Layout, **parameters: Any) -> Any:
-        """A piece of a prompt, by a function that returns ``out``, ``lse`` and what it attended."""
+        """Run a prefill function, which returns ``out``, ``lse`` and the attended blocks."""
         out, lse, blocks = self.load(self.function)(*self.arrays, scale=self.scale, **parameters)
         if not self.return_stats:
             return out
         # (sample.9)
-        density = self.library.kept(blocks) / layout.causal_pairs
+        density = self.library.count_blocks(blocks) / layout.causal_pairs
         share, D = float(density.mean()), self.sizes.D
         moved, dense = stats.prefill_elements(layout, D, share), stats.prefill_elements(layout, D)
         return out, Stats(moved, dense, share, self.recall(lse), density, layout.sampled_share)

@@ -1,4 +1,4 @@
-"""Dense attention and the decode methods."""
+"""Public functions: dense attention and the decode methods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = Any  # of the library that the functions are for
 
 
 class DecodeFunctions:
-    """Functions of one query per sequence."""
+    """Functions that take one query per sequence."""
 
     _library: Library
 
@@ -28,10 +28,11 @@ class DecodeFunctions:
         scale: float | None = None,
         backend: str = "auto",
     ) -> tuple[Array, Array]:
-        """Exact attention of one query per head over the listed keys (sparq.7).
+        """Attend the listed keys exactly, with one query per head (sparq.7).
 
         Args:
-            indices: ``(B, Hkv, N)`` int32, ascending; ``-1``, or any number that is no key's, = empty slot.
+            indices: ``(B, Hkv, N)`` int32, ascending. ``-1``, or any number that is not the index of a key,
+                is an empty slot.
 
         Returns:
             ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot is empty.
@@ -57,7 +58,7 @@ class DecodeFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """Causal attention over all valid keys: the baseline."""
+        """Attend all valid keys causally: the baseline."""
         call = Call(self._library, "dense", (queries, keys, values), scale, left_padding, backend, return_stats)
         return call.dense()
 
@@ -80,20 +81,24 @@ class DecodeFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """One decode step of SparQ attention (docs/spec/sparq.md; arXiv 2312.04985, Algorithm 1).
+        """Run one decode step of SparQ attention (docs/spec/sparq.md; arXiv 2312.04985, Algorithm 1).
 
         Args:
-            rank: components r of the queries used to score every key, 1..D.
+            rank: number r of query components that score every key, 1..D.
             top_k: keys attended per KV head, the local window included.
             local_window: last valid keys that are always attended; None means ``top_k // 4``.
-            reallocate: mix in the mean value for the mass left out; "auto" does so for one query head per KV head.
+            reallocate: True mixes in the mean value for the softmax mass of the skipped keys; "auto" does so for one
+                query head per KV head.
             component_score: rank components by |q| ("query", the paper) or by |q| times the spread of the keys
                 ("query_key").
-            key_bits: of a component of a key that scores are taken from: 16 (the paper) or 4.
-            keys_t: ``(B, Hkv, D, S)`` keys stored component-major, or with ``key_bits=4`` the `KeyCodes` of
-                `code_keys`: without it, nothing is saved on real hardware. The `metal` backend copies slices of larger
+            key_bits: bits per component of the scoring keys: 16 (the paper) or 4.
+            keys_t: ``(B, Hkv, D, S)`` component-major keys, or with ``key_bits=4`` the `KeyCodes` of `code_keys`.
+                Without them, the call saves no time on real hardware. The `metal` backend copies slices of larger
                 buffers on every call; a cache passes whole buffers.
-            value_mean: ``(B, Hkv, D)`` mean of the valid values, the current one included; computed when absent.
+            value_mean: ``(B, Hkv, D)`` mean of the valid values, the current one included; computed if None.
+
+        Returns:
+            ``out (B, Hq, L, D)`` in the type of ``queries``; with ``return_stats`` also a `Stats`.
         """
         call = Call(self._library, "sparq", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes
@@ -131,7 +136,7 @@ class DecodeFunctions:
         )
 
     def code_keys(self, keys: Array, *, left_padding: Array | None = None, backend: str = "auto") -> KeyCodes:
-        """Return int4 scoring keys (sparq.17) to (sparq.20): ``keys_t`` of `sparq_attention` with ``key_bits=4``."""
+        """Quantize keys to int4 scoring keys (sparq.17) to (sparq.20), the ``keys_t`` of ``key_bits=4``."""
         call = Call(self._library, "code_keys", (keys, keys, keys), left_padding=left_padding, backend=backend)
         coded: KeyCodes = call.load("code_keys")(keys, call.left_padding)
         return coded
@@ -145,9 +150,10 @@ class DecodeFunctions:
         left_padding: Array | None = None,
         backend: str = "auto",
     ) -> Array:
-        """Attention each key has received from causal ``queries``: float32 ``(B, Hkv, S)``, -inf at invalid keys.
+        """Return the attention that each key received from causal ``queries``: the ``scores`` of `h2o_attention`.
 
-        What `h2o_attention` starts from after a dense prompt.
+        Returns:
+            float32 ``(B, Hkv, S)``, -inf at invalid keys.
         """
         call = Call(self._library, "h2o_scores", (queries, keys, keys), scale, left_padding, backend)
         run = call.load("h2o_scores")
@@ -168,13 +174,14 @@ class DecodeFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """Attend the last ``local_window`` keys and the heavy hitters, ``top_k`` together; evict the rest for good.
+        """Attend ``top_k`` keys: the last ``local_window`` keys and the heavy hitters. Evict the other keys for good.
 
         Args:
             scores: ``(B, Hkv, S)`` attention received so far, 0 for the current key, -inf for evicted keys.
 
         Returns:
-            ``out, scores``; with ``return_stats`` also a `Stats`. The new scores hold -inf for what this step evicted.
+            ``out, scores``; with ``return_stats`` also a `Stats`. The new scores are -inf at the keys that this
+            step evicted.
         """
         call = Call(self._library, "h2o", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes

@@ -1,12 +1,13 @@
-"""The public functions, written once for every array library.
+"""Public functions, written once for every array library.
 
-Shapes: ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)`` with the current tokens included; query i of L
-sits at position ``S - L + i``; ``left_padding (B,)`` int is the first valid key of each row. Every function returns
-``out (B, Hq, L, D)`` in the type of ``queries`` and, with ``return_stats=True``, a `Stats`; ``return_stats="recall"``
-also measures the attention recall, which costs one dense pass over the keys. Decode methods attend densely when
-there is nothing to leave out or more than one query (``L > 1``).
+Shapes: ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)`` with the current tokens included. Query i of L
+is at position ``S - L + i``. ``left_padding (B,)`` int is the first valid key of each row.
 
-All raise `ShapeError` for arrays that do not fit together, `ConfigError` for parameters out of range and
+Every function returns ``out (B, Hq, L, D)`` in the type of ``queries``. With ``return_stats=True`` it also returns a
+`Stats`. ``return_stats="recall"`` adds the attention recall, which costs one dense pass over the keys. Decode methods
+attend densely if they would skip no key, and for more than one query (``L > 1``).
+
+All functions raise `ShapeError` for arrays that do not fit together, `ConfigError` for parameters out of range, and
 `BackendUnavailable` for a backend that cannot run here.
 """
 

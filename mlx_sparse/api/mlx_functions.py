@@ -1,4 +1,4 @@
-"""The public functions on MLX arrays. `mlx_sparse.api.functions` documents their arguments and results."""
+"""Public functions on MLX arrays. `mlx_sparse.api.functions` documents their arguments and results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .functions import Functions
 
 
 class MLX:
-    """`mlx_sparse.api.checked_call.Library` of MLX."""
+    """Implementation of `mlx_sparse.api.checked_call.Library` for MLX."""
 
     xp: Any = mx
 
@@ -47,14 +47,14 @@ class MLX:
         largest: Any = visited.max().item() if visited.size else -1
         if largest >= MAX_BUCKETS:
             raise ConfigError(f"visited: expected buckets of at most {MAX_BUCKETS - 1}, got {largest}.")
-        # Any negative number is an empty slot; of 64 bits it could become a bucket in 32.
+        # Any negative number is an empty slot. A negative int64 could become a bucket as int32.
         ascending = mx.sort(mx.where(visited < 0, -1, visited.astype(mx.int32)), axis=-1)
         again = mx.pad(ascending[..., 1:] == ascending[..., :-1], [(0, 0), (0, 0), (1, 0)])[..., : visited.shape[2]]
         if bucket_ids.itemsize == 1:
-            bucket_ids = bucket_ids.astype(mx.int16)  # to be compared with the number of buckets
+            bucket_ids = bucket_ids.astype(mx.int16)  # int8 cannot represent the number of buckets
         return {"bucket_ids": bucket_ids, "visited": mx.where(again, -1, ascending), "buckets": max(largest + 1, 0)}
 
-    def kept(self, blocks: mx.array) -> mx.array:
+    def count_blocks(self, blocks: mx.array) -> mx.array:
         return (blocks >= 0).sum(axis=(2, 3))
 
 

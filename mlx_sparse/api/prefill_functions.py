@@ -1,8 +1,8 @@
-"""Methods for prompts: docs/spec/sample.md.
+"""Public functions: the prefill methods (docs/spec/sample.md).
 
 Every row block of ``block_size`` queries attends the key blocks that a method selects for it, per query head. Blocks
-count from position 0, so that pieces of a prompt after a cached prefix (``L < S``) have the same ones. With the `ops`
-backend attention waits for the chosen blocks, which `mx.compile` refuses.
+count from position 0, so that chunks after a cached prefix (``L < S``) have the same blocks. With the `ops` backend
+attention waits for the selected blocks, so these functions do not work inside `mx.compile`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Array = Any  # of the library that the functions are for
 
 
 class PrefillFunctions:
-    """Functions of a prompt, or of a piece of one."""
+    """Functions that take a prefill chunk."""
 
     _library: Library
 
@@ -32,11 +32,11 @@ class PrefillFunctions:
         scale: float | None = None,
         backend: str = "auto",
     ) -> tuple[Array, Array]:
-        """Exact causal attention of every query over the listed key blocks of its row block (sample.8).
+        """Attend the listed key blocks of each row block exactly and causally (sample.8).
 
         Args:
-            blocks: ``(B, Hq, R, N)`` int32, R the row blocks that hold a query; ascending; ``-1``, or any number that
-                is no block's, = empty slot.
+            blocks: ``(B, Hq, R, N)`` int32, ascending, for the R row blocks that contain a query. ``-1``, or any number
+                that is not the index of a block, is an empty slot.
 
         Returns:
             ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries with nothing to attend.
@@ -64,7 +64,7 @@ class PrefillFunctions:
         scale: float | None = None,
         backend: str = "auto",
     ) -> Array:
-        """The key blocks that SampleAttention attends (sample.1 to sample.7).
+        """Select the key blocks that SampleAttention attends (sample.1 to sample.7).
 
         Returns:
             ``(B, Hq, R, N)`` int32 for `attend_blocks`.
@@ -96,20 +96,21 @@ class PrefillFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """A prompt, or a piece of one, by SampleAttention (MLSys 2025, Algorithm 1).
+        """Attend a prefill chunk by SampleAttention (MLSys 2025, Algorithm 1).
 
-        Attention is dense where an alpha is 1 or every row block holds a sampled row, a piece of one block for example.
+        Attention is dense if an alpha is 1 or every row block contains a sampled row, for example in a chunk of one
+        block.
 
         Args:
-            alpha_column, alpha_slash: share of the sample's attention mass that the kept key blocks, and the kept
-                distances, must each hold; above 0, at most 1.
-            chunks: regions of the queries with a sample of their own.
+            alpha_column, alpha_slash: share of the sample's softmax mass that the selected key blocks, and the selected
+                diagonals, must each reach; above 0, at most 1.
+            chunks: number of regions of the queries, each with its own sample.
             block_size: 32, 64 or 128 tokens.
         """
         call = Call(self._library, "sample", (queries, keys, values), scale, None, backend, return_stats)
         check_sample(alpha_column, alpha_slash, chunks, block_size)
         layout = Layout(call.sizes.L, call.sizes.S, chunks, block_size)
-        if alpha_column >= 1 or alpha_slash >= 1 or layout.everything:
+        if alpha_column >= 1 or alpha_slash >= 1 or layout.all_sampled:
             return call.dense(layout)
         return call.prefill(
             layout,

@@ -1,4 +1,4 @@
-"""SAAP: assign keys to buckets, route queries to them, attend to what is in them."""
+"""Public functions of SAAP: assign keys to buckets, route queries to buckets, attend the keys of visited buckets."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Array = Any  # of the library that the functions are for
 
 
 class SaapFunctions:
-    """SAAP's own functions."""
+    """Functions of SAAP."""
 
     _library: Library
 
     def saap_assign(self, keys: Array, centroids: Array, *, backend: str = "auto") -> Array:
-        """Bucket of each key: the centroid with the largest inner product (saap.1).
+        """Return the bucket of each key: the centroid with the largest inner product (saap.1).
 
         Args:
             keys: ``(B, Hkv, n, D)`` before RoPE.
             centroids: ``(Hkv, C, D)``.
 
         Returns:
-            int32 ``(B, Hkv, n)``; keys that hold NaN or inf are in bucket 0.
+            int32 ``(B, Hkv, n)``; keys with NaN or inf are in bucket 0.
         """
         library = self._library
         library.check_array("keys", keys)
@@ -48,7 +48,7 @@ class SaapFunctions:
         probes: int = 32,
         backend: str = "auto",
     ) -> Array:
-        """The ``probes`` buckets that the query heads of each KV head visit together (saap.5), (saap.8).
+        """Select the ``probes`` buckets that the query heads of each KV head visit together (saap.5), (saap.8).
 
         Args:
             queries: ``(B, Hq, 1, D)`` before RoPE.
@@ -91,13 +91,13 @@ class SaapFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """One decode step of SAAP attention (docs/spec/saap.md; arXiv 2502.08246).
+        """Run one decode step of SAAP attention (docs/spec/saap.md; arXiv 2502.08246).
 
-        Attends the first ``sink_tokens`` and the last ``recent_tokens`` valid keys, the current one included, and every
-        key whose bucket is visited. The index over the buckets is built for this one step; a cache keeps it over many.
+        The step attends the first ``sink_tokens`` and the last ``recent_tokens`` valid keys, the current one included,
+        and every key in a visited bucket. This function builds the index for one step; a cache reuses its index.
 
         Args:
-            bucket_ids: ``(B, Hkv, S)`` int; a number that is no bucket's (negative) = in no bucket.
+            bucket_ids: ``(B, Hkv, S)`` int; a number that is not the index of a bucket, such as -1, = in no bucket.
             visited: ``(B, Hkv, n)`` int; negative = empty slot. A bucket listed twice is visited once.
         """
         call = Call(self._library, "saap", (queries, keys, values), scale, left_padding, backend, return_stats)

@@ -13,23 +13,23 @@ from typing import Any
 import mlx.core as mx
 
 from ..checks import MAX_BUCKETS, ArtefactError
-from ..model_info import identity, kv_shapes, model_type, whole_of
+from ..model_info import identity, kv_shapes, model_type, recorded_facts
 from ..model_parts import Part, part_of
 from .tensors import read_tensors, refuse, write_tensors
 
 __all__ = ["MAX_HIDDEN", "Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
 
 FORMAT = 1
-SPACE = "before_rope"  # keys are clustered before RoPE
+SPACE = "pre_rope"  # keys are clustered before RoPE
 NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 NAME = re.compile(rf"layers\.(0|[1-9][0-9]{{0,8}})\.({'|'.join(('centroids', *NETWORK))})")
-WORD = re.compile(r"[\w.-]{1,64}")  # what messages repeat: the family of a model, and a hash
-MAX_HIDDEN = 1024  # units of a network, as the kernels take them
+WORD = re.compile(r"[\w.-]{1,64}")  # a model family or a hash, which messages repeat
+MAX_HIDDEN = 1024  # largest hidden size that the kernels support
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: ``centroids (Hkv, C, D)`` and the four arrays of its query networks, batch norm folded in.
+    """One layer: ``centroids (Hkv, C, D)`` and the arrays of its query networks with batch norm merged into them.
 
     hidden_weight ``(Hkv, D, H)``, hidden_bias ``(Hkv, H)``, out_weight ``(Hkv, H, C)``, out_bias ``(Hkv, C)``.
     """
@@ -47,15 +47,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Artefact:
-    """Content of the file.
+    """Content of an artefact file.
 
     Attributes:
-        layers: by index among the model's KV caches.
+        layers: layers by index among the KV caches of the model.
         buckets: C of every layer.
         hidden: H of every layer.
-        sink_tokens, recent_tokens: the exact part that the networks were trained beside.
-        model: ``model_type`` and ``hash`` of the model it was trained on.
-        training: options and figures of the training, for people.
+        sink_tokens, recent_tokens: the exact part that was excluded from the training targets.
+        model: ``model_type`` and ``hash`` of the model that was used for training.
+        training: options and figures of the training, for information only.
     """
 
     layers: dict[int, Layer]
@@ -68,7 +68,7 @@ class Artefact:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def check_model(self, model: Any) -> None:
-        """Raise `ArtefactError` unless ``model`` is the one this was trained on, or a quantised copy of it."""
+        """Raise `ArtefactError` unless the artefact was trained on ``model`` or on a copy with the same `identity`."""
         self._check(identity(model), kv_shapes(model))
 
     def _check(self, found: Mapping[str, str], shapes: Sequence[tuple[int, int] | None]) -> None:
@@ -95,15 +95,15 @@ class Artefact:
             )
 
     def part_for(self, model: Any) -> Artefact:
-        """Return what ``model`` needs: everything, or its own layers and KV heads if it is a part of a model.
+        """Return the artefact with the layers and KV heads of ``model``, which may be a part of a model.
 
-        A part is checked as by `check_model` if `model_info.note_whole` noted what it was cut from. Otherwise it has to
-        have the family and the shapes of the model that this was trained on, and weights are not compared.
+        If `model_info.record_facts` recorded the whole model of a part, it is checked as by `check_model`. Otherwise
+        only the family and the shapes are compared, not the weights.
 
         Raises:
-            ArtefactError: it is another model's, or cannot be cut as ``model`` is.
+            ArtefactError: the artefact is for another model, or cannot be cut in the same way as ``model``.
         """
-        part, whole = part_of(model), whole_of(model)
+        part, whole = part_of(model), recorded_facts(model)
         if part.whole:
             self.check_model(model)
             return self
@@ -124,11 +124,11 @@ class Artefact:
         return replace(self, layers=layers)
 
     def save(self, path: str | Path) -> None:
-        """Write the file, whole or not at all.
+        """Write the file atomically.
 
         Raises:
-            ArtefactError: it is none that `load` would take.
-            OSError: it cannot be written; what was there before is still there.
+            ArtefactError: `load` would refuse the file.
+            OSError: the file cannot be written. An older file stays unchanged.
         """
         path = Path(path)
         tensors = {
@@ -153,7 +153,7 @@ class Artefact:
 
 
 def load(path: str | Path) -> Artefact:
-    """Read an artefact and check everything in it.
+    """Read an artefact and check its whole content.
 
     Raises:
         ArtefactError: the file is missing, truncated, damaged, of another kind or format, or holds numbers that are
@@ -169,9 +169,9 @@ def load(path: str | Path) -> Artefact:
 
 
 def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) -> Layer:
-    """Return the KV heads of a layer that ``part`` has; MLX gives each part consecutive heads."""
+    """Return the layer with the KV heads of ``part``. MLX gives each part consecutive heads."""
     heads, _, D = layer.centroids.shape
-    if shape == (heads, D):  # every part has them all
+    if shape == (heads, D):  # every part has all heads
         return layer
     if shape is None or shape[1] != D or shape[0] * part.size != heads:
         has = "no keys" if shape is None else f"{shape[0]} KV heads of {shape[1]}"
@@ -184,12 +184,12 @@ def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that a result depends on."""
+    """Return the versions of the packages that influence a result."""
     return {name: version(name) for name in ("mlx-sparse-attention", "mlx", "mlx-lm")}
 
 
 def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the metadata after checking it."""
+    """Check the metadata and return them."""
     try:
         about = json.loads(metadata["mlx_sparse"])
         kind, form = about["kind"], about["format"]
@@ -216,7 +216,7 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _layers(path: Path, tensors: Mapping[str, mx.array], buckets: int, hidden: int) -> dict[int, Layer]:
-    """Return the layers that the tensors make up: each has its centroids and a whole network."""
+    """Check the tensors and return their layers. Each layer has centroids and a complete network."""
     by_layer: dict[int, dict[str, mx.array]] = {}
     for name, array in tensors.items():
         found = NAME.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Safetensors files of float16 and float32 tensors: checked by the library as they are read; written whole or not."""
+"""Read and write safetensors files of float16 and float32 tensors. Files are written atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..checks import ArtefactError
 from ..files import replace_file
 
 TYPES = ("F16", "F32")
-QUOTED = 120  # characters of the description of a file that a message repeats
+QUOTED = 120  # longest description of a file in a message, in characters
 
 
 def read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
@@ -22,7 +22,7 @@ def read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     Raises:
         ArtefactError: the file cannot be read, is truncated, damaged, or of another kind.
     """
-    if not path.is_file():  # a pipe would never end
+    if not path.is_file():  # reading a pipe would not end
         raise refuse(path, "none that can be read (no file)")
     try:
         with safe_open(path, framework="mlx") as file:
@@ -39,7 +39,7 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping
 
     Raises:
         ArtefactError: ``path`` does not end in .safetensors, which MLX would add.
-        OSError: it cannot be written; what was there before is still there.
+        OSError: the file cannot be written. An older file stays unchanged.
     """
     if path.suffix != ".safetensors":
         raise ArtefactError(f"path: expected a name in .safetensors, got {path}.")
@@ -51,14 +51,14 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping
             with safe_open(new, framework="mlx"):
                 pass
         except (SafetensorError, RuntimeError):
-            # MLX does not say why, or notice.
+            # MLX does not report the reason, or any error.
             raise OSError(errno.ENOSPC, "no room for the whole file (disk full?)", str(path)) from None
 
     replace_file(path, write)
 
 
 def refuse(path: Path, found: str) -> ArtefactError:
-    """Return the error about a file; what the file made a library print is cut."""
+    """Return the error about a file. Text of other libraries in ``found`` is cut."""
     found = " ".join(found.split())
     found = found if len(found) <= QUOTED else f"{found[:QUOTED]}..."
     return ArtefactError(f"{path}: expected a file written by mlx-sparse train-saap, got {found}. Train it again.")

@@ -1,4 +1,4 @@
-"""What H2O keeps beside a cache: the attention that each of its keys has received (docs/spec/sparq.md, "Baselines")."""
+"""H2O's auxiliary cache state: the attention that each key has received (docs/spec/sparq.md, "Baselines")."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .state import State
 if TYPE_CHECKING:
     from .sparse_cache import SparseCache
 
-# The last so many states are kept for trims, as rejected drafts ask for. Each is one float32 number per key.
+# Number of last states that are kept for trims after rejected drafts. Each has one float32 number per key.
 STATES = 16
 
 
@@ -30,14 +30,14 @@ class Scores:
     scores: mx.array
 
 
-class Received(State):
-    """Scores of a cache's keys, up to date with its writes and trims.
+class H2OState(State):
+    """Scores of the keys of a cache.
 
-    They cannot be rebuilt from keys and values: where queries were not counted, or a trim goes back behind the states
-    that are kept, the scores are unknown from there on.
+    The scores cannot be rebuilt from keys and values. They become unknown if queries were not counted, or if a trim
+    goes back further than the kept states.
 
     Attributes:
-        states: the last ones, the longest last; none before the first row.
+        states: the last states, the longest last; empty before the first row.
     """
 
     def __init__(self, states: list[Scores] | None = None) -> None:
@@ -50,7 +50,7 @@ class Received(State):
 
     @property
     def length(self) -> int:
-        """Rows whose queries have been counted."""
+        """Number of rows whose queries have been counted."""
         return self.states[-1].length if self.states else 0
 
     def rewind(self, length: int) -> None:
@@ -64,7 +64,7 @@ class Received(State):
             queries: ``(B, Hq, L, D)``, the last of ``keys (B, Hkv, S, D)``; ``length`` is ``S - L``.
         """
         L, S = queries.shape[2], keys.shape[2]
-        # Drafts are verified a few at a time, and any of them may be rejected.
+        # In a verification step any draft may be rejected, so every query gets a state.
         step = 1 if L <= STATES else L
         for stop in range(step, L + 1, step):
             counted, seen = queries[:, :, stop - step : stop], keys[:, :, : S - L + stop]
@@ -74,43 +74,43 @@ class Received(State):
     def read(self, cache: SparseCache, config: H2O, G: int, *, whole: bool) -> dict[str, Any]:
         return {"scores": self._grown((*cache.key_rows.shape[:2], cache.length))}
 
-    def take_back(self, *returned: mx.array) -> None:
+    def store_returned(self, *returned: mx.array) -> None:
         self._push(*returned)
 
-    def pack(self) -> Received:
+    def pack(self) -> H2OState:
         return self
 
-    def filter(self, sequences: list[int], length: int, start: int) -> Received | None:
+    def filter(self, sequences: list[int], length: int, start: int) -> H2OState | None:
         if self.length != length:
             return None
-        return Received([Scores(length - start, self.states[-1].scores[sequences][..., start:])])
+        return H2OState([Scores(length - start, self.states[-1].scores[sequences][..., start:])])
 
-    def extract(self, sequence: int, length: int, start: int) -> Received | None:
+    def extract(self, sequence: int, length: int, start: int) -> H2OState | None:
         return self.filter([sequence], length, start)
 
-    def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> Received | None:
+    def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> H2OState | None:
         return self.merge([(self, cache), (theirs, other)])
 
     @classmethod
-    def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> Received | None:
-        """None if the scores of one are unknown."""
+    def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> H2OState | None:
+        """Return the state of the batch; None if the scores of one cache are unknown."""
         S = max(cache.length for _, cache in parts)
         padded = []
         for received, cache in parts:
-            if not isinstance(received, Received) or not 0 < cache.length == received.length:
+            if not isinstance(received, H2OState) or not 0 < cache.length == received.length:
                 return None
             widths = [(0, 0), (0, 0), (S - cache.length, 0)]
             padded.append(mx.pad(received.states[-1].scores, widths, constant_values=-mx.inf))
-        return Received([Scores(S, mx.concatenate(padded))])
+        return H2OState([Scores(S, mx.concatenate(padded))])
 
     def submit(self) -> None:
-        """Start computing what was added: nothing else asks for it, and it would hold on to the call's keys."""
+        """Start computing the added scores. Otherwise they would not be evaluated, and would keep the keys alive."""
         if not self._submitted:
             mx.async_eval([state.scores for state in self.states])  # type: ignore[no-untyped-call]
             self._submitted = True
 
     def _grown(self, shape: tuple[int, ...]) -> mx.array:
-        """The last scores, 0 for the rows that came after, ``(B, Hkv, S)``."""
+        """Return the last scores ``(B, Hkv, S)``, 0 for later rows."""
         if not self.states:
             return mx.zeros(shape)
         return mx.pad(self.states[-1].scores, [(0, 0), (0, 0), (0, shape[2] - self.length)])

@@ -1,6 +1,6 @@
-"""KV caches that attend sparsely: mlx-lm's own caches with something beside them that their ``state`` does not show.
+"""KV caches that attend sparsely: mlx-lm's caches with auxiliary cache state that is not part of their ``state``.
 
-A cache is adopted in place (`adopt`): its keys, values and offset stay mlx-lm's, so files, trimming, merging and
+`adopt` changes the class of a cache in place. Keys, values and offset stay the same, so files, trimming, merging and
 batching work as before.
 """
 
@@ -14,10 +14,10 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 from ..methods.table import WHOLE_BUFFERS
 from ..ops.packed_rows import PackedRows
-from .sparse_cache import Full, Run, SparseCache
+from .sparse_cache import FullSample, Run, SparseCache
 from .state import State
 
-# Bytes of keys and values that are unpacked at a time for a prompt, of one KV head at least.
+# Bytes of keys and values that prefill dequantizes at a time; at least one KV head.
 UNPACKED = 16 << 20
 
 
@@ -30,15 +30,15 @@ class SparseKVCache(SparseCache, KVCache):
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         packed: Any = super().to_quantized(group_size=group_size, bits=bits)
-        for method, state in self.beside.items():
+        for method, state in self.aux_states.items():
             if (found := state.pack()) is not None:
                 adopt(packed)
-                packed.hold(method, found)
+                packed.add_state(method, found)
         return packed
 
 
 class SparseQuantizedKVCache(SparseCache, QuantizedKVCache):
-    """`mlx_lm.models.cache.QuantizedKVCache` that can attend sparsely. Steps read its rows as they are."""
+    """`mlx_lm.models.cache.QuantizedKVCache` that can attend sparsely. Decode steps read the quantized rows."""
 
     @property
     def key_rows(self) -> PackedRows:
@@ -55,7 +55,7 @@ class SparseQuantizedKVCache(SparseCache, QuantizedKVCache):
         return keys.first(S), values.first(S), {}
 
     def by_heads(self, run: Run, queries: mx.array, backend: str) -> tuple[mx.array, ...]:
-        # The rows of as many KV heads as `UNPACKED` bytes hold are there, and no others until these are done with.
+        # Only the dequantized rows of as many KV heads as fit into `UNPACKED` bytes exist at a time.
         keys, values, S = self.key_rows, self.value_rows, self.length
         B, Hkv, _, D = keys.shape
         G, step = queries.shape[1] // Hkv, max(1, UNPACKED // (2 * B * S * D * keys.itemsize))
@@ -73,8 +73,8 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
     """`mlx_lm.models.cache.BatchKVCache`, the server's left-padded batch, that can attend sparsely."""
 
     padding_mask: mx.array | None = None
-    _first: list[int] | None = None  # row of each sequence; None: not looked at since rows moved
-    # While mlx-lm processes ragged prompts, which it pads on the right: where each ends, of which `lm.seam` takes note.
+    _first: list[int] | None = None  # first row of each sequence; None: unknown since rows moved
+    # Ends of ragged prompts while mlx-lm processes them with right padding. `lm.seam` records them.
     prompt_ends: list[int] | None = None
 
     @property
@@ -89,7 +89,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:
         mask: mx.array = super().make_mask(N, return_array, **kwargs)
-        # Remembered so that a mask that says no more than `left_padding` is known by identity.
+        # `is_padding_mask` recognizes this mask by identity: it masks only the left padding.
         self.padding_mask = mask if kwargs.get("window_size") is None else None
         return mask
 
@@ -98,7 +98,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         self._first = None
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
-        # Finding out waits for the GPU: once for each composition of the batch, and for all layers together.
+        # This waits for the GPU, so it is done once per composition of the batch, for all layers together.
         if self._first is None:
             batches = [entry for entry in (self, *others) if isinstance(entry, SparseBatchKVCache)]
             batches = [entry for entry in batches if entry.left_padding.size == self.left_padding.size]
@@ -109,10 +109,10 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         return self._first
 
     def extents(self, others: Iterable[Any]) -> list[tuple[int, int]] | None:
-        """Rows ``[first, stop)`` of each sequence; None where mlx-lm pads on the right and has not said how much.
+        """Return the rows ``[first, stop)`` of each sequence; None if mlx-lm pads on the right by an unknown number.
 
         Args:
-            others: as for `first_rows`.
+            others: the batch caches of the other layers, as in `first_rows`.
         """
         first_rows = self.first_rows(others)
         ends: list[int] | None = [self.length] * len(first_rows)
@@ -124,25 +124,25 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         return [(min(first, end), end) for first, end in zip(first_rows, ends, strict=True)]
 
     def alone(self, sequence: int, first: int, stop: int) -> SparseKVCache:
-        """The sequence in rows ``[first, stop)`` as a cache of its own; `keep` what it learns."""
+        """Return rows ``[first, stop)`` of a sequence as a separate cache. `keep` stores its full samples here."""
         one = SparseKVCache()  # type: ignore[no-untyped-call]
-        # From row 0 on it is a view of the buffer, which kernels can read as it is.
+        # For row 0 this is a view of the whole buffer, which kernels read without a copy.
         rows = slice(0, None) if first == 0 else slice(first, stop)
         one.keys, one.values = (array[sequence : sequence + 1, :, rows] for array in (self.keys, self.values))
         one.offset = stop - first
-        one._full = self._fulls[sequence : sequence + 1]
+        one._full_samples = self._fulls[sequence : sequence + 1]
         return one
 
     def keep(self, sequence: int, one: SparseKVCache) -> None:
-        """Remember that the sample of a sequence was too full, or no longer is."""
+        """Store the record of a full sample of a sequence, or remove it."""
         known = self._fulls
-        self._full = (*known[:sequence], *(one._full or (None,)), *known[sequence + 1 :])
+        self._full_samples = (*known[:sequence], *(one._full_samples or (None,)), *known[sequence + 1 :])
 
     @property
-    def _fulls(self) -> tuple[Full | None, ...]:
-        return self._full or (None,) * self.left_padding.size
+    def _fulls(self) -> tuple[FullSample | None, ...]:
+        return self._full_samples or (None,) * self.left_padding.size
 
-    # These move rows.
+    # The following methods move rows.
 
     def prepare(self, **kwargs: Any) -> None:
         self._moved(lambda method, state: state.roll(None, self.length))
@@ -156,38 +156,38 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         length = self.length
         kept: Any = mx.array(batch_indices).tolist()
         fulls = self._fulls
-        self._full = tuple(fulls[sequence] for sequence in kept)
+        self._full_samples = tuple(fulls[sequence] for sequence in kept)
         super().filter(batch_indices)  # type: ignore[no-untyped-call]
         self._moved(lambda method, state: state.filter(kept, length, length - self.length))
 
     def extend(self, other: Any) -> None:
         adopt(other)
-        self._full = self._fulls + other._fulls
-        self._moved(lambda method, state: state.join(self, other.beside.get(method), other))
+        self._full_samples = self._fulls + other._fulls
+        self._moved(lambda method, state: state.join(self, other.aux_states.get(method), other))
         super().extend(other)  # type: ignore[no-untyped-call]
 
     def extract(self, idx: int) -> Any:
         one = super().extract(idx)  # type: ignore[no-untyped-call]
-        for method, state in self.beside.items():
+        for method, state in self.aux_states.items():
             if (found := state.extract(idx, self.length, self.length - one.offset)) is not None:
                 adopt(one)
-                one.hold(method, found)
+                one.add_state(method, found)
         return one
 
 
 def merge(caches: list[Any]) -> Any:
-    """Return the batch that mlx-lm makes of caches of one sequence each, with what methods keep beside any of them."""
+    """Merge caches of one sequence each into mlx-lm's batch, with the auxiliary states of any of them."""
     merged = BatchKVCache.merge(caches)
-    states = {method: state for cache in caches for method, state in getattr(cache, "beside", {}).items()}
+    states = {method: state for cache in caches for method, state in getattr(cache, "aux_states", {}).items()}
     for method, state in states.items():
         adopt(caches)
-        if (found := state.merge([(cache.beside.get(method), cache) for cache in caches])) is not None:
+        if (found := state.merge([(cache.aux_states.get(method), cache) for cache in caches])) is not None:
             adopt(merged)
-            merged.hold(method, found)
+            merged.add_state(method, found)
     return merged
 
 
-# mlx-lm saves a cache under its class name and finds it again by that name: files stay its own.
+# mlx-lm saves a cache under its class name, and loads it by that name.
 SparseKVCache.__name__ = KVCache.__name__
 SparseBatchKVCache.__name__ = BatchKVCache.__name__
 SparseQuantizedKVCache.__name__ = QuantizedKVCache.__name__
@@ -200,7 +200,7 @@ SPARSE_CLASSES: dict[type, type] = {
 
 
 def adopt(cache: Any) -> None:
-    """Let ``cache`` attend sparsely, in place, if it is one of mlx-lm's plain caches; lists and CacheList too."""
+    """Let mlx-lm's plain caches attend sparsely, by changing their class in place. Takes lists and CacheList too."""
     if isinstance(cache, (list, tuple)):
         for entry in cache:
             adopt(entry)
@@ -211,7 +211,7 @@ def adopt(cache: Any) -> None:
 
 
 def is_padding_mask(mask: Any, caches: Iterable[Any]) -> bool:
-    """Whether ``mask`` is causal and no more, or what a batch of ``caches`` made of its left padding besides."""
+    """Return True if ``mask`` is only causal, or the causal mask with left padding that a batch of ``caches`` made."""
     if isinstance(mask, str):
-        return True  # mlx-lm knows one: "causal"
+        return True  # the only string of mlx-lm is "causal"
     return any(isinstance(cache, SparseBatchKVCache) and cache.padding_mask is mask for cache in caches)

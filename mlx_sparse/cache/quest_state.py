@@ -1,4 +1,4 @@
-"""The auxiliary cache state of Quest: bounds of the pages of keys."""
+"""Quest's auxiliary cache state: the bounds of the pages of keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class QuestState(State):
         bounds: smallest and largest, each ``(B, Hkv, capacity, D)``. Page p of a sequence begins p * ``page_size`` keys
             after the sequence's first valid key. Empty before the first step.
         page_size: keys of a page.
-        rows: rows of the cache whose full pages have their bounds.
+        rows: number of rows of the cache whose full pages have bounds.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Keys of a cache by bucket, and the keys that a decode step of SAAP attends (docs/spec/saap.md)."""
+"""The keys of a cache by bucket, and the keys that a decode step of SAAP attends (docs/spec/saap.md)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class KeyLists:
-    """The keys that left the window of a step, by bucket (saap.9).
+    """Lists of the keys that left the recent window, by bucket (saap.9).
 
     Attributes:
-        covered: the row of each sequence before which its keys are listed.
-        bounds: ``covered`` as the kernels take it.
-        listed: keys in ``key_ids``, of all heads of each sequence.
-        capacity: room for the keys of any step until the next `fold`.
+        covered: for each sequence, the row before which its keys are listed.
+        bounds: ``covered`` in the form that the kernels take.
+        listed: number of keys in ``key_ids`` for each sequence, summed over its heads.
+        capacity: largest number of keys of any step until the next `rebuild_lists`.
     """
 
     offsets: mx.array
@@ -38,8 +38,8 @@ class KeyLists:
         return self.offsets, self.key_ids
 
 
-def due(index: BucketIndex, cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> bool:
-    """Return True if the lists of a step at position ``S`` want a `fold` first."""
+def needs_rebuild(index: BucketIndex, cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> bool:
+    """Return True if the lists of a step at position ``S`` need `rebuild_lists` first."""
     return index.lists is None or index.lists.covered != covered_rows(cache, first_rows, S, config)
 
 
@@ -51,7 +51,7 @@ def attended_keys(
     route, expand = (registry.load(function, backend) for function in ("saap_route", "saap_indices"))
     network = dict(index.network or {})
     if index.router.centroids is None:
-        # Routers take one network for all sequences: to them these are the heads of one.
+        # `saap_route` takes one network for all sequences, so the sequences become heads of one sequence.
         B, Hkv = network["out_weight"].shape[:2]
         queries_before = queries_before.reshape(1, -1, *queries_before.shape[2:])
         network = {name: weight.flatten(0, 1) for name, weight in network.items()}
@@ -71,22 +71,22 @@ def attended_keys(
 
 
 def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> list[int]:
-    """Return up to which row a step at position ``S`` finds the keys of each sequence listed.
+    """Return for each sequence the row before which its keys are listed in a step at position ``S``.
 
-    Multiples of ``fold_every``, counted from the sequence's first key: the same in a batch as alone.
+    The rows are multiples of ``merge_every`` after the first key of the sequence, so a batch does not change them.
     """
-    every = config.fold_every
+    every = config.merge_every
     return [
         cache.rows_before(first + max(S - first - config.recent_tokens, 0) // every * every) for first in first_rows
     ]
 
 
-def fold(caches: list[SparseCache], S: int, config: SAAP, sequences: Iterable[int] | None = None) -> None:
-    """List the keys that have left the window of a step at position ``S``, in all layers: one wait for the device.
+def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: Iterable[int] | None = None) -> None:
+    """Rebuild the lists of all layers for a step at position ``S``, with one wait for the device.
 
     Args:
-        caches: with an index each, of at least ``S - 1`` rows.
-        sequences: whose centroids are fitted, as `BucketIndex.complete` takes them.
+        caches: caches with an index of at least ``S - 1`` rows each.
+        sequences: sequences whose centroids are fitted, as in `BucketIndex.complete`.
     """
     first_rows = caches[0].first_rows(caches)
     covered = covered_rows(caches[0], first_rows, S, config)
@@ -100,14 +100,14 @@ def fold(caches: list[SparseCache], S: int, config: SAAP, sequences: Iterable[in
             for limit, end, first in zip(limits, covered, first_rows, strict=True)
         ]
         bounds = covered[0] if len(set(covered)) == 1 else mx.array(covered, mx.int32)
-        capacity = config.recent_tokens + config.fold_every + max(slots)
+        capacity = config.recent_tokens + config.merge_every + max(slots)
         index.lists = KeyLists(offsets, key_ids, covered, bounds, listed, capacity)
 
 
 def _list_keys(
     cache: SparseCache, index: BucketIndex, covered: list[int], config: SAAP, sequences: Iterable[int] | None
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """(saap.9) and what the host wants to know of each sequence: keys in the ``probes`` largest buckets, and in all."""
+    """Return the lists (saap.9), and per sequence the number of keys in the ``probes`` largest and in all buckets."""
     index.complete(cache, config, sequences)
     B, Hkv, _, _ = cache.key_rows.shape
     last = max(covered)

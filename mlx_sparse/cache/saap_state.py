@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from .saap_lists import KeyLists
     from .sparse_cache import SparseCache
 
-# The online mode fits its centroids to this many keys per bucket: more change them little.
+# Mode online fits centroids to this many keys per bucket. More keys change the centroids little.
 POINTS = 64
-# Rows that are turned back and assigned at a time.
-PIECE = 4096
-# Decode steps whose keys get their buckets together: the centroids are read once for all of them, and a model that
-# computes queries, keys and values in one product keeps no more rows of it than these.
+# Rows that are converted to pre-RoPE keys and assigned at a time.
+CHUNK = 4096
+# Decode steps whose keys are assigned together, so that the centroids are read once for all of them. A model that
+# computes queries, keys and values in one product keeps at most this many of its rows alive.
 TOGETHER = 64
 
 
@@ -45,31 +45,32 @@ class Router:
     network: Mapping[str, mx.array] | None = None
 
     def __deepcopy__(self, memo: Any) -> Router:
-        return self  # copies of a cache share the model's
+        return self  # copies of a cache share the router of the model
 
 
 def kmeans_network(centroids: mx.array, scale: float) -> dict[str, mx.array]:
-    """The router whose logits are the scores of the centroids ``(..., C, D)``."""
+    """Return the network whose logits are the scores of the centroids ``(..., C, D)``."""
     return {"out_weight": mx.contiguous((centroids * scale).swapaxes(-1, -2))}
 
 
 class BucketIndex(State):
-    """The buckets of a cache's keys, up to date with its writes and trims.
+    """The buckets of the keys of a cache.
 
-    Rows are ``[0, length)``: bucket ids of the first, keys before RoPE of the rest, which get theirs together. Rows
-    from ``length`` on are unknown (the cache came from a file); `complete` turns them back.
-
-    Nothing in it depends on the batch that a sequence is in: each has its own centroids, if the model has none.
+    The index covers rows ``[0, length)``: the first rows by their bucket ids, the rest by their pre-RoPE keys, which
+    are assigned to buckets together. Later rows are unknown, for example in a cache from a file. `complete`
+    reconstructs their pre-RoPE keys. The index of a sequence does not depend on its batch. Without centroids of the
+    model, each sequence has its own centroids.
 
     Attributes:
-        centroids: ``(Hkv, C, D)`` of the router, or ``(B, Hkv, C, D)`` of the sequences; None before the first.
-        network: the weights that route, of all sequences or of each likewise.
-        fitted: by sequence that has centroids of its own the row before which the keys are that they were fitted to;
-            centroids of the others are 0.
-        ids: int16 ``(B, Hkv, n)`` of rows ``[0, n)``; None where n is 0.
-        pending: keys before RoPE of the rows after those, ``(B, Hkv, any, D)`` each.
-        lists: keys by bucket (saap.9), made by `saap_lists.fold`; None before the first and after rows have moved.
-        received: while a plan listens, the keys of the last write and where it put them.
+        centroids: ``(Hkv, C, D)`` of the router, or ``(B, Hkv, C, D)`` of the sequences; None before the first fit.
+        network: weights that route, for all sequences or for each sequence.
+        fitted: for each sequence with its own centroids, the row before which the keys were used for the fit. Other
+            sequences have centroids of 0.
+        ids: int16 ``(B, Hkv, n)``, the buckets of rows ``[0, n)``; None if n is 0.
+        pending: pre-RoPE keys of the rows after those, ``(B, Hkv, any, D)`` each.
+        lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`; None before it, and after rows moved.
+        listening: True while a plan needs ``received``.
+        received: row and keys of the last write, if ``listening``.
     """
 
     def __init__(self, router: Router) -> None:
@@ -91,12 +92,12 @@ class BucketIndex(State):
 
     @property
     def assigned(self) -> int:
-        """Rows with ids."""
+        """Number of rows with ids."""
         return 0 if self.ids is None else self.ids.shape[2]
 
     @property
     def length(self) -> int:
-        """Rows that are known."""
+        """Number of known rows."""
         return self.assigned + sum(rows.shape[2] for rows in self.pending)
 
     def receive(self, start: int, keys: mx.array) -> None:
@@ -105,7 +106,7 @@ class BucketIndex(State):
             self.received = (start, keys)
 
     def rewind(self, length: int) -> None:
-        """Forget rows from ``length`` on, and centroids that were fitted to them."""
+        """Forget the rows at index ``length`` and above, and the centroids that were fitted to them."""
         self._forget_rows(length)
         if any(stop > length for stop in self.fitted.values()):
             self.fitted = {sequence: stop for sequence, stop in self.fitted.items() if stop <= length}
@@ -123,9 +124,9 @@ class BucketIndex(State):
             self.lists = None
 
     def write(self, start: int, before: mx.array) -> mx.array | None:
-        """Take in keys before RoPE that the cache has written at row ``start``; return ids if new ones want computing.
+        """Add pre-RoPE keys that the cache wrote at row ``start``. Return ids if new ids have to be evaluated.
 
-        Rows behind unknown ones are left unknown, and all where there are no centroids yet.
+        Rows after unknown rows stay unknown. Without centroids, all rows stay unknown.
         """
         if start != self.length or self.centroids is None:
             return None
@@ -145,12 +146,12 @@ class BucketIndex(State):
         return self.ids
 
     def complete(self, cache: SparseCache, config: SAAP, sequences: Iterable[int] | None = None) -> None:
-        """Give every row of ``cache`` its id, fitting centroids first where there are none.
+        """Assign every row of ``cache`` to a bucket, after fitting missing centroids.
 
-        Not for rows that are unknown where the router's source is ``irreversible``.
+        If the router's source is ``irreversible``, all rows must be known.
 
         Args:
-            sequences: whose centroids are fitted; None means all that have keys.
+            sequences: sequences whose centroids are fitted; None means all sequences with keys.
         """
         if self.router.centroids is None:
             self._fit(cache, config, range(len(cache.first_rows())) if sequences is None else sequences)
@@ -159,11 +160,11 @@ class BucketIndex(State):
 
     def _complete_ids(self, cache: SparseCache) -> None:
         self._assign_pending()
-        for start in range(self.assigned, cache.length, PIECE):
-            stop = min(start + PIECE, cache.length)
-            mx.eval(self._assign(self._pre_rope_rows(cache, slice(None), start, stop)))
+        for start in range(self.assigned, cache.length, CHUNK):
+            stop = min(start + CHUNK, cache.length)
+            mx.eval(self._assign(self._pre_rope_keys(cache, slice(None), start, stop)))
 
-    def _pre_rope_rows(self, cache: SparseCache, sequences: slice, start: int, stop: int) -> mx.array:
+    def _pre_rope_keys(self, cache: SparseCache, sequences: slice, start: int, stop: int) -> mx.array:
         inverse_rope = self.router.source.inverse_rope
         found = []
         for first, last, position in cache.runs(start, stop):
@@ -172,7 +173,7 @@ class BucketIndex(State):
         return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
 
     def _fit(self, cache: SparseCache, config: SAAP, sequences: Iterable[int]) -> None:
-        """Centroids for those of the sequences that have keys and none yet, and new ids for their keys."""
+        """Fit missing centroids of the sequences that have keys, and assign their keys again."""
         _, Hkv, _, D = cache.key_rows.shape
         C, first_rows = self.router.buckets, cache.first_rows()
         first_key = {b: first_rows[b] + config.sink_tokens for b in sequences if b not in self.fitted}
@@ -186,9 +187,9 @@ class BucketIndex(State):
             mx.eval(self.centroids)
             if self.ids is not None:
                 one, known = slice(b, b + 1), self.assigned
-                for begin in range(0, known, PIECE):
-                    end = min(begin + PIECE, known)
-                    before = self._pre_rope_rows(cache, one, begin, end)
+                for begin in range(0, known, CHUNK):
+                    end = min(begin + CHUNK, known)
+                    before = self._pre_rope_keys(cache, one, begin, end)
                     self.ids[one, :, begin:end] = _nearest(before, self.centroids[one])
                     mx.eval(self.ids)
         if first_key and self.centroids is not None:
@@ -196,17 +197,17 @@ class BucketIndex(State):
             mx.eval(self.network)
 
     def _fit_one(self, cache: SparseCache, sequence: int, start: int, first_row: int) -> mx.array:
-        """Centroids ``(Hkv, C, D)`` of the keys of a sequence from row ``start`` on."""
+        """Fit centroids ``(Hkv, C, D)`` to the keys of a sequence at row ``start`` and above."""
         C, count = self.router.buckets, cache.length - start
-        # Evenly spread over the text; some twice where there are fewer than buckets.
+        # Evenly spaced rows; with fewer rows than buckets some occur twice.
         chosen = start + np.linspace(0, count - 1, min(max(count, C), POINTS * C)).astype(np.int32)
-        # One sequence of one row each: every row has a position of its own.
+        # Each row becomes a sequence of one row, so that each has its own position.
         keys = cache.key_rows[sequence].swapaxes(0, 1)[mx.array(chosen)][:, :, None]
         places = np.concatenate([at + np.arange(last - first) for first, last, at in cache.runs(0, cache.length)])
         before = self.router.source.inverse_rope(keys, mx.array(places[chosen] - first_row))
         return kmeans.fit(before[:, :, 0].swapaxes(0, 1), C).astype(cache.key_rows.dtype)
 
-    # These follow what mlx-lm does to the rows of a batch.
+    # The following methods track changes of mlx-lm to the rows of a batch.
 
     def pack(self) -> BucketIndex:
         return self
@@ -241,7 +242,7 @@ class BucketIndex(State):
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> BucketIndex | None:
-        """Return the index of all sequences, each with its own centroids; None if they belong to several models."""
+        """Return the index of the batch; None if the caches belong to several models."""
         routers = {index.router for index, _ in parts if isinstance(index, BucketIndex)}
         if len(routers) != 1:
             return None
@@ -252,7 +253,7 @@ class BucketIndex(State):
             return merged
         place = 0
         for index, cache in known:
-            index.rewind(cache.length)  # rows may have been trimmed since the last write
+            index.rewind(cache.length)  # rows may have been trimmed after the last write
             behind = length - cache.length
             merged.fitted |= {place + sequence: behind + stop for sequence, stop in index.fitted.items()}
             place += len(cache.first_rows())
@@ -271,7 +272,7 @@ class BucketIndex(State):
         return merged
 
     def _all_ids(self, cache: SparseCache, heads: int, length: int) -> mx.array | None:
-        """Of each row of ``cache``, behind as many as make it ``length``; None if some cannot be known."""
+        """Return the ids of ``cache``, left-padded to ``length`` rows; None if some ids cannot be computed."""
         if self.centroids is None or cache.length == 0:
             return mx.zeros((len(cache.first_rows()), heads, length), mx.int16)  # until centroids are fitted
         if self.router.source.irreversible is not None and self.length < cache.length:
@@ -294,16 +295,16 @@ class BucketIndex(State):
         self.centroids, self.network = centroids, kmeans_network(centroids, self.router.scale)
 
     def unfitted(self, sequences: Iterable[int]) -> bool:
-        """Whether one of the sequences waits for centroids of its own."""
+        """Return True if one of the sequences has no centroids of its own yet, but needs them."""
         return self.router.centroids is None and not self.fitted.keys() >= set(sequences)
 
 
 def _nearest(before: mx.array, centroids: mx.array) -> mx.array:
     ids: mx.array = registry.load("saap_assign", "ops")(before, centroids)
-    return ids.astype(mx.int16)  # MAX_BUCKETS fit
+    return ids.astype(mx.int16)  # represents MAX_BUCKETS
 
 
 def index_of(cache: SparseCache) -> BucketIndex | None:
-    """The index beside a cache, if there is one."""
-    index = cache.beside.get(SAAP.name)
+    """Return the SAAP index of a cache, or None."""
+    index = cache.aux_states.get(SAAP.name)
     return index if isinstance(index, BucketIndex) else None

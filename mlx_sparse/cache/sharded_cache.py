@@ -1,4 +1,4 @@
-"""A KV cache that has one rank's shard of the positions, and reports all of them to mlx-lm."""
+"""A KV cache with the positions of one context-parallel shard, which reports all positions to mlx-lm."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from ..checks import ConfigError
 from ..methods.scoring_keys import GROUP
 from .sparse_cache import SparseCache
 
-# Consecutive positions of one rank: whole groups of quantized scoring keys, pages and blocks of SampleAttention. They
-# are few, so that the ranks get equal shares of every chunk.
+# Consecutive positions of one rank: whole groups of quantized scoring keys, pages and blocks of SampleAttention. The
+# number is small, so that the ranks get equal shares of every chunk.
 BLOCK = 2 * GROUP
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Positions of rank ``rank`` of ``size``: those with ``position // BLOCK % size == rank``, at any length.
+    """The positions of one rank: all with ``position // BLOCK % size == rank``.
 
-    So neither a trim nor a further turn nor a file moves keys between ranks.
+    The rank of a position does not depend on the length, so trims, further turns and files move no keys between ranks.
     """
 
     rank: int
     size: int
 
     def before(self, position: int) -> int:
-        """Return how many earlier positions the rank has."""
+        """Return the number of positions of the rank before ``position``."""
         rounds, rest = divmod(position, BLOCK * self.size)
         return rounds * BLOCK + min(max(rest - self.rank * BLOCK, 0), BLOCK)
 
     def own(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return the positions in ``[start, stop)`` that the rank has, ascending."""
+        """Return the positions of the rank in ``[start, stop)``, ascending."""
         return self.positions(self.before(start), self.before(stop))
 
     def positions(self, first: int, last: int) -> npt.NDArray[Any]:
@@ -56,10 +56,10 @@ class ShardedKVCache(SparseCache, KVCache):
     ranks compute the keys of every token, and each keeps its own.
 
     Attributes:
-        sent: an array that exists once the ranks have exchanged what the keys of the last write depend on. A rank that
-            keeps none of these keys evaluates it instead: otherwise the other ranks would wait for its messages.
-        calls: open calls of a model. Outside of them nobody could attend the rows of other ranks.
-        agreed: the position up to which ranks are known to agree; -1 before the first call.
+        sent: an array that depends on the messages of the last write. A rank that stores none of the written keys
+            evaluates this array. Otherwise the other ranks would wait for its messages.
+        calls: number of open calls of a model. Without an open call, the rows of other ranks cannot be attended.
+        agreed: position up to which the ranks have checked that they agree; -1 before the first call.
         chunk: during a call of a model, keys and values of its tokens, of all positions.
     """
 
@@ -69,7 +69,7 @@ class ShardedKVCache(SparseCache, KVCache):
         self.chunk: tuple[mx.array, mx.array] | None = None
         self.sent: mx.array | None = None
         self.calls, self.agreed = 0, -1
-        self._lowest = 0  # position to which the cache was trimmed since `take_lowest`
+        self._lowest = 0  # lowest position to which the cache was trimmed after the last `take_lowest`
 
     @property
     def length(self) -> int:
@@ -77,14 +77,14 @@ class ShardedKVCache(SparseCache, KVCache):
 
     @property
     def position(self) -> int:
-        """Positions of all ranks together."""
+        """Number of positions of all ranks together."""
         return int(self.offset)
 
     @property
-    def sharers(self) -> int:  # type: ignore[override]
+    def shards(self) -> int:  # type: ignore[override]
         return self.shard.size
 
-    # During a call of a model these have a shape even where the rank has no row yet.
+    # During a call of a model these arrays have a shape even if the rank has no rows yet.
 
     @property
     def key_rows(self) -> mx.array:
@@ -119,12 +119,12 @@ class ShardedKVCache(SparseCache, KVCache):
         return [Shard(rank, self.shard.size).before(self.position) for rank in range(self.shard.size)]
 
     def take_lowest(self) -> int:
-        """Return the position before which nothing has changed since the last call of this method."""
+        """Return the position before which no row changed since the last call of this method."""
         lowest, self._lowest = self._lowest, self.position
         return lowest
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write this rank's rows; return the arrays themselves, because older rows are not all here.
+        """Write this rank's rows. Return the arguments, because this rank does not have all older rows.
 
         Raises:
             ConfigError: the model is not enabled with ``shard``.
@@ -143,7 +143,7 @@ class ShardedKVCache(SparseCache, KVCache):
         start, stop = self.position, self.position + keys.shape[2]
         first = self.length
         own = self.shard.own(start, stop)
-        for state in self.beside.values():
+        for state in self.aux_states.values():
             state.rewind(first)
             state.receive(start, keys)
         if len(own):
@@ -174,7 +174,7 @@ class ShardedKVCache(SparseCache, KVCache):
     def trim(self, n: int) -> int:
         trimmed: int = super().trim(n)  # type: ignore[no-untyped-call]
         self._lowest = min(self._lowest, self.position)
-        for state in self.beside.values():
+        for state in self.aux_states.values():
             state.rewind(self.length)
         return trimmed
 
@@ -183,7 +183,7 @@ class ShardedKVCache(SparseCache, KVCache):
 
     @property
     def merge(self) -> Any:
-        """Missing on purpose: mlx-lm's server looks for it to decide whether it can answer requests in batches."""
+        """Raise `AttributeError`, because mlx-lm's server uses batches if the caches have this attribute."""
         raise AttributeError("merge")
 
 
@@ -205,7 +205,7 @@ def _sharded(cache: Any, shard: Shard) -> Any:
 
 
 def _at(rows: mx.array, places: Any) -> mx.array:
-    """Return ``rows (B, H, n, D)`` at these places, as a slice if they are consecutive."""
+    """Return ``rows (B, H, n, D)`` at these indices, as a slice if they are consecutive."""
     first, last = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
     if last - first == len(places):
         return rows[:, :, first:last]
@@ -213,7 +213,7 @@ def _at(rows: mx.array, places: Any) -> mx.array:
 
 
 def _grown(buffer: mx.array | None, first: int, rows: mx.array, room: int) -> mx.array:
-    """Return ``buffer`` of ``first`` rows with ``room`` for more rows like ``rows``."""
+    """Return the first ``first`` rows of ``buffer``, followed by ``room`` empty rows."""
     B, H, _, D = rows.shape
     blank = mx.zeros((B, H, room, D), rows.dtype)
     return blank if buffer is None else mx.concatenate([buffer[..., :first, :], blank], axis=2)

@@ -1,4 +1,4 @@
-"""SparQ's auxiliary cache state: component-major keys, whole or in few bits, and running statistics."""
+"""SparQ's auxiliary cache state: component-major keys or quantized scoring keys (int4), and running statistics."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from ..methods import SparQ
 from ..methods.scoring_keys import GROUP, WORDS, KeyCodes
 from ..ops.key_codes import code_groups, key_spread
 from ..ops.packed_rows import PackedRows, Rows
-from .moments import Moments
+from .running_statistics import RunningStatistics
 from .state import State
 
 if TYPE_CHECKING:
     from .sparse_cache import SparseCache
 
-# Rows of a copy hold a multiple of this many keys, so that they start on a cache line of 128 bytes in every type.
+# Rows of component-major keys have a multiple of this many keys, so that each starts on a cache line of 128 bytes.
 ROW_MULTIPLE = 64
-# As long are rows of 4-bit codes.
+# The same for rows of int4 codes, in groups.
 GROUPS_MULTIPLE = 4
-# Rows of a prompt that are coded at a time, and waited for, so that their float32 copies stay small.
-PIECE = 2048
+# Rows that prefill quantizes and evaluates at a time, so that their float32 copies stay small.
+CHUNK = 2048
 
 
 class SparQState(State):
-    """What SparQ keeps beside keys and values; everything can be rebuilt from them.
+    """Scoring keys and running statistics of a cache. They can be rebuilt from keys and values.
 
     Attributes:
-        columns: the keys, component-major, for ``key_bits`` of 16; None before the first step with them.
-        codes: the same in few bits.
-        keys, values: moments of the rows that were there when a step last asked for them; None before the first.
+        columns: component-major keys for ``key_bits=16``; None before the first step with them.
+        codes: quantized scoring keys for ``key_bits=4``; None before the first step with them.
+        keys, values: running statistics of keys and values, up to the last step that used them; None before it.
     """
 
     def __init__(self) -> None:
         self.columns: Columns | None = None
         self.codes: Codes | None = None
-        self.keys: Moments | None = None
-        self.values: Moments | None = None
+        self.keys: RunningStatistics | None = None
+        self.values: RunningStatistics | None = None
         self._config: SparQ | None = None
         self._group, self._mixing = 0, False
 
     @property
-    def _kept(self) -> list[Columns | Codes | Moments]:
-        return [kept for kept in (self.columns, self.codes, self.keys, self.values) if kept is not None]
+    def _parts(self) -> list[Columns | Codes | RunningStatistics]:
+        return [part for part in (self.columns, self.codes, self.keys, self.values) if part is not None]
 
     @property
     def nbytes(self) -> int:
-        return sum(kept.nbytes for kept in self._kept)
+        return sum(part.nbytes for part in self._parts)
 
     def rewind(self, length: int) -> None:
-        for kept in self._kept:
-            kept.rewind(length)
+        for part in self._parts:
+            part.rewind(length)
 
     def read(self, cache: SparseCache, config: SparQ, G: int, *, whole: bool) -> dict[str, Any]:
         S, keys, weight, mean = cache.length, cache.key_rows, None, None
@@ -64,7 +64,7 @@ class SparQState(State):
             self.columns.extend(keys, S)
             found["keys_t"] = self.columns.read(S, whole=whole)
             if config.component_score == "query_key":
-                self.keys = self.keys or Moments(cache.padding, spread=True)
+                self.keys = self.keys or RunningStatistics(cache.padding, spread=True)
                 self.keys.extend(keys, S)
                 weight = self.keys.deviation()
         else:
@@ -77,25 +77,25 @@ class SparQState(State):
             if config.component_score == "query_key":
                 weight = codes.spread(keys, S)
         if self._mixes(config, G):
-            self.values = self.values or Moments(cache.padding, spread=False)
+            self.values = self.values or RunningStatistics(cache.padding, spread=False)
             self.values.extend(cache.value_rows, S)
             mean = self.values.mean()
         found["component_weight"], found["value_mean"] = weight, mean
         return found
 
     def _mixes(self, config: SparQ, G: int) -> bool:
-        """Return whether steps mix in the mean value. Decided once for each configuration."""
+        """Return True if steps mix in the mean value. The result is cached for the last configuration."""
         if config is not self._config or G != self._group:
             self._config, self._group, self._mixing = config, G, config.reallocates(G)
         return self._mixing
 
 
 class Columns:
-    """The keys themselves (`key_bits` of 16).
+    """Component-major keys (``key_bits=16``).
 
     Attributes:
-        keys_t: ``(B, Hkv, D, capacity)``; columns past ``covered`` are stale. None before the first.
-        covered: rows that it has seen.
+        keys_t: ``(B, Hkv, D, capacity)``; columns after ``covered`` are stale. None before the first step.
+        covered: number of copied rows.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Columns:
         return 0 if self.keys_t is None else self.keys_t.nbytes
 
     def rewind(self, length: int) -> None:
-        """Forget rows from ``length`` on."""
+        """Forget the rows at index ``length`` and above."""
         self.covered = min(self.covered, length)
 
     def extend(self, keys: Rows, S: int) -> None:
@@ -116,7 +116,7 @@ class Columns:
             self.covered = S
             return
         if self.keys_t is None or self.covered == 0:
-            # The whole buffer, so that the next steps have room.
+            # The copy has the capacity of the buffer, so that the next steps do not grow it.
             room = _capacity(keys.shape[2]) - keys.shape[2]
             self.keys_t = mx.contiguous(mx.pad(keys[:].swapaxes(-1, -2), [(0, 0)] * 3 + [(0, room)]))
         else:
@@ -128,38 +128,41 @@ class Columns:
         self.covered = S
 
     def read(self, S: int, *, whole: bool) -> mx.array:
-        """``keys_t`` of ``S`` rows, or the whole buffer."""
+        """Return ``keys_t`` of ``S`` rows, or the whole buffer."""
         assert self.keys_t is not None
         return self.keys_t if whole else self.keys_t[..., :S]
 
 
 class Codes:
-    """Codes of full groups of keys (sparq.17) to (sparq.20).
+    """Quantized scoring keys (int4) of the full groups of keys (sparq.17) to (sparq.20).
 
     Attributes:
-        coded: with room for the whole buffer; what is past a row's groups is stale. None before the first group.
-        covered: rows that it has seen.
-        centre: float32 ``(B, Hkv, D)`` of the codes (sparq.17), where other keys than these decide it; else None.
+        coded: codes with the capacity of the whole buffer. Codes after the groups of a sequence are stale. None before
+            the first group.
+        covered: number of rows whose full groups are quantized.
+        centre: float32 ``(B, Hkv, D)``, the center of the codes (sparq.17) if it is set from outside; else None.
     """
 
     def __init__(self, padding: mx.array | None, first_rows: list[int]) -> None:
-        """No codes yet, of sequences that begin at ``first_rows``, which ``padding`` has for kernels."""
+        """Start without codes. Sequences begin at ``first_rows``; ``padding`` is the same as an array, or None."""
         self.centre: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0
         self._padding = padding
         self._first = first_rows
         each = [(slice(b, b + 1), first) for b, first in enumerate(first_rows)]
-        self._alike = each if len(set(first_rows)) > 1 else [(slice(None), first_rows[0])]  # coded together
+        self._alike = (
+            each if len(set(first_rows)) > 1 else [(slice(None), first_rows[0])]
+        )  # sequences that are quantized together
         self._spread: mx.array | None = None
-        self._until = 0  # rows with which the next group is full
+        self._until = 0  # number of rows at which the next group is full
 
     @property
     def nbytes(self) -> int:
         return 0 if self.coded is None else self.coded.nbytes
 
     def rewind(self, length: int) -> None:
-        """Forget rows from ``length`` on."""
+        """Forget the rows at index ``length`` and above."""
         if length >= self.covered:
             return
         before, self.covered, self._until = self.covered, length, 0
@@ -169,17 +172,17 @@ class Codes:
         self._spread = None
         if self.centre is not None:
             return
-        # The centre of a sequence goes with its first group.
+        # The center of a sequence is removed with its first group.
         self.coded = self.coded._replace(centre=self.coded.centre * (mx.array(left) > 0)[:, None, None])
 
     def set_centre(self, centre: mx.array) -> None:
-        """Code around ``centre`` from now on; none of the groups here was coded around another."""
+        """Set the center of all codes. No group may have been quantized around another center."""
         self.centre = centre
         if self.coded is not None:
             self.coded = self.coded._replace(centre=centre)
 
     def extend(self, keys: Rows, S: int) -> None:
-        """Cover rows ``[0, S)`` of the buffer ``keys``, but for those of groups that they do not fill."""
+        """Quantize the full groups in rows ``[0, S)`` of the buffer ``keys``."""
         self.rewind(S)
         if S < self._until:
             self.covered = S
@@ -193,12 +196,12 @@ class Codes:
         self._until = min(first + (_full(S, first) + 1) * GROUP for _, first in self._alike)
 
     def _code(self, keys: Rows, sequences: slice, first: int, old: int, new: int) -> None:
-        """Code the groups ``[old, new)`` of sequences that begin at row ``first``."""
+        """Quantize the groups ``[old, new)`` of sequences that begin at row ``first``."""
         if self.coded is None or self.coded.lo.shape[-1] < new:
             self._grow(keys)
         assert self.coded is not None
-        for start in range(old, new, PIECE // GROUP):
-            stop = min(start + PIECE // GROUP, new)
+        for start in range(old, new, CHUNK // GROUP):
+            stop = min(start + CHUNK // GROUP, new)
             made = code_groups(
                 keys[sequences, :, first + start * GROUP : first + stop * GROUP],
                 centre=self.coded.centre[sequences] if start else self.centre,
@@ -228,7 +231,7 @@ class Codes:
         self.coded = KeyCodes(codes, lo, step, old.centre)
 
     def read(self, keys: Rows, *, whole: bool) -> KeyCodes:
-        """The codes of as many groups as a row without padding has, or the whole buffers."""
+        """Return the codes of as many groups as a sequence without padding has, or the whole buffers."""
         if self.coded is None:
             self._grow(keys)
         assert self.coded is not None
@@ -239,18 +242,18 @@ class Codes:
         return KeyCodes(codes[..., : groups * WORDS], lo[..., :groups], step[..., :groups], centre)
 
     def spread(self, keys: Rows, S: int) -> mx.array:
-        """(sparq.22) over rows ``[0, S)`` of the buffer ``keys``; computed once for each group."""
+        """Return the spread (sparq.22) of rows ``[0, S)`` of the buffer ``keys``. It is computed once per group."""
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(keys, whole=False), keys[..., :S, :], self._padding)
-        # The spread of a sequence without a full group changes with every row.
+        # Without a full group, the spread of a sequence changes with every row.
         if _full(S, max(self._first)) > 0:
             self._spread = found
         return found
 
 
 def _full(length: int, first: int) -> int:
-    """Full groups of a sequence that begins with row ``first``, in ``length`` rows."""
+    """Return the number of full groups in ``length`` rows of a sequence that begins at row ``first``."""
     return max(0, length - first) // GROUP
 
 

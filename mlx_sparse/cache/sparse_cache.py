@@ -1,6 +1,6 @@
-"""What every KV cache that attends sparsely can do: attend, and keep what methods hold beside it.
+"""Mixin for KV caches that attend sparsely and have auxiliary cache state.
 
-The state of a method that is kept `beside` follows the cache through trim, growth, copies and batches.
+The states follow their cache through trim, growth, copies and batches.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from ..methods.table import WHOLE_BUFFERS
 from ..ops.packed_rows import PackedRows, Rows
 from .state import State
 
-# Query heads, their queries, keys, values and further parameters to what is made of them, along axis 1.
+# A function of query heads, their queries, keys, values and further parameters. Results have the heads on axis 1.
 Run = Callable[[slice, mx.array, Any, Any, dict[str, int]], tuple[mx.array, ...]]
 
 
 @dataclass(frozen=True)
-class Full:
-    """Settings and keys with which a sample kept too many blocks to be worth while."""
+class FullSample:
+    """Record of a sample that selected too many blocks: settings, density limit and context length."""
 
     config: Prefill
-    fullest: float
+    max_density: float
     keys: int
 
-    def holds(self, config: Prefill, fullest: float, S: int) -> bool:
-        """Whether it need not be tried over ``S`` keys: density falls slowly, so not before they have doubled."""
-        return (self.config, self.fullest) == (config, fullest) and self.keys <= S < 2 * self.keys
+    def covers(self, config: Prefill, max_density: float, S: int) -> bool:
+        """Return True if ``S`` keys need no new sample. Density falls slowly: the next sample is at ``2 * keys``."""
+        return (self.config, self.max_density) == (config, max_density) and self.keys <= S < 2 * self.keys
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeStep:
-    """A decode method bound to a backend and to layers of ``G`` query heads per KV head.
+    """A decode method, bound to a backend and to layers of ``G`` query heads per KV head.
 
     Attributes:
-        function: the backend's.
-        parameters: its arguments that are the same for every step.
+        function: the function of the backend.
+        parameters: the arguments that are the same for every step.
     """
 
     config: Method
@@ -51,25 +51,25 @@ class DecodeStep:
 
     @classmethod
     def bind(cls, config: Method, G: int, backend: str) -> DecodeStep:
-        """Bind ``config``, as `Method.for_model` resolves it."""
+        """Bind ``config``, which `Method.for_model` has resolved."""
         return cls(config, G, backend, registry.load(config.name, backend), config.parameters(G))
 
 
 class SparseCache:
-    """Mixed into mlx-lm's caches: `attend` for decode steps, `attend_prompt` for prompts, and what methods keep.
+    """Mixin for mlx-lm's caches: `attend` for decode steps, `attend_prefill` for prefill chunks, auxiliary state.
 
     Attributes:
-        beside: what is kept beside keys and values, by method.
-        sharers: machines that hold the rows of its sequence.
-        layer_plan: how the model that called last attends over it; None where that is not decided, or rows moved.
+        aux_states: auxiliary cache states by method.
+        shards: number of context-parallel shards of the sequence.
+        layer_plan: plan of the layer of the model that called last; None before a call, and after rows moved.
     """
 
     keys: Any
     values: Any
-    beside: Mapping[str, State] = MappingProxyType({})
-    sharers = 1
+    aux_states: Mapping[str, State] = MappingProxyType({})
+    shards = 1
     layer_plan: Any = None
-    _full: tuple[Full | None, ...] = ()  # one, or one for each sequence of a batch; none where rows are new
+    _full_samples: tuple[FullSample | None, ...] = ()  # one, or one for each sequence of a batch; empty for new rows
 
     @property
     def key_rows(self) -> Rows:
@@ -85,99 +85,99 @@ class SparseCache:
 
     @property
     def row_bytes(self) -> int:
-        """Of a key or value of one head."""
+        """Bytes of one key (or value) row of one head."""
         rows = self.key_rows
         return rows.row_bytes if isinstance(rows, PackedRows) else rows.shape[3] * rows.itemsize
 
     @property
     def length(self) -> int:
-        """Rows in use."""
+        """Number of rows in use."""
         length: int = self.offset  # type: ignore[attr-defined]
         return length
 
     @property
     def position(self) -> int:
-        """Positions of the sequence, of which these rows may be a share."""
+        """Number of positions of the sequence. A context-parallel shard has fewer rows."""
         return self.length
 
     def rows_before(self, position: int) -> int:
-        """Rows that hold earlier positions."""
+        """Return the number of rows at positions before ``position``."""
         return position
 
     def own(self, start: int, rows: mx.array) -> tuple[int, mx.array]:
-        """Of ``rows (B, H, n, D)`` at positions from ``start`` on those that this cache keeps, and where they begin."""
+        """Return the first row, then the part of ``rows (B, H, n, D)`` at position ``start`` that this cache stores."""
         return start, rows
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Its rows ``[start, stop)`` as runs of consecutive positions: first row, row behind the last, position."""
+        """Split rows ``[start, stop)`` into runs of consecutive positions: first row, last row + 1, position."""
         return [(start, stop, start)]
 
     @property
     def padding(self) -> mx.array | None:
-        """``(B,)`` first valid row of each sequence, or None."""
+        """First valid row of each sequence, ``(B,)``; None without padding."""
         return None
 
     @property
     def state(self) -> Any:
-        """What mlx-lm saves and evaluates: exactly its own."""
+        """State that mlx-lm saves and evaluates, unchanged."""
         return super().state  # type: ignore[misc]
 
     @state.setter
     def state(self, value: Any) -> None:
         self._moved(lambda method, state: None)
-        self._full = ()
+        self._full_samples = ()
         super(SparseCache, type(self)).state.fset(self, value)  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
         own: int = super().nbytes  # type: ignore[misc]
-        return own + sum(state.nbytes for state in self.beside.values())
+        return own + sum(state.nbytes for state in self.aux_states.values())
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        for state in self.beside.values():
+        for state in self.aux_states.values():
             state.receive(self.length, keys)
-        if any(self._full):
+        if any(self._full_samples):
             rows = [self.length - first for first in self.first_rows()]
-            kept = zip(self._full, rows, strict=False)  # one for all rows of a batch that nothing pads
-            self._full = tuple(full if full and full.keys <= length else None for full, length in kept)
+            kept = zip(self._full_samples, rows, strict=False)  # one record for all rows of a batch without padding
+            self._full_samples = tuple(full if full and full.keys <= length else None for full, length in kept)
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
-        """The first valid row of each sequence. Of a batch, ``others`` are the caches of the other layers."""
+        """Return the first valid row of each sequence. ``others`` are the batch caches of the other layers."""
         return [0] * (1 if self.keys is None else self.key_rows.shape[0])
 
-    def hold(self, method: str, state: State) -> State:
-        """Keep ``state`` beside the rows from now on."""
-        self.beside = {**self.beside, method: state}
+    def add_state(self, method: str, state: State) -> State:
+        """Add ``state`` as the auxiliary state of ``method``, and return it."""
+        self.aux_states = {**self.aux_states, method: state}
         return state
 
     def state_of(self, method: str) -> State | None:
-        """What ``method`` keeps beside the rows, begun if need be; None if it keeps nothing that a cache can begin."""
-        state = self.beside.get(method)
+        """Return the auxiliary state of ``method``, made if absent; None if the method has no state."""
+        state = self.aux_states.get(method)
         if state is None and (begin := registry.load_state(method)) is not None:
-            state = self.hold(method, begin())
+            state = self.add_state(method, begin())
         return state
 
     def _moved(self, follow: Callable[[str, State], State | None]) -> None:
         """Rows were permuted or replaced. Keep only the state that tracks them."""
         self.layer_plan = None
-        followed = {method: follow(method, state) for method, state in self.beside.items()}
-        self.beside = {method: state for method, state in followed.items() if state is not None}
+        followed = {method: follow(method, state) for method, state in self.aux_states.items()}
+        self.aux_states = {method: state for method, state in followed.items() if state is not None}
 
     def step_bytes(self, config: Method, position: int) -> int:
-        """Return the bytes that a decode step at ``position`` moves by the method's formula, on each machine."""
+        """Return the bytes that a decode step at ``position`` moves by the formula of the method, per shard."""
         keys = self.key_rows
         B, Hkv, _, D = keys.shape
         moved = config.step_bytes(position, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)
-        return B * Hkv * moved // self.sharers
+        return B * Hkv * moved // self.shards
 
     def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
-        """Bind ``config`` and take one decode step, as `take_step` does."""
+        """Bind ``config`` and run one decode step with `take_step`."""
         G = queries.shape[1] // self.key_rows.shape[1]
         return self.take_step(queries, DecodeStep.bind(config, G, backend), scale)
 
     def take_step(self, queries: mx.array, step: DecodeStep, scale: float) -> tuple[mx.array, mx.array]:
-        """Take one decode step over this cache.
+        """Run one decode step over this cache.
 
         Args:
             queries: ``(B, Hq, 1, D)``; their keys and values have been written.
@@ -187,22 +187,22 @@ class SparseCache:
         """
         name, parameters = step.config.name, step.parameters
         keys, values, length = self.rows(step.backend)
-        state = self.beside.get(name) or self.state_of(name)
+        state = self.aux_states.get(name) or self.state_of(name)
         if state is not None:
             parameters = parameters | state.read(self, step.config, step.G, whole=bool(length))
         out, lse, *returned = step.function(
             queries, keys, values, scale=scale, left_padding=self.padding, **parameters, **length
         )
         if returned and state is not None:
-            state.take_back(*returned)
+            state.store_returned(*returned)
         return out, lse
 
-    def select_prompt(
-        self, queries: mx.array, config: Prefill, *, scale: float, backend: str, fullest: float
+    def select_prefill(
+        self, queries: mx.array, config: Prefill, *, scale: float, backend: str, max_density: float
     ) -> mx.array | None:
-        """The blocks for `attend_prompt` if they are at most the share ``fullest`` of all, for which this waits."""
+        """Select blocks for `attend_prefill`; None if their density exceeds ``max_density``. Waits for the device."""
         S = self.length
-        if any(full is not None and full.holds(config, fullest, S) for full in self._full):
+        if any(full is not None and full.covers(config, max_density, S) for full in self._full_samples):
             return None
         select = registry.load(f"{config.name}_select", backend)
 
@@ -212,22 +212,22 @@ class SparseCache:
         (blocks,) = self.by_heads(choose, queries, backend)
         pairs = config.layout(queries.shape[2], S).causal_pairs
         kept: Any = (blocks >= 0).sum().item()
-        full = kept > fullest * pairs * queries.shape[0] * queries.shape[1]
-        self._full = (Full(config, fullest, S),) if full else ()
+        full = kept > max_density * pairs * queries.shape[0] * queries.shape[1]
+        self._full_samples = (FullSample(config, max_density, S),) if full else ()
         return None if full else blocks
 
-    def attend_prompt(
+    def attend_prefill(
         self, queries: mx.array, config: Prefill, *, scale: float, backend: str, blocks: mx.array | None = None
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """A piece of a prompt over this cache, which is not a padded batch.
+        """Attend a prefill chunk over this cache, which must not be a padded batch.
 
         Args:
             queries: ``(B, Hq, L, D)``; their keys and values have been written.
-            config: method and parameters, as `Prefill.at` gives them for this context.
-            blocks: what `select_prompt` chose, if it was asked.
+            config: the settings from `Prefill.at` for this context.
+            blocks: the result of `select_prefill`; None to select blocks here.
 
         Returns:
-            ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` of the attended keys and the blocks they are in,
+            ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` of the attended keys, and the attended blocks
             ``(B, Hq, R, N)``.
         """
         name = config.name if blocks is None else "attend_blocks"
@@ -245,13 +245,13 @@ class SparseCache:
         return out, lse, chosen[0] if blocks is None else blocks
 
     def rows(self, backend: str) -> tuple[Any, Any, dict[str, int]]:
-        """Keys, values and further parameters: whole buffers and the length if ``backend`` reads those, or slices."""
+        """Return keys, values and parameters as ``backend`` reads them: whole buffers and the length, or slices."""
         S = self.length
         if backend in WHOLE_BUFFERS:
             return self.key_rows, self.value_rows, {"length": S}
         return self.keys[..., :S, :], self.values[..., :S, :], {}
 
     def by_heads(self, run: Run, queries: mx.array, backend: str) -> tuple[mx.array, ...]:
-        """What ``run`` makes of ``queries (B, Hq, L, D)`` and `rows`: of all heads at once, or of some after others."""
+        """Call ``run`` with ``queries (B, Hq, L, D)`` and `rows` for all heads. Subclasses may split the heads."""
         keys, values, length = self.rows(backend)
         return run(slice(None), queries, keys, values, length)

@@ -1,4 +1,4 @@
-"""What methods keep beside the keys and values of a cache: the protocol of all states."""
+"""Base class of the auxiliary cache states of all methods."""
 
 from __future__ import annotations
 
@@ -13,69 +13,73 @@ if TYPE_CHECKING:
 
 
 class State(ABC):
-    """What a method keeps beside a cache: up to date with its writes and trims, and copied with it.
+    """Auxiliary cache state of a method. It follows the writes and trims of its cache, and is copied with it.
 
-    Of what mlx-lm does to rows (`pack`) and to those of a batch (`filter`, `extract`, `roll`, `join`, `merge`) a state
-    answers what is left of it. Nothing is the answer here, for states that the next step can rebuild from keys and
-    values: theirs are `rewind`, `read` and `nbytes`. A cache begins a state, without arguments, at the first step of
-    its method.
+    A cache makes the state, without arguments, at the first decode step of its method. A state that can be rebuilt from
+    keys and values implements `nbytes`, `rewind` and `read`. mlx-lm also quantizes rows (`pack`) and changes batches
+    (`filter`, `extract`, `roll`, `join`, `merge`). These methods return the state after the change. Here they return
+    None: the state is dropped, and the next step rebuilds it.
     """
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """Bytes of all arrays of the state."""
 
     @abstractmethod
     def rewind(self, length: int) -> None:
-        """Forget rows from ``length`` on: they are about to be overwritten."""
+        """Forget the rows at index ``length`` and above, because they will be overwritten."""
 
     def receive(self, start: int, keys: mx.array) -> None:
-        """The cache is about to write ``keys (B, Hkv, n, D)`` at row ``start``: what was there and behind is gone."""
+        """Prepare for ``keys (B, Hkv, n, D)``, which the cache will write at row ``start``. Forget later rows."""
         self.rewind(start)
 
     def read(self, cache: SparseCache, config: Any, G: int, *, whole: bool) -> dict[str, Any]:
-        """Cover the rows that ``cache`` has in use; return what the method's function takes of them, by its names.
+        """Cover the rows in use of ``cache``, and return arguments of the method's function by name.
 
         Args:
             config: the method and its settings.
             G: query heads per KV head.
-            whole: whether the function reads whole buffers and a length, or arrays of just these rows.
+            whole: True if the function reads whole buffers and a length; False if it reads arrays of the rows in use.
         """
         return {}
 
-    def take_back(self, *returned: mx.array) -> None:
-        """Store the arrays that the method's function returned besides ``out`` and ``lse``."""
-        raise NotImplementedError(f"{type(self).__name__}: the method's function returns what it does not take back")
+    def store_returned(self, *returned: mx.array) -> None:
+        """Store the arrays that the method's function returned after ``out`` and ``lse``."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: the method's function returned arrays that this state cannot store"
+        )
 
     def pack(self) -> State | None:
         """Return the state after the rows of the cache are quantized in place, or None."""
         return None
 
     def filter(self, sequences: list[int], length: int, start: int) -> State | None:
-        """Only these sequences remain of a batch of ``length`` rows, from row ``start`` on."""
+        """Return the state of these sequences of a batch, for the rows ``[start, length)``, or None."""
         return None
 
     def extract(self, sequence: int, length: int, start: int) -> State | None:
-        """One sequence, from row ``start`` on of ``length``, becomes a cache of its own; the batch stays as it is."""
+        """Return the state of one sequence, for the rows ``[start, length)``, or None. The batch is not changed."""
         return None
 
     def roll(self, padding: mx.array | None, length: int) -> State | None:
-        """Move the last ``padding (B,)`` of ``length`` rows of each sequence, which stand for nothing, to the front.
+        """Return the state after the last ``padding (B,)`` of ``length`` rows moved to the front, or None.
 
-        With None for ``padding`` no row moves: a batch is told of padding to come, or that none came.
+        These rows are padding. If ``padding`` is None, no row moves: mlx-lm announces right padding, or found none.
         """
         return None
 
     def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> State | None:
-        """The sequences of ``other`` are about to be added behind those of ``cache``, all aligned at the end.
+        """Return the state after the sequences of ``other`` are appended to the batch ``cache``, or None.
+
+        All sequences are aligned at their last row. The caches are not changed yet.
 
         Args:
-            theirs: what the same method keeps beside ``other``.
+            theirs: the state of the same method on ``other``.
         """
         return None
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> State | None:
-        """Return the state of one batch of these caches, which stay as they are, padded on the left."""
+        """Return the state of one left-padded batch of these caches, or None. The caches are not changed."""
         return None

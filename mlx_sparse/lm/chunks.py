@@ -133,14 +133,14 @@ def attend_chunk(
     L, S = queries.shape[2], keys.shape[2]
     config, backend = plan.prefill.at(S), plan.resolve(plan.prefill, queries, keys)
     sizes = plan.sizes(config, queries, keys, cache, backend, call.hooks)
-    blocks, fullest = None, plan.calibration.of(config, sizes, S).value
-    if fullest <= 0:
+    blocks, max_density = None, plan.calibration.threshold(config, sizes, S).value
+    if max_density <= 0:
         return None
-    if fullest < 1:
-        blocks = cache.select_prompt(queries, config, scale=scale, backend=backend, fullest=fullest)
+    if max_density < 1:
+        blocks = cache.select_prefill(queries, config, scale=scale, backend=backend, max_density=max_density)
         if blocks is None:
             return None
-    out, lse, blocks = cache.attend_prompt(queries, config, scale=scale, backend=backend, blocks=blocks)
+    out, lse, blocks = cache.attend_prefill(queries, config, scale=scale, backend=backend, blocks=blocks)
     call.figures.add(layer_index, blocks, config.layout(L, S))
     if plan.recall:
         dense = registry.load("dense_lse", backend)(queries, keys, scale=scale, left_padding=None)

@@ -98,7 +98,7 @@ class Session:
         self.configs, self.prefill, self.decode = configs, prefill, decode
         self.backend = args.attn_backend
         self.calibration = Calibration(
-            measures=calibrates, piece=getattr(args, "prefill_step_size", 2048), say=self.print_line
+            measures=calibrates, chunk=getattr(args, "prefill_step_size", 2048), say=self.print_line
         )
         self.max_tokens = getattr(args, "max_tokens", None) if self.command.endswith("generate") else None
         self.max_kv_size = getattr(args, "max_kv_size", None)
@@ -180,7 +180,7 @@ class Session:
 
     def load(self, original: Callable[..., Any], model: Path, *args: Any, **kwargs: Any) -> Any:
         """Load a model as mlx-lm's ``load_model`` does, and enable the methods on it."""
-        from ..model_info import note_whole
+        from ..model_info import record_facts
 
         with self._exiting_on_error():
             with loading(model):
@@ -191,7 +191,7 @@ class Session:
                 refuse_unquantizable(loaded[0], self.kv_quantization)
             if self.loads_part:
                 complete = any(config.file is not None for config in self.configs) and has_all_weights(Path(model))
-                note_whole(loaded[0], complete=complete)
+                record_facts(loaded[0], complete=complete)
             elif (plan := self._enable(loaded[0], str(model))) is not None:
                 self._print_outlook(plan, plan.report)
         return loaded

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.h2o_state import Received
+from ..cache.h2o_state import H2OState
 from ..cache.kv_cache import is_padding_mask
 from ..cache.sparse_cache import SparseCache
 from ..methods import H2O, reasons
@@ -28,13 +28,13 @@ class Observer(CallHooks):
         ragged = getattr(cache, "_right_padding", None) is not None  # some of the queries are padding
         if causal and not ragged and sinks is None and _counted(cache, S - L):
             received = cache.state_of(H2O.name)
-            assert isinstance(received, Received)
+            assert isinstance(received, H2OState)
             received.add(queries, keys, scale=scale, left_padding=cache.padding)
 
     def submit(self) -> None:
         for cache in self.caches:
-            received = cache.beside.get(H2O.name) if isinstance(cache, SparseCache) else None
-            if isinstance(received, Received):
+            received = cache.aux_states.get(H2O.name) if isinstance(cache, SparseCache) else None
+            if isinstance(received, H2OState):
                 received.submit()
 
 
@@ -46,5 +46,5 @@ class ObservedPrompts(ModelHooks):
 
 def _counted(cache: SparseCache, length: int) -> bool:
     """Return True if exactly the attention of the queries of rows ``[0, length)`` has been counted."""
-    received = cache.beside.get(H2O.name)
-    return length == (received.length if isinstance(received, Received) else 0)
+    received = cache.aux_states.get(H2O.name)
+    return length == (received.length if isinstance(received, H2OState) else 0)

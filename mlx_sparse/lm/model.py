@@ -207,7 +207,7 @@ def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method 
         if len(found) > 1:
             names = " and ".join(config.name for config in found)
             raise ConfigError(f"attn: expected one {stage} method, got {names}.")
-    if prefill and any(config.observes_prompts for config in decode):
+    if prefill and any(config.observes_prefill for config in decode):
         seen, hidden = decode[0].name, prefill[0].name
         raise ConfigError(
             f"attn: expected dense prefill with {seen}, which counts the attention of prefill, got {hidden}."
@@ -260,7 +260,7 @@ def _probe(model: Any, plan: Plan) -> None:
     with (plan.new_call or Call)(plan, caches, probe=probe):
         model(mx.zeros((1, 1), mx.int32), cache=caches)
     report = plan.report
-    report.part = dataclasses.replace(part_of(model), sharers=plan.sharers)
+    report.part = dataclasses.replace(part_of(model), shards=plan.shards)
     heads = {layer.step.heads for _, layer in probe.layers}
     if len(heads) == 1:
         (here,) = heads

@@ -35,7 +35,7 @@ class Plan:
         layers: number of served layers by method and sizes.
         report: counts of all calls.
         lossless: draft length for each check, 0 for the fastest; None if the model is not lossless.
-        sharers: number of ranks that share the context.
+        shards: number of ranks that share the context.
         new_call: constructor of a forward pass; None for `lm.call.Call`.
         new_caches: converts the model's new caches; None if they need no conversion.
     """
@@ -66,7 +66,7 @@ class Plan:
         self.watch: Callable[[int, Counts], object] | None = None
         self.layers: Counter[tuple[Method, Layer]] = Counter()
         self.lossless: int | None = None
-        self.sharers = 1
+        self.shards = 1
         self.new_call: Callable[..., Any] | None = None
         self.new_caches: Callable[[list[Any]], list[Any]] | None = None
 
@@ -86,11 +86,11 @@ class Plan:
         for (config, layer), count in self.layers.items():
             if config is self.decode and not self.decodes:
                 continue
-            line = describe(config, self.calibration.of(config, layer))
-            if self.calibration.waits(config, layer):
-                first = self.calibration.worth_asking(config)
+            line = describe(config, self.calibration.threshold(config, layer))
+            if self.calibration.needs_measurement(config, layer):
+                first = self.calibration.shortest_measured(config)
                 line = f"{line[:-1]}; the first context of {first:,} keys is measured)"
-            if self.sharers > 1 and config.measurable:
+            if self.shards > 1 and config.measurable:
                 line += ", of each rank"
             lines.setdefault(config, Counter())[line] += count
         return [
@@ -104,9 +104,9 @@ class Plan:
         found = [NEVER]
         for config, layer in self.layers:
             if config is self.decode:
-                known = int(self.calibration.of(config, layer).value)
-                waits = self.calibration.waits(config, layer)
-                found.append(min(known, self.calibration.worth_asking(config)) if waits else known)
+                known = int(self.calibration.threshold(config, layer).value)
+                waits = self.calibration.needs_measurement(config, layer)
+                found.append(min(known, self.calibration.shortest_measured(config)) if waits else known)
         return min(found)
 
     def count_in(self, report: Report) -> None:
@@ -132,7 +132,7 @@ class Plan:
         if isinstance(keys, PackedRows) and not prompts:
             more["packed"] = keys.bits, keys.group_size
         step = Step(keys.shape[1], _group(queries, keys), keys.shape[3], keys.itemsize, gpu, **more)
-        return Layer(backend, step, keys.dtype, self.calibration.piece if prompts else 1)
+        return Layer(backend, step, keys.dtype, self.calibration.chunk if prompts else 1)
 
     def step_reason(
         self, queries: mx.array, keys: Rows, caches: Sequence[Any], mask: Any, sinks: mx.array | None
@@ -159,7 +159,7 @@ class Plan:
         if not is_padding_mask(mask, caches):
             return reasons.ARRAY_MASK
         shortest = self.prefill.shortest_context()
-        return reasons.shorter_than(shortest) if S < shortest else self.prefill.at(S).dense_piece(L, S)
+        return reasons.shorter_than(shortest) if S < shortest else self.prefill.at(S).dense_reason(L, S)
 
     def plan_layer(
         self, queries: mx.array, keys: Rows, cache: SparseCache, caches: Sequence[Any], hooks: CallHooks | None
@@ -175,13 +175,13 @@ class Plan:
         backend = self.resolve(config, queries, keys)
         layer = self.sizes(config, queries, keys, cache, backend, hooks)
         longest = S - min(first_rows)
-        shortest = int(self.calibration.of(config, layer, longest).value)
+        shortest = int(self.calibration.threshold(config, layer, longest).value)
         reason = reasons.NOTHING_SAVED if shortest >= NEVER else None
         if reason is None and longest < shortest:
             reason = reasons.shorter_than(shortest)
         edges = [first + length for first in first_rows for length in (shortest, config.attended + 1)]
-        if self.calibration.waits(config, layer):
-            edges.append(min(first_rows) + self.calibration.worth_asking(config))
+        if self.calibration.needs_measurement(config, layer):
+            edges.append(min(first_rows) + self.calibration.shortest_measured(config))
         lengths = [S - first for first in first_rows]
         heads = keys.shape[0] * keys.shape[1]
         moved, later = (

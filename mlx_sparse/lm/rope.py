@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..methods import reasons
 from ..model_info import leaves
-from ..model_parts import by_itself
+from ..model_parts import without_pipeline
 from . import seam
 
 RECORDERS = "_mlx_sparse_recorders"
@@ -330,7 +330,7 @@ def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dic
             sources.setdefault(seen.layer, found)
 
     # A pipeline stage runs alone here: its input does not matter, and other ranks do not run this.
-    with Recorder(model) as recorder, by_itself(model):
+    with Recorder(model) as recorder, without_pipeline(model):
         for position in range(2):
             observe(model, mx.array([[position]], mx.int32), caches, find, recorder)
     return sources

@@ -8,13 +8,13 @@ from typing import Any
 import mlx.core as mx
 
 from .. import artefact as artefacts
-from ..cache.saap_lists import attended_keys, due, fold
+from ..cache.saap_lists import attended_keys, needs_rebuild, rebuild_lists
 from ..cache.saap_state import BucketIndex, Router, index_of
 from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..checks import ConfigError
 from ..methods import SAAP, reasons, registry
 from ..methods.stats import saap_elements
-from ..model_info import whole_of
+from ..model_info import recorded_facts
 from ..model_parts import part_of
 from .figures import BucketCounts, BucketFigures
 from .hooks import CallHooks, ModelHooks
@@ -71,7 +71,7 @@ def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
 
 def _attending_before(model: Any) -> int:
     """Return the number of attention layers of the whole model before the first layer of this part."""
-    first, whole = part_of(model).first_layer, whole_of(model)
+    first, whole = part_of(model).first_layer, recorded_facts(model)
     return first if whole is None else sum(shape is not None for shape in whole.shapes[:first])
 
 
@@ -133,7 +133,7 @@ class Indices(CallHooks):
             index = index_of(cache)
             if index is None or index.router is not router:
                 index = BucketIndex(router)
-                cache.hold(SAAP.name, index)
+                cache.add_state(SAAP.name, index)
             index.listening = True
             self._caches.append(cache)
 
@@ -153,7 +153,7 @@ class Indices(CallHooks):
     def refusal(self, cache: Any) -> str | None:
         router = self._routers.get(self._layers.get(id(cache), -1), reasons.NOT_WRITTEN)
         # With a shared context, every rank needs the inverse RoPE, also a rank without keys.
-        return router if isinstance(router, str) else router.source.irreversible if cache.sharers > 1 else None
+        return router if isinstance(router, str) else router.source.irreversible if cache.shards > 1 else None
 
     def keys_written(self, cache: SparseCache) -> None:
         """Assign the new keys to buckets."""
@@ -204,10 +204,10 @@ class Indices(CallHooks):
         index, S, padding = index_of(cache), cache.position, cache.padding
         assert index is not None
         first_rows = cache.first_rows(self._caches)
-        if index.unfitted(served) or due(index, cache, first_rows, S, self.config):
+        if index.unfitted(served) or needs_rebuild(index, cache, first_rows, S, self.config):
             # Update all layers together, so that the host waits for the device once.
             others = [one for one in self._caches if one is not cache and self._updates_with(one, S, served)]
-            fold([cache, *others], S, self.config, served)
+            rebuild_lists([cache, *others], S, self.config, served)
         offset = S - 1 if padding is None else S - 1 - padding
         pre_rope = index.router.source.pre_rope(self._recorder, queries, offset)
         assert pre_rope is not None, "find_source accepts layers without an inverse RoPE only if calls are recorded"
@@ -233,6 +233,6 @@ class Indices(CallHooks):
         if index is None or cache.keys is None or not S - 1 <= cache.position <= S:
             return False
         # Centroids are fitted at the layer's own step, after its last key has been written.
-        if index.unfitted(served) or not due(index, cache, cache.first_rows(self._caches), S, self.config):
+        if index.unfitted(served) or not needs_rebuild(index, cache, cache.first_rows(self._caches), S, self.config):
             return False
         return index.length >= cache.length or index.router.source.irreversible is None

@@ -1,8 +1,9 @@
-"""One frozen dataclass per method, which answers for itself: what it is, its settings, when it pays, what it moves.
+"""One frozen dataclass per method: settings, crossover length, bytes moved.
 
 ``"sparq:rank=16,top_k=64"`` is the text form: ``METHOD[:key=value,...][+METHOD...]``. `parse` reads it, ``str(method)``
-prints it. `METHODS` has them all by name; `mlx_sparse.methods.table` says which function runs each of them where, and
-what keeps what they keep beside a cache. Names are imported on first use: `mlx_sparse.cuda_ref` needs the table alone.
+prints it. `METHODS` lists all methods by name. `mlx_sparse.methods.table` names the function of each method on each
+backend, and the class of its auxiliary cache state. Names are imported on first use, because `mlx_sparse.cuda_ref`
+needs only the table.
 """
 # ruff: noqa: F403
 

@@ -1,4 +1,4 @@
-"""What every method answers for itself."""
+"""Base classes of the methods."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from .block_layout import Layout
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Names of submodules that normalise queries or keys, over mlx-lm's and transformers' model files.
+# Names of submodules that normalize queries or keys in the model files of mlx-lm and transformers.
 QK_NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm"})
 QK_NORMS |= {"query_layernorm", "key_layernorm", "qk_norm"}
-NEVER = 1 << 40  # keys; as `shortest_context`: not at any context
-SLACK = 2  # the best keys are not evenly spread over machines that share them
-# Fields that decide whether and how a backend is called.
+NEVER = 1 << 40  # keys; as `shortest_context`: dense at every length
+SLACK = 2  # the best keys are not evenly distributed over the context-parallel shards
+# Settings that select when a backend is called, and are not arguments of its functions.
 SWITCHES = frozenset({"dense_below", "dense_above", "ranges"})
 
 
 @dataclass(frozen=True)
 class Step:
-    """The sizes of a layer's decode step, which tell from what context on a method pays.
+    """Sizes of a layer's decode step, from which the crossover length is modelled.
 
     Attributes:
         heads: KV heads of all sequences, ``B * Hkv``.
         G: query heads per KV head.
         D: head dim.
         itemsize: bytes of an element of keys and values.
-        buckets: that the index of SAAP has.
-        network: bytes of SAAP's query network of a KV head.
-        gpu: for the `metal` and `triton` backends the kind of GPU, a key of `cost.ENOUGH_SAVED`; empty where there is
-            none.
-        measured: keys from which a step of these sizes was faster on this machine; None if that is not known.
-        packed: bits of a component and components of a group, where keys and values are packed (quantized.1).
+        buckets: number of buckets of SAAP's index.
+        network: bytes of SAAP's query network per KV head.
+        gpu: kind of GPU for the `metal` and `triton` backends, a key of `cost.ENOUGH_SAVED`; empty without a GPU.
+        measured: crossover length in keys that was measured on this machine; None before a measurement.
+        packed: bits per component and group size of a quantized KV cache (quantized.1); None for other caches.
     """
 
     heads: int
@@ -52,7 +51,7 @@ class Step:
 
     @property
     def row_bytes(self) -> int:
-        """Of a key or value of one head."""
+        """Bytes of one key (or value) row of one head."""
         if self.packed is None:
             return self.D * self.itemsize
         bits, group_size = self.packed
@@ -61,20 +60,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Method:
-    """A method and its settings; the class says what it is.
+    """The settings of a method. Class attributes describe the method.
 
     Attributes:
-        name: in the text form and in every table.
-        stage: what it replaces dense attention in: "decode" (one query per step), "prefill" (a prompt, in pieces of any
-            size) or "prefill and decode".
-        source: the paper it comes from.
-        reads: what it reads per new token, or computes of a prompt, in one sentence.
-        look: its colour and marker in pictures. The colours are told apart by the colour-blind.
-        presets: settings by name.
-        grows: the setting that a budget of transfers decides; empty where none does.
-        sparse: whether it leaves anything out, so that a model can be run with it.
-        observes_prompts: whether its choice begins with what dense prompts attend to.
-        before_rope: whether it chooses by queries and keys before RoPE.
+        name: name of the method in the text form and in every table.
+        stage: "decode" (one query per decode step), "prefill" (chunks of any size) or "prefill and decode".
+        source: the paper of the method.
+        reads: the data that the method reads per new token, or computes in prefill, in one phrase.
+        look: color and marker in pictures. The colors are safe for color-blind readers.
+        presets: settings by name of the preset.
+        grows: the setting that a transfer budget determines; empty if there is none.
+        sparse: True if the method skips keys, so that a model can run with it.
+        observes_prefill: True if the selection starts from the attention of a dense prefill.
+        pre_rope: True if the selection uses queries and keys before RoPE.
     """
 
     name: ClassVar[str]
@@ -85,8 +83,8 @@ class Method:
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     grows: ClassVar[str] = ""
     sparse: ClassVar[bool] = True
-    observes_prompts: ClassVar[bool] = False
-    before_rope: ClassVar[bool] = False
+    observes_prefill: ClassVar[bool] = False
+    pre_rope: ClassVar[bool] = False
 
     @property
     def attended(self) -> int:
@@ -96,30 +94,30 @@ class Method:
         return int(self.top_k)
 
     @property
-    def together(self) -> int:
-        """Consecutive keys that are chosen as one; then the last of these groups always is."""
+    def unit(self) -> int:
+        """Number of consecutive keys that are selected together. If above 1, the last group is always selected."""
         return 1
 
     @property
     def file(self) -> str | None:
-        """The artefact it is to load; None for methods, and settings, without one.
+        """Path of the artefact to load; None if the method or its settings need no artefact.
 
         Raises:
-            ConfigError: none is given where one is needed.
+            ConfigError: the settings need an artefact and name none.
         """
         return None
 
     @property
     def fitted_buckets(self) -> int:
-        """Buckets of its index where no artefact says; 0 for methods without one."""
+        """Number of buckets that are fitted without an artefact; 0 for methods without an index."""
         return 0
 
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> Self:
-        """The method with what "auto" means for a model, but for what its layers decide.
+        """Return the method with every "auto" that depends on the model resolved. `parameters` resolves the rest.
 
         Args:
-            qk_norm: whether it normalises queries or keys.
-            grouped: whether several query heads share a KV head.
+            qk_norm: True if the model normalizes queries or keys.
+            grouped: True if several query heads share a KV head.
         """
         return self
 
@@ -127,16 +125,16 @@ class Method:
         """Raise `ConfigError` if a setting does not fit the head dim ``D``."""
 
     def serves_sinks(self, G: int) -> bool:
-        """Whether a sink's share can be told from the log-sum-exp of the attended keys, and is all that is asked for.
+        """Return True if attention sinks can be added with the log-sum-exp of the attended keys alone.
 
         ``G`` is the number of query heads per KV head.
         """
         return True
 
     def parameters(self, G: int = 1) -> dict[str, Any]:
-        """Arguments of the backends' functions for layers of ``G`` query heads per KV head: nothing is "auto".
+        """Return the arguments of the backends' functions for layers of ``G`` query heads per KV head.
 
-        Here alone the settings that `for_model` left to the layers are resolved.
+        No value is "auto": this resolves the settings that depend on the layer.
         """
         found = {name: getattr(self, name) for name in self.setting_names()}
         if "local_window" in found:
@@ -149,34 +147,34 @@ class Method:
         return [field.name for field in dataclasses.fields(cls) if field.name not in SWITCHES]
 
     @property
-    def always(self) -> tuple[int, int]:
-        """How many of the first and of the last keys are attended at every step, whatever the queries are."""
+    def always_attended(self) -> tuple[int, int]:
+        """Numbers of first and of last keys that every decode step attends."""
         found = self.parameters()
         return found.get("sink_tokens", 0), found.get("recent_tokens", found.get("local_window", 0))
 
-    def of_share(self, size: int, recent: int) -> Self | None:
-        """The settings with which each of ``size`` machines that share the keys chooses among its own.
+    def for_shard(self, size: int, recent: int) -> Self | None:
+        """Return the settings with which each of ``size`` context-parallel shards selects among its own keys.
 
         Args:
-            recent: keys of this one among those that are attended at every step because they are the last (`always`).
+            recent: number of keys of this shard among the last keys, which every step attends (`always_attended`).
 
         Returns:
-            None where nothing is chosen by comparing keys: what each attends is the same with and without the others.
+            None if the selection does not compare keys, so that each shard attends the same keys as one process would.
         """
         return None
 
     @property
     def measurable(self) -> bool:
-        """Whether `shortest_context` is left to the machine: ``dense_below`` is "auto", and nothing else decides."""
+        """True if a measurement on the machine may set `shortest_context`: ``dense_below`` is "auto"."""
         return getattr(self, "dense_below", 0) == "auto" and not self.experiment
 
     @property
     def experiment(self) -> bool:
-        """Whether the settings are for experiments on short texts, where every step that can be is sparse."""
+        """True if the settings are for experiments on short texts, in which every possible step is sparse."""
         return False
 
     def shortest_context(self, step: Step | None = None) -> int:
-        """Contexts of fewer keys are attended densely; `NEVER` where all are."""
+        """Return the crossover length in keys. Shorter contexts are attended densely; `NEVER` means all contexts."""
         below, exact = getattr(self, "dense_below", 0), self.attended + 1
         if not isinstance(below, str):
             return max(below, exact)
@@ -187,33 +185,36 @@ class Method:
         return max(self.modelled_context(step), exact)
 
     def modelled_context(self, step: Step | None) -> int:
-        """`shortest_context` where nothing was measured, by a model of the machine that errs on the dense side."""
+        """Return `shortest_context` by a model of the machine, used before a measurement. It errs on the dense side."""
         return self.attended + 1
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Elements moved per KV head and step for ``S`` keys of head dim ``D``, in ``buckets`` if it has an index."""
+        """Return the elements moved per KV head and decode step for ``S`` keys of head dim ``D``.
+
+        ``buckets`` is the number of buckets of the index, if the method has an index.
+        """
         raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
 
     def rows(self, S: int) -> int:
-        """Keys and values, whole ones, among the elements that a step over ``S`` keys reads per KV head."""
+        """Return the number of whole key and value rows that a decode step over ``S`` keys reads per KV head."""
         return 2 * min(self.attended, S)
 
     def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int) -> int:
-        """Bytes moved per KV head and step by `elements`, where a key or value takes ``row_bytes``."""
+        """Return the bytes moved per KV head and decode step, if a key or value row takes ``row_bytes``."""
         rows = self.rows(S)
         return itemsize * (self.elements(S, D) - rows * D) + rows * row_bytes
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[Self, str]:
-        """Itself with what a budget of ``share`` of dense attention's transfers fixes, and the setting left to find.
+        """Return the method for a budget of ``share`` of the transfers of dense attention, and the free setting.
 
-        Settings in ``named`` stay; others are such that the method runs. The setting is empty where none is free.
+        Settings in ``named`` stay unchanged. The free setting is left to a search; empty if no setting is free.
         """
         own = {field.name for field in dataclasses.fields(self)}
         running: dict[str, Any] = {"dense_below": 0} if "dense_below" in own - set(named) else {}
         return dataclasses.replace(self, **running), "" if self.grows in named else self.grows
 
     def __str__(self) -> str:
-        """The text form with every key that differs from its default."""
+        """Return the text form with every key that differs from its default."""
         pairs = [
             f"{field.name}={_print_value(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
@@ -236,42 +237,45 @@ class Dense(Method):
 
 @dataclass(frozen=True)
 class Prefill(Method):
-    """What the methods for prompts have."""
+    """Base class of the prefill methods."""
 
     stage: ClassVar[str] = "prefill"
 
     @property
     def block_size(self) -> int:
-        """Queries per row block and keys per key block; 1 for methods that choose single keys for single queries."""
+        """Queries per row block and keys per key block; 1 for methods that select single keys for single queries."""
         return 1
 
     def at(self, S: int) -> Prefill:
-        """The settings for a context of ``S`` keys."""
+        """Return the settings for a context of ``S`` keys."""
         return self
 
     def layout(self, L: int, S: int) -> Layout:
-        """The blocks of ``L`` queries over ``S`` keys, and their samples: none where sizes alone choose."""
+        """Return the blocks and samples of ``L`` queries over ``S`` keys; no samples if sizes determine the blocks."""
         return Layout(L, S, 1, self.block_size, rows=0)
 
     def shortest_context(self, step: Step | None = None) -> int:
         return 0
 
-    def fullest(self, backend: str, measured: float | None = None) -> float:
-        """Density above which attention stays dense; ``measured`` is where it was no longer faster here, if known."""
+    def max_density(self, backend: str, measured: float | None = None) -> float:
+        """Return the density above which attention stays dense.
+
+        ``measured`` is the largest density at which sparse attention was faster on this machine, if measured.
+        """
         return 1.0
 
-    def dense_piece(self, L: int, S: int) -> str | None:
-        """Why a piece of ``L`` queries over ``S`` keys stays dense whatever its keys are; None if it need not."""
+    def dense_reason(self, L: int, S: int) -> str | None:
+        """Return the reason why a prefill chunk of ``L`` queries over ``S`` keys must stay dense, or None."""
         return None
 
 
-def share_of(top_k: int, size: int) -> int:
-    """Keys that one of ``size`` machines chooses: `SLACK` times its share, but no more than there are to choose."""
+def shard_top_k(top_k: int, size: int) -> int:
+    """Return the number of keys that one of ``size`` shards selects: `SLACK` times its share, at most ``top_k``."""
     return min(top_k, -(-SLACK * top_k // size))
 
 
 def read_value(text: str) -> str | int | float | bool | None:
-    """A word, a number, or else the text itself."""
+    """Return the value of a text: true, false, none, a number, or the text itself."""
     words: dict[str, bool | None] = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]

@@ -1,4 +1,4 @@
-"""The methods that SparQ, SAAP and SampleAttention are compared with: baselines of their papers."""
+"""Baselines of the papers on SparQ, SAAP and SampleAttention."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Streaming(Method):
 
 @dataclass(frozen=True)
 class StreamingPrefill(Prefill):
-    """The first keys and a window that is a share of the context, for prompts (StreamingLLM)."""
+    """Prefill with the first keys and a window that is a share of the context (StreamingLLM)."""
 
     name: ClassVar[str] = "streaming_prefill"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
@@ -62,9 +62,9 @@ class StreamingPrefill(Prefill):
 
 @dataclass(frozen=True)
 class H2O(Method):
-    """Heavy hitters: the ``top_k`` keys with the largest attention so far; the rest is evicted for good.
+    """Heavy hitters: the ``top_k`` keys with the largest attention so far. Other keys are evicted for good.
 
-    A method to compare with: what prompts attend to is computed a second time, and evicted keys stay in memory.
+    This baseline saves no time: the attention of the prefill is computed twice, and evicted keys stay in memory.
     """
 
     name: ClassVar[str] = "h2o"
@@ -75,7 +75,7 @@ class H2O(Method):
     )
     look: ClassVar[tuple[str, str]] = ("#D55E00", "s")
     grows: ClassVar[str] = "top_k"
-    observes_prompts: ClassVar[bool] = True
+    observes_prefill: ClassVar[bool] = True
 
     top_k: int = 128
     local_window: int | None = None
@@ -93,7 +93,7 @@ class H2O(Method):
 
 @dataclass(frozen=True)
 class FlexGen(Method):
-    """Exact softmax over all keys, values of the ``top_k`` largest weights, no renormalisation."""
+    """Exact softmax over all keys, values of the ``top_k`` largest weights, no renormalization."""
 
     name: ClassVar[str] = "flexgen"
     source: ClassVar[str] = "FlexGen, arXiv 2303.06865"
@@ -118,7 +118,7 @@ class FlexGen(Method):
 
 @dataclass(frozen=True)
 class OracleTopK(Method):
-    """The ``top_k`` keys of the exact scores: a bound on SparQ, not a saving."""
+    """The ``top_k`` keys with the largest exact scores. A bound for SparQ that saves nothing."""
 
     name: ClassVar[str] = "oracle_top_k"
     source: ClassVar[str] = "the bound in the SparQ paper"
@@ -139,7 +139,7 @@ class OracleTopK(Method):
 
 @dataclass(frozen=True)
 class MInference(Prefill):
-    """Vertical-slash attention with fixed budgets for prompts."""
+    """Vertical-slash attention with fixed budgets for prefill."""
 
     name: ClassVar[str] = "minference"
     source: ClassVar[str] = "MInference, arXiv 2407.02490"
@@ -161,7 +161,7 @@ class MInference(Prefill):
 
 @dataclass(frozen=True)
 class BigBird(Prefill):
-    """A window, the first keys and random blocks for prompts; window and first keys are shares of the context."""
+    """Prefill with a window, the first keys and random blocks. Window and first keys are shares of the context."""
 
     name: ClassVar[str] = "bigbird"
     source: ClassVar[str] = "BigBird, arXiv 2007.14062"
@@ -186,9 +186,9 @@ class HyperAttention(Prefill):
 
     Attributes:
         bucket_size: keys of a bucket.
-        sampled_keys: keys that stand for all others.
-        hash_bits: random directions whose signs make a hash, 1..16.
-        exact_rows: pieces of a prompt of up to so many queries attend each other in full.
+        sampled_keys: sampled keys that represent all other keys.
+        hash_bits: number of random directions whose signs form the hash, 1..16.
+        exact_rows: spans of up to this many queries attend each other in full.
     """
 
     name: ClassVar[str] = "hyperattention"
@@ -213,7 +213,7 @@ class HyperAttention(Prefill):
         check_int("exact_rows", self.exact_rows, 1)
 
     def serves_sinks(self, G: int) -> bool:
-        """The weights of the sample stand for keys that no log-sum-exp counts."""
+        """Return False: the sampled keys represent keys that the log-sum-exp does not count."""
         return False
 
 
@@ -222,7 +222,7 @@ class HashSparse(Prefill):
     """Every query attends the keys before it that have its hash (docs/spec/sample.md, "Baselines").
 
     Attributes:
-        buckets: hash values C, even: half as many random directions, each with two ends.
+        buckets: number of hash values C, even: two per random direction.
     """
 
     name: ClassVar[str] = "hash_sparse"

@@ -1,4 +1,4 @@
-"""How a prompt's attention is cut into blocks and regions: docs/spec/sample.md, section "Blocks and regions"."""
+"""Blocks and regions of a prefill chunk: docs/spec/sample.md, section "Blocks and regions"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Region:
 
     Attributes:
         first, stop: absolute row blocks ``[first, stop)``.
-        sample: query rows ``[start, stop)`` whose attention stands for the region's.
+        sample: query rows ``[start, stop)`` whose attention represents the region.
     """
 
     first: int
@@ -27,7 +27,7 @@ class Layout:
     """Blocks and regions of ``L`` queries at positions ``S - L ..`` over ``S`` keys. Blocks count from position 0.
 
     Attributes:
-        chunks: regions asked for; there are at most as many as row blocks.
+        chunks: requested number of regions; at most one per row block is made.
         rows: query rows sampled per region; None means ``block_size``.
     """
 
@@ -44,17 +44,17 @@ class Layout:
 
     @property
     def row_blocks(self) -> int:
-        """Row blocks that hold a query."""
+        """Number of row blocks that contain a query."""
         return self.key_blocks - self.first_block
 
     @property
     def key_blocks(self) -> int:
-        """Key blocks, the last of which may be partly filled."""
+        """Number of key blocks. The last block may be partly filled."""
         return -(-self.S // self.block_size)
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """The regions of the prompt, each with its sample (sample.1), (sample.2)."""
+        """Regions of the chunk, each with its sample (sample.1), (sample.2)."""
         R = self.row_blocks
         rows = self.block_size if self.rows is None else self.rows
         chunks = min(self.chunks, R)
@@ -69,12 +69,12 @@ class Layout:
 
     @cached_property
     def region_of(self) -> tuple[int, ...]:
-        """The region of each row block, ``row_blocks`` numbers."""
+        """Index of the region of each row block; ``row_blocks`` numbers."""
         return tuple(c for c, region in enumerate(self.regions) for _ in range(region.first, region.stop))
 
     @cached_property
     def sampled_blocks(self) -> frozenset[int]:
-        """Absolute row blocks that hold a sampled row."""
+        """Absolute row blocks that contain a sampled row."""
         offset = self.S - self.L
         return frozenset(
             block
@@ -84,13 +84,13 @@ class Layout:
         )
 
     @property
-    def everything(self) -> bool:
-        """Whether every row block holds a sampled row, so that nothing can be left out."""
+    def all_sampled(self) -> bool:
+        """True if every row block contains a sampled row, so that no block can be skipped."""
         return len(self.sampled_blocks) == self.row_blocks
 
     @property
     def causal_pairs(self) -> int:
-        """Pairs of a row block and a key block that is not above it."""
+        """Number of causal pairs of a row block and a key block."""
         return (self.first_block + 1 + self.key_blocks) * self.row_blocks // 2
 
     @property

@@ -1,4 +1,4 @@
-"""Block patterns that depend on sizes alone: docs/spec/sample.md, section "Baselines"."""
+"""Block patterns that depend only on sizes: docs/spec/sample.md, section "Baselines"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Pattern = npt.NDArray[np.bool_]
 
 
 def bigbird_pattern(layout: Layout, *, window: float, global_share: float, random_blocks: int) -> Pattern:
-    """(sample.13) a window, the first blocks and a few random ones: ``(R, Nk)`` bool, True = attend."""
+    """Return the window, the first blocks and some random blocks (sample.13): ``(R, Nk)`` bool, True = attend."""
     pattern = _window(layout, first=_blocks_of(global_share * layout.S, layout.block_size), window=window)
     for index in range(layout.row_blocks):
         # Random, but the same in every run and for every head: hashed from the row block (Knuth's multiplier).
@@ -24,12 +24,12 @@ def bigbird_pattern(layout: Layout, *, window: float, global_share: float, rando
 
 
 def streaming_pattern(layout: Layout, *, sink_tokens: int, window: float) -> Pattern:
-    """(sample.14) the first blocks and a window: ``(R, Nk)`` bool, True = attend."""
+    """Return the first blocks and the window (sample.14): ``(R, Nk)`` bool, True = attend."""
     return _window(layout, first=_blocks_of(sink_tokens, layout.block_size), window=window)
 
 
 def _window(layout: Layout, *, first: int, window: float) -> Pattern:
-    """The first key blocks and those less than a window away, up to the diagonal."""
+    """Return the first key blocks and the blocks less than a window away, up to the diagonal."""
     row_block = np.arange(layout.first_block, layout.key_blocks)[:, None]
     block: Any = np.arange(layout.key_blocks)
     near = row_block - block < _blocks_of(window * layout.S, layout.block_size)
@@ -38,5 +38,5 @@ def _window(layout: Layout, *, first: int, window: float) -> Pattern:
 
 
 def _blocks_of(tokens: float, block_size: int) -> int:
-    """Whole blocks that hold ``tokens``, at least one."""
+    """Return the number of whole blocks that contain ``tokens``, at least 1."""
     return max(-(-int(tokens) // block_size), 1)

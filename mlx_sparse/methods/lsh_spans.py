@@ -1,4 +1,4 @@
-"""What methods that hash queries and keys share: docs/spec/sample.md, section "Baselines"."""
+"""Spans and random numbers of the methods that hash queries and keys: docs/spec/sample.md, section "Baselines"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 class Span:
     """Queries at positions ``[start, stop)`` and the keys ``[first, last)`` before them.
 
-    Their number tells whether the keys are chosen by hash or all attended.
+    A span with few keys attends all of them. In other spans the keys are selected by hash.
     """
 
     start: int
@@ -26,7 +26,7 @@ class Span:
 
 
 def random_words(count: int) -> Array:
-    """``count`` uint64 words of SplitMix64 from seed 0: random, but the same in every run and for every head."""
+    """Return ``count`` uint64 words of SplitMix64 from seed 0, the same in every run and for every head."""
     words = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
@@ -34,23 +34,23 @@ def random_words(count: int) -> Array:
 
 
 def signs(D: int, count: int) -> Array:
-    """Float32 ``(D, count)`` of 1 and -1: the directions along which vectors are hashed (sample.15)."""
+    """Return float32 ``(D, count)`` of 1 and -1: the directions along which vectors are hashed (sample.15)."""
     high: Array = random_words(D * count) >> np.uint64(63)
     return (1 - 2 * high.astype(np.float32)).reshape(D, count)
 
 
 def sampled(first: int, last: int, count: int) -> Array:
-    """One random key of each of ``count`` equal stretches of ``[first, last)``, ascending (sample.18)."""
+    """Return one random key of each of ``count`` equal parts of ``[first, last)``, ascending (sample.18)."""
     borders = first + np.arange(count + 1) * (last - first) // count
     lengths = (borders[1:] - borders[:-1]).astype(np.uint64)
     return borders[:-1] + (random_words(count) % lengths).astype(np.int64)
 
 
 def pieces(L: int, S: int, exact_rows: int) -> Iterator[tuple[int, int, tuple[Span, ...]]]:
-    """(sample.16) the last ``L`` of ``S`` positions, halved until a piece is of at most ``exact_rows``.
+    """Halve the last ``L`` of ``S`` positions until each part has at most ``exact_rows`` (sample.16).
 
     Yields:
-        ``start`` and ``stop`` of a piece, and the spans that its queries are in, whose keys are those before it.
+        ``start`` and ``stop`` of a part, and the spans that contain its queries.
     """
 
     def cut(start: int, stop: int, before: tuple[Span, ...]) -> Iterator[tuple[int, int, tuple[Span, ...]]]:

@@ -9,22 +9,22 @@ from typing import ClassVar
 
 from ..checks import check_int
 from . import stats
-from .base import NEVER, Method, Step, share_of
+from .base import NEVER, Method, Step, shard_top_k
 from .cost import ENOUGH_SAVED
 
 
 @dataclass(frozen=True)
 class Quest(Method):
-    """Quest decoding: whole pages of keys, chosen by a bound on what any key in them can score (docs/spec/quest.md).
+    """Quest decoding: whole pages of keys, selected by an upper bound of their scores (docs/spec/quest.md).
 
     Attributes:
         page_size: consecutive keys of a page, at least 1.
         top_k: keys attended per KV head, in whole pages: rounded up to a multiple of ``page_size``. The current page is
             one of them. The default is the budget at which the paper matches dense attention on LongBench.
-        dense_below: keys below which attention stays dense; "auto" is what was measured on this machine, before that
-            ``4 * top_k`` with the `ops` backend, where a listed row takes 2.5 times as long as one of dense attention
-            (docs/results/speed.md), and what saves `ENOUGH_SAVED` bytes with kernels on a GPU. For a ``top_k`` below
-            the default, which is for experiments on short texts, it is none.
+        dense_below: keys below which attention stays dense. "auto" is the length that was measured on this machine.
+            Before a measurement it is ``4 * top_k`` with the `ops` backend, where a listed row takes 2.5 times as long
+            as a row of dense attention (docs/results/speed.md). With GPU kernels it is the length that saves
+            `ENOUGH_SAVED` bytes. For a ``top_k`` below the default, for experiments on short texts, it is none.
     """
 
     name: ClassVar[str] = "quest"
@@ -51,20 +51,20 @@ class Quest(Method):
         return -(-self.top_k // self.page_size) * self.page_size
 
     @property
-    def together(self) -> int:
+    def unit(self) -> int:
         return self.page_size
 
     @property
     def experiment(self) -> bool:
         return self.top_k < Quest.top_k
 
-    def of_share(self, size: int, recent: int) -> Quest:
-        return dataclasses.replace(self, top_k=max(share_of(self.top_k, size), self.page_size))
+    def for_shard(self, size: int, recent: int) -> Quest:
+        return dataclasses.replace(self, top_k=max(shard_top_k(self.top_k, size), self.page_size))
 
     def modelled_context(self, step: Step | None) -> int:
         if not step or not step.gpu:
             return 4 * self.attended
-        # Saved are rows that are not read; spent are the bounds (quest.6) and the scores of pages, written and read.
+        # The step skips rows. It reads the bounds (quest.6), and writes and reads the scores of pages.
         row = 2 * step.itemsize * step.D
         saved = row - (row + 8) / self.page_size
         if saved <= 0:

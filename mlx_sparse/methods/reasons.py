@@ -1,11 +1,11 @@
-"""Every sentence that says why a call, or a layer, was dense: ``"12 " + reason`` goes on after "dense calls:"."""
+"""Reasons why a call or a layer was dense. The report prints ``"12 " + reason`` after "dense calls:"."""
 
 from __future__ import annotations
 
-# More queries than this in one call are a prompt; fewer, after a prompt, are draft tokens to verify or a short turn.
+# More queries than this in one call are prefill. Fewer queries are a verification step or a short turn.
 VERIFY_QUERIES = 16
 
-# What a layer is.
+# Properties of a layer.
 NO_CACHE = "without a KV cache"
 OTHER_HEAD_DIMS = "with key and value head dims that differ (MLA)"
 OTHER_ROWS = "with keys or values that are not the cache's (MLA)"
@@ -14,43 +14,43 @@ OWN_ATTENTION = "that compute attention themselves or have none"
 KEEPS_A_STATE = "that keep a state of fixed size and no keys"  # in the table of models
 NO_ATTENTION = "without attention"
 
-# What a call asks for.
+# Properties of a call.
 ARRAY_MASK = "with an array mask"
 NOT_CAUSAL = "without a causal mask"
-A_FEW = "of a few queries at once (verification or short prompt)"
-PROMPT = "of several queries at once (prompt)"
+A_FEW = "in multi-token decode (verification step or short prompt)"
+PROMPT = "in prefill"
 LAST_OF_PROMPT = "of the prompt's last token"
 NO_DECODE = "of a single query (no decode method)"
-CHECKED = "that check drafts, or decode without (lossless)"
+CHECKED = "that verify drafts, or decode without drafts (lossless)"
 UNKNOWN_PADDING = "of a batch padded on the right by an unknown number"
 SHORT_SEQUENCES = "of the short sequences of a batch"
 
-# What would not pay, or keep everything.
-NOTHING_SAVED = "whose choice of keys would cost more than it saves"
-TOO_FULL = "whose sample keeps too many blocks"
-ALPHA_OF_ONE = "that an alpha of 1 keeps whole"
+# Calls in which sparse attention would save nothing.
+NOTHING_SAVED = "whose selection of keys would cost more than it saves"
+TOO_FULL = "whose sample selects too many blocks"
+ALPHA_OF_ONE = "with an alpha of 1"
 ALL_SAMPLED = "with a sample in every row block"
-BETWEEN_RANKS = "that begins between the blocks of ranks"
+BETWEEN_RANKS = "that begins inside a block of a shard"
 LARGE_SAMPLE = "with a sample of more than an eighth of the queries"
 
 # H2O.
-UNCOUNTED = "over keys whose attention so far is not known"
+UNCOUNTED = "over keys with unknown attention scores"
 
-# SAAP: its layers, and what there is before RoPE.
+# SAAP: its layers and their pre-RoPE tensors.
 FIRST_LAYERS = "among the first (dense_layers)"
 NOT_IN_ARTEFACT = "that the artefact does not have"
 NOT_WRITTEN = "with keys that another layer wrote"
 ROPE_NOT_A_MODULE = "with a rope that is no module of its own"
 CHANGED_AFTER_ROPE = "with a norm or another change after RoPE"
 ROPE_BY_LENGTH = "with a rope that depends on the length (dynamic NTK), of keys that were not recorded"
-ROPE_NOT_INVERTIBLE = "with a rope that cannot be turned back, of keys that were not recorded"
+ROPE_NOT_INVERTIBLE = "with a rope that is not invertible, of keys that were not recorded"
 
 
 def shorter_than(keys: int) -> str:
-    """A context of fewer keys than ``keys``."""
+    """Return the reason for a context of fewer keys than ``keys``."""
     return f"over fewer than {keys:,} keys"
 
 
 def other_cache(name: str) -> str:
-    """A cache of a class that no method reads."""
+    """Return the reason for a cache of a class that no method supports."""
     return f"with a sliding window ({name})" if "Rotating" in name else f"with a {name}"

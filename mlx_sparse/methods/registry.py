@@ -1,4 +1,4 @@
-"""Finding the function that runs a method on a backend, and the reasons why a backend cannot run here."""
+"""Find the function that runs a method on a backend, and the reason why a backend cannot run here."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from ..checks import BackendUnavailable, ConfigError, meant
+from ..checks import BackendUnavailable, ConfigError, did_you_mean
 from ..extras import not_installed
 from .table import BACKENDS, FOREIGN, FUNCTIONS, HOOKS, STATES
 
-# What the Metal kernels keep in registers and threadgroup memory bounds the head dim and the query rows of a KV head:
-# a thread keeps the sums of up to METAL_GROUP rows; `attend_rows`, the dense check, takes up to METAL_ROWS.
+# Registers and threadgroup memory limit the head dim and the query rows per KV head of the Metal kernels. A thread has
+# the sums of up to METAL_GROUP rows; `attend_rows`, the dense check, takes up to METAL_ROWS.
 METAL_HEAD_DIM, METAL_GROUP, METAL_ROWS = 256, 16, 128
-# These run on the matrix units, in tiles of 16 components and rows of any head.
+# These functions run on the matrix units, in tiles of 16 components, and take any number of rows per head.
 MATRIX_FUNCTIONS = frozenset({"sample", "sample_scores", "sample_select", "attend_blocks"})
 
 
 def unavailable(backend: str) -> str | None:
-    """Why ``backend`` cannot run here; None when it can."""
+    """Return the reason why ``backend`` cannot run here, or None."""
     if backend not in BACKENDS:
-        return f"unknown; this version has {', '.join(BACKENDS)}.{meant(backend, BACKENDS)}".removesuffix(".")
+        return f"unknown; this version has {', '.join(BACKENDS)}.{did_you_mean(backend, BACKENDS)}".removesuffix(".")
     if backend == "metal":
         return _no_metal()
     if backend == "triton":
@@ -50,27 +50,30 @@ def _no_onnx(backend: str) -> str | None:
 
 
 def _ask(module: str) -> str | None:
-    """What a backend that is not a part of this folder says of itself."""
+    """Return the reason why a backend in a package of its own cannot run here, or None."""
     reason: str | None = importlib.import_module(f"mlx_sparse.{module}").unavailable()
     return reason
 
 
 @functools.cache
 def gpu_kind() -> str:
-    """The kind of Apple GPU by MLX's letter: g (base and Pro), s (Max) or d (Ultra); g for any other."""
+    """Return the kind of Apple GPU by MLX's letter: g (base and Pro), s (Max) or d (Ultra); g for any other."""
     import mlx.core as mx
 
     letter = str(mx.device_info().get("architecture", ""))[-1:]
     return letter if letter in ("g", "s", "d") else "g"
 
 
-def unfit(backend: str, function: str, D: int, G: int, bits: int | None = None) -> str | None:
-    """Why ``function`` of ``backend`` takes no head dim ``D`` with ``G`` query heads per KV head; None when it does.
+def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = None) -> str | None:
+    """Return the reason why ``function`` of ``backend`` does not support a layer, or None.
 
-    ``bits`` are those of packed rows.
+    Args:
+        D: head dim.
+        G: query heads per KV head.
+        bits: bits of a quantized KV cache; None for other caches.
     """
     if backend == "metal" and function in MATRIX_FUNCTIONS and bits is not None:
-        return "its kernels for prompts read no packed rows"
+        return "its prefill kernels do not read quantized KV caches"
     if backend == "metal" and function in MATRIX_FUNCTIONS:
         fits = D % 16 == 0 and D <= METAL_HEAD_DIM
         return None if fits else f"its kernels take head dims that are multiples of 16 up to {METAL_HEAD_DIM}, not {D}"
@@ -82,7 +85,7 @@ def unfit(backend: str, function: str, D: int, G: int, bits: int | None = None) 
 
 
 def refusal(backend: str, function: str, reason: str | None = None) -> str | None:
-    """Why a backend asked for by name cannot run ``function`` on MLX arrays here; ``reason`` if nothing else."""
+    """Return the reason why a backend cannot run ``function`` on MLX arrays here, else ``reason``, else None."""
     reason = FOREIGN.get(backend) or unavailable(backend) or reason
     if reason is None and backend not in FUNCTIONS.get(function, {}):
         return f"it does not have {function}; `mlx-sparse matrix` shows what it has"
@@ -90,30 +93,34 @@ def refusal(backend: str, function: str, reason: str | None = None) -> str | Non
 
 
 def require(backend: str, function: str, reason: str | None = None) -> None:
-    """Check that a backend asked for by name can run ``function`` on MLX arrays here; "auto" always can.
+    """Raise unless a backend can run ``function`` on MLX arrays here. "auto" always can.
 
     Args:
-        reason: why it cannot, if the caller knows one.
+        reason: a reason of the caller why the backend cannot run the function, or None.
 
     Raises:
-        BackendUnavailable: it cannot; nothing falls back silently.
+        BackendUnavailable: the backend cannot run the function. No other backend is used silently.
     """
     if backend != "auto" and (reason := refusal(backend, function, reason)) is not None:
         raise BackendUnavailable(f"backend: expected auto or ops, got {backend} ({reason}).")
 
 
 def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = None) -> str:
-    """The backend that ``backend`` means for ``function`` on MLX arrays of these sizes, or rows packed in ``bits``.
+    """Return the backend that runs ``function`` on MLX arrays of these sizes, or on a quantized KV cache of ``bits``.
 
-    "auto" is metal where it has the function and can run, and ops otherwise.
+    "auto" selects metal if metal has the function and can run here, and ops otherwise.
 
     Raises:
-        BackendUnavailable: a backend asked for by name cannot run here.
+        BackendUnavailable: a backend that was named cannot run here.
     """
     if backend == "auto":
         served = "metal" in FUNCTIONS.get(function, {})
-        return "metal" if served and (unavailable("metal") or unfit("metal", function, D, G, bits)) is None else "ops"
-    require(backend, function, unfit(backend, function, D, G, bits))
+        return (
+            "metal"
+            if served and (unavailable("metal") or unsupported("metal", function, D, G, bits)) is None
+            else "ops"
+        )
+    require(backend, function, unsupported(backend, function, D, G, bits))
     return backend
 
 
@@ -121,7 +128,7 @@ def load(function: str, backend: str) -> Callable[..., Any]:
     """Import and return ``function`` of ``backend``.
 
     Raises:
-        ConfigError: no such entry in the table.
+        ConfigError: the table has no such entry.
     """
     entry = FUNCTIONS.get(function, {}).get(backend)
     if entry is None:
@@ -131,17 +138,17 @@ def load(function: str, backend: str) -> Callable[..., Any]:
 
 
 def load_state(method: str) -> Callable[[], Any] | None:
-    """The class of what a cache begins for ``method`` at its first step; None if it keeps nothing."""
+    """Return the class of the auxiliary cache state of ``method``; None if the method has no state."""
     return _import(STATES[method]) if method in STATES else None
 
 
 def load_hooks(method: str) -> Any:
-    """The class of what ``method`` does around a model and its calls; None if attending is all."""
+    """Return the class of the model hooks of ``method``; None if the method has no hooks."""
     return _import(HOOKS[method]) if method in HOOKS else None
 
 
 @functools.cache
 def _import(entry: str) -> Any:
-    """What a string of the table names; asked for in every layer of every step."""
+    """Import the object that a string of the table names. Cached, because every layer calls this at every step."""
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(f"mlx_sparse.{module}"), name)

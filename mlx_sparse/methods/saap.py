@@ -19,15 +19,16 @@ class SAAP(Method):
     """SAAP decoding (docs/spec/saap.md).
 
     Attributes:
-        artefact: file of `mlx-sparse train-saap`; the "online" mode has none.
-        mode: source of the buckets to visit: the "trained" query networks of the artefact, or centroids that are fitted
-            on the prompt itself ("online").
-        probes: buckets visited per KV head and step.
-        buckets: how many the "online" mode fits, 256 unless given; otherwise the artefact says.
+        artefact: file of `mlx-sparse train-saap`; None with mode "online".
+        mode: source of the visited buckets: the query networks of the artefact ("trained"), or centroids that are
+            fitted on the prompt ("online").
+        probes: buckets visited per KV head and decode step.
+        buckets: number of buckets for mode "online", 256 by default. With mode "trained" the artefact has the number.
         sink_tokens: first keys that are always attended.
         recent_tokens: last keys that are always attended.
         dense_layers: attention layers, from the first on, that stay dense.
-        fold_every: keys that left the window are listed in their buckets this many at a time, and attended till then.
+        merge_every: keys that left the window are merged into the index in groups of this size. Until then they are
+            attended exactly.
         dense_below: keys below which attention stays dense. With "auto" and GPU kernels a step has to save
             `ENOUGH_SAVED` bytes. With the `ops` backend dense attention has to read `GATHERED_ROW` times the rows of a
             step, the query network counted as rows. For fewer ``recent_tokens`` than the default, which are for
@@ -43,7 +44,7 @@ class SAAP(Method):
     )
     look: ClassVar[tuple[str, str]] = ("#56B4E9", "P")
     grows: ClassVar[str] = "probes"
-    before_rope: ClassVar[bool] = True
+    pre_rope: ClassVar[bool] = True
 
     artefact: str | None = None
     mode: str = "trained"
@@ -52,7 +53,7 @@ class SAAP(Method):
     sink_tokens: int = 1
     recent_tokens: int = 2047
     dense_layers: int = 1
-    fold_every: int = 256
+    merge_every: int = 256
     dense_below: str | int = "auto"
 
     def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class SAAP(Method):
         check_int("sink_tokens", self.sink_tokens, 0)
         check_int("recent_tokens", self.recent_tokens, 1)
         check_int("dense_layers", self.dense_layers, 0)
-        check_int("fold_every", self.fold_every, 1)
+        check_int("merge_every", self.merge_every, 1)
         if self.dense_below != "auto":
             check_int("dense_below", self.dense_below, 0)
 
@@ -93,7 +94,7 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Elements that a step moves if buckets are of equal size, without the query network."""
+        """Return the elements that a decode step moves if buckets are of equal size, without the query network."""
         outside = max(0, S - self.attended)
         attended = min(self.attended, S) + outside * self.probes / buckets
         return stats.saap_elements(D, round(attended))
@@ -116,14 +117,14 @@ class SAAP(Method):
             if per_key <= 0:
                 return NEVER
             routing = step.network * max(ROUTING_HEADS.get(step.gpu, 0) / step.heads, 1.0)
-            fixed = (row + listed) * (self.attended + self.fold_every // 2) + routing
+            fixed = (row + listed) * (self.attended + self.merge_every // 2) + routing
             return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)
         network = step.network // (2 * step.itemsize * step.D) if step else 0
         per_key = 1 - GATHERED_ROW * (self._visited_share(step.buckets) if step and step.buckets else 0.0)
         if per_key <= 0:
             return NEVER
-        return math.ceil(GATHERED_ROW * (self.attended + self.fold_every // 2 + network) / per_key)
+        return math.ceil(GATHERED_ROW * (self.attended + self.merge_every // 2 + network) / per_key)
 
     def _visited_share(self, buckets: int) -> float:
-        """Of the keys, those in visited buckets: buckets are uneven, so twice their share is assumed."""
+        """Return the assumed share of keys in visited buckets: twice the mean, because buckets are uneven."""
         return min(2 * self.probes / buckets, 1.0)

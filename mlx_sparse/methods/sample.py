@@ -32,14 +32,20 @@ class SampleRange:
 
 @dataclass(frozen=True)
 class Sample(Prefill):
-    """SampleAttention for prompts (docs/spec/sample.md).
+    """SampleAttention for prefill (docs/spec/sample.md).
 
-    ``dense_below`` is the number of keys below which attention stays dense, without looking: "auto" means
-    `SAMPLE_PAYS_FROM`. ``dense_above`` is the density above which it does after having looked: "auto" means what was
-    measured on this machine (`mlx-sparse calibrate`), before that `SAMPLE_PAYS_UP_TO`. Where ``dense_below`` is given,
-    "auto" means 1, and pieces too short for their sample (`SAMPLE_SHARE`) are not dense for that.
-    ``ranges`` are settings by context, ascending, that win over the single ones; contexts beyond the last range use the
-    last one. ``mlx-sparse tune-sample`` finds them for a model.
+    Attributes:
+        block_size: queries per row block and keys per key block: 32, 64 or 128.
+        alpha_column: share of the sample's softmax mass that the selected key blocks must reach; above 0, at most 1.
+        alpha_slash: the same for the selected diagonals.
+        chunks: regions of the queries with a sample each.
+        dense_below: keys below which attention stays dense without a sample. "auto" is `SAMPLE_PAYS_FROM`.
+        dense_above: density of the sample's selection above which attention stays dense. "auto" is the density that was
+            measured on this machine (`mlx-sparse calibrate`), and `SAMPLE_PAYS_UP_TO` before a measurement. If
+            ``dense_below`` is a number, "auto" is 1, and chunks that are short for their sample (`SAMPLE_SHARE`) are
+            sparse too.
+        ranges: settings by context length, ascending, that replace the single settings. Longer contexts use the last
+            range. `mlx-sparse tune-sample` finds the ranges for a model.
     """
 
     name: ClassVar[str] = "sample"
@@ -84,12 +90,12 @@ class Sample(Prefill):
     def layout(self, L: int, S: int) -> Layout:
         return Layout(L, S, self.chunks, self.block_size)
 
-    def dense_piece(self, L: int, S: int) -> str | None:
+    def dense_reason(self, L: int, S: int) -> str | None:
         if max(self.alpha_column, self.alpha_slash) >= 1:
             return reasons.ALPHA_OF_ONE
-        if self.layout(L, S).everything:
+        if self.layout(L, S).all_sampled:
             return reasons.ALL_SAMPLED
-        # One block may be missing, as mlx-lm keeps the last token of a prompt back.
+        # One block may be missing, because mlx-lm processes the last token of a prompt separately.
         if self.dense_below == "auto" and L < (SAMPLE_SHARE * self.chunks - 1) * self.block_size:
             return reasons.LARGE_SAMPLE
         return None
@@ -98,7 +104,7 @@ class Sample(Prefill):
     def measurable(self) -> bool:
         return self.dense_above == self.dense_below == "auto"
 
-    def fullest(self, backend: str, measured: float | None = None) -> float:
+    def max_density(self, backend: str, measured: float | None = None) -> float:
         if not isinstance(self.dense_above, str):
             return self.dense_above
         if not self.measurable:
@@ -107,7 +113,7 @@ class Sample(Prefill):
 
 
 def _read_ranges(ranges: object) -> tuple[SampleRange, ...]:
-    """Ranges from Python, from a list of TOML tables, or from ``UP_TO:ALPHA_COLUMN:ALPHA_SLASH:CHUNKS/...``."""
+    """Read ranges from Python, from a list of TOML tables, or from ``UP_TO:ALPHA_COLUMN:ALPHA_SLASH:CHUNKS/...``."""
     fields = [field.name for field in dataclasses.fields(SampleRange)]
     entries: Any = ranges.split("/") if isinstance(ranges, str) else ranges
     found: list[SampleRange] = []

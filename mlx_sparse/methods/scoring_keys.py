@@ -1,4 +1,4 @@
-"""Quantized scoring keys (int4) of (sparq.17) to (sparq.20) in docs/spec/sparq.md: for arrays of any library."""
+"""Quantized scoring keys (int4), for arrays of any library: (sparq.17) to (sparq.20) in docs/spec/sparq.md."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 from ..checks import ConfigError, Sizes, check_shape
 
 GROUP = 64  # consecutive keys that share a range
-KEY_BITS = (16, 4)  # of a component; 16 means that keys are not coded
+KEY_BITS = (16, 4)  # per component; 16 means that keys are not quantized
 CODE_BITS = 4
 LARGEST_CODE = 2**CODE_BITS - 1
-WORDS = GROUP * CODE_BITS // 32  # of 32 bits, that a group of codes takes for each component
-LARGEST = 65504.0  # of float16
+WORDS = GROUP * CODE_BITS // 32  # 32-bit words per component of a group
+LARGEST = 65504.0  # largest finite float16
 
 
 class KeyCodes(NamedTuple):
-    """The coded keys of a cache, component-major: what stands in for ``keys_t``.
+    """Quantized scoring keys (int4) of a cache, component-major. They replace ``keys_t``.
 
     Attributes:
-        codes: ``(B, Hkv, D, groups * 32)`` uint8, lowest bits first. In MLX the same bytes as a quarter as
-            many uint32, which `mx.quantize` has too.
+        codes: ``(B, Hkv, D, groups * 32)`` uint8, lowest bits first. In MLX ``(B, Hkv, D, groups * 8)`` uint32 with the
+            same bytes, as `mx.quantize` stores them.
         lo: float16 ``(B, Hkv, D, groups)``.
         step: float16 ``(B, Hkv, D, groups)``.
         centre: float32 ``(B, Hkv, D)``.
@@ -32,16 +32,16 @@ class KeyCodes(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Memory that they take."""
+        """Bytes of all arrays."""
         return sum(int(array.nbytes) for array in self)
 
 
 def check_keys_t(keys_t: Any, sizes: Sizes, key_bits: int) -> None:
-    """Raise unless ``keys_t`` is None or what ``key_bits`` make of the keys.
+    """Raise unless ``keys_t`` is None or fits ``key_bits``.
 
     Raises:
-        ConfigError: it is a copy of the keys where codes are needed, or the other way round.
-        ShapeError: it is of another shape.
+        ConfigError: ``keys_t`` is an array but `KeyCodes` are needed, or the other way round.
+        ShapeError: an array has the wrong shape.
     """
     if keys_t is None:
         return

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..checks import check_choice, check_int, check_local_window, check_rank
 from . import stats
-from .base import NEVER, Method, Step, share_of
+from .base import NEVER, Method, Step, shard_top_k
 from .cost import ENOUGH_SAVED
 from .scoring_keys import KEY_BITS
 
@@ -20,8 +20,8 @@ class Selection(NamedTuple):
     """Parameters by which a backend selects the keys of one decode step.
 
     Attributes:
-        component_weight: float32 ``(B, Hkv, D)`` spread of the keys for ``component_score="query_key"``; None for the
-            paper's rule.
+        component_weight: float32 ``(B, Hkv, D)`` spread of the keys for ``component_score="query_key"``; None for
+            ``component_score="query"``.
         left_padding: ``(B,)`` int, first valid key of each sequence.
         keys_t: ``(B, Hkv, D, S)`` component-major keys, or their `KeyCodes`.
     """
@@ -40,22 +40,21 @@ class SparQ(Method):
     """SparQ decoding (docs/spec/sparq.md).
 
     Attributes:
-        rank: components r of the queries by which every key is scored, 1..D.
+        rank: number r of query components that score every key, 1..D.
         top_k: keys attended per KV head, the local window included.
         local_window: last valid keys that are always attended, 0..top_k; None is ``top_k // 4``.
-        reallocate: whether the mean value stands for the attention mass left out; "auto" does so for one query head per
-            KV head, and never in models with ``"query_key"``, whose estimate of the attended mass is too low to mix by
+        reallocate: True mixes in the mean value for the softmax mass of the skipped keys. "auto" does so for one query
+            head per KV head, and never with "query_key", because its estimate of the attended mass is too low
             (docs/results/quality.md).
-        component_score: components are ranked by |q| ("query", the paper's) or by |q| times the spread of the keys
-            ("query_key"). "auto" is "query_key" for models with q/k-norm, whose channels learn scales of their own, and
-            with coded keys, whose ranges have their spread, for those in which query heads share KV heads; otherwise
-            "query", with which one query head per KV head mixes in the mean value.
-        key_bits: bits of a component of a key that scores are taken from: 16 (the paper's) or 4. With 4
-            a coded copy is read instead of the keys, a quarter of the bytes and of the memory
-            (docs/spec/sparq.md; what it costs in quality: docs/results/quality.md).
-        score: what the keys of a quantised cache (``--kv-bits``) are scored by: all components of its "rows", which
-            takes no memory, as who quantises it is short of that; or a "copy", as those of other caches always are
-            (docs/spec/quantized.md).
+        component_score: rank components by |q| ("query", the paper) or by |q| times the spread of the keys
+            ("query_key"). "auto" is "query_key" for models with q/k-norm, because their channels learn their own
+            scales. With quantized scoring keys it is "query_key" for grouped query heads too. Otherwise it is "query".
+        key_bits: bits per component of the scoring keys: 16 (the paper) or 4. With 4, an int4 copy is read instead of
+            the keys, which takes a quarter of the bytes and of the memory (docs/spec/sparq.md). The loss of quality is
+            in docs/results/quality.md.
+        score: source of the scores of a quantized KV cache (``--kv-bits``). "rows" reads all components of the cache
+            and takes no additional memory, because users quantize the cache to save memory. "copy" reads scoring keys,
+            as with other caches (docs/spec/quantized.md).
         dense_below: keys below which attention stays dense. "auto" is the length that was measured on this machine
             (`mlx-sparse calibrate`). Before a measurement it is ``16 * top_k`` with the `ops` backend
             (docs/results/speed.md), and the length that saves `ENOUGH_SAVED` bytes with kernels on a GPU. For a
@@ -70,7 +69,7 @@ class SparQ(Method):
     look: ClassVar[tuple[str, str]] = ("#0072B2", "o")
     grows: ClassVar[str] = "top_k"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        # Algorithm 1 with its GQA paragraph: what the functions do by default.
+        # Algorithm 1 with its GQA paragraph: the default of the functions.
         "paper": {"component_score": "query", "key_bits": 16},
         # Ours: components ranked by |q| times the spread of the keys.
         "robust": {"component_score": "query_key"},
@@ -106,15 +105,15 @@ class SparQ(Method):
         check_rank(self.rank, D)
 
     def reallocates(self, G: int) -> bool:
-        """Whether a layer of ``G`` query heads per KV head mixes in the mean value (sparq.9)."""
+        """Return True if a layer of ``G`` query heads per KV head mixes in the mean value (sparq.9)."""
         return G == 1 if self.reallocate == "auto" else bool(self.reallocate)
 
     def scores_rows(self, *, packed: bool) -> bool:
-        """Whether keys are scored by their rows, if these are ``packed``; others never are."""
+        """Return True if keys are scored by the rows of a quantized KV cache (``packed``)."""
         return packed and self.score == "rows"
 
-    def of_share(self, size: int, recent: int) -> SparQ:
-        top_k = max(share_of(self.top_k, size), recent, 1)
+    def for_shard(self, size: int, recent: int) -> SparQ:
+        top_k = max(shard_top_k(self.top_k, size), recent, 1)
         return dataclasses.replace(self, top_k=top_k, local_window=recent)
 
     def serves_sinks(self, G: int) -> bool:
@@ -153,10 +152,10 @@ class SparQ(Method):
             return super().step_bytes(S, D, itemsize=itemsize, row_bytes=row_bytes)
         every = dataclasses.replace(self, rank=D, key_bits=16, score="copy")
         moved = every.step_bytes(S, D, itemsize=itemsize, row_bytes=row_bytes)
-        return moved - S * (D * itemsize - row_bytes)  # keys are scored as they are packed
+        return moved - S * (D * itemsize - row_bytes)  # the quantized rows are scored
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SparQ, str]:
-        """Half of the budget goes to choosing keys and half to attending them, where neither setting is named."""
+        """Give half of the budget to selecting keys and half to attending them, if neither setting is named."""
         config = self if "dense_below" in named else dataclasses.replace(self, dense_below=0)
         if not {"rank", "top_k"} & set(named):
             rank = share * D if self.key_bits == 16 else share * D * 32 / (2 * self.key_bits + 1)

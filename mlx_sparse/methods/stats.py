@@ -1,7 +1,7 @@
-"""What attention moves: the papers' transfer formulae, and the record returned with ``return_stats``.
+"""The papers' transfer formulae, and the record that functions return with ``return_stats``.
 
-Counts are elements (multiply by the item size for bytes), with S keys of head dim D: for a decode step per KV head, for
-a prompt per query head. Equation numbers refer to docs/spec/sparq.md, sample.md and saap.md.
+Counts are elements (multiply by the item size for bytes) for S keys of head dim D: per KV head for a decode step, per
+query head for prefill. Equation numbers refer to docs/spec/sparq.md, sample.md and saap.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .block_layout import Layout
 
 @dataclass(frozen=True)
 class Stats:
-    """What an attention call moved.
+    """Elements moved and keys attended by an attention call.
 
     Attributes:
         elements: elements moved per KV head and step, or per query head of a prompt.
@@ -37,58 +37,61 @@ class Stats:
 
     @property
     def compression(self) -> float:
-        """Elements moved over the dense count; smaller is better."""
+        """Ratio of the elements moved to the dense count; smaller is better."""
         return self.elements / self.dense_elements
 
 
 def dense_elements(S: int, D: int) -> int:
-    """(sparq.11) read K and V, write the new key and value: ``2 S D + 2 D``."""
+    """Return ``2 S D + 2 D`` (sparq.11): read K and V, write the new key and value."""
     return 2 * S * D + 2 * D
 
 
 def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16) -> int:
-    """(sparq.12) r components of every key, k keys and values, new row and mean value: ``S r + 2 k D + 4 D``.
+    """Return ``S r + 2 k D + 4 D`` (sparq.12): r components of every key, k keys and values, new row, mean value.
 
-    With fewer ``key_bits`` (sparq.23) an element counts 16 bits, and a component of a key its code and its share of lo
-    and step: ``S r (bits + 1/2) / 16``.
+    With fewer ``key_bits`` than 16 the first term is ``S r (bits + 1/2) / 16`` (sparq.23). It counts the code of a
+    component and its share of lo and step, in elements of 16 bits.
     """
     scored = S * rank if key_bits == 16 else -(-S * rank * (2 * key_bits + 1) // 32)
     return scored + 2 * min(top_k, S) * D + 4 * D
 
 
 def streaming_elements(S: int, D: int, *, top_k: int) -> int:
-    """(sparq.13) ``top_k`` keys that cost nothing to select: ``2 k D + 2 D``. A bound for `oracle_top_k`."""
+    """Return ``2 k D + 2 D`` (sparq.13): ``top_k`` keys without the cost of a selection. A bound for `oracle_top_k`."""
     return 2 * min(top_k, S) * D + 2 * D
 
 
 def h2o_elements(S: int, D: int, *, top_k: int) -> int:
-    """(sparq.14) ``top_k`` keys, and the running scores read and written: ``2 k D + 2 D + 2 S``."""
+    """Return ``2 k D + 2 D + 2 S`` (sparq.14): ``top_k`` keys, and the running scores read and written."""
     return 2 * min(top_k, S) * D + 2 * D + 2 * S
 
 
 def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
-    """(sparq.15) every key, ``top_k`` values: ``S D + k D + 2 D``."""
+    """Return ``S D + k D + 2 D`` (sparq.15): every key, and ``top_k`` values."""
     return S * D + min(top_k, S) * D + 2 * D
 
 
 def quest_elements(S: int, D: int, *, top_k: int, page_size: int) -> int:
-    """(quest.6) the bounds of all pages, k keys and values, new row: ``2 P D + 2 k D + 2 D``."""
+    """Return ``2 P D + 2 k D + 2 D`` (quest.6): the bounds of all pages, k keys and values, the new row."""
     return 2 * -(-S // page_size) * D + 2 * min(top_k, S) * D + 2 * D
 
 
 def saap_elements(D: int, attended: int, *, network: int = 0) -> int:
-    """(saap.14) attended keys and values, their list, the new row, the query network: ``2 n D + n + 2 D + w``."""
+    """Return ``2 n D + n + 2 D + w`` (saap.14): n keys and values, their list, the new row, the query network."""
     return 2 * attended * D + attended + 2 * D + network
 
 
 def prefill_elements(layout: Layout, D: int, density: float | None = None) -> int:
-    """(sample.10) keys and values of every block pair, queries and output, keys for the sample; dense if None."""
+    """Return the elements per query head in prefill (sample.10); dense attention if ``density`` is None.
+
+    They are the keys and values of every block pair, the queries, the output, and the keys for the sample.
+    """
     share = 1.0 if density is None else density
     sampling = 0 if density is None or not layout.sampled_share else len(layout.regions) * layout.S * D
     return round(2 * layout.L * D + 2 * layout.block_size * D * layout.causal_pairs * share) + sampling
 
 
 def as_prefill(stats: Stats, layout: Layout, D: int) -> Stats:
-    """``stats`` of a dense call, in a prompt's unit: elements per query head."""
+    """Return the ``stats`` of a dense call in the unit of prefill: elements per query head."""
     moved = prefill_elements(layout, D)
     return replace(stats, elements=moved, dense_elements=moved)

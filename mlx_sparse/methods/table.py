@@ -1,7 +1,7 @@
-"""The literal table method x backend: which function runs what where.
+"""The table method x backend: the function that runs each method on each backend.
 
-Code is named by import strings relative to mlx_sparse, so that reading the table imports no backend. `registry` reads
-it; everything that lists methods or backends (help, README, matrix, pictures) is derived from it and from `METHODS`.
+Functions are import strings relative to mlx_sparse, so that the table imports no backend. `registry` reads the table.
+All lists of methods or backends (help, README, matrix, pictures) are derived from the table and from `METHODS`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ BACKENDS: Mapping[str, str] = {
     "ort": "exported files on ONNX Runtime with native kernels for the CPU (AVX2, AVX-512, NEON)",
 }
 
-# Backends that take no MLX arrays, and what they take.
+# Backends that take no MLX arrays, with the arrays that they take.
 FOREIGN: Mapping[str, str] = {
     "oracle": "it takes NumPy arrays: call the same function in mlx_sparse.oracle",
     "triton": "it takes torch tensors: call the same function in mlx_sparse.cuda_ref",
     **dict.fromkeys(("onnx", "ort"), "it runs exported files: export-onnx, then mlx-sparse run-onnx"),
 }
 
-# Backends that read whole cache buffers and a `length`, where a slice would be copied on every call.
+# Backends that read whole cache buffers and a `length`, because a slice would be copied on every call.
 WHOLE_BUFFERS = frozenset({"metal"})
 
 # An exported file holds a method as a node. These functions build the node as a model, and run it in a session.
@@ -81,15 +81,14 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "masked_mean": _row("masked_mean", "ops.sparq", "ops.sparq", "cuda_ref.torch_functions", oracle=""),
 }
 
-# What a cache begins for a method at its first step, if the method keeps anything beside keys and values: a
-# `mlx_sparse.cache.state.State`.
+# Class of a method's auxiliary cache state (`mlx_sparse.cache.state.State`), made at the first decode step.
 STATES: Mapping[str, str] = {
     "sparq": "cache.sparq_state:SparQState",
-    "h2o": "cache.h2o_state:Received",
+    "h2o": "cache.h2o_state:H2OState",
     "quest": "cache.quest_state:QuestState",
 }
 
-# What a method does around a model and its calls, if attending is not all: `mlx_sparse.lm.hooks.ModelHooks`.
+# Class of a method's hooks around a model and its calls (`mlx_sparse.lm.hooks.ModelHooks`).
 HOOKS: Mapping[str, str] = {
     "saap": "lm.saap:Buckets",
     "h2o": "lm.h2o:ObservedPrompts",

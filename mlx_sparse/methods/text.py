@@ -1,4 +1,4 @@
-"""All methods by name, and their text and TOML forms."""
+"""Methods by name, and their text and TOML forms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checks import ConfigError, meant
+from ..checks import ConfigError, did_you_mean
 from .base import Dense, Method, read_value
 from .baselines import BASELINES
 from .quest import Quest
@@ -22,13 +22,13 @@ if sys.version_info >= (3, 11):
 else:  # Python 3.10
     import tomli as tomllib
 
-MAX_TOML_BYTES = 1 << 20  # a configuration is a few lines; refuse to parse a model file by mistake
+MAX_TOML_BYTES = 1 << 20  # a configuration has a few lines; this refuses a model file that was named by mistake
 
 METHODS: Mapping[str, type[Method]] = {
     method.name: method for method in (Dense, SparQ, SAAP, Quest, Sample, *BASELINES)
 }
 
-# Options of earlier versions by method or command, key and value ("*" is any), and what takes their place.
+# Options of earlier versions by method or command, key and value ("*" is any), with their replacement.
 REMOVED: Mapping[tuple[str, str, object], str] = {
     ("*", "verify", "*"): "was removed: multi-token calls are dense",
     ("sparq", "preset", "appendix_b"): "was removed: write preset=paper,local_window=0,reallocate=true",
@@ -39,16 +39,17 @@ REMOVED: Mapping[tuple[str, str, object], str] = {
     ("export-onnx", "--static", "*"): "was removed: run onnxruntime.tools.make_dynamic_shape_fixed on the file",
     ("*", "group_reduce", "*"): "was removed: scores are summed over the group after the softmax",
     ("sparq", "key_bits", 8): "was removed: write key_bits=4, or key_bits=16 for the keys as they are",
+    ("saap", "merge_every", "*"): "was renamed: write merge_every",
     ("saap", "mode", "kmeans"): "was removed: write mode=trained for the networks of the artefact, or mode=online",
 }
 
 
 def parse(text: str, base: Mapping[str, Method] | None = None) -> tuple[Method, ...]:
-    """Read METHOD[:key=value,...][+METHOD...].
+    """Read the text form METHOD[:key=value,...][+METHOD...].
 
     Args:
-        text: for example ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=paper"``; keys after a preset win over it.
-        base: configurations by method name (from a TOML file) that the keys in ``text`` are applied on.
+        text: for example ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=paper"``. Other keys override a preset.
+        base: configurations by method name (from a TOML file), to which the keys in ``text`` are applied.
 
     Raises:
         ConfigError: unknown method, key or preset; a value of the wrong type or out of range; a method named twice.
@@ -76,12 +77,12 @@ def parse(text: str, base: Mapping[str, Method] | None = None) -> tuple[Method, 
 
 
 def split_methods(text: str) -> list[str]:
-    """Cut a list of methods at its commas, but for those before ``key=value``, which belongs to the method before it.
+    """Split a list of methods at its commas. A comma before ``key=value`` does not split.
 
-    ``"sparq:rank=16,top_k=64,streaming"`` are two: ``sparq:rank=16,top_k=64`` and ``streaming``.
+    ``"sparq:rank=16,top_k=64,streaming"`` has two methods: ``sparq:rank=16,top_k=64`` and ``streaming``.
 
     Raises:
-        ConfigError: nothing between two commas, or ``key=value`` before any method.
+        ConfigError: an entry is empty, or the list starts with ``key=value``.
     """
     methods: list[str] = []
     for piece in (piece.strip() for piece in text.split(",")):
@@ -96,7 +97,7 @@ def split_methods(text: str) -> list[str]:
 
 
 def load_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> dict[str, Method]:
-    """The methods of `read_toml`."""
+    """Return the methods of `read_toml`."""
     return read_toml(path, base)[0]
 
 
@@ -104,7 +105,7 @@ def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tup
     """Read a TOML file with one table per method, for example ``[sparq]`` with ``rank = 16``.
 
     Args:
-        base: configurations by method name that the tables are applied on.
+        base: configurations by method name, to which the tables are applied.
 
     Returns:
         The methods by name, and ``calibrate`` (default: True): whether ``--attn`` may measure crossover lengths.
@@ -138,7 +139,7 @@ def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tup
 
 
 def _check_integers(value: object) -> None:
-    """Raise `ValueError` for an integer longer than TOML's, which Python reads in hex but may refuse to print."""
+    """Raise `ValueError` for an integer of more than 64 bits. Python may refuse to print a long hex integer."""
     if isinstance(value, int) and value.bit_length() > 63:
         raise ValueError("an integer of more than 64 bits")
     for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -147,12 +148,12 @@ def _check_integers(value: object) -> None:
 
 def _class(name: str) -> type[Method]:
     if name not in METHODS:
-        raise ConfigError(f"attn: expected one of {', '.join(METHODS)}, got {name!r}.{meant(name, METHODS)}")
+        raise ConfigError(f"attn: expected one of {', '.join(METHODS)}, got {name!r}.{did_you_mean(name, METHODS)}")
     return METHODS[name]
 
 
 def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method:
-    """Options over preset over base over defaults."""
+    """Build a method. Options replace the preset, the preset replaces ``base``, and ``base`` replaces the defaults."""
     cls = _class(name)
     known = [field.name for field in dataclasses.fields(cls)]
     settings = dict(options)
@@ -162,17 +163,21 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
     preset = settings.pop("preset", None)
     if preset is not None and preset not in list(cls.presets):
         listed = ", ".join(cls.presets) or "none"
-        raise ConfigError(f"{name}: expected one of the presets {listed}, got {preset!r}.{meant(preset, cls.presets)}")
+        raise ConfigError(
+            f"{name}: expected one of the presets {listed}, got {preset!r}.{did_you_mean(preset, cls.presets)}"
+        )
     for key in settings:
         if key not in known:
             keys = [*known, "preset"]
-            raise ConfigError(f"{name}: expected one of the keys {', '.join(keys)}, got {key!r}.{meant(key, keys)}")
+            raise ConfigError(
+                f"{name}: expected one of the keys {', '.join(keys)}, got {key!r}.{did_you_mean(key, keys)}"
+            )
     inherited = {key: getattr(base, key) for key in known} if base is not None else {}
     return cls(**{**inherited, **cls.presets.get(preset or "", {}), **settings})
 
 
 def removed(name: str, key: str, value: object) -> str | None:
-    """Return what takes the place of an option of an earlier version, None for other options."""
+    """Return the message that replaces an option of an earlier version, or None for other options."""
     for (owner, old, old_value), replacement in REMOVED.items():
         if owner in ("*", name) and old == key and old_value in ("*", value):
             return replacement

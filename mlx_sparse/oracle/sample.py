@@ -140,7 +140,7 @@ def sample_attention(
     q, k, v, n = checked(queries, keys, values, backend)
     check_sample(alpha_column, alpha_slash, chunks, block_size)
     layout = Layout(n.L, n.S, chunks, block_size)
-    if alpha_column >= 1 or alpha_slash >= 1 or layout.everything:
+    if alpha_column >= 1 or alpha_slash >= 1 or layout.all_sampled:
         result = dense_attention(q, k, v, scale=scale, return_stats=return_stats)
         return (result[0], as_prefill(result[1], layout, n.D)) if return_stats else result
     blocks = sample_select(

@@ -39,7 +39,7 @@ METHODS, BUDGETS = "sparq,quest,streaming,h2o", "1/2,1/4,1/8"
 SHOWN = (4096, 32_768, 131_072)  # contexts, besides --context
 FIRST_LINE = "# Written by mlx-sparse advise"
 COPIES = 0.5  # share of the tokens that dense attention must copy right for the test of copying to show anything
-WORTH = 1.1  # the least speed-up that a user notices
+MIN_SPEEDUP = 1.1  # the least speed-up that a user notices
 # Thresholds: the change that rounding the weights to 5 bits makes on two models (docs/results/quality.md).
 COPY, TEXT = "repetition", "bits_per_byte"  # the tasks: copy an excerpt of the prompt, continue the text
 STEPS = 20  # tokens of an example that are predicted
@@ -215,7 +215,7 @@ class Page:
             lines.append(f'Use --attn "{chosen}": `{quality.best.variant.attn}` is the cheapest that passes here.')
             served = next(one.served for one in self.candidates if one.served[0].config.name == chosen.name)
             bound = self.traffic.bound(self.context, [dataclasses.replace(one, config=chosen) for one in served])
-            worth = "" if bound >= WORTH else "It is hardly worth it: "
+            worth = "" if bound >= MIN_SPEEDUP else "It is hardly worth it: "
             lines.append(f"{worth}at {self.context:,} tokens a decode step is at most {bound:.2f} x as fast, by bytes.")
         if quality is not None and quality.dense[0].mean.accuracy < COPIES:
             lines.append("Dense attention itself hardly copies this text, so copying shows little: try another --text.")
@@ -417,6 +417,6 @@ def _candidates(model: Any, methods: Sequence[str]) -> tuple[list[Candidate], li
         assert plan is not None
         served = [Served(config, layer, count) for (config, layer), count in plan.layers.items()]
         disable(model)
-        keys, how = max((t.value, t.how) for t in (calibration.of(one.config, one.layer) for one in served))
+        keys, how = max((t.value, t.how) for t in (calibration.threshold(one.config, one.layer) for one in served))
         found.append(Candidate(method, served, report.layers, dict(report.dense_layers), keys, how))
     return found, refused

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if not 0 < seconds <= 3600:
         raise ConfigError(f"--seconds: expected a number from 0 to 3600, got {args.seconds:g}.")
     check_int("--prefill-step-size", args.prefill_step_size, 1)
-    calibration = Calibration(seconds=seconds, piece=args.prefill_step_size, say=say)
+    calibration = Calibration(seconds=seconds, chunk=args.prefill_step_size, say=say)
     with planned(args.model, args.attn, args.attn_backend, calibration) as plan:
         rows = rows_of(plan.layers, calibration, measures=True)
     if args.json:
@@ -77,7 +77,7 @@ def rows_of(served: Served, calibration: Calibration, *, measures: bool = False)
     rows = []
     for (config, layer), count in served.items():
         found = calibration.measure(config, layer) if measures and config.measurable else None
-        found = found or calibration.of(config, layer)
+        found = found or calibration.threshold(config, layer)
         row = {"attn": str(config), "backend": layer.backend, "shape": str(layer), "layers": count}
         rows.append(row | {"value": found.value, "how": found.how, "outlook": describe(config, found)})
     return rows

@@ -18,7 +18,7 @@ from mlx_lm import utils
 from tqdm import tqdm
 
 import mlx_sparse
-from mlx_sparse.checks import ConfigError, check_choice, check_int, meant
+from mlx_sparse.checks import ConfigError, check_choice, check_int, did_you_mean
 from mlx_sparse.methods import Dense, Method, Sample, load_toml, parse
 
 from .. import build
@@ -205,7 +205,7 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
     names = [part.partition(":")[0].strip() for part in text.split("+")]
     if set(names) not in [set(known.split("+")) for known in EXPORTED]:
         known = f"{', '.join(EXPORTED[:-1])} or {EXPORTED[-1]}, with [:key=value,...]"
-        raise ConfigError(f"--method: expected {known}, got {text!r}.{meant(names[-1], EXPORTED)}")
+        raise ConfigError(f"--method: expected {known}, got {text!r}.{did_you_mean(names[-1], EXPORTED)}")
     configs = {config.name: config for config in parse(text, base)}
     prompts = cast("Sample | None", configs.pop(Sample.name, None))
     return prompts, next(iter(configs.values()), Dense())

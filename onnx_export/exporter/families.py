@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import rope_utils
 from mlx_lm.utils import MODEL_REMAPPING
 
-from mlx_sparse.checks import ConfigError, meant
+from mlx_sparse.checks import ConfigError, did_you_mean
 
 from .quantized import BITS, REMAKE, REMEDY
 
@@ -82,7 +82,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if family is None or "model_file" in config:
         known = sorted([*FAMILIES, *(alias for alias, name in MODEL_REMAPPING.items() if name in FAMILIES)])
         raise ConfigError(
-            f"--model: expected one of the architectures {', '.join(known)}, got {named}.{meant(named, known)}"
+            f"--model: expected one of the architectures {', '.join(known)}, got {named}.{did_you_mean(named, known)}"
         )
     return family
 

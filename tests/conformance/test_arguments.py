@@ -1,4 +1,4 @@
-"""Wrong arguments of the public functions, the same for MLX arrays and torch tensors: one clear line each."""
+"""One-line errors for wrong arguments of the public functions, for MLX arrays and torch tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_sparse.methods import registry, table
 
 @dataclass(frozen=True)
 class Filled:
-    """An array of a library that holds one number."""
+    """An array that is filled with one number."""
 
     shape: tuple[int, ...]
     dtype: str = "int32"
@@ -148,7 +148,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("backend", "function", "change", "error", "message"), ROWS, indirect=["backend"])
-def test_a_wrong_argument_gets_one_clear_line(
+def test_a_wrong_argument_is_a_one_line_error(
     backend: Any, function: str, change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     def made(value: Any) -> Any:
@@ -164,18 +164,18 @@ def test_a_wrong_argument_gets_one_clear_line(
 
 
 @pytest.mark.parametrize("backend", ["ops", "triton"], indirect=True)
-def test_no_keys_have_no_buckets(backend: Any) -> None:
+def test_assigning_zero_keys_returns_an_empty_array(backend: Any) -> None:
     assert backend.assign(np.zeros((1, 2, 0, 16)), np.zeros((2, 5, 16))).shape == (1, 2, 0)
 
 
 @pytest.mark.parametrize(
     ("function", "backend"), [(name, backend) for name, row in table.FUNCTIONS.items() for backend in row]
 )
-def test_what_the_table_names_is_there(function: str, backend: str) -> None:
+def test_every_entry_of_the_table_loads(function: str, backend: str) -> None:
     if backend != "metal" and (reason := registry.unavailable(backend)):  # the launchers of Metal load anywhere
         absent(backend, reason)
     assert callable(registry.load(function, backend))
 
 
-def test_every_backend_is_held_to_the_oracle() -> None:
+def test_every_backend_has_an_adapter() -> None:
     assert {name.partition("-")[0] for name in ADAPTERS} == table.BACKENDS.keys() - {"oracle"}

@@ -102,7 +102,7 @@ def test_the_mass_that_is_counted_is_attended(case: SampleCase) -> None:
 def test_recall_is_the_dense_weight_of_the_attended_keys(case: SampleCase) -> None:
     q, k, v = case.inputs()
     _, stats = oracle.sample_attention(q, k, v, **case.parameters, return_stats="recall")
-    if case.layout.everything:
+    if case.layout.all_sampled:
         assert (stats.recall == 1).all()
         return
     exact = oracle.attend.logits(q.astype(float), k.astype(float), case.scale)
@@ -177,7 +177,7 @@ def test_regions_cut_the_queries_into_whole_row_blocks(L: int, prefix: int, chun
         assert list(range(*region.sample)) == own[-32:]
         rows |= set(own[-32:])
     assert layout.sampled_blocks == {(prefix + i) // 32 for i in rows}
-    assert layout.everything == (layout.sampled_blocks == set(blocks))
+    assert layout.all_sampled == (layout.sampled_blocks == set(blocks))
     assert layout.sampled_share == len(rows) / L
 
 
@@ -186,7 +186,7 @@ def test_what_is_moved_is_counted_in_one_unit_however_dense(case: SampleCase) ->
     """(sample.10) per query head, with the sample's keys wherever there was a sample."""
     layout, D = case.layout, case.D
     dense = 2 * case.L * D + 2 * case.block_size * D * layout.causal_pairs
-    sampling = 0 if layout.everything else len(layout.regions) * case.S * D
+    sampling = 0 if layout.all_sampled else len(layout.regions) * case.S * D
     qkv = tuple(np.zeros_like(array) for array in case.inputs())  # attends everywhere alike: nearly all is kept
     for alphas, extra in (((1.0, 1.0), 0), ((1.0, 0.5), 0), ((1 - 1e-9, 1 - 1e-9), sampling)):
         options = {**case.parameters, "alpha_column": alphas[0], "alpha_slash": alphas[1]}

@@ -151,7 +151,7 @@ def attend(cache: Any, page_size: int = 4) -> None:
     fresh = registry.load("page_bounds", "ops")(keys, cache.padding, page_size=page_size)
     for row, first in enumerate(cache.first_rows()):
         full = max(cache.length - 1 - first, 0) // page_size
-        for kept, bound in zip(cache.beside["quest"].bounds, fresh, strict=True):
+        for kept, bound in zip(cache.aux_states["quest"].bounds, fresh, strict=True):
             assert mx.array_equal(kept[row, :, :full], bound[row, :, :full])
     how = {"left_padding": cache.padding, "scale": 0.3, "page_size": page_size, "top_k": page_size}
     assert mx.array_equal(out, mlx_sparse.quest_attention(query, keys, values, **how))

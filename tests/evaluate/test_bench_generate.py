@@ -18,7 +18,7 @@ SPARQ = "sparq:rank=4,top_k=4,dense_below=0"
 REPORT: dict[str, Any] = {
     "attn": "sparq:rank=16,top_k=128",
     "sparse_calls": 300,
-    "dense_calls": {"of several queries at once (prompt)": 60},
+    "dense_calls": {"in prefill": 60},
     "prefill": None,
 }
 
@@ -68,7 +68,7 @@ def test_a_text_that_is_too_short_is_refused() -> None:
     ("method", "changes", "note"),
     [
         ("sparq", {}, None),
-        ("sparq", {"sparse_calls": 0}, "no call of sparq was sparse: 60 of several queries at once (prompt)"),
+        ("sparq", {"sparse_calls": 0}, "no call of sparq was sparse: 60 in prefill"),
         ("sample+sparq", {"prefill": {"calls": 0}}, "no call of sample was sparse: 60 of several"),
         ("sample+sparq", {"prefill": {"calls": 30}}, None),
     ],

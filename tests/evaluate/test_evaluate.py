@@ -145,7 +145,7 @@ def test_steps_over_quantised_caches_cost_what_the_bits_cost() -> None:
     assert few.mean.kl == pytest.approx(found["sparq:top_k=8,rank=64,key_bits=16"].mean.kl, rel=0.3)
 
 
-EXACT = "sink_tokens=1,recent_tokens=15,dense_layers=0,dense_below=0,fold_every=1"
+EXACT = "sink_tokens=1,recent_tokens=15,dense_layers=0,dense_below=0,merge_every=1"
 
 
 def test_buckets_say_what_they_attended_and_every_bucket_is_dense() -> None:

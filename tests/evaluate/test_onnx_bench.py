@@ -115,7 +115,7 @@ def test_exported_models_decode_from_every_length(method: str, model: Path, tmp_
     if method == "saap":
         file = artefact(tmp_path / "index.safetensors", tiny_models.build(max_position_embeddings=512))
         method = (
-            f"saap:artefact={file},probes=2,sink_tokens=1,recent_tokens=9,dense_layers=1,dense_below=0,fold_every=1"
+            f"saap:artefact={file},probes=2,sink_tokens=1,recent_tokens=9,dense_layers=1,dense_below=0,merge_every=1"
         )
     rows = generated(capsys, model, method)
     kinds = [(row["method"], row["backend"], row["S"]) for row in rows]

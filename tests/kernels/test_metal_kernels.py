@@ -140,7 +140,7 @@ def test_a_cache_hands_its_whole_buffers_to_the_kernels(metal: Metal, launched: 
     cache.attend(mx.ones((1, 4, 1, 64), mx.float16), coded, scale=1.0, backend="metal")
     scores, _ = launched[0]
     assert scores["keys"] is cache.keys
-    assert scores["codes"] is cache.beside["sparq"].codes.coded.codes  # type: ignore[attr-defined]
+    assert scores["codes"] is cache.aux_states["sparq"].codes.coded.codes  # type: ignore[attr-defined]
     assert scores["codes"].shape[3] * 4 % 128 == 0
 
 

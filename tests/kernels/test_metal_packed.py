@@ -79,5 +79,5 @@ def test_a_model_with_a_quantised_cache_decodes_on_metal_as_on_ops(metal: Metal,
 def test_metal_takes_packed_rows_in_steps_and_unpacked_ones_in_prompts(metal: Metal) -> None:
     assert registry.resolve("auto", "sparq", D=128, G=4, bits=3) == "metal"
     assert registry.resolve("auto", "attend_blocks", D=128, G=4, bits=4) == "ops"
-    with pytest.raises(mlx_sparse.BackendUnavailable, match="its kernels for prompts read no packed rows"):
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="its prefill kernels do not read quantized KV caches"):
         registry.resolve("metal", "sample", D=128, G=4, bits=4)

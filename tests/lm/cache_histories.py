@@ -253,10 +253,10 @@ class History:
 
 
 # Return True if the output of a method is the same after its auxiliary cache state was rebuilt. H2O loses its scores.
-# The lists of SAAP depend on the length at their last rebuild, except with fold_every=1.
+# The lists of SAAP depend on the length at their last rebuild, except with merge_every=1.
 REBUILT: dict[str, Callable[[Any], bool]] = {
     "h2o": lambda decode: False,
-    "saap": lambda decode: decode.artefact is not None and decode.fold_every == 1,
+    "saap": lambda decode: decode.artefact is not None and decode.merge_every == 1,
 }
 
 # Relative frequencies of the operations.

@@ -80,10 +80,10 @@ def test_setting_the_cache_state_discards_auxiliary_state(method: str):
     cache.update_and_fetch(*Rows(1)(5))
     state = cache.state_of(method)
     assert isinstance(state, State)
-    assert state is cache.state_of(method) is cache.beside[method]
+    assert state is cache.state_of(method) is cache.aux_states[method]
     assert state.nbytes == 0
     cache.state = cache.state
-    assert not cache.beside, "the new rows may differ"
+    assert not cache.aux_states, "the new rows may differ"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -172,7 +172,7 @@ def test_an_appended_token_copies_no_buffer(state: str):
     cache = single()
     rows = mx.random.normal((1, H, S - 100, dim)).astype(mx.float16)
     cache.update_and_fetch(rows, rows)
-    side = cache.hold("sparq", SparQState())
+    side = cache.add_state("sparq", SparQState())
 
     def append() -> None:
         row = mx.ones((1, H, 1, dim), mx.float16)

@@ -13,15 +13,15 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
-from mlx_sparse.cache.saap_lists import attended_keys, due, fold
+from mlx_sparse.cache.saap_lists import attended_keys, needs_rebuild, rebuild_lists
 from mlx_sparse.cache.saap_state import TOGETHER, BucketIndex, Router, kmeans_network
 from mlx_sparse.lm.rope import Source, rotate
 from mlx_sparse.methods import SAAP
 
 H, D, C = 2, 16, 8
 SCALE = D**-0.5
-CONFIG = SAAP(mode="online", buckets=C, probes=3, sink_tokens=2, recent_tokens=20, fold_every=16, dense_below=0)
-EVERYTHING = SAAP(mode="online", buckets=C, probes=C, sink_tokens=2, recent_tokens=20, fold_every=16, dense_below=0)
+CONFIG = SAAP(mode="online", buckets=C, probes=3, sink_tokens=2, recent_tokens=20, merge_every=16, dense_below=0)
+EVERYTHING = SAAP(mode="online", buckets=C, probes=C, sink_tokens=2, recent_tokens=20, merge_every=16, dense_below=0)
 PADDING = [3, 0, 1]
 ROPE = nn.RoPE(D)
 
@@ -39,14 +39,14 @@ class Decoder:
     def __init__(self, cache: Any, config: SAAP = CONFIG, **changes: Any) -> None:
         adopt(cache)
         self.cache, self.config, self.own = cache, config, changes
-        self.cache.hold("saap", BucketIndex(router(**changes)))
+        self.cache.add_state("saap", BucketIndex(router(**changes)))
         self.random = np.random.default_rng(0)
         self.before = np.zeros((cache.left_padding.size if isinstance(cache, BatchKVCache) else 1, H, 0, D), np.float32)
         self.records = True
 
     @property
     def index(self) -> Any:
-        return self.cache.beside["saap"]
+        return self.cache.aux_states["saap"]
 
     def write(self, count: int) -> None:
         """Append keys. If ``records`` is true, their pre-RoPE rows are recorded."""
@@ -76,9 +76,9 @@ class Decoder:
         """Return the indices of the keys of a decode step, and their counts."""
         cache, S = self.cache, self.cache.length
         index, first_rows = self.index, cache.first_rows()
-        if index.unfitted(range(len(first_rows))) or due(index, cache, first_rows, S, self.config):
-            fold([cache], S, self.config)
-        assert not due(index, cache, first_rows, S, self.config)
+        if index.unfitted(range(len(first_rows))) or needs_rebuild(index, cache, first_rows, S, self.config):
+            rebuild_lists([cache], S, self.config)
+        assert not needs_rebuild(index, cache, first_rows, S, self.config)
         indices, counts = attended_keys(index, mx.array(queries), S, self.config, cache.padding, "ops")
         return np.array(indices), np.array(counts)
 
@@ -103,8 +103,8 @@ class Decoder:
             position = np.arange(padding[b], S)
             covered = index.lists.covered[b]
             length = covered - padding[b]
-            assert length % config.fold_every == 0
-            assert length <= max(len(position) - config.recent_tokens, 0) < length + config.fold_every
+            assert length % config.merge_every == 0
+            assert length <= max(len(position) - config.recent_tokens, 0) < length + config.merge_every
             exact = (position < padding[b] + config.sink_tokens) | (position >= covered)
             inside = np.isin(ids[b, h, np.minimum(position, ids.shape[2] - 1)], visited[b, h]) & ~exact
             np.testing.assert_array_equal(np.sort(listed), position[exact | inside])
@@ -142,8 +142,8 @@ def test_attended_keys_equal_the_oracle_around_every_rebuild():
     decoder, folds = Decoder(KVCache()), 0
     for S in range(1, 5001):
         decoder.write(1)
-        pending = max(S - CONFIG.recent_tokens, 0) % CONFIG.fold_every
-        if pending in (0, 1, CONFIG.fold_every - 1):
+        pending = max(S - CONFIG.recent_tokens, 0) % CONFIG.merge_every
+        if pending in (0, 1, CONFIG.merge_every - 1):
             decoder.check()
             folds += pending == 0
     assert folds > 300
@@ -155,14 +155,14 @@ def test_bucket_ids_of_decode_steps_are_assigned_in_groups():
     decoder.write(100)
     assert decoder.index.assigned == 100, "the ids of a chunk are assigned when it is written"
     decoder.check()
-    for step in range(CONFIG.fold_every - 1):  # fewer than TOGETHER
+    for step in range(CONFIG.merge_every - 1):  # fewer than TOGETHER
         decoder.write(1)
         decoder.check()
         assert decoder.index.assigned == 100
         assert len(decoder.index.pending) == step + 1
     decoder.write(1)
     decoder.check()
-    assert decoder.index.assigned == 100 + CONFIG.fold_every
+    assert decoder.index.assigned == 100 + CONFIG.merge_every
     assert not decoder.index.pending
 
 
@@ -233,7 +233,7 @@ def test_ids_and_centroids_follow_moved_rows(moves: str, fitted: bool):
         decoder.before = decoder.before[[0, 2], :, 1:]
     elif moves.startswith("extend"):
         other = Decoder(BatchKVCache([0]))
-        other.cache.hold("saap", BucketIndex(decoder.index.router))
+        other.cache.add_state("saap", BucketIndex(decoder.index.router))
         other.own = own
         other.write(70)
         other.check()
@@ -308,7 +308,7 @@ def test_centroids_are_fitted_again_after_a_trim_of_fitted_keys():
         one.check_ids()
         fresh = Decoder(KVCache(), centroids=None, network=None)
         fresh.cache.state = one.cache.state
-        fresh.cache.hold("saap", BucketIndex(one.index.router))
+        fresh.cache.add_state("saap", BucketIndex(one.index.router))
         fresh.lists(one.queries())
         assert mx.allclose(one.index.centroids, fresh.index.centroids, atol=1e-5)
         assert not mx.allclose(one.index.centroids, centroids, atol=1e-2)
@@ -316,7 +316,7 @@ def test_centroids_are_fitted_again_after_a_trim_of_fitted_keys():
 
 @CACHES
 def test_centroids_exist_with_fewer_keys_than_buckets(make: Any):
-    few = SAAP(mode="online", buckets=C, probes=2, sink_tokens=0, recent_tokens=2, fold_every=4, dense_below=0)
+    few = SAAP(mode="online", buckets=C, probes=2, sink_tokens=0, recent_tokens=2, merge_every=4, dense_below=0)
     decoder = Decoder(make(), few, centroids=None, network=None)
     decoder.write(6)
     decoder.check()
@@ -326,7 +326,7 @@ def test_centroids_exist_with_fewer_keys_than_buckets(make: Any):
 def test_batch_of_padding_gets_centroids_with_its_first_keys(padding: list[int]):
     decoder = Decoder(BatchKVCache(padding), centroids=None, network=None)
     decoder.write(60)
-    fold([decoder.cache], 60, decoder.config)
+    rebuild_lists([decoder.cache], 60, decoder.config)
     assert decoder.index.centroids is None
     decoder.write(decoder.config.attended)  # decode steps over fewer keys are dense
     for _ in range(60):
@@ -344,9 +344,9 @@ def test_rebuild_synchronizes_once_for_all_layers(monkeypatch: pytest.MonkeyPatc
     tolist = mx.array.tolist
     stack = mx.stack
     monkeypatch.setattr(mx, "stack", lambda *args, **kwargs: waits.append(1) or stack(*args, **kwargs))
-    fold([decoder.cache for decoder in decoders], 100, CONFIG)
+    rebuild_lists([decoder.cache for decoder in decoders], 100, CONFIG)
     assert len(waits) == 1 + len(decoders), "one small array per layer, and one array of all layers that is read"
     assert tolist is mx.array.tolist
     for decoder in decoders:
-        wants = {S: due(decoder.index, decoder.cache, [0], S, CONFIG) for S in (99, 100, 115, 116)}
+        wants = {S: needs_rebuild(decoder.index, decoder.cache, [0], S, CONFIG) for S in (99, 100, 115, 116)}
         assert wants == {99: True, 100: False, 115: False, 116: True}

@@ -22,7 +22,7 @@ MIXED = SparQ(rank=4, top_k=4, reallocate=True, component_score="query", key_bit
 
 def check_codes(cache: Any, config: SparQ = FEW) -> None:
     """Compare the quantized keys of the rows in use bitwise with the oracle."""
-    S, side = cache.length, cache.beside["sparq"]
+    S, side = cache.length, cache.aux_states["sparq"]
     rows = np.array(cache.keys[..., :S, :].astype(mx.float32))
     padding = None if cache.padding is None else np.array(cache.padding)
     assert side.codes.covered == S
@@ -62,10 +62,10 @@ def test_int4_keys_serve_every_setting_and_16_bit_keys_replace_them() -> None:
     for config in (FEW, MIXED, FEW):
         attend(cache, config)
         check_codes(cache, config)
-        assert cache.beside["sparq"].columns is None
+        assert cache.aux_states["sparq"].columns is None
     attend(cache, SparQ(rank=4, top_k=4, component_score="query", key_bits=16))
-    assert cache.beside["sparq"].codes is None
-    assert cache.beside["sparq"].columns.covered == 200
+    assert cache.aux_states["sparq"].codes is None
+    assert cache.aux_states["sparq"].columns.covered == 200
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -80,7 +80,7 @@ def test_bytes_per_token_equal_the_specification(dim: int) -> None:
         cache.update_and_fetch(rows, rows)
         assert cache.nbytes == plain * heads * length
         config = SparQ(rank=4, top_k=4, reallocate=False, component_score="query", key_bits=bits)
-        state = cache.hold("sparq", SparQState())
+        state = cache.add_state("sparq", SparQState())
         state.read(cache, config, 1, whole=True)
         assert state.nbytes - more * heads * length == (4 * dim * heads if bits < 16 else 0)  # the center
 
@@ -89,7 +89,7 @@ def test_quantizing_keys_of_a_long_prompt_needs_little_memory() -> None:
     cache = single()
     rows = mx.random.normal((1, 4, 65536, 64)).astype(mx.float16)
     cache.update_and_fetch(rows, rows)
-    side = cache.hold("sparq", SparQState())
+    side = cache.add_state("sparq", SparQState())
     mx.eval(cache.keys, cache.values)
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -102,7 +102,7 @@ def test_tokens_within_a_group_leave_quantized_keys_unchanged() -> None:
     cache = single()
     rows = mx.random.normal((1, 2, 4096, 64)).astype(mx.float16)
     cache.update_and_fetch(rows, rows)
-    side = cache.hold("sparq", SparQState())
+    side = cache.add_state("sparq", SparQState())
     before = side.read(cache, FEW, 2, whole=True)
     for _ in range(GROUP - 1):
         cache.update_and_fetch(rows[:, :, :1], rows[:, :, :1])

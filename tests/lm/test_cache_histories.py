@@ -19,7 +19,7 @@ MAX_HISTORIES = 40  # until a planted bug is found
 
 
 SPARQ = "sparq:rank=4,top_k=8,component_score=query_key,reallocate=true,dense_below=0"
-SAAP = "saap:mode=online,buckets=8,probes=2,recent_tokens=8,fold_every=7,dense_layers=0,dense_below=0"
+SAAP = "saap:mode=online,buckets=8,probes=2,recent_tokens=8,merge_every=7,dense_layers=0,dense_below=0"
 STREAMING = "streaming:sink_tokens=2,recent_tokens=8"
 
 

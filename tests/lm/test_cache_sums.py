@@ -13,7 +13,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
-from mlx_sparse.cache.moments import BLOCK, PIECE, Moments
+from mlx_sparse.cache.running_statistics import BLOCK, CHUNK, RunningStatistics
 from mlx_sparse.methods import SparQ
 
 H, D, S = 2, 16, 300
@@ -57,7 +57,7 @@ def attend(cache: Any, read: str) -> mx.array:
 
 def check_sums(cache: Any) -> None:
     """Compare the running statistics of the valid rows with float64."""
-    side, first = cache.beside["sparq"], [0] * len(cache.keys) if cache.padding is None else cache.padding.tolist()
+    side, first = cache.aux_states["sparq"], [0] * len(cache.keys) if cache.padding is None else cache.padding.tolist()
     for b, start in enumerate(first):
         keys, values = (np.array(rows[b, :, start : cache.length]).astype(np.float64) for rows in cache.state[:2])
         unit = np.finfo(np.float32).eps
@@ -196,13 +196,13 @@ def test_sequence_may_start_without_valid_rows(read: str):
     check(cache, read)
 
 
-@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 2 * PIECE + 3 * BLOCK + 5])
+@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 2 * CHUNK + 3 * BLOCK + 5])
 @pytest.mark.parametrize("padding", [None, [0, 700]], ids=["", "padded"])
 def test_statistics_of_any_length_equal_float64(length: int, padding: list[int] | None):
     buffer = some_rows(2, length, seed=length)[0] + 1000
     steps = range(max(length - 3 * BLOCK, 1), length + 1)
     for lengths in ([length], steps, [*steps, length // 2, length]):
-        moments = Moments(None if padding is None else mx.array(padding), spread=True)
+        moments = RunningStatistics(None if padding is None else mx.array(padding), spread=True)
         for stop in lengths:
             moments.extend(buffer, stop)
         assert moments.state.length == length
@@ -218,7 +218,7 @@ def test_rounding_errors_do_not_accumulate_over_steps():
     random = np.random.default_rng(0)
     # The final sums are multiples of 0.5. Row by row, every sum would be rounded in the same direction.
     rows = (1003.1 + random.normal(0, 0.02, (1, 1, tokens, 4))).astype(np.float32)
-    moments, buffer = Moments(None, spread=True), mx.array(rows)
+    moments, buffer = RunningStatistics(None, spread=True), mx.array(rows)
     for stop in range(1, tokens + 1):
         moments.extend(buffer, stop)
         mx.eval(moments.state.sums)
@@ -236,6 +236,6 @@ def test_rejected_drafts_recompute_at_most_one_block(read: str):
             cache.update_and_fetch(*some_rows(1, 1))
             attend(cache, read)
         cache.trim(cache.length - length)
-        cache.beside["sparq"].rewind(cache.length)
-        moments = cache.beside["sparq"].keys or cache.beside["sparq"].values
+        cache.aux_states["sparq"].rewind(cache.length)
+        moments = cache.aux_states["sparq"].keys or cache.aux_states["sparq"].values
         assert length - moments.state.length < (BLOCK if length % BLOCK > BLOCK - 8 else 1)

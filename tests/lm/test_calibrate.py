@@ -16,7 +16,17 @@ from tiny_models import build, greedy, prompt_of, write
 
 import mlx_sparse
 from mlx_sparse import calibrate, cli
-from mlx_sparse.calibrate import AGAIN, GIVEN, MEASURED, MODELLED, Calibration, Layer, Threshold, question, write_answer
+from mlx_sparse.calibrate import (
+    GIVEN,
+    MEASURED,
+    MODELLED,
+    REMEASURE_AFTER,
+    Calibration,
+    Layer,
+    Threshold,
+    question,
+    write_answer,
+)
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.methods import SAAP, Method, Sample, SparQ, Step, parse, read_toml
@@ -36,7 +46,7 @@ def save_measurement(config: Method, layer: Layer, keys: int | None, up_to: int 
 
 
 def test_without_measurement_the_threshold_is_modelled() -> None:
-    assert Calibration().of(SparQ(), OPS, LONG) == Threshold(2048, MODELLED)
+    assert Calibration().threshold(SparQ(), OPS, LONG) == Threshold(2048, MODELLED)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +60,7 @@ def test_given_thresholds_are_neither_measured_nor_looked_up(attn: str, keys: in
 
 def test_saap_is_modelled() -> None:
     config = SAAP(mode="online")
-    assert Calibration(measures=True, seconds=0.01).of(config, OPS, LONG).how == MODELLED
+    assert Calibration(measures=True, seconds=0.01).threshold(config, OPS, LONG).how == MODELLED
 
 
 @pytest.mark.parametrize(
@@ -66,14 +76,14 @@ def test_saap_is_modelled() -> None:
 )
 def test_measurement_replaces_the_modelled_threshold(keys: int | None, up_to: int, expected: int) -> None:
     save_measurement(SparQ(), OPS, keys, up_to)
-    assert Calibration().of(SparQ(), OPS) == Threshold(expected, MEASURED)
+    assert Calibration().threshold(SparQ(), OPS) == Threshold(expected, MEASURED)
 
 
 def test_settings_without_effect_on_time_share_a_measurement() -> None:
     save_measurement(SparQ(), OPS, 700)
-    assert Calibration().of(SparQ().for_model(qk_norm=False), OPS).value == 700
+    assert Calibration().threshold(SparQ().for_model(qk_norm=False), OPS).value == 700
     write_answer(question(Sample(), PROMPT), {"share": 0.5, "best": 0.6, "time": 1})
-    assert Calibration().of(Sample(alpha_column=0.8, alpha_slash=0.7), PROMPT).value == 0.5
+    assert Calibration().threshold(Sample(alpha_column=0.8, alpha_slash=0.7), PROMPT).value == 0.5
 
 
 @pytest.mark.parametrize(
@@ -88,9 +98,9 @@ def test_settings_without_effect_on_time_share_a_measurement() -> None:
 )
 def test_measurement_of_one_layer_does_not_apply_to_another(other: Layer) -> None:
     save_measurement(SparQ(), OPS, 700)
-    assert Calibration().of(SparQ(), other).how == MODELLED
-    assert Calibration().of(SparQ(rank=16), OPS).how == MODELLED
-    assert Calibration().of(SparQ(component_score="query"), OPS).how == MODELLED
+    assert Calibration().threshold(SparQ(), other).how == MODELLED
+    assert Calibration().threshold(SparQ(rank=16), OPS).how == MODELLED
+    assert Calibration().threshold(SparQ(component_score="query"), OPS).how == MODELLED
 
 
 @pytest.mark.parametrize("config", [SparQ(), Quest(), Sample(block_size=32)], ids=str)
@@ -98,15 +108,15 @@ def test_first_long_context_is_measured_once_and_saved(config: Method) -> None:
     messages: list[str] = []
     layer = PROMPT if isinstance(config, Sample) else OPS
     calibration = Calibration(measures=True, seconds=0.2, say=messages.append)
-    enough = calibration.worth_asking(config)
-    assert calibration.of(config, layer, enough - 1).how == MODELLED
+    enough = calibration.shortest_measured(config)
+    assert calibration.threshold(config, layer, enough - 1).how == MODELLED
     assert not messages
-    found = calibration.of(config, layer, enough)
+    found = calibration.threshold(config, layer, enough)
     assert len(messages) == 2
     assert found.how == MEASURED
     assert re.search(r"sparse .*\(measured on this machine.*\); it took \d+\.\d s\.", messages[1])
-    assert Calibration().of(config, layer) == found
-    calibration.of(config, layer, LONG)
+    assert Calibration().threshold(config, layer) == found
+    calibration.threshold(config, layer, LONG)
     assert len(messages) == 2
 
 
@@ -114,7 +124,7 @@ def test_measuring_keeps_the_random_state() -> None:
     mx.random.seed(3)
     expected = mx.random.normal((4,))
     mx.random.seed(3)
-    Calibration(measures=True, seconds=0.05).of(SparQ(), OPS, LONG)
+    Calibration(measures=True, seconds=0.05).threshold(SparQ(), OPS, LONG)
     assert mx.array_equal(mx.random.normal((4,)), expected)
 
 
@@ -146,15 +156,15 @@ def test_damaged_file_is_reported_once_and_replaced() -> None:
     path.write_text("{")
     messages: list[str] = []
     calibration = Calibration(say=messages.append)
-    assert [calibration.of(SparQ(), OPS).how for _ in range(3)] == [MODELLED] * 3
+    assert [calibration.threshold(SparQ(), OPS).how for _ in range(3)] == [MODELLED] * 3
     assert len(messages) == 1
     assert str(path) in messages[0]
     save_measurement(SparQ(), OPS, 800)
-    assert Calibration().of(SparQ(), OPS).value == 800
+    assert Calibration().threshold(SparQ(), OPS).value == 800
 
 
 def test_measurement_of_another_process_is_used() -> None:
-    assert Calibration().of(SparQ(), OPS).how == MODELLED
+    assert Calibration().threshold(SparQ(), OPS).how == MODELLED
     save_measurement(SparQ(), OPS, 700)
     assert Calibration(measures=True, seconds=0.2).of(SparQ(), OPS, LONG) == Threshold(700, MEASURED)
 
@@ -164,28 +174,28 @@ BUSY_POINTS = [[2000, 0.7, 0.9, 1.1], [4000, 0.8, 1.2, 1.5], [8000, 1.1, 1.5, 1.
 
 def test_measurement_of_a_busy_machine_is_repeated_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
     write_answer(question(SparQ(), OPS), {"points": BUSY_POINTS, "time": 1_000_000})
-    monkeypatch.setattr(calibrate.time, "time", lambda: 1_000_000 + AGAIN - 1.0)
+    monkeypatch.setattr(calibrate.time, "time", lambda: 1_000_000 + REMEASURE_AFTER - 1.0)
     calibration = Calibration(measures=True, seconds=0.2)
-    found = calibration.of(SparQ(), OPS, LONG)
-    assert found == Threshold(8000, MEASURED, 2000, 1_000_000 + AGAIN)
+    found = calibration.threshold(SparQ(), OPS, LONG)
+    assert found == Threshold(8000, MEASURED, 2000, 1_000_000 + REMEASURE_AFTER)
     assert re.fullmatch(
         r"sparse from 8,000 keys on \(measured on this machine, which was busy: 2,000 to 8,000 keys; "
         r"measured again after 1970-01-1[234] \d\d:\d\d\)",
         calibrate.describe(SparQ(), found),
     )
-    assert not calibration.waits(SparQ(), OPS)
-    monkeypatch.setattr(calibrate.time, "time", lambda: 1_000_000.0 + AGAIN)
-    assert calibration.waits(SparQ(), OPS)
+    assert not calibration.needs_measurement(SparQ(), OPS)
+    monkeypatch.setattr(calibrate.time, "time", lambda: 1_000_000.0 + REMEASURE_AFTER)
+    assert calibration.needs_measurement(SparQ(), OPS)
     monkeypatch.setattr(Calibration, "pairs", lambda *_, **__: [(2.0, 1.0)] * 5)
-    assert calibration.of(SparQ(), OPS, LONG) == Threshold(1024, MEASURED)
-    assert not calibration.waits(SparQ(), OPS)
-    assert Calibration().of(SparQ(), OPS) == Threshold(1024, MEASURED)
+    assert calibration.threshold(SparQ(), OPS, LONG) == Threshold(1024, MEASURED)
+    assert not calibration.needs_measurement(SparQ(), OPS)
+    assert Calibration().threshold(SparQ(), OPS) == Threshold(1024, MEASURED)
 
 
 def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
     write_answer(question(Sample(), PROMPT), {"share": 0.3, "best": 0.8, "time": 1_000_000})
-    found = Calibration().of(Sample(), PROMPT)
-    assert found == Threshold(0.3, MEASURED, 0.8, 1_000_000 + AGAIN)
+    found = Calibration().threshold(Sample(), PROMPT)
+    assert found == Threshold(0.3, MEASURED, 0.8, 1_000_000 + REMEASURE_AFTER)
     assert "at most 30% of the blocks are kept (measured on this machine, which was busy: 30% to 80%; " in (
         calibrate.describe(Sample(), found)
     )
@@ -209,7 +219,7 @@ def test_hostile_answer_is_reported_in_one_line_and_ignored(config: Method, laye
     write_answer(question(config, layer), answer)
     messages: list[str] = []
     calibration = Calibration(say=messages.append)
-    assert calibration.of(config, layer).how == MODELLED
+    assert calibration.threshold(config, layer).how == MODELLED
     assert [message.startswith("a measurement is ignored, and replaced by the next: ") for message in messages] == [
         True
     ]
@@ -228,7 +238,7 @@ def test_interrupted_measurement_writes_no_file(calibration_folder: Path, monkey
 
     monkeypatch.setattr(Calibration, "pairs", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Calibration(measures=True).of(SparQ(), OPS, LONG)
+        Calibration(measures=True).threshold(SparQ(), OPS, LONG)
     assert not calibration_folder.exists()
 
 
@@ -271,16 +281,16 @@ def test_metal_kernels_are_measured_and_saved_by_the_same_code(metal: Metal, mon
     monkeypatch.setattr(calibrate, "PAIRS", (2, 2))
     layer, messages = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32), list[str]()
     calibration = Calibration(measures=True, seconds=0.01, say=messages.append)
-    found = calibration.of(SparQ(), layer, 2444)
+    found = calibration.threshold(SparQ(), layer, 2444)
     assert len(messages) == 2
     (point,) = calibration.timed(SparQ(), layer)
     assert point.S == 1024
-    assert found.value == (1024 if point.low >= calibrate.WORTH else SparQ().shortest_context(layer.step))
+    assert found.value == (1024 if point.low >= calibrate.MIN_SPEEDUP else SparQ().shortest_context(layer.step))
 
 
 def test_prefill_on_metal_kernels_is_timed_by_the_same_code(metal: Metal) -> None:
     layer = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32, 64)
-    answer = calibrate.measure_prompt(Sample(block_size=32, dense_below=512), layer, 0.01)
+    answer = calibrate.measure_prefill(Sample(block_size=32, dense_below=512), layer, 0.01)
     assert 0 <= answer["share"] <= answer["best"] <= 1
     assert answer["S"] == 512
 
@@ -305,7 +315,7 @@ def test_command_measures_every_shape_and_attn_uses_the_result(run: Callable[...
     done = run("mlx-sparse", "calibrate", "--model", "llama", "--attn", "sparq:rank=4", "--seconds", "0.3")
     assert done.code == 0, done.err
     assert re.search(r"2 layers, ops, \d+ x \d+ heads of \d+: sparq:rank=4\S* sparse from [\d,]+ keys on", done.out)
-    assert "measuring from where on sparq pays here" in done.err
+    assert "the context length at which sparq is faster" in done.err
     options = ["--model", "llama", "--prompt", "w1 w2", "--max-tokens", "2", "--attn", "sparq:rank=4"]
     generated = run("mlx_lm.generate", *options)
     assert "measured on this machine" in generated.err.splitlines()[0], generated.err

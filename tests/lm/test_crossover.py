@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 
 from mlx_sparse import calibrate
-from mlx_sparse.calibrate import WITHIN, WORTH, Pairs, Point, crossover, find, read_answer, read_points, write_answer
+from mlx_sparse.calibrate import (
+    MIN_SPEEDUP,
+    PRECISION,
+    Pairs,
+    Point,
+    crossover,
+    find,
+    read_answer,
+    read_points,
+    write_answer,
+)
 from mlx_sparse.checks import ArtefactError
 
 pytestmark = pytest.mark.usefixtures("calibration_folder")
@@ -40,9 +50,9 @@ def simulated(device: Device, lengths: list[int] | None = None) -> Callable[[int
 
 
 def true_crossover(device: Device) -> float:
-    """Return the context length at which the speedup is `WORTH`."""
+    """Return the context length at which the speedup is `MIN_SPEEDUP`."""
     launch, dense, sparse = device
-    return WORTH * launch / (dense - WORTH * sparse)
+    return MIN_SPEEDUP * launch / (dense - MIN_SPEEDUP * sparse)
 
 
 @pytest.mark.parametrize("device", [SLOW, FAST, (1e-2, 1e-6, 0.3e-6)], ids=["slow", "fast", "slowest"])
@@ -53,7 +63,7 @@ def test_crossover_is_found_within_ten_percent_from_any_start(device: Device, fi
     possible, won = crossover(points)
     wanted = max(true_crossover(device), 256)
     assert won == possible
-    assert wanted <= (won or 0) <= WITHIN * wanted + 1
+    assert wanted <= (won or 0) <= PRECISION * wanted + 1
     assert all(one.S < other.S for one, other in pairwise(points))
     assert len(lengths) == len(set(lengths)) < 12
 
@@ -89,7 +99,7 @@ def test_upper_end_of_a_noisy_crossover_is_a_measured_win() -> None:
     possible, won = crossover(points)
     assert possible is not None
     assert won is not None
-    assert possible <= 4096 * WORTH <= won
+    assert possible <= 4096 * MIN_SPEEDUP <= won
     assert won > calibrate.BUSY * possible
     assert points[-1].S >= won
 
@@ -200,7 +210,7 @@ def test_irregular_file_is_refused_without_blocking(kind: str, tmp_path: Path) -
     ],
     ids=str,
 )
-def test_points_of_another_form_are_refused(points: Any) -> None:
+def test_wrong_points_are_refused(points: Any) -> None:
     with pytest.raises(ValueError, match="expected lengths with three ratios each"):
         read_points({"points": points})
 

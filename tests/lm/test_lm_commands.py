@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow  # commands
 SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0"]
 SAMPLE = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
 BOTH = ["--attn", f"{SAMPLE}+{SPARSE[1]}"]
-SAAP_WINDOW = "recent_tokens=16,fold_every=4,dense_layers=0"
+SAAP_WINDOW = "recent_tokens=16,merge_every=4,dense_layers=0"
 SAAP = ["--attn", f"saap:artefact=model.saap.safetensors,probes={BUCKETS},{SAAP_WINDOW}"]
 JSON = ["--attn-report", "json"]
 COMMANDS = ["generate", "chat", "server", "benchmark", "cache_prompt", "evaluate"]
@@ -192,7 +192,7 @@ def test_every_spelling_decodes_sparsely(spelling: str, finished: Runs):
     (report,) = result.reports
     assert report["attn"].startswith("sparq:rank=4,top_k=4")
     assert (report["served_layers"], report["sparse_calls"]) == (LAYERS, LAYERS * STEPS)
-    assert report["dense_calls"] == {"of several queries at once (prompt)": LAYERS}
+    assert report["dense_calls"] == {"in prefill": LAYERS}
 
 
 @pytest.mark.parametrize("name", ["dense", "--attn dense"])
@@ -216,7 +216,7 @@ def test_text_report_is_printed_on_standard_error(finished: Runs):
     assert re.fullmatch(
         rf"  sparse calls: {LAYERS * STEPS}, [\d.]+% of the dense bytes by formula \(.* per step\)", rest[1]
     )
-    assert rest[2:] == [f"  dense calls: {LAYERS} of several queries at once (prompt)"]
+    assert rest[2:] == [f"  dense calls: {LAYERS} in prefill"]
     assert finished("text report").text == finished("mlx_lm.generate sparse").text
 
 
@@ -301,7 +301,7 @@ def test_benchmark_decodes_sparsely(name: str, batch: int, finished: Runs):
     assert "Averages: " in result.out
     (report,) = result.reports
     assert report["sparse_calls"] == 2 * LAYERS * 7  # warm-up and trial
-    assert set(report["dense_calls"]) == {"of several queries at once (prompt)"}
+    assert set(report["dense_calls"]) == {"in prefill"}
     assert report["sparse_bytes"] == batch * finished("benchmark").reports[0]["sparse_bytes"]
 
 
@@ -326,7 +326,7 @@ def test_a_draft_model_drafts_sparsely_and_is_verified_densely(finished: Runs):
     assert result.text == finished("dense").text
     target, draft = result.reports
     assert target["sparse_calls"] == 0
-    assert target["dense_calls"]["of a few queries at once (verification or short prompt)"] > 0
+    assert target["dense_calls"]["in multi-token decode (verification step or short prompt)"] > 0
     assert draft["sparse_calls"] > 0
 
 
@@ -424,7 +424,7 @@ def test_dense_attention_over_a_quantized_cache_gives_mlx_lms_text(finished: Run
     assert result.text == finished("--kv-bits").text
     assert result.reports[0]["attn"] == "dense"
     assert result.reports[0]["dense_calls"] == {
-        "of several queries at once (prompt)": LAYERS,
+        "in prefill": LAYERS,
         "of a single query (no decode method)": LAYERS * STEPS,
     }
 

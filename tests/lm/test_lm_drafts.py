@@ -351,7 +351,7 @@ def test_a_part_of_a_model_is_refused(enabled: Callable[..., Any]) -> None:
     enabled(model)
     plan = plan_of(model)
     assert plan is not None
-    plan.sharers = 2
+    plan.shards = 2
     with pytest.raises(ConfigError, match="lossless: expected a whole model on one process, got a part of one"):
         draft(plan, model, None)
 

@@ -34,7 +34,7 @@ generate = importlib.import_module("mlx_lm.generate")  # the package has a funct
 SPARSE = "sparq:rank=4,top_k=4,dense_below=0"
 EVERY_KEY = EveryStepSparQ(rank=4, top_k=1000)
 PROMPT, STEPS, LAYERS = 24, 8, 2
-A_FEW = "of a few queries at once (verification or short prompt)"
+A_FEW = "in multi-token decode (verification step or short prompt)"
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_enable_returns_a_live_report(model: Any):
     assert report.sparse_calls == 0
     tokens_of(model)
     assert report.sparse_calls == LAYERS * STEPS
-    assert report.as_dict()["dense_calls"] == {"of several queries at once (prompt)": LAYERS}
+    assert report.as_dict()["dense_calls"] == {"in prefill": LAYERS}
     assert str(report).startswith(
         "sparq:rank=4,top_k=4,reallocate=false,component_score=query_key,dense_below=0 on ops: 2 of 2 layers"
     )

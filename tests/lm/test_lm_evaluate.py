@@ -33,7 +33,7 @@ SPARQ = "sparq:rank=4,top_k=4,dense_below=0"
 SAMPLE = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
 LAYERS, CONTEXT, LONG, TEXT, TOKENS = 2, 40, 300, 30, 6
 CONTINUATIONS = (1, 2, 5)
-PROMPTS = "of several queries at once (prompt)"
+PROMPTS = "in prefill"
 DOCUMENTS = 3
 
 

@@ -27,7 +27,7 @@ from mlx_sparse.methods.stats import dense_elements, h2o_elements
 STEPS, TOP_K = 12, 8
 H2O = f"h2o:top_k={TOP_K}"
 PROMPT, NEXT = prompt_of(24), prompt_of(STEPS, seed=5)
-PREFILL_CALL = "of several queries at once (prompt)"
+PREFILL_CALL = "in prefill"
 
 
 def run(model: Any, cache: Any, *calls: list[int]) -> mx.array:
@@ -66,7 +66,7 @@ def test_cache_with_unknown_scores_stays_dense(history: str, model: Any, tmp_pat
         save_prompt_cache(file, cache)
         if history == "long trim":
             run(model, cache, *single_tokens(prompt_of(STATES, seed=9)))
-            assert len(cache[0].beside["h2o"].states) == STATES
+            assert len(cache[0].aux_states["h2o"].states) == STATES
             trim_prompt_cache(cache, STATES)
     if history == "from a file":
         cache = load_prompt_cache(file)

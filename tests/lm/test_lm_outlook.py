@@ -55,7 +55,7 @@ def test_finished_measurement_is_not_announced(monkeypatch: pytest.MonkeyPatch) 
     assert found.outlook() == ["sparse from 2,048 keys on (modelled; the first context of 1,024 keys is measured)"]
     monkeypatch.setattr(Calibration, "measure", lambda *_: None)  # as on a machine that is too noisy
     ((config, layer),) = found.layers
-    assert found.calibration.of(config, layer, 1024).how == MODELLED
+    assert found.calibration.threshold(config, layer, 1024).how == MODELLED
     assert found.outlook() == ["sparse from 2,048 keys on (modelled)"]
     assert found.sparse_from() == 2048
 

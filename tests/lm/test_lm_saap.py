@@ -50,7 +50,7 @@ def test_every_bucket_gives_the_dense_tokens(family: str, mode: str, tmp_path: P
     model, prompt = build(family), prompt_of(PROMPT)
     tokens, logits = greedy(model, prompt, STEPS)
     if mode == "online":
-        config = SAAP(mode="online", buckets=BUCKETS, probes=BUCKETS, recent_tokens=16, fold_every=8, dense_layers=0)
+        config = SAAP(mode="online", buckets=BUCKETS, probes=BUCKETS, recent_tokens=16, merge_every=8, dense_layers=0)
     else:
         config = attn(write_artefact(tmp_path / "a", model))
     with mlx_sparse.sparse(model, config) as report:
@@ -101,7 +101,7 @@ def test_text_longer_than_the_window_becomes_sparse(model: Any, artefact: Path):
         cache = make_prompt_cache(model)
         assert greedy(model, prompt_of(10), 120, cache)[0] == tokens
     assert report.sparse_calls == LAYERS * (120 - (17 - 10))
-    assert len(cache[0].beside["saap"].pending) <= 8
+    assert len(cache[0].aux_states["saap"].pending) <= 8
 
 
 def test_bytes_count_lists_rows_and_the_network(model: Any, artefact: Path):
@@ -120,11 +120,11 @@ def test_bytes_count_lists_rows_and_the_network(model: Any, artefact: Path):
 
 def test_device_is_synchronized_once_per_rebuild(model: Any, artefact: Path, monkeypatch: pytest.MonkeyPatch):
     folds: list[tuple[int, int]] = []
-    fold = saap.fold
+    rebuild_lists = saap.rebuild_lists
 
     def record_fold(caches: list[Any], S: int, *args: Any) -> None:
         folds.append((S, len(caches)))
-        fold(caches, S, *args)
+        rebuild_lists(caches, S, *args)
 
     monkeypatch.setattr(saap, "fold", record_fold)
     evaluations: list[int] = []
@@ -156,7 +156,7 @@ def test_only_the_index_stays_in_memory(model: Any, artefact: Path):
     with mlx_sparse.sparse(model, attn(artefact)):
         first, cache = left_behind()
         mx.synchronize()
-        indexed = sum(layer.beside["saap"].nbytes for layer in cache)
+        indexed = sum(layer.aux_states["saap"].nbytes for layer in cache)
     assert indexed == LAYERS * 2 * 2000 * 2
     # The tolerance covers rounded allocations.
     assert first <= plain + indexed + LAYERS * 16384
@@ -173,7 +173,7 @@ def test_disable_restores_ropes_and_caches_continue(model: Any, artefact: Path):
     assert [type(rope) for rope in rope_module.ropes(model)] == ropes
     logits = [model(mx.array([[5]]), cache=each) for each in (cache, plain)]
     assert mx.array_equal(*logits)
-    assert cache[0].beside["saap"].received is None
+    assert cache[0].aux_states["saap"].received is None
 
 
 def test_another_artefact_rebuilds_the_index(model: Any, tmp_path: Path):
@@ -185,6 +185,6 @@ def test_another_artefact_rebuilds_the_index(model: Any, tmp_path: Path):
             first = prompt_of(PROMPT) if file is files[0] else [found[-1]]
             found += greedy(model, first, 10, cache)[0]
         assert report.sparse_calls >= LAYERS * 10
-        assert cache[0].beside["saap"].lists.offsets.shape[-1] == load(file).buckets + 1
+        assert cache[0].aux_states["saap"].lists.offsets.shape[-1] == load(file).buckets + 1
     assert found[:10] == tokens[:10]
     assert found[10:] == tokens[11:], "greedy does not return the token after its prompt"

@@ -23,7 +23,7 @@ import mlx_sparse
 from mlx_sparse.lm.model import select_methods
 from mlx_sparse.methods import MInference, Sample, SampleRange, SparQ
 
-A_FEW = "of a few queries at once (verification or short prompt)"
+A_FEW = "in multi-token decode (verification step or short prompt)"
 NO_DECODE = "of a single query (no decode method)"
 ALL_SAMPLED = "with a sample in every row block"
 
@@ -68,7 +68,7 @@ def test_alpha_of_1_is_bitwise_dense(attn: str, model: Any):
     dense = last_logits(model, process(model, prompt, 300))
     with mlx_sparse.sparse(model, attn) as report:
         assert mx.array_equal(last_logits(model, process(model, prompt, 300)), dense)
-    assert report.dense_calls == {"that an alpha of 1 keeps whole": LAYERS, NO_DECODE: LAYERS}
+    assert report.dense_calls == {"with an alpha of 1": LAYERS, NO_DECODE: LAYERS}
     assert report.prefill.calls == 0
     assert "sparse prefill calls: none" in str(report)
 

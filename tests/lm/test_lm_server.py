@@ -174,7 +174,7 @@ def test_each_request_has_a_line_and_counters_are_live(model: Path):
             urllib.request.urlopen(f"http://127.0.0.1:{server.port}/v1/sparser", timeout=60)
         err = server.interrupt()
     below = "over fewer than 64 keys"
-    prompts = "of several queries at once (prompt)"
+    prompts = "in prefill"
     assert (short["sparse_calls"], short["dense_calls"]) == (0, {prompts: LAYERS, below: steps})
     assert (report["sparse_calls"], report["outlook"]) == (steps, ["sparse from 64 keys on (given)"])
     assert reports_in(err) == [report]

@@ -36,7 +36,7 @@ def test_prefill_of_a_cache_on_metal_equals_ops_with_whole_buffers(
         if L == 1:
             continue
         queries = to_mlx(rng.standard_t(3, size=(2, 4, L, 64)), "f32")
-        results = [cache.attend_prompt(queries, SAMPLE, scale=0.125, backend=backend) for backend in ("metal", "ops")]
+        results = [cache.attend_prefill(queries, SAMPLE, scale=0.125, backend=backend) for backend in ("metal", "ops")]
         (out, lse, blocks), (ops_out, ops_lse, ops_blocks) = results
         assert mx.array_equal(blocks, ops_blocks)
         allowed = 64 * np.finfo(np.float32).eps * float(mx.abs(v).max())
@@ -44,8 +44,8 @@ def test_prefill_of_a_cache_on_metal_equals_ops_with_whole_buffers(
         np.testing.assert_allclose(np.array(lse), np.array(ops_lse), rtol=0, atol=allowed)
     assert cache.keys.shape[2] > cache.length
     options = {"scale": 0.125, "backend": "metal"}
-    chosen = cache.select_prompt(queries, SAMPLE, **options, fullest=0.999)
-    in_two = cache.attend_prompt(queries, SAMPLE, **options, blocks=chosen)
+    chosen = cache.select_prefill(queries, SAMPLE, **options, max_density=0.999)
+    in_two = cache.attend_prefill(queries, SAMPLE, **options, blocks=chosen)
     assert all(mx.array_equal(one, other) for one, other in zip(in_two, results[0], strict=True))
     inputs = [given for given, _ in launched]
     for scores, _, attended in (inputs[-3:], inputs[-6:-3]):
@@ -95,7 +95,7 @@ def test_saap_on_metal_equals_ops_with_whole_buffers(metal: Metal, tmp_path: Pat
     file = write_artefact(tmp_path / "a", model)
     generated, figures = {}, {}
     for backend in ("ops", "metal"):
-        with mlx_sparse.sparse(model, attn(file, 2, fold_every=4), backend=backend) as report:
+        with mlx_sparse.sparse(model, attn(file, 2, merge_every=4), backend=backend) as report:
             tokens, logits = greedy(model, prompt, STEPS)
         assert report.backend == backend
         assert report.sparse_calls == LAYERS * STEPS

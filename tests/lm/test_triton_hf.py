@@ -282,7 +282,7 @@ HOLES = torch.ones(1, PROMPT + 1, dtype=torch.bool, device=DEVICE)
 HOLES[:, 7] = False
 OWN = HOLES[:, None, None]
 DENSE: list[tuple[str, dict[str, Any]]] = [
-    ("of a few queries at once (verification or short prompt)", {"L": 4}),
+    ("in multi-token decode (verification step or short prompt)", {"L": 4}),
     ("over fewer than 300 keys", {"attn": "sparq:rank=16,top_k=8,dense_below=300"}),
     ("over fewer than 2,048 keys", {"attn": "sparq:rank=16"}),
     ("with a mask made elsewhere", {"attention_mask": OWN}),
@@ -333,7 +333,7 @@ def test_the_report_says_what_ran() -> None:
     assert lines[1] == "  dense layers: 1 with a sliding window (DynamicSlidingWindowLayer)"
     assert lines[2] == "  sparse from 9 keys on (given)"
     assert lines[3].startswith("  sparse calls: 1, ")
-    assert "1 of several queries at once (prompt)" in lines[4]
+    assert "1 in prefill" in lines[4]
 
 
 def test_keys_that_a_model_has_changed_are_not_taken_for_the_caches() -> None:

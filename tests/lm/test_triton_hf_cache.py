@@ -14,7 +14,7 @@ from mlx_sparse.cuda_ref import hf
 from mlx_sparse.cuda_ref.hf import attention
 from mlx_sparse.cuda_ref.hf.buffers import ROW_MULTIPLE
 from mlx_sparse.cuda_ref.hf.key_codes import PIECE
-from mlx_sparse.cuda_ref.hf.moments import BLOCK
+from mlx_sparse.cuda_ref.hf.running_statistics import BLOCK
 from torch_arrays import to_numpy
 
 from mlx_sparse import oracle

@@ -38,8 +38,8 @@ def share_context(plan: Plan, shard: str) -> None:
     served = [*rank_attention.STEPS, SAAP.name]
     if plan.decode is not None and plan.decode.name not in served:
         raise ConfigError(f"shard: expected one of {', '.join(served)} to decode with, got {plan.decode.name}.")
-    if plan.decode is not None and BLOCK % plan.decode.together:
-        raise ConfigError(f"page_size: expected a divisor of {BLOCK} with shard, got {plan.decode.together}.")
+    if plan.decode is not None and BLOCK % plan.decode.unit:
+        raise ConfigError(f"page_size: expected a divisor of {BLOCK} with shard, got {plan.decode.unit}.")
     if plan.prefill is not None and plan.prefill.name != Sample.name:
         raise ConfigError(f"shard: expected {Sample.name} for prefill, got {plan.prefill.name}.")
     if plan.recall:
@@ -47,7 +47,7 @@ def share_context(plan: Plan, shard: str) -> None:
             "--attn-report: expected text, json or off with --shard, got recall: ranks do not measure it."
         )
     _seed_alike(exchange)
-    plan.sharers = exchange.size
+    plan.shards = exchange.size
     plan.new_call = functools.partial(ContextCall, exchange=exchange, exact=shard == "context")
     # These caches have no `merge`, so that mlx-lm's server answers one request at a time.
     plan.new_caches = functools.partial(shard_caches, shard=Shard(exchange.rank, exchange.size))
@@ -165,12 +165,12 @@ class ContextCall(Call):
         self.counts.sparse_calls += 1
         B, Hkv, _, D = keys.shape
         everywhere = B * Hkv * cache.row_bytes * dense_elements(cache.position, D) // D
-        self.counts.dense_bytes += everywhere // cache.sharers
+        self.counts.dense_bytes += everywhere // cache.shards
         hooks, position = self.hooks, cache.position
         moved = cache.step_bytes(config, position) if hooks is None else hooks.formula_bytes(cache, position)
         self.counts.formula_bytes += moved
         given: dict[str, Any] = {"scale": scale, "backend": backend, "exchange": exchange}
-        if not self._exact and config.of_share(exchange.size, 0) is not None:
+        if not self._exact and config.for_shard(exchange.size, 0) is not None:
             return rank_attention.local(queries, cache, config, **given)
         if (step := rank_attention.STEPS.get(config.name)) is not None:
             return step(queries, cache, config, **given)
@@ -190,7 +190,7 @@ class ContextCall(Call):
         layer = plan.sizes(config, queries, keys, cache, plan.resolve(config, queries, keys), self.hooks)
         # No length is passed: a measurement here would make the other ranks wait.
         sizes = (queries.shape[1], *keys.shape[1::2])
-        shortest = int(self._exchange.agree(sizes, int(plan.calibration.of(config, layer).value)))
+        shortest = int(self._exchange.agree(sizes, int(plan.calibration.threshold(config, layer).value)))
         if shortest >= NEVER:
             return reasons.NOTHING_SAVED
         if config.measurable:
@@ -208,11 +208,11 @@ class ContextCall(Call):
             config: Any = plan.prefill and plan.prefill.at(S)
             backend = plan.resolve(config, queries, keys)
             sizes = plan.sizes(config, queries, keys, cache, backend, self.hooks)
-            fullest = self._exchange.agree((config, "chunk"), plan.calibration.of(config, sizes).value)
+            max_density = self._exchange.agree((config, "chunk"), plan.calibration.threshold(config, sizes).value)
             blocks = rank_attention.sample_select(queries, cache, config, scale=scale, exchange=self._exchange)
             layout = config.layout(L, S)
             kept: Any = (blocks >= 0).sum().item()
-            if kept <= fullest * layout.causal_pairs * queries.shape[0] * queries.shape[1]:
+            if kept <= max_density * layout.causal_pairs * queries.shape[0] * queries.shape[1]:
                 self.figures.add(self.layer_index(cache), blocks, layout)
                 given: dict[str, Any] = {"block_size": config.block_size, "scale": scale, "backend": backend}
                 return rank_attention.attend_blocks(queries, cache, blocks, **given, exchange=self._exchange)

@@ -40,8 +40,8 @@ def dense_step(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchan
 def local(
     queries: mx.array, cache: ShardedKVCache, config: Method, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Select keys among the own keys of each rank and attend them (`Method.of_share`)."""
-    own = config.of_share(exchange.size, forced_rows(cache, config.always[1]))
+    """Select keys among the own keys of each rank and attend them (`Method.for_shard`)."""
+    own = config.for_shard(exchange.size, forced_rows(cache, config.always_attended[1]))
     assert own is not None
     if cache.length <= own.attended:
         return dense_step(queries, cache, scale=scale, exchange=exchange)
@@ -56,10 +56,10 @@ def sparq(
     B, Hkv, _, D = cache.key_rows.shape
     G = queries.shape[1] // Hkv
     parameters = config.parameters(G)
-    state = cache.beside.get(config.name)
+    state = cache.aux_states.get(config.name)
     if not isinstance(state, ShardedSparQ):
         state = ShardedSparQ()
-        cache.hold(config.name, state)
+        cache.add_state(config.name, state)
     known = state.shared(cache, config, exchange)
     logits = mx.zeros((B, Hkv, G, 0))
     if cache.length:

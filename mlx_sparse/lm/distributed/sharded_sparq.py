@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...cache.moments import Moments
+from ...cache.running_statistics import RunningStatistics
 from ...cache.sharded_cache import Shard, ShardedKVCache
 from ...cache.sparq_state import Codes, Columns, SparQState
 from ...methods import SparQ
@@ -97,7 +97,7 @@ class ShardedSparQ(SparQState):
         B, Hkv, _, D = cache.key_rows.shape
         own = mx.zeros((2, B, Hkv, D))
         if cache.length:
-            self.keys = self.keys or Moments(None, spread=True)
+            self.keys = self.keys or RunningStatistics(None, spread=True)
             self.keys.extend(cache.key_rows, cache.length)
             own = mx.stack([self.keys.mean(), self.keys.deviation() ** 2 * cache.length])
         means, squares = mx.moveaxis(exchange.gather(own), 1, 0)
@@ -108,7 +108,7 @@ class ShardedSparQ(SparQState):
         B, Hkv, _, D = cache.key_rows.shape
         if not cache.length:
             return mx.zeros((B, Hkv, D))
-        self.values = self.values or Moments(None, spread=False)
+        self.values = self.values or RunningStatistics(None, spread=False)
         self.values.extend(cache.value_rows, cache.length)
         return self.values.mean() * (cache.length / cache.position)
 

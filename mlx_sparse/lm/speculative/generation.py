@@ -327,7 +327,7 @@ def check_drafts(prefill: Prefill | None, decode: Method | None, draft_tokens: i
         raise ConfigError(f"lossless: expected 1 to {MAX_DRAFTS} drafts for each check, got {draft_tokens}.")
     if prefill is not None:
         raise ConfigError(f"lossless: expected a decode method only, got {prefill.name}, which makes prefill sparse.")
-    if decode is None or decode.observes_prompts:
+    if decode is None or decode.observes_prefill:
         name = "none" if decode is None else f"{decode.name}, which cannot remove rejected drafts"
         raise ConfigError(f"lossless: expected a decode method that can draft, got {name}.")
 
@@ -351,7 +351,7 @@ def draft(plan: Any, model: Any, draft_tokens: int | None) -> None:
         BackendUnavailable: mlx-lm's `generate_step` has other parameters than expected.
     """
     check_drafts(plan.prefill, plan.decode, draft_tokens)
-    if not part_of(model).whole or plan.sharers > 1:
+    if not part_of(model).whole or plan.shards > 1:
         raise ConfigError("lossless: expected a whole model on one process, got a part of one. Run without --lossless.")
     if plan.report.model_type in UNEVEN:
         family = plan.report.model_type

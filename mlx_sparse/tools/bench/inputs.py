@@ -127,8 +127,8 @@ def planted_problem(case: Case, config: Method) -> Problem:
     S, Hkv, D = case.S, case.shape.Hkv, case.shape.D
     base = normal(case, Hkv, 1, seed=3)
     queries = base + 0.5 * normal(case, case.shape.Hq, 1).reshape(1, Hkv, -1, D)
-    position, together = np.arange(S), config.together
-    first, last = config.always
+    position, together = np.arange(S), config.unit
+    first, last = config.always_attended
     unit = position // together
     always = (position < first) | (unit >= (unit[S - last] if last else unit[-1] + (together == 1)))
     count = config.attended // together - np.unique(unit[always]).size
@@ -177,10 +177,10 @@ class Index:
         np.put_along_axis(network["out_bias"], visited, np.float16(FAVOR), axis=1)
         return cls(visited, ids, network)
 
-    def problem(self, case: Case, config: Any, fold_every: int = 1) -> Problem:
-        """Make the step over these buckets and the exact part; keys are listed ``fold_every`` at a time."""
+    def problem(self, case: Case, config: Any, merge_every: int = 1) -> Problem:
+        """Make the step over these buckets and the exact part; keys are listed ``merge_every`` at a time."""
         key = np.arange(case.S)
-        covered = (case.S - config.recent_tokens) // fold_every * fold_every
+        covered = (case.S - config.recent_tokens) // merge_every * merge_every
         exact = (key < config.sink_tokens) | (key >= covered)
         pairs = zip(self.bucket_ids, self.visited, strict=True)
         random = random_problem(case)
@@ -216,10 +216,10 @@ def check_request(request: Request, backends: tuple[str, ...], foreign: bool = T
             raise ConfigError(
                 f"--attn: expected {', '.join(FOREIGN)} without mode=online on this engine, got {config}."
             )
-        if config.observes_prompts or (request.stage == "prefill" and getattr(config, "block_size", 1) == 1):
+        if config.observes_prefill or (request.stage == "prefill" and getattr(config, "block_size", 1) == 1):
             raise ConfigError(f"--attn: expected a method that selects keys or blocks by scores, got {config.name}.")
         config.check_head_dim(shape.D)
-        if config.before_rope:
+        if config.pre_rope:
             check_int("probes", config.parameters()["probes"], 1, buckets_of(config) - 1)
 
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...cache.kv_cache import SparseKVCache, adopt
-from ...cache.saap_lists import attended_keys, fold
+from ...cache.saap_lists import attended_keys, rebuild_lists
 from ...cache.saap_state import BucketIndex, Router, index_of
 from ...checks import BackendUnavailable, ConfigError
 from ...methods import Method, Step, registry, table
@@ -48,7 +48,7 @@ def check(request: Request) -> None:
     """
     check_request(request, ("auto", *table.BACKENDS), foreign=False)
     for config, case, bits in product(request.methods, request.cases, request.kv_bits):
-        if bits not in BITS or case.shape.D % GROUP or config.before_rope:
+        if bits not in BITS or case.shape.D % GROUP or config.pre_rope:
             sizes = f"{', '.join(map(str, BITS))} with head dims that are multiples of {GROUP} and methods but saap"
             raise ConfigError(f"--kv-bits: expected some of {sizes}, got {bits} for {case.shape} and {config.name}.")
     every = [found for case in request.cases for found in serving(request, case)]
@@ -64,7 +64,7 @@ def serving(request: Request, case: Case) -> Iterator[tuple[Method, str, str | N
         found: dict[str, str | None] = {}
         for given in request.backends:
             name = registry.resolve("auto", config.name, D=D, G=G) if given == "auto" else given
-            found[name] = registry.refusal(name, config.name, registry.unfit(name, config.name, D, G))
+            found[name] = registry.refusal(name, config.name, registry.unsupported(name, config.name, D, G))
         yield from ((config, name, why) for name, why in found.items())
 
 
@@ -89,7 +89,7 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
     yield from (kind(case, shared, name=name, way=way) for name, way in dense_ways(case, on_cpu).items())
     yield kind(case, shared, name="read", way=read)
     for config, backend, why in serving(request, case):
-        made = (SaapStep if config.before_rope else kind)(case, shared, config, backend)
+        made = (SaapStep if config.pre_rope else kind)(case, shared, config, backend)
         made.row.note = made.row.note or (f"{backend}: {why}" if why else None)
         yield made
         yield from (MlxStep(case, shared, config, backend, bits) for bits in request.kv_bits if not why)
@@ -280,7 +280,7 @@ class SaapStep(MlxStep):
 
     def __init__(self, case: Case, layers: Layers, config: Any, backend: str) -> None:
         self.index = Index.of(case, config, 0 if config.mode == "online" else 2 * case.shape.D)
-        self.known = self.index.problem(case, config, config.fold_every)
+        self.known = self.index.problem(case, config, config.merge_every)
         super().__init__(case, layers, config, backend)
 
     def problem(self) -> Problem:
@@ -288,8 +288,8 @@ class SaapStep(MlxStep):
 
     def prepare(self) -> None:
         super().prepare()
-        seconds = (timed(partial(fold, list(self.caches), self.case.S, self.config)) for _ in range(FOLDS))
-        self.upkeep = median(seconds) / self.config.fold_every
+        seconds = (timed(partial(rebuild_lists, list(self.caches), self.case.S, self.config)) for _ in range(FOLDS))
+        self.upkeep = median(seconds) / self.config.merge_every
 
     def cache(self, keys: mx.array, values: mx.array) -> SparseKVCache:
         case, C = self.case, buckets_of(self.config)
@@ -299,8 +299,8 @@ class SaapStep(MlxStep):
         index = BucketIndex(Router(nothing, case.shape.D**-0.5, C, centroids, weights))
         index.ids = mx.array(np.broadcast_to(self.index.bucket_ids, (case.B, *self.index.bucket_ids.shape)))
         cache = cache_of(keys, values)
-        cache.hold(self.config.name, index)
-        fold([cache], case.S, self.config)
+        cache.add_state(self.config.name, index)
+        rebuild_lists([cache], case.S, self.config)
         return cache
 
     def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
@@ -350,4 +350,4 @@ class MlxPrefill(MlxVariant):
 
     def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
         config = self.config.at(cache.length)
-        return cache.attend_prompt(queries, config, scale=self.case.shape.D**-0.5, backend=self.backend)[0]
+        return cache.attend_prefill(queries, config, scale=self.case.shape.D**-0.5, backend=self.backend)[0]

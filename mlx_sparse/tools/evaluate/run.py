@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checks import ConfigError, Parser, check_int, meant, read_length
+from ...checks import ConfigError, Parser, check_int, did_you_mean, read_length
 from ...files import cache_directory, replace_file
 from ...lm.loading import refuse_unquantizable
 from ...lm.model import select_methods
@@ -117,7 +117,7 @@ def _check(args: argparse.Namespace) -> None:
     args.context = list(dict.fromkeys(read_length(length, "--context") for length in _pieces(args.context)))
     for name in args.tasks:
         if name not in NAMES:
-            raise ConfigError(f"--tasks: expected some of {', '.join(NAMES)}, got {name!r}.{meant(name, NAMES)}")
+            raise ConfigError(f"--tasks: expected some of {', '.join(NAMES)}, got {name!r}.{did_you_mean(name, NAMES)}")
     if not args.methods:
         raise ConfigError("--methods: expected a method such as sparq, got none.")
     if RECALL in args.tasks and not any(select_methods(parse(method))[0] for method in args.methods):

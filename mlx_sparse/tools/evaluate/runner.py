@@ -216,7 +216,7 @@ def run(
 def observed_by(variants: Sequence[Variant]) -> str | None:
     """Return the method among ``variants`` that must observe dense prompts, because its selection begins there."""
     decode = (variant.stages[1] for variant in variants)
-    return next((method.name for method in decode if method is not None and method.observes_prompts), None)
+    return next((method.name for method in decode if method is not None and method.observes_prefill), None)
 
 
 def prefill(model: Any, tokens: mx.array, step: int) -> list[Any]:

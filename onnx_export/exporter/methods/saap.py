@@ -90,7 +90,7 @@ class SaapDecoding(Decoding):
         sinks = min(self.method.sink_tokens, 1)
         recent = KEYS - sinks
         # A file lists every key as soon as it leaves the window.
-        short = dataclasses.replace(self.method, sink_tokens=sinks, recent_tokens=recent, dense_below=0, fold_every=1)
+        short = dataclasses.replace(self.method, sink_tokens=sinks, recent_tokens=recent, dense_below=0, merge_every=1)
         return dataclasses.replace(self, method=short)
 
     @property

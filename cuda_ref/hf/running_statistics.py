@@ -68,7 +68,7 @@ class State:
         return State(self.length, count, self.mean.index_select(0, rows), squares)
 
 
-class Moments:
+class RunningStatistics:
     """Mean, and where asked for the squared deviation, of cache rows per component.
 
     Updated by chunks from their own mean and deviation, which stays accurate where the mean is far larger than the

@@ -1,4 +1,4 @@
-"""Running sums of a cache's rows that forget exactly."""
+"""Running statistics of the rows of a cache, with exact removal of rows."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import mlx.core as mx
 from ..ops.packed_rows import Rows
 from ..ops.select import valid_keys
 
-# Rows whose sum is rounded once, and between the states that are kept for longer trims.
+# Rows whose sum is rounded once. Also the distance of the states that are kept for longer trims.
 BLOCK = 128
-# States of the last steps that are kept besides: rejected drafts are forgotten at no cost.
+# Number of states of the last steps that are kept too, so that a rejected draft costs nothing.
 STEPS = 16
-# Rows of a prompt that are summed at a time, so that their float32 copies stay small.
-PIECE = 8192
+# Rows that prefill sums at a time, so that their float32 copies stay small.
+CHUNK = 8192
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Sums over the valid ones of rows ``[0, length)``.
+    """Sums over the valid rows among ``[0, length)``.
 
     Attributes:
-        sums: float32 ``(B, Hkv, 1 or 2, D)``: of the rows and, where somebody wants the deviation, of their squared
-            distances from the mean. Before the first row ``B``, ``Hkv`` and ``D`` are 1.
-        count: float32, how many they are, or 1; of each sequence, ``(B, 1, 1, 1)``, if some are padded.
+        sums: float32 ``(B, Hkv, 1 or 2, D)``: sums of the rows and, with ``spread``, of the squared distances from the
+            mean. Before the first row ``B``, ``Hkv`` and ``D`` are 1.
+        count: float32 number of valid rows, at least 1; ``(B, 1, 1, 1)`` with padding.
     """
 
     length: int
@@ -33,22 +33,23 @@ class State:
     count: mx.array
 
 
-class Moments:
+class RunningStatistics:
     """Mean and, with ``spread``, standard deviation of the valid rows of keys or values.
 
-    Nothing is subtracted: a NaN would stay for good, and a large number leave its rounding behind. A trim goes back to
-    an earlier state, and the next step sums the rows after it: hardly ever any after a trim of fewer than `STEPS`
-    steps, fewer than `BLOCK` after one of up to `BLOCK` rows, all that remain where a longer one leaves no state.
+    Rows are never subtracted, because a NaN would remain, and a large number would leave its rounding error. A trim
+    goes back to an earlier state, and the next step sums the rows after that state. After a trim of fewer than `STEPS`
+    steps there are usually none, and after a trim of up to `BLOCK` rows fewer than `BLOCK`. After a longer trim without
+    a state, the next step sums all remaining rows.
 
-    A decode step adds its row in one launch. The step that fills a block sums the block anew from its rows, which
-    replaces what single rows were rounded to.
+    A decode step adds its row in one launch. The step that fills a block sums the block again from its rows, which
+    removes the rounding errors of single rows.
 
     Args:
         padding: ``(B,)`` first valid row of each sequence, or None. Earlier rows may hold anything.
 
     Attributes:
         blocks: the states at the ends of the last two blocks.
-        steps: the last ones since.
+        steps: the last states after these blocks.
     """
 
     def __init__(self, padding: mx.array | None, *, spread: bool) -> None:
@@ -59,7 +60,7 @@ class Moments:
 
     @property
     def state(self) -> State:
-        """Sums and count of the rows taken in so far."""
+        """Sums and count of the covered rows."""
         return (self.steps or self.blocks)[-1]
 
     @property
@@ -67,7 +68,7 @@ class Moments:
         return sum(state.sums.nbytes for state in (*self.blocks, *self.steps) if state.length)
 
     def rewind(self, length: int) -> None:
-        """Forget rows from ``length`` on."""
+        """Forget the rows at index ``length`` and above."""
         if length < self.state.length:
             self.blocks = [state for state in self.blocks if state.length <= length] or [self._empty]
             self.steps = [state for state in self.steps if state.length <= length]
@@ -78,7 +79,7 @@ class Moments:
         full = S // BLOCK * BLOCK
         if self.state.length < full:
             self.steps = []
-            for stop in (*range(self.state.length + PIECE, full - BLOCK, PIECE), full - BLOCK, full):
+            for stop in (*range(self.state.length + CHUNK, full - BLOCK, CHUNK), full - BLOCK, full):
                 if stop > self.state.length:
                     self.blocks = [*self.blocks, self._with_rows(buffer, stop)][-2:]
         if self.state.length < S:
@@ -86,7 +87,7 @@ class Moments:
             self.steps = [*self.steps, add(buffer, S)][-STEPS:]
 
     def _with_row(self, buffer: Rows, stop: int) -> State:
-        """The state with the row of a decode step, the last before ``stop``."""
+        """Return the state with the row of a decode step, the last row before ``stop``."""
         start, sums = self.state.length, self.state.sums
         row = buffer[..., start:stop, :]
         if self._padding is None:
@@ -100,7 +101,7 @@ class Moments:
         return State(stop, added, count)
 
     def _with_rows(self, buffer: Rows, stop: int) -> State:
-        """The state with rows ``[state.length, stop)``."""
+        """Return the state with rows ``[state.length, stop)``."""
         start, sums = self.state.length, self.state.sums
         valid = None if self._padding is None else valid_keys(stop, self._padding)[:, None, start:, None]
 
@@ -112,7 +113,7 @@ class Moments:
         if sums.shape[2] == 2:
             n, m = self._count(0, start), self._count(start, stop)
             apart = rows - added / mx.maximum(m, 1)
-            # What the mean was rounded by would count once for every row.
+            # Correct the rounding error of the mean, which would count once for every row.
             rest = summed(apart)
             squares = mx.maximum(summed(apart**2) - rest * (rest / mx.maximum(m, 1)), 0.0)
             added = added + rest
@@ -124,24 +125,24 @@ class Moments:
         return State(stop, sums + added, mx.maximum(self._count(0, stop), 1))
 
     def _count(self, start: int, stop: int) -> mx.array:
-        """Valid rows among ``[start, stop)``."""
+        """Return the number of valid rows among ``[start, stop)``."""
         if self._padding is None:
             return mx.array(float(stop - start))
         return mx.maximum(stop - mx.maximum(start, self._padding), 0).astype(mx.float32)[:, None, None, None]
 
     def mean(self) -> mx.array:
-        """(sparq.9) float32 ``(B, Hkv, D)``."""
+        """Return the mean (sparq.9), float32 ``(B, Hkv, D)``."""
         return (self.state.sums[:, :, :1] / self.state.count).squeeze(2)
 
     def deviation(self) -> mx.array:
-        """(sparq.1) float32 ``(B, Hkv, D)``."""
+        """Return the standard deviation (sparq.1), float32 ``(B, Hkv, D)``."""
         return _deviation(self.state.sums[:, :, 1:], self.state.count).squeeze(2)
 
 
 _SQUARES = mx.array([[False], [True]])  # along axis 2 of the sums
 
 
-# A decode step calls these once per layer: compiled, each is one launch instead of several.
+# A decode step calls these functions once per layer. Compiled, each is one launch instead of several.
 
 
 @partial(mx.compile, shapeless=True)
@@ -160,7 +161,7 @@ def _add_key(
 
 @partial(mx.compile, shapeless=True)
 def _unpadded(row: mx.array, padding: mx.array, position: mx.array) -> tuple[mx.array, mx.array]:
-    """A row, 0 where it is padding, and the number of valid ones with it, or 1."""
+    """Return the row, 0 for padding, and the number of valid rows including it, at least 1."""
     count = (position + 1 - padding).astype(mx.float32)
     return mx.where(count > 0, row, 0.0), mx.maximum(count, 1)
 
