@@ -109,7 +109,7 @@ def test_every_head_dim_fits_and_reads_rows_once_up_to_128(rows: int, itemsize: 
         assert max(D * (staged + padding), staged * (D + padding)) * itemsize + 4 * staged <= blocks.THREADGROUP_MEMORY
         assert together % 8 == 0 and together <= (128 if D <= 128 else 64)
         assert -(-rows // together) == (1 if D <= 128 or rows <= 64 else 2)
-    assert not attend_rows.supports(72, rows) and not attend_rows.takes(64, 129)
+    assert not attend_rows.supports(72, rows) and not attend_rows.supports(64, 129)
 
 
 def read(report: Report, level: str, *names: str) -> int:
