@@ -24,7 +24,7 @@ def streaming_attention(
     B, Hkv, S, _ = keys.shape
     first = mx.zeros((B, 1), mx.int32) if left_padding is None else left_padding[:, None].astype(mx.int32)
     slots = mx.concatenate([first + mx.arange(sink_tokens), mx.arange(S - recent_tokens, S) + 0 * first], axis=1)
-    # With padding a sink can lie in the recent window, and a slot of the window before the first valid key.
+    # With padding a sink can be in the recent window, and a slot of the window can precede the first valid key.
     is_sink = mx.arange(sink_tokens + recent_tokens) < sink_tokens
     valid = mx.where(is_sink, slots < S - recent_tokens, slots >= first)
     indices = mx.sort(mx.where(valid, slots, S), axis=-1)

@@ -1,4 +1,4 @@
-"""Attend: exact softmax attention over all keys or over an index list, shared by every method."""
+"""Exact softmax attention over all keys or over an index list, shared by every method."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def checked(
 
 
 def logits(queries: Array, keys: Array, scale: float) -> Array:
-    """``(B, Hkv, G, L, S)``: every query of a group against the keys of its KV head."""
+    """Return the logits ``(B, Hkv, G, L, S)`` of every query of a group and every key of its KV head."""
     B, Hq, L, D = queries.shape
     Hkv = keys.shape[1]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D)
@@ -45,9 +45,9 @@ def logits(queries: Array, keys: Array, scale: float) -> Array:
 
 
 def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
-    """Softmax over the last axis where ``mask``, and its log-sum-exp; a row with nothing to attend gives 0 and -inf.
+    """Return the softmax over the last axis where ``mask`` is True, and its log-sum-exp.
 
-    A row that holds NaN or +inf has no softmax: it is NaN there and 0 elsewhere.
+    A row without a key gives 0 and -inf. A row with NaN or +inf has no softmax: those keys get NaN, the others 0.
     """
     masked = np.where(mask, scores, -np.inf)
     top = np.max(np.where(np.isnan(masked), np.inf, masked), axis=-1, keepdims=True, initial=-np.inf)
@@ -61,14 +61,14 @@ def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
 
 
 def retained_mass(lse: Array, dense_lse: Array) -> Array:
-    """Share of the dense attention mass behind ``lse``; 1 for a row that has nothing to attend and so loses nothing."""
+    """Return the attention recall, ``exp(lse - dense_lse)``; 1 for a row without a key."""
     some = dense_lse != -np.inf
     mass: Array = np.exp(np.where(some, lse, 0.0) - np.where(some, dense_lse, 0.0))
     return mass
 
 
 def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
-    """``weights (B, Hkv, G, L, N)`` times ``values (B, Hkv, N, D)``; unattended rows may hold NaN or inf."""
+    """Multiply ``weights (B, Hkv, G, L, N)`` and ``values (B, Hkv, N, D)``; masked rows may hold NaN or inf."""
     attended = np.any(mask, axis=(2, 3))[..., None]
     out: Array = np.einsum("bhgln,bhnd->bhgld", weights, np.where(attended, values, 0.0))
     return out
@@ -77,16 +77,16 @@ def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
 def attend_indices(
     queries: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike, indices: npt.ArrayLike, *, scale: float
 ) -> tuple[Array, Array]:
-    """Exact attention of one query per head over the listed keys (sparq.7).
+    """Compute exact attention of one query per head over the listed keys (sparq.7).
 
     Args:
         queries: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``.
-        indices: ``(B, Hkv, N)`` int32, ascending, ``-1``, or any number that is no key's, = empty slot.
+        indices: ``(B, Hkv, N)`` int32, ascending; -1 or any number that is not a key = empty slot.
         scale: factor of the logits.
 
     Returns:
-        ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``; 0 and -inf where every slot is empty.
+        ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``; 0 and -inf if every slot is empty.
 
     Raises:
         ShapeError: ``indices`` does not fit the keys.
@@ -115,7 +115,7 @@ def dense_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Causal attention of ``L`` queries at positions ``S - L ..`` over all valid keys.
+    """Compute causal attention of ``L`` queries at positions ``S - L ..`` over all valid keys.
 
     Args:
         queries: ``(B, Hq, L, D)``.
@@ -142,7 +142,7 @@ def dense_with_lse(
     scale: float | None,
     left_padding: npt.ArrayLike | None,
 ) -> tuple[Array, Array]:
-    """`dense_attention` with its ``lse (B, Hq, L)``."""
+    """Compute `dense_attention` and its log-sum-exp ``lse (B, Hq, L)``."""
     q, k, v = float64(queries), float64(keys), float64(values)
     n = check_qkv(q, k, v)
     check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))
@@ -150,7 +150,7 @@ def dense_with_lse(
     causal: Array = np.less_equal(np.arange(n.S), positions[:, None])
     mask: Array = np.logical_and(valid_keys(n.B, n.S, left_padding)[:, None, None, None, :], causal)
     attended: Array = np.logical_or.reduce(mask, axis=(2, 3))
-    k = np.where(attended[..., None], k, 0.0)  # poison in padded rows must not reach the logits
+    k = np.where(attended[..., None], k, 0.0)  # NaN and inf in padding must not reach the logits
     mask = np.broadcast_to(mask, (n.B, n.Hkv, n.G, n.L, n.S))
     weights, lse = softmax_lse(logits(q, k, n.D**-0.5 if scale is None else scale), mask)
     out = weighted_values(weights, v, mask)
@@ -167,7 +167,7 @@ def with_stats(
     top_k: int,
     return_stats: bool | str,
 ) -> Any:
-    """What a public function returns for a step that attended ``top_k`` keys and moved so many elements."""
+    """Return ``out``, and with ``return_stats`` the `Stats` of a step that attended ``top_k`` keys."""
     if not return_stats:
         return out
     S, D = qkv[1].shape[2:]
