@@ -94,7 +94,7 @@ class Launch:
         groups: tuple[int, int, int],
         threads: int,
     ) -> None:
-        """Prepare the launch. The arguments are the same as for `Kernel.__call__`; ``numbers`` are the last kernel inputs."""
+        """Prepare a launch with the arguments of `Kernel.__call__`; ``numbers`` are the last inputs of the kernel."""
         self.kernel, self.numbers, self.template = kernel, tuple(numbers), template
         self._run = partial(
             kernel.compiled,

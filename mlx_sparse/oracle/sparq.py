@@ -111,8 +111,8 @@ def sparq_attention(
 ) -> Any:
     """Run one decode step of SparQ attention; calls with several queries are dense.
 
-    The arguments are the same as for `mlx_sparse.sparq_attention`. ``keys_t`` repeats the data of ``keys``, so only its shape
-    is checked.
+    The arguments are the same as for `mlx_sparse.sparq_attention`. ``keys_t`` repeats the data of ``keys``, so only its
+    shape is checked.
 
     Returns:
         ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.

@@ -13,7 +13,7 @@ from mlx_sparse.methods import registry
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Any:
-    """The adapter of a backend that is here, by name: parametrise indirectly with `adapters.having`.
+    """The adapter of a backend that is here, by name: parametrise indirectly with `adapters.backends_with`.
 
     Metal runs in the harness of tests/msl where there is no Metal GPU; Triton's launches are watched.
     """

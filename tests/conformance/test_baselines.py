@@ -11,7 +11,7 @@ from adapters import ADAPTERS
 from cases import CASES, Case, assert_as_good_as_plain, plain_attention
 from expected import expected
 from mlx_arrays import to_mlx, to_numpy
-from non_finite_cases import SIZES, Spoiled, SpoiledPrompt, assert_shows
+from non_finite_cases import SIZES, NonFinite, NonFiniteChunk, assert_same_with_nan
 from sample_cases import SPARSE_CASES, SampleCase, assert_retains
 
 import mlx_sparse
@@ -121,36 +121,36 @@ def test_a_prefill_baseline_attends_the_blocks_of_the_oracle(case: SampleCase, m
 # What is no number
 
 
-@pytest.mark.parametrize("spoil", ["nan", "inf", "minus-inf", "nan-and-inf", "more-than-are-attended"])
+@pytest.mark.parametrize("edit", ["nan", "inf", "minus-inf", "nan-and-inf", "more-than-are-attended"])
 @pytest.mark.parametrize("method", ["oracle_top_k", "flexgen"])
-def test_baselines_that_read_every_key_attend_to_it(method: str, spoil: str) -> None:
-    case = Spoiled(*SIZES["G4"][:5], "f32", SIZES["G4"][6], spoil=spoil)
+def test_baselines_that_read_every_key_attend_to_it(method: str, edit: str) -> None:
+    case = NonFinite(*SIZES["G4"][:5], "f32", SIZES["G4"][6], edit=edit)
     given = {"top_k": 32, "left_padding": case.padding}
     wanted = getattr(oracle, f"{method}_attention")(*case.inputs(), **given)
-    assert_shows(np.array(OPS.public(f"{method}_attention", case, **given)), wanted)
+    assert_same_with_nan(np.array(OPS.public(f"{method}_attention", case, **given)), wanted)
     dense = oracle.dense_attention(*case.inputs(), left_padding=case.padding)
     np.testing.assert_array_equal(np.isnan(wanted), np.isnan(dense))
 
 
-@pytest.mark.parametrize("spoil", ["nan", "inf", "minus-inf"])
-def test_h2o_keeps_a_key_whose_attention_is_no_number_and_the_best_of_the_others(spoil: str) -> None:
-    case = Spoiled(1, 4, 1, 60, 64, "f32", spoil=spoil)
+@pytest.mark.parametrize("edit", ["nan", "inf", "minus-inf"])
+def test_h2o_keeps_a_key_whose_attention_is_no_number_and_the_best_of_the_others(edit: str) -> None:
+    case = NonFinite(1, 4, 1, 60, 64, "f32", edit=edit)
     q, k, v = case.inputs(L=20)
     received = oracle.h2o_scores(q, k)
-    assert_shows(np.array(mlx_sparse.h2o_scores(mx.array(q), mx.array(k))), received)
+    assert_same_with_nan(np.array(mlx_sparse.h2o_scores(mx.array(q), mx.array(k))), received)
     assert np.isfinite(np.delete(received, 40)).all()
     wanted, scores = oracle.h2o_attention(q[:, :, -1:], k, v, scores=received, top_k=16)
     out, updated = mlx_sparse.h2o_attention(*map(mx.array, (q[:, :, -1:], k, v)), scores=mx.array(received), top_k=16)
-    assert_shows(np.array(out), wanted)
-    assert_shows(np.array(updated), scores)
+    assert_same_with_nan(np.array(out), wanted)
+    assert_same_with_nan(np.array(updated), scores)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_budgets_of_blocks_are_not_held_where_the_sample_has_no_softmax(number: float) -> None:
-    case = SpoiledPrompt(1, 4, 2, 250, 400, 64, "f32", number=number)
+    case = NonFiniteChunk(1, 4, 2, 250, 400, 64, "f32", number=number)
     budgets = {"vertical_tokens": 64, "slash_tokens": 64, "block_size": 32}
     wanted = oracle.minference_attention(*case.inputs(), **budgets)
-    assert_shows(np.array(OPS.public("minference_attention", case, **budgets)), wanted)
+    assert_same_with_nan(np.array(OPS.public("minference_attention", case, **budgets)), wanted)
     np.testing.assert_array_equal(np.isnan(wanted), np.isnan(oracle.dense_attention(*case.inputs())))
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters import having
+from adapters import backends_with
 from cases import Array, Case, covering, round_to
 from saap_cases import SAAP_CASES, SaapCase, assert_attends, assert_same_buckets, assert_same_list, listed, visited
 
 from mlx_sparse import oracle
 
-ROUTING = having("route")
+ROUTING = backends_with("route")
 SMALL = SaapCase(Case(2, 6, 2, 200, 64, "f32", padding=(0, 60)), "random")
 SOME_CASES = [SAAP_CASES[n] for n in (2, 5, 6, 9, 13, 15)]
-by_backend = pytest.mark.parametrize("backend", having("saap"), indirect=True)
+by_backend = pytest.mark.parametrize("backend", backends_with("saap"), indirect=True)
 by_routing = pytest.mark.parametrize("backend", ROUTING, indirect=True)
 
 
@@ -32,7 +32,7 @@ def with_cases(names: list[str], name: str = "", values: Sequence[Any] = ("",)) 
     return pytest.mark.parametrize(("backend", "case", name)[: 3 if name else 2], rows, indirect=["backend"])
 
 
-@with_cases(having("saap"))
+@with_cases(backends_with("saap"))
 def test_a_backend_visits_and_attends_as_the_oracle(backend: Any, case: SaapCase) -> None:
     choice, out, lse = backend.saap(case, visited(case))
     if choice is not None:
@@ -121,7 +121,7 @@ def test_every_bucket_visited_is_dense_attention(backend: Any, filling: str) -> 
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize("backend", [name for name in having("assign") if name != "metal"], indirect=True)
+@pytest.mark.parametrize("backend", [name for name in backends_with("assign") if name != "metal"], indirect=True)
 def test_keys_go_to_the_bucket_of_the_largest_product_and_what_is_no_number_to_the_first(
     backend: Any, dtype: str
 ) -> None:

@@ -7,26 +7,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters import having
+from adapters import backends_with
 from cases import CASES, DECODE, PRECISION, SOME_CASES, Array, Case, covering, every_parameter, ulp
 from expected import assert_conforms, attended, expected
 
 from mlx_sparse import oracle
 
-ATTENDING = having("attend_indices")
+ATTENDING = backends_with("attend_indices")
 by_case = pytest.mark.parametrize("case", SOME_CASES, ids=str)
 by_attending = pytest.mark.parametrize("backend", ATTENDING, indirect=True)
 
 STEPS = [
     pytest.param(name, method, setting, case, id="-".join(filter(None, (method, setting, str(case), name))))
     for method, settings in DECODE.items()
-    for name in having(method)
+    for name in backends_with(method)
     for case, setting in covering(CASES, list(settings))
     if (name, method) != ("metal", "dense")  # MLX's own kernel
 ]
 # One setting of each way through a method.
 WAYS = [("sparq", "paper"), ("sparq", "reallocate"), ("sparq", "eval"), *((m, "") for m in DECODE if "" in DECODE[m])]
-EACH_WAY = [(name, *way) for way in WAYS for name in having(way[0]) if (name, way[0]) != ("metal", "dense")]
+EACH_WAY = [(name, *way) for way in WAYS for name in backends_with(way[0]) if (name, way[0]) != ("metal", "dense")]
 by_way = pytest.mark.parametrize(("backend", "method", "setting"), EACH_WAY, indirect=["backend"])
 
 
@@ -113,7 +113,7 @@ def test_a_row_without_a_valid_key_gives_zeros(backend: Any, method: str, settin
     assert lse is None or (np.isneginf(lse[0]).all() and np.isfinite(lse[1]).all())
 
 
-@pytest.mark.parametrize("backend", having("sparq"), indirect=True)
+@pytest.mark.parametrize("backend", backends_with("sparq"), indirect=True)
 def test_a_zero_query_attends_uniformly(backend: Any) -> None:
     class Zero(Case):
         def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
@@ -126,7 +126,7 @@ def test_a_zero_query_attends_uniformly(backend: Any) -> None:
     np.testing.assert_allclose(backend.sparq(case, params).out, wanted, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", [name for name in having("sparq") if name != "ops"], indirect=True)
+@pytest.mark.parametrize("backend", [name for name in backends_with("sparq") if name != "ops"], indirect=True)
 def test_of_components_that_tie_the_first_are_taken(backend: Any) -> None:
     """MLX's own partition promises no order."""
 
@@ -140,7 +140,7 @@ def test_of_components_that_tie_the_first_are_taken(backend: Any) -> None:
 
 
 @by_case
-@pytest.mark.parametrize("backend", [name for name in having("sparq") if name not in ATTENDING], indirect=True)
+@pytest.mark.parametrize("backend", [name for name in backends_with("sparq") if name not in ATTENDING], indirect=True)
 def test_a_node_that_keeps_every_key_is_dense(backend: Any, case: Case) -> None:
     params = every_parameter(case, "reallocate") | {"rank": 2, "top_k": case.S, "local_window": 0}
     found, wanted = backend.sparq(case, params), expected(case, "", "dense")

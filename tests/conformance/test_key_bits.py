@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters import having
+from adapters import backends_with
 from cases import (
     CASES,
     CODED,
@@ -26,7 +26,7 @@ from mlx_sparse.methods.table import FUNCTIONS
 from mlx_sparse.oracle.key_codes import approximate_keys, unpack
 
 NODES = ("ort",)  # of exported files, which have no body
-CODING = [name for name in having("code_keys") if name in (*FUNCTIONS["code_keys"], *NODES)]
+CODING = [name for name in backends_with("code_keys") if name in (*FUNCTIONS["code_keys"], *NODES)]
 NARROWS = ("metal", "triton")  # they hold scores in 8 bits
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters import having
+from adapters import backends_with
 from cases import Array, covering
 from sample_cases import (
     SAMPLE_CASES,
@@ -25,7 +25,7 @@ from mlx_sparse.methods.block_layout import MINFERENCE_ROWS
 
 MOST_KEYS = 520  # of what the reference evaluator is given: it is slow
 MOST_SCORES = 500_000  # of what Triton's interpreter is given: a few cases would take it a minute
-ATTENDING = having("attend_blocks")
+ATTENDING = backends_with("attend_blocks")
 SMALL = SampleCase(2, 4, 2, 150, 230, 64, "f32", 32, chunks=2)
 by_attending = pytest.mark.parametrize("backend", ATTENDING, indirect=True)
 
@@ -43,7 +43,7 @@ def on(names: list[str], cases: list[SampleCase], few: tuple[int, ...] = ()) -> 
     return pytest.mark.parametrize(("backend", "case"), found, indirect=["backend"])
 
 
-@on(having("sample"), SAMPLE_CASES, few=(0, 3, 6, 8, 11, 13, 15))
+@on(backends_with("sample"), SAMPLE_CASES, few=(0, 3, 6, 8, 11, 13, 15))
 def test_a_backend_keeps_and_attends_the_blocks_of_the_oracle(backend: Any, case: SampleCase) -> None:
     choice, out, lse = backend.sample(case)
     assert_same_blocks(choice, case, selection(case))
