@@ -1,4 +1,4 @@
-"""NaN and infinity in valid keys, values and queries: every backend attends to the keys that the oracle attends to."""
+"""NaN and infinity in valid keys, values and queries: every backend attends the same keys as the oracle."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sample_cases import selection
 
 from mlx_sparse import oracle
 
-# By method the sizes and settings that run.
+# Sizes and settings by method.
 ARMS = {"sparq": (("G1", "reallocate"), ("G4", "paper"), ("G4", "eval"))}
 STEPS = [(method, edit, *arm) for method, arms in ARMS.items() for edit, arm in covering(list(NON_FINITE), arms)]
 STEPS += [("sparq", edit, "tiles", "paper") for edit in ("nan", "more-than-are-attended")]
-# The other forms of a body compute as it does.
+# These runtimes evaluate the same function bodies as another backend.
 FORMS = ("onnx-compat", "onnx-reference")
 BACKENDS = [name for name in backends_with("sparq") if name not in FORMS]
 by_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 
 
 def assert_same_keys(indices: Array, wanted: Expected) -> None:
-    """The same choice, where what is no number counts as more than any number."""
+    """Assert the same selection; NaN and infinity rank above every finite score."""
     scores = wanted.scores
     assert scores is not None
     most = np.abs(scores[np.isfinite(scores)]).max(initial=0)
@@ -36,7 +36,7 @@ def assert_same_keys(indices: Array, wanted: Expected) -> None:
 
 @pytest.mark.parametrize(("method", "edit", "sizes", "setting"), STEPS)
 @by_backend
-def test_what_is_no_number_is_ranked_and_shows_as_in_the_oracle(
+def test_non_finite_numbers_are_ranked_and_shown_as_in_the_oracle(
     backend: Any, method: str, edit: str, sizes: str, setting: str
 ) -> None:
     case = NonFinite(*SIZES[sizes], edit=edit)
@@ -49,14 +49,14 @@ def test_what_is_no_number_is_ranked_and_shows_as_in_the_oracle(
 @pytest.mark.parametrize("setting", [setting for setting in SPARQ if setting != "k1"])  # which reads one component
 @pytest.mark.parametrize("edit", ["nan", "nan-everywhere-in-a-key", "inf", "minus-inf", "inf-minus-inf", "all-keys"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_a_key_that_is_no_number_shows_where_it_shows_in_dense_attention(sizes: str, edit: str, setting: str) -> None:
+def test_a_non_finite_key_has_the_effect_of_dense_attention(sizes: str, edit: str, setting: str) -> None:
     case = NonFinite(*SIZES[sizes], edit=edit)
     dense = oracle.dense_attention(*case.inputs(), left_padding=case.padding)
     np.testing.assert_array_equal(np.isnan(expected(case, setting, "sparq").out), np.isnan(dense))
 
 
 @pytest.mark.parametrize("backend", backends_with("attend_indices"), indirect=True)
-def test_nan_in_a_listed_key_is_not_hidden(backend: Any) -> None:
+def test_nan_in_a_listed_key_reaches_the_output(backend: Any) -> None:
     case = NonFinite(1, 4, 2, 130, 64, "f32", edit="nan")
     _, out, lse = backend.attend_indices(case, np.broadcast_to(np.arange(30, 50), (1, 2, 20)), 0.125)
     assert np.isnan(out[0, :2]).all()
@@ -76,7 +76,7 @@ def test_prompts_keep_every_block_where_a_sampled_query_has_no_softmax(backend: 
     assert everything.tolist() == [True, True, False, False]
 
 
-def test_a_prompt_with_a_key_that_is_nan_is_nan_where_dense_attention_is() -> None:
+def test_a_prompt_with_a_nan_key_has_the_nans_of_dense_attention() -> None:
     case = NonFiniteChunk(1, 4, 2, 250, 400, 64, "f32", 32, 1, 0.3, 0.3, NAN)
     sparse = oracle.sample_attention(*case.inputs(), **case.parameters)
     np.testing.assert_array_equal(np.isnan(sparse), np.isnan(oracle.dense_attention(*case.inputs())))
@@ -84,7 +84,7 @@ def test_a_prompt_with_a_key_that_is_nan_is_nan_where_dense_attention_is() -> No
 
 @dataclass(frozen=True)
 class NonFiniteRoute(SaapCase):
-    """A step in which the first query before RoPE is no number."""
+    """A step in which the first pre-RoPE query has a NaN."""
 
     def queries_before(self) -> Array:
         queries = super().queries_before()
@@ -94,7 +94,7 @@ class NonFiniteRoute(SaapCase):
 
 @pytest.mark.parametrize("hidden", [None, 32])
 @by_backend
-def test_a_query_that_is_nan_visits_the_first_buckets(backend: Any, hidden: int | None) -> None:
+def test_a_nan_query_visits_the_first_buckets(backend: Any, hidden: int | None) -> None:
     case = NonFiniteRoute(Case(1, 4, 2, 300, 64, "f32"), "random", hidden=hidden)
     assert visited(case)[0, 0].tolist() == [0, 1, 2, 3]
     choice, out, lse = backend.saap(case, visited(case))

@@ -1,4 +1,4 @@
-"""The harness's own specification: bugs planted one by one, each with the whole message that it must give."""
+"""Specification of the harness: planted bugs, each with the complete error message."""
 
 import json
 import re
@@ -24,7 +24,7 @@ kernel void k(const device float* x [[buffer(0)]], device float* out [[buffer(1)
 
 @dataclass(frozen=True)
 class Case:
-    """One small kernel, its launch and (for a bug) the message of the harness.
+    """A small kernel, its launch and (for a bug) the message of the harness.
 
     In ``message``, ``@2`` stands for the location of line 2 and ``~`` for "without a barrier between by".
     """
@@ -55,7 +55,7 @@ CASES = {name: [Case(**row) for row in rows] for name, rows in json.loads(TABLE.
 
 @pytest.mark.parametrize("case", CASES["bugs"], ids=lambda case: case.name)
 def test_bug_is_named(case: Case) -> None:
-    """The whole message: kind, bytes, buffer, thread, threadgroup, simdgroup, lane, line and source."""
+    """The message has kind, bytes, buffer, thread, threadgroup, simdgroup, lane, line and source."""
     at = [f"body:{number}: `{line.strip()}`" for number, line in enumerate(case.body, 1)]
     message = case.message.replace("~", "without a barrier between by")
     message = re.sub(r"@(\d+)", lambda m: at[int(m[1]) - 1], message)

@@ -1,4 +1,4 @@
-"""What clang would let pass: findings of the lint, each on its planted line, and of the typed compilation."""
+"""Findings of the lint and of the typed compilation that plain clang does not report."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ KERNEL = """kernel void k(const device float* x [[buffer(0)]], device float* out
 out[i] = x[i] + float(lane + sg + group + n);
 }}
 """
-# Kernel bodies of one line that the lint refuses or accepts, whole texts with their findings, and lines that clang's
-# plain C++ accepts although Metal's types do not ("refused") or Apple's compiler warns ("warned").
+# Kernel lines that the lint refuses ("lines") or accepts ("clean_lines"), complete texts with their findings ("files"),
+# and lines that are valid C++ but invalid in Metal ("refused") or cause a warning of Apple's compiler ("warned").
 TABLE = json.loads(Path(__file__).with_name("msl_lint.json").read_text())
 
 
@@ -58,7 +58,7 @@ def test_typed_check_warns(row: dict[str, str]) -> None:
     assert finding.endswith("body:2")
 
 
-def test_typed_check_warns_of_constants_and_functions_that_nobody_uses() -> None:
+def test_typed_check_warns_of_unused_constants_and_functions() -> None:
     lost = "constant constexpr uint LOST = 3;\nstatic uint lost(uint n) { return n; }\n"
     found = typed_check(HEAD + lost + KERNEL.format(body=""))
     assert [finding.partition(" [")[0] for finding in found] == [
