@@ -28,8 +28,8 @@ def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
     """Return the query rows of a threadgroup and the keys that it stages.
 
     A lane holds D / 4 numbers of its query and D / 4 sums. Up to D = 128 the registers suffice for 512 threads, above
-    for 256; more than 64 rows are then divided among threadgroups. The staged keys leave room for a second threadgroup
-    on a core.
+    for 256; more than 64 rows are then divided among threadgroups. Two threadgroups fit on a
+    core beside their staged keys.
     """
     shares = -(-rows // (METAL_ROWS if D <= 128 else METAL_ROWS // 2))
     padding = 16 // itemsize

@@ -18,7 +18,7 @@ ATTEND = Kernel(
 
 
 def tile_of(D: int, itemsize: int) -> tuple[int, int]:
-    """Return the query rows and keys that a threadgroup stages: those of MLX's prefill kernel, or the most that fit."""
+    """Return the query rows and keys that a threadgroup stages: as in MLX's prefill kernel, or the most that fit."""
 
     def fits(rows: int, keys: int) -> bool:
         padding = 16 // itemsize

@@ -43,7 +43,7 @@ def flattened(name: str) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: the body metal/NAME.metal and the templates of a header.
+    """Kernel with the body metal/NAME.metal and the templates of a header.
 
     The comment at the top of the body describes the inputs, the outputs, the grid and the bytes that it moves.
     """
@@ -94,7 +94,7 @@ class Launch:
         groups: tuple[int, int, int],
         threads: int,
     ) -> None:
-        """Prepare the launch. The arguments are those of `Kernel.__call__`; ``numbers`` are the last kernel inputs."""
+        """Prepare a launch with the arguments of `Kernel.__call__`; ``numbers`` are the last inputs of the kernel."""
         self.kernel, self.numbers, self.template = kernel, tuple(numbers), template
         self._run = partial(
             kernel.compiled,

@@ -93,16 +93,16 @@ class Sizes(NamedTuple):
 
     @property
     def code_tiles(self) -> int:
-        """Number of tiles: those of the keys in full groups, and one for the tail."""
+        """Number of tiles: the tiles of the keys in full groups, and one for the tail."""
         return -(-(self.length // GROUP * GROUP) // CODE_TILE) + 1
 
 
 def sparq_scores(n: Sizes) -> Launch:
     """Build the launch that writes approximate logits of all keys from ``rank`` components (sparq.3).
 
-    The outputs are float32 ``logits (B, Hkv, stride, G)``, -inf for invalid keys, with ``stride`` the next multiple of
-    4, and ``statistics (B, Hkv, tiles, G, 2)``: largest logit and sum of ``exp(logit - largest)`` of each tile of 1,024
-    keys.
+    The outputs are float32. ``logits (B, Hkv, stride, G)`` are -inf for invalid keys; ``stride`` is the next multiple
+    of 4. ``statistics (B, Hkv, tiles, G, 2)`` are the largest logit and the sum of ``exp(logit - largest)`` of each
+    tile of 1,024 keys.
     """
     tiles = -(-n.length // (KEYS * THREADS))
     logits = (n.B, n.Hkv, -(-n.length // KEYS) * KEYS, n.G)
@@ -119,8 +119,8 @@ def sparq_scores(n: Sizes) -> Launch:
 def sparq_code_scores(n: Sizes) -> Launch:
     """Build the launch that writes approximate logits (sparq.21) of all keys from int4 codes.
 
-    The outputs are those of `sparq_scores`, with a stride that is a multiple of 8 and one more tile for the tail.
-    `narrow` logits are uint8.
+    The outputs are the same as for `sparq_scores`, with a stride that is a multiple of 8 and one more tile for the
+    tail. `narrow` logits are uint8.
     """
     per_thread = 8 if n.G <= 4 else 4  # more do not fit into the registers
     template = {"D": n.D, "G": n.G, "WEIGHTED": n.weighted, "KEYS": per_thread}
@@ -246,7 +246,7 @@ def find_candidates(
 
 
 def _not_empty(coded: KeyCodes) -> KeyCodes:
-    """Return codes that have room for one group at least, because a kernel does not accept empty arrays."""
+    """Pad empty codes to one group, because a kernel does not accept empty arrays."""
     if coded.lo.shape[-1] > 0:
         return coded
     codes, lo, step = (mx.pad(array, [(0, 0)] * 3 + [(0, WORDS)]) for array in coded[:3])

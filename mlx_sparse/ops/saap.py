@@ -72,8 +72,8 @@ def saap_indices(
     C = offsets.shape[2] - 1
     first = mx.zeros((B, 1, 1), mx.int32) if left_padding is None else left_padding[:, None, None].astype(mx.int32)
     known = mx.array(covered, mx.int32).reshape(-1, 1, 1)
-    # A list is a row of runs of consecutive numbers: sinks, tail, then one run per bucket; here are where each starts
-    # and how long it is. Runs of keys are taken as they are, those of buckets are positions in key_ids.
+    # A list consists of runs of consecutive numbers: sinks, tail, then one run per bucket. `begin` and `size` describe
+    # each run. The first two runs are keys; the runs of buckets are positions in key_ids.
     real = (visited >= 0) & (visited < C)
     bucket = mx.where(real, visited, 0).astype(mx.int32)
     begin = mx.take_along_axis(offsets, bucket, axis=-1)

@@ -1,7 +1,7 @@
-"""The specification, runnable: every method in NumPy float64, with the equation numbers of docs/spec.
+"""The executable specification: every method in NumPy float64, with the equation numbers of docs/spec.
 
-Arrays of any float type come in and are promoted to float64; results are float64. Clarity before speed. Nothing outside
-the tests and the evaluation calls this package.
+Inputs of any float type are promoted to float64, and results are float64. The code prefers clarity to speed. Only the
+tests, the evaluation and the benchmarks import this package.
 """
 
 from .attend import attend_indices, dense_attention

@@ -42,7 +42,7 @@ def streaming_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """The first ``sink_tokens`` and the last ``recent_tokens`` valid keys; positions stay as they are."""
+    """Attend the first ``sink_tokens`` and the last ``recent_tokens`` valid keys; positions are not changed."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("sink_tokens", sink_tokens, 0)
     check_int("recent_tokens", recent_tokens, 1)
@@ -73,7 +73,7 @@ def oracle_top_k_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """SparQ's choice made from the exact scores: what ``rank = D`` gives, renormalised, no reallocation."""
+    """Attend the keys that SparQ selects from exact scores (``rank = D``), without reallocation."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)
     window = check_local_window(local_window, top_k)
@@ -98,7 +98,7 @@ def flexgen_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Exact softmax over all keys; values of the ``top_k`` largest group-summed weights; not renormalised."""
+    """Sum the values of the ``top_k`` largest group-summed softmax weights, without renormalization."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)
     if n.L > 1:
@@ -125,9 +125,10 @@ def h2o_scores(
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
 ) -> Array:
-    """Attention each key has received from ``L`` causal queries, mean over the group: ``(B, Hkv, S)``; -inf if invalid.
+    """Return the attention that each key received from ``L`` causal queries (group mean): ``(B, Hkv, S)``.
 
-    What `h2o_attention` starts from after a dense prompt. Queries at padded positions do not count.
+    `h2o_attention` starts from these scores after dense prefill. Invalid keys have -inf; queries at padded positions do
+    not count.
     """
     q, k = float64(queries), float64(keys)
     n = check_qkv(q, k, k)
@@ -154,13 +155,13 @@ def h2o_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend the last ``local_window`` keys and the heavy hitters, ``top_k`` together; everything else is evicted.
+    """Attend the last ``local_window`` keys and the heavy hitters, ``top_k`` in total; evict the other keys.
 
     Args:
         scores: ``(B, Hkv, S)`` attention received so far, 0 for the current key, -inf for evicted keys.
 
     Returns:
-        ``out, scores``; with ``return_stats`` also a `Stats`. The new scores hold -inf for what this step evicted.
+        ``out, scores``; with ``return_stats`` also a `Stats`. The new scores are -inf for keys that this step evicted.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     check_decode_step(n, "h2o")
@@ -181,7 +182,7 @@ def h2o_attention(
 
 
 def listed(indices: Array, S: int) -> Array:
-    """``(B, Hkv, S)`` bool: key j is in the index list."""
+    """Return a bool mask ``(B, Hkv, S)`` of the keys in the index lists."""
     mask = np.zeros((*indices.shape[:2], S), dtype=bool)
     for b, h in np.ndindex(indices.shape[:2]):
         mask[b, h, indices[b, h][indices[b, h] >= 0]] = True
@@ -189,7 +190,7 @@ def listed(indices: Array, S: int) -> Array:
 
 
 def _exact(q: Array, k: Array, scale: float, left_padding: npt.ArrayLike | None) -> tuple[Array, Array]:
-    """Exact logits and softmax weights of one decode step, ``(B, Hkv, G, S)``."""
+    """Return exact logits and softmax weights of one decode step, ``(B, Hkv, G, S)``."""
     valid = valid_keys(k.shape[0], k.shape[2], left_padding)
     k = np.where(valid[:, None, :, None], k, 0.0)
     exact = logits(q, k, scale)[:, :, :, 0, :]

@@ -1,4 +1,4 @@
-"""Attend over lists of key blocks, shared by every prefill method: docs/spec/sample.md, (sample.8)."""
+"""Attention over lists of key blocks, shared by every prefill method: docs/spec/sample.md, (sample.8)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def attend_blocks(
     block_size: int,
     scale: float | None = None,
 ) -> tuple[Array, Array]:
-    """Exact causal attention of every query over the listed key blocks of its row block.
+    """Compute exact causal attention of every query over the listed key blocks of its row block.
 
     Args:
         queries: ``(B, Hq, L, D)``; query i sits at position ``S - L + i``, in row block ``(S - L + i) // block_size``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int32, R touched row blocks; ``-1``, or any number that is no block's, = empty slot.
+        blocks: ``(B, Hq, R, N)`` int32, R touched row blocks; -1 or any number that is not a block = empty slot.
 
     Returns:
-        ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``; 0 and -inf for queries with nothing to attend.
+        ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``; 0 and -inf for queries without a key.
 
     Raises:
         ShapeError: ``blocks`` does not fit the queries.
@@ -55,13 +55,13 @@ def attend_blocks(
 
 
 def block_mask(blocks: Array, key_blocks: int) -> Array:
-    """Block lists ``(B, Hq, R, N)`` as bool ``(B, Hq, R, key_blocks)``."""
+    """Convert block lists ``(B, Hq, R, N)`` to a bool mask ``(B, Hq, R, key_blocks)``."""
     mask: Array = (blocks[..., None] == np.arange(key_blocks)).any(axis=-2)
     return mask
 
 
 def block_lists(mask: Array) -> Array:
-    """Bool ``(B, Hq, R, key_blocks)`` as ascending int32 lists, then -1, as wide as the longest."""
+    """Convert a mask ``(B, Hq, R, key_blocks)`` to ascending int32 lists, padded with -1 to the longest."""
     key_blocks = mask.shape[-1]
     listed = np.sort(np.where(mask, np.arange(key_blocks), key_blocks), axis=-1)[..., : mask.sum(axis=-1).max()]
     return np.where(listed < key_blocks, listed, -1).astype(np.int32)
@@ -70,7 +70,7 @@ def block_lists(mask: Array) -> Array:
 def prefill_result(
     qkv: tuple[Array, Array, Array], blocks: Array, layout: Layout, *, scale: float | None, return_stats: bool | str
 ) -> Any:
-    """``out`` of attention over the lists; with ``return_stats`` also a `Stats`."""
+    """Return ``out`` of attention over the lists; with ``return_stats`` also a `Stats`."""
     out, lse = attend_blocks(*qkv, blocks, block_size=layout.block_size, scale=scale)
     return prefill_stats(qkv, out, lse, blocks, layout, scale=scale, return_stats=return_stats)
 
@@ -85,7 +85,7 @@ def prefill_stats(
     scale: float | None,
     return_stats: bool | str,
 ) -> Any:
-    """``out``, or with ``return_stats`` ``out`` and the `Stats` of a call that attended ``blocks``."""
+    """Return ``out``; with ``return_stats`` also the `Stats` of a call that attended ``blocks``."""
     if not return_stats:
         return out
     q, k, v = qkv

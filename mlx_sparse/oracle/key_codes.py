@@ -1,4 +1,4 @@
-"""Keys in few bits: docs/spec/sparq.md, equations (sparq.17) to (sparq.22)."""
+"""Quantized scoring keys (int4): docs/spec/sparq.md, equations (sparq.17) to (sparq.22)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 
 
 def code_keys(keys: npt.ArrayLike, *, left_padding: npt.ArrayLike | None = None) -> KeyCodes:
-    """Code the full groups of ``keys (B, Hkv, S, D)``; invalid keys may hold anything."""
+    """Code the full groups of ``keys (B, Hkv, S, D)``; invalid keys may hold any number."""
     rows = np.asarray(keys, np.float32)
     B, Hkv, S, D = rows.shape
     groups, largest = S // GROUP, np.float32(LARGEST_CODE)
@@ -43,17 +43,17 @@ def code_keys(keys: npt.ArrayLike, *, left_padding: npt.ArrayLike | None = None)
 
 
 def coded_groups(B: int, S: int, left_padding: npt.ArrayLike | None) -> list[tuple[int, int]]:
-    """The first valid key of each row, and how many groups from there on are full."""
+    """Return the first valid key and the number of full groups of each sequence."""
     return [(S - int(count), int(count) // GROUP) for count in valid_keys(B, S, left_padding).sum(axis=1)]
 
 
 def unpack(codes: Array) -> Array:
-    """Codes of single keys ``(..., groups * GROUP)`` uint8."""
+    """Unpack two codes per byte: uint8 ``(..., groups * GROUP)``."""
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
 def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLike | None = None) -> Array:
-    """What (sparq.21) takes for ``keys (B, Hkv, S, D)``, in float64: codes for what is coded, else the key itself."""
+    """Return the keys that (sparq.21) scores, float64 ``(B, Hkv, S, D)``: decoded groups and the exact tail."""
     lo, step = (np.repeat(array.astype(np.float64), GROUP, axis=-1) for array in (coded.lo, coded.step))
     decoded = (lo + step * unpack(coded.codes)).swapaxes(-1, -2)
     found: Array = keys - coded.centre[:, :, None]
@@ -64,11 +64,11 @@ def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLik
 
 
 def key_spread(coded: KeyCodes, keys: Array, *, left_padding: npt.ArrayLike | None = None) -> Array:
-    """(sparq.22) of each component of ``keys (B, Hkv, S, D)``: float64 ``(B, Hkv, D)``."""
+    """Return the deviation of each component of ``keys`` (sparq.22): float64 ``(B, Hkv, D)``."""
     from .sparq import deviation
 
     B, _, S, _ = keys.shape
-    found = deviation(keys, valid_keys(B, S, left_padding))  # of a row without a coded group
+    found = deviation(keys, valid_keys(B, S, left_padding))  # for sequences without a coded group
     lo = coded.lo.astype(np.float64)
     width = LARGEST_CODE * coded.step.astype(np.float64)
     middle = lo + width / 2

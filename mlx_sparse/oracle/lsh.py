@@ -1,4 +1,4 @@
-"""The baselines for prompts that hash queries and keys: docs/spec/sample.md, section "Baselines"."""
+"""Prefill baselines that hash queries and keys: docs/spec/sample.md, section "Baselines"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 def hash_codes(vectors: Array, buckets: int) -> Array:
-    """(sample.15) the end of a random direction that each of ``vectors (..., D)`` is nearest to, 0..buckets - 1."""
+    """Hash ``vectors (..., D)`` to the nearest end of ``buckets / 2`` random directions, 0..buckets - 1 (sample.15)."""
     along = vectors @ signs(vectors.shape[-1], buckets // 2)
     codes: Array = np.argmax(np.concatenate([along, -along], axis=-1), axis=-1)
     return codes
@@ -33,19 +33,19 @@ def hash_sparse_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attention of every query over the keys up to it that have its hash, and itself (sample.15)."""
+    """Attend the key of the query itself and the earlier keys with the hash of the query (sample.15)."""
     q, k, v, n = checked(queries, keys, values, backend)
     code_q, code_k = hash_codes(q, buckets), np.repeat(hash_codes(k, buckets), n.G, axis=1)
     same = code_q[..., :, None] == code_k[..., None, :]
     position, key = np.arange(n.S - n.L, n.S)[:, None], np.arange(n.S)
-    mask = (same | (key == position) | _not_numbers(k, n.G)) & (key <= position)
+    mask = (same | (key == position) | _nan_keys(k, n.G)) & (key <= position)
     return _attend((q, k, v), mask, np.zeros(n.S), scale=scale, return_stats=return_stats)
 
 
 def sort_ranks(vectors: Array, hash_bits: int) -> Array:
-    """(sample.17) the place of each of ``vectors (..., M, D)`` in an order by hash, 0..M - 1.
+    """Return the rank of each of ``vectors (..., M, D)`` in the order of their hashes, 0..M - 1 (sample.17).
 
-    The signs along random directions are a Gray code: neighbours in the order differ in one of them.
+    The signs along random directions are a Gray code: adjacent codes differ in one sign.
     """
     positive = vectors @ signs(vectors.shape[-1], hash_bits) > 0
     bits = np.logical_xor.accumulate(positive, axis=-1)
@@ -66,7 +66,7 @@ def hyperattention_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """HyperAttention: buckets of a sort by hash and a weighted sample of keys (sample.16) to (sample.18)."""
+    """Run HyperAttention: buckets of a sort by hash and a weighted sample of keys (sample.16) to (sample.18)."""
     q, k, v, n = checked(queries, keys, values, backend)
     offset = n.S - n.L
     mask, weight = np.zeros((n.B, n.Hq, n.L, n.S), dtype=bool), np.zeros((n.B, n.Hq, n.L, n.S))
@@ -75,18 +75,18 @@ def hyperattention_attention(
         mask[:, :, rows, start:stop] = np.tri(stop - start, dtype=bool)
         for span in spans:
             columns = slice(span.first, span.last)
-            kept, extra = _of_span(q, k, span, offset, bucket_size, sampled_keys, hash_bits)
+            kept, extra = _span_pairs(q, k, span, offset, bucket_size, sampled_keys, hash_bits)
             inside = slice(start - span.start, stop - span.start)
             mask[:, :, rows, columns], weight[:, :, rows, columns] = kept[:, :, inside], extra[:, :, inside]
     position, key = np.arange(offset, n.S)[:, None], np.arange(n.S)
-    lost = _not_numbers(k, n.G) & (key <= position)
+    lost = _nan_keys(k, n.G) & (key <= position)
     return _attend((q, k, v), mask | lost, weight, scale=scale, return_stats=return_stats)
 
 
-def _of_span(
+def _span_pairs(
     q: Array, k: Array, span: Span, offset: int, bucket_size: int, sampled_keys: int, hash_bits: int
 ) -> tuple[Array, Array]:
-    """(sample.17), (sample.18): kept pairs of a span, bool ``(B, Hq, P, M)``, and the logarithms of their weights."""
+    """Return the attended pairs of a span, bool ``(B, Hq, P, M)``, and the logarithms of their weights (sample.18)."""
     P, M, G = span.stop - span.start, span.last - span.first, q.shape[1] // k.shape[1]
     if bucket_size + sampled_keys >= M:
         return np.ones((*q.shape[:2], P, M), dtype=bool), np.zeros((*q.shape[:2], P, M))
@@ -98,15 +98,15 @@ def _of_span(
     return same | drawn, np.where(drawn & ~same, np.log(M / sampled_keys), 0.0)
 
 
-def _not_numbers(k: Array, G: int) -> Array:
-    """Keys that no hash can place, which everybody attends, so that they show: bool ``(B, Hq, 1, S)``."""
+def _nan_keys(k: Array, G: int) -> Array:
+    """Return True for keys with NaN, which have no hash: every query attends them. Bool ``(B, Hq, 1, S)``."""
     return np.repeat(np.isnan(k.sum(axis=-1)), G, axis=1)[:, :, None]
 
 
 def _attend(
     qkv: tuple[Array, Array, Array], mask: Array, weight: Array, *, scale: float | None, return_stats: bool | str
 ) -> Any:
-    """Attention over the pairs of ``mask (B, Hq, L, S)``, with ``exp(weight)`` of each."""
+    """Attend the pairs of ``mask (B, Hq, L, S)``, weighted by ``exp(weight)``."""
     q, k, v = qkv
     n = check_qkv(q, k, v)
     grouped = (n.B, n.Hkv, n.G, n.L, n.S)

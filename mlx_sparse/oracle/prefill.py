@@ -26,7 +26,7 @@ def minference_select(
     block_size: int = 64,
     scale: float | None = None,
 ) -> Array:
-    """(sample.12) the best columns and bins of the last 64 rows, as many as the budgets pay for: block lists."""
+    """Select the best columns and bins of the last 64 rows within the budgets (sample.12); return block lists."""
     q, k = float64(queries), float64(keys)
     layout = Layout(q.shape[2], k.shape[2], 1, block_size, MINFERENCE_ROWS)
     column, slash = sample_scores(q, k, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
@@ -36,7 +36,7 @@ def minference_select(
 
 
 def best(scores: Array, count: int) -> Array:
-    """The ``count`` largest of ``scores (..., Nk)``, bool; ties go to the lower index. Scores with a NaN keep all."""
+    """Keep the ``count`` largest of ``scores (..., Nk)``; ties go to the lower index. With a NaN, keep all."""
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
     kept = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(kept, order, True, axis=-1)
@@ -55,7 +55,7 @@ def minference_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Vertical-slash attention with fixed budgets (MInference), at block granularity."""
+    """Run vertical-slash attention with fixed budgets (MInference) at block granularity."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("vertical_tokens", vertical_tokens, 1)
     check_int("slash_tokens", slash_tokens, 1)

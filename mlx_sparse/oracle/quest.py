@@ -18,9 +18,9 @@ Array = npt.NDArray[Any]
 def page_bounds(
     keys: npt.ArrayLike, left_padding: npt.ArrayLike | None = None, *, page_size: int = 16
 ) -> tuple[Array, Array]:
-    """(quest.1) smallest and largest of each component over the keys of each page: two ``(B, Hkv, P, D)``.
+    """Return the minimum and maximum of each component over the keys of each page (quest.1): two ``(B, Hkv, P, D)``.
 
-    +inf and -inf for a page without a key; NaN where a key holds it.
+    A page without a key has +inf and -inf. A component with NaN in a key has NaN.
     """
     k = float64(keys)
     B, Hkv, S, D = k.shape
@@ -48,11 +48,11 @@ def quest_select(
     page_min: npt.ArrayLike | None = None,
     page_max: npt.ArrayLike | None = None,
 ) -> tuple[Array, Array]:
-    """Choose the pages of one decode step for ``queries (B, Hq, 1, D)`` and ``keys (B, Hkv, S, D)``.
+    """Select the pages of one decode step for ``queries (B, Hq, 1, D)`` and ``keys (B, Hkv, S, D)``.
 
     Returns:
-        ``(B, Hkv, K * page_size)`` int32 keys (quest.5), -1 in empty slots, and the scores of all pages (quest.3), +inf
-        for the current page and -inf for pages behind it.
+        ``(B, Hkv, K * page_size)`` int32 keys (quest.5), -1 in empty slots, and the scores of all pages (quest.3). The
+        current page has +inf, and pages behind it have -inf.
     """
     q, k = float64(queries), float64(keys)
     B, Hkv, S, D = k.shape
@@ -90,7 +90,7 @@ def quest_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """`mlx_sparse.quest_attention` in float64."""
+    """Compute `mlx_sparse.quest_attention` in float64."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("page_size", page_size, 1)
     check_int("top_k", top_k, 1)

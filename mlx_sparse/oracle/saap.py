@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 def saap_assign(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
-    """Bucket of each key before RoPE: the centroid with the largest inner product (saap.1).
+    """Assign each pre-RoPE key to the centroid with the largest inner product (saap.1).
 
     Args:
         keys: ``(B, Hkv, n, D)`` before RoPE.
@@ -33,15 +33,15 @@ def saap_assign(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
 
 
 def kmeans_step(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
-    """One iteration of spherical k-means (saap.2).
+    """Run one iteration of spherical k-means (saap.2).
 
     Args:
         keys: ``(N, D)`` of one KV head, before RoPE.
         centroids: ``(C, D)``.
 
     Returns:
-        ``(C, D)``: the sum of each bucket's keys, scaled to length 1; an empty bucket keeps its centroid, and so does
-        one whose sum is no number.
+        ``(C, D)``: the sum of the keys of each bucket, scaled to length 1. A bucket keeps its centroid if it is empty
+        or its sum is not finite.
     """
     k, c = float64(keys), float64(centroids)
     bucket = saap_assign(k[None, None], c[None])[0, 0]
@@ -54,12 +54,12 @@ def kmeans_step(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
 
 
 class Target(NamedTuple):
-    """What a query network is trained on.
+    """Training targets of a query network.
 
     Attributes:
-        mass: ``(n, C)`` share of each query's long-range attention in each bucket (saap.4); rows add up to 1.
-        rows: ``(n,)`` the queries that have any, by position.
-        far: ``(n,)`` share of the whole attention that is long-range.
+        mass: ``(n, C)`` share of the long-range attention of a query in each bucket (saap.4); rows add up to 1.
+        rows: ``(n,)`` positions of the queries with long-range attention.
+        far: ``(n,)`` share of the attention of a query that is long-range.
     """
 
     mass: Array
@@ -79,15 +79,15 @@ def saap_target(
     scale: float | None = None,
     causal: bool = True,
 ) -> Target:
-    """Attention mass per bucket over long-range keys, of the queries that look far away (saap.3), (saap.4).
+    """Compute the attention mass per bucket over long-range keys (saap.3), (saap.4).
 
     Args:
         queries: ``(S, D)`` of one query head, after RoPE, at positions 0..S-1.
         keys: ``(S, D)`` of its KV head, after RoPE.
         bucket_ids: ``(S,)`` bucket of each key.
-        recent_tokens: a key counts for a query if it is at least this many positions behind it.
-        farthest_top: a query counts if its best key, sinks aside, is more than this many positions away.
-        causal: queries see earlier keys only, as when decoding; without it all keys of the text, as the paper says.
+        recent_tokens: minimum distance between a query and its long-range keys.
+        farthest_top: a query is used if its best key, except sinks, is more than this many positions away.
+        causal: True = queries attend earlier keys only, as in decoding; False = all keys of the text, as in the paper.
     """
     q, k = float64(queries), float64(keys)
     S, D = q.shape
@@ -100,7 +100,7 @@ def saap_target(
     candidates = seen & (np.arange(S) >= sink_tokens)
     best = np.argmax(np.where(candidates, logits, -np.inf), axis=1)
     looks_far = candidates.any(axis=1) & (np.abs(np.arange(S) - best) > farthest_top)
-    # (saap.4) mass by bucket, renormalised over far keys
+    # (saap.4) mass by bucket, renormalized over far keys
     far = seen & (np.abs(distance) >= recent_tokens) & (np.arange(S) >= sink_tokens)
     kept = np.where(far, attention, 0.0)
     share = kept.sum(axis=1)
@@ -119,7 +119,7 @@ def query_network(
     hidden_weight: npt.ArrayLike | None = None,
     hidden_bias: npt.ArrayLike | None = None,
 ) -> Array:
-    """Probability of each bucket for queries before RoPE (saap.5).
+    """Compute the probability of each bucket for pre-RoPE queries (saap.5).
 
     Args:
         queries: ``(B, Hq, 1, D)``.
@@ -153,14 +153,14 @@ def fold_batch_norm(
     shift: npt.ArrayLike,
     eps: float = 1e-5,
 ) -> tuple[Array, Array]:
-    """Weight ``(D, H)`` and bias ``(H,)`` of a layer with the batch norm behind it folded in (saap.6)."""
+    """Return weight ``(D, H)`` and bias ``(H,)`` of a layer merged with the batch norm after it (saap.6)."""
     factor = float64(gain) / np.sqrt(float64(variance) + eps)
     folded: Array = (float64(bias) - float64(mean)) * factor + float64(shift)
     return float64(weight) * factor, folded
 
 
 def saap_route(queries: npt.ArrayLike, *, probes: int, **network: npt.ArrayLike | None) -> Array:
-    """The ``probes`` buckets that the group of each KV head visits (saap.8).
+    """Select the ``probes`` buckets that the group of each KV head visits (saap.8).
 
     Args:
         queries: ``(B, Hq, 1, D)`` before RoPE.
@@ -176,7 +176,7 @@ def saap_route(queries: npt.ArrayLike, *, probes: int, **network: npt.ArrayLike 
 
 
 def route_scores(queries: npt.ArrayLike, **network: Any) -> Array:
-    """``(B, Hkv, C)``: the probabilities of each bucket, summed over the group."""
+    """Return the probabilities of each bucket summed over the group, ``(B, Hkv, C)``."""
     scores: Array = query_network(queries, **network).sum(axis=2)
     return scores
 
@@ -184,14 +184,14 @@ def route_scores(queries: npt.ArrayLike, **network: Any) -> Array:
 def saap_index(
     bucket_ids: npt.ArrayLike, *, buckets: int, sink_tokens: int, left_padding: npt.ArrayLike | None = None
 ) -> tuple[Array, Array]:
-    """Keys in bucket order (saap.9).
+    """List the keys by bucket (saap.9).
 
     Args:
-        bucket_ids: ``(B, Hkv, n)`` of keys 0..n-1; sinks, padded keys and those in no bucket are not listed.
+        bucket_ids: ``(B, Hkv, n)`` of keys 0..n-1; sinks, padding and keys without a bucket are not listed.
 
     Returns:
         ``offsets (B, Hkv, C + 1)`` and ``key_ids (B, Hkv, n)`` int32: the keys of bucket c are
-        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending; -1 from ``offsets[C]`` on.
+        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending. Slots at ``offsets[C]`` and behind are -1.
     """
     ids = np.asarray(bucket_ids)
     B, Hkv, n = ids.shape
@@ -219,15 +219,16 @@ def saap_indices(
     capacity: int,
     left_padding: npt.ArrayLike | None = None,
 ) -> tuple[Array, Array]:
-    """The keys of one step: sinks, keys from ``covered`` on, keys of the visited buckets (saap.10).
+    """List the keys of one step: sinks, keys at ``covered`` and behind, keys of the visited buckets (saap.10).
 
     Args:
-        visited: ``(B, Hkv, n)`` distinct buckets; numbers that are no bucket's are empty slots.
-        offsets, key_ids: as `saap_index` gives them for keys 0..covered-1.
+        visited: ``(B, Hkv, n)`` buckets without duplicates; a number that is not a bucket = empty slot.
+        offsets, key_ids: results of `saap_index` for keys 0..covered-1.
         covered: one number, or ``(B,)``.
 
     Returns:
-        ``indices (B, Hkv, capacity)`` int32, packed in this order, then -1; ``counts (B, Hkv)`` of those used.
+        ``indices (B, Hkv, capacity)`` int32, in this order without gaps, then -1; ``counts (B, Hkv)`` of
+        the keys.
     """
     chosen, starts, ids = (np.asarray(array) for array in (visited, offsets, key_ids))
     B, Hkv, _ = chosen.shape
@@ -261,9 +262,9 @@ def saap_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """One decode step over sinks, recent keys and the keys of the visited buckets.
+    """Run one decode step over sinks, recent keys and the keys of the visited buckets.
 
-    The arguments are those of `mlx_sparse.saap_attention`.
+    The arguments are the same as for `mlx_sparse.saap_attention`.
 
     Returns:
         ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.
@@ -294,7 +295,7 @@ def saap_attention(
 def saap_keys(
     bucket_ids: Array, visited: Array, sink_tokens: int, recent_tokens: int, left_padding: npt.ArrayLike | None = None
 ) -> Array:
-    """``(B, Hkv, S)`` bool: key j is attended. The rule behind (saap.9) and (saap.10), key by key."""
+    """Return a bool mask ``(B, Hkv, S)`` of the attended keys: (saap.9) and (saap.10) for each key."""
     exact, valid = _exact(bucket_ids.shape[0], bucket_ids.shape[2], sink_tokens, recent_tokens, left_padding)
     in_visited = (bucket_ids[..., None] == np.where(visited >= 0, visited, -1)[:, :, None, :]) & (
         bucket_ids[..., None] >= 0
@@ -310,7 +311,7 @@ def selectivity(
     recent_tokens: int,
     left_padding: npt.ArrayLike | None = None,
 ) -> float:
-    """(saap.12) keys in visited buckets over keys outside the exact part, mean over heads; 0 if there are none."""
+    """Return keys in visited buckets / keys outside the exact part (saap.12), averaged over heads; 0 without keys."""
     exact, valid = _exact(bucket_ids.shape[0], bucket_ids.shape[2], sink_tokens, recent_tokens, left_padding)
     outside = (valid & ~exact)[:, None, :]
     keys = saap_keys(bucket_ids, visited, sink_tokens, recent_tokens, left_padding)
@@ -326,7 +327,7 @@ def _first(B: int, left_padding: npt.ArrayLike | None) -> list[int]:
 def _exact(
     B: int, S: int, sink_tokens: int, recent_tokens: int, left_padding: npt.ArrayLike | None
 ) -> tuple[Array, Array]:
-    """``(B, S)`` bool: keys that are always attended, and keys that exist."""
+    """Return two bool masks ``(B, S)``: the keys that are always attended, and the valid keys."""
     valid = valid_keys(B, S, left_padding)
     first = np.argmax(valid, axis=1)[:, None]
     position = np.arange(S)
@@ -334,7 +335,7 @@ def _exact(
 
 
 def imbalance(bucket_ids: npt.ArrayLike, buckets: int) -> float:
-    """(saap.13) C times the sum of squared bucket sizes over the square of their sum: 1 if all are equal."""
+    """Return C * sum(sizes^2) / sum(sizes)^2 of the bucket sizes (saap.13); 1 for equal buckets."""
     check_int("buckets", buckets, 1)
     ids = np.asarray(bucket_ids).ravel()
     sizes = np.bincount(ids[(ids >= 0) & (ids < buckets)], minlength=buckets).astype(np.float64)

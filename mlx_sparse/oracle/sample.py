@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 class SampleSelection(NamedTuple):
-    """What the two stages of SampleAttention decide; C regions, R row blocks, ``Nk = ceil(S / block_size)`` key blocks.
+    """Result of the two stages of SampleAttention for C regions, R row blocks and Nk key blocks.
 
     Attributes:
         blocks: ``(B, Hq, R, N)`` int32 key blocks that each row block attends.
@@ -42,7 +42,7 @@ def sample_select(
     block_size: int = 128,
     scale: float | None = None,
 ) -> SampleSelection:
-    """Choose the key blocks of every row block from the attention of a few query rows per region."""
+    """Select the key blocks of every row block from the attention of a few query rows per region."""
     q, k = float64(queries), float64(keys)
     n = check_qkv(q, k, k)
     check_sample(alpha_column, alpha_slash, chunks, block_size)
@@ -65,7 +65,7 @@ def sample_scores(
     scale: float | None = None,
     rows: int | None = None,
 ) -> tuple[Array, Array]:
-    """Attention mass of each region's sample by key block and by offset bin: two ``(B, Hq, C, Nk)``.
+    """Compute the attention mass of each region's sample by key block and by offset bin: two ``(B, Hq, C, Nk)``.
 
     Args:
         rows: query rows sampled per region; None means ``block_size``.
@@ -91,13 +91,13 @@ def sample_scores(
 
 
 def keep(scores: Array, alpha: float) -> Array:
-    """(sample.6) the fewest of the largest ``scores (..., Nk)`` whose share of their sum reaches ``alpha - 1e-6``.
+    """Keep the fewest largest ``scores (..., Nk)`` whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
-    Shares that are NaN reach nothing, so that everything is kept.
+    If a share is NaN, every score is kept.
     """
     order = np.argsort(-scores, axis=-1, kind="stable")
     share = np.cumsum(np.take_along_axis(scores, order, axis=-1), axis=-1) / scores.sum(axis=-1, keepdims=True)
-    # The first is always needed; every other one is if those before it do not reach it.
+    # The largest score is always needed, any other score if the larger ones do not reach alpha.
     reached = np.concatenate([np.zeros_like(share[..., :1]), share[..., :-1] >= alpha - 1e-6], axis=-1).astype(bool)
     kept = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(kept, order, ~reached, axis=-1)
@@ -105,7 +105,7 @@ def keep(scores: Array, alpha: float) -> Array:
 
 
 def merge(column_kept: Array, slash_kept: Array, layout: Layout) -> Array:
-    """(sample.7) kept columns and bins, extended over each region's row blocks: bool ``(B, Hq, R, Nk)``."""
+    """Extend kept columns and bins over the row blocks of each region (sample.7): bool ``(B, Hq, R, Nk)``."""
     B, Hq, _, key_blocks = column_kept.shape
     mask = np.zeros((B, Hq, layout.row_blocks, key_blocks), dtype=bool)
     for index, c in enumerate(layout.region_of):
@@ -132,7 +132,7 @@ def sample_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Prefill of ``L`` queries by SampleAttention; dense where an alpha is 1 or every row block holds a sampled row.
+    """Run prefill of ``L`` queries by SampleAttention; dense if an alpha is 1 or every row block has a sampled row.
 
     Returns:
         ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.

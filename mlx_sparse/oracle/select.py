@@ -1,4 +1,4 @@
-"""Select: from one score per key to the index list, shared by every method that keeps the top k."""
+"""Top-k selection: index lists from one score per key, shared by every top-k method."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ Array = npt.NDArray[Any]
 
 
 def valid_keys(B: int, S: int, left_padding: npt.ArrayLike | None) -> Array:
-    """``(B, S)`` bool: key j of row b exists, that is ``j >= left_padding[b]``."""
+    """Return a bool mask ``(B, S)``: True for key j of row b if ``j >= left_padding[b]``."""
     first = np.zeros(B, dtype=np.int64) if left_padding is None else np.asarray(left_padding)
     check_shape("left_padding", first, (B,))
     return np.arange(S) >= first[:, None]
 
 
 def ranked(scores: Array) -> Array:
-    """``scores`` as every choice ranks them: NaN counts as +inf."""
+    """Replace NaN by +inf, as every selection ranks scores."""
     return np.where(np.isnan(scores), np.inf, scores)
 
 
 def top_k_select(
     scores: npt.ArrayLike, *, top_k: int, local_window: int, left_padding: npt.ArrayLike | None = None
 ) -> Array:
-    """The last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
+    """Select the last ``local_window`` valid keys and the best other keys, ``top_k`` in total (sparq.6).
 
     Args:
         scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never chosen, NaN counts as +inf.
         left_padding: ``(B,)`` first valid key of each row.
 
     Returns:
-        ``(B, Hkv, min(top_k, S))`` int32, ascending, ``-1`` in slots that no key fills. Ties go to the lower index.
+        ``(B, Hkv, min(top_k, S))`` int32, ascending, -1 in empty slots. Ties go to the lower index.
     """
     score = ranked(np.asarray(scores, dtype=np.float64))
     B, Hkv, S = score.shape

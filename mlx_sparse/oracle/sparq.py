@@ -18,12 +18,12 @@ Array = npt.NDArray[Any]
 
 
 class SparQSelection(NamedTuple):
-    """What step 1 and 2 of SparQ decide.
+    """Result of steps 1 and 2 of SparQ.
 
     Attributes:
         indices: ``(B, Hkv, min(top_k, S))`` int32 keys to attend.
-        alpha: ``(B, Hq)`` approximate attention mass on them (sparq.8).
-        scores: ``(B, Hkv, S)`` group scores behind the choice (sparq.5).
+        alpha: ``(B, Hq)`` approximate attention mass of these keys (sparq.8).
+        scores: ``(B, Hkv, S)`` group scores by which the keys are selected (sparq.5).
         s_hat: ``(B, Hq, S)`` approximate attention (sparq.4).
     """
 
@@ -45,7 +45,7 @@ def sparq_select(
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
 ) -> SparQSelection:
-    """Choose the keys of one decode step from ``rank`` components of ``queries`` and ``keys (B, Hkv, S, D)``."""
+    """Select the keys of one decode step from ``rank`` components of ``queries`` and ``keys (B, Hkv, S, D)``."""
     q, k = float64(queries), float64(keys)
     B, Hq, _, D = q.shape
     _, Hkv, S, _ = k.shape
@@ -55,7 +55,7 @@ def sparq_select(
     k = np.where(valid[:, None, :, None], k, 0.0)
     std = deviation(k, valid) if component_score == "query_key" else None
     if key_bits < 16:
-        # (sparq.21), (sparq.22) take the place of the keys and of their deviation
+        # (sparq.21), (sparq.22) replace the keys and their deviation
         coded = code_keys(k, left_padding=left_padding)
         std = None if std is None else key_spread(coded, k, left_padding=left_padding)
         k = approximate_keys(k, coded, left_padding=left_padding)
@@ -65,7 +65,7 @@ def sparq_select(
     component = np.abs(grouped).sum(axis=2)
     if std is not None:
         component = component * std
-    # (sparq.2) the r largest
+    # (sparq.2) select the r largest
     i1 = np.argsort(-ranked(component), axis=-1, kind="stable")[..., :rank]
 
     # (sparq.3) approximate logits
@@ -109,10 +109,10 @@ def sparq_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run one decode step of SparQ attention; calls of several queries are dense.
+    """Run one decode step of SparQ attention; calls with several queries are dense.
 
-    The arguments are those of `mlx_sparse.sparq_attention`. ``keys_t`` holds nothing that ``keys`` does not, so it is
-    only checked for its shape.
+    The arguments are the same as for `mlx_sparse.sparq_attention`. ``keys_t`` repeats the data of ``keys``, so only its
+    shape is checked.
 
     Returns:
         ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.
@@ -149,7 +149,7 @@ def sparq_attention(
         mean = masked_mean(v, valid_keys(n.B, n.S, left_padding)) if value_mean is None else float64(value_mean)
         alpha = selection.alpha[..., None, None]
         mixed = alpha * out + (1.0 - alpha) * np.repeat(mean, n.G, axis=1)[:, :, None, :]
-        out = np.where(lse[..., None] == -np.inf, 0.0, mixed)  # nothing was attended to
+        out = np.where(lse[..., None] == -np.inf, 0.0, mixed)  # no key was attended
     moved = dense_elements(n.S, n.D)
     if n.S > top_k:
         moved = sparq_elements(n.S, n.D, rank=rank, top_k=top_k, key_bits=key_bits)
@@ -157,13 +157,13 @@ def sparq_attention(
 
 
 def masked_mean(rows: Array, valid: Array) -> Array:
-    """(sparq.9) mean of ``rows (B, Hkv, S, D)`` over the valid keys: ``(B, Hkv, D)``; 0 where there is none."""
+    """Return the mean ``(B, Hkv, D)`` of ``rows (B, Hkv, S, D)`` over the valid keys (sparq.9); 0 without one."""
     count = np.maximum(valid.sum(axis=1), 1)[:, None, None]
     mean: Array = np.where(valid[:, None, :, None], rows, 0.0).sum(axis=2) / count
     return mean
 
 
 def deviation(keys: Array, valid: Array) -> Array:
-    """(sparq.1) standard deviation of each component over the valid keys: ``(B, Hkv, D)``."""
+    """Return the standard deviation ``(B, Hkv, D)`` of each component over the valid keys (sparq.1)."""
     centred = np.where(valid[:, None, :, None], keys - masked_mean(keys, valid)[:, :, None, :], 0.0)
     return np.sqrt(masked_mean(centred**2, valid))

@@ -13,9 +13,9 @@ from mlx_sparse.methods import registry
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Any:
-    """The adapter of a backend that is here, by name: parametrise indirectly with `adapters.having`.
+    """Return the adapter of an available backend by name; parametrize indirectly with `adapters.backends_with`.
 
-    Metal runs in the harness of tests/msl where there is no Metal GPU; Triton's launches are watched.
+    Without a Metal GPU, Metal runs in the harness of tests/msl. Launches of Triton are checked.
     """
     if request.param == "metal":
         request.getfixturevalue("metal")

@@ -1,4 +1,4 @@
-"""The baselines, which array operations alone compute, against the float64 oracle over the lists of cases."""
+"""The baselines in array operations against the float64 oracle, over the lists of cases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from adapters import ADAPTERS
 from cases import CASES, Case, assert_as_good_as_plain, plain_attention
 from expected import expected
 from mlx_arrays import to_mlx, to_numpy
-from non_finite_cases import SIZES, Spoiled, SpoiledPrompt, assert_shows
+from non_finite_cases import SIZES, NonFinite, NonFiniteChunk, assert_same_with_nan
 from sample_cases import SPARSE_CASES, SampleCase, assert_retains
 
 import mlx_sparse
@@ -38,7 +38,7 @@ by_method = pytest.mark.parametrize("method", DECODE)
 
 @by_method
 @by_case
-def test_a_decode_baseline_is_the_oracles(case: Case, method: str) -> None:
+def test_a_decode_baseline_equals_the_oracle(case: Case, method: str) -> None:
     arrays = case.inputs(seed=1)
     given = {**DECODE[method], "left_padding": case.padding, "return_stats": "recall"}
     wanted, stats = getattr(oracle, f"{method}_attention")(*arrays, **given)
@@ -92,7 +92,7 @@ def test_padded_rows_never_reach_the_output(method: str, poison: float) -> None:
 
 
 @by_method
-def test_a_row_without_a_valid_key_gives_zeros_and_has_lost_nothing(method: str) -> None:
+def test_a_row_without_a_valid_key_gives_zeros_and_recall_1(method: str) -> None:
     out, stats = OPS.public(f"{method}_attention", Case(*PADDED), left_padding=(300, 0), return_stats="recall")
     assert mx.all(out[0] == 0)
     assert mx.all(stats.recall[0] == 1)
@@ -112,50 +112,50 @@ def test_a_prefill_baseline_attends_the_blocks_of_the_oracle(case: SampleCase, m
     out, stats = OPS.public(f"{method}_attention", case, return_stats="recall", **settings)
     again = OPS.attend_blocks(case, chosen).out
     np.testing.assert_array_equal(to_numpy(out), again)
-    _, told = getattr(oracle, f"{method}_attention")(q, k, v, return_stats=True, **settings)
-    np.testing.assert_allclose(stats.head_density, told.head_density, rtol=1e-6)
-    assert stats.sampled == told.sampled
+    _, oracle_stats = getattr(oracle, f"{method}_attention")(q, k, v, return_stats=True, **settings)
+    np.testing.assert_allclose(stats.head_density, oracle_stats.head_density, rtol=1e-6)
+    assert stats.sampled == oracle_stats.sampled
     assert_retains(stats.recall, case, chosen)
 
 
-# What is no number
+# NaN and infinity
 
 
-@pytest.mark.parametrize("spoil", ["nan", "inf", "minus-inf", "nan-and-inf", "more-than-are-attended"])
+@pytest.mark.parametrize("edit", ["nan", "inf", "minus-inf", "nan-and-inf", "more-than-are-attended"])
 @pytest.mark.parametrize("method", ["oracle_top_k", "flexgen"])
-def test_baselines_that_read_every_key_attend_to_it(method: str, spoil: str) -> None:
-    case = Spoiled(*SIZES["G4"][:5], "f32", SIZES["G4"][6], spoil=spoil)
+def test_baselines_that_read_every_key_attend_non_finite_keys(method: str, edit: str) -> None:
+    case = NonFinite(*SIZES["G4"][:5], "f32", SIZES["G4"][6], edit=edit)
     given = {"top_k": 32, "left_padding": case.padding}
     wanted = getattr(oracle, f"{method}_attention")(*case.inputs(), **given)
-    assert_shows(np.array(OPS.public(f"{method}_attention", case, **given)), wanted)
+    assert_same_with_nan(np.array(OPS.public(f"{method}_attention", case, **given)), wanted)
     dense = oracle.dense_attention(*case.inputs(), left_padding=case.padding)
     np.testing.assert_array_equal(np.isnan(wanted), np.isnan(dense))
 
 
-@pytest.mark.parametrize("spoil", ["nan", "inf", "minus-inf"])
-def test_h2o_keeps_a_key_whose_attention_is_no_number_and_the_best_of_the_others(spoil: str) -> None:
-    case = Spoiled(1, 4, 1, 60, 64, "f32", spoil=spoil)
+@pytest.mark.parametrize("edit", ["nan", "inf", "minus-inf"])
+def test_h2o_keeps_keys_with_non_finite_attention_and_the_best_others(edit: str) -> None:
+    case = NonFinite(1, 4, 1, 60, 64, "f32", edit=edit)
     q, k, v = case.inputs(L=20)
     received = oracle.h2o_scores(q, k)
-    assert_shows(np.array(mlx_sparse.h2o_scores(mx.array(q), mx.array(k))), received)
+    assert_same_with_nan(np.array(mlx_sparse.h2o_scores(mx.array(q), mx.array(k))), received)
     assert np.isfinite(np.delete(received, 40)).all()
     wanted, scores = oracle.h2o_attention(q[:, :, -1:], k, v, scores=received, top_k=16)
     out, updated = mlx_sparse.h2o_attention(*map(mx.array, (q[:, :, -1:], k, v)), scores=mx.array(received), top_k=16)
-    assert_shows(np.array(out), wanted)
-    assert_shows(np.array(updated), scores)
+    assert_same_with_nan(np.array(out), wanted)
+    assert_same_with_nan(np.array(updated), scores)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_budgets_of_blocks_are_not_held_where_the_sample_has_no_softmax(number: float) -> None:
-    case = SpoiledPrompt(1, 4, 2, 250, 400, 64, "f32", number=number)
+def test_block_budgets_are_exceeded_if_the_sample_has_no_softmax(number: float) -> None:
+    case = NonFiniteChunk(1, 4, 2, 250, 400, 64, "f32", number=number)
     budgets = {"vertical_tokens": 64, "slash_tokens": 64, "block_size": 32}
     wanted = oracle.minference_attention(*case.inputs(), **budgets)
-    assert_shows(np.array(OPS.public("minference_attention", case, **budgets)), wanted)
+    assert_same_with_nan(np.array(OPS.public("minference_attention", case, **budgets)), wanted)
     np.testing.assert_array_equal(np.isnan(wanted), np.isnan(oracle.dense_attention(*case.inputs())))
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_keys_that_are_no_numbers_leave_no_centroid_that_is_none(number: float) -> None:
+def test_non_finite_keys_leave_all_centroids_finite(number: float) -> None:
     keys = np.random.default_rng(0).normal(size=(1, 200, 16)).astype(np.float32)
     keys[0, ::7, 3] = number
     assert mx.isfinite(kmeans.fit(mx.array(keys), 40)).all()

@@ -1,4 +1,4 @@
-"""Every backend of SAAP against the float64 oracle, over the one list of cases."""
+"""Every backend of SAAP against the float64 oracle, over the list of cases."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters import having
+from adapters import backends_with
 from cases import Array, Case, covering, round_to
 from saap_cases import SAAP_CASES, SaapCase, assert_attends, assert_same_buckets, assert_same_list, listed, visited
 
 from mlx_sparse import oracle
 
-ROUTING = having("route")
+ROUTING = backends_with("route")
 SMALL = SaapCase(Case(2, 6, 2, 200, 64, "f32", padding=(0, 60)), "random")
 SOME_CASES = [SAAP_CASES[n] for n in (2, 5, 6, 9, 13, 15)]
-by_backend = pytest.mark.parametrize("backend", having("saap"), indirect=True)
+by_backend = pytest.mark.parametrize("backend", backends_with("saap"), indirect=True)
 by_routing = pytest.mark.parametrize("backend", ROUTING, indirect=True)
 
 
 def with_cases(names: list[str], name: str = "", values: Sequence[Any] = ("",)) -> pytest.MarkDecorator:
-    """Run array operations on every case and the other backends on some, with the values of one more parameter."""
+    """Run array operations on every case and other backends on some, combined with the values of one parameter."""
     rows = [
         (backend, case, value)
         for backend in names
@@ -32,7 +32,7 @@ def with_cases(names: list[str], name: str = "", values: Sequence[Any] = ("",)) 
     return pytest.mark.parametrize(("backend", "case", name)[: 3 if name else 2], rows, indirect=["backend"])
 
 
-@with_cases(having("saap"))
+@with_cases(backends_with("saap"))
 def test_a_backend_visits_and_attends_as_the_oracle(backend: Any, case: SaapCase) -> None:
     choice, out, lse = backend.saap(case, visited(case))
     if choice is not None:
@@ -41,7 +41,7 @@ def test_a_backend_visits_and_attends_as_the_oracle(backend: Any, case: SaapCase
 
 
 def lists_of(case: SaapCase, chosen: Array, covered: Any, capacity: int, sinks: int | None = None) -> Any:
-    """The oracle's index and list, as `adapters.Arrays.lists`."""
+    """Return the index and the list of the oracle, as `adapters.Arrays.lists`."""
     window = {"sink_tokens": case.sink_tokens if sinks is None else sinks, "left_padding": case.step.padding}
     most = int(np.max(covered))
     ids = np.where(np.arange(most) < np.reshape(covered, (-1, 1, 1)), case.bucket_ids()[..., :most], -1)
@@ -51,7 +51,7 @@ def lists_of(case: SaapCase, chosen: Array, covered: Any, capacity: int, sinks: 
 
 
 def assert_lists(backend: Any, *given: Any, chosen: Array | None = None, **more: Any) -> None:
-    """A backend's index and list are the oracle's; ``chosen`` are the same buckets with empty slots between."""
+    """Assert that index and list equal the oracle's; ``chosen`` are the same buckets with empty slots."""
     case, wanted_buckets, *sizes = given
     (offsets, key_ids), found = backend.lists(case, wanted_buckets if chosen is None else chosen, *sizes, **more)
     index, wanted = lists_of(*given, **more)
@@ -64,20 +64,20 @@ def assert_lists(backend: Any, *given: Any, chosen: Array | None = None, **more:
 @with_cases(ROUTING, "pending", [0, 1, 37])
 def test_a_step_lists_the_keys_of_the_oracle_once(backend: Any, case: SaapCase, pending: int) -> None:
     chosen = visited(case)
-    # A slot that is empty may hold any number that is no bucket's.
+    # An empty slot may hold any number that is not a bucket.
     holes = np.concatenate([chosen, np.broadcast_to(np.array([-1, case.buckets, 1 << 20]), (*chosen.shape[:2], 3))], -1)
     covered = max(case.covered - pending, 0)
     assert_lists(backend, case, chosen, covered, case.step.S + 70, chosen=holes)
 
 
 @pytest.mark.parametrize("backend", ["ops", "metal"], indirect=True)
-def test_each_sequence_of_a_step_may_have_listed_as_many_keys_as_it_likes(backend: Any) -> None:
+def test_sequences_of_a_batch_may_cover_different_numbers_of_keys(backend: Any) -> None:
     case = SaapCase(Case(3, 4, 2, 150, 64, "f32", padding=(0, 60, 7)), "random", sink_tokens=4)
     assert_lists(backend, case, visited(case), np.array([130, 90, 7]), 150)
 
 
 @with_cases(ROUTING, "capacity", [1, 20, 256])
-def test_a_list_longer_than_its_capacity_is_cut(backend: Any, case: SaapCase, capacity: int) -> None:
+def test_a_list_longer_than_its_capacity_is_truncated(backend: Any, case: SaapCase, capacity: int) -> None:
     _, (whole, _) = backend.lists(case, visited(case), case.covered, case.step.S)
     _, (indices, counts) = backend.lists(case, visited(case), case.covered, capacity)
     assert (counts == np.minimum(listed(case)[1], capacity)).all()
@@ -94,9 +94,9 @@ def test_more_sinks_than_numbers_of_32_bits_are_all_keys(backend: Any, sinks: in
 
 
 @with_cases(ROUTING)
-def test_attending_counted_lists_ignores_what_is_behind_the_count(backend: Any, case: SaapCase) -> None:
+def test_entries_behind_the_count_are_ignored(backend: Any, case: SaapCase) -> None:
     indices, counts = listed(case)
-    # Real keys in the slots behind the count: whoever reads them is wrong.
+    # The slots behind the count hold valid keys, which must not be attended.
     filled = np.where(np.arange(case.step.S) < counts[..., None], indices, np.arange(case.step.S))
     if backend.name == "triton":
         from mlx_sparse.cuda_ref.launchers import attend
@@ -121,8 +121,8 @@ def test_every_bucket_visited_is_dense_attention(backend: Any, filling: str) -> 
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize("backend", [name for name in having("assign") if name != "metal"], indirect=True)
-def test_keys_go_to_the_bucket_of_the_largest_product_and_what_is_no_number_to_the_first(
+@pytest.mark.parametrize("backend", [name for name in backends_with("assign") if name != "metal"], indirect=True)
+def test_keys_go_to_the_bucket_of_the_largest_product_and_non_finite_keys_to_the_first(
     backend: Any, dtype: str
 ) -> None:
     rng = np.random.default_rng(0)
@@ -144,7 +144,7 @@ def test_keys_go_to_the_bucket_of_the_largest_product_and_what_is_no_number_to_t
 
 
 @with_cases(ROUTING)
-def test_saap_attention_says_what_it_moved(backend: Any, case: SaapCase) -> None:
+def test_saap_attention_reports_elements_moved(backend: Any, case: SaapCase) -> None:
     ids, chosen = case.bucket_ids(), visited(case)
     arguments: dict[str, Any] = {**case.window, "left_padding": case.step.padding, "return_stats": "recall"}
     _, stats = oracle.saap_attention(*case.inputs(), bucket_ids=ids, visited=chosen, **arguments)
@@ -158,7 +158,7 @@ def test_saap_attention_says_what_it_moved(backend: Any, case: SaapCase) -> None
 
 
 def attend(backend: Any, visits: list[int], visited: str = "int32", ids: str = "int32", change: Any = None) -> Array:
-    """Output of a step that visits these buckets, numbers in these types."""
+    """Return the output of a step that visits these buckets, with integers of these types."""
     numbers = SMALL.bucket_ids().astype(np.int64)
     shape = (2, 2, len(visits))
     given = {
@@ -176,7 +176,7 @@ def test_a_bucket_listed_twice_is_visited_once(backend: Any, again: list[int]) -
 
 
 @by_routing
-def test_numbers_of_64_bits_do_not_become_buckets(backend: Any) -> None:
+def test_64_bit_numbers_do_not_wrap_to_buckets(backend: Any) -> None:
     every_other = np.arange(200) % 2
     wide = attend(backend, [3, 5 - 2**32], "int64", "int64", lambda ids: ids + (every_other << 32))
     assert (wide == attend(backend, [3], change=lambda ids: np.where(every_other, -1, ids))).all()
@@ -189,7 +189,7 @@ def test_integers_of_every_type_are_buckets(backend: Any, dtype: str) -> None:
         return np.clip(ids, 0, 15)
 
     assert (attend(backend, [3, 5], dtype, dtype, inside) == attend(backend, [3, 5], change=inside)).all()
-    # More buckets than a number of one byte can tell.
+    # The visited bucket exceeds the range of one byte.
     assert (attend(backend, [3, 1000], "int32", dtype, inside) == attend(backend, [3], change=inside)).all()
 
 

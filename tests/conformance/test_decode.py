@@ -1,4 +1,4 @@
-"""Every backend of the decode methods against the float64 oracle, over the one list of cases."""
+"""Every backend of the decode methods against the float64 oracle, over the list of cases."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters import having
+from adapters import backends_with
 from cases import CASES, DECODE, PRECISION, SOME_CASES, Array, Case, covering, every_parameter, ulp
 from expected import assert_conforms, attended, expected
 
 from mlx_sparse import oracle
 
-ATTENDING = having("attend_indices")
+ATTENDING = backends_with("attend_indices")
 by_case = pytest.mark.parametrize("case", SOME_CASES, ids=str)
 by_attending = pytest.mark.parametrize("backend", ATTENDING, indirect=True)
 
 STEPS = [
     pytest.param(name, method, setting, case, id="-".join(filter(None, (method, setting, str(case), name))))
     for method, settings in DECODE.items()
-    for name in having(method)
+    for name in backends_with(method)
     for case, setting in covering(CASES, list(settings))
     if (name, method) != ("metal", "dense")  # MLX's own kernel
 ]
-# One setting of each way through a method.
+# One setting of each code path of a method.
 WAYS = [("sparq", "paper"), ("sparq", "reallocate"), ("sparq", "eval"), *((m, "") for m in DECODE if "" in DECODE[m])]
-EACH_WAY = [(name, *way) for way in WAYS for name in having(way[0]) if (name, way[0]) != ("metal", "dense")]
+EACH_WAY = [(name, *way) for way in WAYS for name in backends_with(way[0]) if (name, way[0]) != ("metal", "dense")]
 by_way = pytest.mark.parametrize(("backend", "method", "setting"), EACH_WAY, indirect=["backend"])
 
 
 @pytest.mark.parametrize(("backend", "method", "setting", "case"), STEPS, indirect=["backend"])
-def test_a_backend_chooses_and_attends_as_the_oracle(backend: Any, method: str, setting: str, case: Case) -> None:
+def test_a_backend_selects_and_attends_as_the_oracle(backend: Any, method: str, setting: str, case: Case) -> None:
     found = getattr(backend, method)(case, every_parameter(case, setting, method))
     assert_conforms(found, expected(case, setting, method), case)
 
 
 @by_case
 @by_attending
-def test_attention_to_the_oracles_own_keys_is_the_oracles(backend: Any, case: Case) -> None:
-    """A tie can neither hide nor cause an error of it."""
+def test_attention_to_the_keys_of_the_oracle_equals_the_oracle(backend: Any, case: Case) -> None:
+    """Ties cannot affect this comparison."""
     q, k, _ = case.inputs()
     chosen = oracle.sparq_select(q, k, rank=16, top_k=40, left_padding=case.padding).indices
     found, wanted = backend.attend_indices(case, chosen, 0.2), attended(case, chosen, 0.2)
@@ -51,7 +51,7 @@ def test_attention_to_the_oracles_own_keys_is_the_oracles(backend: Any, case: Ca
 
 @pytest.mark.parametrize("empty", [-1, 20, 25_000, 2**31 - 1])
 @by_attending
-def test_an_index_that_is_no_key_is_an_empty_slot(backend: Any, empty: int) -> None:
+def test_an_index_that_is_not_a_key_is_an_empty_slot(backend: Any, empty: int) -> None:
     case = Case(1, 4, 2, 20, 64, "f32")
     indices = np.array([[[3, 7, empty]] * 2], dtype=np.int32)
     found = backend.attend_indices(case, indices, 0.2)
@@ -80,7 +80,7 @@ def test_an_empty_list_gives_zeros(backend: Any, N: int) -> None:
 
 @dataclass(frozen=True)
 class Padded(Case):
-    """A case whose padded rows hold ``poison``."""
+    """A case with ``poison`` in its padded rows."""
 
     poison: float = 0.0
 
@@ -113,7 +113,7 @@ def test_a_row_without_a_valid_key_gives_zeros(backend: Any, method: str, settin
     assert lse is None or (np.isneginf(lse[0]).all() and np.isfinite(lse[1]).all())
 
 
-@pytest.mark.parametrize("backend", having("sparq"), indirect=True)
+@pytest.mark.parametrize("backend", backends_with("sparq"), indirect=True)
 def test_a_zero_query_attends_uniformly(backend: Any) -> None:
     class Zero(Case):
         def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
@@ -126,9 +126,9 @@ def test_a_zero_query_attends_uniformly(backend: Any) -> None:
     np.testing.assert_allclose(backend.sparq(case, params).out, wanted, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", [name for name in having("sparq") if name != "ops"], indirect=True)
-def test_of_components_that_tie_the_first_are_taken(backend: Any) -> None:
-    """MLX's own partition promises no order."""
+@pytest.mark.parametrize("backend", [name for name in backends_with("sparq") if name != "ops"], indirect=True)
+def test_ties_between_components_go_to_the_lower_index(backend: Any) -> None:
+    """The partition of MLX has no defined order."""
 
     class Signs(Case):
         def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
@@ -140,7 +140,7 @@ def test_of_components_that_tie_the_first_are_taken(backend: Any) -> None:
 
 
 @by_case
-@pytest.mark.parametrize("backend", [name for name in having("sparq") if name not in ATTENDING], indirect=True)
+@pytest.mark.parametrize("backend", [name for name in backends_with("sparq") if name not in ATTENDING], indirect=True)
 def test_a_node_that_keeps_every_key_is_dense(backend: Any, case: Case) -> None:
     params = every_parameter(case, "reallocate") | {"rank": 2, "top_k": case.S, "local_window": 0}
     found, wanted = backend.sparq(case, params), expected(case, "", "dense")
@@ -148,7 +148,7 @@ def test_a_node_that_keeps_every_key_is_dense(backend: Any, case: Case) -> None:
     np.testing.assert_array_equal(np.sort(found.choice), np.sort(wanted.choice))
 
 
-# The public functions of a library, which choose a backend and say what was moved.
+# The public functions, which select a backend and report the elements moved.
 
 METHODS = ["dense", *(method for method in DECODE if method != "dense")]
 by_method = pytest.mark.parametrize("method", METHODS)
@@ -157,7 +157,9 @@ by_method = pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("setting", ["paper", "reallocate"])
 @by_case
 @by_attending
-def test_public_functions_attend_alike_and_say_what_they_moved(backend: Any, case: Case, setting: str) -> None:
+def test_public_functions_attend_as_the_oracle_and_report_elements_moved(
+    backend: Any, case: Case, setting: str
+) -> None:
     wanted, params = expected(case, setting, "sparq"), every_parameter(case, setting)
     given = {**params, "left_padding": case.padding, "return_stats": "recall"}
     _, stats = oracle.sparq_attention(*case.inputs(), **given)
@@ -192,7 +194,7 @@ def test_several_queries_are_attended_densely_and_causally(
 
 
 @by_attending
-def test_a_row_without_a_valid_key_has_lost_nothing_whatever_value_mean_is(backend: Any) -> None:
+def test_a_row_without_a_valid_key_has_recall_1_with_any_value_mean(backend: Any) -> None:
     case = Case(2, 6, 2, 300, 64, "f32", padding=(300, 0))
     given = {"value_mean": backend.array(np.full((2, 2, 64), 7.0), "f32"), "left_padding": case.padding}
     settings = {"rank": 16, "top_k": 32, "reallocate": True, "return_stats": "recall"}
@@ -204,10 +206,8 @@ def test_a_row_without_a_valid_key_has_lost_nothing_whatever_value_mean_is(backe
 
 @pytest.mark.parametrize(("dtype", "most"), [("f32", 7), ("bf16", 1000)])
 @by_attending
-def test_a_given_value_mean_is_used_whatever_its_strides_and_alpha_is_not_rounded(
-    backend: Any, dtype: str, most: float
-) -> None:
-    """The mass left out is small, and bfloat16 has few numbers just below 1."""
+def test_a_value_mean_of_any_strides_is_used_and_alpha_is_not_rounded(backend: Any, dtype: str, most: float) -> None:
+    """1 - alpha is small, and bfloat16 has few numbers just below 1."""
     case = Case(1, 2, 2, 300, 64, dtype)
     mean = np.linspace(0, most, 128, dtype=np.float32).reshape(1, 64, 2)
     settings = {"rank": 32, "top_k": 250}

@@ -1,4 +1,4 @@
-"""Scores from few bits (docs/spec/sparq.md, sparq.17 to sparq.22): every backend with them, and the oracle itself."""
+"""Quantized scoring keys (docs/spec/sparq.md, sparq.17 to sparq.22): every backend with them, and the oracle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters import having
+from adapters import backends_with
 from cases import (
     CASES,
     CODED,
@@ -25,13 +25,13 @@ from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 from mlx_sparse.methods.table import FUNCTIONS
 from mlx_sparse.oracle.key_codes import approximate_keys, unpack
 
-NODES = ("ort",)  # of exported files, which have no body
-CODING = [name for name in having("code_keys") if name in (*FUNCTIONS["code_keys"], *NODES)]
-NARROWS = ("metal", "triton")  # they hold scores in 8 bits
+NODES = ("ort",)  # nodes of exported files, which need native kernels
+CODING = [name for name in backends_with("code_keys") if name in (*FUNCTIONS["code_keys"], *NODES)]
+EIGHT_BIT_BACKENDS = ("metal", "triton")  # backends that store scores in 8 bits
 
 
 class OddKeys(Case):
-    """Keys in which components are constant, nearly so, huge, not finite, and NaN where they are padding."""
+    """Keys with components that are constant, nearly constant, huge or not finite, and with NaN in padding."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}-odd"
@@ -56,14 +56,14 @@ ODD = [OddKeys(2, 4, 2, 213, 64, dtype, padding) for dtype in ("f32", "f16", "bf
 
 
 def by_backend_and_case(*more: Case) -> Any:
-    """All cases; some of them for nodes, whose sessions take as long to make as all the rest."""
+    """Parametrize with all cases, and some of them for nodes, whose sessions are slow to create."""
     pairs = [(name, case) for name in CODING for case in (*(CASES[3::4] if name in NODES else CASES), *more)]
     ids = [f"{name}-{case}" for name, case in pairs]
     return pytest.mark.parametrize(("backend", "case"), pairs, ids=ids, indirect=["backend"])
 
 
 @by_backend_and_case(*ODD)
-def test_the_codes_are_the_oracles_to_the_last_bit(backend: Any, case: Case) -> None:
+def test_the_codes_equal_the_oracle_bit_by_bit(backend: Any, case: Case) -> None:
     wanted = oracle.code_keys(case.inputs()[1], left_padding=case.padding)
     for name, found, array in zip(KeyCodes._fields, backend.code_keys(case), wanted, strict=True):
         np.testing.assert_array_equal(found, array, err_msg=name)
@@ -85,15 +85,15 @@ ARMS = [(name, *arm) for name in CODING for arm in covering(CASES[3::4] if name 
 
 
 @pytest.mark.parametrize(("backend", "case", "setting"), ARMS, ids=str, indirect=["backend"])
-def test_a_backend_chooses_by_codes_as_the_oracle(backend: Any, setting: str, case: Case) -> None:
+def test_a_backend_selects_by_codes_as_the_oracle(backend: Any, setting: str, case: Case) -> None:
     params = coded_parameters(case, setting)
-    assert_coded_step(backend.sparq(case, params), case, params, eight_bit_scores=backend.name in NARROWS)
+    assert_coded_step(backend.sparq(case, params), case, params, eight_bit_scores=backend.name in EIGHT_BIT_BACKENDS)
 
 
 @pytest.mark.parametrize("setting", ["4-bits"])
 @pytest.mark.parametrize("case", ODD[:2], ids=str)
 @pytest.mark.parametrize("backend", [name for name in CODING if name not in NODES], indirect=True)
-def test_keys_that_are_no_numbers_come_first_with_their_groups(backend: Any, case: Case, setting: str) -> None:
+def test_non_finite_keys_are_selected_first_with_their_groups(backend: Any, case: Case, setting: str) -> None:
     params = {**coded_parameters(case, setting), "rank": case.D, "top_k": 150}
     found = backend.sparq(case, params).choice
     q, k, _ = case.inputs()
@@ -125,8 +125,8 @@ def test_codes_are_packed_lowest_bits_first() -> None:
     np.testing.assert_array_equal(unpack(codes)[0, 0, 0], np.arange(GROUP) % 16)
 
 
-def test_codes_of_enough_bits_choose_what_the_keys_would() -> None:
-    """Keys that are whole numbers of steps are coded exactly."""
+def test_exact_codes_select_as_the_keys() -> None:
+    """Keys that are integer multiples of the step are coded exactly."""
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 16, (1, 2, 256, 32)).astype(np.float64)
     keys[:, :, ::GROUP], keys[:, :, 1::GROUP] = 0, 15
@@ -139,17 +139,17 @@ def test_codes_of_enough_bits_choose_what_the_keys_would() -> None:
         np.testing.assert_array_equal(*kept)
 
 
-def test_a_shift_of_all_keys_leaves_the_choice() -> None:
+def test_a_shift_of_all_keys_does_not_change_the_selection() -> None:
     q, k, _ = Case(1, 4, 2, 300, 64, "f32").inputs()
     shifted = k + 512 * np.round(np.random.default_rng(1).normal(size=(1, 2, 1, 64)))
-    k, shifted = (np.round(keys * 64) / 64 for keys in (k, shifted))  # so that the shift rounds nothing
+    k, shifted = (np.round(keys * 64) / 64 for keys in (k, shifted))  # so that the shift causes no rounding
     for score in ("query", "query_key"):
         choose = {"rank": 16, "top_k": 32, "key_bits": 4, "component_score": score}
         chosen = [oracle.sparq_select(q, keys, **choose) for keys in (k, shifted)]
         np.testing.assert_array_equal(chosen[0].indices, chosen[1].indices)
 
 
-def test_a_key_that_is_not_finite_is_chosen_with_its_group() -> None:
+def test_a_non_finite_key_is_selected_with_its_group() -> None:
     q, k, _ = Case(1, 2, 2, 400, 64, "f32").inputs()
     k[0, :, 200] = np.nan
     chosen = oracle.sparq_select(q, k, rank=16, top_k=96, local_window=32, key_bits=4).indices
@@ -157,14 +157,14 @@ def test_a_key_that_is_not_finite_is_chosen_with_its_group() -> None:
 
 
 def test_the_spread_orders_components_as_the_deviation_does() -> None:
-    """It is some 1.2 times as large for normal keys: a factor of all components changes no order."""
+    """For normal keys the spread is about 1.2 times the deviation; a common factor does not change the order."""
     k = Case(1, 2, 2, 1024, 64, "f32").inputs()[1].astype(np.float64) * np.geomspace(1e-3, 1e3, 64)
     coded = oracle.code_keys(k)
     found = oracle.key_spread(coded, k)
     np.testing.assert_allclose(found, 1.2 * k.std(axis=2), rtol=0.2)
 
 
-# --- What users give --------------------------------------------------------------------------------------------------
+# --- Arguments of users -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

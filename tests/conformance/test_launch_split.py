@@ -1,4 +1,4 @@
-"""Long prompts in pieces: bounded work, and nothing else changes."""
+"""Prefill in several launches: bounded work, and the same results."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ SIZES = {
     "a short prompt": (32, 2048, 4096, 128, 1),
     "a step at 128k": (32, 2048, 131072, 128, 8),
     "a step at 1M": (32, 2048, 1 << 20, 128, 64),
-    "a whole prompt of 128k": (32, 131072, 131072, 128, 512),
+    "a prompt of 128k": (32, 131072, 131072, 128, 512),
     "a batch of 8 at 256k": (8 * 64, 4096, 1 << 18, 128, 128),
-    "sizes that are no powers of two": (24, 3000, 100_000, 96, 7),
+    "sizes that are not powers of two": (24, 3000, 100_000, 96, 7),
 }
 
 
 @pytest.mark.parametrize(("heads", "L", "S", "D", "count"), SIZES.values(), ids=SIZES)
-def test_a_prompt_is_cut_into_as_many_pieces_as_its_work_takes(heads: int, L: int, S: int, D: int, count: int):
+def test_the_number_of_launches_follows_from_the_work(heads: int, L: int, S: int, D: int, count: int):
     rows = launch_split.launch_rows(heads, S, D)
-    cut = launch_split.query_ranges(L, S, rows)
-    assert len(cut) == count
-    assert rows.bit_count() == 1, "tiles of the kernels are cut"
-    work = [2 * heads * D * (stop - start) * (S - L + stop) for start, stop in cut]
+    ranges = launch_split.query_ranges(L, S, rows)
+    assert len(ranges) == count
+    assert rows.bit_count() == 1, "a tile of the kernels is split"
+    work = [2 * heads * D * (stop - start) * (S - L + stop) for start, stop in ranges]
     assert rows == launch_split.MIN_ROWS or max(work) <= launch_split.MAX_WORK
 
 
 @given(S=st.integers(1, 3000), share=st.floats(0, 1), exponent=st.integers(5, 12))
-def test_pieces_cover_every_query_once_and_are_cut_at_multiples_of_their_rows(S: int, share: float, exponent: int):
+def test_launches_cover_every_query_once_with_aligned_borders(S: int, share: float, exponent: int):
     L, rows = max(1, round(S * share)), 1 << exponent
-    cut = launch_split.query_ranges(L, S, rows)
-    assert [query for start, stop in cut for query in range(start, stop)] == list(range(L))
-    assert all((S - L + start) % rows == 0 for start, _ in cut[1:])
-    assert all(0 < stop - start <= rows for start, stop in cut)
+    ranges = launch_split.query_ranges(L, S, rows)
+    assert [query for start, stop in ranges for query in range(start, stop)] == list(range(L))
+    assert all((S - L + start) % rows == 0 for start, _ in ranges[1:])
+    assert all(0 < stop - start <= rows for start, stop in ranges)
 
 
 @pytest.mark.parametrize("block_size", [32, 64])
 @pytest.mark.parametrize(("L", "S"), [(300, 300), (200, 333), (70, 500), (10, 500)])
 @pytest.mark.parametrize("rows", [32, 64, 128])
-def test_attention_in_pieces_is_attention_at_once(
+def test_attention_in_several_launches_equals_attention_in_one(
     L: int, S: int, block_size: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ):
     B, Hq, Hkv, D = 2, 4, 2, 16
@@ -61,9 +61,9 @@ def test_attention_in_pieces_is_attention_at_once(
     whole = attend(queries, keys, values, lists)
     seen: list[tuple[int, int]] = []
 
-    def launch(piece: mx.array, listed: mx.array, length: int) -> tuple[mx.array, mx.array]:
-        seen.append((length - piece.shape[2], length))
-        return attend(piece, keys[:, :, :length], values[:, :, :length], listed)
+    def launch(chunk: mx.array, listed: mx.array, length: int) -> tuple[mx.array, mx.array]:
+        seen.append((length - chunk.shape[2], length))
+        return attend(chunk, keys[:, :, :length], values[:, :, :length], listed)
 
     out, lse = launch_split.attend_in_launches(launch, queries, lists, S=S, block_size=block_size)
     assert seen == [(S - L + start, S - L + stop) for start, stop in launch_split.query_ranges(L, S, rows)]

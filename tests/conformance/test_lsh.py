@@ -1,4 +1,4 @@
-"""HyperAttention and hash-sparse attention: the oracle by its definition, array operations by the oracle."""
+"""HyperAttention and hash-sparse attention: the oracle against the definition, array operations against the oracle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ by_method = pytest.mark.parametrize("method", SETTINGS)
 
 @dataclass(frozen=True)
 class Prompt:
-    """Sizes of a piece of a prompt; its numbers are multiples of 1/8, whose sums are exact in float32."""
+    """Sizes of a prefill chunk; its numbers are multiples of 1/8, whose sums are exact in float32."""
 
     B: int
     Hq: int
@@ -52,7 +52,7 @@ PROMPTS = [
 
 @by_method
 @pytest.mark.parametrize("prompt", PROMPTS, ids=str)
-def test_array_operations_choose_and_attend_as_the_oracle(method: str, prompt: Prompt) -> None:
+def test_array_operations_select_and_attend_as_the_oracle(method: str, prompt: Prompt) -> None:
     arrays = prompt.inputs()
     settings = SETTINGS[method]
     expected, stats = getattr(oracle, f"{method}_attention")(*arrays, **settings, return_stats="recall")
@@ -89,7 +89,7 @@ def test_hash_sparse_attends_itself_and_the_keys_with_its_hash_up_to_it() -> Non
 
 
 def test_hyperattention_attends_a_bucket_and_weighs_its_sample() -> None:
-    """Every score is equal, so that out is the weights over their sum."""
+    """All scores are equal, so that the output is the weights divided by their sum."""
     L, S = 32, 128
     rng = np.random.default_rng(2)
     k = rng.normal(size=(1, 1, S, S))
@@ -111,7 +111,7 @@ def test_hyperattention_attends_a_bucket_and_weighs_its_sample() -> None:
 
 
 def order_of(vectors: Array) -> list[int]:
-    """The place of each in an order by Gray code of the signs along random directions, by (sample.17)."""
+    """Return the rank of each vector in the order of Gray codes of its signs along random directions (sample.17)."""
     directions = signs(vectors.shape[-1], HYPER["hash_bits"]).T
     codes = []
     for vector in vectors:
@@ -136,14 +136,14 @@ def test_a_prompt_within_exact_rows_is_dense_and_longer_ones_are_halved() -> Non
         assert covered == list(range(start)), "every key before a piece is in one of its spans"
 
 
-def test_a_sample_is_one_key_of_each_stretch() -> None:
+def test_a_sample_has_one_key_per_interval() -> None:
     borders = [10 + t * 100 // 8 for t in range(9)]
     assert [sum(draw >= border for border in borders) - 1 for draw in sampled(10, 110, 8)] == list(range(8))
     assert len({*sampled(0, 1000, 256)}) == 256
 
 
 @by_method
-def test_a_key_that_is_not_a_number_shows(method: str) -> None:
+def test_a_nan_key_is_attended_by_later_queries(method: str) -> None:
     q, k, v = Prompt(1, 2, 1, 60, 150, 16).inputs()
     k[0, 0, 100, 3] = np.nan
     run = registry.load(method, "ops")
@@ -157,7 +157,7 @@ def test_a_key_that_is_not_a_number_shows(method: str) -> None:
 @pytest.mark.parametrize(
     "attn", ["hash_sparse:buckets=4", f"hyperattention:{','.join(f'{k}={v}' for k, v in HYPER.items())}"]
 )
-def test_every_piece_of_a_models_prompt_is_the_oracles(attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_prefill_chunk_of_a_model_equals_the_oracle(attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = record_prefill_calls(monkeypatch)
     model = build("llama")
     with mlx_sparse.sparse(model, attn) as report:

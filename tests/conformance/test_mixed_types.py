@@ -1,4 +1,4 @@
-"""Queries, keys and values of different types: the answer is that of their numbers, in the type of the queries."""
+"""Queries, keys and values of different types: the output is exact and has the type of the queries."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ DECODE: dict[str, dict[str, Any]] = {
 }
 PAIRS = list(permutations(DTYPES, 2))
 MIXES = [*[(queries, other, other) for queries, other in PAIRS], ("f16", "f16", "bf16")]
-# The harness compiles a kernel for each of Metal's: some of them.
+# The harness compiles a kernel for each mix on Metal, so that only some mixes run.
 ARMS = [*(("ops", mix) for mix in MIXES), *(("metal", mix) for mix in MIXES[::3])]
 
 
 def with_functions(functions: Iterable[str], on_metal: Sequence[str]) -> pytest.MarkDecorator:
-    """Run array operations on every function and mix of types, and Metal on each of both."""
+    """Run array operations on every pair of function and mix of types, and Metal on each function and each mix."""
     rows = [("ops", function, mix) for function in functions for mix in MIXES]
     rows += [("metal", function, mix) for mix, function in covering(MIXES, on_metal)]
     ids = ["-".join((backend, function, *mix)) for backend, function, mix in rows]
@@ -48,13 +48,13 @@ def with_functions(functions: Iterable[str], on_metal: Sequence[str]) -> pytest.
 
 
 def numbers(L: int) -> list[Array]:
-    """Queries, keys and values that every type holds."""
+    """Return queries, keys and values that every type represents exactly."""
     q, k, v = (round_to(round_to(array, "f16"), "bf16") for array in PROMPT.inputs())
     return [q[:, :, -L:], k, v]
 
 
 def assert_attends_alike(out: mx.array, expected: Array, mix: tuple[str, ...]) -> None:
-    """In the type of the queries, and right but for the least precise type's rounding of sums and weights."""
+    """Assert the type of the queries, and errors within the rounding of the least precise type."""
     assert out.dtype == DTYPES[mix[0]]
     coarsest = "bf16" if "bf16" in mix else "f16"
     assert (np.abs(to_numpy(out) - expected) <= 4 * ulp(np.abs(expected).max(), coarsest)).all()

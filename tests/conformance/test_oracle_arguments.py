@@ -13,7 +13,7 @@ from mlx_sparse import oracle
 from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError
 
 
-def test_stats_are_the_formulae_of_the_shapes() -> None:
+def test_stats_follow_the_formulae() -> None:
     qkv = make(G=4, S=40, D=16)
     out, info = oracle.sparq_attention(*qkv, rank=4, top_k=9, return_stats=True)
     assert (out == oracle.sparq_attention(*qkv, rank=4, top_k=9)).all()

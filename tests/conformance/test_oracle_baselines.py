@@ -55,7 +55,7 @@ def naive_top_k(q: list[Row], K: list[Row], V: list[Row], k: int, local: int) ->
         (oracle_top_k_attention, {"top_k": 8, "local_window": 0}, naive_top_k, (8, 0)),
     ],
 )
-def test_a_baseline_equals_a_naive_reading(
+def test_a_baseline_equals_a_naive_implementation(
     method: Callable[..., Any],
     options: dict[str, int],
     naive: Callable[..., list[Row]],
@@ -124,7 +124,7 @@ def test_h2o_equals_a_naive_loop_over_the_sequence(G: int, padding: list[int], t
     assert_same(actual, expected, k)
 
 
-def test_h2o_scores_of_a_prompt_in_parts_add_up() -> None:
+def test_h2o_scores_of_prompt_chunks_add_up() -> None:
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((1, 4, 20, 8)), rng.standard_normal((1, 2, 20, 8))
     first = np.pad(h2o_scores(q[:, :, :13], k[:, :, :13]), ((0, 0), (0, 0), (0, 7)))

@@ -1,6 +1,6 @@
-"""The oracle against numbers that its authors did not write.
+"""The oracle against published numbers.
 
-Sources, re-typed as numbers:
+Sources:
 
 * SparQ paper, arXiv 2312.04985 (transfer formulae, theoretical speed-ups);
 * graphcore-research/llm-inference-research: unit tests (branch main) and ``Results.ipynb`` (branch notebooks);
@@ -50,7 +50,8 @@ def weights_of(function: object, logits: object, **arguments: object) -> Array:
 # --- Transfers -------------------------------------------------------------------------------------------------------
 
 # Results.ipynb prints transfers with 7 digits, for Llama 3 8B: 8 KV heads x 32 layers, D = 128, averaged over examples
-# of different length. S, the mean length, is not printed: one row of each task gives it, and the others are the check.
+# of different length. The mean length S is not printed: it follows from one row of each task, and the other rows are
+# compared.
 KV_HEADS = 8 * 32
 D = 128
 DENSE_WIKITEXT = 8.804014e7
@@ -61,8 +62,8 @@ HALF_DIGIT = 5.0  # 8.804014e+07 stands for anything within 5 elements
 def released_sparq(S: float, *, rank: int, top_k: int) -> float:
     """Without reallocation the released code counts 3 D where the paper prints 4 D.
 
-    Writing the new key, its copy in the second key cache and the new value is 3 D; the paper's 4 D is the new key, the
-    new value and the mean value read and written.
+    Its 3 D are the writes of the new key, of its copy in the second key cache and of the new value. The 4 D of the
+    paper are the new key, the new value, and the mean value read and written.
     """
     return stats.sparq_elements(S, D, rank=rank, top_k=top_k) - D  # type: ignore[arg-type]
 
@@ -171,7 +172,7 @@ def test_eviction_mask_keeps_local_keys_and_the_heavy_hitter() -> None:
     assert mask.astype(int).tolist() == [0, 1, 0, 1, 1, 0]
 
 
-def test_sparse_softmax_is_flexgen_without_renormalisation() -> None:
+def test_sparse_softmax_is_flexgen_without_renormalization() -> None:
     x = np.array([[8, 0, 11, 13], [2, 5, 1, 6], [14, 12, 7, 10], [4, 15, 9, 3]])[:, None, :]
     kept = np.array([[0, 0, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0], [0, 1, 1, 0]])
     expected = np.array([softmax(row[0]) for row in x]) * kept

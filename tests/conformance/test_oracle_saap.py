@@ -1,4 +1,4 @@
-"""The oracle of SAAP against a second reading of docs/spec/saap.md in lists and loops, and against known facts."""
+"""The oracle of SAAP against a naive implementation of docs/spec/saap.md in lists and loops, and against facts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BALANCED = {4: 0.4, 8: 0.8, 16: 1.6, 32: 3.1, 64: 6.2, 128: 12.5}
 
 
 def attended(case: SaapCase, b: int, h: int) -> list[int]:
-    """The keys of a step by the rule in words."""
+    """Return the keys of a step by the definition."""
     S, first = case.step.S, case.step.padding[b] if case.step.padding else 0
     ids, chosen = case.bucket_ids()[b, h].tolist(), set(visited(case)[b, h].tolist())
     keys = []
@@ -100,7 +100,7 @@ def test_a_folded_batch_norm_is_the_layer_and_the_batch_norm() -> None:
 
 
 def blobs(N: int = 2000, D: int = 16, C: int = 12) -> tuple[Array, Array]:
-    """Keys around a few directions, and a start for k-means among them."""
+    """Return keys around a few directions, and initial centroids for k-means."""
     rng = np.random.default_rng(1)
     directions = rng.normal(size=(C, D))
     keys = directions[rng.integers(0, C, N)] * rng.uniform(0.5, 2, (N, 1)) + 0.4 * rng.normal(size=(N, D))
@@ -109,7 +109,7 @@ def blobs(N: int = 2000, D: int = 16, C: int = 12) -> tuple[Array, Array]:
 
 
 def objective(keys: Array, centroids: Array) -> float:
-    """Sum of the inner products of keys with their centroids: what spherical k-means raises."""
+    """Return the objective of spherical k-means: the sum of the inner products of keys with their centroids."""
     return float((keys.astype(np.float64) @ centroids.T).max(axis=1).sum())
 
 
@@ -146,7 +146,7 @@ def test_a_bucket_without_keys_keeps_its_centroid() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_the_target_is_the_far_attention_by_bucket_of_queries_that_look_far(causal: bool) -> None:
+def test_the_target_is_the_long_range_attention_by_bucket(causal: bool) -> None:
     rng = np.random.default_rng(2)
     S, D, C, near, farthest_top, sinks = 90, 8, 5, 20, 12, 2
     q, k, ids = rng.normal(size=(S, D)), rng.normal(size=(S, D)), rng.integers(0, C, S)

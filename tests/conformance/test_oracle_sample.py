@@ -1,4 +1,4 @@
-"""The oracle of SampleAttention against a second reading of the method in lists and loops, and against facts."""
+"""The oracle of SampleAttention against a naive implementation in lists and loops, and against known facts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ by_case = pytest.mark.parametrize("case", SAMPLE_CASES, ids=str)
 
 
 def naive_blocks(case: SampleCase, q: list[Row], k: list[Row]) -> list[set[int]]:
-    """The key blocks of each row block for one head, from the text of the method only."""
+    """Return the key blocks of each row block for one head, written from the text of the method."""
     b, L, S = case.block_size, case.L, case.S
     rows: dict[int, list[int]] = {}  # row block -> query rows
     for i in range(L):
@@ -53,7 +53,7 @@ def naive_keep(scores: Row, alpha: float) -> set[int]:
 
 
 @pytest.mark.parametrize("case", [case for case in SAMPLE_CASES if case.L * case.S <= 250_000], ids=str)
-def test_the_blocks_are_those_of_the_second_reading(case: SampleCase) -> None:
+def test_the_blocks_equal_the_naive_implementation(case: SampleCase) -> None:
     q, k, _ = case.inputs()
     blocks = selection(case).blocks
     for b, h in {(0, 0), (case.B - 1, case.Hq - 1)}:
@@ -81,8 +81,8 @@ def test_attention_over_blocks_is_the_softmax_over_their_keys(case: SampleCase) 
 
 
 @by_case
-def test_the_mass_that_is_counted_is_attended(case: SampleCase) -> None:
-    """Also where sampled rows are not attended in full."""
+def test_the_kept_columns_and_bins_hold_the_share_alpha(case: SampleCase) -> None:
+    """This holds even if sampled rows do not attend every block."""
     q, k, v = case.inputs()
     chosen, layout = selection(case), case.layout
     nothing = np.zeros_like(chosen.column_kept)
@@ -115,7 +115,7 @@ def test_recall_is_the_dense_weight_of_the_attended_keys(case: SampleCase) -> No
 @pytest.mark.parametrize(
     ("scores", "alpha", "kept"),
     [
-        # The convention that FlexPrefill and XAttention settle differently: the fewest whose share reaches alpha.
+        # The fewest scores whose share reaches alpha; FlexPrefill and XAttention have other conventions.
         ([0.5, 0.3, 0.15, 0.05], 0.8, [0, 1]),
         ([0.05, 0.15, 0.3, 0.5], 0.8, [2, 3]),
         ([0.5, 0.3, 0.15, 0.05], 0.80001, [0, 1, 2]),
@@ -137,7 +137,7 @@ def test_an_alpha_of_one_is_dense(case: SampleCase, parameter: str) -> None:
     np.testing.assert_array_equal(out, oracle.dense_attention(q, k, v))
 
 
-def test_one_piece_in_steps_is_one_shot_with_as_many_regions() -> None:
+def test_chunked_prefill_equals_one_call_with_as_many_regions() -> None:
     case = SampleCase(1, 4, 2, 256, 320, 64, "f32", 32, chunks=4)
     q, k, v = case.inputs()
     at_once = oracle.sample_attention(q, k, v, **case.parameters)
@@ -150,7 +150,7 @@ def test_one_piece_in_steps_is_one_shot_with_as_many_regions() -> None:
         np.testing.assert_allclose(step, at_once[:, :, start:stop], rtol=0, atol=1e3 * EPS)
 
 
-def test_query_heads_that_share_keys_choose_for_themselves() -> None:
+def test_query_heads_that_share_keys_select_independently() -> None:
     case = SampleCase(1, 4, 1, 200, 400, 64, "f32", 32)
     q, k, _ = case.inputs()
     together = oracle.sample_select(q, k, **case.parameters).blocks
@@ -182,12 +182,12 @@ def test_regions_cut_the_queries_into_whole_row_blocks(L: int, prefix: int, chun
 
 
 @by_case
-def test_what_is_moved_is_counted_in_one_unit_however_dense(case: SampleCase) -> None:
-    """(sample.10) per query head, with the sample's keys wherever there was a sample."""
+def test_elements_moved_are_counted_in_one_unit_at_any_density(case: SampleCase) -> None:
+    """Elements follow (sample.10) per query head; the keys of the sample count if there is a sample."""
     layout, D = case.layout, case.D
     dense = 2 * case.L * D + 2 * case.block_size * D * layout.causal_pairs
     sampling = 0 if layout.all_sampled else len(layout.regions) * case.S * D
-    qkv = tuple(np.zeros_like(array) for array in case.inputs())  # attends everywhere alike: nearly all is kept
+    qkv = tuple(np.zeros_like(array) for array in case.inputs())  # uniform attention: nearly every block is kept
     for alphas, extra in (((1.0, 1.0), 0), ((1.0, 0.5), 0), ((1 - 1e-9, 1 - 1e-9), sampling)):
         options = {**case.parameters, "alpha_column": alphas[0], "alpha_slash": alphas[1]}
         _, stats = oracle.sample_attention(*qkv, **options, return_stats=True)
@@ -195,7 +195,7 @@ def test_what_is_moved_is_counted_in_one_unit_however_dense(case: SampleCase) ->
 
 
 def mask_of(call: Any, L: int, S: int, **options: Any) -> Array:
-    """Which blocks a baseline attends, read off one-hot values of keys that are all alike."""
+    """Return the blocks that a baseline attends, from one-hot values and equal keys."""
     b = options["block_size"]
     n = -(-S // b)
     values = np.eye(n)[np.arange(S) // b][None, None]
@@ -221,7 +221,7 @@ def test_bigbird_adds_random_blocks_that_are_the_same_in_every_run() -> None:
         assert [set(np.flatnonzero(mask[i])) for mask in (plain, more)] == [near, near | drawn]
 
 
-def test_minference_keeps_as_many_lines_as_its_budgets_pay_for() -> None:
+def test_minference_keeps_as_many_lines_as_its_budgets_allow() -> None:
     case = SampleCase(1, 2, 1, 300, 300, 64, "f32", 32)
     q, k, _ = case.inputs()
     column, slash = oracle.sample_scores(q, k, chunks=1, block_size=32, rows=64)
@@ -234,7 +234,7 @@ def test_minference_keeps_as_many_lines_as_its_budgets_pay_for() -> None:
             assert set(row[row >= 0].tolist()) == kept | {0, r}
 
 
-def test_baselines_say_what_they_sampled() -> None:
+def test_baselines_report_their_sample() -> None:
     qkv = SampleCase(1, 1, 1, 160, 200, 64, "f32").inputs()
     sampled = {"minference": 64 / 160, "bigbird": 0, "streaming_prefill": 0}
     for method, share in sampled.items():

@@ -1,4 +1,4 @@
-"""The oracle against a naive reading of the papers, and identities that must hold."""
+"""The oracle against a naive implementation of the papers, and identities that must hold."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from mlx_sparse.oracle import (
     top_k_select,
 )
 
-READINGS: dict[str, tuple[Callable[..., list[Row]], dict[str, Any]]] = {
+IMPLEMENTATIONS: dict[str, tuple[Callable[..., list[Row]], dict[str, Any]]] = {
     "paper": (paper, {}),
     "appendix_b": (appendix_b, {"reallocate": True}),
 }
 
 
-@pytest.mark.parametrize("name", READINGS)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("G", [1, 3, 4, 7, 8])
 @pytest.mark.parametrize(
     ("S", "D", "rank", "top_k", "local_window"),
     [(65, 64, 8, 16, 4), (33, 80, 16, 9, 0), (50, 16, 1, 5, 5), (40, 8, 8, 39, 3), (20, 8, 3, 1, 1)],
 )
 @pytest.mark.parametrize("padding", [[0, 0], [7, 0]], ids=["unpadded", "padded"])
-def test_sparq_equals_a_naive_reading(
+def test_sparq_equals_a_naive_implementation(
     name: str, G: int, S: int, D: int, rank: int, top_k: int, local_window: int, padding: list[int]
 ) -> None:
     qkv = make(B=2, G=G, S=S, D=D, seed=S + G)
-    reading, options = READINGS[name]
+    naive, options = IMPLEMENTATIONS[name]
     window = 0 if name == "appendix_b" else local_window
     out = sparq_attention(*qkv, rank=rank, top_k=top_k, local_window=window, left_padding=np.array(padding), **options)
-    assert_same(out, apply(reading, qkv, padding, rank, top_k, window), qkv[1])
+    assert_same(out, apply(naive, qkv, padding, rank, top_k, window), qkv[1])
 
 
-def test_the_preset_of_the_paper_is_its_reading() -> None:
+def test_the_preset_of_the_paper_equals_the_naive_implementation() -> None:
     config = parse("sparq:preset=paper")[0]
     assert isinstance(config, SparQ)
     qkv = make(G=3, S=200, D=64)
@@ -73,7 +73,7 @@ def test_no_more_keys_than_top_k_is_dense(rank: int, top_k: int, reallocate: str
     assert_same(out, dense_attention(*qkv), qkv[1])
 
 
-def test_no_more_keys_than_top_k_leaves_the_value_mean_alone() -> None:
+def test_no_more_keys_than_top_k_ignores_the_value_mean() -> None:
     qkv = make(G=1, S=40)
     out = sparq_attention(*qkv, rank=4, top_k=40, value_mean=np.full((1, 2, 16), np.inf))
     assert_same(out, dense_attention(*qkv), qkv[1])
@@ -81,7 +81,7 @@ def test_no_more_keys_than_top_k_leaves_the_value_mean_alone() -> None:
 
 @pytest.mark.parametrize("G", [1, 4])
 @pytest.mark.parametrize("component_score", ["query", "query_key"])
-def test_all_components_choose_as_the_exact_scores(G: int, component_score: str) -> None:
+def test_all_components_select_as_the_exact_scores(G: int, component_score: str) -> None:
     qkv = make(G=G)
     choice = {"top_k": 12, "local_window": 3}
     out = sparq_attention(*qkv, rank=16, reallocate=False, component_score=component_score, **choice)
@@ -136,7 +136,7 @@ def test_a_row_without_valid_key_gives_zeros(method: Callable[..., Any], options
     assert (info.recall[0] == 1).all(), "nothing to lose"
 
 
-def test_a_row_without_valid_key_gives_zeros_whatever_value_mean_is() -> None:
+def test_a_row_without_valid_key_gives_zeros_with_any_value_mean() -> None:
     q, k, v = make(B=2, G=3)
     given = {"value_mean": np.ones((2, k.shape[1], k.shape[3])), "left_padding": [40, 0]}
     out = sparq_attention(q, k, v, rank=4, top_k=9, reallocate=True, **given)
@@ -175,7 +175,7 @@ def test_a_zero_query_gives_uniform_alpha(left_padding: int) -> None:
 
 
 def rescale(q: Array, k: Array) -> tuple[Array, Array]:
-    """A change of channels that leaves every exact logit as it is; powers of two, so without rounding."""
+    """Rescale the channels by powers of two, which changes no exact logit and causes no rounding."""
     factors = 2.0 ** np.random.default_rng(2).integers(-6, 7, size=q.shape[-1])
     return q * factors, k / factors
 
@@ -207,7 +207,7 @@ def test_query_key_ignores_a_shift_common_to_all_keys() -> None:
 
 
 def test_query_key_ranks_components_by_the_deviation_of_the_keys() -> None:
-    # |q| prefers component 0, in which all keys agree; component 1 tells the keys apart.
+    # |q| is larger for component 0, which is constant over the keys; only component 1 varies.
     q = np.array([[[[10.0, 1.0]]]])
     k = np.stack([np.full(8, 5.0), np.arange(8) % 4 + np.arange(8) / 10], axis=-1)[None, None]
     choice = {"rank": 1, "top_k": 2, "local_window": 0}

@@ -1,4 +1,4 @@
-"""Every backend of SampleAttention against the float64 oracle, over the one list of prompts."""
+"""Every backend of SampleAttention against the float64 oracle, over the list of prefill chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters import having
+from adapters import backends_with
 from cases import Array, covering
 from sample_cases import (
     SAMPLE_CASES,
@@ -23,27 +23,27 @@ from sample_cases import (
 from mlx_sparse import oracle
 from mlx_sparse.methods.block_layout import MINFERENCE_ROWS
 
-MOST_KEYS = 520  # of what the reference evaluator is given: it is slow
-MOST_SCORES = 500_000  # of what Triton's interpreter is given: a few cases would take it a minute
-ATTENDING = having("attend_blocks")
+MAX_KEYS = 520  # limit for the ONNX reference evaluator, which is slow
+MAX_SCORES = 500_000  # limit for Triton's interpreter, which is slow
+ATTENDING = backends_with("attend_blocks")
 SMALL = SampleCase(2, 4, 2, 150, 230, 64, "f32", 32, chunks=2)
 by_attending = pytest.mark.parametrize("backend", ATTENDING, indirect=True)
 
 
 def on(names: list[str], cases: list[SampleCase], few: tuple[int, ...] = ()) -> pytest.MarkDecorator:
-    """Each case on each of the backends; only those numbered by ``few``, if any, where kernels are interpreted."""
+    """Run each case on each backend; on interpreted kernels only the cases with the indices ``few``, if given."""
     found = [
         pytest.param(name, case, id=f"{name}-{case}")
         for name in names
         for n, case in enumerate(cases)
         if not few or name == "ops" or n in few
-        if name != "onnx-reference" or case.S <= MOST_KEYS
-        if name != "triton" or case.B * case.Hq * case.L * case.S <= MOST_SCORES
+        if name != "onnx-reference" or case.S <= MAX_KEYS
+        if name != "triton" or case.B * case.Hq * case.L * case.S <= MAX_SCORES
     ]
     return pytest.mark.parametrize(("backend", "case"), found, indirect=["backend"])
 
 
-@on(having("sample"), SAMPLE_CASES, few=(0, 3, 6, 8, 11, 13, 15))
+@on(backends_with("sample"), SAMPLE_CASES, few=(0, 3, 6, 8, 11, 13, 15))
 def test_a_backend_keeps_and_attends_the_blocks_of_the_oracle(backend: Any, case: SampleCase) -> None:
     choice, out, lse = backend.sample(case)
     assert_same_blocks(choice, case, selection(case))
@@ -51,7 +51,7 @@ def test_a_backend_keeps_and_attends_the_blocks_of_the_oracle(backend: Any, case
 
 
 @on(ATTENDING, SAMPLE_CASES, few=(3, 8, 11))
-def test_scores_are_those_of_the_oracle(backend: Any, case: SampleCase) -> None:
+def test_scores_equal_the_oracle(backend: Any, case: SampleCase) -> None:
     q, k, _ = case.inputs()
     for rows in (None, MINFERENCE_ROWS) if backend.name != "triton" else (None,):
         wanted = oracle.sample_scores(q, k, **case.sampling, rows=rows)
@@ -61,7 +61,7 @@ def test_scores_are_those_of_the_oracle(backend: Any, case: SampleCase) -> None:
 
 
 def random_lists(case: SampleCase, width: int) -> Array:
-    """Lists in any order with blocks twice, none, above the diagonal, and numbers that are no block's."""
+    """Return lists in any order: duplicates, empty slots, blocks above the diagonal, and invalid numbers."""
     rng = np.random.default_rng(0)
     shape = (case.B, case.Hq, case.layout.row_blocks, width)
     lists = rng.integers(-3, case.layout.key_blocks + 4, size=shape).astype(np.int32)
@@ -71,22 +71,22 @@ def random_lists(case: SampleCase, width: int) -> Array:
     return lists
 
 
-PIECES = [(1, 1), (1, 300), (70, 70), (31, 63), (33, 65), (130, 257), (257, 384), (100, 511)]
+CHUNKS = [(1, 1), (1, 300), (70, 70), (31, 63), (33, 65), (130, 257), (257, 384), (100, 511)]
 LISTS = [(32, 40), (64, 0), (128, 3), (32, 1)]  # block sizes and widths of lists
 ANY = [
     pytest.param(name, sizes, *listed, id=f"{name}-{sizes}-{listed}")
     for name in ATTENDING
-    for sizes, listed in (product(PIECES, LISTS) if name == "ops" else covering(PIECES, LISTS))
+    for sizes, listed in (product(CHUNKS, LISTS) if name == "ops" else covering(CHUNKS, LISTS))
 ]
 
 
 @pytest.mark.parametrize(("backend", "sizes", "block_size", "width"), ANY, indirect=["backend"])
-def test_any_list_is_legal_wherever_the_piece_begins(
+def test_any_list_is_valid_at_any_chunk_position(
     backend: Any, sizes: tuple[int, int], block_size: int, width: int
 ) -> None:
     case = SampleCase(2, 4, 2, *sizes, 16, "f16" if block_size == 128 else "f32", block_size)
     lists = random_lists(case, width)
-    if backend.name == "triton":  # it wants them ascending
+    if backend.name == "triton":  # Triton requires ascending lists
         lists = np.sort(lists, axis=-1)
     _, out, lse = backend.attend_blocks(case, lists)
     assert_attends(out, lse, case, lists)
@@ -107,7 +107,7 @@ def test_lists_may_be_of_any_integer_type(backend: Any, dtype: str) -> None:
 
 @pytest.mark.parametrize("poison", [1e30, np.inf, np.nan])
 @by_attending
-def test_what_is_not_listed_is_not_touched(backend: Any, poison: float) -> None:
+def test_blocks_that_are_not_listed_are_not_read(backend: Any, poison: float) -> None:
     listed = (0, 2, 5)
 
     class Unlisted(SampleCase):
@@ -131,7 +131,7 @@ def test_what_is_not_listed_is_not_touched(backend: Any, poison: float) -> None:
 
 
 @on(ATTENDING, SAMPLE_CASES, few=(0, 2, 5))
-def test_sample_attention_is_attention_over_its_blocks_and_says_what_it_lost(backend: Any, case: SampleCase) -> None:
+def test_sample_attention_attends_its_blocks_and_reports_recall(backend: Any, case: SampleCase) -> None:
     out, stats = backend.public("sample_attention", case, **case.parameters, return_stats="recall")
     _, wanted = oracle.sample_attention(*case.inputs(), **case.parameters, return_stats=True)
     if case.layout.all_sampled:
@@ -146,12 +146,12 @@ def test_sample_attention_is_attention_over_its_blocks_and_says_what_it_lost(bac
     np.testing.assert_allclose(backend.numpy(stats.head_density), density, rtol=1e-6)
     assert stats.density == pytest.approx(density.mean())
     assert (stats.sampled, stats.dense_elements) == (case.layout.sampled_share, wanted.dense_elements)
-    assert stats.elements == pytest.approx(wanted.elements, rel=0.05)  # blocks in doubt
+    assert stats.elements == pytest.approx(wanted.elements, rel=0.05)  # undecided blocks
     mass = backend.numpy(stats.recall)
     assert_retains(mass, case, chosen)
     for start, stop in (region.sample for region in case.layout.regions):
         least = mass[..., start:stop].mean(axis=-1)
-        assert (least >= max(case.alpha_column, case.alpha_slash)).all(), "the sampled rows lost something"
+        assert (least >= max(case.alpha_column, case.alpha_slash)).all(), "recall of the sampled rows is too small"
 
 
 @pytest.mark.parametrize("alphas", [(1, 0.5), (0.5, 1.0), (1.0, 1)], ids=str)

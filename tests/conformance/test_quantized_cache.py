@@ -1,4 +1,4 @@
-"""Quantised caches (docs/spec/quantized.md): on packed rows functions attend as the oracle on what those stand for."""
+"""Quantized KV caches (docs/spec/quantized.md): functions attend as the oracle on the dequantized rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mlx_sparse import ShapeError, oracle
 
 HERE = [("ops", case) for case in packed_cases()]
 by_backend = pytest.mark.parametrize("backend", ["ops"], indirect=True)
-# What differs in the kernels: padding, codes that lie in two words, and scores of several tiles.
+# Cases for the kernels: padding, codes that span two words, and scores of several tiles.
 ON_METAL = [
     PackedCase(2, 4, 4, 127, 64, "f16", padding=(0, 100), bits=8, group_size=32),
     PackedCase(1, 8, 2, 1100, 128, "f16", padding=(30,), bits=4),
     PackedCase(1, 16, 1, 70, 64, "bf16", bits=3),
     PackedCase(1, 4, 1, 8300, 64, "f16", bits=4),
 ]
-# In the harness a case takes seconds: some of them, and with all components, which the kernels need.
+# A case takes seconds in the harness, so that only some run there, with all components, as the kernels require.
 SETTINGS = ["rank-D", "paper", "robust", "reallocate", "eval"]
 PAIRS = [*HERE, *(("metal", case) for case in (*packed_cases()[1::6], *ON_METAL))]
 ARMS = [(*pair, setting) for pair, setting in covering(HERE, SETTINGS)]
@@ -35,10 +35,12 @@ ARMS += [(*pair, SETTINGS[0]) for pair in PAIRS if pair[0] == "metal"] + [("meta
 
 
 @pytest.mark.parametrize(("backend", "case", "setting"), ARMS, ids=str, indirect=["backend"])
-def test_sparq_chooses_by_packed_rows_and_attends_as_the_oracle(backend: Any, setting: str, case: PackedCase) -> None:
+def test_sparq_over_quantized_rows_selects_and_attends_as_the_oracle(
+    backend: Any, setting: str, case: PackedCase
+) -> None:
     params = every_parameter(case, setting) | ({"rank": case.D} if backend.name == "metal" else {})
     found, wanted = adapter(backend).sparq(case, params), METHODS["sparq"](case, params)
-    if backend.name == "metal" and not params["reallocate"]:  # scores are held in 8 bits
+    if backend.name == "metal" and not params["reallocate"]:  # scores are stored in 8 bits
         assert wanted.scores is not None
         assert_chosen_within(found.choice, wanted.choice, wanted.scores, 1 / 16)
         wanted = attended(case, found.choice, params["scale"], wanted.scores)
@@ -48,20 +50,22 @@ def test_sparq_chooses_by_packed_rows_and_attends_as_the_oracle(backend: Any, se
 @pytest.mark.parametrize("setting", ["4-bits", "reallocate"])
 @pytest.mark.parametrize("case", ON_METAL[:2], ids=str)
 @pytest.mark.parametrize("backend", ["metal"], indirect=True)
-def test_a_scoring_copy_of_packed_rows_chooses_as_the_oracle(backend: Any, case: PackedCase, setting: str) -> None:
+def test_quantized_scoring_keys_of_a_quantized_cache_select_as_the_oracle(
+    backend: Any, case: PackedCase, setting: str
+) -> None:
     params = coded_parameters(case, setting)
     assert_coded_step(adapter(backend).sparq(case, params), case, params, eight_bit_scores=True)
 
 
 @pytest.mark.parametrize(("backend", "case"), HERE, ids=str, indirect=["backend"])
-def test_dense_attention_over_packed_rows_is_the_oracles(backend: Any, case: PackedCase) -> None:
+def test_dense_attention_over_quantized_rows_equals_the_oracle(backend: Any, case: PackedCase) -> None:
     found = adapter(backend).dense(case, every_parameter(case, "", "dense"))
     assert_conforms(found, expected(case, "", "dense"), case)
 
 
 @pytest.mark.parametrize(("backend", "case"), PAIRS, ids=str, indirect=["backend"])
-def test_listed_rows_are_unpacked_and_attended(backend: Any, case: PackedCase) -> None:
-    """Every seventh slot is empty, and every seventh is a row behind the keys in use."""
+def test_listed_rows_are_dequantized_and_attended(backend: Any, case: PackedCase) -> None:
+    """Every seventh slot is empty, and another seventh are rows behind the keys in use."""
     chosen = np.tile(np.arange(0, case.S, 3, dtype=np.int32), (case.B, case.Hkv, 1))
     chosen[..., 1::7], chosen[..., 3::7] = -1, case.S + 2
     chosen[chosen < np.reshape(case.padding or 0, (-1, 1, 1))] = -1
@@ -73,7 +77,7 @@ def test_listed_rows_are_unpacked_and_attended(backend: Any, case: PackedCase) -
 
 
 @by_backend
-def test_public_functions_take_packed_rows(backend: Any) -> None:
+def test_public_functions_accept_quantized_rows(backend: Any) -> None:
     case = PackedCase(2, 6, 2, 150, 64, "f16", padding=(3, 40), bits=4)
     packed, given = adapter(backend), {"top_k": 32, "left_padding": np.array(case.padding)}
     q, keys, values = case.inputs()

@@ -1,4 +1,4 @@
-"""Quest: every backend against the oracle, beside caches and in models."""
+"""Quest: every backend against the oracle, the bounds in caches, and models."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("backend", "setting", "case"), STEPS, indirect=["backend"])
-def test_a_backend_chooses_and_attends_as_the_oracle(backend: Any, setting: str, case: Case) -> None:
+def test_a_backend_selects_and_attends_as_the_oracle(backend: Any, setting: str, case: Case) -> None:
     assert_conforms(run(backend, case, setting), wanted(case, setting), case)
 
 
@@ -96,7 +96,7 @@ NUMBERS = [((40, 41), np.nan), ((40, 41), np.inf), ((40, 41), -np.inf), ((20, 90
 
 @pytest.mark.parametrize(("rows", "number"), NUMBERS)
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-def test_pages_with_what_is_no_number_come_first_and_padding_does_not_count(
+def test_pages_with_non_finite_keys_come_first_and_padding_does_not_count(
     backend: Any, rows: tuple[int, int], number: float
 ) -> None:
     case = Spoiled(3, 4, 2, 130, 64, "f32", (0, 7, 130), rows, number)
@@ -120,7 +120,7 @@ def test_no_key_scores_more_than_its_page_and_the_current_page_is_attended(case:
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if hasattr(ADAPTERS[name], "public")], indirect=True)
-def test_public_functions_compute_the_bounds_and_are_dense_if_every_page_is_attended(backend: Any) -> None:
+def test_public_functions_accept_bounds_and_are_dense_with_all_pages(backend: Any) -> None:
     case = Case(2, 6, 2, 70, 64, "f32", (0, 30))
     given = {"left_padding": case.padding}
     every, dense = (backend.public(f"{name}_attention", case, **given) for name in ("quest", "dense"))
@@ -143,7 +143,7 @@ def test_settings_budgets_and_contexts() -> None:
 
 
 def attend(cache: Any, page_size: int = 4) -> None:
-    """A step, after which the bounds are those that the cache's keys have."""
+    """Run a step and assert that the bounds in the cache match its keys."""
     config = Quest(page_size=page_size, top_k=page_size)
     query = mx.random.normal((cache.keys.shape[0], 4, 1, 8))
     out, _ = cache.attend(query, config, scale=0.3, backend="ops")
@@ -218,8 +218,8 @@ def test_metal_reads_the_bounds_once_for_the_group(metal: Metal, G: int) -> None
     assert 0.98 <= moved / (Hkv * 2 * quest_elements(S, D, top_k=256, page_size=16)) <= 1
 
 
-def test_left_padding_changes_no_answer() -> None:
-    """Pages begin at each sequence's first valid key, so other requests of a batch do not move them."""
+def test_left_padding_does_not_change_the_output() -> None:
+    """Pages begin at the first valid key of a sequence, so that other requests of a batch do not move them."""
     q, k, v = Case(1, 4, 2, 203, 64, "f32").inputs()
     how: dict[str, Any] = {"page_size": 8, "top_k": 32}
     alone = oracle.quest_attention(q, k, v, **how)

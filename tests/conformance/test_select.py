@@ -1,4 +1,4 @@
-"""Selection of the largest scores on the backends with a kernel for it: any length, and ties to the lower index."""
+"""Top-k selection on the backends with a kernel: any length, and ties to the lower index."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def with_holes(scores: Array) -> Array:
     return np.where(rng.random(scores.shape) < 0.1, np.copysign(np.nan, scores), holes)
 
 
-# Scores made of normally distributed ones.
+# Scores computed from normally distributed numbers.
 KINDS: dict[str, Any] = {
     "distinct": lambda s: s,
     "few values": np.round,
@@ -37,7 +37,7 @@ KINDS: dict[str, Any] = {
     "negative": lambda s: -np.abs(s) - 1,
     "last bit": lambda s: np.float32(1) + np.round(s) * np.float32(2**-23),
     "subnormal": lambda s: np.round(s) * np.float32(2**-149),
-    "nothing but -inf": lambda s: np.full_like(s, -np.inf),
+    "only -inf": lambda s: np.full_like(s, -np.inf),
     "some -inf": lambda s: np.where(s > 0.5, s, -np.inf),
     "infinite": lambda s: np.where(s > 1, np.inf, s),
 }

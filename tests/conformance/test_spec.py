@@ -1,4 +1,4 @@
-"""What docs/spec says in numbers is what the code has."""
+"""The numbers in docs/spec match the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPEC = Path(__file__).parents[2] / "docs" / "spec"
 SAAP, SAMPLE = ((SPEC / name).read_text(encoding="utf-8") for name in ("saap.md", "sample.md"))
 
 
-def test_saaps_training_defaults_are_the_stated_ones() -> None:
+def test_the_training_defaults_of_saap_are_the_documented_ones() -> None:
     given = run._parser().parse_args(["-o", "x.safetensors"])
     training = Training(hidden=0)
     assert given.steps == training.steps
@@ -33,7 +33,7 @@ def test_saaps_training_defaults_are_the_stated_ones() -> None:
 
 @pytest.mark.parametrize(("distance", "far"), [(5, False), (6, True), (7, True)])
 def test_a_key_is_far_from_the_first_distance_that_the_window_leaves_out(distance: int, far: bool) -> None:
-    """A key with nearly all attention, alone in its bucket, and a window of six keys."""
+    """One key has nearly all attention and its own bucket; the window has six keys."""
     assert "A key counts as far from a distance of n_r on" in SAAP
     S, recent = 20, 6
     keys, queries = np.zeros((S, 8)), np.zeros((S, 8))

@@ -1,4 +1,4 @@
-"""scripts/dump_msl.py: the texts are whole, distinct and what runs; the calls reach every kernel."""
+"""scripts/dump_msl.py: the texts are complete, distinct and the launched ones; the calls reach every kernel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def calls() -> list[Call]:
 
 
 def test_the_calls_reach_every_kernel(calls: list[Call]) -> None:
-    """A few of them do: one of each kind, of a case with several query heads per KV head."""
+    """One call of each kind, with several query heads per KV head, is enough."""
     kinds: dict[str, Call] = {}
     for call in calls:
         if "H1x1" not in call.name:
@@ -106,7 +106,7 @@ def test_the_header_is_mlx_own_in_the_order_of_its_includes() -> None:
     assert "using namespace metal;" in header
 
 
-def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "precious").write_text("")
     with pytest.raises(SystemExit):
         dump_msl.main(["--out", str(tmp_path)])

@@ -1,4 +1,4 @@
-"""The dense check: several queries of all query heads of a KV head at once."""
+"""Dense multi-token decode on Metal: several queries of all query heads of a KV head."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from msl import Metal, Report
 from mlx_sparse.kernels import attend_rows, blocks, merge
 from mlx_sparse.oracle.attend import dense_with_lse
 
-# a check over all keys
+# one verification step
 
 
 def check(case: Case, L: int) -> None:
-    """Whole buffers, the rows that are no keys filled with what must not be read."""
+    """Compare with the oracle; unused rows and padding hold NaN and inf."""
     q, k, v = case.inputs(L=L)
     scale, padding = case.D**-0.5, case.padding
     expected, expected_lse = dense_with_lse(q, k, v, scale=scale, left_padding=padding)
@@ -47,18 +47,18 @@ CHECKS = [
 
 
 @pytest.mark.parametrize(("L", "G", "D", "dtype"), CHECKS)
-def test_a_check_attends_as_the_oracle(metal: Metal, L: int, G: int, D: int, dtype: str) -> None:
+def test_a_verification_step_attends_as_the_oracle(metal: Metal, L: int, G: int, D: int, dtype: str) -> None:
     check(Case(1, 2 * G, 2, 97 if G * L > 16 else 150, D, dtype), L)
 
 
 @pytest.mark.parametrize("padding", [(0, 5, 41, 59, 60), (3, 60, 32, 57, 0)], ids=str)
-def test_a_sequence_is_attended_from_its_first_valid_key_on(metal: Metal, padding: tuple[int, ...]) -> None:
-    """Queries before it have nothing to attend."""
+def test_keys_before_the_first_valid_key_are_not_attended(metal: Metal, padding: tuple[int, ...]) -> None:
+    """Queries before the first valid key give zeros."""
     check(Case(5, 8, 2, 60, 64, "f32", padding=padding), 4)
 
 
 @pytest.mark.parametrize(("G", "L", "S", "padding"), [(4, 2, 1300, None), (1, 3, 1025, (700, 0)), (8, 8, 2100, None)])
-def test_a_long_context_is_shared_out_and_merged(
+def test_a_long_context_is_split_and_merged(
     metal: Metal, G: int, L: int, S: int, padding: tuple[int, ...] | None
 ) -> None:
     case = Case(len(padding or (0,)), G, 1, S, 64, "f16", padding=padding)
@@ -68,7 +68,7 @@ def test_a_long_context_is_shared_out_and_merged(
         assert [report.kernel for report in metal.launches] == ["attend_rows", "merge_parts"]
 
 
-def test_rows_that_registers_do_not_hold_are_shared_out(metal: Metal) -> None:
+def test_rows_that_exceed_the_registers_are_divided_among_threadgroups(metal: Metal) -> None:
     check(Case(1, 16, 2, 40, 256, "f16"), 9)
     if metal.emulated:
         assert [report.grid[1] for report in metal.launches] == [4]
@@ -93,15 +93,15 @@ def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
         mx.eval(attend_rows.attend_rows(q, k, v, scale=1.0))
         if metal.emulated:
             texts.add(metal.texts["attend_rows"])
-    assert len(texts) <= 2  # results in float16, and those of parts
+    assert len(texts) <= 2  # results in float16, and float32 results of splits
 
 
-# what is launched
+# launches
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("rows", [2, 8, 9, 64, 65, 128])
-def test_every_head_dim_fits_and_reads_rows_once_up_to_128(rows: int, itemsize: int) -> None:
+def test_every_head_dim_fits_into_threadgroup_memory_and_reads_rows_once_up_to_128(rows: int, itemsize: int) -> None:
     for D in range(16, 257, 16):
         assert attend_rows.supports(D, rows)
         together, staged = attend_rows.shape_of(D, itemsize, rows)
@@ -109,7 +109,7 @@ def test_every_head_dim_fits_and_reads_rows_once_up_to_128(rows: int, itemsize: 
         assert max(D * (staged + padding), staged * (D + padding)) * itemsize + 4 * staged <= blocks.THREADGROUP_MEMORY
         assert together % 8 == 0 and together <= (128 if D <= 128 else 64)
         assert -(-rows // together) == (1 if D <= 128 or rows <= 64 else 2)
-    assert not attend_rows.supports(72, rows) and not attend_rows.takes(64, 129)
+    assert not attend_rows.supports(72, rows) and not attend_rows.supports(64, 129)
 
 
 def read(report: Report, level: str, *names: str) -> int:
@@ -118,8 +118,8 @@ def read(report: Report, level: str, *names: str) -> int:
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
 @pytest.mark.parametrize(("L", "G"), [(2, 4), (16, 8)])
-def test_a_check_reads_each_key_and_value_once(metal: Metal, L: int, G: int) -> None:
-    """Besides them the call reads queries and the results of parts, which are merged."""
+def test_a_verification_step_reads_each_key_and_value_once(metal: Metal, L: int, G: int) -> None:
+    """The call also reads queries and the results of the splits."""
     S, D = 2300, 64
     q, k, v = (to_mlx(array, "f16") for array in Case(1, G, 1, S, D, "f16").inputs(L=L))
     attend_rows.attend_rows(q, k, v, scale=0.1)

@@ -1,4 +1,4 @@
-"""Trust in the Metal kernels' synchronisation: every barrier is needed, and no schedule changes a bit."""
+"""Synchronization of the Metal kernels: every barrier is needed, and results are equal in every schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_sparse.kernels import attend, attend_rows, select
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(mx.metal.is_available(), reason="only the harness sees races"),
-]  # kernels with a barrier taken away
+]  # kernels without one of their barriers
 
 
 METAL = ADAPTERS["metal"]
@@ -63,8 +63,8 @@ def lists() -> Any:
     return METAL.lists(case, np.broadcast_to(np.arange(0, 600, 2), (1, 2, 300)), 3000, 2100)[1]
 
 
-# A run of each kernel that has barriers, long enough for loops to come round again. Those named
-# _packed have the barriers of the ones without.
+# A run of each kernel with barriers, long enough for a second iteration of each loop. The kernels named _packed have
+# the same barriers as the others.
 RUNS: dict[str, Callable[[], Any]] = {
     "sparq_scores": decode,
     "sparq_candidates": decode,
@@ -87,10 +87,10 @@ RUNS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kernel", some(list(RUNS), 5))
-def test_every_barrier_that_is_taken_away_is_missed(metal: Metal, kernel: str) -> None:
+def test_every_deleted_barrier_causes_a_fault(metal: Metal, kernel: str) -> None:
     RUNS[kernel]()
     text = metal.texts[kernel]
-    # Those that order no memory hold back the compiler only.
+    # Barriers that order no memory only restrict the compiler.
     mutants = [mutant for mutant in barriers(text) if mutant.count("mem_none") == text.count("mem_none")]
     assert mutants
     unnoticed = []

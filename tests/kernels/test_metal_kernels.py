@@ -1,4 +1,4 @@
-"""The Metal kernels one by one: any length, any list, any group. tests/conformance has the cases."""
+"""Single Metal kernels: lengths, lists and groups that are not in the cases of tests/conformance."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_attend_takes_lists_of_any_length(metal: Metal, N: int) -> None:
     np.testing.assert_allclose(np.array(got), lse, rtol=0, atol=2e-6 * np.abs(lse[np.isfinite(lse)]).max(initial=1))
 
 
-# the whole step
+# the decode step
 
 
 SIZES = (1, 2, 5, 33, 64, 129, 1024, 1025, 4097, 8200)
@@ -121,10 +121,10 @@ def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal, make: Callable[[], Any
         np.testing.assert_allclose(np.array(metal_lse), np.array(ops_lse), rtol=0, atol=1e-4)
 
 
-def test_a_cache_hands_its_whole_buffers_to_the_kernels(metal: Metal, launched: list[Launched]) -> None:
-    """A slice would be copied on every call; rows of keys_t that start on a line are loaded four keys at a time."""
+def test_kernels_receive_the_whole_buffers_of_a_cache(metal: Metal, launched: list[Launched]) -> None:
+    """MLX copies a slice on every call. Aligned rows of keys_t are loaded four keys at a time."""
     cache = SparseKVCache()
-    for L in (301, 1, 1001, 1):  # the buffers that mlx-lm makes of this are no multiple of anything
+    for L in (301, 1, 1001, 1):  # mlx-lm's buffers have odd lengths
         row = mx.ones((1, 2, L, 64), mx.float16)
         cache.update_and_fetch(row, row)
     config = SparQ(rank=8, top_k=16, component_score="query", key_bits=16, dense_below=0)
@@ -144,7 +144,7 @@ def test_a_cache_hands_its_whole_buffers_to_the_kernels(metal: Metal, launched: 
     assert scores["codes"].shape[3] * 4 % 128 == 0
 
 
-def test_layers_of_a_token_share_what_its_length_decides(metal: Metal) -> None:
+def test_layers_of_a_step_share_launches(metal: Metal) -> None:
     config = SparQ(rank=8, top_k=16, component_score="query", dense_below=0)
     layers = [SparseKVCache() for _ in range(3)]
     sparq.launches.cache_clear()
@@ -152,10 +152,10 @@ def test_layers_of_a_token_share_what_its_length_decides(metal: Metal) -> None:
         for cache in layers:
             cache.update_and_fetch(mx.ones((1, 2, L, 64)), mx.ones((1, 2, L, 64)))
             cache.attend(mx.ones((1, 4, 1, 64)), config, scale=1.0, backend="metal")
-    assert sparq.launches.cache_info()[:2] == (4, 2)  # found, made
+    assert sparq.launches.cache_info()[:2] == (4, 2)  # hits, misses
 
 
-def test_auto_is_metal_where_it_can_run_and_fits(metal: Metal) -> None:
+def test_auto_is_metal_if_it_runs_and_supports_the_shape(metal: Metal) -> None:
     assert registry.resolve("auto", "sparq", D=128, G=4) == "metal"
     assert registry.resolve("auto", "streaming", D=128, G=4) == "ops"
     assert registry.resolve("auto", "sparq", D=320, G=4) == "ops"
@@ -195,7 +195,7 @@ def test_metal_is_refused_while_the_cpu_is_the_default_device(metal: Metal, monk
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there is a Metal GPU")
-def test_off_a_mac_metal_is_refused_with_the_reason_and_auto_is_ops() -> None:
+def test_without_a_metal_gpu_metal_is_refused_and_auto_is_ops() -> None:
     assert registry.resolve("auto", "sparq", D=128, G=4) == "ops"
     with pytest.raises(mlx_sparse.BackendUnavailable, match=r"got metal .MLX finds no Metal GPU on this machine"):
         registry.resolve("metal", "sparq", D=128, G=4)
@@ -221,14 +221,14 @@ def test_the_comment_of_a_kernel_lists_its_inputs_and_outputs(kernel: launch.Ker
 
 
 def test_the_smallest_keys_are_attended(metal: Metal) -> None:
-    """With fewer than eight elements MLX would pass them in the constant address space; the registry refuses those."""
+    """The registry refuses smaller arrays, which MLX would pass in the constant address space."""
     q, k, v = map(mx.array, Case(1, 1, 1, 1, 8, "f32").inputs())
     out, _ = mlx_sparse.attend_indices(q, k, v, mx.zeros((1, 1, 1), mx.int32), backend="metal")
     np.testing.assert_allclose(np.array(out), np.array(v), rtol=0, atol=1e-6)
 
 
 def test_shared_constants_serve_every_thread() -> None:
-    """A lazy array belongs to the thread that made it; what threads share must hold its value already."""
+    """A lazy array belongs to its thread; shared arrays must be evaluated."""
     shared: list[Any] = [launch._zeros, sparq._no_weight, attend._no_counts, saap._zeros]
     sizes = [(7,), (), (), (2, 5)]
 

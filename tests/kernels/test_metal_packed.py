@@ -1,4 +1,4 @@
-"""The Metal kernels over packed rows, of quantised caches: docs/spec/quantized.md."""
+"""The Metal kernels for quantized KV caches: docs/spec/quantized.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlx_sparse.ops.packed_rows import PackedRows
 KEY_AND_VALUE = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 32))
 
 
-def test_the_smallest_packed_rows_are_read_and_rounded_to_their_type(metal: Metal) -> None:
+def test_the_smallest_quantized_rows_are_dequantized_in_their_type(metal: Metal) -> None:
     """MLX passes fewer than eight elements in the constant address space."""
     keys, values = (PackedRows.of(to_mlx(rows, "f16"), bits=4, group_size=32) for rows in KEY_AND_VALUE)
     how = {"rank": 32, "top_k": 1, "local_window": 0, "component_weight": None}
@@ -40,7 +40,7 @@ SPECS = ["sparq:reallocate=true", "sparq:score=copy,rank=16,reallocate=true", "q
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_quantised_cache_decodes_on_metal_as_on_ops(metal: Metal, spec: str, launched: list[Launched]) -> None:
+def test_a_quantized_cache_decodes_on_metal_as_on_ops(metal: Metal, spec: str, launched: list[Launched]) -> None:
     (config,) = parse(f"{spec}{',' if ':' in spec else ':'}top_k=32,dense_below=0")
     config = config.for_model(qk_norm=False)
     cache: Any = QuantizedKVCache(group_size=64, bits=4)
@@ -54,7 +54,7 @@ def test_a_quantised_cache_decodes_on_metal_as_on_ops(metal: Metal, spec: str, l
         )
         np.testing.assert_allclose(to_numpy(out), to_numpy(ops_out), rtol=0, atol=2e-3)
         np.testing.assert_allclose(np.array(lse), np.array(ops_lse), rtol=0, atol=1e-4)
-        # A slice would be copied on every call.
+        # MLX copies a slice on every call.
         packed = [given.inputs for given in launched if "key_codes" in given.inputs]
         assert len(packed) == (1 if spec == "quest" else 2)
         assert all(inputs["key_codes"] is cache.keys[0] for inputs in packed)
@@ -63,20 +63,20 @@ def test_a_quantised_cache_decodes_on_metal_as_on_ops(metal: Metal, spec: str, l
 
 
 @pytest.mark.parametrize("method", ["sparq:top_k=40", "saap:mode=online,buckets=8,probes=2,recent_tokens=32"])
-def test_a_model_with_a_quantised_cache_decodes_on_metal_as_on_ops(metal: Metal, method: str) -> None:
-    quantised = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
+def test_a_model_with_a_quantized_cache_decodes_on_metal_as_on_ops(metal: Metal, method: str) -> None:
+    quantized = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
     model, prompt = build(head_dim=32), mx.array(prompt_of(150))
     generated = {}
     for backend in ("ops", "auto"):
         with mlx_sparse.sparse(model, f"{method},dense_below=0", backend=backend) as report:
-            generated[report.backend] = [token for token, _ in generate_step(prompt, model, max_tokens=4, **quantised)]
+            generated[report.backend] = [token for token, _ in generate_step(prompt, model, max_tokens=4, **quantized)]
         assert report.sparse_calls > 0
     assert generated["metal"] == generated["ops"]
     if metal.emulated:
         assert "attend_indices_packed" in {report.kernel for report in metal.launches}
 
 
-def test_metal_takes_packed_rows_in_steps_and_unpacked_ones_in_prompts(metal: Metal) -> None:
+def test_metal_supports_quantized_rows_in_decode_but_not_in_prefill(metal: Metal) -> None:
     assert registry.resolve("auto", "sparq", D=128, G=4, bits=3) == "metal"
     assert registry.resolve("auto", "attend_blocks", D=128, G=4, bits=4) == "ops"
     with pytest.raises(mlx_sparse.BackendUnavailable, match="its prefill kernels do not read quantized KV caches"):

@@ -1,4 +1,4 @@
-"""The Metal kernels for prompts: any sample, any list of key blocks, whole cache buffers, pieces."""
+"""The Metal kernels for prefill: samples, lists of key blocks and bounded launches."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def scores_of(case: SampleCase, *, spare: int = 0, **sampling: Any) -> tuple[mx.
     )
 
 
-def sent_off(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the number of launches at each time that work is sent off from now on."""
+def submissions(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the number of launches at each call of `mx.async_eval`."""
     sent: list[int] = []
     send = mx.async_eval
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: (sent.append(len(metal.launches)), send(*arrays))[1])
@@ -50,17 +50,17 @@ def test_a_threadgroup_may_have_many_blocks(metal: Metal, monkeypatch: pytest.Mo
         assert_same_scores(got, scores, logit_error(q, k, SMALL.scale))
 
 
-def test_scores_of_many_heads_are_work_in_bounded_pieces(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_many_heads_are_split_into_bounded_launches(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
     together = scores_of(SMALL)
     work = SMALL.Hq * SMALL.B * 2 * 32 * SMALL.S * SMALL.D
     monkeypatch.setattr(sample, "MAX_WORK", work // 2)
-    sent = sent_off(metal, monkeypatch)
+    sent = submissions(metal, monkeypatch)
     metal.clear()
     apart = scores_of(SMALL)
     assert all(mx.array_equal(a, b) for a, b in zip(apart, together, strict=True))
     if metal.emulated:
         assert [report.kernel for report in metal.launches] == ["sample_scores", "sample_sums"] * 2
-        assert sent == [2]  # the first piece is sent off before the second is made
+        assert sent == [2]  # the first part is submitted before the second is built
 
 
 def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
@@ -73,7 +73,7 @@ def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
 
 
 @pytest.mark.parametrize("spoiled", [0, 1], ids=["query", "key"])
-def test_nan_is_no_fault_and_stays_in_its_head(metal: Metal, spoiled: int) -> None:
+def test_nan_stays_in_its_head(metal: Metal, spoiled: int) -> None:
     arrays = list(SMALL.inputs())
     arrays[spoiled][0, 0, 120, 3] = np.nan
     out, _, _ = sample.sample_attention(*(to_mlx(array, "f32") for array in arrays), **SMALL.parameters)
@@ -105,7 +105,7 @@ def check(case: SampleCase, lists: Array, *, spare: int = 0) -> None:
 
 
 def some_lists(case: SampleCase, *, seed: int = 0, share: float = 0.5) -> Array:
-    """Random lists, some of them empty, not all with their diagonal."""
+    """Return random lists, some of them empty, some without the diagonal block."""
     layout = case.layout
     mask = np.random.default_rng(seed).random((case.B, case.Hq, layout.row_blocks, layout.key_blocks)) < share
     mask[:, 0, 0] = False
@@ -119,16 +119,16 @@ def test_every_head_dim_is_right(metal: Metal, D: int, dtype: str) -> None:
     check(case, some_lists(case))
 
 
-def test_a_long_prompt_is_work_in_bounded_pieces(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launch may have more multiply-adds than a piece even if its lists held everything, and none shares a command
-    buffer: each is sent off before the next is made.
+def test_a_long_prompt_is_split_into_bounded_launches(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch has bounded work even with full lists, and its own command buffer: it is submitted before the next
+    launch is built.
     """
     case = SampleCase(1, 4, 2, 300, 410, 64, "f32", 32)
     lists = some_lists(case)
     together = attend_lists(case, lists)
     most = 2 * 4 * 64 * case.S * 64  # 64 rows
     monkeypatch.setattr(launch_split, "MAX_WORK", most)
-    sent = sent_off(metal, monkeypatch)
+    sent = submissions(metal, monkeypatch)
     metal.clear()
     apart = attend_lists(case, lists)
     assert all(mx.array_equal(a, b) for a, b in zip(apart, together, strict=True))
@@ -136,12 +136,12 @@ def test_a_long_prompt_is_work_in_bounded_pieces(metal: Metal, monkeypatch: pyte
     if metal.emulated:
         assert sent == list(range(1, len(metal.launches) + 1))
         for report in metal.launches:
-            rows = report.grid[0] // 4  # eight rows of a tile have a SIMD group
+            rows = report.grid[0] // 4  # a SIMD group has eight rows
             heads = report.grid[1] * report.grid[2]
-            assert 2 * rows * heads * case.S * case.D <= most + 2 * 32 * heads * case.S * case.D  # a tile may be ragged
+            assert 2 * rows * heads * case.S * case.D <= most + 2 * 32 * heads * case.S * case.D  # plus one ragged tile
 
 
-def test_head_dims_that_do_not_fit_are_left_to_ops(metal: Metal) -> None:
+def test_unsupported_head_dims_use_ops(metal: Metal) -> None:
     for D in (8, 72, 272):
         assert registry.resolve("auto", "sample", D=D, G=4) == "ops"
         with pytest.raises(mlx_sparse.BackendUnavailable, match=f"multiples of 16 up to 256, not {D}"):

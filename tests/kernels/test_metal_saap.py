@@ -1,4 +1,4 @@
-"""SAAP's Metal kernels: any network, any list, odd calls. tests/conformance has the cases."""
+"""SAAP's Metal kernels: networks, lists and calls that are not in the cases of tests/conformance."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def router(D: int, G: int, hidden: int | None, buckets: int, probes: int, *types
     "case",
     [
         router(256, 3, 512, 100, 7, "bf16", "bf16"),
-        router(128, 16, 1024, 4096, 32, "f16", "f16"),  # what passes between the layers fits into no threadgroup
+        router(128, 16, 1024, 4096, 32, "f16", "f16"),  # the activations exceed threadgroup memory
         router(128, 1, 1024, 1024, 128, "f32", "bf16"),
         router(128, 4, None, 4096, 4096, "bf16", "f32"),  # every bucket
         router(8, 2, None, 1, 1, "f32", "f16"),
@@ -58,7 +58,7 @@ def test_ties_go_to_the_lower_bucket(metal: Metal, hidden: int | None) -> None:
     assert (route(case, **{name: mx.zeros_like(array) for name, array in weights.items()}) == np.arange(9)).all()
 
 
-def test_a_bias_that_is_not_there_is_zero(metal: Metal) -> None:
+def test_a_missing_bias_is_zero(metal: Metal) -> None:
     case = router(64, 4, 48, 64, 6, "f16", "f16")
     zeros = {name: mx.zeros_like(network_of(case)[name]) for name in ("hidden_bias", "out_bias")}
     assert (route(case, hidden_bias=None, out_bias=None) == route(case, **zeros)).all()
@@ -93,7 +93,7 @@ def test_weights_are_read_once_for_the_whole_group(metal: Metal, hidden: int | N
 
 
 def listed(case: SaapCase, chosen: Array, *, pending: int = 0, spare: int = 0) -> tuple[list[Array], list[Array]]:
-    """Indices and counts of a step with ``spare`` slots of room, and the oracle's."""
+    """Return indices and counts of a step with ``spare`` additional slots, and the results of the oracle."""
     covered, capacity = max(case.covered - pending, 0), case.step.S + spare
     window = {"sink_tokens": case.sink_tokens, "left_padding": case.step.padding}
     index = oracle.saap_index(case.bucket_ids()[..., :covered], buckets=case.buckets, **window)
@@ -109,11 +109,11 @@ LONG = SaapCase(Case(2, 2, 2, 6000, 8, "f32", padding=(0, 300)), "skewed", bucke
     ("filling", "buckets", "probes"),
     [(filling, *sizes) for filling, sizes in covering(list(FILLINGS), [(512, 1), (512, 31), (512, 512), (4096, 1500)])],
 )
-def test_a_long_list_is_the_oracles_in_its_order(metal: Metal, filling: str, buckets: int, probes: int) -> None:
+def test_a_long_list_equals_the_oracle_in_order(metal: Metal, filling: str, buckets: int, probes: int) -> None:
     case = SaapCase(LONG.step, filling, buckets, probes, hidden=None, recent_tokens=600)
     rng = np.random.default_rng(probes)
     chosen = np.array([[rng.permutation(buckets)[:probes] for _ in range(2)] for _ in range(2)])
-    if filling == "one":  # that bucket comes first
+    if filling == "one":  # visit the full bucket first
         full = case.bucket_ids()[0, 0, 0]
         chosen[chosen == full] = chosen[..., :1][(chosen == full).any(axis=-1)].ravel()
         chosen[..., 0] = full
@@ -123,7 +123,7 @@ def test_a_long_list_is_the_oracles_in_its_order(metal: Metal, filling: str, buc
         assert (got[0] == expected[0]).all()
 
 
-def test_an_index_that_is_none_and_a_bucket_visited_twice_are_no_fault(metal: Metal) -> None:
+def test_a_random_index_and_duplicate_buckets_cause_no_fault(metal: Metal) -> None:
     rng = np.random.default_rng(0)
     offsets = mx.array(rng.integers(-(2**31), 2**31, size=(1, 2, 65)).astype(np.int32))
     key_ids = mx.array(rng.integers(-(2**31), 2**31, size=(1, 2, 300)).astype(np.int32))
@@ -135,14 +135,14 @@ def test_an_index_that_is_none_and_a_bucket_visited_twice_are_no_fault(metal: Me
         assert ((np.array(counts) >= 101) & (np.array(counts) <= 777)).all()
 
 
-def test_a_bucket_of_half_the_keys_is_many_threadgroups_work(metal: Metal) -> None:
+def test_a_bucket_of_half_the_keys_is_divided_among_threadgroups(metal: Metal) -> None:
     case = SaapCase(Case(1, 1, 1, 20_000, 8, "f32"), "one", buckets=16, probes=4)
     got, _ = listed(case, visited(case))
     assert (got[1] == 20_000).all()
     if metal.emulated:
         report = metal.last("saap_indices")
         assert report.grid[0] // report.threadgroup[0] == 20
-        assert report.reads["key_ids"].lane == 4 * (20_000 - 42)  # each once
+        assert report.reads["key_ids"].lane == 4 * (20_000 - 42)  # each key once
 
 
 # attention over counted lists
@@ -151,7 +151,7 @@ WIDE = Case(1, 8, 2, 9000, 64, "f16")
 
 
 def attend_counted(counts: list[int], N: int = 9000) -> tuple[Array, Array, Array, Array]:
-    """Lists with room for ``N`` keys, of which the counted ones are in use: output and lse, and the oracle's."""
+    """Attend the counted entries of lists of length ``N``: output and lse, and the results of the oracle."""
     q, k, v = WIDE.inputs()
     lists = np.array([[np.random.default_rng(head).permutation(WIDE.S)[:N] for head in range(WIDE.Hkv)]])
     arrays = to_mlx(q, "f16"), whole(k, WIDE.S + 9, "f16"), whole(v, WIDE.S + 9, "f16")
@@ -164,13 +164,13 @@ def attend_counted(counts: list[int], N: int = 9000) -> tuple[Array, Array, Arra
 @pytest.mark.parametrize(
     ("N", "counts"), covering([1, 300, 512, 513, 9000], [(0, 0), (300, 9000), (130, 127), (1, 0)]), ids=str
 )
-def test_only_counted_entries_are_attended(metal: Metal, N: int, counts: tuple[int, int]) -> None:
+def test_only_counted_entries_of_a_list_are_attended(metal: Metal, N: int, counts: tuple[int, int]) -> None:
     out, lse, expected, expected_lse = attend_counted([min(count, N) for count in counts], N)
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-3)
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=2e-5)
 
 
-def test_a_count_that_is_none_is_the_whole_list(metal: Metal) -> None:
+def test_an_invalid_count_is_the_whole_list(metal: Metal) -> None:
     out, lse, _, _ = attend_counted([9000, 9000])
     for counts in ([9001, 2**31 - 1], [-1, -(2**31)]):
         got, got_lse, _, _ = attend_counted(counts)
@@ -179,14 +179,16 @@ def test_a_count_that_is_none_is_the_whole_list(metal: Metal) -> None:
 
 
 @pytest.mark.parametrize("counts", [(9000, 9000), (2500, 700), (100, 0)], ids=str)
-def test_threadgroups_share_what_is_counted_and_the_others_leave_at_once(metal: Metal, counts: tuple[int, int]) -> None:
+def test_threadgroups_divide_the_counted_entries_and_others_return_at_once(
+    metal: Metal, counts: tuple[int, int]
+) -> None:
     attend_counted(list(counts))
     if not metal.emulated:
         return
     report = next(report for report in metal.launches if report.kernel == "attend_indices")
     splits = report.grid[0] // report.threadgroup[0]
     assert splits == 36
-    # Who works reads the queries of its group first. Nobody has a tile more than needed.
+    # Each working threadgroup reads the queries of its group once. The tiles are divided evenly.
     tiles = [-(-count // attend.TILE) for count in counts]
     working = [-(-n // -(-n // splits)) if n else 0 for n in tiles]
     row = WIDE.D * 2
@@ -217,7 +219,7 @@ def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="the GPU's own launches are not recorded")
 def test_a_step_is_four_launches_and_nothing_waits_for_the_gpu() -> None:
-    """MLX records the step without running it: whoever looks at a value fails."""
+    """MLX records the step without running it, so that reading a value fails."""
     case = SaapCase(Case(1, 4, 2, 900, 64, "f16"), "balanced", buckets=64, probes=8)
     ids = mx.array(case.bucket_ids()[..., :860])
     index = saap_index(ids, buckets=64, sink_tokens=2)
@@ -239,7 +241,7 @@ def test_a_step_is_four_launches_and_nothing_waits_for_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("function", ["saap", "saap_route", "saap_indices"])
-def test_auto_is_metal_where_it_fits(metal: Metal, function: str) -> None:
+def test_auto_is_metal_for_saap_if_it_supports_the_shape(metal: Metal, function: str) -> None:
     assert registry.resolve("auto", function, D=128, G=16) == "metal"
     assert registry.resolve("auto", function, D=128, G=17) == "ops"
     assert registry.resolve("auto", function, D=320, G=4) == "ops"

@@ -1,4 +1,4 @@
-"""scripts/traffic.py: the bytes that one step of SparQ moves, against the formula to the byte."""
+"""scripts/traffic.py: the bytes that one step of SparQ moves equal the formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mx.fast.metal_kernel` replaced: the text, the launch and the memory are what MLX would hand to a GPU."""
+"""The replacement of `mx.fast.metal_kernel`: text, launch and memory are the ones that MLX passes to a GPU."""
 
 import mlx.core as mx
 import pytest
@@ -44,7 +44,7 @@ def test_kernel_computes(dtype: mx.Dtype, n: int, metal: Metal) -> None:
         assert metal.last("scale").reads["x"].lane == x.nbytes
 
 
-def test_mlx_looks_like_on_a_mac_inside_and_as_before_outside() -> None:
+def test_mlx_looks_as_on_a_mac_inside_the_context_only() -> None:
     outside = mx.fast.metal_kernel, mx.metal.is_available(), mx.default_device()
     with emulated():
         assert mx.metal.is_available()
@@ -64,7 +64,7 @@ def test_mlx_looks_like_on_a_mac_inside_and_as_before_outside() -> None:
             )
 
 
-def test_launches_are_recorded_in_order_and_forgotten_on_request() -> None:
+def test_launches_are_recorded_in_order_and_can_be_cleared() -> None:
     with emulated() as metal:
         scale(mx.ones(100), 2.0)
         scale(mx.ones(64), 2.0)
@@ -84,7 +84,7 @@ def small(source: str, x: mx.array, *, n: int | None = None, init: float | None 
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_strides_are_those_of_the_memory_handed_over(contiguous: bool) -> None:
+def test_strides_describe_the_memory_of_the_input(contiguous: bool) -> None:
     x = mx.arange(60, dtype=mx.int32).reshape(3, 4, 5).transpose(2, 0, 1)[::2]
     source = """
         uint3 p = thread_position_in_grid;

@@ -1,4 +1,4 @@
-"""What must hold exactly: bytes counted on kernels simple enough to count by hand, and results under any schedule."""
+"""Byte counts of the harness on kernels whose bytes can be counted by hand."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_copy_moves_its_bytes_once_at_every_level(line: int) -> None:
 
 @pytest.mark.parametrize("line", [32, 64, 128])
 @pytest.mark.parametrize("step", [2, 8, 32, 100])
-def test_strided_copy_pays_for_whole_lines(line: int, step: int) -> None:
+def test_a_strided_copy_moves_whole_lines(line: int, step: int) -> None:
     lines = min(line, 4 * step) * N  # floats within one line share it, floats farther apart pay for one each
     read = run("copy", step=step, line=line).reads["x"]
     assert read.lane == 4 * N
@@ -65,7 +65,7 @@ def test_reading_again_after_a_barrier_counts_again_per_interval_only() -> None:
     assert run("again").reads["x"] == Traffic(8 * N, 8 * N, 4 * N, 4 * N)
 
 
-def test_what_all_threadgroups_read_counts_once_per_dispatch() -> None:
+def test_data_read_by_all_threadgroups_counts_once_per_dispatch() -> None:
     assert run("shared_by_all", x=GROUP).reads["x"] == Traffic(4 * N, 4 * N, 4 * N, 4 * GROUP)
 
 

@@ -1,4 +1,4 @@
-"""Metal's library on the host: one kernel evaluates each expression in 32 lanes; the values are the specified ones."""
+"""Metal's library in the harness: one kernel evaluates each expression in 32 lanes."""
 
 import numpy as np
 import pytest

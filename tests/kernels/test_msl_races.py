@@ -1,4 +1,4 @@
-"""The race detector against a brute-force reading of the memory rules, on random programs."""
+"""The race detector against a brute-force implementation of the memory rules, on random programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ACCESSES = {
     7: ("device", True, True),
     8: ("device", False, True),
 }
-# Barrier: what it orders.
+# Barrier: the memory that it orders.
 THREADGROUP_BARRIERS = {10: (), 11: ("device",), 12: ("threadgroup",), 13: ("threadgroup", "device")}
 SIMDGROUP_BARRIERS = {14: ("device",), 15: ("threadgroup",), 16: ()}
 
@@ -69,7 +69,7 @@ kernel void run(
 
 @dataclass(frozen=True)
 class Access:
-    """One thread's access to one cell."""
+    """Access of a thread to a cell."""
 
     group: int
     step: int
@@ -97,7 +97,7 @@ def random_program(rng: random.Random) -> np.ndarray:
 
 
 def ordered(program: np.ndarray, a: Access, b: Access, memory: str) -> bool:
-    """Whether a barrier for this memory stands between two accesses of one threadgroup."""
+    """Return True if a barrier orders this memory between two accesses of one threadgroup."""
     first, last = sorted((a.step, b.step))
     for step in program[a.group, first + 1 : last]:
         barrier = int(step[a.thread, 0])

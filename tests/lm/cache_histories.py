@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attention_recorder import Sequence, Witness
+from attention_recorder import AttentionRecorder, Sequence
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
 from random_models import Draw
 from saap_artefacts import write_artefact
@@ -56,7 +56,7 @@ class History:
     """A random history. `run` raises an error at the first mismatch."""
 
     seed: int
-    witness: Witness
+    witness: AttentionRecorder
     folder: Path
     attn: str | None = None  # None draws random methods
     done: list[str] = field(default_factory=list)
@@ -281,10 +281,10 @@ class Summary:
 
     def take(self, seed: int, folder: Path, attn: str | None = None) -> History:
         """Run the history of ``seed``."""
-        witness = Witness()
+        witness = AttentionRecorder()
         history = History(seed, witness, folder, attn)
         try:
-            with witness.watching():
+            with witness.recording_calls():
                 history.run()
         except Exception as error:
             where = traceback.format_exc(limit=-3)

@@ -1,4 +1,4 @@
-"""Run Metal kernels on the CPU with their real semantics, and find what they do wrong."""
+"""Run Metal kernels on the CPU with the semantics of a GPU, and find their errors."""
 
 from .bridge import Metal, emulated
 from .compile import CompileError, typed, typed_check

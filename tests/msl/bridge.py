@@ -1,4 +1,4 @@
-"""A stand-in for `mx.fast.metal_kernel`: product code runs unchanged, its kernels run on the CPU."""
+"""Replacement of `mx.fast.metal_kernel`: product code is unchanged, and its kernels run on the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .lint import lint
 
 @dataclasses.dataclass
 class Metal:
-    """Where kernels run, and what the harness saw. On a Mac `emulated` is False and nothing is recorded."""
+    """State and records of the harness. On a Mac `emulated` is False and nothing is recorded."""
 
     emulated: bool
     seed: int = 0  # schedule of later launches
@@ -31,11 +31,11 @@ class Metal:
     record: Callable[[Generated], None] | None = None  # called instead of a run, whose outputs are then zeros
 
     def last(self, kernel: str) -> Report:
-        """Report of the latest launch of the kernel of this name."""
+        """Return the report of the latest launch of a kernel."""
         return next(report for report in reversed(self.launches) if report.kernel == kernel)
 
     def clear(self) -> None:
-        """Forget the launches so far."""
+        """Clear the recorded launches."""
         self.launches.clear()
 
 
@@ -47,7 +47,7 @@ _active: list[Metal] = []  # kernels that product code keeps outlive one `emulat
 def emulated(
     seed: int = 0, *, strict: bool = True, record: Callable[[Generated], None] | None = None
 ) -> Iterator[Metal]:
-    """Make MLX believe in a Metal GPU; enter it before importing modules that build kernels when imported."""
+    """Simulate a Metal GPU in MLX. Enter the context before you import modules that build kernels on import."""
     metal = Metal(emulated=True, seed=seed, strict=strict, record=record)
     _active.append(metal)
     try:
@@ -81,7 +81,7 @@ def _stand_in(
 
 
 class Launch(NamedTuple):
-    """What MLX would hand to the GPU for one call."""
+    """The data that MLX passes to the GPU for one call."""
 
     host_name: str
     text: str
@@ -93,7 +93,7 @@ class Launch(NamedTuple):
 
 
 class Generated(NamedTuple):
-    """One call of a kernel: the name that product code gave it, its template arguments and what MLX makes of them."""
+    """A call of a kernel: its name in product code, its template arguments and the text that MLX generates."""
 
     kernel: str
     template: dict[str, Any]
@@ -101,7 +101,7 @@ class Generated(NamedTuple):
 
 
 def capture(call: Callable[..., Any], inputs: Sequence[mx.array]) -> Launch:
-    """The one kernel that `call` launches, from MLX's own export of it."""
+    """Return the kernel that `call` launches, from MLX's export."""
     nodes: list[dict[str, Any]] = []
     mx.export_function(nodes.append, call, *inputs)
     (node,) = (node for node in nodes if node.get("name") == "CustomKernel")
@@ -120,7 +120,7 @@ _kernel = cache(Kernel)
 
 @cache
 def check(text: str) -> None:
-    """Raise for what this generated text would meet at Apple's compiler."""
+    """Raise for errors that Apple's compiler would find in the generated text."""
     findings = [*lint(text), *typed_check(text)]
     if findings:
         raise AssertionError("\n".join(str(finding) for finding in findings))
@@ -165,7 +165,7 @@ def _bits(x: mx.array) -> mx.array:
 
 
 def _memory(x: mx.array, row_contiguous: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The memory that the GPU would be given for one input, and its strides in elements."""
+    """Return the memory of an input on the GPU, and its strides in elements."""
     view = np.asarray(_bits(x))
     if row_contiguous and not view.flags.c_contiguous:
         view = view.copy()

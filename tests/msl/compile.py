@@ -1,4 +1,4 @@
-"""Metal text to a shared library through clang, cached by content; and the check with address spaces as types."""
+"""Compile Metal text to a shared library with clang, cached by content; check address spaces as types."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ RUN = [*COMMON, *HALF, "-std=c++20", "-c", "-w", "-O1", "-g1", "-gdwarf-4", "-fP
 RUN += ["-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off", "-fno-vectorize", "-fno-slp-vectorize"]
 RUN += ["-fno-lax-vector-conversions", "-ftrivial-auto-var-init=pattern"]
 RUN += ["-fsanitize=array-bounds,shift-exponent,integer-divide-by-zero"]
-RUN += ["-Xclang", "-fsanitize=thread"]  # through -Xclang, for zig would keep it to itself
+RUN += ["-Xclang", "-fsanitize=thread"]  # through -Xclang, because zig does not pass it on
 STACK = ["-fno-omit-frame-pointer", "-mno-omit-leaf-frame-pointer"]  # the runtime compares the call stacks of lanes ...
 RUN += [*STACK, "-fconvergent-functions"]
 LLVM = ["tsan-instrument-func-entry-exit=0", "tsan-instrument-read-before-write=1"]
-LLVM += ["enable-tail-merge=0", "sink-common-insts=0", "hoist-common-insts=0"]  # ... and two places stay two
+LLVM += ["enable-tail-merge=0", "sink-common-insts=0", "hoist-common-insts=0"]  # ... and keeps two locations apart
 RUN += [word for option in LLVM for word in ("-mllvm", f"-{option}")]
 RUNTIME = [*COMMON, *HALF, *STACK, "-std=c++20", "-c", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti"]
 LINK = ["-shared", "-nostdlib++", "-O2", "-Wl,-z,defs", "-Wl,-rpath,$ORIGIN", "-lm"]
-# MSL is C++14, C++17 from Metal 4; the warnings name what Apple's compiler refuses, or with -Werror what it warns of,
+# MSL is C++14, C++17 from Metal 4; the warnings cover errors of Apple's compiler, or its warnings with -Werror,
 # at run time too: ml-explore/mlx-lm#814 (sign), ml-explore/mlx#1868 and google/filament#6217 (variables),
-# ggml-org/llama.cpp#10211 (constants), halide/Halide#5912 (functions), ollama/ollama#15548 (uninitialised)
+# ggml-org/llama.cpp#10211 (constants), halide/Halide#5912 (functions), ollama/ollama#15548 (uninitialized)
 TYPED = [*COMMON, *HALF, "-std=c++17", "-c", "-O0", "-DMSL_TYPED=1", "-fno-lax-vector-conversions"]
 TYPED += ["-Wall", "-Wextra", "-Wunused-const-variable", "-Wno-duplicate-decl-specifier"]  # `const constant` is ours
 TYPED += ["-Wc++20-extensions", "-Wimplicit-float-conversion", "-Wno-implicit-int-float-conversion"]
 THREADGROUP_MEMORY = 32 << 10  # tinygrad/tinygrad#9458
-# Each threadgroup array leaves its size behind, in the name of a symbol
+# The size of each threadgroup array is in the name of a symbol
 SIZES = "namespace msl { template <int, unsigned long> void* reserved(); }\n"
 SIZES += "#define msl_shared(number, bytes, ...) msl::reserved<number, bytes>()\n"
 
 
 class CompileError(RuntimeError):
-    """The compiler refused a kernel; the message is what it said."""
+    """Error of the compiler for a kernel; the message is its output."""
 
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
-    """The command that runs clang: $MSL_CXX, clang++ 19 to 22 on PATH, or the ziglang wheel."""
+    """Return the command of clang: $MSL_CXX, clang++ 19 to 22 on PATH, or the ziglang wheel."""
     if given := os.environ.get("MSL_CXX"):
         return tuple(given.split())
     for name in ("clang++-22", "clang++-21", "clang++-20", "clang++-19", "clang++"):
@@ -61,7 +61,7 @@ def compiler() -> tuple[str, ...]:
         if path and _major(path) >= 19:
             return (path,)
     if (wheel := importlib.util.find_spec("ziglang")) and wheel.origin:
-        # Not `python -m ziglang`: the start of a Python for each of two thousand calls takes minutes.
+        # `python -m ziglang` would start Python for each of two thousand calls, which takes minutes.
         return (str(Path(wheel.origin).with_name("zig")), "c++")
     raise CompileError("no compiler for Metal kernels: install clang 19 or newer, or `pip install ziglang`")
 
@@ -87,7 +87,7 @@ def _key() -> str:
 
 
 def _build(target: Path, flags: Sequence[str], text: str, link: Sequence[str | Path]) -> Path:
-    """Compile and link into `target` unless it is there; renamed into place, so that others see all or nothing."""
+    """Compile and link `target` unless it exists. A rename ensures that other processes see complete files."""
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def _build(target: Path, flags: Sequence[str], text: str, link: Sequence[str | P
 
 @functools.cache
 def runtime() -> Path:
-    """The runtime's shared library, which all kernels of a process share."""
+    """Return the shared library of the runtime, which all kernels of a process use."""
     target = CACHE / f"runtime-{_key()}.so"
     return _build(target, RUNTIME, (HERE / "runtime.cpp").read_text(), [f"-Wl,-soname,{target.name}"])
 
@@ -119,7 +119,7 @@ def preprocess(source: str, include: Sequence[Path] = (), flags: Sequence[str] =
 
 @functools.cache
 def build(source: str, name: str, constants: tuple[tuple[int | str, object], ...], include: tuple[Path, ...]) -> Path:
-    """The shared library of one kernel; the translated text lies beside it."""
+    """Return the shared library of a kernel; the translated text is in the same folder."""
     text = translate(preprocess(source, include), name, dict(constants))
     text = '#include "msl.h"\n' + text
     key = hashlib.sha256((_key() + text).encode()).hexdigest()[:24]
@@ -129,19 +129,19 @@ def build(source: str, name: str, constants: tuple[tuple[int | str, object], ...
 def typed_check(
     source: str, *, constants: Mapping[int | str, object] | None = None, include: Sequence[Path] = ()
 ) -> list[str]:
-    """What a compiler that tells address spaces apart says against every kernel the text instantiates, a line each."""
+    """Return the errors of a compiler with typed address spaces, for every kernel that the text instantiates."""
     return typed(source, constants=constants, include=include).findings
 
 
 class Typed(NamedTuple):
-    """What the compilation with address spaces as types found: complaints, and bytes of all threadgroup arrays."""
+    """Result of the compilation with typed address spaces: findings, and bytes of all threadgroup arrays."""
 
     findings: list[str]
     threadgroup_memory: int
 
 
 def typed(source: str, *, constants: Mapping[int | str, object] | None = None, include: Sequence[Path] = ()) -> Typed:
-    """`typed_check`, and the bytes of threadgroup arrays: of a text with one kernel, what its pipeline needs."""
+    """Run `typed_check` and return its findings and the bytes of all threadgroup arrays in the text."""
     text = f'#include "msl.h"\n{SIZES}' + translate(
         preprocess(source, include, ["-DMSL_TYPED=1"]), None, constants or {}
     )
@@ -160,7 +160,7 @@ def typed(source: str, *, constants: Mapping[int | str, object] | None = None, i
 
 
 def _reserved(made: Path) -> int:
-    """Bytes of the threadgroup arrays, from the symbols of `SIZES`."""
+    """Return the bytes of the threadgroup arrays, from the symbols of `SIZES`."""
     from elftools.elf.elffile import ELFFile
 
     with made.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Launch one kernel on NumPy arrays and report what it did."""
+"""Launch a kernel on NumPy arrays and report its faults and traffic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .translate import lines_of
 
 
 class Fault(AssertionError):
-    """What a kernel did wrong: one line with kernel, buffer or array, thread and place."""
+    """Fault of a kernel: one line with kernel, buffer or array, thread and location."""
 
     def __init__(self, kind: str, text: str, *, kernel: str, buffer: str | None = None, where: str = "", at: str = ""):
         self.kind, self.kernel, self.buffer = kind, kernel, buffer
@@ -28,17 +28,17 @@ class Fault(AssertionError):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one buffer in one launch and direction: asked for by lanes, then whole lines, counted once per ..."""
+    """Bytes of a buffer in a launch and direction: requested by lanes, then whole lines, counted once per ..."""
 
     lane: int
-    interval: int  # simdgroup and stretch between two of its synchronisations
-    threadgroup: int  # threadgroup: a private L1 that never forgets
-    dispatch: int  # launch: what DRAM must deliver
+    interval: int  # per simdgroup and interval between two synchronizations
+    threadgroup: int  # per threadgroup: a private L1 cache of unlimited size
+    dispatch: int  # per launch: traffic of DRAM
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one launch did."""
+    """Report of a launch."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -80,7 +80,7 @@ CODES = {"f": "float32", "h": "float16", "b": "uint16", "?": "bool"}
 
 
 class Kernel:
-    """One kernel of a Metal text, by host name or C++ name such as `softmax<half>`; compiled when made."""
+    """A kernel of a Metal text, by host name or C++ name such as `softmax<half>`; compiled on creation."""
 
     def __init__(
         self,
@@ -110,9 +110,9 @@ class Kernel:
         written: Collection[str] = (),
         partial: bool = False,
     ) -> Report:
-        """Run it: `grid` counts threads, or threadgroups; outputs are filled in place.
+        """Run the kernel. `grid` counts threads or threadgroups; outputs are written in place.
 
-        `written` names outputs whose present content the kernel may read; `partial` allows unwritten outputs.
+        `written` lists outputs that the kernel may read first; `partial` allows unwritten outputs.
         """
         size = (*threadgroup, 1, 1)[:3]
         extent = (*grid, 1, 1)[:3]
@@ -151,7 +151,7 @@ class Kernel:
         return Report(self.name, extent, size, reads, writes, launch.threadgroup_bytes, unwritten)
 
     def _arrays(self, buffers: Mapping[str, Any]) -> list[tuple[Any, NDArray[Any]]]:
-        """Each parameter with its array, checked against the kernel's signature."""
+        """Return each parameter with its array, checked against the signature of the kernel."""
         names = [p.name.decode() for p in self.parameters]
         if unknown := set(buffers) - set(names):
             raise ValueError(f"{self.name} has no buffer {', '.join(sorted(unknown))}; it has {', '.join(names)}")
@@ -195,14 +195,14 @@ class Kernel:
         return {(file, number): line for file, number, line in lines_of('#line 1 "source"\n' + self._source)}
 
     def _name_at(self, file: str, line: int, column: int) -> str:
-        """The identifier that ends before the bracket at a place of the translated text."""
+        """Return the identifier before the bracket at a location of the translated text."""
         for f, n, text in lines_of(self._path.with_suffix(".cpp").read_text()):
             if (f, n) == (file, line) and (name := re.match(r"\w+", text[column - 1 :])):
                 return name[0]
         return "?"
 
     def _place(self, pc: int, site: Any) -> tuple[str, int]:
-        """File and line of an instruction, from the line tables of the library; or the site where pc is 0."""
+        """Return file and line of an instruction from the line tables of the library; `site` if pc is 0."""
         if not pc:
             return site.file.decode(), site.line
         return max((row for row in _line_table(self._path) if row[0] <= pc), default=(0, "?", 0))[1:]

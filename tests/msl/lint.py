@@ -1,6 +1,6 @@
-"""What clang accepts in MSL and Apple's compiler refuses, or what is dangerous there: token level, no compiler.
+"""Lint of MSL at token level: code that clang accepts and Apple's compiler refuses, or that is dangerous.
 
-Rules that others learnt from Apple's compiler say where: owner/repository#number of the thread that shows the message.
+Rules from errors of Apple's compiler cite owner/repository#number of a thread with the message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KNOWN = r"""kernel|host_name|buffer|threadgroup|function_constant|max_total_thre
     unroll|maybe_unused|nodiscard|noreturn|fallthrough|deprecated"""
 HIDDEN = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\n])*"|^[ \t]*#(?![ \t]*include)(?:\\\n|[^\n])*'
 
-# What one expression over the text without comments, strings and directives can see.
+# Rules that one regular expression over the text without comments, strings and directives can check.
 PATTERNS = {
     r"#\s*include\s*<(?!metal_)[^>]*>": "no such header in Metal: {}",
     r"\bdouble\b": "MSL has no double",
@@ -36,9 +36,9 @@ PATTERNS = {
     r"\bthreadgroup_barrier\s*\(\s*(?:metal::)?mem_flags::mem_none": "barrier that orders no memory",
     r"\bstatic\b(?![^;{(]*\bconstant\b)[^;{(=]*[=;]": "static data outside constant",
     r"\bbuffer\((?:3[1-9]|[4-9]\d|\d{3,})\)": "more than 31 buffers",
-    # bghira/universal-metal-flash-attention#10, ggml-org/llama.cpp#10205: older languages do not know the name
+    # bghira/universal-metal-flash-attention#10, ggml-org/llama.cpp#10205: unknown name in older language versions
     r"\bbfloat[234]?\b": "bfloat needs Metal 3.1; MLX's name for what there is: bfloat16_t, not {}",
-    # EricLBuehler/mistral.rs#1116: matrix<_MLX_BFloat16, 4, 4> is no matrix
+    # EricLBuehler/mistral.rs#1116: matrix<_MLX_BFloat16, 4, 4> is not a matrix
     r"\bbfloat[234]x[234]\b|\bmatrix\s*<\s*bfloat\w*\b": "matrix of bfloat: {}",
     # exo-explore/exo#1766, EricLBuehler/mistral.rs#1998: a reserved name of Apple's headers
     r"\bbfloat16\b(?!_)": "reserved name of an incomplete type: {}",
@@ -52,7 +52,7 @@ PATTERNS = {
 
 
 class Finding(NamedTuple):
-    """One thing to change before Apple's compiler or a GPU sees it."""
+    """A finding of the lint."""
 
     problem: str
     place: str  # file:line
@@ -74,7 +74,7 @@ Found = Iterator[tuple[int, str]]
 
 
 def lint(source: str) -> list[Finding]:
-    """Findings in the order of the text; `// uniform` on a line vouches for the control flow that it decides."""
+    """Return the findings in text order; `// uniform` on a line marks its control flow as uniform."""
     text = Text(source)
     found = {(m.start(), problem.format(m[0])) for p, problem in PATTERNS.items() for m in re.finditer(p, text.code)}
     for rule in RULES:
@@ -83,7 +83,7 @@ def lint(source: str) -> list[Finding]:
 
 
 class Text:
-    """One MSL text: comments, strings and directives blanked, brackets matched, functions found."""
+    """An MSL text without comments, strings and directives, with matched brackets and a list of functions."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -108,7 +108,7 @@ class Text:
                 self.functions.append(Function(m[1], kernel, parameters, start, self.code[start:inside], calls))
 
     def place(self, at: int) -> str:
-        """File and line of a position, as `#line` directives count."""
+        """Return file and line of a position, according to `#line` directives."""
         lines = self.source[:at].split("\n")
         for back, line in enumerate(reversed(lines)):
             if directive := re.match(r'\s*#\s*line (\d+) "(.*)"', line):
@@ -120,7 +120,7 @@ class Text:
         return any(re.search(r"//.*\buniform\b", line) for line in lines)
 
     def end(self, at: int) -> int:
-        """End of the statement that starts at this position."""
+        """Return the end of the statement at a position."""
         at = re.compile(r"\s*").match(self.code, at).end()
         if head := re.compile(r"(?:if|for|while|switch)\s*\(").match(self.code, at):
             end = self.end(self.match[head.end() - 1] + 1)
@@ -131,7 +131,7 @@ class Text:
         return self.match.get(at, at)
 
     def callers(self, names: set[str]) -> set[str]:
-        """Names of the functions that call one of these, or call one that does."""
+        """Return the functions that call one of these functions, directly or indirectly."""
         found: set[str] = set()
         for _ in self.functions:
             found |= {f.name for f in self.functions if f.calls & (names | found)}
@@ -184,7 +184,7 @@ def constructed(text: Text) -> Found:
 
 
 def brain_floats(text: Text) -> Found:
-    # No number becomes a bfloat by itself: ml-explore/mlx-lm#814, tracel-ai/cubecl#1522
+    # There is no implicit conversion to bfloat: ml-explore/mlx-lm#814, tracel-ai/cubecl#1522
     for kind in {"bfloat16_t", *re.findall(r"\btypename\s+(\w+)", text.code)}:
         for m in re.finditer(rf"\b{kind}\s+\w+\s*=\s*({FLOATING})\s*[;,]", text.code):
             yield m.start(), f"float where {kind} may be bfloat: {m[1]}"
@@ -241,7 +241,7 @@ def offsets(text: Text) -> Found:
 
 
 def levels(f: Function) -> Callable[[str, int], int]:
-    """Measure of an expression: 2 differs between lanes, 1 between simdgroups only, 0 as far as one can see neither."""
+    """Return the divergence of an expression: 2 between lanes, 1 between simdgroups only, 0 if none is found."""
     lanes = re.findall(rf"(\w+)\s*\[\[\s*{LANE}|\b({LANE})\b", f.parameters)
     level = {(name, 0): 2 for pair in lanes for name in pair if name}
     level |= {(name, 0): 1 for name in re.findall(r"(\w+)\s*\[\[\s*simdgroup_index", f.parameters)}

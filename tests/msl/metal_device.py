@@ -1,4 +1,4 @@
-"""Say which Metal device MLX has, and run a kernel of ours on it; fail where there is none or it computes nonsense.
+"""Print the Metal device of MLX and run one of our kernels on it; fail without a device or with a wrong result.
 
 python tests/msl/metal_device.py
 """
@@ -26,7 +26,7 @@ def main() -> int:
     if not np.array_equal(chosen[0, 0], np.sort(np.argsort(-scores[0, 0])[:100])):
         print(f"metal_device.py: error: expected the 100 best of 9,000 keys, got {chosen}.", file=sys.stderr)
         return 1
-    print("A kernel of ours ran and was right.")
+    print("A kernel ran with the correct result.")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Metal text, already preprocessed, to C++ that clang accepts: a few rules, line numbers kept."""
+"""Translate preprocessed Metal text to C++ for clang with a few rules; line numbers stay."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ STRING = r'"(?:\\.|[^"\\])*"'
 
 
 class TranslationError(ValueError):
-    """Text that Metal forbids, or that the harness does not model."""
+    """Error for text that Metal forbids or the harness does not support."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a kernel: `[[buffer(index)]]`, or a thread attribute when index is None."""
+    """A parameter of a kernel: `[[buffer(index)]]`, or a thread attribute if index is None."""
 
     name: str
     index: int | None
@@ -31,7 +31,7 @@ class Parameter:
 
 
 def lines_of(text: str) -> Iterator[tuple[str, int, str]]:
-    """Each line of a text with #line (or preprocessor) markers as (file, number, line)."""
+    """Yield each line of a text with #line or preprocessor markers as (file, number, line)."""
     file, number = "", 0
     for line in text.split("\n"):
         if marker := re.match(r'#\s*(?:line\s+)?(\d+)\s+"(.*?)"', line):
@@ -74,7 +74,7 @@ def _fail(text: str, at: int, message: str) -> None:
 
 
 def _instantiations(text: str, hosts: dict[str, str]) -> str:
-    """Take out `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;` and remember x -> f<T>."""
+    """Remove `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;` and return x -> f<T>."""
 
     def take(match: re.Match[str]) -> str:
         host = "".join(part[1:-1] for part in re.findall(STRING, match[1]))
@@ -145,7 +145,7 @@ def _function_constants(text: str, constants: Mapping[int | str, object]) -> str
 
 
 def _threadgroup_objects(text: str) -> str:
-    """`threadgroup T a[N];` becomes a reference into memory that the runtime knows by name."""
+    """Replace `threadgroup T a[N];` by a reference into memory that the runtime registers by name."""
     numbers = iter(range(1000))
 
     def declare(match: re.Match[str]) -> str:
@@ -164,7 +164,7 @@ def _threadgroup_objects(text: str) -> str:
 
 
 def _vectors(text: str) -> str:
-    """`float4(a, b)` and `static_cast<float4>(x)` convert and concatenate: clang's own casts reinterpret bits."""
+    """Make `float4(a, b)` and `static_cast<float4>(x)` convert and concatenate; clang's casts reinterpret bits."""
     vector = rf"(?:metal::)?(?:vec\s*{ANGLES}|\b{VECTOR}\b)"
     aliases = re.findall(rf"\busing\s+(\w+)\s*=\s*{vector}\s*;|\btypedef\s+{vector}\s+(\w+)\s*;", text)
     vector = "|".join([vector, *{rf"\b{a or b}\b" for a, b in aliases}])
@@ -182,7 +182,7 @@ def _vectors(text: str) -> str:
 
 
 def _literals(text: str) -> str:
-    """Metal has no double: floating literals are float, half or bfloat."""
+    """Give floating literals the type float, half or bfloat, as Metal has no double."""
     number = r"(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|0[xX][\da-fA-F]*\.?[\da-fA-F]*[pP][+-]?\d+"
     kinds = {"": "{}f", "f": "{}f", "h": "half({}f)", "bf": "bfloat({}f)"}
 
