@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx import nn
-from mlx_lm.models.cache import BatchKVCache, KVCache, load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
@@ -259,25 +259,6 @@ def test_ids_and_centroids_follow_moved_rows(moves: str, fitted: bool):
     decoder.write(1)
     decoder.check()
     assert not inverted
-
-
-def test_saved_file_is_plain_and_its_keys_get_the_inverse_rope(tmp_path: Any):
-    decoder = Decoder(KVCache())
-    decoder.write(80)
-    decoder.check()
-    plain = KVCache()
-    plain.update_and_fetch(*(rows[..., :80, :] for rows in decoder.cache.state[:2]))
-    for name, cache in (("ours", decoder.cache), ("theirs", plain)):
-        save_prompt_cache(str(tmp_path / f"{name}.safetensors"), [cache])
-    ours, theirs = (mx.load(str(tmp_path / f"{name}.safetensors"), return_metadata=True) for name in ("ours", "theirs"))
-    assert ours[1] == theirs[1]
-    assert {name: array.tolist() for name, array in ours[0].items()} == {
-        name: array.tolist() for name, array in theirs[0].items()
-    }
-    loaded = Decoder(load_prompt_cache(str(tmp_path / "ours.safetensors"))[0])
-    loaded.before = decoder.before
-    loaded.check()
-    loaded.check_ids()
 
 
 def test_nbytes_counts_the_index_without_model_weights():

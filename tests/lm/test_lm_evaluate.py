@@ -98,9 +98,8 @@ def test_continuations_are_decoded_after_a_dense_context(model: Path, loaded: An
         np.testing.assert_allclose(found, [likelihood(loaded, context, tail) for tail in tails], rtol=1e-5)
     figures, lines = report(capsys)
     assert not np.allclose(found, likelihoods(model, None), rtol=1e-3)
-    steps = LAYERS * (
-        1 + sum(count - 1 for count in CONTINUATIONS)
-    )  # the last context token once, then all tokens except the last
+    # One step for the last context token, then one for every token except the last.
+    steps = LAYERS * (1 + sum(count - 1 for count in CONTINUATIONS))
     assert figures["requests"] == {
         "loglikelihood": {"sparse_prompt": 0, "sparse_decode": steps, "dense": {PROMPTS: LAYERS}}
     }
@@ -249,9 +248,8 @@ def test_the_real_command_scores_local_tasks(
     scored = DOCUMENTS * LAYERS * (1 + sum(count - 1 for count in CONTINUATIONS))
     assert results["choice"]["attn_calls"]["sparse_decode"] == scored
     assert results["choice"]["attn_calls"]["dense"] == {PROMPTS: DOCUMENTS * LAYERS}
-    assert results["text"]["attn_calls"]["sparse_decode"] == LAYERS * (
-        TOKENS + 1
-    )  # one batch, computed one token ahead
+    # All documents are one batch, which is computed one token ahead.
+    assert results["text"]["attn_calls"]["sparse_decode"] == LAYERS * (TOKENS + 1)
     figures = json.loads(done.stderr.splitlines()[-1])
     assert figures["requests"].keys() == {"loglikelihood", "generate_until"}
     assert figures[JSON_KEY][0]["sparse_calls"] == scored + LAYERS * (TOKENS + 1)

@@ -160,25 +160,6 @@ def test_quantized_caches_are_reused_between_requests(tmp_path: Path):
     assert not [reason for reason in report["dense_calls"] if "cache" in reason]
 
 
-def test_sparse_prefill_figures_are_read_from_another_thread(model: Path):
-    attn = f"sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0+{SPARSE[1]}"
-    prompts = [words(prompt_of(300, seed)) for seed in range(3)]
-    with running(model, "--attn", attn, "--attn-report", "json+recall") as server:
-        server.wait_until_up()
-        answers = [server.ask(prompt) for prompt in prompts]
-        with ThreadPoolExecutor(3) as pool:
-            answers += pool.map(server.ask, [words(prompt_of(300, seed)) for seed in range(3, 6)])
-        err = server.interrupt()
-    assert all(len(answer.split()) == TOKENS for answer in answers)
-    assert "Traceback" not in err
-    (report,) = reports_in(err)
-    figures = report["prefill"]
-    assert figures["calls"] >= LAYERS * 3
-    assert 0 < figures["density"]["mean"] < 1
-    assert 0 < figures["recall"]["mean"] < 1
-    assert "with an array mask" not in report["dense_calls"]
-
-
 def test_each_request_has_a_line_and_counters_are_live(model: Path):
     steps = LAYERS * (TOKENS + 1)  # mlx-lm computes one token ahead
     attn = ["--attn", "sparq:rank=4,top_k=4,dense_below=64", "--attn-report", "json"]
