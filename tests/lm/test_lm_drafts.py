@@ -359,7 +359,7 @@ def test_a_part_of_a_model_is_refused(enabled: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("family", sorted(UNEVEN))
 def test_families_with_other_masks_for_multi_token_decode_are_refused(family: str) -> None:
     model = family_models.build(family)
-    with pytest.raises(ConfigError, match=f"lossless: expected a model that checks .*, got {family}\\.$"):
+    with pytest.raises(ConfigError, match=f"lossless: expected a model with the same masks .*, got {family}\\.$"):
         mlx_sparse.enable(model, SPARQ, lossless=True)
     mlx_sparse.enable(model, SPARQ)
     mlx_sparse.disable(model)
