@@ -228,7 +228,7 @@ def test_a_file_that_attends_otherwise_than_mlx_is_not_kept(
         return model
 
     monkeypatch.setattr(compare, "copy_for_check", other_copy)
-    with pytest.raises(ArtefactError, match="Nothing was kept"):
+    with pytest.raises(ArtefactError, match="Nothing was written"):
         Made(tmp_path, "llama", method, {"num_hidden_layers": 3}, max_length=320)
     assert not (tmp_path / "exported").exists()
 

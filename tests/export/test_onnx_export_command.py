@@ -177,7 +177,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "mxfp4": (
         lambda p: quantised(p, bits=4, group_size=32, mode="mxfp4"),
-        "model.embed_tokens: expected affine quantised weights, got mode mxfp4",
+        "model.embed_tokens: expected affine quantized weights, got mode mxfp4",
     ),
     "codes of another type": (
         lambda p: with_weights(
@@ -399,7 +399,7 @@ def test_a_file_that_computes_something_else_is_not_kept(
     run: Callable[..., str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, dtype: str
 ) -> None:
     WRONG[what](monkeypatch)
-    expected = "model.onnx: expected logits within .* of MLX's, got .* attention.*Nothing was kept"
+    expected = "model.onnx: expected logits within .* of MLX's, got .* attention.*Nothing was written"
     assert_refused(run(llama, "--method", SPARQ, "--dtype", dtype), expected, tmp_path)
 
 
