@@ -1,4 +1,4 @@
-"""SaapAttention against the oracle: its body on runtimes, and the native kernel."""
+"""Compare SaapAttention with the oracle, as a function body and as a native kernel."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_window_longer_than_any_text_is_dense_attention(runtime: str, name: st
 @pytest.mark.parametrize("workers", [1, 3, 8])
 @pytest.mark.parametrize("filling", ["skewed", "one"])
 def test_any_number_of_threads_gives_the_same_answer(filling: str, workers: int, limit: Any) -> None:
-    """With work cut for more threads, the list of a head is attended in parts."""
+    """Divide work for more workers, so that the list of a head is attended in splits."""
     limit(None, workers)
     case = SaapCase(Case(2, 6, 2, 5000, 64, "f32", padding=(0, 2500)), filling, recent_tokens=600)
     given = saap_step(case)
