@@ -37,7 +37,6 @@ METHODS = {
 }
 MIXED = "sparq:rank=4,top_k=2,local_window=1,reallocate=true,component_score=query_key,dense_below=0,key_bits=16"
 SAMPLED = f"sample:block_size=32,dense_below=0+{METHODS['sparq']}"
-by_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 TABLES = json.loads(Path(__file__).with_suffix(".json").read_text())
 VARIANTS, SAAP_VARIANTS = TABLES["variants"], TABLES["variants with SAAP"]
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
