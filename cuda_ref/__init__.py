@@ -1,8 +1,8 @@
-"""Triton kernels for NVIDIA GPUs behind the functions of `mlx_sparse`, on torch tensors. Needs no mlx.
+"""Run the functions of `mlx_sparse` on torch tensors with Triton kernels for NVIDIA GPUs, without mlx.
 
-The functions on tensors are those that `mlx_sparse.methods.table` names for this backend: `sparq_attention`,
-`dense_attention`, `attend_indices` and the like for decode steps, `sample_attention` and the like for prompts;
-`register` and `SparQCache` run models of transformers.
+`mlx_sparse.methods.table` lists the functions of this backend. `sparq_attention`, `dense_attention` and
+`attend_indices` are examples for decode steps, `sample_attention` is an example for prefill. `register` and
+`SparQCache` run models of transformers.
 """
 
 if __name__ != "mlx_sparse.cuda_ref":  # an editable install puts the project root on sys.path
@@ -20,7 +20,7 @@ _HOMES = {
     "hf": "SparQCache register",
     "availability": "unavailable",
     "api.parts": "saap_index saap_indices sample_scores top_k_select",
-}  # imported when used: torch takes seconds
+}  # imported on first use, because importing torch takes seconds
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 

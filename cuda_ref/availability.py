@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run here."""
+"""Check if the Triton kernels can run on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 from mlx_sparse.extras import not_installed
 
-OLDEST = (8, 0)  # compute capability: the oldest that the kernels are compiled for in the tests
+OLDEST = (8, 0)  # the oldest compute capability that the tests compile the kernels for
 
 
 def interpreted() -> bool:
@@ -30,7 +30,7 @@ def _no_gpu() -> str | None:
     except (ImportError, OSError) as error:
         return f"torch does not work here: {error}"
     if torch.version.hip:
-        return "torch is built for AMD GPUs; the kernels were made and checked for NVIDIA's"
+        return "torch is built for AMD GPUs; the kernels were tested for NVIDIA GPUs only"
     if not torch.cuda.is_available():
         return "torch finds no NVIDIA GPU; TRITON_INTERPRET=1 runs the kernels on the CPU for tests"
     capability = torch.cuda.get_device_capability()

@@ -1,7 +1,7 @@
-"""The variants on an NVIDIA GPU: torch's attention and the public functions of this package. Runs without mlx.
+"""Time torch's attention and the public functions of this package on an NVIDIA GPU, without mlx.
 
-Steps are captured as CUDA graphs over sets of caches that together exceed the L2 cache, and timed by events. In the
-interpreter of Triton, on the CPU, they are plain calls, whose times mean nothing.
+Steps are captured as CUDA graphs over sets of caches that together exceed the L2 cache, and timed by CUDA events. In
+Triton's interpreter on the CPU the steps are plain calls, and their times are not meaningful.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .availability import interpreted, unavailable
 
 Step = Callable[[int], torch.Tensor]  # takes the number of a set of caches and returns the output
 
-ROTATIONS = 3  # times the L2 cache that steps read before they see the same keys and values again
+ROTATIONS = 3  # steps read this multiple of the L2 cache before they read the same keys and values again
 MOST_COPIES = 64  # sets of caches
 LARGEST_SHARE = 0.8  # of the free memory
-ENOUGH = 300e-6  # seconds that the steps of one graph take together, at least
-FASTEST = 4e12  # bytes per second: sets how many steps a graph has, no more
+ENOUGH = 300e-6  # minimum duration in seconds of all steps of one graph
+FASTEST = 4e12  # bytes per second, used only to compute the number of steps of a graph
 
 
 def device() -> torch.device:
@@ -59,11 +59,11 @@ def machine() -> dict[str, Any]:
 
 
 def check(request: Request) -> None:
-    """Refuse a request before anything runs.
+    """Validate a request before anything runs.
 
     Raises:
         ConfigError: an option that the kernels do not have.
-        BackendUnavailable: there is no GPU, and no interpreter in its place.
+        BackendUnavailable: there is no GPU, and Triton's interpreter is not enabled.
     """
     check_request(request, ("triton",))
     if reason := unavailable():
@@ -95,7 +95,7 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
 
 
 def free_memory() -> int:
-    """Return the bytes that a case may take."""
+    """Return the number of bytes that a case may use."""
     if interpreted():
         return memory()
     gc.collect()
@@ -123,7 +123,7 @@ class Timer:
         torch.cuda.current_stream().wait_stream(stream)
 
     def sample(self) -> float:
-        """Return the seconds of a step: of two runs back to back the second, whose launch the first one hides."""
+        """Return the seconds of a step, from the second of two consecutive runs. The first run hides its launch."""
         if self._graph is None:
             start = time.perf_counter()
             self._step(0)
@@ -138,13 +138,13 @@ class Timer:
 
 
 def to_torch(array: Any, dtype: str | None = None) -> torch.Tensor:
-    """Return a NumPy array on the device, in its own type or another."""
+    """Copy a NumPy array to the device, with an optional change of type."""
     found = torch.from_numpy(np.ascontiguousarray(array)).to(device())
     return found if dtype is None else found.to(getattr(torch, dtype))
 
 
 def to_numpy(tensor: torch.Tensor) -> Any:
-    """Return a tensor as float32 in NumPy."""
+    """Return a tensor as a float32 NumPy array."""
     return tensor.float().cpu().numpy()
 
 
@@ -158,7 +158,7 @@ class TorchVariant(Variant):
         self.role, self.ours = ("dense" if name else "sparse"), not (name or "").startswith("torch")
 
     def batch(self, array: Any, dtype: str | None = None) -> torch.Tensor:
-        """Return an array of one sequence, once for each sequence."""
+        """Repeat the array of one sequence for all sequences."""
         found = to_torch(array, dtype)
         return found.expand(self.case.B, *found.shape[1:]).contiguous()
 
@@ -209,7 +209,7 @@ class DenseStep(TorchVariant):
             self.row.note = f"dense: all of {case.S:,} keys are attended"
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
-        """Take the step. ``state`` is the auxiliary cache state."""
+        """Run the step. ``state`` is the auxiliary cache state."""
         out: torch.Tensor = cuda_ref.dense_attention(queries, keys, values)
         return out
 
@@ -232,7 +232,7 @@ class DenseStep(TorchVariant):
 
 
 class TorchStep(DenseStep):
-    """torch's attention. With one row per KV head for each query of the group it is another kernel of torch."""
+    """torch's attention. With the queries of a group as rows of one KV head, torch selects another kernel."""
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
         B, Hkv, _, D = keys.shape
@@ -249,7 +249,7 @@ class SparqStep(DenseStep):
         self.row.details["bytes_formula"] = int(case.rows * case.item * config.elements(case.S, case.shape.D))
         found = config.parameters(case.shape.G)
         names = ("rank", "top_k", "local_window", "reallocate")
-        # The paper's selection of components: the other one needs statistics of the keys that a cache keeps.
+        # Select components by the paper's rule, because the other rule needs running statistics of a cache.
         self._settings = {name: found[name] for name in names} | {"key_bits": config.key_bits}
 
     def problem(self) -> Problem:
@@ -308,14 +308,14 @@ class Inputs(Prompt):
 
 
 class DensePrefill(TorchVariant):
-    """Our dense attention of a prompt in one call."""
+    """Prefill in one call by our dense attention."""
 
     def __init__(self, case: Case, prompt: Inputs, name: str | None = None, config: Any = None) -> None:
         super().__init__(case, "dense" if config is None else str(config), name, density=None)
         self.prompt, self.config = prompt, config
 
     def attend(self, *rows: torch.Tensor) -> torch.Tensor:
-        """Attend the prompt."""
+        """Run the prefill."""
         out: torch.Tensor = cuda_ref.dense_attention(*rows)
         return out
 
@@ -325,7 +325,7 @@ class DensePrefill(TorchVariant):
 
 
 class TorchPrefill(DensePrefill):
-    """torch's attention of a prompt."""
+    """Prefill by torch's attention."""
 
     def attend(self, *rows: torch.Tensor) -> torch.Tensor:
         q, k, v = rows

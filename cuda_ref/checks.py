@@ -1,4 +1,4 @@
-"""Checks of torch tensors, beside those of `mlx_sparse.checks`."""
+"""Validate torch tensors, in addition to `mlx_sparse.checks`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .availability import interpreted, unavailable
 from .launchers import configs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CODE_TYPES = {  # of what keys in few bits are made of: `mlx_sparse.methods.scoring_keys.KeyCodes`
+CODE_TYPES = {  # types of the arrays of int4 scoring keys: `mlx_sparse.methods.scoring_keys.KeyCodes`
     "keys_t.codes": torch.uint8,
     "keys_t.lo": torch.float16,
     "keys_t.step": torch.float16,
     "keys_t.centre": torch.float32,
 }
-GRID_LIMIT = 65535  # programs that CUDA starts along the second and the third axis of a grid
+GRID_LIMIT = 65535  # CUDA's maximum number of programs along the second and the third axis of a grid
 
 
 def check_head_dim(D: int) -> None:
-    """Raise `BackendUnavailable` unless the kernels take ``D``."""
+    """Raise `BackendUnavailable` unless the kernels support head dim ``D``."""
     low, high = configs.HEAD_DIMS
     if D % 8 or not low <= D <= high:
         raise BackendUnavailable(f"backend: expected head dims that are multiples of 8 from {low} to {high}, got {D}.")
 
 
 def check_group(G: int) -> None:
-    """Raise `BackendUnavailable` unless the kernels take ``G`` query heads per KV head."""
+    """Raise `BackendUnavailable` unless the kernels support ``G`` query heads per KV head."""
     if G > configs.LARGEST_GROUP:
         raise BackendUnavailable(
             f"backend: expected at most {configs.LARGEST_GROUP} query heads per KV head, got {G}. Use dense attention."
@@ -56,7 +56,7 @@ def check_type(name: str, array: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def check_code_type(name: str, array: torch.Tensor) -> None:
-    """Raise `ConfigError` if ``name`` is a part of keys in few bits and of another type than it has to be."""
+    """Raise `ConfigError` if ``name`` is an array of int4 scoring keys and has the wrong type."""
     wanted = CODE_TYPES.get(name, array.dtype)
     if array.dtype != wanted:
         raise ConfigError(
@@ -65,7 +65,7 @@ def check_code_type(name: str, array: torch.Tensor) -> None:
 
 
 def check_tensor(name: str, array: Any) -> None:
-    """Raise `ConfigError` unless ``array`` is a tensor of torch."""
+    """Raise `ConfigError` unless ``array`` is a torch tensor."""
     if not isinstance(array, torch.Tensor):
         raise ConfigError(f"{name}: expected a tensor of torch, got {type(array).__name__}.")
 
@@ -77,13 +77,13 @@ def check_device(name: str, array: torch.Tensor, device: torch.device) -> None:
 
 
 def check_integers(name: str, array: torch.Tensor) -> None:
-    """Raise `ShapeError` unless ``array`` holds integers."""
+    """Raise `ShapeError` unless ``array`` contains integers."""
     if array.dtype.is_floating_point or array.dtype.is_complex or array.dtype == torch.bool:
         raise ShapeError(f"{name}: expected integers, got {type_name(array.dtype)}.")
 
 
 def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tensor | None:
-    """Return ``left_padding`` as the kernels take it: int32 within 0..S, on the device of the tensors."""
+    """Return ``left_padding`` in the form that the kernels require: int32 within 0..S, on the device of the tensors."""
     if left_padding is None:
         return None
     try:
@@ -96,7 +96,7 @@ def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tenso
 
 
 def check_real(name: str, array: torch.Tensor) -> None:
-    """Raise `ConfigError` unless the kernels take tensors of this type."""
+    """Raise `ConfigError` unless the kernels support tensors of this type."""
     if array.dtype not in DTYPES:
         raise ConfigError(f"{name}: expected float32, float16 or bfloat16, got {type_name(array.dtype)}.")
 

@@ -1,6 +1,6 @@
-"""Functions that need no kernel of their own, in torch operations: prompts, statistics of rows, int4 scoring keys.
+"""Compute dense prefill, statistics of rows and int4 scoring keys with torch operations, without a Triton kernel.
 
-A group of scoring keys is coded once in 64 tokens: docs/spec/sparq.md, equations (sparq.17) to (sparq.20), (sparq.22).
+A group of 64 scoring keys is quantized once: docs/spec/sparq.md, equations (sparq.17) to (sparq.20), (sparq.22).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mlx_sparse.methods.scoring_keys import GROUP, LARGEST, LARGEST_CODE, KeyCod
 from .launchers.attend import dense_decode
 from .launchers.blocks import attend_blocks
 
-ASSIGNED_AT_ONCE = 1 << 26  # inner products of keys with centroids that are held at once
+ASSIGNED_AT_ONCE = 1 << 26  # maximum number of inner products of keys and centroids in memory
 MASS_BLOCK = 128  # any block size gives the same log-sum-exp
 
 
@@ -25,7 +25,7 @@ def dense_attention(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend one query by our split-KV kernel, several by torch's attention."""
+    """Attend one query by our split-KV kernel, and several queries by torch's attention."""
     if queries.shape[2] > 1:
         return _prompt(queries, keys, values, scale, left_padding)
     out: torch.Tensor = dense_decode(queries, keys, values, scale, left_padding)[0]
@@ -39,7 +39,7 @@ def _prompt(
     scale: float,
     padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend several queries by torch's own attention, which has a fast causal form for a whole prompt only."""
+    """Attend several queries by torch's attention, which has a fast causal form only for L = S."""
     L, S, grouped = queries.shape[2], keys.shape[2], queries.shape[1] > keys.shape[1]
     if padding is None and L == S:
         return functional.scaled_dot_product_attention(
@@ -50,7 +50,7 @@ def _prompt(
     if padding is not None:
         valid = position >= padding[:, None]
         mask = mask & valid[:, None, None, :]
-        # Padded rows may hold anything, and 0 * inf is NaN.
+        # Padded rows may contain any number, and 0 * inf is NaN.
         keys, values = (torch.where(valid[:, None, :, None], rows, 0) for rows in (keys, values))
     out = functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
@@ -61,7 +61,7 @@ def _prompt(
 def dense_lse(
     queries: torch.Tensor, keys: torch.Tensor, *, scale: float, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the float32 log-sum-exp of dense causal attention, ``(B, Hq, L)``, against which recall is measured."""
+    """Return the float32 log-sum-exp of dense causal attention, ``(B, Hq, L)``, the reference of attention recall."""
     L, S = queries.shape[2], keys.shape[2]
     lse: torch.Tensor
     if L == 1:
@@ -70,7 +70,7 @@ def dense_lse(
     if left_padding is None:
         lse = attend_blocks(queries, keys, keys, None, MASS_BLOCK, scale)[1]
         return lse
-    # The kernel has no padding: each sequence is attended from its first valid key on.
+    # The kernel does not support padding, so each sequence is a separate call that starts at its first valid key.
     lse = torch.full(queries.shape[:3], -torch.inf, device=queries.device)
     for b, first in enumerate(left_padding.tolist()):
         if first < S:
@@ -108,16 +108,16 @@ def deviation(keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Te
 
 
 def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None) -> KeyCodes:
-    """Code the full groups of each row of ``keys (B, Hkv, S, D)``; 0 behind a row's last.
+    """Quantize the full groups of each row of ``keys (B, Hkv, S, D)``. Slots after the last full group are 0.
 
     Args:
-        left_padding: ``(B,)`` first valid key of each row, from which its groups are counted.
+        left_padding: ``(B,)`` first valid key of each row, at which its first group starts.
     """
     if left_padding is None:
         return code_groups(keys)
     S = keys.shape[2]
     groups = S // GROUP
-    # Every row from its first valid key on; what follows its last is not in a full group.
+    # Shift every row to its first valid key. Slots after the last key are in no full group.
     place = left_padding[:, None] + torch.arange(groups * GROUP, device=keys.device)
     rows = torch.take_along_dim(keys, place.clamp(max=S - 1)[:, None, :, None], dim=2)
     codes, lo, step, centre = code_groups(rows)
@@ -130,10 +130,10 @@ def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None) -> KeyCodes
 
 
 def code_groups(keys: torch.Tensor, centre: torch.Tensor | None = None) -> KeyCodes:
-    """Code the full groups of valid ``keys (B, Hkv, S, D)``, the first of which begins with the first key.
+    """Quantize the full groups of valid ``keys (B, Hkv, S, D)``. The first group starts at the first key.
 
     Args:
-        centre: float32 ``(B, Hkv, D)`` of the groups before these; None where there are none.
+        centre: float32 ``(B, Hkv, D)`` of earlier groups; None if there are no earlier groups.
     """
     B, Hkv, S, D = keys.shape
     groups = S // GROUP
@@ -141,12 +141,12 @@ def code_groups(keys: torch.Tensor, centre: torch.Tensor | None = None) -> KeyCo
     least, most = rows.amin(dim=3), rows.amax(dim=3)
     if centre is None:
         centre = _centre(least, most)
-    # (sparq.18): rounding keeps the order, so the least of the differences is that of the least
+    # (sparq.18): rounding is monotonic, so the minimum of the differences is the difference of the minimum
     least, most = (bound - centre[:, :, None] for bound in (least, most))
     # (sparq.19)
     odd = ~(least.isfinite() & most.isfinite())
     lo = torch.where(odd, torch.nan, least.clamp(-LARGEST, LARGEST)).half()
-    # Divided by a tensor: on a GPU torch multiplies by one over a number, which rounds twice.
+    # Divide by a tensor: for a Python number torch multiplies by the reciprocal on a GPU, which rounds twice.
     width = (most - least) / torch.full_like(most, LARGEST_CODE)
     step = torch.where(odd, torch.nan, width.clamp(max=LARGEST)).half()
     # (sparq.20)
@@ -168,7 +168,7 @@ def _centre(least: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
 
 
 def _full(groups: int, S: int, left_padding: torch.Tensor) -> torch.Tensor:
-    """Return which of the ``groups`` of each row are full: ``(B, 1, 1, groups)``."""
+    """Return a mask of the full ``groups`` of each row: ``(B, 1, 1, groups)``."""
     full = (S - left_padding) // GROUP
     return torch.arange(groups, device=left_padding.device) < full[:, None, None, None]
 
@@ -191,6 +191,6 @@ def key_spread(coded: KeyCodes, keys: torch.Tensor, left_padding: torch.Tensor |
         return torch.where(there, array, 0.0).sum(dim=-1, keepdim=True) / count
 
     found = (mean((middle - mean(middle)).square()) + mean(width.square()) / 16).sqrt().squeeze(-1)
-    # A row without a full group has all its valid keys among the last of the buffer.
+    # All valid keys of a row without a full group are at the end of the buffer.
     last = S - GROUP + 1
     return torch.where(there[..., 0], found, deviation(keys[:, :, last:], left_padding - last))

@@ -1,7 +1,7 @@
-"""The variants of ONNX Runtime on a CPU: our operators with native kernels, or of standard operators.
+"""Time ONNX Runtime on a CPU: our operators with native kernels, or as function bodies of standard operators.
 
-The new token of a step is in the caches from the start, so that the same step can be taken again and again. Steps take
-sets of caches in turns, so that none stays in a processor's cache.
+The caches contain the new token of a decode step from the start, so that the same step can be repeated. Successive
+steps use different sets of caches, so that no set stays in a processor's cache.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .runtime import memory, native
 
 Array = npt.NDArray[Any]
 
-IN_PLAY = 600_000_000  # bytes of keys and values that a variant goes through before it sees the same ones again
+IN_PLAY = 600_000_000  # bytes of keys and values that a variant reads before it reads the same ones again
 LARGEST_SHARE = 0.8  # of the memory of the machine
-PAUSE = 0.003  # seconds between two variants, in which the threads of the one before come to rest
+PAUSE = 0.003  # seconds between two variants, in which the threads of the previous variant stop
 
 
 def machine() -> dict[str, Any]:
@@ -43,7 +43,7 @@ def machine() -> dict[str, Any]:
 
 
 def check(request: Request) -> None:
-    """Refuse a request before anything runs.
+    """Validate a request before anything runs.
 
     Raises:
         ConfigError: an option that ONNX Runtime does not have.
@@ -116,7 +116,7 @@ class Caches:
 
 
 class OrtVariant(Variant):
-    """A model of one node on onnxruntime, its caches appended to in place; without a method, our dense operator."""
+    """A model of one node on onnxruntime with caches that grow in place; without a method, our dense operator."""
 
     def __init__(self, case: Case, shared: Any, threads: int, config: Any, backend: str) -> None:
         name = None if config else "CachedAttention"
@@ -127,7 +127,7 @@ class OrtVariant(Variant):
         self.row.note = reason and reason.partition(".")[0]
 
     def common(self, **sizes: int) -> dict[str, Any]:
-        """Return what all operators take."""
+        """Return the inputs that all operators have."""
         shape = self.case.shape
         axes = {"B": 1, "Hq": shape.Hq, "Hkv": shape.Hkv, "D": shape.D}
         return {"dtype": self.case.dtype, "sizes": axes | sizes, "scale": shape.D**-0.5}
@@ -135,7 +135,7 @@ class OrtVariant(Variant):
     def load(self, model: onnx.ModelProto) -> None:
         """Load a model.
 
-        Several sessions of one process are timed in turns, so no thread spins when its work is done.
+        One process times several sessions in turns, so threads do not spin when their work is done.
         """
         options = native.session_options("auto" if self.backend == "native" else "off")
         options.intra_op_num_threads = self.threads
@@ -154,7 +154,7 @@ class OrtVariant(Variant):
         return new | numbers | {"output": np.zeros_like(new["query"])}
 
     def place(self, arrays: Mapping[str, Array]) -> None:
-        """Use these arrays, which the session borrows, from the next run on."""
+        """Use these arrays in the following runs. The session does not copy them."""
         for name, array in arrays.items():
             value = memory.ort_value(array)
             if name in self._inputs:
@@ -198,7 +198,7 @@ class OrtStep(OrtVariant):
             more |= {"past_bucket_ids": ids, "centroids": np.zeros((Hkv, inputs.BUCKETS, D), np.float16)}
             more |= self._index.network
         else:
-            # One step in 64 fills a group and codes it. If S is such a step, take one half a group before it.
+            # One step in 64 fills a group and quantizes it. If S is such a step, start half a group earlier.
             early = self._coded and case.S % GROUP == 0
             self._problem = inputs.planted_problem(replace(case, S=case.S - GROUP // 2) if early else case, config)
             self.row.details["bytes_formula"] = int(case.rows * case.item * config.elements(case.S, D))
@@ -228,7 +228,7 @@ class OrtStep(OrtVariant):
         return self._arrays["output"]
 
     def run(self, turn: int) -> float:
-        """Take two steps on two sets of caches and time the second: as in a model, the threads are awake."""
+        """Run two steps on two sets of caches and time the second. Its threads are already awake, as in a model."""
         time.sleep(PAUSE)
         start = 0.0
         for n in (2 * turn, 2 * turn + 1):
@@ -240,7 +240,7 @@ class OrtStep(OrtVariant):
 
 
 class OrtPrefill(OrtVariant):
-    """A prompt in one call; dense attention of standard operators takes it in pieces, as an exported model does."""
+    """Prefill in one call. Dense attention of standard operators runs in chunks, as in an exported model."""
 
     def prepare(self) -> None:
         case, prompt, common = self.case, self.shared, self.common(C=self.case.S)

@@ -1,7 +1,7 @@
-"""``mlx-sparse bench generate --engine onnx``: tokens per second of decoding with models exported to float32.
+"""Measure decoded tokens per second of models exported to float32: ``mlx-sparse bench generate --engine onnx``.
 
-Only the sizes of caches matter to the speed, so they hold random numbers: a CPU would need half an hour for a prompt of
-32,768 tokens. The steps are checked all the same: both backends must give the same logits.
+The speed depends on the sizes of the caches only, so the caches are filled with random numbers: prefill of 32,768
+tokens would take half an hour on a CPU. The results are still checked: both backends must give the same logits.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
 
 
 class Decoder(Generation):
-    """Decoding with one file and one backend."""
+    """Decode with one file and one backend."""
 
     def __init__(
         self, context: Context, method: str, runners: Mapping[str, Runner], below: int, backend: str, tokens: int
@@ -91,7 +91,7 @@ class Decoder(Generation):
         return runner.step([[token]]).copy()
 
     def check(self) -> str | None:
-        """Compare the logits of a step with those of the other backend."""
+        """Compare the logits of a decode step with the logits of the other backend."""
         errors = []
         for token in TOKENS:
             ours, *others = (self._first(runner, token) for runner in self._runners.values())

@@ -1,4 +1,4 @@
-"""Nodes, functions and one-node models of the operators."""
+"""Build nodes and one-node models of the operators."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def operator_model(
     sizes: Mapping[str, int] | None = None,
     **attributes: float,
 ) -> onnx.ModelProto:
-    """Make a checked model of one node ``name``, with the bodies that a stock runtime needs.
+    """Make a checked model of one node ``name``, with the function bodies that a stock runtime needs.
 
     Args:
         name: the operator.
         dtype: float32, float16 or bfloat16, of queries, keys and values.
-        weights: float32 or float16, of what else is stored in a type of its own.
+        weights: float32 or float16, of centroids and query networks (type W).
         sizes: axis lengths to fix, such as ``{"D": 128}``; the others stay symbolic.
         attributes: all attributes but ``spec``.
 
@@ -107,7 +107,7 @@ def check(model: onnx.ModelProto) -> None:
     """Run the ONNX checker and shape inference with our operators registered.
 
     Raises:
-        onnx.checker.ValidationError, onnx.shape_inference.InferenceError: what is wrong with the model.
+        onnx.checker.ValidationError, onnx.shape_inference.InferenceError: the model is invalid.
     """
     with registered():
         onnx.checker.check_model(model, full_check=True)

@@ -1,4 +1,4 @@
-"""Build the bodies of operators: model-local functions of standard operators.
+"""Build the function bodies of operators: model-local functions of standard operators.
 
 Decode steps and appends are ONNX text in bodies/, one file per method; shared.onnxtxt begins with the constants. The
 operators that append to caches and then attend are composed here from calls of these functions. A call takes the
@@ -24,13 +24,13 @@ from .operators import FUNCTIONS, OPERATORS, PROMPTS
 
 BODIES = Path(__file__).parent / "bodies"
 CONSTANTS = "constants"
-# What an operator that attends to caches calls to append, and then for a decode step over enough keys, if it has one.
+# For each operator over caches: the function that appends, and the functions of a sparse decode step, if it has one.
 COMPOSED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "CachedAttention": ("Append", ()),
     "SparQAttention": ("SparQAppend", ("KeyChunks", "SparQ")),
     "SaapAttention": ("SaapAppend", ("Saap",)),
 }
-# Values that a call inside such an operator gets by another name than that of its input.
+# Inputs of a called function whose value has another name in the calling operator.
 CACHES = {"keys": "present_key", "values": "present_value", "bucket_ids": "present_bucket_ids"}
 _KINDS = {int: AttributeProto.INT, float: AttributeProto.FLOAT}
 _TYPES = {a.name: _KINDS[a.type] for operator in OPERATORS.values() for a in operator.attributes}
@@ -40,7 +40,7 @@ def operator(name: str) -> Operator:
     """Return the operator of that name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such operator.
     """
     if name not in OPERATORS:
         raise ConfigError(
@@ -50,14 +50,14 @@ def operator(name: str) -> Operator:
 
 
 def function(name: str, profile: Profile = DEFAULT) -> FunctionProto:
-    """Return the body of an operator, or one of `FUNCTIONS`, in standard operators and in functions that it calls."""
+    """Return the function body of an operator or of one of `FUNCTIONS`. It may call other functions of the domain."""
     if name not in FUNCTIONS and (operator(name).base or name) in COMPOSED:
         return _attention(operator(name), profile)
     made = FunctionProto()
     made.CopyFrom(_parsed(name))
     for opset in made.opset_import:
         if opset.domain == "":
-            opset.version = profile.opset  # a function and its model must agree on it
+            opset.version = profile.opset  # a function and its model must have the same opset
     return made
 
 
@@ -90,7 +90,7 @@ def _texts() -> dict[str, tuple[str, str]]:
 
 
 def _attention(made: Operator, profile: Profile) -> FunctionProto:
-    """Compose the body of an operator that appends to caches, then attends: by a step, or to a prompt."""
+    """Compose the function body of an operator that appends to caches, then runs a decode step or prefill."""
     append, step = COMPOSED[made.base or made.name]
     prompt = _call(PROMPTS if made.base else "DenseAttention", made)
     nodes = [
@@ -110,7 +110,7 @@ def _attention(made: Operator, profile: Profile) -> FunctionProto:
 
 
 def _call(name: str, caller: Operator) -> NodeProto:
-    """Call a function: attributes are those of the caller, but for a window, which is 0 where the caller has none."""
+    """Call a function with the attributes of the caller. If the caller has no ``window``, pass 0."""
     called = _parsed(name)
     node = helper.make_node(name, [CACHES.get(value, value) for value in called.input], called.output, domain=DOMAIN)
     for attribute in called.attribute:
@@ -130,9 +130,9 @@ def _branch(name: str, calls: list[NodeProto]) -> GraphProto:
 
 
 def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[FunctionProto]:
-    """Return the bodies of these operators and of all that they call, each after those that it calls.
+    """Return the function bodies of these operators and of all functions that they call; callees come first.
 
-    Operators that only the native kernels run have none.
+    Operators that only the native kernels run have no function body.
     """
     found: dict[str, FunctionProto] = {}
     for name in names:
@@ -160,18 +160,18 @@ def calls(holder: FunctionProto | GraphProto) -> Iterator[NodeProto]:
 
 
 def inline(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with the body of every operator in its place, for runtimes without local functions.
+    """Replace every operator of the domain by its function body, for runtimes without local functions.
 
     Inputs, outputs and weights keep their names. External data stays where it is.
 
     Raises:
-        ConfigError: an operator of the domain has no body in the model.
+        ConfigError: an operator of the domain has no function body in the model.
     """
     made = inline_local_functions(model)
     left = {node.op_type for node in calls(made.graph)}
     if left:
         raise ConfigError(f"model: expected a body for {' and '.join(sorted(left))}, got none. Export it again.")
-    kept = [opset for opset in made.opset_import if opset.domain != DOMAIN]  # runtimes refuse domains they do not know
+    kept = [opset for opset in made.opset_import if opset.domain != DOMAIN]  # runtimes refuse unknown domains
     del made.opset_import[:]
     made.opset_import.extend(kept)
     return made

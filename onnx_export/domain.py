@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 DOMAIN = "mlx_sparse"
 VERSION = 1
-SPEC = 1  # written on every node as `spec`; a kernel of another meaning must refuse the node
+SPEC = 1  # version of the specification; every node has it as `spec`, and a kernel of another version refuses the node
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Version of the standard operators and of the file format; chosen, because the newest ones load nowhere."""
+    """Version of the standard operators and of the file format. The newest versions load in few runtimes."""
 
     opset: int
     ir: int
@@ -21,12 +21,12 @@ DEFAULT = Profile(opset=24, ir=11)
 COMPAT = Profile(opset=18, ir=8)
 
 T = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
-W = ("tensor(float)", "tensor(float16)")  # what query networks and centroids are stored in
+W = ("tensor(float)", "tensor(float16)")  # storage types of query networks and centroids
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output; ``axes`` names its axis lengths, "?" is a length that inference leaves open."""
+    """An input or output. ``axes`` names its axis lengths; "?" is a length that shape inference leaves open."""
 
     name: str
     type: str
@@ -39,15 +39,15 @@ class Tensor:
 
     @property
     def as_keys(self) -> bool:
-        """Return True for a cache of rows, as keys and values are."""
+        """Return True for a cache with one row per key, such as keys and values."""
         return self.axes.rpartition(" ")[0] == "B Hkv C"
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """An attribute; ``low`` and ``high`` bound an integer, or ``choices`` lists its values.
+    """An attribute. ``low`` and ``high`` bound an integer, or ``choices`` lists its values.
 
-    A float with ``high`` is a share: above 0 and at most 1.
+    A float with ``high`` is a fraction above 0 and at most 1.
     """
 
     name: str
@@ -60,10 +60,10 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of the domain.
+    """An operator of the domain.
 
-    Its body is a text in bodies/, or composed from the body of ``base`` (compose.py). Without ``has_body`` only the
-    native kernels run it.
+    Its function body is a text in bodies/, or composed from the function body of ``base`` (compose.py). If
+    ``has_body`` is False, only the native kernels run the operator.
     """
 
     name: str
@@ -80,12 +80,12 @@ class Operator:
 
     @property
     def states(self) -> dict[str, Tensor]:
-        """Inputs ``past_NAME`` that have an output ``present_NAME``, by NAME."""
+        """Inputs ``past_NAME`` that have an output ``present_NAME``, keyed by NAME."""
         given = {tensor.name for tensor in self.outputs}
         pasts = {tensor.name.removeprefix("past_"): tensor for tensor in self.inputs}
         return {name: tensor for name, tensor in pasts.items() if f"present_{name}" in given}
 
     @property
     def weighted(self) -> bool:
-        """Return True if the operator has weights, which have a type of their own."""
+        """Return True if the operator has weights, which have the type W."""
         return any(tensor.type == "W" for tensor in self.inputs)

@@ -1,4 +1,4 @@
-"""Register the operators with ONNX: schemas with shape inference."""
+"""Register the operators with ONNX as schemas with shape inference."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .operators import OPERATORS
 
 
 def infer(operator: Operator) -> Callable[[onnx.shape_inference.InferenceContext], None]:
-    """Shape inference: an axis length named twice is the same, and what the inputs say holds for the outputs.
+    """Return the shape inference of an operator: axes of the same name have the same length in inputs and outputs.
 
-    The returned function raises `onnx.shape_inference.InferenceError` where the inputs contradict each other.
+    The returned function raises `onnx.shape_inference.InferenceError` if the inputs contradict each other.
     """
 
     def run(context: onnx.shape_inference.InferenceContext) -> None:
@@ -49,7 +49,7 @@ def _bind(
     shape: onnx.TensorShapeProto,
     lengths: dict[str, onnx.TensorShapeProto.Dimension],
 ) -> None:
-    """Note the axis lengths of one input; a fixed one wins over a symbol."""
+    """Record the axis lengths of one input. A fixed length replaces a symbolic one."""
     where = f"{operator.name}: {tensor.name}"
     if len(shape.dim) != len(tensor.dims):
         raise onnx.shape_inference.InferenceError(f"{where}: expected axes ({tensor.axes}), got {len(shape.dim)} axes.")
@@ -93,7 +93,7 @@ def schema(operator: Operator) -> OpSchema:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Tell the ONNX checker and shape inference about the operators; without this they trust every node."""
+    """Register the operators, so that the ONNX checker and shape inference check their nodes."""
     for operator in OPERATORS.values():
         onnx.defs.register_schema(schema(operator))
     try:

@@ -118,10 +118,10 @@ on_onnxruntime = pytest.mark.skipif(sys.version_info < (3, 11), reason="onnxrunt
 @pytest.fixture(scope="module")
 def exported_model() -> tuple[Path, str, str]:
     """The folder of an exported model, a prompt, and what mlx-lm says after it with the model that was exported."""
-    from exported import SPARQ, exported, said_by_mlx
+    from exported import SPARQ, exported, tokens_of_mlx
 
     prompt = prompt_of(100)
-    ids, said = (" ".join(map(str, tokens)) for tokens in (prompt, said_by_mlx(SPARQ, prompt, COUNT)))
+    ids, said = (" ".join(map(str, tokens)) for tokens in (prompt, tokens_of_mlx(SPARQ, prompt, COUNT)))
     return exported(SPARQ), ids, said + "\n"
 
 

@@ -1,8 +1,8 @@
-"""The public functions on torch tensors: `mlx_sparse.api.functions`, which says what they take and return.
+"""Provide the public functions on torch tensors, which `mlx_sparse.api.functions` documents.
 
-Slices of larger buffers are taken as they are; ``keys_t`` is fast as a slice of a buffer whose last axis is a multiple
-of 16. Each function checks its arguments and calls a launcher, an operator of torch that `mlx_sparse.methods.table`
-names. `mlx_sparse.cuda_ref.api.parts` has the functions that only this backend has.
+Slices of larger buffers are not copied. A ``keys_t`` is fast if it is a slice of a buffer whose last axis is a multiple
+of 16. Each function validates its arguments and calls a launcher, a torch operator that `mlx_sparse.methods.table`
+lists. `mlx_sparse.cuda_ref.api.parts` has the functions that only this backend has.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton as triton  # that it is missing is to show when a function is imported
+import triton as triton  # raises here, when a function is imported, if triton is missing
 
 from mlx_sparse.api.functions import Functions
 from mlx_sparse.checks import ShapeError, Sizes
@@ -19,11 +19,11 @@ from mlx_sparse.methods import registry
 
 from .. import checks
 
-BLOCKS = frozenset({"attend_blocks", "sample", "sample_select"})  # functions of prompts that have kernels
+BLOCKS = frozenset({"attend_blocks", "sample", "sample_select"})  # prefill functions that have kernels
 
 
 class Torch:
-    """`mlx_sparse.api.checked_call.Library` of torch, whose one backend is `triton`."""
+    """`mlx_sparse.api.checked_call.Library` of torch with the single backend `triton`."""
 
     xp: Any = torch
 

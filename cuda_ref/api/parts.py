@@ -1,4 +1,4 @@
-"""The parts of methods that only this backend shows: a cache or a benchmark takes them one by one."""
+"""Provide parts of methods that only this backend exposes, for caches and benchmarks."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def saap_index(
         bucket_ids: ``(B, Hkv, n)`` int of keys 0..n-1; any number outside 0..buckets-1 = in no bucket.
 
     Returns:
-        ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)`` int32: bucket c holds the keys
-        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending; slots from ``offsets[buckets]`` on hold anything.
+        ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)`` int32. Bucket c has the keys
+        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending. Slots at ``offsets[buckets]`` and after it are undefined.
     """
     B, Hkv, n = _check_rows("bucket_ids", bucket_ids)
     check_int("buckets", buckets, 1)
@@ -90,15 +90,15 @@ def saap_indices(
     left_padding: Any = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the keys of one step: sinks, keys from ``covered`` on, keys of the visited buckets (saap.10).
+    """List the keys of one step: sinks, keys at ``covered`` and after it, keys of the visited buckets (saap.10).
 
     Args:
-        visited: ``(B, Hkv, n)`` int, distinct; numbers that are no bucket's are empty slots.
-        offsets, key_ids: as `saap_index` gives them for keys 0..covered-1.
-        capacity: slots of a list; keys that do not fit are left out.
+        visited: ``(B, Hkv, n)`` int, distinct; numbers outside 0..buckets-1 are empty slots.
+        offsets, key_ids: results of `saap_index` for keys 0..covered-1.
+        capacity: slots of a list; keys that exceed it are omitted.
 
     Returns:
-        ``indices (B, Hkv, capacity)`` int32, packed in this order, then -1; ``counts (B, Hkv)`` of those used.
+        ``indices (B, Hkv, capacity)`` int32, packed in this order, then -1, and ``counts (B, Hkv)`` of used slots.
     """
     B, Hkv, _ = _check_rows("visited", visited)
     check_backend(backend, visited.device)
@@ -112,7 +112,7 @@ def saap_indices(
     check_int("sink_tokens", sink_tokens, 0)
     check_int("capacity", capacity, 0)
     padding = as_padding(left_padding, Sizes(B, Hkv, Hkv, 1, length, 1), visited.device)
-    # A number of 64 bits must not become a bucket's by losing some.
+    # An int64 number must not wrap to a valid bucket.
     slots = torch.where((visited >= 0) & (visited < offsets.shape[2] - 1), visited, -1).to(torch.int32)
     result: tuple[torch.Tensor, torch.Tensor] = launchers.saap_indices(
         slots, offsets.to(torch.int32), key_ids.to(torch.int32), length, covered, sink_tokens, capacity, padding
@@ -121,7 +121,7 @@ def saap_indices(
 
 
 def _check_rows(name: str, array: torch.Tensor) -> tuple[int, int, int]:
-    """Check and return the shape of integers ``(B, Hkv, n)``."""
+    """Validate integers ``(B, Hkv, n)`` and return their shape."""
     check_tensor(name, array)
     if array.ndim != 3 or 0 in array.shape[:2]:
         raise ShapeError(f"{name}: expected shape (B, Hkv, n), got {tuple(array.shape)}.")

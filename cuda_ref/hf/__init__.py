@@ -1,4 +1,4 @@
-"""SparQ in Hugging Face transformers: ``attn_implementation="sparq"`` and the cache that goes with it.
+"""Run SparQ in Hugging Face transformers: ``attn_implementation="sparq"`` and its cache.
 
     from mlx_sparse.cuda_ref.hf import SparQCache, register
 
@@ -8,7 +8,7 @@
     model.generate(**inputs, past_key_values=cache)
     print(cache.report)
 
-Nothing of transformers is imported before one of the names is used.
+transformers is imported when one of the names is first used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..availability import unavailable
 __all__ = ["SparQCache", "SparQLayer", "register", "report"]
 
 _HOME = {"SparQCache": ".cache", "SparQLayer": ".cache", "register": ".attention", "report": ".attention"}
-OLDEST = (5, 17)  # whose caches and attention interface are the ones this is written for
+OLDEST = (5, 17)  # oldest supported version, because of the caches and the attention interface
 
 
 def __getattr__(name: str) -> Any:
@@ -48,7 +48,7 @@ def _require_transformers() -> None:
 
 
 def require() -> None:
-    """Raise `BackendUnavailable` where Triton's kernels cannot run: a silent dense run would be worse than none."""
+    """Raise `BackendUnavailable` if the Triton kernels cannot run, so that no model runs densely without notice."""
     reason = unavailable()
     if reason is not None:
         raise BackendUnavailable(f"attn_implementation: expected a machine that runs Triton, got none: {reason}.")

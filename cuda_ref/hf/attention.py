@@ -1,4 +1,4 @@
-"""The attention function of ``attn_implementation="sparq"``: SparQ where it pays, transformers' own otherwise."""
+"""Implement ``attn_implementation="sparq"``: SparQ above the crossover length, transformers' attention otherwise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _without_cache = Report(attn=NAME, backend="triton", model_type="calls without a
 
 
 def register() -> None:
-    """Make ``attn_implementation="sparq"`` known to transformers. Call it before the model is loaded.
+    """Register ``attn_implementation="sparq"`` with transformers. Call this before the model is loaded.
 
     Raises:
         BackendUnavailable: Triton's kernels cannot run here.
@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def report(cache: SparQCache | None = None) -> Report:
-    """Return the report of the attention calls over ``cache``, or of the calls without a `SparQCache`."""
+    """Return the report of the attention calls with ``cache``, or of the calls without a `SparQCache`."""
     return _without_cache if cache is None else cache.report
 
 
@@ -85,7 +85,7 @@ def attention(
     origin.cache.report.add(_counts(config, key))
     sinks = kwargs.get("s_aux")
     if sinks is not None:
-        # A sink is one more logit in the softmax with nothing behind it.
+        # An attention sink of the model is one more logit in the softmax, without a value.
         out = (out * torch.sigmoid(lse - sinks.float()[None, :, None])[..., None]).to(out.dtype)
     return out.transpose(1, 2), None
 
@@ -98,7 +98,7 @@ def _counts(config: SparQ, key: torch.Tensor) -> Counts:
 
 
 def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
-    """Settle what "auto" means for this model."""
+    """Return the settings with "auto" resolved for this model."""
     attn = cache.attn
     if attn.component_score == "auto" or (attn.component_score == "query_key" and attn.reallocate == "auto"):
         grouped = getattr(module, "num_key_value_groups", 1) > 1
@@ -118,7 +118,7 @@ def has_qk_norm(module: torch.nn.Module) -> bool:
 def _layer_reasons(
     origin: Origin, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> Iterator[str]:
-    """Yield the reasons why no call like this one can attend sparsely. Only the first one is meant to be read."""
+    """Yield the reasons why no call of this layer can be sparse. The caller uses the first reason only."""
     reason = dense_layer(origin.layer)
     if reason is not None:
         yield reason
@@ -153,7 +153,7 @@ def _call_reasons(
     padding: Padding | None,
     dropout: float,
 ) -> Iterator[str]:
-    """Yield the reasons why this call attends densely, likewise; those that wait for the GPU come last."""
+    """Yield the reasons why this call attends densely. Reasons that need to wait for the GPU come last."""
     L, S = query.shape[2], key.shape[2]
     if L > reasons.VERIFY_QUERIES or S == L > 1:
         yield reasons.PROMPT
@@ -177,7 +177,7 @@ def _call_reasons(
 
 
 def _shortest_context(cache: SparQCache, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return the keys from which a step is sparse: by `dense_below`, or else by the documented model."""
+    """Return the smallest number of keys at which a step is sparse, from `dense_below` or from the cost model."""
     B, Hkv, _, D = key.shape
     step = Step(B * Hkv, query.shape[1] // Hkv, D, key.element_size(), gpu_kind(key.device))
     if step not in cache.thresholds:
@@ -186,7 +186,7 @@ def _shortest_context(cache: SparQCache, module: torch.nn.Module, query: torch.T
 
 
 def gpu_kind(device: torch.device) -> str:
-    """Return the kind of GPU for `Step`; an empty string for the CPU."""
+    """Return the kind of GPU for `Step`, or an empty string for the CPU."""
     return nvidia_kind(configs.capability(device)) if device.type == "cuda" else ""
 
 

@@ -1,4 +1,4 @@
-"""Hold keys and values of a layer, and the left padding of a decode step, read from the causal mask of transformers."""
+"""Store keys and values of a layer with auxiliary cache state, and read left padding from transformers' causal mask."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from mlx_sparse.checks import ShapeError
 from .key_codes import Codes
 from .running_statistics import RunningStatistics, lasting
 
-# Capacities are multiples of this many rows, so that the rows of ``keys_t`` start on cache lines of 128 bytes.
+# Capacities are multiples of this number of rows, so that the rows of ``keys_t`` start on cache lines of 128 bytes.
 ROW_MULTIPLE = 256
-ROOM = 32  # buffers grow by one part in this: copying then costs less per token than a decode step reads
+ROOM = 32  # buffers grow by 1/32, so that copying moves fewer bytes per token than a decode step reads
 
 
 class Buffers:
     """Rows ``[0, length)`` of a cache layer; appending a token copies nothing.
 
-    ``keys_t`` or codes and the moments are made when the first SparQ step asks and kept up from then on, so a context
-    that stays short costs what it costs with transformers' own layer.
+    The first SparQ step computes ``keys_t`` or the int4 scoring keys, and the running statistics. Later steps update
+    them. A short context therefore costs as much as with transformers' own layer.
 
     Attributes:
-        keys, values: ``(B, Hkv, capacity, D)``; rows from ``length`` on are stale.
+        keys, values: ``(B, Hkv, capacity, D)``; rows at ``length`` and after it are stale.
         keys_t: ``(B, Hkv, D, capacity)`` component-major copy of rows ``[0, transposed)``, or None.
-        codes: the keys in few bits, which stand in for ``keys_t`` and for the moments of the keys, or None.
-        key_moments, value_moments: of the rows that are valid under ``left_padding``, or None.
+        codes: int4 scoring keys, which replace ``keys_t`` and the running statistics of the keys, or None.
+        key_moments, value_moments: running statistics of the valid rows under ``left_padding``, or None.
     """
 
     @lasting
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Empty buffers for rows like those of ``keys`` and ``values (B, Hkv, L, D)``."""
+        """Allocate empty buffers for rows with the sizes and types of ``keys`` and ``values (B, Hkv, L, D)``."""
         self.keys, self.values = (rows.new_empty(*rows.shape[:2], 0, rows.shape[3]) for rows in (keys, values))
         self.length = 0
         self.keys_t: torch.Tensor | None = None
@@ -47,10 +47,14 @@ class Buffers:
         self.left_padding: torch.Tensor | None = None
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write rows ``(B, Hkv, L, D)`` behind those in use."""
+        """Append rows ``(B, Hkv, L, D)``."""
         for rows, buffer in ((keys, self.keys), (values, self.values)):
             B, Hkv, L, D = rows.shape
-            if (B, Hkv, D, rows.dtype) != (*buffer.shape[:2], buffer.shape[3], buffer.dtype):  # it could be broadcast
+            if (B, Hkv, D, rows.dtype) != (
+                *buffer.shape[:2],
+                buffer.shape[3],
+                buffer.dtype,
+            ):  # torch would broadcast it
                 wanted = f"(B={len(buffer)}, Hkv={buffer.shape[1]}, L={L}, D={buffer.shape[3]}) in {buffer.dtype}"
                 raise ShapeError(
                     f"past_key_values: expected rows {wanted}, got {tuple(rows.shape)} in {rows.dtype}. "
@@ -77,7 +81,7 @@ class Buffers:
             self.keys_t = grown(self.keys_t, 3, self.transposed)
 
     def crop(self, length: int) -> None:
-        """Forget rows from ``length`` on."""
+        """Remove rows at ``length`` and after it."""
         for kept in (self.key_moments, self.value_moments, self.codes):
             if kept is not None:
                 kept.rewind(length)
@@ -86,7 +90,7 @@ class Buffers:
 
     @lasting
     def select(self, sequences: torch.Tensor) -> None:
-        """Keep the ``sequences``, in that order; one may come several times."""
+        """Select ``sequences`` in the given order, with repetitions."""
         self.keys, self.values = self.keys.index_select(0, sequences), self.values.index_select(0, sequences)
         if self.keys_t is not None:
             self.keys_t = self.keys_t.index_select(0, sequences)
@@ -126,9 +130,9 @@ class Buffers:
     def statistics(
         self, *, mean: bool, spread: bool, padding: Padding | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return, where wanted, mean of the valid values and deviation of the valid keys, float32 ``(B, Hkv, D)``.
+        """Return on request the mean of the valid values and the deviation of the valid keys, float32 ``(B, Hkv, D)``.
 
-        The mean goes on changing in place.
+        Later calls update the mean in place.
         """
         if not mean and not spread:
             return None, None
@@ -153,7 +157,7 @@ class Buffers:
 
 
 def _same(known: torch.Tensor | None, padding: Padding | None) -> bool:
-    """Return True if sequences begin where they did on an earlier step."""
+    """Return True if the left padding equals the left padding of the earlier steps."""
     if known is None or padding is None:
         return known is None and padding is None
     return known is padding.first or padding.equals(known)
@@ -165,12 +169,12 @@ _NAME = "_mlx_sparse_padding"
 class Padding:
     """Left padding that the mask ``(B, 1, 1, S)`` of one decode step describes.
 
-    Every layer of a step gets the same mask. Reading it waits for the GPU, so it is read once, when the first layer
-    asks, and not at all on steps that attend densely.
+    Every layer of a step gets the same mask. Reading the mask waits for the GPU, so it is read once, at the first
+    sparse layer, and never in dense steps.
     """
 
     def __init__(self, mask: torch.Tensor) -> None:
-        self._mask = mask.detach()  # not the object that will hold this: a cycle would keep its memory
+        self._mask = mask.detach()  # a new object, because the mask refers to this one and a cycle would keep memory
         self._compared: tuple[torch.Tensor, bool] | None = None
 
     @cached_property
@@ -182,7 +186,7 @@ class Padding:
         return first if self._mask.shape[1] == 1 and torch.equal(self._mask[:, 0, 0], valid) else None
 
     def equals(self, earlier: torch.Tensor) -> bool:
-        """Return True if `first` is that of an ``earlier`` step; compared once for all layers with the same one."""
+        """Return True if `first` equals the ``earlier`` tensor. The comparison runs once per tensor, not per layer."""
         if self._compared is None or self._compared[0] is not earlier:
             assert self.first is not None
             self._compared = earlier, torch.equal(earlier, self.first)
@@ -190,7 +194,7 @@ class Padding:
 
 
 def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Return sdpa's mask; that of a decode step carries its `Padding`."""
+    """Return the mask of sdpa. For a decode step, attach its `Padding`."""
     made = sdpa_mask(*args, **kwargs)
     if made is not None and made.shape[2] == 1:
         setattr(made, _NAME, Padding(made))
@@ -198,6 +202,6 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 
 def padding_of(attention_mask: torch.Tensor) -> Padding | None:
-    """Return the `Padding` of a mask, or None for a mask made elsewhere or changed since."""
+    """Return the `Padding` of a mask, or None if `mask` did not make it or it was changed."""
     found: Padding | None = getattr(attention_mask, _NAME, None)
     return found

@@ -1,4 +1,4 @@
-"""A transformers cache whose full-attention layers keep, beside keys and values, what a SparQ step reads."""
+"""Provide a transformers cache whose full-attention layers store auxiliary cache state for SparQ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SparQLayer(DynamicLayer):
     """A full-attention layer that can attend sparsely.
 
     Attributes:
-        keys, values: ``(B, Hkv, S, D)`` rows in use, slices of ``buffers``.
+        keys, values: ``(B, Hkv, S, D)``, slices of ``buffers``.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class SparQLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append rows ``(B, Hkv, L, D)``; return all, as slices of the buffers."""
+        """Append rows ``(B, Hkv, L, D)`` and return all rows as slices of the buffers."""
         if self.buffers is None:
             self.lazy_initialization(key_states, value_states)
         assert self.buffers is not None
@@ -47,7 +47,7 @@ class SparQLayer(DynamicLayer):
         return self._show(self.buffers)
 
     def _show(self, buffers: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
-        """Set what transformers reads."""
+        """Set the attributes that transformers reads."""
         self.buffers, self.is_initialized = buffers, True
         self.keys, self.values = (rows[:, :, : buffers.length] for rows in (buffers.keys, buffers.values))
         return self.keys, self.values
@@ -79,7 +79,7 @@ class SparQLayer(DynamicLayer):
             )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences ``indices``, in that order: numbers, or one bool for each sequence."""
+        """Select the sequences ``indices`` in the given order. ``indices`` are numbers, or one bool per sequence."""
         if self.buffers is not None:
             sequences = indices.to(self.device)
             self.buffers.select(sequences.nonzero()[:, 0] if sequences.dtype == torch.bool else sequences)
@@ -93,7 +93,7 @@ class SparQLayer(DynamicLayer):
     def attend(
         self, query: torch.Tensor, config: SparQ, *, scale: float, padding: Padding | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend ``query (B, Hq, 1, D)`` by SparQ: ``out`` like it and float32 ``lse (B, Hq, 1)``."""
+        """Attend ``query (B, Hq, 1, D)`` by SparQ. Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``."""
         assert self.keys is not None
         assert self.values is not None
         settings = config.parameters(query.shape[1] // self.keys.shape[1])
@@ -123,7 +123,7 @@ class SparQLayer(DynamicLayer):
         padding: Padding | None,
         coded: bool = False,
     ) -> tuple[torch.Tensor | KeyCodes, torch.Tensor | None, torch.Tensor | None]:
-        """Return ``keys_t (B, Hkv, D, S)`` or its codes, and `Buffers.statistics`, of all rows in use."""
+        """Return ``keys_t (B, Hkv, D, S)`` or the int4 scoring keys, and `Buffers.statistics`, of all rows."""
         assert self.buffers is not None
         if coded:
             assert self.keys is not None
@@ -134,20 +134,20 @@ class SparQLayer(DynamicLayer):
 
 
 class Origin(NamedTuple):
-    """Where keys that an attention function is given come from."""
+    """The cache and the layer that returned the keys of an attention call."""
 
     cache: SparQCache
     layer: Any
-    keys: torch.Tensor  # what the layer returned
+    keys: torch.Tensor  # the tensor that the layer returned
     values: torch.Tensor
 
     def current(self, values: torch.Tensor) -> bool:
-        """Return True if the layer has not changed since, and returned ``values`` with the keys."""
+        """Return True if the layer has not changed since and returned ``values`` together with the keys."""
         return self.keys is self.layer.keys and self.values is values
 
 
 def origin_of(keys: torch.Tensor) -> Origin | None:
-    """Return the cache and the layer that returned ``keys``; None if no `SparQCache` did."""
+    """Return the origin of ``keys``, or None if no `SparQCache` returned them."""
     found: Origin | None = getattr(keys, _NAME, None)
     return found
 
@@ -163,12 +163,12 @@ class SparQCache(DynamicCache):
         attn: ``"sparq[:key=value,...]"`` or a `mlx_sparse.methods.SparQ`.
 
     Attributes:
-        report: what the attention calls did, counted while the model runs.
-        thresholds: keys from which steps are sparse, by the sizes of the layers that have run.
+        report: counts of sparse and dense attention calls, updated while the model runs.
+        thresholds: smallest number of keys at which steps are sparse, by layer sizes, for layers that have run.
 
     Raises:
-        ConfigError: ``attn`` is wrong or does not fit the model, the model was not loaded with
-            ``attn_implementation="sparq"`` or has no full-attention layer.
+        ConfigError: ``attn`` is invalid or does not fit the model, the model was not loaded with
+            ``attn_implementation="sparq"``, or the model has no full-attention layer.
         BackendUnavailable: Triton's kernels cannot run here.
     """
 
@@ -187,7 +187,7 @@ class SparQCache(DynamicCache):
         head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
         if isinstance(head_dim, int):
             self.attn.check_head_dim(head_dim)
-        # Let transformers read the layer types; plain full-attention layers become ours.
+        # transformers creates the layers; replace plain full-attention layers.
         super().__init__(config=config)
         self.layers = [SparQLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.thresholds: dict[Step, int] = {}
@@ -210,12 +210,13 @@ class SparQCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append to a layer; the keys returned know the layer they come from.
+        """Append to a layer and return all keys and values. The keys carry a reference to their layer.
 
-        An attention function is given keys and values, but neither the cache nor the layer. Layer numbers of modules
-        do not tell the cache, and some models give one layer's keys to other layers too. So the returned tensor object
-        carries the reference: what a model makes of it, even a slice, is a new object without one and attends densely.
-        The tag is on a view that the cache does not hold: a copy of the cache would copy it, and lead to the original.
+        An attention function receives keys and values, but neither the cache nor the layer. The layer number of a
+        module does not identify the cache, and some models pass the keys of one layer to other layers. Therefore the
+        reference is an attribute of the returned tensor. Any derived tensor, even a slice, has no reference and is
+        attended densely. The attribute is set on a view that the cache does not store, because a copy of the cache
+        would otherwise copy a reference to the original.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ConfigError(
@@ -229,7 +230,7 @@ class SparQCache(DynamicCache):
 
 
 def _outlook(thresholds: dict[Step, int], how: str) -> list[str]:
-    """Return lines of the report. A method of the cache would make the cache refer to itself through its report."""
+    """Return lines of the report. This is not a method, so that the report does not refer back to the cache."""
     lengths = ("never sparse" if keys >= NEVER else f"sparse from {keys:,} keys on" for keys in thresholds.values())
     return [f"{length} ({how})" for length in dict.fromkeys(lengths)]
 

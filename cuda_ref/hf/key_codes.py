@@ -1,4 +1,4 @@
-"""The keys of a cache in few bits: what SparQ takes its scores from instead of a copy of them."""
+"""Store int4 scoring keys of a cache, which SparQ reads instead of a component-major copy of the keys."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 from ..torch_functions import code_groups, key_spread
 from .running_statistics import lasting
 
-BYTES = GROUP // 2  # that a group of codes takes for each component
-PIECE = 2048  # rows of a prompt that are coded at a time, so that their float32 copies stay small
+BYTES = GROUP // 2  # bytes of the codes of a group per component
+PIECE = 2048  # maximum number of rows that are quantized at a time, which limits the float32 copies
 
 
 class Codes:
-    """Codes of the full groups of each sequence's keys (sparq.17) to (sparq.20).
+    """Int4 scoring keys of the full groups of each sequence (sparq.17) to (sparq.20).
 
     Attributes:
-        coded: with room for a whole buffer; what is behind the last full group of a sequence is stale.
-        length: rows that are covered, but for those of the groups that they do not fill.
+        coded: arrays for the capacity of the buffer; slots after the last full group of a sequence are stale.
+        length: number of rows whose full groups are quantized.
         padding: ``(B,)`` first valid row of each sequence, or None.
     """
 
     @lasting
     def __init__(self, keys: torch.Tensor, padding: torch.Tensor | None) -> None:
-        """No codes yet, for the buffer ``keys (B, Hkv, capacity, D)``."""
+        """Allocate empty codes for the buffer ``keys (B, Hkv, capacity, D)``."""
         B, Hkv, capacity, D = keys.shape
         self.padding, self.length = padding, 0
         self._runs = _runs(padding)
@@ -42,7 +42,7 @@ class Codes:
 
     @lasting
     def rewind(self, length: int) -> None:
-        """Forget rows from ``length`` on."""
+        """Remove rows at ``length`` and after it."""
         if length >= self.length:
             return
         for sequences, first in self._runs:
@@ -55,7 +55,7 @@ class Codes:
 
     @lasting
     def extend(self, keys: torch.Tensor, length: int) -> None:
-        """Cover rows ``[0, length)`` of the buffer ``keys``, but for those of the groups that they do not fill."""
+        """Quantize the full groups of rows ``[0, length)`` of the buffer ``keys``."""
         if length // GROUP > self.coded.lo.shape[-1]:
             self._grow(keys.shape[2] // GROUP)
         for sequences, first in self._runs:
@@ -84,14 +84,14 @@ class Codes:
         self.coded = KeyCodes(grown(codes, BYTES), grown(lo, 1), grown(step, 1), centre)
 
     def read(self) -> KeyCodes:
-        """Return the codes of the full groups, as many places as a sequence without padding has."""
+        """Return the codes of the full groups, with the number of groups of a sequence without padding."""
         codes, lo, step, centre = self.coded
         groups = self.length // GROUP
         return KeyCodes(codes[..., : groups * BYTES], lo[..., :groups], step[..., :groups], centre)
 
     @lasting
     def spread(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the spread (sparq.22) over ``keys``, the rows in use; computed once for each group."""
+        """Return the spread (sparq.22) of ``keys``. It is computed once for each group."""
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(), keys, self.padding)
@@ -102,7 +102,7 @@ class Codes:
 
     @lasting
     def select(self, sequences: torch.Tensor) -> None:
-        """Keep the ``sequences``, in that order."""
+        """Select ``sequences`` in the given order."""
         self.coded = KeyCodes(*(array.index_select(0, sequences) for array in self.coded))
         if self.padding is not None:
             self.padding = self.padding.index_select(0, sequences)
@@ -112,12 +112,12 @@ class Codes:
 
 
 def _full(length: int, first: int) -> int:
-    """Full groups of a sequence that begins with row ``first``, in ``length`` rows."""
+    """Return the number of full groups in ``length`` rows of a sequence whose first valid row is ``first``."""
     return max(0, length - first) // GROUP
 
 
 def _runs(padding: torch.Tensor | None) -> list[tuple[slice, int]]:
-    """Neighbouring sequences that begin with the same row, whose groups are full at the same time, and that row."""
+    """Return runs of adjacent sequences with the same first valid row, and that row. Their groups fill together."""
     if padding is None:
         return [(slice(None), 0)]
     runs, start = [], 0

@@ -1,4 +1,4 @@
-"""Running mean and spread of the rows of a cache, which forget exactly."""
+"""Compute running statistics of cache rows. Removing rows leaves no rounding error."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 import torch
 
-CHUNK = 8192  # rows that are taken in at a time, so that their float32 copies stay small
+CHUNK = 8192  # maximum number of rows that are merged at a time, which limits the float32 copies
 BLOCK = 256  # rows between marks
 
 
 def lasting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run ``method`` outside of torch.inference_mode: what it makes is written to later, which only then it can be."""
+    """Run ``method`` outside of torch.inference_mode, because later calls write to the tensors that it makes."""
     wrapped: Callable[..., Any] = torch.inference_mode(False)(torch.no_grad()(method))
     return wrapped
 
 
 @dataclass
 class State:
-    """Running sums of the valid ones of rows ``[0, length)``; updated in place.
+    """Running statistics of the valid rows in ``[0, length)``, updated in place.
 
     Attributes:
-        count: how many they are, ``(B, 1, 1)`` where sequences are padded.
-        mean: float32 ``(B, Hkv, D)``; 0 where there is no row.
+        count: number of valid rows, ``(B, 1, 1)`` if sequences are padded.
+        mean: float32 ``(B, Hkv, D)``; 0 if there is no valid row.
         squares: float32 ``(B, Hkv, D)`` sum of squared deviations, or None.
     """
 
@@ -37,7 +37,7 @@ class State:
         return replace(self, mean=self.mean.clone(), squares=None if self.squares is None else self.squares.clone())
 
     def merge(self, rows: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Take in ``rows (B, Hkv, n, D)``, of which those count that are ``valid``."""
+        """Merge the ``valid`` ones of ``rows (B, Hkv, n, D)`` into the statistics."""
         added: int | torch.Tensor
         self.length += rows.shape[2]
         rows = rows.float()
@@ -62,24 +62,24 @@ class State:
         self.count = total
 
     def select(self, rows: torch.Tensor) -> State:
-        """Return the state of the sequences ``rows``, in that order."""
+        """Return the statistics of the sequences ``rows`` in the given order."""
         count = self.count.index_select(0, rows) if isinstance(self.count, torch.Tensor) else self.count
         squares = None if self.squares is None else self.squares.index_select(0, rows)
         return State(self.length, count, self.mean.index_select(0, rows), squares)
 
 
 class RunningStatistics:
-    """Mean, and where asked for the squared deviation, of cache rows per component.
+    """Mean and, optionally, squared deviation of cache rows per component.
 
-    Updated by chunks from their own mean and deviation, which stays accurate where the mean is far larger than the
-    spread; plain sums of squares would cancel.
+    Each chunk is merged with its own mean and deviation. This is accurate even if the mean is much larger than the
+    spread, whereas plain sums of squares would cancel.
 
-    Rows are never taken out again: a NaN would stay for good, and a large number leave its rounding behind. A crop goes
-    back to a mark, and the rows from there on are taken in anew; where it leaves no mark, all that remain. The row that
-    fills a block has the block taken in anew, which replaces what single rows were rounded to.
+    Rows are never subtracted, because a NaN would remain and a large number would leave a rounding error. A crop
+    restores the state of a mark and merges the rows after the mark again. If no mark is left, it merges all remaining
+    rows. When a row fills a block, the whole block is merged again, which removes the rounding of single rows.
 
     Attributes:
-        state: of the rows so far.
+        state: statistics of all rows so far.
         marks: copies of the state at the ends of the last two blocks.
     """
 
@@ -90,7 +90,7 @@ class RunningStatistics:
         self.marks: list[State] = []
 
     def rewind(self, length: int) -> None:
-        """Forget rows from ``length`` on."""
+        """Remove rows at ``length`` and after it."""
         if length < self.state.length:
             self.marks = [mark for mark in self.marks if mark.length <= length]
             self._go_back()
@@ -105,10 +105,10 @@ class RunningStatistics:
             self.state = State(0, 0, torch.zeros_like(self.state.mean), zeros)
 
     def extend(self, buffer: torch.Tensor, length: int, left_padding: torch.Tensor | None) -> None:
-        """Cover rows ``[0, length)`` of ``buffer (B, Hkv, capacity, D)``.
+        """Merge the new rows up to ``length`` of ``buffer (B, Hkv, capacity, D)``.
 
         Args:
-            left_padding: ``(B,)`` first valid row of each sequence, the same in every call; earlier ones do not count.
+            left_padding: ``(B,)`` first valid row of each sequence, the same in every call. Earlier rows are ignored.
         """
         full = length // BLOCK * BLOCK
         if self.state.length < full:
@@ -146,5 +146,5 @@ class RunningStatistics:
 
     @lasting
     def select(self, rows: torch.Tensor) -> None:
-        """Keep the sequences ``rows``, in that order."""
+        """Select the sequences ``rows`` in the given order."""
         self.state, self.marks = self.state.select(rows), [mark.select(rows) for mark in self.marks]

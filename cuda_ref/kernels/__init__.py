@@ -1,1 +1,1 @@
-"""Triton kernels, and nothing else: functions of tiles, written once for every method that needs them."""
+"""Define the Triton kernels, which all methods share."""

@@ -1,9 +1,9 @@
-"""Attend: exact attention of one query per head over a list of keys, or over all of them. Shared by every method.
+"""Compute exact attention of one query per head over a list of keys or over all keys. All methods share this kernel.
 
-Grid (splits of the list, Hkv, B), or (programs) for rows of different numbers of entries. A program reads `share` rows
-of K and of V, D * itemsize bytes each, once for the whole group, and keeps a running softmax. With more than one split
-a program writes G * (D + 3) float32 numbers, and the one of a row that arrives last merges them, exactly, as every
-split carries its largest logit and its sum.
+The grid is (splits of the list, Hkv, B), or (programs) if rows have different numbers of entries. A program reads
+`share` rows of K and of V, D * itemsize bytes each, once for the whole group, and updates a running softmax. If there
+are several splits, a program writes G * (D + 3) float32 numbers. The last program of a row merges the splits of the
+row. The merge is exact, because every split has its largest logit and its sum.
 """
 
 import triton
@@ -25,14 +25,14 @@ def times_values(weights, values, total):
 
 @triton.jit
 def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
-    """Mix in the mean of the values, as much as the choice left out (sparq.10)."""
+    """Add the mean of the values, weighted by the softmax mass of the unselected keys (sparq.10)."""
     return alpha * mean + (1.0 - alpha) * tl.load(value_mean + d, mask=d < D, other=0.0)
 
 
 @triton.jit
 def write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D: tl.constexpr, G: tl.constexpr):
-    """Normalise, reallocate and store; 0 and -inf where nothing was attended."""
-    some = total != 0  # NaN is to be seen
+    """Normalize, reallocate and store. Rows without keys get 0 and -inf."""
+    some = total != 0  # True for NaN, so that NaN reaches the output
     result = weighted / tl.where(some, total, 1.0)[:, None]
     if value_mean is not None:
         mixed = reallocated(result, alpha[:, None], value_mean, d[None, :], D)
@@ -55,7 +55,7 @@ def merge_splits(
     GROUP: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Compute the result of one row from its parts."""
+    """Merge the splits of one row and store the result."""
     g = tl.arange(0, GROUP)
     d = tl.arange(0, BLOCK_D)
     top = tl.full([GROUP], float("-inf"), tl.float32)
@@ -87,18 +87,18 @@ def merge_splits(
 
 @triton.jit
 def work_of(program, programs, counts, rows, entries, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return the work of one of ``programs`` when rows of ``counts`` entries are cut into equal shares.
+    """Return the work of one of ``programs`` if rows of ``counts`` entries are divided into equal shares.
 
     Returns:
-        Its row; the first program of that row, and how many there are, 0 if there is nothing to do; the row's entries;
-        and the share of a program, in whole blocks.
+        The row; the first program of the row; the number of programs of the row, 0 if this program has no work; the
+        entries of the row; and the share of a program, in whole blocks.
     """
     total = tl.zeros([], tl.int64)
     for first in range(0, rows, BLOCK_ROWS):
         r = first + tl.arange(0, BLOCK_ROWS)
         count = tl.minimum(tl.load(counts + r, mask=r < rows, other=0), entries)
         total += tl.sum(count.to(tl.int64), axis=0)
-    # A row's last program may have less than a share, and there is one for a row without entries.
+    # The last program of a row may have less than a share. A row without entries has one program.
     spare = tl.maximum(programs - rows, 1)
     share = tl.maximum(tl.cdiv(tl.cdiv(total, spare), BLOCK_N), 1).to(tl.int32) * BLOCK_N
     row, start, splits, found = 0, 0, 0, 0
@@ -123,7 +123,7 @@ def attend(
     keys,  # (B, Hkv, length, D), last stride 1
     values,  # likewise
     indices,  # (B, Hkv, entries) int32, or None for keys left_padding to length
-    counts,  # (B, Hkv) int32: entries that are used, shared out by `work_of`; None: all, in equal shares
+    counts,  # (B, Hkv) int32: used entries, divided by `work_of`; None: all entries, in equal shares
     left_padding,  # (B,) int32, or None; for no list only
     logits,  # (B, Hkv, G, stride_l) float32 of sparq_scores, or None without reallocation
     softmax,  # (B, Hkv, G, 2) float32 of top_k_select, or None
@@ -190,7 +190,7 @@ def attend(
     d = tl.arange(0, BLOCK_D)
     q = tl.load(queries + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & (d < D)[None, :], other=0.0)
     q = widen(q, UPCAST)
-    # Of entries `start` to `end`: the largest logit, the sum, the weighted sum of values, and a part of alpha.
+    # For entries `start` to `end`: largest logit, sum, weighted sum of values, and part of alpha.
     largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     weighted = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -233,7 +233,7 @@ def attend(
         tl.store(part_sums + head * 3, largest, mask=g < G)
         tl.store(part_sums + head * 3 + 1, total, mask=g < G)
         tl.store(part_sums + head * 3 + 2, alpha, mask=g < G)
-        # All threads have written before the ticket is drawn, and who draws the last one sees what all have written.
+        # All threads write before the atomic add on the ticket, so the last program sees all results.
         tl.debug_barrier()
         if tl.atomic_add(tickets + row * 2 + 1, 1, sem="acq_rel") == splits - 1:
             tl.debug_barrier()

@@ -1,9 +1,8 @@
-"""Attend over blocks: exact causal attention of a prompt over listed key blocks, or over all of them.
+"""Compute exact causal attention of prefill over listed key blocks or over all key blocks.
 
-A program takes BLOCK_M queries of one row block of one query head, and reads the keys and values of that row block's
-list BLOCK_N at a time, 2 * D * itemsize bytes a key. Programs are numbered so that those of the last row blocks, which
-have most to do, start first, and heads that share keys start together: what one of them reads the L2 cache has for the
-others.
+A program has BLOCK_M queries of one row block of one query head. It reads the keys and values of the list of this row
+block, BLOCK_N at a time, 2 * D * itemsize bytes per key. The last row blocks have the most work, so their programs
+start first. Heads that share keys start together, so that all but the first find the keys in the L2 cache.
 """
 
 import triton
@@ -16,7 +15,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def listed_end(blocks, row_block, width, BLOCK: tl.constexpr):
-    """Return one more than the place of the last entry of a list that is a key block up to the diagonal."""
+    """Return the index after the last list entry that is a key block up to the diagonal."""
     end = 0
     for first in range(0, width, BLOCK):
         place = first + tl.arange(0, BLOCK)
@@ -28,14 +27,14 @@ def listed_end(blocks, row_block, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, place, stride, there, d, D: tl.constexpr):
-    """Load rows of ``D`` numbers, 0 where there are none."""
+    """Load rows of ``D`` numbers, and 0 outside the array."""
     return tl.load(rows + place[:, None] * stride + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
 def write_rows(out, lse, place, there, d, largest, total, weighted, D: tl.constexpr):
-    """Normalise and store rows, and their log-sum-exp; 0 and -inf where nothing was attended."""
-    some = total != 0  # NaN is to be seen
+    """Normalize and store rows and their log-sum-exp. Rows without keys get 0 and -inf."""
+    some = total != 0  # True for NaN, so that NaN reaches the output
     safe = tl.where(some, total, 1.0)
     result = weighted * (1.0 / safe)[:, None]
     tl.store(out + place[:, None] * D + d[None, :], result, mask=there[:, None] & (d < D)[None, :])
@@ -47,7 +46,7 @@ def attend_blocks(
     queries,  # (B, Hq, count, D), last stride 1
     keys,  # (B, Hkv, length, D), likewise
     values,  # likewise
-    blocks,  # (B, Hq, row blocks of this launch, width) int32, ascending, no block's number = empty slot; None for all
+    blocks,  # (B, Hq, row blocks of this launch, width) int32, ascending; other numbers = empty slots; None for all
     out,  # out: (B, Hq, count, D)
     lse,  # out: (B, Hq, count) float32
     count,
@@ -101,7 +100,7 @@ def attend_blocks(
 
     STEPS: tl.constexpr = BLOCK_SIZE // BLOCK_N
     factor = scale * LOG2_E
-    # Calls would make the interpreter twice as slow, so the loop is written out.
+    # The loop body is inline, because calls would make the interpreter twice as slow.
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -109,7 +108,7 @@ def attend_blocks(
         block = step // STEPS
         if blocks is not None:
             block = tl.load(blocks + block)
-            # What is no key block up to the diagonal becomes one beyond the keys.
+            # Replace an entry that is not a key block up to the diagonal by a block beyond the keys.
             block = tl.where((block >= 0) & (block <= row_block), block, tl.cdiv(length, BLOCK_SIZE))
         start = block * BLOCK_SIZE + step % STEPS * BLOCK_N
         key = start + tl.arange(0, BLOCK_N)

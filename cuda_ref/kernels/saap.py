@@ -1,13 +1,13 @@
-"""SAAP's choice: a query network whose group of query heads visits the best buckets, and the list of their keys.
+"""Run SAAP's query network, select the buckets that each group visits, and list the keys of these buckets.
 
-`saap_hidden` and `saap_route` are the two layers. The weights of a KV head are read once for up to 32 rows of queries,
-K * N * itemsize bytes a layer, by as many programs as there are tiles of columns: 2.4 MB a KV head in the paper's
-shape, as much as the keys and values of a step of 5 % at some 50k tokens. Queries and weights are multiplied as sums of
-three products of TF32 numbers, which lose nothing of weights of 16 bits and keep 22 bits of everything else, at any
-magnitude. The program that finishes a row of logits last, 4 * C bytes a query head, chooses the buckets.
+`saap_hidden` and `saap_route` are the two layers. One program per tile of columns reads the weights, K * N * itemsize
+bytes per layer and KV head, once for up to 32 rows of queries. In the paper's shape these are 2.4 MB per KV head, as
+much as the keys and values of a decode step that reads 5 % of about 50k tokens. Each product of queries and weights is
+a sum of three TF32 products. It is exact for 16-bit weights and keeps 22 bits of float32 numbers of any magnitude. The
+last program of a row of logits, 4 * C bytes per query head, selects the buckets.
 
-`saap_expand` writes the list of a step: 4 bytes read and written for a key of a visited bucket, 4 written for any other
-slot. Every program finds its slots among the visited buckets by itself, so that a bucket of any size is shared out.
+`saap_expand` writes the list of a step. It reads and writes 4 bytes for each key of a visited bucket and writes 4 bytes
+for each other slot. Every program computes the keys of its slots, so several programs can share a bucket of any size.
 """
 
 import triton
@@ -21,7 +21,7 @@ from .top_k_select import fill, kth_largest, ordered_bits, write_best
 def affine(
     x, weight, bias, starts, there, n, K, N, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Columns ``n`` of ``x @ weight + bias`` in float32; rows of ``x`` start at ``starts``."""
+    """Return columns ``n`` of ``x @ weight + bias`` in float32; rows of ``x`` start at ``starts``."""
     y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
@@ -36,7 +36,7 @@ def affine(
 
 @triton.jit
 def rows_of_tile(sequence, batch, h, heads, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the rows ``(b, h, g)`` of a tile that begins with ``sequence``, group by group, and which exist."""
+    """Return the rows ``(b, h, g)`` of a tile that begins with ``sequence``, group by group, and their mask."""
     m = tl.arange(0, BLOCK_M)
     b, g = sequence + m // GROUP, m % GROUP
     return (b.to(tl.int64) * heads + h) * G + g, (b < batch) & (g < G)
@@ -83,7 +83,7 @@ def choose_buckets(logits, visited, C, probes, G: tl.constexpr, BLOCK_G: tl.cons
         logit = tl.load(logits + g[:, None] * C + c[None, :], mask=there, other=float("-inf"), cache_modifier=".cg")
         exponentials = tl.exp(logit - finite(tl.max(logit, axis=1))[:, None])
         total = tl.sum(exponentials, axis=1)
-        # A head without a softmax, as a logit is NaN or +inf, ranks nothing but those buckets, which become NaN.
+        # If a logit is NaN or +inf, the head has no softmax. Then its NaN and +inf logits become NaN, all others 0.
         score += tl.sum(exponentials / tl.where(total > 0, total, float("inf"))[:, None], axis=0)
     bits = ordered_bits(tl.where(c < C, score, float("-inf")))
     threshold, ties = kth_largest(bits, c < C, probes)
@@ -121,7 +121,7 @@ def saap_route(
         bias += h * C
     y = affine(x, weight, bias, row * K, there, n, K, C, BLOCK_M, BLOCK_K, BLOCK_N)
     tl.store(logits + row[:, None] * C + n[None, :], y, mask=there[:, None] & (n < C)[None, :])
-    # All threads have written before the ticket is drawn, and who draws the last one sees what all have written.
+    # All threads write before the atomic add on the ticket, so the last program sees all results.
     tl.debug_barrier()
     if tl.atomic_add(tickets + part * heads + h, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.debug_barrier()
@@ -132,7 +132,7 @@ def saap_route(
 
 @triton.jit(do_not_specialize=["length", "covered", "sink_tokens", "capacity", "probes", "buckets", "indexed"])
 def saap_expand(
-    visited,  # (B, Hkv, probes) int32; numbers that are no bucket's are empty slots
+    visited,  # (B, Hkv, probes) int32; numbers that are not buckets are empty slots
     offsets,  # (B, Hkv, buckets + 1) int32
     key_ids,  # (B, Hkv, indexed) int32
     left_padding,  # (B,) int32, or None
@@ -162,7 +162,7 @@ def saap_expand(
     tail = tl.maximum(covered, first_valid)
     used = sinks + tl.maximum(length - tail, 0)
     key = tl.where(slot < sinks, first_valid + slot, tail + slot - sinks)
-    # What has to be added to a slot to get a place in key_ids, if it is a visited bucket's
+    # Offset from a slot to an index in key_ids, for slots of visited buckets
     shift = tl.zeros([BLOCK], tl.int32)
     listed = used
     for first in range(0, probes, BLOCK_P):

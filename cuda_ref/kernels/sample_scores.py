@@ -1,12 +1,16 @@
-"""SampleAttention's first stage: how much attention the sampled queries of each region pay to key blocks and offsets.
+"""Run SampleAttention's selection: the attention mass of each region's sample by key block and offset, and block lists.
 
-The scores are never written, and every key is multiplied with a query once. `sample_scores` reads the keys of its share
-of key blocks, D * itemsize bytes a key, once for each query head, and keeps two float32 numbers for each sampled query
-and key block: at most two offset bins meet there. The mass of the keys up to the query's own place in a block belongs
-to one bin, that of the others to the next. The numbers are logarithms, so that they need no largest score beside them
-and no row's sum to be known yet. `sample_sums` reads these 8 bytes twice, down the columns and down the diagonals. With
-128 sampled queries all that is 24 bytes for a key and query head, out of the L2 cache up to some 200k keys; a second
-pass over the keys instead would read D * itemsize bytes there, and multiply all again.
+The kernels do not store the scores and multiply every key with a query once. `sample_scores` reads the keys of its
+share of key blocks, D * itemsize bytes per key, once for each query head. It stores two float32 numbers for each
+sampled query and key block, because a key block has at most two offset bins per query. Keys up to the query's index in
+the block belong to one bin, the other keys to the next bin. The numbers are logarithms, so they need neither a largest
+score nor the sum of the row. `sample_sums` reads these 8 bytes twice, along columns and along diagonals. With 128
+sampled queries this is 24 bytes per key and query head, from the L2 cache for up to about 200k keys. A second pass over
+the keys would read D * itemsize bytes instead and repeat the products.
+
+`merge_blocks` makes the list of key blocks of every row block (sample.7). A program makes one list. It reads two bytes
+for each key block up to the diagonal, three bits of which decide if the block is selected. It writes four bytes per
+list entry.
 """
 
 import triton
@@ -19,7 +23,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def sampled_rows(c, chunks, first_row_block, row_blocks, offset, length, BLOCK_SIZE: tl.constexpr):
-    """Return the positions (sample.2) of the first sampled query of region ``c`` and of the first after the sample."""
+    """Return the positions (sample.2) of the first sampled query of region ``c`` and of the first query after it."""
     first = (first_row_block + c.to(tl.int64) * row_blocks // chunks) * BLOCK_SIZE
     stop = (first_row_block + (c + 1).to(tl.int64) * row_blocks // chunks) * BLOCK_SIZE
     stop = tl.minimum(stop, length)
@@ -36,7 +40,7 @@ def log2_of(mass):
 def sample_scores(
     queries,  # (B, Hq, length - offset, D), last stride 1
     keys,  # (B, Hkv, length, D), likewise
-    parts,  # out: (C, B Hq, key blocks, 2, BLOCK_SIZE) float32: log2 of the mass, before the row is normalised
+    parts,  # out: (C, B Hq, key blocks, 2, BLOCK_SIZE) float32: log2 of the mass, before the row is normalized
     statistics,  # out: (C, B Hq, splits, 2, BLOCK_SIZE) float32: largest logit, sum of exp(logit - largest), for base 2
     length,
     offset,  # position of the first query
@@ -85,7 +89,7 @@ def sample_scores(
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     n = tl.arange(0, BLOCK_N)
-    # Calls would make the interpreter twice as slow, so the loop is written out.
+    # The loop body is inline, because calls would make the interpreter twice as slow.
     seen = tl.cdiv(stop, BLOCK_SIZE)  # key blocks that the sample sees
     share = tl.cdiv(seen, splits)
     for block in range(split * share, tl.minimum((split + 1) * share, seen)):
@@ -122,7 +126,7 @@ def sample_scores(
 
 @triton.jit
 def row_logarithms(statistics, splits, m, BLOCK_SIZE: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
-    """Return log2 of the sum of each sampled query's row; +inf where there is none, so that it has no mass."""
+    """Return log2 of the sum of each sampled query's row; +inf for missing queries, which then have no mass."""
     largest = tl.full(m.shape, float("-inf"), tl.float32)
     total = tl.zeros(m.shape, tl.float32)
     for first in range(0, splits, BLOCK_SPLITS):
@@ -140,7 +144,7 @@ def row_logarithms(statistics, splits, m, BLOCK_SIZE: tl.constexpr, BLOCK_SPLITS
 
 @triton.jit
 def mass_of(parts, block, which: tl.constexpr, m, seen, logarithm, BLOCK_SIZE: tl.constexpr):
-    """Sum over the sampled queries ``m`` of one of the parts of key blocks ``block (blocks, queries)``."""
+    """Sum one part of key blocks ``block (blocks, queries)`` over the sampled queries ``m``."""
     place = (block * 2 + which) * BLOCK_SIZE + m[None, :]
     part = tl.load(parts + place, mask=(block >= 0) & (block < seen), other=float("-inf"))
     return tl.sum(tl.exp2(part - logarithm[None, :]), axis=1)
@@ -179,12 +183,12 @@ def sample_sums(
 
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     out = (row.to(tl.int64) * chunks + c) * key_blocks + index
-    # (sample.4) all of a key block
+    # (sample.4) both parts of a key block
     block = tl.broadcast_to(index[:, None], [BLOCK, BLOCK_SIZE])
     mass = mass_of(parts, block, 0, m, seen, logarithm, BLOCK_SIZE)
     mass += mass_of(parts, block, 1, m, seen, logarithm, BLOCK_SIZE)
     tl.store(column + out, mass, mask=index < key_blocks)
-    # (sample.5) the near part of the key block a bin away, the far part of the one before
+    # (sample.5) the near part of the key block at the bin's distance, and the far part of the key block before it
     block = (position // BLOCK_SIZE)[None, :] - index[:, None]
     mass = mass_of(parts, block, 0, m, seen, logarithm, BLOCK_SIZE)
     mass += mass_of(parts, block - 1, 1, m, seen, logarithm, BLOCK_SIZE)

@@ -1,12 +1,12 @@
-"""SparQ's first step over keys in few bits: approximate logits of all keys from codes of the chosen components.
+"""Compute SparQ's approximate logits of all keys from the selected components of int4 scoring keys.
 
-Grid (splits of the coded keys and one program for the tail, Hkv, B). A program reads RANK components of `blocks`
-tiles of BLOCK_S keys: RANK * 9 / 16 bytes a key, once for the whole group; the last one, where a group is
-not full, RANK * itemsize bytes of each of its keys. It writes G float32 logits or bytes a key,
-and for each tile and query head their largest and the sum of exponentials.
+The grid is (splits of the quantized keys and one program for the tail, Hkv, B). A program reads RANK components of
+`blocks` tiles of BLOCK_S keys, RANK * 9 / 16 bytes per key, once for the whole group. The last program scores the keys
+of the unfilled group and reads RANK * itemsize bytes per key. A program writes G logits per key, as float32 or as one
+byte, and for each tile and query head the largest logit and the sum of exponentials.
 
-Tiles are counted from a row's first valid key, so that codes are read in whole lines. There are as many as the longest
-row has: in those behind the last group of a row nothing is read, and they are written as without a valid key.
+Tiles are counted from a row's first valid key, so that reads of codes are aligned. All rows have the number of tiles
+of the longest row. Tiles after the last group of a row are not read and are written as tiles without a valid key.
 """
 
 import triton
@@ -36,7 +36,7 @@ def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tile
 
 @triton.jit
 def write_margin(logits, first, end, heads, there, stride_l):
-    """Write no weight for columns ``first`` to ``end``, at most 16, which are read with the keys beside them."""
+    """Write "no weight" to columns ``first`` to ``end``, at most 16, which are read together with adjacent keys."""
     column = first + tl.arange(0, 16)
     weight = tl.full([16], NO_WEIGHT if logits.dtype.element_ty == tl.uint8 else float("-inf"), tl.float32)
     weight = weight.to(logits.dtype.element_ty)
@@ -108,8 +108,8 @@ def sparq_code_scores(
     coded_tiles = tl.cdiv(length // GROUP * GROUP, BLOCK_S)  # of the longest row
     if split * blocks < coded_tiles:
         for tile in range(split * blocks, tl.minimum((split + 1) * blocks, coded_tiles)):
-            # (sparq.21): `q lo` is summed once for the keys of a group. `step code` rounds nothing, 11 bits times 4, so
-            # `q (step code)` is `(q step) code` but for a rounding less, and costs one product for all heads.
+            # (sparq.21): `q lo` is summed once per group. `step code` is exact (11 bits times 4 bits), so
+            # `q (step code)` has one rounding less than `(q step) code`, and one product serves all heads.
             group = tile * GROUPS + tl.arange(0, GROUPS)
             byte = tile * (GROUPS * BYTES) + tl.arange(0, GROUPS * BYTES)
             base = tl.zeros([BLOCK_G, GROUPS], tl.float32)

@@ -1,8 +1,9 @@
-"""SparQ's first step: approximate logits of all keys from the few components that matter most to this query.
+"""Compute SparQ's approximate logits of all keys from the components with the largest scores.
 
-Grid (splits of the keys, Hkv, B). A program finds the components of its KV head for itself, D numbers against thousands
-of keys, and reads RANK components of `blocks * BLOCK_S` keys: RANK * itemsize bytes a key, once for the whole group. It
-writes G float32 logits a key, and for each query head their largest and the sum of exponentials.
+The grid is (splits of the keys, Hkv, B). Every program selects the components of its KV head again, which costs D
+numbers compared with thousands of keys. It reads RANK components of `blocks * BLOCK_S` keys, RANK * itemsize bytes per
+key, once for the whole group. It writes G float32 logits per key, and for each query head the largest logit and the
+sum of exponentials.
 """
 
 import triton
@@ -13,10 +14,10 @@ from .numbers import finite, rounded_up, widen
 
 @triton.jit
 def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return (sparq.1) of components d as integers, no two of them equal: the larger, the more it matters.
+    """Return the scores (sparq.1) of components d as distinct integers in the order of the scores.
 
-    Above are the bits of the score, in the order of the numbers as they are not negative, below what puts the lower
-    index first.
+    The high bits are the bits of the score, which are ordered because scores are not negative. The low bits put the
+    lower index first.
     """
     score = tl.zeros(d.shape, tl.float32)
     for g in tl.static_range(G):
@@ -32,7 +33,7 @@ def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexp
 def component_ranks(
     queries, component_weight, D: tl.constexpr, G: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Return how many components come before each (sparq.2). Sums run down columns, which threads own."""
+    """Return the rank of each component (sparq.2). Sums run along columns, so each thread sums its own column."""
     before = tl.arange(0, BLOCK_D)
     if RANK < D:
         keys = component_keys(queries, component_weight, before, D, G, BLOCK_D)
@@ -42,7 +43,7 @@ def component_ranks(
 
 @triton.jit
 def component_at(before, rank):
-    """Return the component that comes after ``rank`` others."""
+    """Return the component of a given ``rank``."""
     d = tl.arange(0, before.shape[0])
     return tl.sum(tl.where(before[:, None] == rank[None, :], d[:, None], 0), axis=0)
 
@@ -65,26 +66,26 @@ def logit_factors(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Return c / t of (sparq.3) for each query head, where |q| alone chose the components."""
+    """Return c / t of (sparq.3) for each query head, if |q| alone selects the components."""
     d = tl.arange(0, BLOCK_D)
     q = tl.abs(query_components(queries, d, d < D, D, G, BLOCK_G).to(tl.float32))
     total = tl.sum(q, axis=0)
     covered = tl.sum(tl.where(before[:, None] < RANK, q, 0.0), axis=0)
-    # A head whose components are all 0 there has no approximate logits to sharpen.
+    # If all selected components of a head are 0, its approximate logits are 0 and need no factor.
     return scale * tl.where(covered > 0, tl.sqrt(total / tl.where(covered > 0, covered, 1.0)), 1.0)
 
 
 @triton.jit(do_not_specialize=["length", "blocks"])
 def sparq_scores(
     queries,  # (B, Hkv, G, D)
-    keys_t,  # (B, Hkv, D, length), last stride 1 where it is to be fast
+    keys_t,  # (B, Hkv, D, length); fast if the last stride is 1
     component_weight,  # (B, Hkv, D) float32, or None for the paper's rule
     left_padding,  # (B,) int32, or None
     logits,  # out: (B, Hkv, G, stride_l) float32, -inf for keys that are not valid
     statistics,  # out: (B, Hkv, G, 2, splits) float32: largest logit, sum of exp(logit - largest)
     tickets,  # out: (B, Hkv, 2) int32, zeros for the launches that follow
     length,
-    blocks,  # of BLOCK_S keys, of a program
+    blocks,  # blocks of BLOCK_S keys per program
     scale,
     stride_l,
     stride_kb,
@@ -123,9 +124,9 @@ def sparq_scores(
     largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     readable = rounded_up(length) if ALIGNED else length
-    share = blocks * BLOCK_S  # as a product with a constant, so that the compiler knows that tiles are aligned
+    share = blocks * BLOCK_S  # a product with a constant shows the compiler that tiles are aligned
     for start in range(split * share, tl.minimum((split + 1) * share, length), BLOCK_S):
-        # Keys are the rows of the product: matrix units take 16 rows, but 8 columns, which a group fills better.
+        # Keys are the rows of the product: matrix units have 16 rows and 8 columns, and a group fills 8 better.
         s = start + tl.arange(0, BLOCK_S)
         approximate = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
         for first in tl.static_range(0, RANK, BLOCK_R):

@@ -1,12 +1,12 @@
-"""Select: the k largest scores of a row, exactly, without sorting. Shared by every method.
+"""Select exactly the k largest scores of a row without sorting. All methods share this kernel.
 
-Scores become unsigned integers in the same order; the k-th largest is found by four histograms of 256 bins, eight bits
-at a time, and what lies above it, and the first of what equals it, is written in order of index.
+Scores become unsigned integers in the same order. Four histograms of 256 bins, eight bits at a time, find the k-th
+largest. The kernel writes all scores above it, and the first scores equal to it, in the order of their index.
 
-Grid (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, float32 or bytes, sums their softmax over the
-group and keeps the best k of its tile, eight bytes each. The program of a row that arrives last reads those of all its
-tiles, once where they fit into one block, and keeps the best k of the row. The softmax of the group is known only when
-every tile has been scored, so the histograms are built here, where the score of a key is first known.
+The grid is (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, as float32 or bytes, sums their
+softmax over the group and stores the best k of its tile, eight bytes each. The last program of a row reads the
+candidates of all tiles, once if they fit into one block, and selects the best k of the row. The softmax of the group
+needs the scores of all tiles, so this kernel is the first that can build the histograms.
 """
 
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .numbers import NO_WEIGHT, finite, rounded_down, rounded_up, tile_of, widened
 
-# Bits of a score that is never chosen (invalid or -inf), and of a key of the local window, above every score.
+# Bits of a score that is never selected (invalid or -inf), and of a key of the local window, above every score.
 NEVER = tl.constexpr(0)
 ALWAYS = tl.constexpr(0xFFFFFFFF)
 
@@ -31,14 +31,14 @@ def ordered_bits(score):
 
 @triton.jit
 def digit_counts(bits, threshold, there, shift):
-    """Return the histogram of the eight bits at ``shift`` over the items that agree with ``threshold`` above them."""
+    """Return the histogram of the eight bits at ``shift`` over items whose higher bits equal those of ``threshold``."""
     same = ((bits ^ threshold) >> shift >> 8) == 0  # in two steps: a shift by 32 is undefined
     return tl.histogram(((bits >> shift) & 255).to(tl.int32), 256, mask=there & same)
 
 
 @triton.jit
 def next_digit(counts, wanted):
-    """Return the largest digit that ``wanted`` items reach, and how many of those items have exactly it."""
+    """Return the largest digit that ``wanted`` items reach, and how many of these items have exactly this digit."""
     digits = tl.arange(0, 256)
     reaching = tl.cumsum(counts, 0, reverse=True)
     digit = tl.max(tl.where(reaching >= wanted, digits, 0), axis=0)
@@ -47,20 +47,20 @@ def next_digit(counts, wanted):
 
 @triton.jit
 def is_tie(bits, threshold):
-    """Return whether each item equals the threshold and can be selected."""
+    """Return a mask of items that equal the threshold and can be selected."""
     return (bits == threshold) & (bits != NEVER)
 
 
 @triton.jit
 def is_best(bits, threshold, ties, ties_before):
-    """Return whether each item is among the best: above the threshold, or one of the first ``ties`` that equal it."""
+    """Return a mask of the best items: above the threshold, or one of the first ``ties`` items equal to it."""
     tie = is_tie(bits, threshold)
     return (bits > threshold) | (tie & (ties_before + tl.cumsum(tie.to(tl.int32), 0) <= ties))
 
 
 @triton.jit
 def kth_largest(bits, there, wanted):
-    """Return bits that ``wanted`` of the items reach, NEVER if too few can be selected, and the ties to take."""
+    """Return the bits that ``wanted`` items reach, NEVER if too few can be selected, and how many ties to select."""
     threshold = tl.full([], NEVER, tl.uint32)
     for step in range(4):
         shift = 24 - 8 * step
@@ -71,7 +71,7 @@ def kth_largest(bits, there, wanted):
 
 @triton.jit
 def kth_largest_of_many(candidate_bits, count, wanted, BLOCK: tl.constexpr):
-    """Return `kth_largest` of ``count`` items in memory."""
+    """Compute `kth_largest` of ``count`` items in memory."""
     threshold = tl.full([], NEVER, tl.uint32)
     for step in range(4):
         shift = 24 - 8 * step
@@ -87,9 +87,9 @@ def kth_largest_of_many(candidate_bits, count, wanted, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_softmax(statistics, splits, BLOCK: tl.constexpr):
-    """Return the largest logit of a head's row, and one over the sum of exp(logit - largest); 0 without a valid key.
+    """Return the largest logit of a head's row, and 1 / sum of exp(logit - largest); 0 without a valid key.
 
-    0 also where a logit is NaN or +inf: a head without a softmax ranks nothing but those keys, which become NaN.
+    The second is also 0 if a logit is NaN or +inf. The head then has no softmax, and only these keys become NaN.
     """
     largest = float("-inf")
     total = 0.0
@@ -105,7 +105,7 @@ def row_softmax(statistics, splits, BLOCK: tl.constexpr):
 
 @triton.jit
 def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits):
-    """Return the scores of keys ``s`` for query head ``g``; ``tile`` is their tile if their logits are of 8 bits."""
+    """Return the scores of keys ``s`` for query head ``g``; ``tile`` is their tile if logits have 8 bits."""
     if tile is None:
         logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
     else:
@@ -122,9 +122,9 @@ def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, spli
 
 @triton.jit
 def group_scores(logits, statistics, softmax, s, tile, readable, stride_l, splits, G: tl.constexpr):
-    """Return the scores of keys ``s`` for the group (sparq.4), (sparq.5); without ``statistics`` scores as they are."""
+    """Return the scores of keys ``s`` for the group (sparq.4), (sparq.5). Without ``statistics`` load plain scores."""
     score = tl.zeros(s.shape, tl.float32)
-    if G <= 8:  # all at once; more do not fit into the registers
+    if G <= 8:  # all heads at once; more do not fit into the registers
         for g in tl.static_range(G):
             score += head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits)
     else:
@@ -135,7 +135,7 @@ def group_scores(logits, statistics, softmax, s, tile, readable, stride_l, split
 
 @triton.jit
 def write_best(indices, bits, index, threshold, ties, written, ties_before):
-    """Append the best of these items to a list that has ``written``; the lengths of the list and of its ties now."""
+    """Append the best of these items to a list of ``written`` items. Return the new numbers of items and of ties."""
     best = is_best(bits, threshold, ties, ties_before)
     slot = written + tl.cumsum(best.to(tl.int32), 0) - 1
     tl.store(indices + slot, index, mask=best)
@@ -145,7 +145,7 @@ def write_best(indices, bits, index, threshold, ties, written, ties_before):
 
 @triton.jit
 def fill(slots, first, end, value, BLOCK: tl.constexpr):
-    """Write ``value`` to the slots from ``first`` on."""
+    """Write ``value`` to the slots at ``first`` and after it."""
     for start in range(0, end, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         tl.store(slots + slot, tl.zeros([BLOCK], slots.dtype.element_ty) + value, mask=(slot >= first) & (slot < end))
@@ -176,7 +176,7 @@ def merge_tiles(candidate_bits, candidate_indices, count, indices, slots, BLOCK:
 @triton.jit(do_not_specialize=["length", "top_k", "local_window", "splits"])
 def top_k_select(
     logits,  # (B, Hkv, G, stride_l) float32 or of 8 bits: approximate logits, or scores with G = 1
-    statistics,  # (B, Hkv, G, 2, splits) float32 of the launch before: None for scores, of each tile for 8 bits
+    statistics,  # (B, Hkv, G, 2, splits) float32 of the previous launch; per tile for 8 bits; None for scores
     softmax,  # out: (B, Hkv, G, 2) float32: largest logit, 1 / sum of exp(logit - largest); None for scores
     left_padding,  # (B,) int32, or None
     candidate_bits,  # scratch: (B, Hkv, tiles, min(top_k, BLOCK)) int32
@@ -191,7 +191,7 @@ def top_k_select(
     G: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,  # rows of logits can be read up to the next multiple of 16 keys
-    TILE: tl.constexpr,  # coded keys that logits of 8 bits count from one largest logit; 0 for float32
+    TILE: tl.constexpr,  # quantized keys that share one largest logit, for 8-bit logits; 0 for float32
 ):
     tile, b = tl.program_id(0), tl.program_id(2)
     tiles = tl.num_programs(0)
@@ -231,7 +231,7 @@ def top_k_select(
         tl.store(candidate_bits + slot, bits.to(tl.int32, bitcast=True), mask=best)
         tl.store(candidate_indices + slot, s, mask=best)
         fill(candidate_bits + first, tl.sum(best.to(tl.int32), axis=0), kept, 0, BLOCK)
-        # All threads have written before the ticket is drawn, and who draws the last one sees what all have written.
+        # All threads write before the atomic add on the ticket, so the last program sees all results.
         tl.debug_barrier()
         if tl.atomic_add(tickets + row * 2, 1, sem="acq_rel") == tiles - 1:
             tl.debug_barrier()

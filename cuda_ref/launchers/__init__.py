@@ -1,1 +1,1 @@
-"""What launches the Triton kernels: grids, tiles and buffers, and the operators of torch around them."""
+"""Launch the Triton kernels: compute grids, tiles and buffers, and define torch operators."""

@@ -1,4 +1,4 @@
-"""Launcher of `kernels.attend`: exact attention of one query per head over a list of keys, or over all."""
+"""Launch `kernels.attend`: exact attention of one query per head over listed keys or over all keys."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ..kernels.attend import attend as kernel
 from . import configs
 from .launch import Launch, contiguous, fake_attention, power_of_2, result_like, rows, strides, upcast
 
-PROGRAMS_PER_PROCESSOR = 2  # splits are made until there are so many
-BLOCK_SPLITS = 8  # merged at a time
-MOST_ROWS = 1024  # whose counts are looked at at a time
+PROGRAMS_PER_PROCESSOR = 2  # target number of programs, which sets the number of splits
+BLOCK_SPLITS = 8  # splits that are merged at a time
+MOST_ROWS = 1024  # rows whose counts are read at a time
 
 
 @dataclass(frozen=True)
 class Listed:
-    """The keys that a decode step attends.
+    """The keys that a decode step attends to.
 
     Attributes:
-        indices: ``(B, Hkv, N)`` int32, contiguous; any number that is no key's = empty slot.
-        counts: ``(B, Hkv)`` int32, contiguous; entries from there on are empty slots. Programs share out what is before
-            them, over all rows together, so that neither long rows nor empty slots cost time.
-        tickets: int32 ``(B, Hkv, 2)``, of which the second is 0; made when absent.
+        indices: ``(B, Hkv, N)`` int32, contiguous; a number that is not a key is an empty slot.
+        counts: ``(B, Hkv)`` int32, contiguous; entries at this index and after it are empty slots. The used entries of
+            all rows are divided among the programs, so that neither long rows nor empty slots cost time.
+        tickets: int32 ``(B, Hkv, 2)`` whose second number is 0; allocated if None.
     """
 
     indices: torch.Tensor
@@ -35,7 +35,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Reallocation:
-    """What (sparq.8) and (sparq.10) need: ``logits`` and ``softmax`` of `GroupScores`, float32 ``value_mean``."""
+    """Inputs of (sparq.8) and (sparq.10): ``logits`` and ``softmax`` of `GroupScores`, and float32 ``value_mean``."""
 
     logits: torch.Tensor
     softmax: torch.Tensor | None
@@ -46,7 +46,7 @@ class Reallocation:
 def dense_decode(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, left_padding: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one step of dense attention: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``."""
+    """Run one step of dense attention. Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``."""
     return attend(
         queries.contiguous(), rows(keys), rows(values), None, scale=scale, left_padding=contiguous(left_padding)
     )
@@ -61,11 +61,11 @@ def attend_indices(
     scale: float,
     counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend listed keys (sparq.7): ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
+    """Attend to listed keys (sparq.7). Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
-    Entries from ``counts (B, Hkv)`` int32 on are empty slots.
+    Entries at ``counts (B, Hkv)`` int32 and after it are empty slots.
     """
-    if indices.dtype != torch.int32:  # a number of 64 bits must not become a key's by losing some
+    if indices.dtype != torch.int32:  # an int64 number must not wrap to a valid key
         indices = torch.where((indices >= 0) & (indices < keys.shape[2]), indices, -1).to(torch.int32)
     listed = Listed(indices.contiguous(), contiguous(counts))
     return attend(queries.contiguous(), rows(keys), rows(values), listed, scale=scale)
@@ -90,11 +90,11 @@ def attend(
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
         keys, values: ``(B, Hkv, S, D)``, last stride 1.
-        listed: the keys to attend; None for all keys from ``left_padding`` on.
+        listed: the keys to attend to; None for all keys at ``left_padding`` and after it.
 
     Returns:
-        ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where nothing is
-        attended.
+        ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf for rows without
+        keys.
     """
     B, Hq, _, D = queries.shape
     Hkv, S = keys.shape[1:3]
@@ -164,6 +164,6 @@ def attend(
 
 
 def programs_for_counts(rows: int, entries: int, block: int, device: torch.device) -> int:
-    """Return the number of programs: one for each row and as many again, if there are as many blocks."""
+    """Return the number of programs: enough for all processors, two per row or more, and at most one per block."""
     wanted = max(PROGRAMS_PER_PROCESSOR * configs.processors(device), 2 * rows)
     return min(wanted, rows * max(1, -(-entries // block)))

@@ -1,4 +1,4 @@
-"""Launcher of `kernels.attend_blocks`: exact attention of a prompt over listed key blocks, or over all."""
+"""Launch `kernels.attend_blocks`: exact causal attention of prefill over listed key blocks or over all key blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..kernels.attend_blocks import attend_blocks as kernel
 from . import configs
 from .launch import Launch, fake_attention, power_of_2, result_like, rows, strides, upcast
 
-BLOCK_LIST = 1024  # entries of a list that are read at a time to find its end
+BLOCK_LIST = 1024  # list entries that are read at a time to find the end of the list
 
 
 @torch.library.custom_op("mlx_sparse::attend_blocks", mutates_args=())
@@ -24,21 +24,22 @@ def attend_blocks(
     block_size: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend exactly and causally over the key blocks that are listed for each row block (sample.8).
+    """Attend exactly and causally to the key blocks that are listed for each row block (sample.8).
 
     Args:
         queries: ``(B, Hq, L, D)``; query i sits at position ``S - L + i``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int, ascending, any number that is no block's = empty slot; None for all key blocks.
+        blocks: ``(B, Hq, R, N)`` int, ascending; a number that is not a key block is an empty slot. None for all key
+            blocks.
 
     Returns:
-        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf where nothing is
-        attended.
+        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries without
+        keys.
     """
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size)
     if blocks is not None:
-        fresh = (blocks >= 0) & (blocks < layout.key_blocks)  # a number of 64 bits must not become a block's
-        fresh[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]  # a block that is listed twice is attended once
+        fresh = (blocks >= 0) & (blocks < layout.key_blocks)  # an int64 number must not wrap to a valid block
+        fresh[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]  # attend once to a block that is listed twice
         blocks = torch.where(fresh, blocks.to(torch.int32), -1)
     prefill = Prefill(rows(queries), rows(keys), rows(values), layout, scale)
     prefill.attend(blocks, 0, layout.row_blocks)
@@ -49,9 +50,9 @@ attend_blocks.register_fake(fake_attention)
 
 
 class Prefill:
-    """The attention of a prefill, which several launches fill in, each for some row blocks.
+    """Inputs and outputs of a prefill that several launches compute, each for some row blocks.
 
-    All arrays have last stride 1. A list of blocks is int32, contiguous.
+    All arrays have last stride 1. A list of blocks is int32 and contiguous.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Prefill:
         self.lse = torch.empty(queries.shape[:3], dtype=torch.float32, device=queries.device)
 
     def attend(self, blocks: torch.Tensor | None, first: int, stop: int) -> None:
-        """Attend row blocks ``first`` to ``stop``, counted from the first that holds a query, with one list each."""
+        """Compute row blocks ``first`` to ``stop``, counted from the first one with a query, with one list each."""
         B, Hq, L, D = self.queries.shape
         Hkv, S = self.keys.shape[1:3]
         BLOCK_D = power_of_2(D, 16)
@@ -111,5 +112,5 @@ class Prefill:
 
 
 def positive(queries: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """Return the same scores with a scale above 0: the largest score is the largest product then."""
+    """Return queries and a scale above 0 with the same scores. The largest score is then the largest product."""
     return (queries, scale) if scale > 0 else (queries * math.copysign(scale != 0, scale), abs(scale) or 1.0)

@@ -1,4 +1,4 @@
-"""Start a kernel, and prepare tensors for one."""
+"""Launch a kernel, and prepare tensors for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Launch:
 
     Attributes:
         kernel: a function of `kernels`.
-        grid: programs along the three axes.
+        grid: number of programs along the three axes.
         arguments: tensors and numbers by name.
         constants: compile-time arguments by name.
         options: ``num_warps`` and ``num_stages``.
@@ -32,44 +32,44 @@ class Launch:
 
     def run(self) -> None:
         device = next(value.device for value in self.arguments.values() if isinstance(value, torch.Tensor))
-        # Triton launches on the current device, which need not be the one of the tensors.
+        # Triton launches on the current device, which may differ from the device of the tensors.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
 
 def rows(array: torch.Tensor) -> torch.Tensor:
-    """Return ``array`` with its elements side by side in the last axis, as the kernels read it; caches have them so."""
+    """Return ``array`` with last stride 1, as the kernels require. Arrays of caches are not copied."""
     return array if array.stride(-1) == 1 else array.contiguous()
 
 
 def contiguous(array: torch.Tensor | None) -> torch.Tensor | None:
-    """Return an optional tensor as the kernels take all tensors but queries of a prompt, keys and values."""
+    """Return an optional tensor as a contiguous tensor."""
     return None if array is None else array.contiguous()
 
 
 def strides(letter: str, array: torch.Tensor, axes: str = "bhn") -> dict[str, int]:
-    """Return the first strides of ``array`` as arguments of a kernel: stride_kb, stride_kh and stride_kn for "k"."""
+    """Return the first strides of ``array`` as kernel arguments: stride_kb, stride_kh and stride_kn for "k"."""
     return {f"stride_{letter}{axis}": stride for axis, stride in zip(axes, array.stride(), strict=False)}
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Return True if kernels must widen what they load: Triton's interpreter cannot compute with bfloat16."""
+    """Return True if kernels must widen loads to float32, because Triton's interpreter cannot compute in bfloat16."""
     return interpreted() and dtype == torch.bfloat16
 
 
 def result_like(queries: torch.Tensor) -> torch.Tensor:
-    """Return room for the result of a kernel; float32 where the interpreter would not round to bfloat16 but cut."""
+    """Allocate the result of a kernel. It is float32 if the interpreter would truncate to bfloat16."""
     return torch.empty(
         queries.shape, dtype=torch.float32 if upcast(queries.dtype) else queries.dtype, device=queries.device
     )
 
 
 def power_of_2(number: int, least: int = 1) -> int:
-    """Return the smallest power of 2 that is neither less than ``number`` nor than ``least``."""
+    """Return the smallest power of 2 that is at least ``number`` and at least ``least``."""
     return max(least, 1 << (number - 1).bit_length())
 
 
 def fake_attention(queries: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty ``out`` and ``lse``: the fake implementation of every operator of torch that attends."""
+    """Return empty ``out`` and ``lse``. This is the fake implementation of all torch operators that attend."""
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     return out, queries.new_empty(queries.shape[:3], dtype=torch.float32)

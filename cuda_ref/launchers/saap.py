@@ -1,4 +1,4 @@
-"""Launchers of SAAP (docs/spec/saap.md): four launches on a decode step, three without a hidden layer."""
+"""Launch SAAP (docs/spec/saap.md): four launches per decode step, three without a hidden layer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from . import configs
 from .attend import Listed, attend
 from .launch import Launch, contiguous, fake_attention, power_of_2, rows
 
-CHOSEN_FROM = 4096  # probabilities that a program holds at a time
-MOST_ROWS = 32  # of queries that share what is read of the weights
-SLOTS = 128  # of a list, that a program fills
-VISITED = 64  # buckets that are looked at at a time
+CHOSEN_FROM = 4096  # probabilities that a program loads at a time
+MOST_ROWS = 32  # query rows that share one read of the weights
+SLOTS = 128  # slots of a list per program
+VISITED = 64  # visited buckets that are read at a time
 
 
 @torch.library.custom_op("mlx_sparse::saap_route", mutates_args=())
@@ -39,7 +39,7 @@ def saap_route(
         hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``.
 
     Returns:
-        ``(B, Hkv, probes)`` int32, ascending; -1 in slots that no bucket with a probability fills.
+        ``(B, Hkv, probes)`` int32, ascending; -1 in empty slots, if fewer buckets have a probability above 0.
     """
     queries, out_weight = queries.contiguous(), out_weight.contiguous()
     B, Hq = queries.shape[:2]
@@ -92,7 +92,7 @@ def _(queries: torch.Tensor, out_weight: torch.Tensor, *given: Any) -> torch.Ten
 def _hidden(
     queries: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int, rows: Mapping[str, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the hidden layer, float32 ``(B, Hkv, G, H)``, and tickets for the launch that follows."""
+    """Compute the hidden layer, float32 ``(B, Hkv, G, H)``, and zeroed tickets for the next launch."""
     B, D = queries.shape[0], queries.shape[3]
     Hkv, _, H = weight.shape
     device = queries.device
@@ -129,10 +129,10 @@ class Index:
     """The keys of a cache in bucket order.
 
     Attributes:
-        offsets, key_ids: of `saap_index`.
-        covered: keys that it knows; those behind are attended.
-        sink_tokens: first keys, which it does not list.
-        capacity: slots of a step's list.
+        offsets, key_ids: results of `saap_index`.
+        covered: number of indexed keys; later keys are always attended.
+        sink_tokens: number of first keys, which are not in the index.
+        capacity: number of slots of a step's list.
     """
 
     offsets: torch.Tensor
@@ -153,7 +153,7 @@ def saap_indices(
     capacity: int,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the keys of a step (saap.10): int32 ``indices (B, Hkv, capacity)`` and ``counts (B, Hkv)``."""
+    """List the keys of a step (saap.10). Return int32 ``indices (B, Hkv, capacity)`` and ``counts (B, Hkv)``."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, length, left_padding)
     assert listed.counts is not None
@@ -211,7 +211,7 @@ def saap_decode(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run one decode step over the visited buckets: ``out``, ``lse``, and ``counts (B, Hkv)`` of the attended keys."""
+    """Run one decode step over visited buckets. Return ``out``, ``lse`` and ``counts (B, Hkv)`` of attended keys."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, keys.shape[2], left_padding)
     assert listed.counts is not None
@@ -249,10 +249,10 @@ def saap_attention(
 
 
 def _as_slots(bucket_ids: torch.Tensor, visited: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same visit with the slots of ``visited`` as buckets, so that a bucket's number may be of any size.
+    """Renumber buckets by their slots in ``visited``, so that bucket numbers may have any size.
 
     Returns:
-        For each key the first slot that holds its bucket, -1 if there is none; and the slots, ``(B, Hkv, n)`` int32.
+        For each key the first slot with its bucket, -1 if there is none; and the slot numbers, ``(B, Hkv, n)`` int32.
     """
     slots = torch.arange(visited.shape[2], dtype=torch.int32, device=visited.device).expand(visited.shape).contiguous()
     if not visited.shape[2]:

@@ -1,4 +1,4 @@
-"""Launchers of SampleAttention (docs/spec/sample.md): scores of the sample, choice of blocks, attention over them."""
+"""Launch SampleAttention (docs/spec/sample.md): score the sample, select key blocks and attend to them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from . import configs
 from .blocks import Prefill, positive
 from .launch import Launch, fake_attention, power_of_2, rows, strides, upcast
 
-PROGRAMS_PER_PROCESSOR = 2  # splits of the keys are made until there are so many
-SUMMED = 32  # key blocks, and offset bins, of a program that adds up parts
-BLOCK_SPLITS = 8  # of the keys, whose statistics are read at a time
-MERGED = 1024  # key blocks that are looked at at a time
-LIST_BYTES = 512 << 20  # of lists at a time: all of them for a million keys and 32 heads would be 8.6 GB
+PROGRAMS_PER_PROCESSOR = 2  # target number of programs, which sets the number of splits of the keys
+SUMMED = 32  # key blocks and offset bins per program of `sample_sums`
+BLOCK_SPLITS = 8  # splits whose statistics are read at a time
+MERGED = 1024  # key blocks that are read at a time
+LIST_BYTES = 512 << 20  # maximum bytes of lists in memory; all lists for a million keys and 32 heads need 8.6 GB
 
 
 class Kept(NamedTuple):
@@ -41,10 +41,10 @@ def sample_prefill(
     block_size: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attend a prefill chunk by SampleAttention: ``out``, float32 ``lse (B, Hq, L)`` and int32 counts ``(B, Hq, R)``.
+    """Attend by SampleAttention. Return ``out``, float32 ``lse (B, Hq, L)`` and int32 counts ``(B, Hq, R)``.
 
-    The counts are the key blocks that each row block attends. Lists are made for as many row blocks at a time as fit
-    into `LIST_BYTES`.
+    The counts are the numbers of key blocks that each row block attends to. Row blocks are processed in portions whose
+    lists fit into `LIST_BYTES`.
     """
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     B, Hq = queries.shape[:2]
@@ -92,7 +92,7 @@ def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> torch.Tensor:
 def sample_scores(
     queries: torch.Tensor, keys: torch.Tensor, chunks: int, block_size: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the attention mass of each region's sample: `score`."""
+    """Compute the attention mass of each region's sample. See `score`."""
     return score(rows(queries), rows(keys), Layout(queries.shape[2], keys.shape[2], chunks, block_size), scale=scale)
 
 
@@ -174,14 +174,14 @@ def score(
 
 
 def keep(scores: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Keep (sample.6) the fewest of the largest ``scores (..., Nk)`` whose share of their sum reaches ``alpha - 1e-6``.
+    """Select (sample.6) the fewest largest ``scores (..., Nk)`` whose fraction of the sum reaches ``alpha - 1e-6``.
 
     Returns:
-        uint8 of the same shape, 1 = kept; ties go to the lower index. Shares that are NaN reach nothing: all are kept.
+        uint8 of the same shape, 1 = selected; ties go to the lower index. If fractions are NaN, all are selected.
     """
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     share = ordered.cumsum(dim=-1) / ordered.sum(dim=-1, keepdim=True)
-    # The first is always needed; every other one is if those before it do not reach it.
+    # The first score is always selected, each later score only if the sum of the earlier ones is below alpha.
     needed = torch.ones_like(order, dtype=torch.uint8)
     needed[..., 1:] = ~(share[..., :-1] >= alpha - 1e-6)
     return torch.empty_like(needed).scatter_(-1, order, needed)
@@ -196,17 +196,17 @@ def choose(
     alpha_slash: float,
     scale: float,
 ) -> Kept:
-    """Return what is kept for each region, in both directions."""
+    """Return the selected columns and offset bins of each region."""
     column, slash = score(queries, keys, layout, scale=scale)
     return Kept(keep(column, alpha_column), keep(slash, alpha_slash))
 
 
 def merge(kept: Kept, layout: Layout, first: int, stop: int, width: int, counts: torch.Tensor) -> torch.Tensor:
-    """Make the lists (sample.7) of row blocks ``first`` to ``stop``, counted from the first that holds a query.
+    """Make the lists (sample.7) of row blocks ``first`` to ``stop``, counted from the first row block with a query.
 
     Args:
-        width: of a list; at least the key blocks up to the last diagonal.
-        counts: ``(B, Hq, R)`` int32, where the lengths of these lists are written.
+        width: slots of a list; at least the number of key blocks up to the last diagonal.
+        counts: ``(B, Hq, R)`` int32, output for the lengths of these lists.
 
     Returns:
         ``(B, Hq, stop - first, width)`` int32, ascending, then -1.
@@ -234,7 +234,7 @@ def merge(kept: Kept, layout: Layout, first: int, stop: int, width: int, counts:
 
 
 def portions(layout: Layout, entry: int) -> Iterator[tuple[int, int]]:
-    """Yield row blocks, the last first, whose lists fit into `LIST_BYTES` with ``entry`` bytes an entry."""
+    """Yield ranges of row blocks, the last first, whose lists fit into `LIST_BYTES` with ``entry`` bytes per entry."""
     stop = layout.row_blocks
     while stop > 0:
         width = layout.first_block + stop

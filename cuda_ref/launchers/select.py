@@ -1,4 +1,4 @@
-"""Launcher of `kernels.top_k_select`: the k best keys of a row, exactly, without sorting."""
+"""Launch `kernels.top_k_select`: select exactly the k best keys of a row without sorting."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ..kernels.top_k_select import top_k_select as kernel
 from . import configs
 from .launch import Launch, contiguous
 
-LINE = 16  # rows of logits start at multiples of this
+LINE = 16  # rows of logits start at multiples of this number of elements
 
 
 @dataclass(frozen=True)
 class GroupScores:
-    """What keys are chosen by.
+    """Approximate scores by which a group of query heads selects keys.
 
     Attributes:
-        logits: float32 ``(B, Hkv, G, S up to a multiple of 16)``, or uint8, sixteenths of a nat below the largest of
-            their tile (`kernels.numbers.narrowed`). Those of keys that are not valid are -inf or not written.
+        logits: float32 ``(B, Hkv, G, S rounded up to a multiple of 16)``, or uint8 in units of 1/16 nat below the
+            largest logit of the tile (`kernels.numbers.narrowed`). Logits of invalid keys are -inf or not written.
         statistics: float32 ``(B, Hkv, G, 2, splits)``: largest logit and sum of exp(logit - largest) of each split.
-        softmax: float32 ``(B, Hkv, G, 2)``, filled by `select`: largest logit and 1 / sum of exp(logit - largest).
-        tickets: int32 ``(B, Hkv, 2)`` zeros, one for each of the launches that follow.
-        tile: coded keys of a split, counted from a row's first valid key, where logits are uint8; those that are not
-            coded are the last split. 0 for float32.
+        softmax: float32 ``(B, Hkv, G, 2)``, output of `select`: largest logit and 1 / sum of exp(logit - largest).
+        tickets: int32 ``(B, Hkv, 2)`` zeros, one for each of the two launches that follow.
+        tile: for uint8 logits, the number of quantized keys per split, counted from a row's first valid key. The
+            unquantized keys are the last split. 0 for float32.
     """
 
     logits: torch.Tensor
@@ -38,7 +38,7 @@ class GroupScores:
     def empty(
         cls, B: int, Hkv: int, G: int, S: int, splits: int, device: torch.device, *, tile: int = 0
     ) -> GroupScores:
-        """Room for S keys scored in ``splits`` parts, in 8 bits if these are ``tile`` keys each."""
+        """Allocate scores of S keys in ``splits`` splits, as uint8 if ``tile`` keys per split are given."""
         real: dict[str, Any] = {"dtype": torch.float32, "device": device}
         return cls(
             torch.empty(B, Hkv, G, S + -S % LINE, dtype=torch.uint8 if tile else torch.float32, device=device),
@@ -53,7 +53,7 @@ class GroupScores:
 def top_k_select(
     scores: torch.Tensor, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6): `select`. -inf is never selected, NaN counts as +inf."""
+    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6). -inf is never selected, NaN counts as +inf."""
     B, Hkv, S = scores.shape
     tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=scores.device)
     given = GroupScores(scores.contiguous()[:, :, None], None, None, tickets)
@@ -67,7 +67,7 @@ def _(scores: torch.Tensor, top_k: int, *_: object) -> torch.Tensor:
 
 
 def block_size(S: int, top_k: int) -> int:
-    """Return the keys of a tile: the fewest for which the candidates of all tiles fit into one block."""
+    """Return the smallest number of keys per tile for which the candidates of all tiles fit into one block."""
     return next(
         (block for block in configs.SELECT_WARPS if -(-S // block) * min(top_k, block) <= block),
         max(configs.SELECT_WARPS),

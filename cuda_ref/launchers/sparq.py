@@ -1,4 +1,4 @@
-"""Launchers of SparQ (docs/spec/sparq.md): three launches on a decode step."""
+"""Launch SparQ (docs/spec/sparq.md): three launches per decode step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .attend import Listed, Reallocation, attend
 from .launch import Launch, contiguous, fake_attention, power_of_2, rows, strides, upcast
 from .select import GroupScores, select
 
-MOST_COMPONENTS = 64  # in a tile; more are added up
-PROGRAMS_PER_PROCESSOR = 4  # splits are made until there are so many
-CODE_COMPONENTS = 16  # of codes that are multiplied at a time: more would not fit into the registers
+MOST_COMPONENTS = 64  # components of a tile; with more, the kernel sums over several tiles
+PROGRAMS_PER_PROCESSOR = 4  # target number of programs, which sets the number of splits
+CODE_COMPONENTS = 16  # components of int4 scoring keys per product: more would not fit into the registers
 
 
 def sparq_attention(
@@ -32,7 +32,7 @@ def sparq_attention(
     value_mean: torch.Tensor | None,
     **selection: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call `sparq_decode` with the arguments that all backends share: torch operators take lists, but no `KeyCodes`."""
+    """Call `sparq_decode` with the arguments of all backends. Torch operators accept lists, but not `KeyCodes`."""
     scored = [keys.mT] if keys_t is None else list(keys_t) if isinstance(keys_t, KeyCodes) else [keys_t]
     mean = value_mean if reallocate else None
     result: tuple[torch.Tensor, torch.Tensor] = sparq_decode(
@@ -55,11 +55,13 @@ def sparq_decode(
     left_padding: torch.Tensor | None = None,
     value_mean: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one decode step of SparQ: ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; (sparq.1) to (sparq.21).
+    """Run one decode step of SparQ, (sparq.1) to (sparq.21).
+
+    Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
     Args:
-        scored: component-major keys ``(B, Hkv, D, S)`` alone, or the four arrays of their `KeyCodes`.
-        value_mean: ``(B, Hkv, D)`` to reallocate to; None for no reallocation.
+        scored: a list of the component-major keys ``(B, Hkv, D, S)``, or of the four arrays of `KeyCodes`.
+        value_mean: ``(B, Hkv, D)`` for reallocation; None for no reallocation.
     """
     queries, keys = queries.contiguous(), rows(keys)
     component_weight, left_padding = contiguous(component_weight), contiguous(left_padding)
@@ -79,10 +81,10 @@ sparq_decode.register_fake(fake_attention)
 def sparq_select(
     queries: torch.Tensor, keys: torch.Tensor, selection: Selection, *, exact: bool
 ) -> tuple[torch.Tensor, GroupScores]:
-    """Select the keys of one decode step: ``indices (B, Hkv, min(top_k, S))`` int32, and their scores.
+    """Select the keys of one decode step. Return ``indices (B, Hkv, min(top_k, S))`` int32, and the scores.
 
     Args:
-        exact: whether the logits have to be float32, as reallocation reads them. Those of keys of 16 bits always are.
+        exact: True if the logits must be float32, because reallocation reads them. For 16-bit keys they always are.
     """
     if isinstance(selection.keys_t, KeyCodes):
         scores = sparq_code_scores(queries, keys, selection, narrow=not exact)
@@ -103,7 +105,8 @@ def sparq_scores(queries: torch.Tensor, selection: Selection) -> GroupScores:
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        selection: whose ``keys_t`` may have any strides; fast where the last is 1 and the others are multiples of 16.
+        selection: its ``keys_t`` may have any strides. It is fast if the last stride is 1 and the others are multiples
+            of 16.
     """
     keys_t = selection.keys_t
     B, Hkv, _, S = keys_t.shape
@@ -145,7 +148,7 @@ def sparq_scores(queries: torch.Tensor, selection: Selection) -> GroupScores:
         },
         {
             "num_warps": configs.score_warps(tiles, BLOCK_D),
-            # Without matrix units a loop of more than two stages runs out of registers.
+            # Without matrix units a loop with more than two stages needs too many registers.
             "num_stages": min(tiles.stages, 2) if keys_t.dtype == torch.float32 else tiles.stages,
         },
     ).run()
@@ -155,8 +158,8 @@ def sparq_scores(queries: torch.Tensor, selection: Selection) -> GroupScores:
 def readable_beyond(keys_t: torch.Tensor) -> bool:
     """Return True if each row of ``keys_t (B, Hkv, D, S)`` may be read up to the next multiple of 16 keys.
 
-    So it is with slices of a cache whose capacity is a multiple of 16. Masks that end at S would cut the loads, which
-    are of 16 bytes, into single elements.
+    This is true for slices of a cache whose capacity is a multiple of 16. With masks that end at S, loads of 16 bytes
+    would become loads of single elements.
     """
     S = keys_t.shape[3]
     beyond = -S % 16
@@ -169,14 +172,14 @@ def readable_beyond(keys_t: torch.Tensor) -> bool:
 
 
 def sparq_code_scores(queries: torch.Tensor, keys: torch.Tensor, selection: Selection, *, narrow: bool) -> GroupScores:
-    """Compute approximate logits of all keys from codes of ``rank`` components (sparq.21).
+    """Compute approximate logits of all keys from ``rank`` components of int4 scoring keys (sparq.21).
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        keys: ``(B, Hkv, S, D)``, last stride 1; those that are not coded are read.
-        selection: whose ``keys_t`` has the codes of all full groups; fast where the last strides are 1 and those of
-            ``codes`` else multiples of 16.
-        narrow: whether the logits are written in 8 bits.
+        keys: ``(B, Hkv, S, D)``, last stride 1; only unquantized keys are read.
+        selection: its ``keys_t`` has the codes of all full groups. It is fast if the last strides are 1 and the other
+            strides of ``codes`` are multiples of 16.
+        narrow: True to write the logits as 8-bit codes.
     """
     B, Hkv, S, D = keys.shape
     G = queries.shape[1] // Hkv
@@ -187,7 +190,7 @@ def sparq_code_scores(queries: torch.Tensor, keys: torch.Tensor, selection: Sele
     BLOCK_D = power_of_2(D, 32)
     warps = configs.score_warps(tiles, BLOCK_D)
     BLOCK_S = 32 * warps * 16 * 8 // (CODE_COMPONENTS * CODE_BITS)  # a load of 16 bytes for each thread
-    full = S // GROUP * GROUP  # of the longest row
+    full = S // GROUP * GROUP  # keys in full groups of the longest row
     share = configs.share(full, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     tail = int(full < S or selection.left_padding is not None)
     parts = -(-full // BLOCK_S) + tail

@@ -1,4 +1,4 @@
-"""The command ``export-onnx``."""
+"""Run the command ``export-onnx``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A mistake is one line, without the usage."""
+    """Parser that prints a one-line error without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {shortened(message)}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. A mistake is one line on standard error and status 2."""
+    """Run the command and return its exit status. An error is one line on standard error and status 2."""
     parser = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if instead := _removed(given):
         parser.error(instead)
     args = parser.parse_args(given)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written goes, as on Ctrl-C
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # remove partial files, as on Ctrl-C
     try:
         made = _export(args)
     except SparseAttentionError as error:
@@ -39,16 +39,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"-o: expected a folder that can be written, got {args.out} ({error.strerror or error}).")
     except KeyboardInterrupt:
-        parser.error(f"interrupted; {args.out} is as it was.")
+        parser.error(f"interrupted; {args.out} is unchanged.")
     finally:
         signal.signal(signal.SIGTERM, before)
     print(f"{args.out}: {made.method}, {made.max_length} tokens, {made.nbytes / 1e6:,.0f} MB.")
     print(f"Checked on onnxruntime: {made.agreement}.")
     if made.sparse_from is not None and made.sparse_from >= NEVER:
-        print("It decodes densely: no length pays without native kernels. With them give --dense-below.")
+        print(
+            "It decodes densely: without native kernels sparse steps are slower at every length. With native kernels "
+            "give --dense-below."
+        )
     elif made.sparse_from is not None and made.sparse_from > made.max_length:
         print(
-            f"It decodes densely: sparse steps begin at {made.sparse_from} keys and it holds {made.max_length} tokens. "
+            f"It decodes densely: sparse steps begin at {made.sparse_from} keys, the caches have {made.max_length}. "
             "Give a larger --max-length, or dense_below."
         )
     return 0
@@ -74,7 +77,7 @@ def _export(args: argparse.Namespace) -> Exported:
 
 
 def _removed(arguments: Sequence[str]) -> str | None:
-    """Return a message for the first option of an earlier version, None if there is none."""
+    """Return a message for the first option that was removed, or None."""
     words = [part for word in arguments for part in word.split("=", 1)]
     for option, value in zip(words, [*words[1:], ""], strict=True):
         if replacement := removed("export-onnx", option, value):
@@ -85,58 +88,65 @@ def _removed(arguments: Sequence[str]) -> str | None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="export-onnx",
-        description="Export a model that mlx-lm loads to ONNX. The file runs on a stock onnxruntime, faster where the "
-        "native kernels of this package are registered, and under onnxruntime-genai.",
+        description="Export a model that mlx-lm loads to ONNX. The file runs on a stock onnxruntime and on "
+        "onnxruntime-genai, and faster if the native kernels of this package are registered.",
     )
-    parser.add_argument("--model", required=True, metavar="DIR_OR_REPO", help="A folder, or a repository of the hub.")
     parser.add_argument(
-        "-o", "--out", required=True, metavar="OUT", help="A folder that does not exist or is empty, for the result."
+        "--model", required=True, metavar="DIR_OR_REPO", help="Model folder or Hugging Face repository."
+    )
+    parser.add_argument(
+        "-o", "--out", required=True, metavar="OUT", help="Output folder, which must not exist or must be empty."
     )
     parser.add_argument(
         "--method",
         default="sparq",
         metavar="METHOD[:KEY=VALUE,...]",
-        help="'dense'; 'sparq' or 'saap' for decoding, 'sample' for prompts, or both, such as 'sample+sparq', with "
+        help="'dense'; 'sparq' or 'saap' for decoding, 'sample' for prefill, or both, such as 'sample+sparq', with "
         "parameters such as 'sparq:rank=16,top_k=256' or 'saap:artefact=FILE,probes=32' (default: sparq, with a "
-        "second copy of the keys; 'sparq:key_bits=4' with --native stores 4-bit codes instead).",
+        "second copy of the keys; 'sparq:key_bits=4' with --native stores int4 scoring keys instead).",
     )
     parser.add_argument(
         "--attn-config",
         metavar="FILE.toml",
-        help="Parameters from a TOML file with tables [sparq], [sample] and [saap]; --method wins.",
+        help="TOML file of parameters with tables [sparq], [sample] and [saap]; --method overrides it.",
     )
     parser.add_argument(
         "--dense-below",
         type=int,
         metavar="N",
-        help="Keys below which decode steps are dense, as dense_below=N in --method (default: the documented model, "
-        "which is the same for all machines, because files travel).",
+        help="Number of keys below which decode steps are dense, as dense_below=N in --method (default: the cost model "
+        "in docs/onnx.md, which does not depend on the machine).",
     )
     parser.add_argument(
         "--max-length",
         type=int,
         metavar="N",
-        help="Tokens that prompt and answer may have together. The caches are allocated for all of them, rounded up to "
-        "whole chunks (default: what the model allows, at most 4096).",
+        help="Maximum number of tokens of prompt and answer together. The caches are allocated for all of them, "
+        "rounded up to whole chunks (default: the limit of the model, at most 4096).",
     )
     parser.add_argument(
         "--dtype",
         metavar="TYPE",
-        help="float32, float16 or bfloat16: type of the caches and of weights that are not quantised (default: the "
-        "model's). 'float32' also dequantises. Arithmetic is float32 in any case.",
+        help="float32, float16 or bfloat16: type of the caches and of unquantized weights (default: the type of the "
+        "model). 'float32' also dequantizes. Arithmetic is always float32.",
     )
     parser.add_argument(
-        "--compat", action="store_true", help="Opset 18 and IR 8, for older runtimes, instead of opset 24 and IR 11."
+        "--compat",
+        action="store_true",
+        help="Write opset 18 and IR 8, for older runtimes, instead of opset 24 and IR 11.",
     )
     parser.add_argument(
-        "--inline", action="store_true", help="Without local functions, for runtimes other than onnxruntime."
+        "--inline", action="store_true", help="Write no local functions, for runtimes other than onnxruntime."
     )
     parser.add_argument(
         "--native",
         action="store_true",
-        help="The native kernels of this package will be registered where the file runs. Needed for key_bits=4.",
+        help="Allow operators that need the native kernels of this package where the file runs. Required for "
+        "key_bits=4.",
     )
-    parser.add_argument("--no-genai", action="store_true", help="Without genai_config.json and what it needs.")
+    parser.add_argument(
+        "--no-genai", action="store_true", help="Omit genai_config.json and the states that onnxruntime-genai needs."
+    )
     return parser
 
 

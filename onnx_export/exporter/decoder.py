@@ -1,7 +1,7 @@
 """Build the graph of a decoder-only language model: from mlx-lm's modules to ONNX nodes.
 
-Arithmetic is float32 but for the attention nodes, whose inputs are rounded to the type of the caches. A row of the
-batch is a left-padded sequence; the caches hold ``past_length`` tokens of it, padding included.
+Arithmetic is float32, but the inputs of attention nodes are rounded to the type of the caches. A row of the batch is a
+left-padded sequence; the caches contain ``past_length`` tokens of the row, padding included.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ class Target:
     """Settings of an exported file.
 
     Attributes:
-        decode: how tokens decode.
-        prompts: how prompts attend, with every automatic choice settled; None if exactly.
-        max_length: tokens that the caches must hold.
+        decode: method of decode steps.
+        prompts: method of prefill with every "auto" resolved; None if prefill is dense.
+        max_length: smallest capacity of the caches in tokens.
         lanes: keys per chunk of component-major keys.
-        dtype: of caches and of weights that are not quantised.
-        dequantise: store quantised weights in ``dtype`` too.
-        genai: lay the caches out so that onnxruntime-genai finds them.
+        dtype: type of the caches and of unquantized weights.
+        dequantize: store quantized weights in ``dtype`` too.
+        genai: arrange the caches as onnxruntime-genai expects them.
     """
 
     decode: Decoding
     max_length: int
     lanes: int
     dtype: str
-    dequantise: bool = False
+    dequantize: bool = False
     genai: bool = True
     prompts: Sample | None = None
 
     @property
     def text(self) -> str:
-        """Both methods as text."""
+        """Return both methods as text."""
         if self.prompts is None:
             return self.decode.text
         return str(self.prompts) if self.decode == EXACT else f"{self.prompts}+{self.decode.text}"
 
     def attributes(self, decode: Decoding, *, sampled: bool) -> dict[str, float]:
-        """Attributes of a layer's node but ``scale`` and ``window``."""
+        """Return the attributes of a layer's node except ``scale`` and ``window``."""
         prompts = sample.attributes(self.prompts) if sampled and self.prompts else {}
         return {**decode.attributes(self.lanes), **prompts}
 
     def shortened(self) -> Target:
-        """Return the target with shortened methods, which are sparse on short prompts."""
+        """Return the target with methods that are sparse on short prompts."""
         prompts = self.prompts and sample.shortened(self.prompts)
         decode = self.decode.shortened()
         return replace(self, decode=decode, prompts=prompts)
 
     @property
     def capacity(self) -> int:
-        """Tokens that the caches do hold: whole chunks."""
+        """Capacity of the caches in tokens, a multiple of ``lanes``."""
         return -(-self.max_length // self.lanes) * self.lanes
 
 
@@ -80,21 +80,21 @@ def output_of(layer: int) -> str:
 
 
 class Decoder:
-    """One model's graph; `add` adds all of it.
+    """Builder of the graph of one model. `add` adds the whole graph.
 
     Args:
-        model: mlx-lm's.
-        family: what its modules do not say.
-        target: what to make of it.
-        graph: takes the nodes and weights.
-        written: is told the name of each of mlx-lm's parameters when it has been written.
+        model: model of mlx-lm.
+        family: properties that the modules of the model do not show.
+        target: settings of the file.
+        graph: graph that receives the nodes and weights.
+        written: callback that receives the name of each mlx-lm parameter when the parameter has been written.
     """
 
     def __init__(
         self, model: Any, family: Family, target: Target, graph: Graph, written: Callable[[str], None]
     ) -> None:
         self.model, self.family, self.target, self.g = model, family, target, graph
-        self.weights = Weights(graph, target.dtype, dequantise=target.dequantise, written=written)
+        self.weights = Weights(graph, target.dtype, dequantize=target.dequantize, written=written)
         self._virtual = 0  # states in layers after the last
         self._sizes: dict[str | int, str | int] = {}
         self._angles: dict[Rope, tuple[str, str]] = {}
@@ -121,20 +121,20 @@ class Decoder:
         g.op("Identity", logits, output="logits")
 
     def _add_positions(self, ids: str) -> None:
-        """Padding and past length of the rows, and the positions of the new tokens in float32 (B, L, 1)."""
+        """Compute padding and past length of the rows, and positions of the new tokens in float32 (B, L, 1)."""
         g = self.g
         mask = g.input("attention_mask", INT64, ["batch", "total"])
-        ones = g.op("Cast", mask, to=FLOAT)  # ArgMax of int64 is not everywhere
+        ones = g.op("Cast", mask, to=FLOAT)  # some runtimes have no ArgMax of int64
         first = g.op("ArgMax", ones, axis=1, keepdims=0)
         last = g.op("ArgMax", ones, axis=1, keepdims=0, select_last_index=1)
         tokens = g.op("ReduceSum", mask, g.constant([1]), keepdims=0)
         length = g.op("Shape", ids, start=1, end=2)
-        # A row of nothing but padding: its new tokens take the first slots, none of them valid.
+        # If a row is only padding, its new tokens take the first slots, and none of them is valid.
         empty = g.op("Equal", tokens, g.constant(0))
         self.padding = g.op("Where", empty, length, first)
         past_tokens = g.op("Sub", tokens, length)
         past_length = g.op("Add", self.padding, past_tokens)
-        # A mask with a hole, or that ends before there is room for the new tokens: the append refuses such a place.
+        # If the mask has a hole or is too short for the new tokens, past_length is out of range, and append raises.
         end = g.op("Add", last, g.constant(1))
         whole = g.op("Or", empty, g.op("Equal", g.op("Sub", end, self.padding), tokens))
         enough = g.op("GreaterOrEqual", past_length, g.constant(0))
@@ -156,7 +156,7 @@ class Decoder:
         return self.g.op("Add", h, normed(family.after_mlp, made), output=output_of(i))
 
     def _norm(self, name: str, module: Any, x: str) -> str:
-        """RMSNorm over the last axis, in the nodes that ONNX Runtime makes one."""
+        """Add RMSNorm over the last axis, in nodes that ONNX Runtime fuses into one."""
         g = self.g
         square = g.op("Pow", x, g.constant(2.0, np.float32))
         mean = g.op("ReduceMean", square, g.constant([-1]), keepdims=1)
@@ -226,7 +226,7 @@ class Decoder:
         return value if dtype == "float32" else self.g.op("Cast", value, to=build.TYPES[dtype])
 
     def _turned(self, rope: Rope, x: str, D: int) -> str:
-        """Queries or keys (B, L, H, D) with their positions encoded."""
+        """Apply RoPE to queries or keys (B, L, H, D)."""
         g = self.g
         cos, sin = self._angle(rope)
         pairs = len(rope.frequencies)
@@ -248,7 +248,7 @@ class Decoder:
         return g.op("Concat", *turned, *kept, axis=3) if len(turned + kept) > 1 else turned[0]
 
     def _angle(self, rope: Rope) -> tuple[str, str]:
-        """Cosine and sine (B, L, 1, pairs) of the angles, computed once for all layers that share the encoding."""
+        """Return cosine and sine (B, L, 1, pairs) of the angles, computed once for all layers with the same RoPE."""
         if rope not in self._angles:
             g = self.g
             scope, g.scope = g.scope, f"rope.{len(self._angles)}/"
@@ -269,7 +269,7 @@ class Decoder:
     ) -> str:
         """Add the attention node of a layer and its states; return its output (B, Hq, L, D).
 
-        ``values`` are inputs of the node that the layer computes, ``sizes`` KV heads and head dim.
+        ``values`` are the inputs of the node that the layer computes. ``sizes`` are KV heads and head dim.
         """
         g, capacity = self.g, self.target.capacity
         sampled = self.target.prompts is not None and not window
@@ -297,7 +297,8 @@ class Decoder:
     def _state(self, i: int, name: str, state: Tensor) -> tuple[str, str]:
         """Add the input and the output of a state of layer ``i``.
 
-        onnxruntime-genai knows keys and values only: other states like keys lie in layers after the last.
+        onnxruntime-genai supports keys and values only. Other states of the same shape are therefore stored as keys
+        and values of virtual layers after the last layer.
         """
         past, present, place = f"past_{name}", f"present_{name}", str(i)
         if state.as_keys:
@@ -311,7 +312,7 @@ class Decoder:
         return self.g.input(f"{past}.{place}", element, dims), self.g.output(f"{present}.{place}", element, dims)
 
     def _fill_last_virtual_layer(self) -> None:
-        """Add the values of the last such layer if the states are odd in number: genai expects them."""
+        """Add values to the last virtual layer if the number of states is odd, because genai requires them."""
         if self.target.genai and self._virtual % 2:
             past, present = self._state(0, "none", OPERATORS["Append"].states["key"])
             self.g.op("Identity", past, output=present)

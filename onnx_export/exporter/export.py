@@ -34,13 +34,13 @@ from .graph import DataFile, Graph
 from .methods import DECODE, sample
 from .verify.compare import Agreement, compare
 from .verify.reference import reference
-from .weights import QUANTISED
+from .weights import QUANTIZED
 
 _NAMES = [kind.name for kind in DECODE]
 EXPORTED = [*_NAMES, Sample.name, *(f"{Sample.name}+{name}" for name in _NAMES if name != Dense.name)]
 MOST = 2**31 - 1  # tokens
-MAX_LENGTH = 4096  # where the model allows it and --max-length does not say otherwise
-# What tokenizers are made of; whatever of it the model has is copied.
+MAX_LENGTH = 4096  # default of --max-length if the model allows it
+# Files of tokenizers; those that exist are copied.
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -60,12 +60,12 @@ class Exported:
     """Result of `export`.
 
     Attributes:
-        folder: where it is.
-        method: the method's text, every automatic choice settled.
-        max_length: tokens that the caches hold.
-        nbytes: size of model.onnx and its data.
-        agreement: how well the logits agree with MLX's.
-        sparse_from: keys from which decode steps are sparse; None if the method decodes densely.
+        folder: the output folder.
+        method: text of the method with every "auto" resolved.
+        max_length: maximum number of tokens.
+        nbytes: size of model.onnx and its data in bytes.
+        agreement: differences between the logits of the file and of MLX.
+        sparse_from: smallest number of keys at which decode steps are sparse; None if the method decodes densely.
     """
 
     folder: Path
@@ -93,25 +93,24 @@ def export(
     """Write ``out``: model.onnx, its data, the tokenizer and the configuration for onnxruntime-genai.
 
     Args:
-        model: a folder, or a repository of the hub, that mlx-lm loads.
-        out: a folder that does not exist or is empty; it appears when everything has been written and verified.
+        model: a folder or a Hugging Face repository that mlx-lm loads.
+        out: a folder that does not exist or is empty. It is created when the files have been written and verified.
         method: one of `EXPORTED` with [:key=value,...].
-        attn_config: TOML file with a table for each method, such as [sparq]; ``method`` wins over it.
-        dense_below: keys below which decode steps are dense, as in ``method``; by default those of the documented
-            model (`defaults`), which are the same for all machines.
-        max_length: tokens the caches hold; by default the model's own limit, at most `MAX_LENGTH`.
-        dtype: float32, float16 or bfloat16, of caches and unquantised weights; by default the model's. Asked for by
-            name, float32 also dequantises.
-        compat: opset 18 and IR 8 instead of 24 and 11.
-        inline: replace the operators by their bodies.
-        native: the native kernels will be there where the file runs, so that it may have operators that only they run:
-            those of ``key_bits=4``.
-        genai: write genai_config.json; not with ``inline``.
+        attn_config: TOML file with a table for each method, such as [sparq]; ``method`` overrides it.
+        dense_below: number of keys below which decode steps are dense, as in ``method``. The default comes from the
+            cost model in `defaults`, which does not depend on the machine.
+        max_length: maximum number of tokens; by default the limit of the model, at most `MAX_LENGTH`.
+        dtype: float32, float16 or bfloat16: type of caches and unquantized weights; by default the type of the
+            model. If you set float32, quantized weights are dequantized.
+        compat: write opset 18 and IR 8 instead of 24 and 11.
+        inline: replace the operators by their function bodies.
+        native: allow operators that only the native kernels run, which ``key_bits=4`` needs.
+        genai: write genai_config.json; has no effect with ``inline``.
 
     Raises:
-        ConfigError: an argument or the model is not what can be exported.
-        ArtefactError: weights that are corrupt, or a file that disagrees with MLX.
-        BackendUnavailable: the file needs native kernels, and there are none here to check it with.
+        ConfigError: an argument is invalid, or the model cannot be exported.
+        ArtefactError: the weights are corrupt, or the logits of the file differ from MLX's.
+        BackendUnavailable: the file needs native kernels, and this machine has none to verify it with.
         OSError: ``out`` cannot be written.
     """
     prompts, config = methods_of(method, attn_config)
@@ -126,7 +125,7 @@ def export(
     check_free(folder)
     loaded, source, settings = load(model)
     family = family_of(settings)
-    check_modules(loaded, dequantise=dtype == "float32")
+    check_modules(loaded, dequantize=dtype == "float32")
     length = length_of(settings, max_length)
     decode = DECODE[type(config)].settled(config, loaded)
     target = Target(
@@ -134,7 +133,7 @@ def export(
         max_length=length,
         lanes=lanes_for(length),
         dtype=dtype or own_type(loaded),
-        dequantise=dtype == "float32",
+        dequantize=dtype == "float32",
         genai=genai and not inline,
         prompts=prompts and sample.settled(prompts, length),
     )
@@ -151,7 +150,7 @@ def export(
             write_config(made, settings)
         with tqdm(total=2, desc="check", unit="runtime", disable=None) as bar:
             expected = reference(loaded, target)
-            del loaded  # onnxruntime has weights of its own
+            del loaded  # onnxruntime loads its own copy of the weights
             mx.clear_cache()
             bar.update()
             agreement = compare(proto, made, expected, target, lower)
@@ -160,10 +159,10 @@ def export(
 
 
 def _with_dense_below(config: Method, given: int) -> Method:
-    """Return the method for decoding with the number of ``--dense-below``.
+    """Return the decoding method with ``--dense-below`` applied.
 
     Raises:
-        ConfigError: the method has no such setting, or sets another number.
+        ConfigError: the method has no such setting, or its text sets the number too.
     """
     said = getattr(config, "dense_below", None)
     if said is None:
@@ -176,11 +175,11 @@ def _with_dense_below(config: Method, given: int) -> Method:
 
 
 def _check_native(config: Method, *, native: bool, inline: bool) -> None:
-    """Refuse int4 scoring keys, whose operators have no body, unless native kernels will run them.
+    """Check that native kernels run a file with int4 scoring keys, whose operators have no function body.
 
     Raises:
         ConfigError: the file would not run.
-        BackendUnavailable: there are no native kernels here, and the file could not be checked.
+        BackendUnavailable: this machine has no native kernels to verify the file with.
     """
     key_bits = getattr(config, "key_bits", 16)
     if key_bits == 16:
@@ -196,10 +195,10 @@ def _check_native(config: Method, *, native: bool, inline: bool) -> None:
 
 
 def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None, Method]:
-    """Return the methods for prompts (None if dense) and for decoding of ``--method`` and ``--attn-config``.
+    """Return the prefill method (None if dense) and the decoding method of ``--method`` and ``--attn-config``.
 
     Raises:
-        ConfigError: they are not such as can be exported, or a key or value is wrong.
+        ConfigError: a method cannot be exported, or a key or value is invalid.
     """
     base = {**IN_FILES, **(load_toml(attn_config, IN_FILES) if attn_config is not None else {})}
     names = [part.partition(":")[0].strip() for part in text.split("+")]
@@ -212,20 +211,20 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
 
 
 def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
-    """mlx-lm's model with its weights not yet read, its folder and its config.json.
+    """Return mlx-lm's model with lazy weights, its folder and its config.json.
 
     Raises:
-        ConfigError: mlx-lm cannot load it, or the architecture is not known here.
+        ConfigError: mlx-lm cannot load the model, or its architecture cannot be exported.
     """
     try:
         source = utils._download(model)
         settings = utils.load_config(source)
         family_of(settings)
         loaded, settings = utils.load_model(source, lazy=True)
-        loaded(mx.array([[0, 0]]))  # nothing is computed yet, but what does not fit together is noticed
+        loaded(mx.array([[0, 0]]))  # lazy: this checks shapes and computes nothing
     except ConfigError:
         raise
-    except Exception as error:  # mlx-lm, the hub and MLX raise whatever the place they stumble at raises
+    except Exception as error:  # mlx-lm, huggingface_hub and MLX raise many types
         reason = shorten(str(error), 200) or type(error).__name__
         raise ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).") from None
     _check_tokens(settings)
@@ -233,7 +232,7 @@ def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
 
 
 def _check_tokens(settings: Mapping[str, Any]) -> None:
-    """Refuse special tokens that are no numbers."""
+    """Raise `ConfigError` if a special token is not a number."""
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         said = settings.get(key)
         ids = said if isinstance(said, list) and key.startswith("eos") else [] if said is None else [said]
@@ -242,10 +241,10 @@ def _check_tokens(settings: Mapping[str, Any]) -> None:
 
 
 def length_of(settings: Mapping[str, Any], asked: int | None) -> int:
-    """Return how many tokens the caches must hold.
+    """Return the maximum number of tokens.
 
     Raises:
-        ConfigError: more than the model can tell apart.
+        ConfigError: ``max_length`` exceeds the positions of the model.
     """
     limit = settings.get("max_position_embeddings")
     limit = limit if isinstance(limit, int) and limit > 0 else None
@@ -259,7 +258,7 @@ def length_of(settings: Mapping[str, Any], asked: int | None) -> int:
 def own_type(model: Any) -> str:
     """Return the type of the model's unquantized weights, or of its scales."""
     embedding = model.model.embed_tokens
-    dtype = (embedding.scales if isinstance(embedding, QUANTISED) else embedding.weight).dtype
+    dtype = (embedding.scales if isinstance(embedding, QUANTIZED) else embedding.weight).dtype
     name = str(dtype).removeprefix("mlx.core.")
     if name not in build.TYPES:
         raise ConfigError(f"--model: expected weights of type {', '.join(build.TYPES)}, got {name}. Give --dtype.")

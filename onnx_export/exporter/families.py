@@ -25,15 +25,15 @@ from .quantized import BITS, REMAKE, REMEDY
 
 @dataclass(frozen=True)
 class Family:
-    """Differences of a family that its modules do not show.
+    """Properties of a family that its modules do not show.
 
     Attributes:
-        activation: of the gate: silu, gelu or gelu_tanh.
-        norm_shift: added to the weights of all norms.
-        embedding_scale: factor of the embeddings, from the model's arguments.
-        after_attention: norm of the attention's output, if there is one.
-        before_mlp: norm of the MLP's input.
-        after_mlp: norm of the MLP's output, if there is one.
+        activation: activation of the gate: silu, gelu or gelu_tanh.
+        norm_shift: number added to the weights of all norms.
+        embedding_scale: factor of the embeddings as a function of the model's arguments.
+        after_attention: name of the norm of the attention output, or None.
+        before_mlp: name of the norm of the MLP input.
+        after_mlp: name of the norm of the MLP output, or None.
     """
 
     activation: str = "silu"
@@ -75,7 +75,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family that a config.json names.
 
     Raises:
-        ConfigError: it is not one of those that can be exported.
+        ConfigError: the family cannot be exported.
     """
     named = config.get("model_type")
     family = FAMILIES.get(MODEL_REMAPPING.get(str(named), str(named)))
@@ -89,13 +89,13 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary position encoding: component pair i turns by ``position * scale * frequencies[i]``.
+    """A rotary position encoding: component pair i is rotated by ``position * scale * frequencies[i]``.
 
     Attributes:
-        frequencies: float32 (pairs,); the first ``2 * pairs`` components of a head are turned.
+        frequencies: float32 (pairs,); the first ``2 * pairs`` components of a head are rotated.
         scale: factor of the positions.
-        factor: of the turned components.
-        traditional: pairs are neighbours, not half a head apart.
+        factor: factor of the rotated components.
+        traditional: True if the components of a pair are adjacent, False if they are half a head apart.
     """
 
     frequencies: tuple[float, ...]
@@ -105,10 +105,10 @@ class Rope:
 
 
 def rope_of(module: Any) -> Rope | None:
-    """Return the encoding of an attention layer's ``rope``; None if there is none.
+    """Return the encoding of an attention layer's ``rope``, or None if the layer has none.
 
     Raises:
-        ConfigError: an encoding that is not known here.
+        ConfigError: the type of encoding cannot be exported.
     """
     kind = type(module).__name__
     if kind == "NoPE":
@@ -119,7 +119,7 @@ def rope_of(module: Any) -> Rope | None:
             raise ConfigError(
                 f"--model: expected rope_theta above 0 and components to turn, got {module.base} and {module.dims}."
             )
-        # As MLX computes it, in float32: it rounds, and the angle of a far position shows it.
+        # Compute in float32 as MLX does, because rounding changes the angles of distant positions.
         turned = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(module.base) / half))
         return Rope(tuple(np.array(turned).tolist()), module.scale, 1.0, module.traditional)
     factors: dict[type, Callable[[], tuple[float, bool]]] = {
@@ -138,7 +138,7 @@ def rope_of(module: Any) -> Rope | None:
 
 
 def window_of(layer: Any, model: Any) -> int:
-    """Return the number of keys that a layer attends to, 0 for all."""
+    """Return the sliding window of a layer in keys, 0 if the layer attends to all keys."""
     if getattr(layer, "use_sliding", False):
         window = model.model.sliding_window
     elif getattr(layer.self_attn, "is_sliding", False):
@@ -151,23 +151,23 @@ def window_of(layer: Any, model: Any) -> int:
 
 
 def head_dim(attention: Any) -> int:
-    """Components of a query, a key or a value."""
+    """Return the head dimension of an attention layer."""
     if "qkv_proj" in attention:
         return int(attention.qkv_proj.weight.shape[0] // (attention.n_heads + 2 * attention.n_kv_heads))
     return int(attention.k_proj.weight.shape[0]) // int(attention.n_kv_heads)
 
 
-def check_modules(model: Any, *, dequantise: bool) -> None:
-    """Refuse by name a module or a quantisation that the exporter does not know, before anything is written.
+def check_modules(model: Any, *, dequantize: bool) -> None:
+    """Check the modules and quantization of a model before anything is written.
 
     Raises:
-        ConfigError: what it is.
+        ConfigError: the exporter does not support a module or its quantization; the message has its name.
     """
     for name, module in dict(tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)).items():
         if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
             if module.mode != "affine":
-                raise ConfigError(f"{name}: expected affine quantised weights, got mode {module.mode}. {REMAKE}")
-            if module.bits not in BITS and not dequantise:
+                raise ConfigError(f"{name}: expected affine quantized weights, got mode {module.mode}. {REMAKE}")
+            if module.bits not in BITS and not dequantize:
                 raise ConfigError(f"{name}: expected a weight of 4 or 8 bits, got {module.bits}. {REMEDY}")
         elif not (isinstance(module, (nn.Linear, nn.Embedding)) or _is_norm(module) or _is_rope(name)):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The folder of an exported model: it appears complete, or not at all."""
+"""Create the folder of an exported model atomically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_sparse.checks import ConfigError
 
 
 def check_free(folder: Path) -> None:
-    """Raise `ConfigError` unless ``folder`` can become the result without loss."""
+    """Raise `ConfigError` unless ``folder`` is empty or does not exist, and can be replaced."""
     if not folder.exists() and not folder.is_symlink():
         return
     if folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()):
@@ -28,7 +28,7 @@ def check_free(folder: Path) -> None:
 
 @contextmanager
 def emerging(folder: Path) -> Iterator[Path]:
-    """Yield a new folder beside ``folder`` to write to. It takes the name in one step at the end, or is removed."""
+    """Yield a temporary folder beside ``folder``. It is renamed to ``folder`` at the end, or removed on an error."""
     missing = [parent for parent in folder.parents if not parent.exists()]
     made = None
     try:
@@ -36,10 +36,10 @@ def emerging(folder: Path) -> Iterator[Path]:
         _remove_leftovers(folder)
         made = Path(tempfile.mkdtemp(".partial", f".{folder.name}.", folder.parent))
         with _opened(made) as handle:
-            with suppress(OSError):  # some network drives have no locks: nothing is removed there
+            with suppress(OSError):  # some network drives have no locks: leftovers stay there
                 fcntl.flock(handle, fcntl.LOCK_EX)
             yield made
-            made.chmod(0o777 & ~_umask())  # mkdtemp lets only the user in
+            made.chmod(0o777 & ~_umask())  # mkdtemp grants access to the user only
             made.rename(folder)  # an empty folder is replaced, anything else is an error
     except BaseException:
         if made is not None:
@@ -52,7 +52,7 @@ def emerging(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """Open a folder that is no link; the system releases a lock on the handle when this process dies."""
+    """Open a folder that is not a link. The system releases a lock on the handle when this process ends."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield handle
@@ -61,7 +61,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what killed exports to ``folder`` left behind: this user's folders that no process has locked."""
+    """Remove temporary folders of killed exports to ``folder``: folders of this user that no process has locked."""
     start = f".{folder.name}."
     for left in folder.parent.iterdir():
         if left.name.startswith(start) and left.name.endswith(".partial"):

@@ -1,4 +1,4 @@
-"""A graph under construction: nodes, and weights that go to the data file one at a time."""
+"""Build a graph: nodes, and weights that are written to the data file one at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALIGNMENT = 4096  # a page: runtimes map the file
 
 
 class DataFile:
-    """The external data of a model, written tensor by tensor so that none but the current one is in memory."""
+    """The external data of a model, written tensor by tensor, so that only the current tensor is in memory."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / DATA).open("wb")
@@ -33,7 +33,7 @@ class DataFile:
         self._file.close()
 
     def add(self, name: str, array: np.ndarray, element: int) -> TensorProto:
-        """Write an array; return the initializer that points to it."""
+        """Write an array and return its initializer."""
         array = np.ascontiguousarray(array)
         self._file.write(bytes(-self._file.tell() % ALIGNMENT))
         tensor = TensorProto(name=name, data_type=element, dims=array.shape, data_location=TensorProto.EXTERNAL)
@@ -57,7 +57,7 @@ class Graph:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
 
     def op(self, kind: str, *inputs: str, domain: str = "", output: str = "", **attributes: Any) -> str:
-        """Add a node of one output; return the name of that, which ``output`` can give."""
+        """Add a node with one output and return the name of the output, ``output`` if it is given."""
         name = f"{self.scope}{kind}_{len(self.nodes)}"
         self.add(helper.make_node(kind, inputs, [output or name], name, domain=domain or None, **attributes))
         return output or name
@@ -73,7 +73,7 @@ class Graph:
         self.nodes.append(node)
 
     def constant(self, value: Any, dtype: type = np.int64) -> str:
-        """Add a small constant once."""
+        """Return a small constant. Equal constants are added once."""
         array: np.ndarray = np.asarray(value, dtype)
         key = array.dtype.name, array.shape, array.tobytes()
         if key not in self._constants:
@@ -82,7 +82,7 @@ class Graph:
         return self._constants[key]
 
     def weight(self, name: str, array: np.ndarray, dtype: str | None = None) -> str:
-        """Write a weight to the data file now. Bfloat16 comes as bits in uint16 with its ``dtype``."""
+        """Write a weight to the data file. Bfloat16 is passed as bits in uint16, with its ``dtype``."""
         element = TYPES[dtype] if dtype else helper.np_dtype_to_tensor_dtype(array.dtype)
         self._initializers.append(self._data.add(name, array, element))
         return name
@@ -96,7 +96,7 @@ class Graph:
         return name
 
     def model(self, profile: Profile, metadata: dict[str, str]) -> onnx.ModelProto:
-        """Return the model, with the bodies of the operators of the domain that it uses."""
+        """Return the model, with the function bodies of the operators that it uses."""
         graph = helper.make_graph(self.nodes, "decoder", self.inputs, self.outputs, self._initializers)
         domains = {node.domain for node in self.nodes}
         opsets = [helper.make_opsetid("", profile.opset), helper.make_opsetid(DOMAIN, VERSION)]

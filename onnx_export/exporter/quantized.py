@@ -1,12 +1,12 @@
-"""MLX's affine-quantised weights as initializers of ``com.microsoft`` ``MatMulNBits`` and ``GatherBlockQuantized``.
+"""Convert MLX's affine-quantized weights to inputs of ``com.microsoft`` ``MatMulNBits`` and ``GatherBlockQuantized``.
 
-MLX keeps ``w = scale * code + bias`` for groups along the last axis, the two operators ``w = scale * (code - zero)``
-with an integer ``zero`` in the range of the codes. The codes keep their bytes and scales may be negative, so the two
-agree where ``-bias / scale`` is such an integer. `mlx.core.quantize` makes it one, but rounds scale and bias to their
-type: in float16 and bfloat16 the two are some hundredths of a step apart, which moves logits as much as those types do.
-What the nearest zero points leave of the biases is therefore kept and added.
+MLX stores ``w = scale * code + bias`` for groups along the last axis. The two operators compute
+``w = scale * (code - zero)`` with an integer ``zero`` in the range of the codes. The codes stay the same and scales may
+be negative, so both are equal if ``-bias / scale`` is such an integer. `mlx.core.quantize` makes it an integer, but
+rounds scale and bias to their type. In float16 and bfloat16 the quotient is then some hundredths of a step off, which
+changes logits as much as rounding to these types. Therefore the residual of the biases is stored as offsets and added.
 
-Arrays are NumPy's. Bfloat16 comes as ``ml_dtypes.bfloat16`` or as its bits in uint16.
+Arrays are NumPy arrays. Bfloat16 is ``ml_dtypes.bfloat16`` or its bits in uint16.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 
 from mlx_sparse.checks import ArtefactError
 
-BITS = (4, 8)  # of the operators
+BITS = (4, 8)  # that the operators support
 ULP = 2.0**-23  # of float32, relative
-REMEDY = "Export with --dtype float32, which dequantises the weights."
-REMAKE = "Run mlx_lm.convert --dequantize on the model and export what it makes."
+REMEDY = "Export with --dtype float32, which dequantizes the weights."
+REMAKE = "Run mlx_lm.convert --dequantize on the model and export the result."
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +29,11 @@ class Blocks:
     """A weight of N rows and K columns, in groups of ``block_size`` along K.
 
     Attributes:
-        codes: uint8 (N, K / block_size, block_size * bits / 8); of two 4-bit codes in a byte the low half comes first.
-        scales: float32 (N, K / block_size); every storage type fits exactly.
-        zeros: uint8 (N, K / block_size), one zero point a byte.
-        offsets: float32 (N, K / block_size), what the zero points leave of the biases; None if that is no more than
-            float32 rounds anyway.
+        codes: uint8 (N, K / block_size, block_size * bits / 8); the low half of a byte is the first of two 4-bit codes.
+        scales: float32 (N, K / block_size); float32 represents every storage type exactly.
+        zeros: uint8 (N, K / block_size), one zero point per byte.
+        offsets: float32 (N, K / block_size), the bias minus ``-scale * zero``; None if all offsets are within the
+            rounding of float32.
     """
 
     codes: np.ndarray
@@ -49,9 +49,9 @@ class Blocks:
         return self.scales.shape[0], self.scales.shape[1] * self.block_size
 
     def matmul(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Inputs ``B``, ``scales`` and ``zero_points`` of MatMulNBits, and its attributes.
+        """Return the inputs ``B``, ``scales`` and ``zero_points`` of MatMulNBits, and its attributes.
 
-        With `offsets`, add ``S @ offsets.T`` to its output; ``S`` is the input summed over each block.
+        If there are `offsets`, add ``S @ offsets.T`` to the output, where ``S`` is the input summed over each block.
         """
         N, K = self.shape
         zeros = self.zeros
@@ -62,18 +62,18 @@ class Blocks:
         return inputs, {"K": K, "N": N, "bits": self.bits, "block_size": self.block_size}
 
     def gather(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Inputs ``data``, ``scales`` and ``zero_points`` of GatherBlockQuantized, and its attributes.
+        """Return the inputs ``data``, ``scales`` and ``zero_points`` of GatherBlockQuantized, and its attributes.
 
-        ``data`` is the ``B`` of `matmul`, so a tied embedding stores it once. The output ends in the axes
-        (blocks, block_size): with `offsets`, add their gathered rows to it, then reshape the two into one.
+        ``data`` is the ``B`` of `matmul`, so a tied embedding is stored once. The last axes of the output are
+        (blocks, block_size). If there are `offsets`, add their gathered rows, then merge the two axes.
         """
         attributes = {"gather_axis": 0, "quantize_axis": 2, "bits": self.bits, "block_size": self.block_size}
         return {"data": self.codes, "scales": self.scales[..., None], "zero_points": self.zeros[..., None]}, attributes
 
     def halves(self) -> tuple[Blocks, Blocks]:
-        """Two weights of 4 bits whose sum is this one of 8 bits, exactly: its high and its low half bytes.
+        """Split an 8-bit weight into two 4-bit weights, the high and the low half bytes, whose sum is exactly equal.
 
-        ONNX Runtime 1.31 takes 8 bits 30 times as long as these two, or rounds the input to 8 bits as well.
+        With 8 bits ONNX Runtime 1.31 is 30 times slower than with these two weights, or it rounds the input to 8 bits.
         """
 
         def half(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Blocks:
@@ -87,19 +87,19 @@ class Blocks:
 def blocks(
     name: str, weight: np.ndarray, scales: np.ndarray, biases: np.ndarray, *, group_size: int, bits: int
 ) -> Blocks:
-    """Convert one weight of `BITS` bits, quantised as "affine"; the bias of a linear layer is no part of this.
+    """Convert one weight of `BITS` bits in "affine" mode, without the bias of its linear layer.
 
     Raises:
-        ArtefactError: numbers that are not finite, of the weight called ``name``.
+        ArtefactError: the weight called ``name`` is not finite.
     """
     _check_finite(name, scales, biases, bits)
     step, bias = _float32(scales), _float32(biases)
     codes = np.ascontiguousarray(weight).view(np.uint8).reshape(*step.shape, group_size * bits // 8)
     flat = step == 0
-    if flat.any():  # every weight of the group is its bias: that is code 1 of a step as large, above zero
+    if flat.any():  # every weight of the group equals its bias: use code 1 and the bias as scale
         codes = np.where(flat[..., None], np.uint8({4: 0x11, 8: 1}[bits]), codes)
         step, bias = np.where(flat, bias, step), np.where(flat, np.float32(0), bias)
-    # A group of zeros keeps scale 0; any zero point is right for it.
+    # A group of zeros keeps scale 0, for which any zero point is correct.
     zeros = np.clip(np.rint(-bias / np.where(step == 0, 1.0, step.astype(np.float64))), 0, 2**bits - 1)
     moved = step.astype(np.float64) * zeros
     left = bias + moved
@@ -115,7 +115,7 @@ def _float32(array: np.ndarray) -> np.ndarray:
 
 
 def _check_finite(name: str, scales: np.ndarray, biases: np.ndarray, bits: int) -> None:
-    """Raise `ArtefactError` for numbers that are not finite themselves, or out of float32 at the largest code."""
+    """Raise `ArtefactError` if scales or biases are not finite, or the largest weight exceeds float32."""
     reach = np.abs(_float32(scales)) * np.float64(2**bits - 1) + np.abs(_float32(biases))
     if not np.max(reach) <= np.finfo(np.float32).max:
         raise ArtefactError(f"{name}: expected finite weights, got scales or biases that are NaN or too large.")

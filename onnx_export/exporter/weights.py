@@ -1,4 +1,4 @@
-"""Add layers with weights: the stored tensors and the nodes that use them."""
+"""Add layers with weights: the stored tensors and the nodes that read them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mlx_sparse.checks import ArtefactError, ConfigError
 from .graph import MICROSOFT, Graph
 from .quantized import Blocks, blocks
 
-QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def numpy_of(array: mx.array) -> np.ndarray:
-    """Return the array, without a copy where possible; bfloat16 as its bits in uint16."""
+    """Return a NumPy array, without a copy if possible; bfloat16 becomes its bits in uint16."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=None)
 
 
@@ -29,19 +29,19 @@ def _check_finite(name: str, array: mx.array) -> None:
 
 
 class Weights:
-    """The layers of one model.
+    """Builder of the layers with weights of one model.
 
     Args:
-        graph: takes weights and nodes.
-        dtype: of the matrices that are stored unquantised; vectors are stored in float32.
-        dequantise: store quantised matrices unquantised.
-        written: is told the name of each of mlx-lm's parameters when it has been written.
+        graph: graph that receives weights and nodes.
+        dtype: type of unquantized matrices; vectors are stored in float32.
+        dequantize: store quantized matrices unquantized.
+        written: callback that receives the name of each mlx-lm parameter when the parameter has been written.
     """
 
-    def __init__(self, graph: Graph, dtype: str, *, dequantise: bool, written: Callable[[str], None]) -> None:
+    def __init__(self, graph: Graph, dtype: str, *, dequantize: bool, written: Callable[[str], None]) -> None:
         self._graph = graph
         self._dtype = dtype
-        self._dequantise = dequantise
+        self._dequantize = dequantize
         self._written = written
         self._summed: dict[tuple[str, int], str] = {}
 
@@ -52,8 +52,8 @@ class Weights:
         return self._graph.weight(name, numpy_of(array.astype(mx.float32) + shift))
 
     def linear(self, name: str, module: Any, x: str) -> str:
-        """``nn.Linear`` or ``nn.QuantizedLinear`` of x (..., K)."""
-        if self._stays_quantised(module):
+        """Apply ``nn.Linear`` or ``nn.QuantizedLinear`` to x (..., K)."""
+        if self._stays_quantized(module):
             halves, offsets = self._halves(name, module)
             planes = [(self._store(name, i, half.matmul()[0]), half.matmul()[1]) for i, half in enumerate(halves)]
             y = self._sum_of_products(x, planes, offsets)
@@ -64,9 +64,9 @@ class Weights:
         return y
 
     def embedding(self, name: str, module: Any, ids: str) -> tuple[str, Callable[[str], str]]:
-        """Rows of ids (B, L) in float32, and a layer that multiplies x (B, 1, K) by the same matrix, stored once."""
+        """Return float32 embeddings of ids (B, L), and a function that multiplies x (B, 1, K) by the same matrix."""
         g = self._graph
-        if not self._stays_quantised(module):
+        if not self._stays_quantized(module):
             stored = self._matrix(name, module)
 
             def multiply(x: str) -> str:
@@ -103,13 +103,13 @@ class Weights:
 
         return g.op("Reshape", rows, g.constant([0, 0, -1])), head
 
-    def _stays_quantised(self, module: Any) -> bool:
-        return isinstance(module, QUANTISED) and not self._dequantise
+    def _stays_quantized(self, module: Any) -> bool:
+        return isinstance(module, QUANTIZED) and not self._dequantize
 
     def _matrix(self, name: str, module: Any, *, transposed: bool = False) -> str:
-        """Store a matrix (N, K) or its transpose, unquantised."""
+        """Store a matrix (N, K) or its transpose, unquantized."""
         weight = f"{name}.weight"
-        if isinstance(module, QUANTISED):
+        if isinstance(module, QUANTIZED):
             weights, *ranges = self._parts(name, module)
             scales, biases = (each.astype(mx.float32) for each in ranges)
             array = mx.dequantize(weights, scales, biases, group_size=module.group_size, bits=module.bits)
@@ -155,7 +155,7 @@ class Weights:
         return y
 
     def _sums(self, x: str, size: int) -> str:
-        """x (B, L, K) summed over blocks, once for all layers that take the same x."""
+        """Sum x (B, L, K) over blocks, once for all layers with the same input x."""
         if (x, size) not in self._summed:
             g = self._graph
             grouped = g.op("Reshape", x, g.constant([0, 0, -1, size]))

@@ -6,7 +6,8 @@ namespace sparse {
 
 namespace {
 
-// New keys into the component-major cache of one head. Tokens are taken a few at a time: both sides stay in the cache.
+// Writes new keys into the component-major cache of one head, a few tokens at a time, so that source and destination
+// stay in the processor's cache.
 template <class Bits>
 void append_columns(const Append& a, const void* key, void* plane, int64_t position) {
   const Bits* from = static_cast<const Bits*>(key);
@@ -22,9 +23,10 @@ void append_columns(const Append& a, const void* key, void* plane, int64_t posit
   }
 }
 
-// Adds the tokens from `skip` on to the sums of `valid` tokens of v, of k, and of the squared distances of k from its
-// mean: float32 for a few tokens at a time, double over all. Distances are taken from a shift, the old mean or the
-// first key, since sums of k^2 would lose the deviation of components far from 0.
+// Adds the tokens after the first `skip` to the running statistics of `valid` tokens: sums of v, of k, and of the
+// squared differences between k and its mean. Sums are float32 over a few tokens and double over all tokens.
+// Differences are relative to a shift, the old mean or the first key, because sums of k^2 would cancel for components
+// far from 0.
 void append_sums(const Append& a, const char* key, const char* value, const float* past, float* present, int64_t valid,
                  int64_t skip) {
   const int64_t D = a.D, end = a.L, item = size_of(a.type), added = std::max<int64_t>(0, end - skip);

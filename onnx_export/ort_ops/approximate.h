@@ -1,18 +1,18 @@
-// Scores of component-major keys, plain ones and codes. Included by kernels.cc, for each instruction set anew.
+// Scores of component-major keys and of int4 scoring keys. kernels.cc includes this file for each instruction set.
 #pragma once
 
 #include "lanes.h"
 
 namespace {
 
-// Rows of component-major keys that are added at a time, and the rows after them.
+// Rows of component-major keys that are added together, and the following rows.
 template <class T>
 struct Run {
   const T *row[kTileComponents], *next[kTileComponents];
 };
 
-// a (R, count) += q (N, R) . N rows of keys, or = with `start`. Rows are read in runs, a few at a time: short pieces of
-// all rows in turn would reach half the bandwidth.
+// a (R, count) += q (N, R) . N rows of keys, or = with `start`. Rows are read in long runs, a few at a time.
+// Short runs of all rows in turn reach half the bandwidth.
 template <int R, int N, class T>
 inline void add_components(const Columns& columns, const Run<T>& run, const float* q, float* a, int64_t stride,
                            bool start) {
@@ -71,12 +71,12 @@ void approximate(const Columns& columns, const float* q, float* a, int64_t strid
   }
 }
 
-// Pairs of vectors of codes: those of even keys, then those of odd keys.
+// Loads pairs of vectors of codes: of even keys, then of odd keys.
 inline void load_codes(const uint8_t* p, F* codes) {
   for (int v = 0; v < kCodeVectors; v += 2) nibbles(p + v / 2 * W, codes[v], codes[v + 1]);
 }
 
-// A group is a sum of q lo, the same for all of its keys, and of (q step) code: no key is decoded.
+// The scores of a group are the sum of q lo, equal for all keys, and of (q step) code. Keys are not dequantized.
 template <int R>
 void approximate_records(const Codes& codes, const float* q, float* work, float* a, int64_t stride) {
   for (int n = 0; n < codes.groups; n++, a += kGroup) {
@@ -89,7 +89,7 @@ void approximate_records(const Codes& codes, const float* q, float* work, float*
       }
       for (int i = 0; i < codes.rank; i++) {
         const uint8_t* record = group + codes.components[i] * codes.stride;
-        if (j == 0) {  // beside the products of the first keys, which hide it
+        if (j == 0) {  // during the products of the first keys, which hide the latency
           __builtin_prefetch(record + codes.ahead, 0, 2);
           const float lo = half_at(record), step = half_at(record + 2);
           for (int r = 0; r < R; r++) base[r] += q[i * R + r] * lo;

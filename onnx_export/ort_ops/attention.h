@@ -1,4 +1,4 @@
-// The operators on plain pointers, with arguments that have been checked.
+// The operators on plain pointers with validated arguments.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace sparse {
 
-// What else is written for the tokens that a head appends, after their keys and values.
+// Called for each head after its new keys and values were appended, to update further caches.
 struct Follow {
   virtual void head(int64_t b, int64_t h) const = 0;
 
@@ -40,18 +40,18 @@ struct Append {
   const char* plane(const void* cache, int64_t b, int64_t h) const {
     return static_cast<const char*>(cache) + (b * Hkv + h) * C * D * size_of(type);
   }
-  // Rows `first` to `first` + count - 1 of a plane in float32.
+  // Converts rows `first` to `first` + count - 1 of a plane to float32.
   void read(float* out, const char* plane, int64_t first, int64_t count) const {
     kernels->widen(out, plane + first * D * size_of(type), count * D);
   }
 };
 
-// The keys of these caches in few bits, and what SparQ needs to know of all keys: docs/spec/sparq.md, (sparq.17) to
-// (sparq.20), (sparq.22), and docs/spec/operators.md, SparQCoded.
+// Int4 scoring keys of these caches and their summary: docs/spec/sparq.md, (sparq.17) to (sparq.20), (sparq.22), and
+// docs/spec/operators.md, SparQCoded.
 struct CodedKeys final : Follow {
   const Append& append;
   const int64_t* first;  // (B)
-  bool spreads;  // whether anybody asks for the spread
+  bool spreads;  // true if the spread is needed
   const uint8_t* past = nullptr;  // (B, Hkv D, groups, record); a past and its present may be the same memory
   uint8_t* present = nullptr;
   const float* past_summary = nullptr;
@@ -65,7 +65,7 @@ struct CodedKeys final : Follow {
   static int64_t groups_of(int64_t C) { return (C + kGroup - 1) / kGroup; }
 };
 
-// Queries, and the caches that they attend to.
+// Queries and the caches that they attend to.
 struct Attention {
   const Kernels* kernels;
   Type type;
@@ -76,7 +76,7 @@ struct Attention {
   const int64_t *first, *length;  // (B): valid keys are first <= j < length; query i of L sits at length - L + i
   float scale;
   int64_t window = 0;
-  const Append* append = nullptr;  // to be done first
+  const Append* append = nullptr;  // runs before attention
 
   int64_t G() const { return Hq / Hkv; }
   const TypeKernels& typed() const { return kernels->type[type]; }
@@ -86,38 +86,38 @@ struct Attention {
   void read(float* out, const char* plane, int64_t first, int64_t count) const {
     typed().widen(out, plane + first * D * size_of(type), count * D);
   }
-  // Query or output of the first head of KV head h.
+  // Offset in bytes of the query or output of the first query head of KV head h.
   int64_t group_offset(int64_t b, int64_t h) const { return (b * Hq + h * G()) * L * D * size_of(type); }
 };
 
-// What SparQ needs besides, docs/spec/sparq.md.
+// Further inputs and outputs of SparQ, docs/spec/sparq.md.
 struct SparQ {
   int64_t rank, top_k, local_window;
   bool reallocate, by_key;
   const void* keys_t;    // (B, Hkv, chunks, D, lanes)
-  int64_t lanes, plane;  // plane: elements of one head
-  // Or the keys are coded.
+  int64_t lanes, plane;  // plane: number of elements per head
+  // Or int4 scoring keys.
   const uint8_t* codes = nullptr;  // (B, Hkv D, groups, record)
   int64_t groups = 0;
   const float* summary = nullptr;  // (B, 3 Hkv, D)
-  // The mean value and the deviation are given (B, Hkv, D), or made of the sums (B, Hkv, 3, D).
+  // Mean value and deviation (B, Hkv, D) are inputs, or are computed from the running statistics (B, Hkv, 3, D).
   const float *value_mean = nullptr, *deviation = nullptr, *sums = nullptr;
   int32_t* indices = nullptr;  // (B, Hkv, slots) or null
   int64_t slots = 0;
 };
 
 void attend_densely(const Attention&, const Pool&);
-// Appends the new keys of a head, lists the keys that its one query attends to, ascending, and says how many these are.
+// Appends the new keys of a head and lists the keys that its query attends to, ascending. Returns their number.
 using Choose = std::function<int64_t(int64_t b, int64_t h, int32_t* listed)>;
-// Attention over what is chosen, at most `room` keys. All heads choose, then each list is shared out: lists may differ in
-// length.
+// Attention over the listed keys, at most `room` keys per head. After all heads have listed their keys, each list is
+// divided among the workers, because lists may differ in length.
 void attend_lists(const Attention&, int64_t room, const Choose&, const Pool&);
 void attend_sparsely(const Attention&, const SparQ&, const Pool&);
 
 // Mean value (sparq.9) and deviation of (sparq.1) of `valid` tokens from their sums (3, D).
 void sums_to_statistics(const float* sums, int64_t valid, int64_t D, float* mean, float* deviation);
 
-// Does the appending in a run of its own.
+// Appends in a separate parallel run.
 void append_all(const Append&, int64_t B, const Pool&);
 
 // Keys low <= j < high.
@@ -125,20 +125,20 @@ struct Span {
   int64_t low, high;
 };
 
-// Rows for the running softmax of `count` queries, empty; query rows are widened by load_queries.
+// Allocates empty rows for the running softmax of `count` queries. load_queries converts the query rows.
 Rows take_rows(Scratch&, int64_t count, int64_t D);
 size_t rows_bytes(int64_t count, int64_t D);
 
-// The rows of queries i0 to i0 + n - 1 of a group, head by head.
+// Loads the rows of queries i0 to i0 + n - 1 of a group, head by head.
 void load_queries(const Attention&, const Rows&, int64_t b, int64_t h, int64_t i0, int64_t n);
 
-// Divides by the sums and writes the rows of queries i0 to i0 + n - 1; a query without a key gives 0.
+// Divides by the sums and writes the rows of queries i0 to i0 + n - 1. The output of a query without keys is 0.
 void store_rows(const Attention&, const Rows&, int64_t b, int64_t h, int64_t i0, int64_t n);
 
-// Adds the parts of a head into the first, exactly as if they had been one.
+// Merges the splits of a head into the first split. The result is exact.
 void merge(const Rows* parts, int64_t count);
 
-// Parts that `heads` of work are cut into, so that every worker has some, of at least `least` of `length` keys each.
+// Number of splits per head that keeps every worker busy, with at least `least` of `length` keys per split.
 inline int64_t parts_for(int64_t heads, int64_t length, int64_t least, int64_t tasks_per_worker) {
   if (heads % workers() == 0) return 1;
   const int64_t wanted = (tasks_per_worker * workers() + heads - 1) / std::max<int64_t>(heads, 1);

@@ -13,7 +13,7 @@ constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
 using std::to_string;
 
-// What integers may be; of any other name they are at least 1.
+// Ranges of integer attributes. An attribute that is not listed is at least 1.
 struct Range {
   const char* name;
   int64_t low, high;

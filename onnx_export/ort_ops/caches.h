@@ -1,4 +1,4 @@
-// What operators with caches share: their inputs, checked, and the attention of prompts.
+// Shared by operators with caches: validated inputs, and attention of prefill.
 #pragma once
 
 #include <limits>
@@ -12,17 +12,17 @@ namespace sparse {
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 using std::to_string;
 
-// Sizes of a query (B, Hq, L, D) and of caches that fit it.
+// Sets the sizes of a query (B, Hq, L, D) and checks that the cache fits.
 void set_sizes(Attention&, const Tensor& query, const Tensor& cache);
 void check_range(const Tensor&, int64_t low, int64_t high, const char* meaning);
 void check_padding(const Tensor& left_padding);
 
-// What every operator that attends starts from.
+// Returns the attributes and kernels that every attention operator needs.
 Attention attention_of(const Attributes&, const Context&);
 
 inline int64_t longest_of(const Attention& a) { return *std::max_element(a.length, a.length + a.B); }
 
-// Room for the lengths of a call's rows.
+// Memory for the lengths of the rows of a call.
 struct Lengths {
   Scratch scratch;
   int64_t* all;
@@ -31,10 +31,10 @@ struct Lengths {
       : scratch(Scratch::kLengths, Scratch::size<int64_t>(B)), all(scratch.take<int64_t>(B)) {}
 };
 
-// Whether keys are chosen: by one query over enough keys. Other calls are dense.
+// Returns true for a sparse decode step: one query over `dense_below` keys or more.
 bool chooses(const Attributes&, const Attention&);
 
-// Inputs key, value, past_key and past_value, and what they are appended to.
+// Inputs key, value, past_key, past_value and past_length, and the append operation.
 struct Caches {
   Tensor key, value, past_key, past_value, past_length;
 
@@ -46,17 +46,18 @@ struct Caches {
         past_length(context.input(past_length_at, "past_length", 'i')) {}
 
   Append append(const Context&) const;
-  // Makes the outputs present_key and present_value.
+  // Allocates the outputs present_key and present_value.
   void make(const Context&, Append&, int key_at, int value_at) const;
 };
 
-// The attention over caches to which `append` adds; `length` is room for B.
+// Returns the attention over the caches of `append`. `length` needs space for B.
 Attention attention_over(const Attributes&, const Context&, const Caches&, const Append&, const Tensor& query,
                          const Tensor& padding, int64_t* length);
 
 SampleSettings sample_of(const Attributes&);
 
-// The new tokens exactly, or by SampleAttention where there are attributes of it and it has something to leave out.
+// Attends with the new tokens by SampleAttention if the node has its attributes and the call can be sampled, otherwise
+// densely.
 void attend_prompt(const Attributes&, Attention&, const Pool&);
 
 }  // namespace sparse

@@ -1,5 +1,5 @@
-// Keys in few bits, docs/spec/sparq.md, (sparq.17) to (sparq.20) and (sparq.22). Every operation is rounded to float32:
-// the codes are those of any other implementation to the last bit.
+// Int4 scoring keys, docs/spec/sparq.md, (sparq.17) to (sparq.20) and (sparq.22). Every operation is rounded to
+// float32, so the codes equal the codes of every other implementation bit for bit.
 
 #include <cmath>
 #include <cstring>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr float kLargestHalf = 65504, kLargestCode = 15;
 
-// Room for what the coding of a group needs, all but `rows` (D).
+// Work memory for the quantization of a group. All arrays except `rows` have D elements.
 struct Work {
   float* rows;  // (kGroup, D)
   float *low, *high, *odd, *lo, *step;
@@ -30,13 +30,13 @@ struct Work {
   }
 };
 
-// Half to even, of 0 to 2^22.
+// Rounds half to even, for 0 to 2^22.
 float rounded(float x) {
   constexpr float kShift = 12582912;  // 1.5 * 2^23
   return (x + kShift) - kShift;
 }
 
-// Codes the rows of a group, D records that lie `stride` bytes apart; with `leads` it gives the centre.
+// Quantizes the rows of a group to D records, `stride` bytes apart. With `leads` it also computes the centre.
 void code_group(const Kernels& kernels, const Work& w, int64_t D, bool leads, float* centre, uint8_t* to,
                 int64_t stride) {
   const float largest = kLargestCode, infinity = std::numeric_limits<float>::infinity();
@@ -48,7 +48,7 @@ void code_group(const Kernels& kernels, const Work& w, int64_t D, bool leads, fl
     for (int64_t d = 0; d < D; d++) {
       w.low[d] = row[d] < w.low[d] ? row[d] : w.low[d];
       w.high[d] = row[d] > w.high[d] ? row[d] : w.high[d];
-      w.odd[d] += row[d] - row[d];  // NaN unless all are finite
+      w.odd[d] += row[d] - row[d];  // NaN unless all numbers are finite
     }
   }
   for (int64_t d = 0; d < D; d++) {
@@ -85,7 +85,7 @@ void code_group(const Kernels& kernels, const Work& w, int64_t D, bool leads, fl
   }
 }
 
-// (sparq.22) of `count` groups from the first record of a component on.
+// (sparq.22) of `count` groups, starting at the first record of a component.
 float spread_of(const Kernels& kernels, const uint8_t* records, int64_t count, uint16_t* range_bits, float* range) {
   for (int64_t n = 0; n < count; n++) std::memcpy(range_bits + 2 * n, records + n * kRecord, kHeader);
   kernels.type[kTypeHalf].widen(range, range_bits, 2 * count);
@@ -153,7 +153,7 @@ void CodedKeys::head(int64_t b, int64_t h) const {
     }
     return;
   }
-  // No key is coded, so all are in the tail: the deviation of (sparq.1).
+  // No key is quantized, so all keys are in the tail: the standard deviation of (sparq.1).
   const int64_t count = end - low;
   std::fill(total, total + 2 * D, 0.0);
   if (count) append.read(work.rows, keys, low, count);

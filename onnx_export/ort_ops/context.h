@@ -1,4 +1,4 @@
-// What an operator sees of ONNX Runtime: attributes, inputs, outputs, and errors in one form.
+// Access of operators to ONNX Runtime: attributes, inputs, outputs and errors.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace sparse {
 
-// A mistake of the caller, told as `<argument>: expected X, got Y.`
+// An error of the caller with the message `<argument>: expected X, got Y.`
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -29,7 +29,7 @@ struct Tensor {
   const float* floats() const { return static_cast<const float*>(data); }
   const uint8_t* bytes() const { return static_cast<const uint8_t*>(data); }
   const int16_t* shorts() const { return static_cast<const int16_t*>(data); }
-  // Checks the axis lengths; a negative one may be anything above 0.
+  // Checks the axis lengths. A negative expected length allows any length above 0.
   void expect(std::initializer_list<int64_t> lengths) const;
 };
 
@@ -53,10 +53,10 @@ class Context {
   Type type_, weights_;
 };
 
-// The element type that a letter of a signature means.
+// The element type of a letter of a signature.
 ort::ElementType element_type(char letter, Type type, Type weights);
 
-// Throws what a status says, and releases it.
+// Throws the error of a status and releases the status.
 void check(const ort::Api*, ort::Status*, const char* what);
 
 }  // namespace sparse

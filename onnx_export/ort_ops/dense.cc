@@ -8,10 +8,10 @@ namespace sparse {
 
 namespace {
 
-constexpr int64_t kRows = 128;        // query rows of a block, all heads of the group together
-constexpr int64_t kLeastKeys = 1024;  // of a part: below it a part costs more than it saves
+constexpr int64_t kRows = 128;        // query rows of a block, summed over the heads of the group
+constexpr int64_t kLeastKeys = 1024;  // minimum keys of a split: a smaller split costs more time than it saves
 
-// Keys [low, high) of a head for rows that attend to all of them.
+// Attends to keys [low, high) of a head, for rows that attend to all of these keys.
 void attend_all(const Attention& a, const Rows& rows, int64_t b, int64_t h, Span keys, float* scores) {
   Keys block{a.plane(a.keys, b, h), a.plane(a.values, b, h), nullptr, 0, 0, 0, nullptr, nullptr};
   for (int64_t j = keys.low; j < keys.high; j += kBlock) {
@@ -59,7 +59,7 @@ void attend_one_query(const Attention& a, const Pool& pool) {
   });
 }
 
-// Queries i0 to i0 + n - 1 of a group, each up to its own position.
+// Attends with queries i0 to i0 + n - 1 of a group, each to the keys up to its position.
 void attend_block(const Attention& a, int64_t b, int64_t h, int64_t i0, int64_t n) {
   Scratch scratch(Scratch::kTask, RowTile::bytes(a, a.G() * n));
   RowTile tile(a, {b, h * a.G(), a.G(), i0, n}, scratch);
@@ -73,7 +73,7 @@ void attend_prompt(const Attention& a, const Pool& pool) {
   const int64_t n = std::max<int64_t>(1, std::min(a.L, kRows / a.G()));
   const int64_t blocks = (a.L + n - 1) / n, heads = a.B * a.Hkv;
   pool.run(heads * blocks, [&](int64_t i) {
-    const int64_t head = i % heads, block = blocks - 1 - i / heads;  // the longest first
+    const int64_t head = i % heads, block = blocks - 1 - i / heads;  // the blocks with the most keys first
     attend_block(a, head / a.Hkv, head % a.Hkv, block * n, std::min(n, a.L - block * n));
   });
 }
@@ -141,7 +141,7 @@ void attend_densely(const Attention& a, const Pool& pool) {
 
 namespace {
 
-constexpr int64_t kLeastListed = 512;  // of a part
+constexpr int64_t kLeastListed = 512;  // minimum keys of a split of a list
 
 void attend_listed(const Attention& a, const Rows& rows, int64_t b, int64_t h, const int32_t* listed, int64_t count) {
   Scratch scratch(Scratch::kTask, Scratch::size<float>(rows.count * kBlock));

@@ -32,7 +32,7 @@ bool usable(const Kernels& kernels) {
   return true;
 }
 
-// Fastest first.
+// In order of speed, the fastest first.
 const Kernels* const kAll[] = {
 #if defined(SPARSE_X86)
     &kAvx512,

@@ -1,4 +1,4 @@
-// The inner loops, for the instruction set that SPARSE_SIMD names: kScalar, kAvx2, kAvx512 or kNeon.
+// The inner loops for the instruction set of SPARSE_SIMD: kScalar, kAvx2, kAvx512 or kNeon.
 
 #include "kernels.h"
 
@@ -48,11 +48,11 @@ void score_block(const Rows& rows, const Keys& block, float* scores) {
   const int D = rows.D;
   for (int j = 0; j < block.count; j += kTileKeys) {
     const T* k[kTileKeys];
-    for (int c = 0; c < kTileKeys; c++) {  // no machine foresees where the next chosen rows are
+    for (int c = 0; c < kTileKeys; c++) {  // prefetch, because the addresses of selected rows are not predictable
       const int ahead = j + c + kRowsAhead;
       if (block.index && ahead < block.count) prefetch(keys + row_of(block, ahead) * D, D * sizeof(T));
     }
-    for (int c = 0; c < kTileKeys; c++) {  // past the end the last key again; its score is not looked at
+    for (int c = 0; c < kTileKeys; c++) {  // after the end use the last key again; its score is ignored
       const int64_t row = row_of(block, j + c < block.count ? j + c : block.count - 1) * D;
       k[c] = keys + row;
       prefetch(values + row, D * sizeof(T));
@@ -67,7 +67,7 @@ void score_block(const Rows& rows, const Keys& block, float* scores) {
   }
 }
 
-// Scores become weights relative to the new largest logit; what was summed before is brought down to it.
+// Converts scores to weights relative to the new largest logit, and rescales the earlier sums.
 void weigh(const Rows& rows, const Keys& block, float* scores) {
   for (int r = 0; r < rows.count; r++) {
     float* s = scores + r * kBlock;
@@ -109,7 +109,7 @@ void weigh(const Rows& rows, const Keys& block, float* scores) {
   }
 }
 
-// output (R, N vectors from d on) += weights (R, count) values.
+// output (R, N vectors at d) += weights (R, count) values.
 template <int R, int N, class T>
 inline void add_values(const Rows& rows, int r0, int d, const Keys& block, const float* weights, bool fetch) {
   const T *values = static_cast<const T*>(block.values), *keys = static_cast<const T*>(block.keys);
@@ -168,7 +168,7 @@ void exponentials(float* a, int n, bool write, float* top, float* total) {
     partial = add(partial, weight);
     if (write) store(a + j, weight);
   }
-  if (full < n) {  // the lanes past the end count nothing
+  if (full < n) {  // mask the lanes after the end
     float kept[W];
     store(kept, exp(add(load_part(a + full, n - full), shift)));
     partial = add(partial, load_part(kept, n - full));
@@ -177,14 +177,14 @@ void exponentials(float* a, int n, bool write, float* top, float* total) {
   *total = sum(partial);
 }
 
-// For kG heads, or G of them where kG is 0.
+// For kG heads, or for G heads if kG is 0.
 template <int kG>
 int collect_heads(const float* a, int64_t stride, const float* factor, int G, int n, int32_t first, float threshold,
                   float* z, int32_t* index) {
   const int heads = kG ? kG : G;
   int found = 0, j = 0;
   for (; j + W <= n; j += W) {
-    F total = zero();  // 0 + -0 is 0: equal scores have equal bits
+    F total = zero();  // 0 + -0 is 0, so equal scores have equal bits
     for (int g = 0; g < heads; g++) total = fma(set1(factor[g]), load(a + g * stride + j), total);
     found += compress_above(total, threshold, W, first + j, z + found, index + found);
   }
@@ -203,7 +203,7 @@ int collect(const float* a, int64_t stride, const float* factor, int G, int n, i
   return collect_heads<0>(a, stride, factor, G, n, first, threshold, z, index);
 }
 
-// The order of the keys is that of int32. Halves the range of the k-th largest until a bound has exactly k above it.
+// Keys are ordered as int32. Finds the k-th largest by bisection, until exactly k keys reach the bound.
 int32_t bound_of(const int32_t* keys, int n, int k) {
   int32_t least = keys[0], most = keys[0];
   for (int i = 1; i < n; i++) {

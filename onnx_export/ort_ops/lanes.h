@@ -33,7 +33,7 @@ namespace {
 constexpr int kLine = 64;  // bytes
 constexpr int kRowsAhead = 8;
 
-// The first n numbers, 0 < n <= W, and zeros after them.
+// Loads the first n numbers, 0 < n <= W, and zeros after them.
 template <class T>
 inline F load_part(const T* p, int n) {
   if (n >= W) return load(p);

@@ -1,4 +1,4 @@
-// What ONNX Runtime and Python see of the library.
+// Entry points of the library for ONNX Runtime and Python.
 
 #include <cstring>
 #include <memory>
@@ -18,7 +18,7 @@ namespace {
 
 using namespace sparse;
 
-// One operator for one element type, and one type of weights. ONNX Runtime joins those of one name.
+// One operator for one element type and one type of weights. ONNX Runtime merges operators of the same name.
 struct Operator : ort::CustomOp {
   const Signature* signature;
   Type type, weights;
@@ -32,7 +32,7 @@ struct Kernel {
   Attributes attributes;
 };
 
-// Runs a function that may throw; what it throws becomes a status.
+// Runs a function and converts an exception to a status.
 template <class Function>
 ort::Status* guarded(const ort::Api* api, const char* name, const Function& function) {
   std::string message;
@@ -65,9 +65,9 @@ ort::Status* compute(void* kernel, ort::KernelContext* context) {
   });
 }
 
-const ort::Api* known_api = nullptr;  // the shape callback is given none
+const ort::Api* known_api = nullptr;  // the shape callback receives no API
 
-// Outputs that have the shape of an input get it, where all of it is a number or a symbol.
+// Sets the shape of outputs that have the shape of an input, if all of its dimensions are numbers or symbols.
 ort::Status* infer(const ort::CustomOp* op, ort::ShapeContext* context) {
   const Signature& signature = *Operator::of(op).signature;
   for (size_t i = 0; signature.outputs[i]; i++) {
@@ -83,7 +83,7 @@ ort::Status* infer(const ort::CustomOp* op, ort::ShapeContext* context) {
     if (known && !status) status = ort::GetSymbolicDimensions::call(known_api, info, symbols, axes);
     for (size_t d = 0; known && !status && d < axes; d++) known = lengths[d] >= 0 || (symbols[d] && *symbols[d]);
     if (known && !status) status = ort::SetOutputTypeShape::call(known_api, context, i, info);
-    if (status) ort::ReleaseStatus::call(known_api, status);  // a shape not known is no error
+    if (status) ort::ReleaseStatus::call(known_api, status);  // an unknown shape is not an error
   }
   return nullptr;
 }
@@ -165,11 +165,11 @@ EXPORTED ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort:
   return ort::AddCustomOpDomain::call(api, options, domain);
 }
 
-// Version of the package and of the operators' meaning that the library was built for.
+// Versions of the package and of the operator specification that the library was built for.
 EXPORTED const char* mlx_sparse_ort_version() { return SPARSE_VERSION " spec 1"; }
 
-// For tests and reports: uses the kernels of that name (null: the fastest) and cuts work for that many workers (0: for
-// this machine). Returns the name of the kernels in use, or null where this machine has none of that name.
+// For tests and reports: selects the kernels by name (null: the fastest) and the number of workers that work is divided
+// among (0: default of this machine). Returns the name of the kernels, or null if this machine does not support them.
 EXPORTED const char* mlx_sparse_ort_limit(const char* name, int worker_count) {
   if (!limit_kernels(name)) return nullptr;
   set_workers(worker_count);

@@ -13,7 +13,7 @@ SparQ sparq_of(const Attributes& attributes, int64_t D) {
   return s;
 }
 
-// No row has more keys than `most`, so a larger k means the same.
+// No row has more than `most` keys, so a larger k is equivalent.
 void clamp_choice(SparQ& s, int64_t most) {
   s.top_k = std::min(s.top_k, std::max<int64_t>(most, 1));
   s.local_window = std::min(s.local_window, s.top_k);
@@ -136,7 +136,7 @@ void compute_cached(const Attributes& attributes, const Context& context) {
   attend_prompt(attributes, a, Pool(context.api(), context.context()));
 }
 
-// The caches that SparQ has besides: inputs `key_t_at` and `sums_at`, outputs from `first` on.
+// Caches of SparQ in addition to keys and values: inputs `key_t_at` and `sums_at`, outputs starting at `first`.
 void add_sparq_caches(const Attributes& attributes, const Context& context, Append& append, int64_t B, int key_t_at,
                       int sums_at, int first, const int64_t* padding) {
   const int64_t Hkv = append.Hkv, C = append.C, D = append.D, lanes = attributes["lanes"];

@@ -1,5 +1,5 @@
-// The operators of domain mlx_sparse, docs/spec/operators.md: attributes and inputs in, checks, and the call. Each file
-// that computes some of them registers their signatures.
+// The operators of domain mlx_sparse, docs/spec/operators.md: attributes, validation and the call. Each file that
+// implements operators registers their signatures.
 #pragma once
 
 #include <cstring>
@@ -13,7 +13,7 @@ namespace sparse {
 
 constexpr int64_t kSpec = 1;
 
-// The attributes of a node by name; 0 for those that its signature does not name.
+// The attributes of a node by name; 0 for attributes that are not in its signature.
 class Attributes {
  public:
   int64_t operator[](const char* name) const { return of(integers, name); }
@@ -32,24 +32,24 @@ class Attributes {
 
 struct Signature {
   std::string name;
-  const char* inputs;      // a letter each: T, W, f for float, i for int64, s for int16, u for uint8
+  const char* inputs;      // one letter per input: T, W, f for float, i for int64, s for int16, u for uint8
   const char* outputs;     // T, f, s, u, or n for int32
-  int shape_of[6];         // the input that has the shape of each output; -1 for none
-  std::string attributes;  // besides `spec`, with spaces between them
+  int shape_of[6];         // by output, the input with the same shape; -1 for none
+  std::string attributes;  // names other than `spec`, separated by spaces
   void (*compute)(const Attributes&, const Context&);
 };
 
-// All signatures; nothing is added once the library has been loaded.
+// All signatures. They do not change after the library has been loaded.
 std::vector<Signature>& signatures();
 
-// A static object of this type adds signatures while the library is loaded.
+// A static object of this type adds signatures when the library is loaded.
 struct Registered {
   explicit Registered(std::initializer_list<Signature> more) {
     signatures().insert(signatures().end(), more);
   }
 };
 
-// Attributes of SampleAttention, which every operator with caches has in a second signature.
+// Attributes of SampleAttention. Every operator with caches has a second signature with these attributes.
 constexpr const char* kSampled = " alpha_column alpha_slash chunks block_size dense_prompt_below";
 
 Attributes read_attributes(const Signature&, const ort::Api*, const ort::KernelInfo*);

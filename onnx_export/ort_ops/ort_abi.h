@@ -1,6 +1,6 @@
-// The part of ONNX Runtime's C ABI that this library uses, declared here so that it builds without any header of it.
-// The table of functions only ever grows at its end, so a slot number keeps its meaning. Version 17 is asked for, which
-// every ONNX Runtime from 1.17 on gives.
+// The part of ONNX Runtime's C ABI that this library uses, declared here so that the build needs no ONNX Runtime
+// headers. The function table grows only at its end, so slot numbers are stable. The library requests version 17, which
+// ONNX Runtime 1.17 and newer provide.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +32,7 @@ struct ApiBase {
   const char* (*GetVersionString)();
 };
 
-// OrtCustomOp of version 17; the callbacks that later versions added are not looked at.
+// OrtCustomOp of version 17. The runtime does not read callbacks of later versions.
 struct CustomOp {
   uint32_t version;
   void* (*CreateKernel)(const CustomOp*, const Api*, const KernelInfo*);

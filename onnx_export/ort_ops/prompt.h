@@ -1,4 +1,4 @@
-// Query rows of a prompt on their way over blocks of keys, one tile at a time.
+// Running softmax of the query rows of prefill over blocks of keys, one tile of rows at a time.
 #pragma once
 
 #include "attention.h"
@@ -14,15 +14,16 @@ struct RowSet {
 
 class RowTile {
  public:
-  // Room for `count` rows that see up to kBlock keys at a time.
+  // Bytes for `count` rows and up to kBlock keys at a time.
   static size_t bytes(const Attention&, int64_t count);
   RowTile(const Attention&, const RowSet&, Scratch&);
 
-  // Logits (n, width) of keys j to j + n - 1, n <= kBlock; -inf for keys outside a row's span. Until the next call.
+  // Returns logits (n, width) of keys j to j + n - 1, n <= kBlock; -inf for keys outside a row's span. The next call
+  // overwrites them.
   float* logits(int64_t j, int n);
-  // Extends the running softmax of every row by these keys.
+  // Updates the running softmax of every row with these keys.
   void attend(int64_t j, int n);
-  // Divides by the sums and writes the output; a query without a key gives 0.
+  // Divides by the sums and writes the output. The output of a query without keys is 0.
   void write();
 
   int width() const { return width_; }

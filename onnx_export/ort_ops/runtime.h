@@ -1,4 +1,4 @@
-// Threads and memory of one call.
+// Threads and work memory of a call.
 #pragma once
 
 #include <atomic>
@@ -11,17 +11,17 @@
 
 namespace sparse {
 
-// Machine threads that work is cut for; a session may use fewer.
+// Number of threads that work is divided among. A session may use fewer.
 int workers();
-void set_workers(int count);  // for tests; 0 is the machine's own number
+void set_workers(int count);  // for tests; 0 restores the default
 
-// The caller's thread pool. Without a context everything runs in the calling thread.
+// The thread pool of the session. Without a context all tasks run in the calling thread.
 class Pool {
  public:
   Pool() = default;
   Pool(const ort::Api* api, const ort::KernelContext* context) : api_(api), context_(context) {}
 
-  // task(i) for each i in 0..n-1, in any order and several at a time; returns when all are done.
+  // Runs task(i) for each i in 0..n-1, in any order and in parallel, and returns when all tasks are done.
   template <class Task>
   void run(int64_t n, const Task& task) const {
     if (n == 1 || !context_) {
@@ -31,7 +31,7 @@ class Pool {
     Job<Task> job{task, {false}};
     ort::Status* status = ort::ParallelFor::call(api_, context_, Job<Task>::call, size_t(n), 0, &job);
     if (status) ort::ReleaseStatus::call(api_, status);
-    if (status || job.failed) throw std::bad_alloc();  // the only thing that a task throws
+    if (status || job.failed) throw std::bad_alloc();  // tasks throw nothing else
   }
 
  private:
@@ -52,15 +52,15 @@ class Pool {
   const ort::KernelContext* context_ = nullptr;
 };
 
-// Memory that a thread keeps from call to call: it grows, so that a steady state allocates nothing. One kind for what a
-// task needs, one for a part of it that takes memory of its own, two for what the tasks of a call share; the thread of
-// the call runs tasks too.
+// Memory that a thread keeps between calls and that only grows, so that repeated calls allocate nothing. There is one
+// kind for a task, one for a nested part of a task, and two for data that the tasks of a call share. The calling thread
+// runs tasks too, so these kinds must be separate.
 class Scratch {
  public:
   enum Kind { kTask, kPart, kCall, kLengths };
-  // Takes all of the thread's memory of that kind; what take() gave before is gone.
+  // Takes all memory of this kind of the thread. Earlier results of take() become invalid.
   Scratch(Kind kind, size_t bytes);
-  // The next n numbers of type T, on a cache line of their own.
+  // Returns the next n numbers of type T, starting at a cache line.
   template <class T>
   T* take(int64_t n) {
     T* taken = reinterpret_cast<T*>(at_);

@@ -1,5 +1,5 @@
-// SAAP, docs/spec/saap.md: the buckets of new keys, and one decode step. There is no index beside the buckets of the
-// keys: looking through those of a head costs 2 bytes a key.
+// SAAP, docs/spec/saap.md: buckets of new keys, and one decode step. There is no index in bucket order. A step scans
+// the bucket numbers of all keys of a head, which is 2 bytes per key.
 
 #include "caches.h"
 #include "select.h"
@@ -9,12 +9,12 @@ namespace sparse {
 namespace {
 
 constexpr int64_t kMostBuckets = std::numeric_limits<int16_t>::max();
-constexpr int64_t kTokens = 16;      // whose buckets are chosen at a time
+constexpr int64_t kTokens = 16;      // tokens that are assigned to buckets at a time
 
-// Chooses the buckets of new keys, (saap.1) of docs/spec/saap.md; a past and its present may be the same memory.
+// Assigns new keys to buckets, (saap.1) of docs/spec/saap.md. A past and its present may be the same memory.
 struct Assign final : Follow {
   const Kernels* kernels;
-  Type type, weights;  // of the keys, of the centroids
+  Type type, weights;  // types of the keys and of the centroids
   int64_t Hkv, L, C, D, buckets;
   const void* key;        // (B, Hkv, L, D) before RoPE
   const void* centroids;  // (Hkv, buckets, D)
@@ -25,11 +25,11 @@ struct Assign final : Follow {
   void head(int64_t b, int64_t h) const override;
 };
 
-// What SAAP needs besides, docs/spec/saap.md.
+// Further inputs of SAAP, docs/spec/saap.md.
 struct Saap {
   int64_t probes, sink_tokens, recent_tokens, buckets;
   int64_t hidden;            // 0: no hidden layer
-  Type weights;              // of the networks
+  Type weights;              // type of the networks
   const void* query_before;  // (B, Hq, 1, D)
   const int16_t* ids;        // (B, Hkv, C)
   const void *hidden_weight, *hidden_bias, *out_weight, *out_bias;
@@ -37,7 +37,7 @@ struct Saap {
 
 int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
 
-// x (n) of every head of a group through one layer of a KV head's network.
+// One layer of the network of a KV head, applied to x (n) of every head of the group.
 struct Layer {
   const char *weight, *bias;  // (n, width), (width)
   int64_t n, width;
@@ -71,7 +71,7 @@ class Step {
   const int64_t G, features, widest;
 };
 
-// y (G, padded width) = x (G, padded n) weight + bias. Rows of weights that are multiplied by 0 are not read.
+// y (G, padded width) = x (G, padded n) weight + bias. Rows of weights whose factor is 0 are not read.
 void Step::apply(const Layer& layer, const float* x, float* y, Scratch& scratch) const {
   const TypeKernels& kernels = a.kernels->type[s.weights];
   const int64_t stride = padded(layer.width);
@@ -106,7 +106,7 @@ void Step::apply(const Layer& layer, const float* x, float* y, Scratch& scratch)
   }
 }
 
-// (saap.5), (saap.8): a flag for each bucket, and one for keys that are in none.
+// (saap.5), (saap.8): sets a flag for each visited bucket. The last flag is for keys without a bucket.
 const uint8_t* Step::route(int64_t b, int64_t h, Scratch& scratch) const {
   const int64_t D = a.D, N = s.buckets;
   float *x = scratch.take<float>(G * padded(widest)), *y = scratch.take<float>(G * padded(widest));
@@ -117,7 +117,7 @@ const uint8_t* Step::route(int64_t b, int64_t h, Scratch& scratch) const {
     a.typed().widen(x + g * padded(D), query + g * D * size_of(a.type), D);
   }
   const auto through = [&](const Layer& layer) {
-    Scratch room = scratch;  // what one layer takes, the next may
+    Scratch room = scratch;  // both layers reuse the same memory
     apply(layer, x, y, room);
     std::swap(x, y);
   };
@@ -131,7 +131,7 @@ const uint8_t* Step::route(int64_t b, int64_t h, Scratch& scratch) const {
   for (int64_t g = 0; g < G; g++) {
     float *logits = x + g * padded(N), top, sum;
     a.kernels->exponentials(logits, int(N), true, &top, &sum);
-    // A head without a softmax, as a logit is NaN or +inf, ranks nothing but those buckets, which become NaN.
+    // If a logit is NaN or +inf, the head has no softmax. Its NaN and +inf logits become NaN, all others 0.
     const float total = sum > 0 ? sum : __builtin_inff();
     for (int64_t i = 0; i < N; i++) score[i] += logits[i] / total;
   }
@@ -141,7 +141,8 @@ const uint8_t* Step::route(int64_t b, int64_t h, Scratch& scratch) const {
   return visited;
 }
 
-// (saap.10): the first keys, those of the visited buckets, the last keys. Room for all keys of the row and one more.
+// (saap.10): lists the first keys, the keys of the visited buckets and the last keys. `listed` needs space for all keys
+// of the row and one more.
 int64_t Step::list(int64_t b, int64_t h, const uint8_t* visited, int32_t* listed) const {
   const int64_t first = a.first[b], end = std::max(first, a.length[b]);
   const int64_t recent = end - std::min(s.recent_tokens, end - first);
@@ -158,7 +159,7 @@ int64_t Step::list(int64_t b, int64_t h, const uint8_t* visited, int32_t* listed
   return count;
 }
 
-// Appends the new keys of a head and lists what its queries attend to.
+// Appends the new keys of a head and lists the keys that its queries attend to.
 int64_t Step::choose(int64_t b, int64_t h, int32_t* listed) const {
   if (a.append) a.append->head(b, h);
   Scratch scratch(Scratch::kTask, network_bytes());
@@ -186,7 +187,7 @@ void Assign::head(int64_t b, int64_t h) const {
     const Rows tokens{int(n), int(D), rows, nullptr, nullptr, nullptr};
     float best[kTokens];
     std::fill(best, best + n, -__builtin_inff());
-    std::fill(ids + i, ids + i + n, int16_t(0));  // where keys that hold NaN or inf stay: no product is a number
+    std::fill(ids + i, ids + i + n, int16_t(0));  // keys with NaN or inf stay in bucket 0, because all products are NaN
     for (int64_t j = 0; j < buckets; j += kBlock) {
       const Keys block{all, all, nullptr, j, int(std::min<int64_t>(kBlock, buckets - j)), 0, nullptr, nullptr};
       kernels->type[weights].score(tokens, block, scores);
@@ -200,7 +201,7 @@ void Assign::head(int64_t b, int64_t h) const {
   }
 }
 
-// One layer of the query networks of all KV heads: x (.., n) to (.., width).
+// One layer of the query networks of all KV heads, from x (.., n) to (.., width).
 void check_layer(const Tensor& weight, const Tensor& bias, int64_t Hkv, int64_t n, int64_t width) {
   weight.expect({Hkv, n, width});
   bias.expect({Hkv, width});

@@ -10,8 +10,8 @@ namespace sparse {
 
 namespace {
 
-// (sample.6): marks the fewest of the largest scores whose share of the total reaches alpha - 1e-6. NaN never reaches
-// anything. `order` is room for n.
+// (sample.6): marks the fewest largest scores whose fraction of the total reaches alpha - 1e-6. With NaN all scores are
+// marked. `order` needs space for n.
 void keep(const float* scores, int64_t n, float alpha, char* kept, int32_t* order) {
   std::iota(order, order + n, 0);
   std::sort(order, order + n, [scores](int32_t i, int32_t j) {
@@ -43,8 +43,8 @@ Sample::Sample(const Attention& a, const SampleSettings& s) : a_(a), s_(s) {
   everything_ = sampled == R_ || s.alpha_column >= 1 || s.alpha_slash >= 1;
 }
 
-// (sample.3) to (sample.6) for one head and region, in one pass over the keys. A row at the t-th place of its row block
-// puts the first t + 1 keys of a key block into one bin, and the others into the one before it.
+// (sample.3) to (sample.6) for one head and region, in one pass over the keys. For a row with index t in its row block
+// the first t + 1 keys of a key block belong to one bin, and the other keys to the previous bin.
 void Sample::score(int64_t head, int64_t c) {
   const Region& region = regions_[c];
   const int64_t n = region.end - region.row, block = s_.block, start = offset_ + region.row;
@@ -116,7 +116,7 @@ bool Sample::attended(const char* kept, const Region& region, int64_t r, int64_t
 void Sample::attend(const Pool& pool) const {
   const int64_t heads = a_.B * a_.Hq;
   pool.run(heads * R_, [&](int64_t i) {
-    const int64_t r = Nk_ - 1 - i / heads, head = i % heads;  // the longest first
+    const int64_t r = Nk_ - 1 - i / heads, head = i % heads;  // the row blocks with the most keys first
     const Region& region = region_of(r);
     const char* kept = kept_of(head, &region - regions_.data());
     const int64_t row = std::max<int64_t>(r * s_.block - offset_, 0);
@@ -125,7 +125,7 @@ void Sample::attend(const Pool& pool) const {
     RowTile tile(a_, {head / a_.Hq, head % a_.Hq, 1, row, n}, scratch);
     for (int64_t block = 0; block <= r; block++) {
       if (!attended(kept, region, r, block)) continue;
-      const int64_t end = offset_ + row + n;  // later keys are nobody's here
+      const int64_t end = offset_ + row + n;  // no query of this part attends to later keys
       tile.attend(block * s_.block, int(std::min(s_.block, end - block * s_.block)));
     }
     tile.write();

@@ -12,20 +12,20 @@ struct SampleSettings {
   int64_t chunks, block;
 };
 
-// The choice of key blocks for rows of one length without padding, and attention over them.
+// Selection of key blocks for rows of equal length without padding, and attention over these blocks.
 class Sample {
  public:
   Sample(const Attention&, const SampleSettings&);
 
-  // Whether nothing can be left out.
+  // True if attention is dense.
   bool everything() const { return everything_; }
   int64_t row_blocks() const { return R_; }
   int64_t key_blocks() const { return Nk_; }
 
   void choose(const Pool&);
   void attend(const Pool&) const;
-  // Length of the longest list, and the lists (B, Hq, R, width), ascending, then -1. Causal ones where nothing was
-  // chosen.
+  // Length of the longest list, and the lists (B, Hq, R, width), ascending, then -1. If attention is dense, the lists
+  // contain all causal key blocks.
   int64_t longest_list() const;
   void write_lists(int32_t* lists, int64_t width) const;
 

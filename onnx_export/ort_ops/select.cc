@@ -4,7 +4,7 @@ namespace sparse {
 
 namespace {
 
-// Which of n numbers are the `count` largest, told one after the other.
+// Tests for n numbers, in order, if each is among the `count` largest.
 class Choice {
  public:
   Choice(const Kernels& kernels, const float* numbers, int64_t n, int64_t count, int32_t* work) {
@@ -12,7 +12,7 @@ class Choice {
     bound_ = kernels.bound_of(work, int(n), int(count));
     int64_t above = 0, reach = 0;
     for (int64_t i = 0; i < n; i++) above += work[i] > bound_, reach += work[i] >= bound_;
-    ties_ = reach == count ? reach : count - above;  // the first of the keys at the bound
+    ties_ = reach == count ? reach : count - above;  // number of keys equal to the bound that are selected
   }
   bool next(int32_t key) { return key > bound_ || (key == bound_ && ties_-- > 0); }
   int32_t bound() const { return bound_; }

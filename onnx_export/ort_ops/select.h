@@ -1,4 +1,4 @@
-// The largest of many numbers, exactly and without sorting. NaN counts as +inf; ties go to the lower index.
+// Exact selection of the largest numbers without sorting. NaN counts as +inf; ties go to the lower index.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace sparse {
 
-// Orders as the numbers do, NaN as +inf; equal numbers give equal keys.
+// Returns an integer key in the order of the numbers, with NaN as +inf. Equal numbers have equal keys.
 inline int32_t key_of(float x) {
   x += 0.0f;  // -0 becomes 0
   int32_t bits;
@@ -17,17 +17,17 @@ inline int32_t key_of(float x) {
   return x != x ? 0x7f800000 : key;
 }
 
-// Indices of the `count` largest of n numbers, ascending. `work` is room for n.
+// Writes the indices of the `count` largest of n numbers, ascending. `work` needs space for n.
 void largest(const Kernels&, const float* numbers, int64_t n, int64_t count, int32_t* indices, int32_t* work);
 
-// The k largest of a stream of (number, index) with ascending indices. What is larger than `threshold` is put at
-// `end()`, then `added`; room for kSlack more is always there.
+// The k largest of a stream of (number, index) with ascending indices. The caller writes numbers above `threshold()` at
+// `end_z()` and `end_index()` and then calls `added()`. There is always space for kSlack more.
 class Reservoir {
  public:
   static constexpr int64_t kSlack = 256 + 16;
   static int64_t capacity(int64_t k) { return 4 * k + 1024 + kSlack; }
 
-  // z and index are room for capacity(k), work too.
+  // z, index and work need space for capacity(k).
   Reservoir(const Kernels& kernels, int64_t k, float* z, int32_t* index, int32_t* work)
       : kernels_(kernels), k_(k), z_(z), index_(index), work_(work) {}
 
@@ -45,7 +45,7 @@ class Reservoir {
       added(1);
     }
   }
-  // Keeps the k largest, in the order they came; less where fewer came.
+  // Keeps the k largest in the order of their indices, or all if there are fewer than k.
   void prune();
   int64_t size() const { return size_; }
   const int32_t* indices() const { return index_; }

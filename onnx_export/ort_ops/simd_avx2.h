@@ -13,9 +13,9 @@ using F = __m256;
 constexpr int W = 8;
 constexpr int kTileKeys = 2;
 constexpr int kTileVectors = 2;
-constexpr int kTileComponents = 4;  // rows of component-major keys at a time
-constexpr int kCodeVectors = 2;     // of codes at a time, a multiple of two that divides a group
-constexpr int kStripRows = 6;       // lines of a product in registers, and its vectors
+constexpr int kTileComponents = 4;  // rows of component-major keys per product
+constexpr int kCodeVectors = 2;     // vectors of codes per product, a multiple of two that divides a group
+constexpr int kStripRows = 6;       // lines of a product in registers
 constexpr int kStripVectors = 2;
 
 inline F zero() { return _mm256_setzero_ps(); }
@@ -32,13 +32,13 @@ inline float half_at(const uint8_t* p) {
   return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
 }
 inline __m256i wide_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
-// The low and the high halves of W bytes.
+// Returns the low and the high half bytes of W bytes.
 inline void nibbles(const uint8_t* p, F& low, F& high) {
   const __m256i wide = wide_bytes(p);
   low = _mm256_cvtepi32_ps(_mm256_and_si256(wide, _mm256_set1_epi32(15)));
   high = _mm256_cvtepi32_ps(_mm256_srli_epi32(wide, 4));
 }
-// Numbers of a and b in turns.
+// Interleaves the numbers of a and b.
 inline void interleave(F& a, F& b) {
   const F left = _mm256_unpacklo_ps(a, b), right = _mm256_unpackhi_ps(a, b);
   a = _mm256_permute2f128_ps(left, right, 0x20), b = _mm256_permute2f128_ps(left, right, 0x31);
@@ -60,7 +60,7 @@ inline void store(BFloat16* p, F x) {
 inline F add(F a, F b) { return _mm256_add_ps(a, b); }
 inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-inline F max(F a, F b) { return _mm256_max_ps(b, a); }  // a where either is NaN
+inline F max(F a, F b) { return _mm256_max_ps(b, a); }  // a if either is NaN
 inline float sum(F a) {
   __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
@@ -86,7 +86,7 @@ inline F exp(F x) {
   const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   return _mm256_andnot_ps(tiny, mul(p, _mm256_castsi256_ps(power)));
 }
-// Writes the numbers that are not <= threshold of the first `lanes` ones, and their indices; returns how many.
+// Writes the numbers of the first `lanes` that are not <= threshold, and their indices. Returns their number.
 inline int compress_above(F z, float threshold, int lanes, int32_t first, float* out, int32_t* index) {
   unsigned above = _mm256_movemask_ps(_mm256_cmp_ps(z, set1(threshold), _CMP_NLE_UQ)) & ((1u << lanes) - 1);
   if (!above) return 0;

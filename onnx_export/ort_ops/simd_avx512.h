@@ -13,9 +13,9 @@ using F = __m512;
 constexpr int W = 16;
 constexpr int kTileKeys = 4;
 constexpr int kTileVectors = 4;
-constexpr int kTileComponents = 8;  // rows of component-major keys at a time
-constexpr int kCodeVectors = 4;     // of codes at a time, a multiple of two that divides a group
-constexpr int kStripRows = 6;       // lines of a product in registers, and its vectors
+constexpr int kTileComponents = 8;  // rows of component-major keys per product
+constexpr int kCodeVectors = 4;     // vectors of codes per product, a multiple of two that divides a group
+constexpr int kStripRows = 6;       // lines of a product in registers
 constexpr int kStripVectors = 4;
 
 inline F zero() { return _mm512_setzero_ps(); }
@@ -31,14 +31,14 @@ inline float half_at(const uint8_t* p) {
   __builtin_memcpy(&bits, p, 2);
   return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
 }
-// The low and the high halves of W bytes. A permutation looks at the lowest four bits of an index only.
+// Returns the low and the high half bytes of W bytes. A permutation uses only the lowest four bits of an index.
 inline void nibbles(const uint8_t* p, F& low, F& high) {
   const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
   const F numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   low = _mm512_permutexvar_ps(wide, numbers);
   high = _mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), numbers);
 }
-// Numbers of a and b in turns.
+// Interleaves the numbers of a and b.
 inline void interleave(F& a, F& b) {
   const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -61,7 +61,7 @@ inline void store(BFloat16* p, F x) {
 inline F add(F a, F b) { return _mm512_add_ps(a, b); }
 inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-inline F max(F a, F b) { return _mm512_max_ps(b, a); }  // a where either is NaN
+inline F max(F a, F b) { return _mm512_max_ps(b, a); }  // a if either is NaN
 inline float sum(F a) { return _mm512_reduce_add_ps(a); }
 inline float largest(F a) { return _mm512_reduce_max_ps(a); }
 inline void sum4(F a, F b, F c, F d, float* out) {
@@ -86,7 +86,7 @@ inline F exp(F x) {
   p = fma(fma(p, r, set1(1.0f)), r, set1(1.0f));
   return _mm512_maskz_scalef_ps(_mm512_knot(tiny), p, n);
 }
-// Writes the numbers that are not <= threshold of the first `lanes` ones, and their indices; returns how many.
+// Writes the numbers of the first `lanes` that are not <= threshold, and their indices. Returns their number.
 inline int compress_above(F z, float threshold, int lanes, int32_t first, float* out, int32_t* index) {
   const __mmask16 inside = __mmask16((1u << lanes) - 1);
   const __mmask16 above = _mm512_mask_cmp_ps_mask(inside, z, set1(threshold), _CMP_NLE_UQ);

@@ -13,9 +13,9 @@ using F = float32x4_t;
 constexpr int W = 4;
 constexpr int kTileKeys = 4;
 constexpr int kTileVectors = 4;
-constexpr int kTileComponents = 4;  // rows of component-major keys at a time
-constexpr int kCodeVectors = 4;     // of codes at a time, a multiple of two that divides a group
-constexpr int kStripRows = 6;       // lines of a product in registers, and its vectors
+constexpr int kTileComponents = 4;  // rows of component-major keys per product
+constexpr int kCodeVectors = 4;     // vectors of codes per product, a multiple of two that divides a group
+constexpr int kStripRows = 6;       // lines of a product in registers
 constexpr int kStripVectors = 4;
 
 inline F zero() { return vdupq_n_f32(0); }
@@ -33,12 +33,12 @@ inline uint32x4_t wide_bytes(const uint8_t* p) {
   __builtin_memcpy(&four, p, 4);
   return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
 }
-// The low and the high halves of W bytes.
+// Returns the low and the high half bytes of W bytes.
 inline void nibbles(const uint8_t* p, F& low, F& high) {
   const uint32x4_t wide = wide_bytes(p);
   low = vcvtq_f32_u32(vandq_u32(wide, vdupq_n_u32(15))), high = vcvtq_f32_u32(vshrq_n_u32(wide, 4));
 }
-// Numbers of a and b in turns.
+// Interleaves the numbers of a and b.
 inline void interleave(F& a, F& b) {
   const F left = vzip1q_f32(a, b);
   b = vzip2q_f32(a, b), a = left;
@@ -75,7 +75,7 @@ inline F exp(F x) {
   const F scaled = mul(p, vreinterpretq_f32_s32(power));
   return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(scaled), tiny));
 }
-// Writes the numbers that are not <= threshold of the first `lanes` ones, and their indices; returns how many.
+// Writes the numbers of the first `lanes` that are not <= threshold, and their indices. Returns their number.
 inline int compress_above(F z, float threshold, int lanes, int32_t first, float* out, int32_t* index) {
   const uint32x4_t above = vmvnq_u32(vcleq_f32(z, set1(threshold)));
   if (!vmaxvq_u32(above)) return 0;

@@ -1,4 +1,4 @@
-// Vectors of one number: what every machine runs.
+// Vectors of one number, for all machines.
 #pragma once
 
 #include <cmath>
@@ -12,11 +12,11 @@ using namespace sparse;
 
 using F = float;
 constexpr int W = 1;
-constexpr int kTileKeys = 4;        // dot products at a time, per row
-constexpr int kTileVectors = 4;     // vectors of output at a time, per row
-constexpr int kTileComponents = 4;  // rows of component-major keys at a time
-constexpr int kCodeVectors = 4;     // of codes at a time, a multiple of two that divides a group
-constexpr int kStripRows = 4;       // lines of a product in registers, and its vectors
+constexpr int kTileKeys = 4;        // dot products per row and step
+constexpr int kTileVectors = 4;     // output vectors per row and step
+constexpr int kTileComponents = 4;  // rows of component-major keys per product
+constexpr int kCodeVectors = 4;     // vectors of codes per product, a multiple of two that divides a group
+constexpr int kStripRows = 4;       // lines of a product in registers
 constexpr int kStripVectors = 4;
 
 inline uint32_t bits_of(float x) {
@@ -44,9 +44,9 @@ inline float half_at(const uint8_t* p) {
   std::memcpy(&half, p, 2);
   return load(&half);
 }
-// The low and the high halves of W bytes.
+// Returns the low and the high half bytes of W bytes.
 inline void nibbles(const uint8_t* p, F& low, F& high) { low = float(*p & 15), high = float(*p >> 4); }
-// Numbers of a and b in turns.
+// Interleaves the numbers of a and b.
 inline void interleave(F&, F&) {}
 inline void store(float* p, F x) { *p = x; }
 inline void store(BFloat16* p, F x) {
@@ -58,7 +58,7 @@ inline void store(Half* p, F x) {
   uint32_t half;
   if (magnitude > 0x7f800000) {
     half = 0x7e00;
-  } else if (magnitude >= 0x477ff000) {  // from 65520 on
+  } else if (magnitude >= 0x477ff000) {  // 65520 and larger
     half = 0x7c00;
   } else if (magnitude < 0x38800000) {  // below 2^-14: adding 0.5 rounds to multiples of 2^-24
     half = bits_of(from_bits(magnitude) + 0.5f) - 0x3f000000;

@@ -1,5 +1,5 @@
-// One decode step of SparQ, docs/spec/sparq.md. A head is one task; where there are fewer heads than workers, its keys
-// are cut into parts, scored and searched each for itself.
+// One decode step of SparQ, docs/spec/sparq.md. A head is one task. If there are fewer heads than workers, the keys of
+// a head are divided into splits, which are scored and searched separately.
 
 #include <cmath>
 
@@ -9,8 +9,8 @@ namespace sparse {
 
 namespace sparq {
 
-constexpr int64_t kLeastKeys = 2048;  // of a part
-constexpr int64_t kCollected = 256;   // keys between looks at the reservoir
+constexpr int64_t kLeastKeys = 2048;  // minimum keys of a split
+constexpr int64_t kCollected = 256;   // keys between two updates of the reservoir
 
 size_t Step::head_bytes(int64_t blocks) const {
   return rows_bytes(G, a.D) + Scratch::size<float>(G * s.rank) + Scratch::size<int32_t>(s.rank) +
@@ -35,7 +35,7 @@ Head Step::take_head(Scratch& scratch, int64_t b, int64_t h, int64_t blocks) con
   return head;
 }
 
-// (sparq.5), and the best keys of (sparq.6) that are not local.
+// (sparq.5), and the best keys of (sparq.6) outside the local window.
 void Step::search(const Head& head, int64_t from, int64_t to, Reservoir& best) const {
   const int64_t local = head.end - std::min(s.local_window, head.end - head.first);
   for (int64_t block = from; block < to; block++) {
@@ -57,14 +57,14 @@ float Step::share(const Head& head, int64_t g, int64_t key) const {
   return score * head.factors[block * G + g];
 }
 
-// (sparq.8), (sparq.10): the mass that was not attended goes to the mean value.
+// (sparq.8), (sparq.10): adds the mean value, weighted by the softmax mass of the unselected keys.
 void Step::mix(const Head& head, int64_t g, const int32_t* chosen, int64_t count) const {
   float *out = head.rows.output + g * a.D, alpha = 0;
   for (int64_t i = 0; i < count; i++) alpha += share(head, g, chosen[i]);
   for (int64_t d = 0; d < a.D; d++) out[d] = alpha == 1 ? out[d] : alpha * out[d] + (1 - alpha) * head.mean[d];
 }
 
-// (sparq.7) to (sparq.10) over the best keys and the local ones.
+// (sparq.7) to (sparq.10) over the best keys and the local window.
 void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch& scratch) const {
   const int64_t valid = head.end - head.first, D = a.D;
   int32_t* chosen = scratch.take<int32_t>(s.top_k);
@@ -108,7 +108,7 @@ void Step::whole_head(int64_t b, int64_t h) const {
   finish(head, best.indices(), best.size(), scratch);
 }
 
-// The same with the keys of each head cut into parts; every part brings its own best keys.
+// The same with the keys of each head divided into splits. Every split contributes its best keys.
 void Step::in_parts(int64_t parts, const Pool& pool) const {
   const int64_t heads = a.B * a.Hkv;
   int64_t blocks = 0;

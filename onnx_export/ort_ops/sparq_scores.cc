@@ -6,7 +6,7 @@
 
 namespace sparse::sparq {
 
-// Mean value (sparq.9) and deviation of (sparq.1), or what takes its place.
+// Mean value (sparq.9), and the deviation of (sparq.1) or its replacement (sparq.22).
 void Step::statistics(Head& head) const {
   const int64_t D = a.D, at = (head.b * a.Hkv + head.h) * D;
   if (s.codes) {
@@ -86,7 +86,7 @@ void Step::score(const Head& head, int64_t from, int64_t to) const {
   }
 }
 
-// (sparq.21) of the keys of a block: whole groups, and the tail from rows of K.
+// (sparq.21) for the keys of a block: full groups from the codes, and the tail from rows of K.
 void Step::score_codes(const Head& head, Span keys, float* scores) const {
   const int64_t row = s.groups * kRecord, rank = s.rank, D = a.D;
   const int64_t place = keys.low - head.first, tail = head.first + (head.end - head.first) / kGroup * kGroup;
@@ -122,8 +122,8 @@ void Step::score_codes(const Head& head, Span keys, float* scores) const {
   }
 }
 
-// The sums of (sparq.4). A head with a logit that is NaN or +inf has no softmax and ranks nothing but those keys, whose
-// scores are NaN.
+// The sums of (sparq.4). If a logit is NaN or +inf, the head has no softmax. The scores of these keys are NaN, and the
+// head ranks no other keys.
 void Step::normalise(const Head& head) const {
   for (int64_t g = 0; g < G; g++) {
     float *tops = head.tops + g * head.blocks, *sums = head.sums + g * head.blocks, most, unused;

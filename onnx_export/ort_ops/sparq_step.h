@@ -1,4 +1,4 @@
-// A decode step of SparQ: how the keys of a head are cut, what is kept of a head, and the parts of the step.
+// A decode step of SparQ: the grid of blocks, the state of a head, and the parts of the step.
 #pragma once
 
 #include "attention.h"
@@ -6,10 +6,10 @@
 
 namespace sparse::sparq {
 
-constexpr int64_t kUnbroken = int64_t(1) << 40;  // keys of a chunk where there are no chunks
+constexpr int64_t kUnbroken = int64_t(1) << 40;  // chunk length for caches without chunks
 
-// How the keys of a head are cut into blocks of scores: at most kScoreBlock keys of one chunk. Coded ones count from the
-// first valid key, so that their blocks are whole groups.
+// Division of the keys of a head into blocks of scores, at most kScoreBlock keys of one chunk. Quantized keys count
+// from the first valid key, so that their blocks are whole groups.
 struct Grid {
   int64_t lanes, size, per_chunk, stride;
 
@@ -26,21 +26,21 @@ struct Grid {
 struct Head {
   int64_t b, h, first, end;
   int64_t block0, blocks;  // of the grid
-  bool everything;         // no choice to be made
+  bool everything;         // all keys are attended, without selection
   Rows rows;               // exact queries, and the output
-  float* packed;           // queries over the components, times c / t: as `approximate` takes them
+  float* packed;           // queries over the components, times c / t, in the layout of `approximate`
   int32_t* components;
   float *mean, *deviation;  // (D)
-  const float* centre;      // (D), of coded keys
+  const float* centre;      // (D), of int4 scoring keys
   float* component;         // (D): scores of the components
   int32_t* work;            // (D)
   float* scores;            // (blocks, G, stride): exp(a - top) of the block
   float* tops;              // (G, blocks): largest a of the block, then exp(top - largest of all)
   float* sums;              // (G, blocks): of exp(a - top)
-  float* factors;           // (blocks, G): what makes s of the scores
+  float* factors;           // (blocks, G): factors that convert scores to s
 };
 
-// sparq_scores.cc has what comes before the choice of keys, sparq.cc the choice and the attention.
+// sparq_scores.cc computes the scores, sparq.cc the selection and the attention.
 class Step {
  public:
   Step(const Attention& a, const SparQ& s) : a(a), s(s), grid(s.codes ? kUnbroken : s.lanes), G(a.G()) {}
@@ -65,7 +65,7 @@ class Step {
     int32_t* index = scratch.take<int32_t>(room);
     return Reservoir(*a.kernels, k, z, index, scratch.take<int32_t>(room));
   }
-  int64_t chosen(const Head& head) const {  // keys that compete: all but the local ones
+  int64_t chosen(const Head& head) const {  // number of selected keys outside the local window
     return s.top_k - std::min(s.local_window, head.end - head.first);
   }
   size_t finish_bytes() const { return Scratch::size<int32_t>(s.top_k) + Scratch::size<float>(G * kBlock); }

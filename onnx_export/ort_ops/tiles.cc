@@ -1,4 +1,4 @@
-// The inner loops of prompts, for the instruction set that SPARSE_TILES names.
+// The inner loops of prefill for the instruction set of SPARSE_TILES.
 
 #include "kernels.h"
 
@@ -7,9 +7,9 @@
 namespace {
 
 constexpr float kInfinity = __builtin_inff();
-constexpr float kLowest = -3.4028234e38f;  // takes the place of -inf where it is subtracted
+constexpr float kLowest = -3.4028234e38f;  // replaces -inf in subtractions
 
-// R lines and N vectors of a product, held in registers.
+// R lines and N vectors of a product, in registers.
 template <int R, int N>
 inline void product(const float* a, int64_t row, int64_t column, const float* b, float* c, int k, int width, bool add) {
   F total[R][N];

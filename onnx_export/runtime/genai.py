@@ -1,4 +1,4 @@
-"""``genai_config.json``: what onnxruntime-genai wants to know of an exported model."""
+"""Write ``genai_config.json``, the configuration of an exported model for onnxruntime-genai."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write genai_config.json beside a model.onnx whose inputs and outputs are named as the exporter names them.
 
     Args:
-        folder: where model.onnx lies.
-        config: config.json of the model: its ``eos_token_id`` and, where it has them, ``bos_token_id`` and
-            ``pad_token_id`` and the sizes of the network.
+        folder: the folder of model.onnx.
+        config: config.json of the model: ``eos_token_id`` and, if present, ``bos_token_id``, ``pad_token_id`` and the
+            sizes of the network.
 
     Raises:
         ArtefactError: model.onnx has no caches.
@@ -49,7 +49,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     }
     outputs = {"logits": "logits", "present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
     states = [state for state in (*RECURRENT, "conv") if any(name.startswith(f"past_{state}.") for name in shapes)]
-    # genai carries two states of a layer beside its keys and values, by these names.
+    # genai supports two states of a layer in addition to keys and values, with these names.
     for role, state in zip(("recurrent", "conv"), states, strict=False):
         inputs[f"past_{role}_names"] = f"past_{state}.%d"
         outputs[f"present_{role}_names"] = f"present_{state}.%d"
@@ -57,9 +57,9 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     pad = config.get("pad_token_id")
     bos = config.get("bos_token_id")
     model = {
-        "type": "decoder",  # of no family in particular: the graph says it all
+        "type": "decoder",  # the generic type: all properties are in the graph
         "vocab_size": vocabulary,
-        "context_length": length,  # genai refuses to go beyond it
+        "context_length": length,  # genai refuses longer texts
         "eos_token_id": ends,
         "pad_token_id": int(pad if pad is not None else ends[0] if ends else 0),
         **({} if bos is None else {"bos_token_id": int(bos)}),
@@ -75,22 +75,23 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
             "outputs": outputs,
         },
     }
-    # Prompts in pieces, which bound the memory that a call takes.
+    # Prefill in chunks limits the memory of a call.
     piece = int(said.get("mlx_sparse.prompt_piece", PIECE))
     search = {"do_sample": False, "max_length": length, "past_present_share_buffer": True, "chunk_size": piece}
     _write(folder, {"model": model, "search": search})
 
 
 def ends_of(config: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that end a text, read from a config.json."""
+    """Return the end-of-sequence tokens of a config.json."""
     eos = config.get("eos_token_id")
     return [int(token) for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])]
 
 
 def add_native_library(folder: Path) -> Path:
-    """Copy the native kernels into an exported folder and have onnxruntime-genai load them; return the copy.
+    """Copy the native kernels into an exported folder, register them in genai_config.json, and return the copy.
 
-    genai loads libraries from the folder of the model only. The folder then fits machines like this one.
+    onnxruntime-genai loads libraries from the folder of the model only. The folder then requires the operating system
+    and processor type of this machine.
 
     Raises:
         BackendUnavailable: the kernels were not built.

@@ -1,4 +1,4 @@
-"""Find the library of native kernels, and make sessions that use it."""
+"""Find the library of native kernels, and make session options that use it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NOT_BUILT = "the library of native ONNX Runtime kernels was not built: there was
 
 
 def library_path() -> Path:
-    """Return the library for ONNX Runtime's ``SessionOptions.register_custom_ops_library``.
+    """Return the path of the library for ONNX Runtime's ``SessionOptions.register_custom_ops_library``.
 
     Raises:
-        BackendUnavailable: it was not built, does not load, or is of another version than this package.
+        BackendUnavailable: the library was not built, does not load, or its version differs from this package.
     """
     found = _found()
     reason = unavailable()
@@ -44,13 +44,13 @@ def unavailable() -> str | None:
 
 
 def session_options(native: str = "auto") -> onnxruntime.SessionOptions:
-    """New session options; with "auto" nodes run the native kernels where those were built, with "off" their bodies.
+    """Return new session options. "auto" uses the native kernels if they were built, "off" the function bodies.
 
-    The kernels are registered here, and must not be a second time.
+    This function registers the kernels. Do not register them again.
 
     Raises:
-        ConfigError: ``native`` is neither.
-        BackendUnavailable: there is a library, but it does not load or is of another version.
+        ConfigError: ``native`` is neither "auto" nor "off".
+        BackendUnavailable: the library does not load, or its version differs from this package.
     """
     check_choice("native", native, ("auto", "off"))
     import onnxruntime
@@ -62,7 +62,7 @@ def session_options(native: str = "auto") -> onnxruntime.SessionOptions:
 
 
 def _found() -> Path | None:
-    from mlx_sparse import __path__ as folders  # an editable install has two: the sources and what was built
+    from mlx_sparse import __path__ as folders  # an editable install has two: the sources and the build
 
     return next((path for folder in folders if (path := Path(folder) / LIBRARY).is_file()), None)
 

@@ -1,4 +1,4 @@
-"""``mlx-sparse run-onnx``: text from an exported model, on plain onnxruntime."""
+"""Run ``mlx-sparse run-onnx``: generate text with an exported model on onnxruntime."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ RULE = "=" * 10
 
 
 def main(argv: Sequence[str]) -> int:
-    """Generate text; return the exit code."""
+    """Generate text and return the exit code."""
     args = _parser().parse_args(argv)
     pick = sampler(args.temp, args.top_p, args.seed)
     if args.max_tokens is not None:
         check_int("--max-tokens", args.max_tokens, 1)
     prompt = _prompt(args.prompt)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # not every terminal has every character
+        sys.stdout.reconfigure(errors="replace")  # some terminals cannot encode every character
     runner = Runner(args.model, native=args.native, threads=args.threads)
     tokenizer = load_tokenizer(runner.path.parent)
     tokens = encode(tokenizer, prompt, chat=not args.ignore_chat_template)
-    # Without a wish for more, as many as fit.
+    # By default generate as many tokens as fit.
     wanted = args.max_tokens or max(1, min(MAX_TOKENS, runner.max_length + 1 - len(tokens)))
     result = _generate(runner, tokenizer, tokens, wanted, pick, quiet=args.json)
     if args.json:
@@ -50,7 +50,7 @@ def _prompt(given: str) -> str:
         raise ConfigError("--prompt: expected text on standard input, which is closed.")
     try:
         text = sys.stdin.read() if given == "-" else given
-        text.encode()  # in some locales Python lets other bytes pass until here
+        text.encode()  # in some locales Python accepts other bytes before this line
     except UnicodeError:
         raise ConfigError("--prompt: expected text in UTF-8, got other bytes.") from None
     return text
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Result:
-    """One generated text."""
+    """A generated text with its measurements."""
 
     text: str
     prompt_tokens: int
@@ -91,7 +91,7 @@ class Result:
     kernels: str
 
     def summary(self) -> str:
-        """Return the lines after the text, in mlx-lm's form."""
+        """Return the lines after the text in mlx-lm's format."""
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {self.generation_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
@@ -100,7 +100,7 @@ class Result:
 
 
 def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pick: Pick, *, quiet: bool) -> Result:
-    """Stream the text unless ``quiet``. The first token belongs to the prompt's time, as with mlx-lm."""
+    """Generate the text, and stream it unless ``quiet``. The prompt time includes the first token, as in mlx-lm."""
     pieces: list[str] = []
     detokenizer = Detokenizer(tokenizer)
 
@@ -138,24 +138,24 @@ def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pi
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer in a folder; nothing is downloaded, and no code of the folder runs.
+    """Load the tokenizer of a folder without downloads and without running code of the folder.
 
     Raises:
-        ArtefactError: there is none that loads.
+        ArtefactError: the folder has no valid tokenizer.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch: none is needed
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # about missing PyTorch, which is not needed
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever the file makes the parsers raise
+    except Exception as error:  # a damaged file can make the parsers raise any type
         raise ArtefactError(f"model: expected a tokenizer in {folder}, got: {first_line(error)}") from None
 
 
 def encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
-    """Tokens of a prompt, as a message of a user if the tokenizer has a form for chats and ``chat`` is true."""
+    """Return the tokens of a prompt. If ``chat`` is True, apply the chat template of the tokenizer, if it has one."""
     templated = chat and tokenizer.chat_template is not None
     if templated:
         message = [{"role": "user", "content": prompt}]
@@ -172,11 +172,11 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
 
 
 class Detokenizer:
-    """Text of a stream of tokens, as soon as its characters are whole."""
+    """Incremental detokenizer that returns text as soon as its characters are complete."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []  # those said last, which decide about spaces, and those not yet said
+        self._tokens: list[int] = []  # the last returned tokens, which decide about spaces, and pending tokens
         self._said = 0
 
     def add(self, token: int) -> str:
@@ -202,7 +202,7 @@ class Detokenizer:
 
 
 def sampler(temp: float, top_p: float, seed: int | None) -> Pick:
-    """Return the sampler: the likeliest token for ``temp`` 0, otherwise a draw like mlx-lm's.
+    """Return a function that samples a token: the argmax if ``temp`` is 0, otherwise a draw as in mlx-lm.
 
     Raises:
         ConfigError: a negative temperature, or a ``top_p`` outside 0 to 1.

@@ -1,4 +1,4 @@
-"""Decoding with an exported model on plain onnxruntime."""
+"""Decode with an exported model on onnxruntime."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from . import native as kernels
 MODEL = "model.onnx"
 TYPES = (*build.TYPES.values(), onnx.TensorProto.INT64, onnx.TensorProto.INT16, onnx.TensorProto.UINT8)
 STATES = {"past_key_values.": "present.", **{f"past_{name}.": f"present_{name}." for name in (*RECURRENT, "conv")}}
-MOST_PIECE = 1 << 20  # tokens of a prompt at a time that a file may ask for
-MASK_STEP = 1024  # the mask grows by this: the graph looks at all of it for every token
+MOST_PIECE = 1 << 20  # largest prefill chunk in tokens that a file may request
+MASK_STEP = 1024  # growth of the mask in tokens; the graph reads the whole mask for every token
 
 Array = npt.NDArray[Any]
 Pick = Callable[[Array], int]
@@ -34,39 +34,39 @@ State = tuple[np.dtype[Any] | None, list[int]]
 
 
 class Runner:
-    """An exported model with caches of its own, decoding one batch.
+    """An exported model with its caches, which decodes one batch.
 
     Args:
         path: the folder that export-onnx wrote, or its model.onnx.
-        native: "auto" runs the native kernels where they were built, "off" the operators' bodies.
-        threads: of onnxruntime; None leaves it the choice.
-        batch: sequences decoded together.
+        native: "auto" runs the native kernels if they were built, "off" the function bodies of the operators.
+        threads: number of threads of onnxruntime; None selects its default.
+        batch: number of sequences that are decoded together.
 
     Attributes:
-        length: tokens so far, padding included.
-        caches: what the runtime reads and appends to, in memory that it shares, by the name of the graph's input.
-        max_length: tokens that fit.
-        native: whether the native kernels run.
+        length: number of tokens so far, padding included.
+        caches: arrays by the name of the graph's input. The runtime reads them and appends to them in place.
+        max_length: maximum number of tokens.
+        native: True if the native kernels run.
         eos: tokens that end a text.
-        metadata: what the exporter wrote about the model.
+        metadata: metadata that the exporter wrote about the model.
 
     Raises:
-        ArtefactError: the file is missing, damaged, not ours, or of a newer version.
-        BackendUnavailable: there are native kernels, but of another version.
+        ArtefactError: the file is missing, damaged, not written by export-onnx, or of a newer version.
+        BackendUnavailable: the version of the native kernels differs from this package.
     """
 
     def __init__(self, path: str | Path, *, native: str = "auto", threads: int | None = None, batch: int = 1) -> None:
         self.path = _model_file(Path(path))
         self.batch = check_int("batch", batch, 1)
         proto = _read(self.path)
-        # str: text that is no UTF-8 comes as bytes.
+        # protobuf returns bytes for text that is not UTF-8.
         self.metadata: Mapping[str, str] = {str(entry.key): str(entry.value) for entry in proto.metadata_props}
         _check_version(self.path, self.metadata)
         self.eos = _eos(self.path, self.metadata)
         states, vocabulary = _states(self.path, proto.graph)
         self._capacity = states["past_key_values.0.key"][1][2]
         self.max_length = _number(self.path, self.metadata, "max_length", self._capacity)
-        said = "mlx_sparse.prompt_piece" in self.metadata  # older files do not
+        said = "mlx_sparse.prompt_piece" in self.metadata  # older files lack it
         self._piece = _number(self.path, self.metadata, "prompt_piece", MOST_PIECE) if said else PIECE
         ours = any(opset.domain == DOMAIN for opset in proto.opset_import)  # none in files exported with --inline
         self._session = self._open(_options(native, threads))
@@ -75,11 +75,11 @@ class Runner:
         self._binding = self._session.io_binding()
         self.caches: dict[str, Array] = {}
         for name, (dtype, shape) in states.items():
-            assert dtype is not None  # or _states had refused it
+            assert dtype is not None  # _states raises otherwise
             array = self._zeros((self.batch, *shape[1:]), dtype)
             value = memory.ort_value(array)
             self._binding.bind_ortvalue_input(name, value)
-            self._binding.bind_ortvalue_output(_present(name), value)  # one buffer: appended to in place
+            self._binding.bind_ortvalue_output(_present(name), value)  # the same buffer: append in place
             self.caches[name] = array
         self._mask = self._bound_input("attention_mask", (self.batch, min(MASK_STEP, self._capacity)))
         self._logits = self._zeros((self.batch, 1, vocabulary), np.float32)
@@ -88,7 +88,7 @@ class Runner:
         self.length = 0
 
     def reset(self) -> None:
-        """Forget all tokens. The caches need no clearing: what is not masked is never read."""
+        """Remove all tokens. Keys and values are not cleared, because masked slots are never read."""
         self.length = 0
         self._mask[:] = 0
         for name, array in self.caches.items():
@@ -96,12 +96,12 @@ class Runner:
                 array[:] = 0
 
     def go_on_from(self, length: int) -> None:
-        """Take what was written into `caches` for ``length`` tokens, none of them padding.
+        """Continue from the ``length`` tokens that you wrote into `caches`, none of them padding.
 
-        It takes no token back: ``past_sums`` and ``past_summary`` are those of all tokens, so write them too.
+        Write ``past_sums`` and ``past_summary`` too. They summarize all tokens, so this method cannot remove tokens.
 
         Raises:
-            ConfigError: they do not fit.
+            ConfigError: the tokens exceed ``max_length``.
         """
         check_int("length", length, 1, self.max_length)
         wanted = min(-(-length // MASK_STEP) * MASK_STEP, self._capacity)
@@ -110,20 +110,22 @@ class Runner:
         self.length = length
 
     def step(self, tokens: npt.ArrayLike, left_padding: Sequence[int] | None = None) -> Array:
-        """Append ``tokens (batch, L)`` and return the logits ``(batch, vocabulary)`` of the last, until the next step.
+        """Append ``tokens (batch, L)`` and return the logits ``(batch, vocabulary)`` of the last token.
+
+        The next step overwrites the returned array.
 
         Args:
-            left_padding: tokens of each row that are padding; at the start only, and fewer than L.
+            left_padding: number of padding tokens of each row, smaller than L. Allowed in the first step only.
 
         Raises:
-            ShapeError: the tokens are no (batch, L), or more than fit.
-            ConfigError: padding that is too long or comes too late.
-            ArtefactError: the file does not run with these tokens. All tokens are forgotten, as they are after Ctrl-C.
+            ShapeError: the shape of the tokens is not (batch, L), or they exceed ``max_length``.
+            ConfigError: the padding is too long or does not come in the first step.
+            ArtefactError: the file does not run with these tokens. All tokens are removed then, as after Ctrl-C.
         """
         wanted = (self.batch, "L")
         try:
             given = np.asarray(tokens).astype(np.int64, casting="same_kind")
-        except (TypeError, ValueError):  # rows of unequal length, or no integers
+        except (TypeError, ValueError):  # rows of unequal length, or not integers
             raise ShapeError(f"tokens: expected integers of shape {wanted}, got others. Pad the rows.") from None
         if given.ndim != 2 or not given.size or len(given) != self.batch:
             raise ShapeError(f"tokens: expected shape {wanted}, got {given.shape}.")
@@ -147,17 +149,17 @@ class Runner:
         try:
             self._session.run_with_iobinding(self._binding)
             self.length += L
-        except BaseException as error:  # onnxruntime's exceptions share no other base, and Ctrl-C comes after the run
-            self.reset()  # who knows what was written
+        except BaseException as error:  # onnxruntime's exceptions have no common base; Ctrl-C is raised after the run
+            self.reset()  # the caches may be partly written
             if not isinstance(error, Exception):
                 raise
             raise ArtefactError(f"model: expected {self.path} to run, got: {first_line(error)}") from None
         return self._logits[:, 0]
 
     def prefill(self, prompt: Sequence[int]) -> Array:
-        """Append a prompt, for a batch of one, in pieces of bounded memory; return the logits of its last token.
+        """Append a prompt in chunks, for a batch of one, and return the logits of its last token.
 
-        The last token is a step of its own, so it attends as those after it, which is how mlx-lm runs a prompt.
+        The last token is a separate decode step, as in mlx-lm.
         """
         if not len(prompt):
             raise ConfigError("prompt: expected at least one token, got none.")
@@ -166,21 +168,21 @@ class Runner:
         while start < last:
             piece = self._piece
             if piece == last - start - 1:
-                piece += 1  # one token alone would be attended sparsely
+                piece += 1  # a chunk of one token would be a sparse decode step
             self.step([list(prompt[start : min(start + piece, last)])])
             start += piece
         return self.step([list(prompt[last:])])
 
     def generate(self, prompt: Sequence[int], max_tokens: int, pick: Pick | None = None) -> Iterator[int]:
-        """Append a prompt and yield the tokens that follow, at most ``max_tokens``, up to one that ends the text.
+        """Append a prompt and yield at most ``max_tokens`` generated tokens, up to an end-of-sequence token.
 
-        All but the last of them are appended too.
+        All yielded tokens except the last are appended too.
 
         Args:
-            pick: chooses a token by its logits ``(vocabulary,)``; None takes the likeliest.
+            pick: function that selects a token from its logits ``(vocabulary,)``; None selects the argmax.
 
         Raises:
-            ShapeError: prompt and tokens do not fit, said before anything runs.
+            ShapeError: prompt and tokens exceed ``max_length``. Raised before anything runs.
             ArtefactError: the file does not run with these tokens, or its logits are NaN.
         """
         if self.batch != 1:
@@ -208,7 +210,7 @@ class Runner:
     def _open(self, options: onnxruntime.SessionOptions, **how: Any) -> onnxruntime.InferenceSession:
         try:
             return onnxruntime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"], **how)
-        except Exception as error:  # see step
+        except Exception as error:  # onnxruntime's exceptions have no common base
             raise ArtefactError(f"model: expected {self.path} to load, got: {first_line(error)}") from None
 
     def _check_room(self, what: str, count: int) -> None:
@@ -245,7 +247,7 @@ def _present(past: str) -> str:
 
 def _options(mode: str, threads: int | None) -> onnxruntime.SessionOptions:
     options = kernels.session_options(mode)
-    options.log_severity_level = 4  # its errors come as exceptions
+    options.log_severity_level = 4  # errors are raised as exceptions
     if threads is not None:
         options.intra_op_num_threads = check_int("threads", threads, 1)
     return options
@@ -283,7 +285,7 @@ def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _states(path: Path, graph: onnx.GraphProto) -> tuple[dict[str, State], int]:
-    """Read and check the sizes of a file, which may be hostile.
+    """Read and validate the sizes of a file, which may be malicious.
 
     Return the type and shape of every cache, and the size of the vocabulary.
     """
@@ -312,7 +314,7 @@ def _states(path: Path, graph: onnx.GraphProto) -> tuple[dict[str, State], int]:
 
 
 def _state(info: onnx.ValueInfoProto) -> State:
-    """Type, None if it is none of ours, and sizes, 0 where they are open."""
+    """Return the type, None if it is unsupported, and the sizes, 0 for symbolic dimensions."""
     tensor = info.type.tensor_type
     kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type) if tensor.elem_type in TYPES else None
     return kind, [dim.dim_value for dim in tensor.shape.dim]

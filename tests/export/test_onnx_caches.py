@@ -1,4 +1,4 @@
-"""The ONNX operators that keep caches, against the oracle: bodies on runtimes, native kernels."""
+"""Compare the ONNX operators over caches with the oracle, as function bodies and as native kernels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Caches = dict[str, Array]
 
 
 def feed(attend: Operator, case: Case, arrays: tuple[Array, Array, Array], caches: Caches, *ends: int) -> Caches:
-    """The outputs for the last of pieces of queries, keys and values, up to each of ``ends``; one query is all."""
+    """Append queries, keys and values in chunks up to each of ``ends``, and return the outputs of the last chunk."""
     q, k, v = arrays
     for start, stop in pairwise((0, *ends)):
         queries = np.repeat(q, stop - start, axis=2) if q.shape[2] == 1 else q[:, :, start:stop]
@@ -58,7 +58,7 @@ def test_sparq_attention_after_a_prompt_equals_the_oracle(runtime: str, case: Ca
 
 @pytest.mark.parametrize("dense_below", [100, 101])
 @by_runtime
-def test_the_longest_row_decides_for_all(runtime: str, dense_below: int) -> None:
+def test_longest_row_decides_if_a_step_is_sparse(runtime: str, dense_below: int) -> None:
     case = Case(2, 4, 2, 100, 64, "f32")
     q, k, v = case.inputs()
     params = {**parameters(case, "paper"), "top_k": 8, "local_window": 2}
@@ -76,7 +76,7 @@ def test_the_longest_row_decides_for_all(runtime: str, dense_below: int) -> None
 
 @pytest.mark.parametrize("lanes", [1, 64, 192, 384])
 @by_runtime
-def test_component_major_keys_lie_as_documented_and_are_read_so(runtime: str, lanes: int) -> None:
+def test_component_major_keys_have_the_documented_layout(runtime: str, lanes: int) -> None:
     case = Case(2, 4, 2, 250, 80, "f32")
     q, k, v = case.inputs()
     params = parameters(case, "robust")
@@ -90,8 +90,8 @@ def test_component_major_keys_lie_as_documented_and_are_read_so(runtime: str, la
 
 
 @by_runtime
-def test_components_far_from_zero_keep_their_deviation(runtime: str) -> None:
-    # As in models whose keys have biases: float32 sums of k and k^2 would lose the deviation here.
+def test_deviation_is_accurate_for_components_far_from_zero(runtime: str) -> None:
+    # Keys with large means, as in models with key biases: float32 sums of k and k^2 would lose the deviation.
     case = Case(2, 2, 2, 4000, 64, "f32", padding=(0, 600))
     rng = np.random.default_rng(0)
     q, k, v = case.inputs()

@@ -1,4 +1,4 @@
-"""What the exporter chooses where nobody else does."""
+"""Check the defaults of the exporter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_sparse.methods import SparQ
 @pytest.mark.parametrize(
     ("length", "lanes"), [(1, 64), (64, 64), (100, 64), (4096, 4096), (4097, 256), (5000, 1024), (131072, 4096)]
 )
-def test_lanes_are_as_many_as_waste_little(length: int, lanes: int) -> None:
+def test_lanes_for_common_lengths(length: int, lanes: int) -> None:
     assert lanes_for(length) == lanes
 
 

@@ -1,4 +1,4 @@
-"""Exported models: the same tokens as mlx-lm, whatever the family."""
+"""Check that exported models of all families generate the tokens of mlx-lm."""
 
 from __future__ import annotations
 
@@ -31,32 +31,31 @@ from mlx_sparse.checks import ArtefactError
 METHODS = {
     "dense": "dense",
     "sparq": "sparq:rank=4,top_k=4,dense_below=0,key_bits=16",
-    # Every other choice, component-major keys among them, and dense for the first eight steps.
+    # All other settings, and dense for the first eight steps.
     "late": "sparq:rank=6,top_k=16,local_window=3,reallocate=true,component_score=query_key,dense_below=33,key_bits=16",
     "saap": SAAP_FILE,
 }
 MIXED = "sparq:rank=4,top_k=2,local_window=1,reallocate=true,component_score=query_key,dense_below=0,key_bits=16"
 SAMPLED = f"sample:block_size=32,dense_below=0+{METHODS['sparq']}"
-by_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 TABLES = json.loads(Path(__file__).with_suffix(".json").read_text())
 VARIANTS, SAAP_VARIANTS = TABLES["variants"], TABLES["variants with SAAP"]
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 
 
 @pytest.mark.parametrize(("family", "method"), covering(list(families.FAMILIES), list(METHODS.values())))
-def test_tokens_of_every_family_are_those_of_mlx(tmp_path: Path, family: str, method: str) -> None:
+def test_every_family_generates_the_tokens_of_mlx(tmp_path: Path, family: str, method: str) -> None:
     Made(tmp_path, family, method, max_length=128).check_tokens()
 
 
 @pytest.mark.parametrize("variant", some(list(VARIANTS), 8))
-def test_tokens_of_variants_are_those_of_mlx(tmp_path: Path, variant: str) -> None:
+def test_variants_generate_the_tokens_of_mlx(tmp_path: Path, variant: str) -> None:
     given = VARIANTS[variant]
     method = "sparq:rank=4,top_k=4,dense_below=33,key_bits=16"
     Made(tmp_path, given["family"], method, given["changes"]).check_tokens()
 
 
 @pytest.mark.parametrize("variant", SAAP_VARIANTS)
-def test_tokens_of_variants_with_saap_are_those_of_mlx(tmp_path: Path, variant: str) -> None:
+def test_saap_variants_generate_the_tokens_of_mlx(tmp_path: Path, variant: str) -> None:
     made = Made(tmp_path, "llama", **{"method": SAAP_FILE, **SAAP_VARIANTS[variant]})
     made.check_tokens()
     assert "SaapAttention" in made.nodes
@@ -75,7 +74,7 @@ def test_tokens_of_variants_with_saap_are_those_of_mlx(tmp_path: Path, variant: 
         ("llama", SAAP_FILE, "auto"),
     ],
 )
-def test_left_padded_rows_are_those_of_mlx(tmp_path: Path, family: str, method: str, kernels: str) -> None:
+def test_left_padded_rows_equal_mlx(tmp_path: Path, family: str, method: str, kernels: str) -> None:
     need(kernels)
     made = Made(tmp_path, family, method, SLIDING if family == "smollm3" else {}, max_length=128)
     padding = [5, 0]
@@ -97,7 +96,7 @@ def test_left_padded_rows_are_those_of_mlx(tmp_path: Path, family: str, method: 
     assert np.abs(np.array(got) - np.array(expected)).max() < FLOAT32 * np.abs(expected).max()
 
 
-@functools.lru_cache(maxsize=1)  # a test asks one file several times
+@functools.lru_cache(maxsize=1)  # a test uses one file several times
 def session_of(file: Path, kernels: str) -> ort.InferenceSession:
     options = native.session_options(kernels)
     options.log_severity_level = 4
@@ -105,7 +104,7 @@ def session_of(file: Path, kernels: str) -> ort.InferenceSession:
 
 
 def outputs(made: Made, *calls: tuple[list[list[int]], list[list[int]]], kernels: str = "off") -> np.ndarray:
-    """Logits of the last of some calls, tokens and mask each, on caches that begin empty."""
+    """Run calls of (tokens, mask) with empty caches, and return the logits of the last call."""
     session = session_of(made.folder / "model.onnx", kernels)
     rows = len(calls[0][0])
     kinds = {"tensor(float)": np.float32, "tensor(int16)": np.int16, "tensor(uint8)": np.uint8}
@@ -129,7 +128,7 @@ def test_a_mask_may_be_longer_than_the_tokens(sparse_llama: Made) -> None:
 
 
 @pytest.mark.parametrize("mask", [[1, 1, 0, 1], [0, 1, 0, 1], [1, 1, 0, 0]])
-def test_a_mask_that_means_nothing_is_an_error_of_the_runtime(sparse_llama: Made, mask: list[int]) -> None:
+def test_an_invalid_mask_raises_a_runtime_error(sparse_llama: Made, mask: list[int]) -> None:
     with pytest.raises(Exception, match="ScatterND"):
         outputs(sparse_llama, ([[5, 6, 7]], [mask]))
 
@@ -138,13 +137,13 @@ def test_a_mask_that_means_nothing_is_an_error_of_the_runtime(sparse_llama: Made
     ("method", "kernels"),
     covering(["dense", METHODS["sparq"], MIXED, SAAP_FILE, SAMPLED, SAMPLE_SAAP], ["off", "auto"]),
 )
-def test_a_row_may_be_padding_throughout_and_begin_later(tmp_path: Path, method: str, kernels: str) -> None:
+def test_a_row_of_padding_may_get_tokens_later(tmp_path: Path, method: str, kernels: str) -> None:
     need(kernels)
     made = Made(tmp_path, "llama", method)
     one, other = tiny_models.prompt_of(9, 1), tiny_models.prompt_of(3, 2)
     rows = [one, [5] * 6 + other]
     mask = [[1] * 9, [0] * 6 + [1] * 3]
-    # The second row has no token in the first two pieces, the second of which is a decode step.
+    # The second row has no token in the first two calls, the second of which is a decode step.
     pieces = [([row[a:b] for row in rows], [row[:b] for row in mask]) for a, b in ((0, 5), (5, 6), (6, 8), (8, 9))]
     first = outputs(made, pieces[0], kernels=kernels)
     assert np.isfinite(first).all()
@@ -179,7 +178,9 @@ FORMS: dict[str, dict[str, Any]] = {
         *(("llama", method, form, 230) for method, form in ((SAMPLE, "inline"), (SAMPLE_SAAP, "float16"))),
     ],
 )
-def test_other_forms_say_the_same(tmp_path: Path, family: str, method: str, form: str, length: int) -> None:
+def test_other_formats_generate_the_same_tokens(
+    tmp_path: Path, family: str, method: str, form: str, length: int
+) -> None:
     options = FORMS[form]
     made = Made(tmp_path, family, method, max_length=320, **options)
     profile = COMPAT if options.get("compat") else DEFAULT
@@ -212,7 +213,7 @@ def test_other_forms_say_the_same(tmp_path: Path, family: str, method: str, form
         (CODED, "rank", -1),
     ],
 )
-def test_a_file_that_attends_otherwise_than_mlx_is_not_kept(
+def test_a_file_with_other_attributes_than_mlx_is_rejected(
     tmp_path: Path, method: str, name: str, change: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = compare.copy_for_check
@@ -228,7 +229,7 @@ def test_a_file_that_attends_otherwise_than_mlx_is_not_kept(
         return model
 
     monkeypatch.setattr(compare, "copy_for_check", other_copy)
-    with pytest.raises(ArtefactError, match="Nothing was kept"):
+    with pytest.raises(ArtefactError, match="Nothing was written"):
         Made(tmp_path, "llama", method, {"num_hidden_layers": 3}, max_length=320)
     assert not (tmp_path / "exported").exists()
 
@@ -255,13 +256,13 @@ def test_half_precision_is_stored_and_widened(tmp_path: Path, method: str, state
     assert types[f"past_{state}.0"] == onnx.TensorProto.FLOAT
     stored = {t.name: t.data_type for t in proto.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL}
     assert {kind for name, kind in stored.items() if "proj" in name or "embed" in name} == {element}
-    # The rounding of half precision, and no more: with float32 caches the sparse step agrees to float32.
+    # Only the rounding of half precision: with float32 caches the sparse step agrees to float32.
     precision = {"float16": 2**-11, "bfloat16": 2**-8}[dtype]
     assert made.agreement.dense < 20 * precision * made.agreement.largest
     assert made.agreement.sparse < FLOAT32 * made.agreement.largest
 
 
-def test_inputs_and_outputs_are_those_of_the_documentation(tmp_path: Path) -> None:
+def test_inputs_and_outputs_are_as_documented(tmp_path: Path) -> None:
     made = Made(tmp_path, "llama", "sparq:rank=4,top_k=4", {"num_hidden_layers": 3}, max_length=60)
     pasts = [f"past_key_values.{i}.{part}" for i in range(5) for part in ("key", "value")]
     pasts += [f"{name}.{i}" for name in ("past_sums", "past_conv") for i in range(3)]
@@ -282,7 +283,7 @@ def test_inputs_and_outputs_are_those_of_the_documentation(tmp_path: Path) -> No
     assert {file.name for file in made.folder.iterdir()} == names
 
 
-def test_a_file_carries_codes_where_they_are_asked_for_and_says_what_mlx_says(tmp_path: Path) -> None:
+def test_int4_scoring_keys_generate_the_tokens_of_mlx(tmp_path: Path) -> None:
     made = Made(tmp_path, "llama", CODED, {"num_hidden_layers": 3}, max_length=256)
     names = {tensor.name for tensor in made.proto.graph.input}
     pasts = {f"past_key_values.{i}.{part}" for i in range(3) for part in ("key", "value")}
@@ -292,7 +293,7 @@ def test_a_file_carries_codes_where_they_are_asked_for_and_says_what_mlx_says(tm
     made.check_tokens(120)  # the second group is full after 8 more
 
 
-def test_without_genai_there_is_nothing_for_it(tmp_path: Path) -> None:
+def test_no_genai_omits_its_files_and_states(tmp_path: Path) -> None:
     made = Made(tmp_path, "llama", METHODS["sparq"], {"num_hidden_layers": 3}, genai=False)
     names = [tensor.name for tensor in made.proto.graph.input]
     assert not any(name.startswith("past_conv") or name == "past_key_values.4.value" for name in names)
@@ -300,7 +301,7 @@ def test_without_genai_there_is_nothing_for_it(tmp_path: Path) -> None:
     made.check_tokens()
 
 
-def test_a_file_has_component_major_keys_unless_codes_are_named(tmp_path: Path) -> None:
+def test_int4_scoring_keys_must_be_set_explicitly(tmp_path: Path) -> None:
     (tmp_path / "attn.toml").write_text("[sparq]\nrank = 8\n")
     for text, file, bits in (
         ("sparq", None, 16),

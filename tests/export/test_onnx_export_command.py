@@ -1,4 +1,4 @@
-"""The command export-onnx: what it refuses, in one line, and that it leaves nothing behind then."""
+"""Check the command export-onnx: its one-line errors, and that a failed export leaves no files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run the command into tmp_path/out; what it printed on standard error, or on standard output if all went well."""
+    """Return a function that runs the command with output tmp_path/out and returns its error or its output."""
 
     def call(model: object, *options: str, out: str = "out") -> str:
         try:
@@ -56,12 +56,12 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str
 
 
 def assert_refused(message: str, expected: str, folder: Path) -> None:
-    """One line that says it, and nothing beside what was in the folder before."""
+    """Assert that the message is a one-line error and that the folder has no new files."""
     assert re.fullmatch(rf"export-onnx: error: [^\n]*{expected}[^\n]*\n", message), message
     assert [file.name for file in folder.iterdir()] in ([], ["model"])
 
 
-def test_it_is_a_subcommand_of_mlx_sparse_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_is_a_subcommand_of_mlx_sparse(capsys: pytest.CaptureFixture[str]) -> None:
     said = []
     for call in (lambda: command.main(["--help"]), lambda: cli.main(["export-onnx", "--help"])):
         with pytest.raises(SystemExit) as stop:
@@ -74,7 +74,7 @@ def test_it_is_a_subcommand_of_mlx_sparse_too(capsys: pytest.CaptureFixture[str]
     assert re.search(r"^ +export-onnx\b", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_a_model_is_exported_and_the_check_is_told(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
+def test_export_prints_the_method_and_the_verification(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
     said = run(llama, "--method", SPARQ, "--max-length", "100")
     assert re.match(
         r".*/out: sparq:rank=4,top_k=4,.*, 100 tokens, 0 MB.\nChecked on onnxruntime: logits of up to", said
@@ -83,14 +83,14 @@ def test_a_model_is_exported_and_the_check_is_told(run: Callable[..., str], llam
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
-def test_every_end_token_is_told(run: Callable[..., str], tmp_path: Path) -> None:
+def test_metadata_contains_every_end_token(run: Callable[..., str], tmp_path: Path) -> None:
     run(changed(tmp_path / "model", eos_token_id=[0, 5]), "--method", SPARQ, "--max-length", "64")
     proto = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
     said = {entry.key: entry.value for entry in proto.metadata_props}
     assert json.loads(said["mlx_sparse.eos_token_ids"]) == [0, 5]
 
 
-def test_parameters_come_from_a_file_too(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
+def test_attn_config_sets_parameters(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
     (tmp_path / "attn.toml").write_text("[sparq]\nrank = 5\ntop_k = 9\n")
     said = run(llama, "--attn-config", str(tmp_path / "attn.toml"), "--method", "sparq:top_k=7")
     assert "sparq:rank=5,top_k=7" in said
@@ -129,7 +129,7 @@ def changed(folder: Path, **config: Any) -> Path:
 
 
 def with_weights(folder: Path, change: Callable[[dict[str, mx.array]], Any]) -> Path:
-    """The model in a folder, or else a tiny llama, with other weights."""
+    """Change the weights of the model in a folder, or of a new tiny llama."""
     file = (folder if folder.exists() else tiny_models.write(folder)) / "model.safetensors"
     arrays = dict(mx.load(str(file)))
     mx.eval(arrays)
@@ -139,7 +139,7 @@ def with_weights(folder: Path, change: Callable[[dict[str, mx.array]], Any]) -> 
 
 
 def float16_caches(folder: Path) -> Path:
-    """A tiny llama whose keys are larger than float16 holds, though its weights are not."""
+    """Write a tiny llama whose keys exceed float16, although its weights do not."""
 
     def change(weights: dict[str, mx.array]) -> None:
         norm = "model.layers.0.input_layernorm.weight"
@@ -149,7 +149,7 @@ def float16_caches(folder: Path) -> Path:
 
 
 def cut(folder: Path, count: int) -> Path:
-    """A tiny llama whose file of weights ends early."""
+    """Write a tiny llama whose weight file is truncated."""
     file = tiny_models.write(folder) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:count])
     return folder
@@ -160,8 +160,8 @@ def without(folder: Path, name: str) -> Path:
     return folder
 
 
-def quantised(folder: Path, **how: Any) -> Path:
-    """A tiny llama with quantised weights."""
+def quantized(folder: Path, **how: Any) -> Path:
+    """Write a tiny llama with quantized weights."""
     changed(folder, intermediate_size=96, quantization=how)
     model = tiny_models.build(intermediate_size=96)
     nn.quantize(model, **how)
@@ -172,23 +172,23 @@ def quantised(folder: Path, **how: Any) -> Path:
 DOWN = "model.layers.1.mlp.down_proj"
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "3 bits": (
-        lambda p: quantised(p, bits=3, group_size=32),
+        lambda p: quantized(p, bits=3, group_size=32),
         "model.embed_tokens: expected a weight of 4 or 8 bits, got 3. Export with --dtype float32",
     ),
     "mxfp4": (
-        lambda p: quantised(p, bits=4, group_size=32, mode="mxfp4"),
-        "model.embed_tokens: expected affine quantised weights, got mode mxfp4",
+        lambda p: quantized(p, bits=4, group_size=32, mode="mxfp4"),
+        "model.embed_tokens: expected affine quantized weights, got mode mxfp4",
     ),
     "codes of another type": (
         lambda p: with_weights(
-            quantised(p, bits=4, group_size=32),
+            quantized(p, bits=4, group_size=32),
             lambda w: w.update({f"{DOWN}.weight": w[f"{DOWN}.weight"].view(mx.int32)}),
         ),
         "--model: expected a model that mlx-lm can load",
     ),
     "scales of another shape": (
         lambda p: with_weights(
-            quantised(p, bits=4, group_size=32), lambda w: w.update({f"{DOWN}.scales": w[f"{DOWN}.scales"][:, :1]})
+            quantized(p, bits=4, group_size=32), lambda w: w.update({f"{DOWN}.scales": w[f"{DOWN}.scales"][:, :1]})
         ),
         "--model: expected a model that mlx-lm can load",
     ),
@@ -234,7 +234,7 @@ def test_weights_too_large_for_the_type_are_refused(run: Callable[..., str], tmp
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "link"])
-def test_what_is_there_stays_as_it_was(run: Callable[..., str], llama: Path, tmp_path: Path, what: str) -> None:
+def test_existing_output_is_not_changed(run: Callable[..., str], llama: Path, tmp_path: Path, what: str) -> None:
     out, kept = tmp_path / "out", tmp_path / "kept"
     kept.mkdir()
     {
@@ -248,9 +248,7 @@ def test_what_is_there_stays_as_it_was(run: Callable[..., str], llama: Path, tmp
     assert sorted((path, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
 
 
-def test_an_empty_folder_is_taken_and_missing_ones_are_made(
-    run: Callable[..., str], llama: Path, tmp_path: Path
-) -> None:
+def test_empty_and_missing_folders_are_accepted(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     for out in ("out", "new/folders/out"):
         run(llama, "--method", SPARQ, "--max-length", "64", out=out)
@@ -288,7 +286,7 @@ def test_a_full_disk_leaves_nothing_behind(run: Callable[..., str], llama: Path,
     assert_refused(message, "-o: expected a folder that can be written.*File too large", tmp_path)
 
 
-def test_being_ended_leaves_nothing_behind(
+def test_sigterm_leaves_nothing_behind(
     run: Callable[..., str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
@@ -297,9 +295,7 @@ def test_being_ended_leaves_nothing_behind(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_leftovers_of_killed_exports_are_removed_and_others_stay(
-    run: Callable[..., str], llama: Path, tmp_path: Path
-) -> None:
+def test_only_leftovers_of_killed_exports_are_removed(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "file").write_text("theirs")
@@ -320,7 +316,7 @@ def test_leftovers_of_killed_exports_are_removed_and_others_stay(
     assert (tmp_path / ".other.1.partial").exists()
 
 
-def test_the_folder_has_the_rights_that_new_folders_have(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
+def test_the_folder_has_default_permissions(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     run(llama, "--method", SPARQ, "--max-length", "64")
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "new").stat().st_mode
@@ -351,7 +347,7 @@ def test_keys_too_large_for_the_type_are_refused(run: Callable[..., str], tmp_pa
     assert_refused(message, "--dtype: expected a type that holds keys and values, got float16", tmp_path)
 
 
-def test_somebody_elses_folder_of_that_name_wins(
+def test_a_folder_that_appears_meanwhile_is_not_replaced(
     run: Callable[..., str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = export.compare
@@ -395,15 +391,15 @@ def _attributes(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
 
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_file_that_computes_something_else_is_not_kept(
+def test_a_file_with_wrong_logits_is_rejected(
     run: Callable[..., str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, dtype: str
 ) -> None:
     WRONG[what](monkeypatch)
-    expected = "model.onnx: expected logits within .* of MLX's, got .* attention.*Nothing was kept"
+    expected = "model.onnx: expected logits within .* of MLX's, got .* attention.*Nothing was written"
     assert_refused(run(llama, "--method", SPARQ, "--dtype", dtype), expected, tmp_path)
 
 
-def test_a_step_that_gives_no_number_is_noticed(
+def test_nan_logits_are_rejected(
     run: Callable[..., str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = compare._steps

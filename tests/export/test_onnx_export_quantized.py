@@ -1,4 +1,4 @@
-"""Exported models with quantised weights."""
+"""Check exported models with quantized weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STORED = list(itertools.product((4, 8), (32, 64, 128), ("float32", "float16", "b
 
 
 def write(folder: Path, family: str, bits: int, group_size: int, dtype: str, *, tied: bool, trained: bool) -> Path:
-    """A tiny quantised model directory; of ``trained`` scales the biases are not multiples."""
+    """Write a tiny quantized model. With ``trained``, the biases are not multiples of the scales."""
     tiny_models.write(folder, family, tie_word_embeddings=tied, **SIZES)
     model = tiny_models.build(family, tie_word_embeddings=tied, **SIZES)
     model.update(tree_map(lambda array: array.astype(getattr(mx, dtype)), model.parameters()))
@@ -41,7 +41,7 @@ def write(folder: Path, family: str, bits: int, group_size: int, dtype: str, *, 
 
 
 def logits_of_mlx(source: Path, tokens: list[int]) -> np.ndarray:
-    """Logits of MLX in float32 after a prompt and after each token that follows it."""
+    """Return the float32 logits of MLX after a prompt and after each following token."""
     model = load_model(source)[0]
     model.update(tree_map(lambda a: a.astype(mx.float32) if a.dtype != mx.uint32 else a, model.parameters()))
     return np.array(model(mx.array([tokens]))[0, PROMPT - 1 :])
@@ -54,13 +54,13 @@ def logits_of_file(folder: Path, tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("bits", "group_size", "dtype"), some(STORED, 8))
-def test_logits_are_those_of_mlx(tmp_path: Path, bits: int, group_size: int, dtype: str) -> None:
+def test_logits_equal_mlx(tmp_path: Path, bits: int, group_size: int, dtype: str) -> None:
     tied = group_size == 64
     source = write(tmp_path / "source", "llama", bits, group_size, dtype, tied=tied, trained=False)
     made = export(str(source), tmp_path / "out", method="dense", max_length=64)
     tokens = tiny_models.prompt_of(PROMPT + STEPS)
     expected, got = logits_of_mlx(source, tokens), logits_of_file(tmp_path / "out", tokens)
-    # What rounding keys and values to the type of the caches does, and no more.
+    # The error of rounding keys and values to the type of the caches.
     precision = {"float32": FLOAT32, "float16": 2.0**-8, "bfloat16": 2.0**-5}[dtype]
     assert np.abs(got - expected).max() < precision * np.abs(expected).max()
     if dtype == "float32":
@@ -77,7 +77,7 @@ def test_logits_are_those_of_mlx(tmp_path: Path, bits: int, group_size: int, dty
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "phi3"])  # biases, and fused projections
-def test_trained_scales_are_exact_too(tmp_path: Path, family: str, bits: int) -> None:
+def test_trained_scales_are_exact(tmp_path: Path, family: str, bits: int) -> None:
     tied = family != "phi3"
     source = write(tmp_path / "source", family, bits, 32, "float32", tied=tied, trained=True)
     made = export(str(source), tmp_path / "out", method="sparq:rank=8,top_k=6", max_length=64)
@@ -88,7 +88,7 @@ def test_trained_scales_are_exact_too(tmp_path: Path, family: str, bits: int) ->
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
-def test_float32_asked_for_dequantises(tmp_path: Path, bits: int) -> None:
+def test_dtype_float32_dequantizes(tmp_path: Path, bits: int) -> None:
     source = write(tmp_path / "source", "llama", bits, 64, "bfloat16", tied=True, trained=False)
     export(str(source), tmp_path / "out", method="dense", max_length=64, dtype="float32")
     proto = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
@@ -98,8 +98,8 @@ def test_float32_asked_for_dequantises(tmp_path: Path, bits: int) -> None:
     assert np.abs(got - expected).max() < FLOAT32 * np.abs(expected).max()
 
 
-def test_a_layer_may_stay_unquantised_or_have_bits_of_its_own(tmp_path: Path) -> None:
-    """mlx_lm.convert's mixed recipes."""
+def test_layers_may_be_unquantized_or_have_other_bits(tmp_path: Path) -> None:
+    """Export a model of mlx_lm.convert's mixed recipes."""
     own = {"model.layers.0.mlp.down_proj": {"group_size": 32, "bits": 8}, "model.layers.1.self_attn.v_proj": False}
     source = tiny_models.write(tmp_path / "source", **SIZES)
     model = tiny_models.build(**SIZES)

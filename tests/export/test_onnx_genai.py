@@ -1,4 +1,4 @@
-"""Exported models under onnxruntime-genai."""
+"""Check exported models on onnxruntime-genai."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from exported import (
     SPARQ,
     by_method,
     exported,
-    said_after_a_dense_prompt,
-    said_in_steps,
+    tokens_in_steps,
+    tokens_of_mlx_after_dense_prefill,
 )
 from mlx_sparse.onnx_export.runtime import genai, native
 from mlx_sparse.onnx_export.runtime.runner import Runner
@@ -48,7 +48,7 @@ def with_kernels(request: pytest.FixtureRequest) -> bool:
 
 
 class Generator:
-    """genai's generator over a folder."""
+    """Generator of onnxruntime-genai for a folder."""
 
     def __init__(self, folder: Path, rows: int = 1, **search: object) -> None:
         self.model = og.Model(str(folder))
@@ -56,8 +56,8 @@ class Generator:
         params.set_search_options(batch_size=rows, **search)
         self.generator = og.Generator(self.model, params)
 
-    def say(self, prompts: list[list[int]], steps: int) -> list[list[int]]:
-        """Append prompts of one length; the greedy tokens that follow."""
+    def generate(self, prompts: list[list[int]], steps: int) -> list[list[int]]:
+        """Append prompts of equal length, and return the greedy tokens."""
         given = np.array(prompts, np.int32)
         self.generator.append_tokens(given if len(prompts) > 1 else given[0])
         for _ in range(steps):
@@ -74,11 +74,11 @@ def copy_of(folder: Path, tmp_path: Path, with_kernels: bool) -> Path:
 
 @by_method
 @pytest.mark.parametrize("layers", [2, 3])  # an odd number of SparQ layers leaves half a virtual layer over
-def test_tokens_are_those_of_mlx(method: str, layers: int, with_kernels: bool, tmp_path: Path) -> None:
+def test_tokens_equal_mlx(method: str, layers: int, with_kernels: bool, tmp_path: Path) -> None:
     changes = {"num_hidden_layers": layers}
     folder = copy_of(exported(method, **changes), tmp_path, with_kernels)
-    [tokens] = Generator(folder).say([PROMPT], STEPS)
-    assert tokens[1:] == said_after_a_dense_prompt(method, PROMPT, STEPS, **changes)
+    [tokens] = Generator(folder).generate([PROMPT], STEPS)
+    assert tokens[1:] == tokens_of_mlx_after_dense_prefill(method, PROMPT, STEPS, **changes)
 
 
 @pytest.mark.parametrize(
@@ -100,49 +100,49 @@ def test_tokens_equal_those_of_the_runner(
     assert json.loads((folder / genai.CONFIG).read_text())["search"]["chunk_size"] == chunk
     runner = Runner(folder, native="auto" if with_kernels else "off")
     prompt = tiny_models.prompt_of(200)
-    assert Generator(folder).say([prompt], STEPS) == said_in_steps(runner, [prompt], STEPS)
+    assert Generator(folder).generate([prompt], STEPS) == tokens_in_steps(runner, [prompt], STEPS)
 
 
 @by_method
-def test_rows_of_a_batch_say_what_each_says_alone(method: str) -> None:
+def test_rows_of_a_batch_equal_single_rows(method: str) -> None:
     prompts = [tiny_models.prompt_of(60, seed) for seed in (1, 2)]
-    together = Generator(exported(method), rows=2).say(prompts, STEPS)
-    assert together == [Generator(exported(method)).say([prompt], STEPS)[0] for prompt in prompts]
+    together = Generator(exported(method), rows=2).generate(prompts, STEPS)
+    assert together == [Generator(exported(method)).generate([prompt], STEPS)[0] for prompt in prompts]
     assert together[0] != together[1]
 
 
 @by_method
-def test_rows_of_unequal_length_are_refused_rather_than_mixed_up(method: str) -> None:
+def test_rows_of_unequal_length_are_refused(method: str) -> None:
     rows = [PROMPT[:6], [*PROMPT[:4], tiny_models.EOS, tiny_models.EOS]]  # genai pads on the right
     with pytest.raises(RuntimeError):
-        Generator(exported(method), rows=2).say(rows, 2)
+        Generator(exported(method), rows=2).generate(rows, 2)
 
 
 @by_method
-def test_a_long_prompt_goes_in_pieces(method: str) -> None:
+def test_a_long_prompt_is_split_into_chunks(method: str) -> None:
     prompt = tiny_models.prompt_of(600)
     folder = exported(method, max_length=1024)
     assert json.loads((folder / genai.CONFIG).read_text())["search"]["chunk_size"] < len(prompt)
-    [tokens] = Generator(folder).say([prompt], STEPS)
-    assert tokens[1:] == said_after_a_dense_prompt(method, prompt, STEPS)
+    [tokens] = Generator(folder).generate([prompt], STEPS)
+    assert tokens[1:] == tokens_of_mlx_after_dense_prefill(method, prompt, STEPS)
 
 
 @by_method
-def test_what_was_said_can_be_forgotten(method: str) -> None:
+def test_rewind_removes_all_tokens(method: str) -> None:
     generator = Generator(exported(method))
-    generator.say([PROMPT[::-1]], 5)
+    generator.generate([PROMPT[::-1]], 5)
     generator.generator.rewind_to(0)
-    [tokens] = generator.say([PROMPT], STEPS)
-    assert tokens[1:] == said_after_a_dense_prompt(method, PROMPT, STEPS)
+    [tokens] = generator.generate([PROMPT], STEPS)
+    assert tokens[1:] == tokens_of_mlx_after_dense_prefill(method, PROMPT, STEPS)
 
 
 @pytest.mark.parametrize("several", [True, False])
-def test_a_text_ends_at_any_of_the_tokens_that_end_it(several: bool, tmp_path: Path) -> None:
+def test_generation_stops_at_every_end_token(several: bool, tmp_path: Path) -> None:
     folder = copy_of(exported("dense"), tmp_path, with_kernels=False)
     tokens = list(Runner(folder).generate(PROMPT, 8))
     genai.write_config(folder, {"eos_token_id": [tiny_models.VOCAB - 1, tokens[5]] if several else tokens[5]})
     generator = Generator(folder)
-    generator.say([PROMPT], 0)
+    generator.generate([PROMPT], 0)
     said = 0
     while not generator.generator.is_done():
         generator.generator.generate_next_token()
@@ -150,12 +150,12 @@ def test_a_text_ends_at_any_of_the_tokens_that_end_it(several: bool, tmp_path: P
     assert said == tokens.index(tokens[5]) + 1
 
 
-def test_more_tokens_than_the_caches_hold_are_refused() -> None:
+def test_more_tokens_than_max_length_are_refused() -> None:
     folder = exported(SPARQ, max_length=250)  # in caches of 256
     with pytest.raises(RuntimeError, match=r"max_length .251. cannot be greater than model context_length .250."):
         Generator(folder, max_length=251)
     generator = Generator(folder)
-    generator.say([PROMPT * 2], 50)
+    generator.generate([PROMPT * 2], 50)
     assert generator.generator.is_done()
 
 

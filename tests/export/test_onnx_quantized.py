@@ -1,4 +1,4 @@
-"""MLX's quantised weights as the initializers of ONNX Runtime's block-quantised operators."""
+"""Check the conversion of MLX's quantized weights to ONNX Runtime's block-quantized operators."""
 
 import itertools
 
@@ -22,19 +22,19 @@ def numpy(array: mx.array) -> np.ndarray:
 
 
 def weights(N: int, K: int, spread: float = 0.5) -> np.ndarray:
-    """Rows of different sizes, like trained ones, with a row and a group of zeros."""
+    """Return rows of different magnitude, as in trained weights, with a row and a group of zeros."""
     rng = np.random.default_rng(N * K)
     made = 0.05 * rng.standard_normal((N, K)) * np.exp(spread * rng.standard_normal((N, 1)))
     made[1] = made[2, :32] = 0
     return made
 
 
-def quantised(values: np.ndarray, bits: int, group_size: int, dtype: str) -> list[np.ndarray]:
+def quantized(values: np.ndarray, bits: int, group_size: int, dtype: str) -> list[np.ndarray]:
     made = mx.quantize(mx.array(values, dtype=getattr(mx, dtype)), group_size=group_size, bits=bits)
     return [numpy(array) for array in made]
 
 
-def dequantised(weight, scales, biases, *, group_size: int, bits: int) -> np.ndarray:
+def dequantized(weight, scales, biases, *, group_size: int, bits: int) -> np.ndarray:
     """Return scale * code + bias in float32, computed in float64 and rounded once."""
     codes = np.ascontiguousarray(weight).view(np.uint8)
     codes = codes if bits == 8 else np.stack((codes & 15, codes >> 4), -1)
@@ -44,7 +44,7 @@ def dequantised(weight, scales, biases, *, group_size: int, bits: int) -> np.nda
 
 
 def run(node: str, inputs: dict[str, np.ndarray], attributes: dict[str, int], feed: np.ndarray) -> np.ndarray:
-    """One node of com.microsoft on stock ONNX Runtime; the fed input comes where the operator has it."""
+    """Run one node of com.microsoft on ONNX Runtime; ``feed`` is its data input."""
     names = list(inputs)
     names.insert({"MatMulNBits": 0, "GatherBlockQuantized": 1}[node], "fed")
     graph = helper.make_graph(
@@ -60,14 +60,14 @@ def run(node: str, inputs: dict[str, np.ndarray], attributes: dict[str, int], fe
 
 
 def parts(made: Blocks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes (N, blocks, block_size), scales and zeros (N, blocks, 1) in float64."""
+    """Return codes (N, blocks, block_size), scales and zeros (N, blocks, 1) in float64."""
     codes = made.codes if made.bits == 8 else np.stack((made.codes & 15, made.codes >> 4), -1)
     codes = codes.reshape(*made.scales.shape, made.block_size)
     return codes.astype(float), made.scales[..., None].astype(float), made.zeros[..., None].astype(float)
 
 
 def rounding(made: Blocks, x: np.ndarray) -> np.ndarray:
-    """A float32 sum of K products, in any order, of weights that are rounded from scale * code and scale * zero."""
+    """Bound the error of a float32 sum of K products in any order, with weights rounded from scale * (code - zero)."""
     codes, scales, zeros = parts(made)
     sizes = (np.abs(scales) * (codes + zeros)).reshape(made.shape)
     return (made.shape[1] + 4) * EPS * (np.abs(x) @ sizes.T)
@@ -78,7 +78,7 @@ def summed(x: np.ndarray, block_size: int) -> np.ndarray:
 
 
 def matmul(made: Blocks, x: np.ndarray) -> np.ndarray:
-    """The product as a graph computes it, in float64 where the offsets are added."""
+    """Compute the product as a graph does, but add the offsets in float64."""
     halves = [made] if made.bits == 4 else made.halves()
     y = sum(run("MatMulNBits", *half.matmul(), x) for half in halves)
     return y if made.offsets is None else y + summed(x, made.block_size) @ made.offsets.astype(float).T
@@ -86,16 +86,16 @@ def matmul(made: Blocks, x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("bits", "group_size", "dtype"), STORED)
 @pytest.mark.parametrize("groups", [1, 3, 4])
-@pytest.mark.parametrize("shift", [0, 0.1])  # far off zero: no zero point is near
-def test_matmul_is_that_of_the_dequantised_weight(bits, group_size, dtype, groups, shift):
-    arrays = quantised(weights(24, groups * group_size) + shift, bits, group_size, dtype)
+@pytest.mark.parametrize("shift", [0, 0.1])  # far from zero: no zero point is close
+def test_matmul_equals_the_dequantized_weight(bits, group_size, dtype, groups, shift):
+    arrays = quantized(weights(24, groups * group_size) + shift, bits, group_size, dtype)
     made = blocks("w", *arrays, group_size=group_size, bits=bits)
     x = np.random.default_rng(0).standard_normal((5, made.shape[1])).astype(np.float32)
-    exact = dequantised(*arrays, group_size=group_size, bits=bits).astype(float)
+    exact = dequantized(*arrays, group_size=group_size, bits=bits).astype(float)
     codes, steps, zeros = parts(made)
     left = 0 if made.offsets is None else made.offsets[..., None]
     size = (np.abs(steps) * (codes + zeros) + np.abs(left)).reshape(made.shape)
-    # Offset and dequantised weight are rounded once each; an offset of an ulp may be missing.
+    # Offset and dequantized weight are rounded once each; an offset of an ulp may be missing.
     allowed = 2 * rounding(made, x) + 4 * EPS * np.abs(x) @ size.T
     assert (np.abs(matmul(made, x) - x.astype(float) @ exact.T) <= allowed).all()
 
@@ -103,20 +103,20 @@ def test_matmul_is_that_of_the_dequantised_weight(bits, group_size, dtype, group
 @pytest.mark.parametrize(("bits", "group_size"), list(itertools.product(BITS, SIZES)))
 def test_float32_needs_no_offsets_and_half_precision_does(bits, group_size):
     for dtype in ("float32", "float16", "bfloat16"):
-        made = blocks("w", *quantised(weights(24, 256), bits, group_size, dtype), group_size=group_size, bits=bits)
+        made = blocks("w", *quantized(weights(24, 256), bits, group_size, dtype), group_size=group_size, bits=bits)
         assert (made.offsets is None) == (dtype == "float32")
 
 
 @pytest.mark.parametrize(("bits", "group_size"), list(itertools.product(BITS, SIZES)))
-def test_gather_reads_rows_of_the_codes_that_matmul_uses(bits, group_size):
-    arrays = quantised(weights(24, 3 * group_size), bits, group_size, "float32")
+def test_gather_shares_the_codes_of_matmul(bits, group_size):
+    arrays = quantized(weights(24, 3 * group_size), bits, group_size, "float32")
     made = blocks("w", *arrays, group_size=group_size, bits=bits)
     rows = np.array([[0, 1, 23], [5, 5, 2]])
     found = run("GatherBlockQuantized", *made.gather(), rows)
     assert found.shape == (2, 3, 3, group_size)
     codes, scales, zeros = parts(made)
     allowed = 4 * EPS * np.abs(scales) * (codes + zeros)
-    exact = dequantised(*arrays, group_size=group_size, bits=bits).reshape(allowed.shape)
+    exact = dequantized(*arrays, group_size=group_size, bits=bits).reshape(allowed.shape)
     assert (np.abs(found - exact[rows]) <= allowed[rows]).all()
     assert made.gather()[0]["data"] is made.matmul()[0]["B"]
 
@@ -129,15 +129,15 @@ def test_a_scale_of_zero_is_exact(bits, dtype):
     scales, biases = np.zeros((4, 2), dtype), np.array([[0, 0.3], [-7, 0], [0, 0], [1e-6, 1]], dtype)
     made = blocks("w", weight, scales, biases, group_size=32, bits=bits)
     expected = np.repeat(biases.astype(np.float32), 32, axis=1)
-    np.testing.assert_array_equal(dequantised(weight, scales, biases, group_size=32, bits=bits), expected)
+    np.testing.assert_array_equal(dequantized(weight, scales, biases, group_size=32, bits=bits), expected)
     found = run("GatherBlockQuantized", *made.gather(), np.arange(4))
     np.testing.assert_array_equal(found.reshape(4, 64), expected)
     np.testing.assert_array_equal(run("MatMulNBits", *made.matmul(), np.eye(64, dtype=np.float32)).T, expected)
 
 
 @pytest.mark.parametrize(("which", "factor"), [("scales", np.nan), ("biases", -np.inf), ("scales", np.float32(1e38))])
-def test_weights_that_are_no_numbers_are_refused(which, factor):
-    good = quantised(weights(8, 64), 4, 32, "float32")
+def test_weights_that_are_not_finite_are_refused(which, factor):
+    good = quantized(weights(8, 64), 4, 32, "float32")
     arrays = dict(zip(("weight", "scales", "biases"), good, strict=True))
     arrays[which] = np.ones_like(arrays[which]) * factor
     with pytest.raises(

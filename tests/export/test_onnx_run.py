@@ -1,4 +1,4 @@
-"""`mlx-sparse run-onnx`: text from exported models."""
+"""Check `mlx-sparse run-onnx` with exported models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def generate(*arguments: str) -> int:
 
 
 @by_method
-def test_the_command_prints_the_text_and_mlx_lms_lines(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_text_and_statistics(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = exported(method)
     assert generate(str(folder), "--prompt", WORDS, "--max-tokens", "24", "--native", "off") == 0
     rule, text, second, *lines = capsys.readouterr().out.splitlines()
@@ -59,7 +59,7 @@ def test_the_command_reads_a_prompt_and_prints_json(
 
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
-def test_a_prompt_that_is_no_text_is_refused(locale: str) -> None:
+def test_a_prompt_that_is_not_utf8_is_refused(locale: str) -> None:
     environment = {**os.environ, "LC_ALL": locale}
     done = subprocess.run(
         command("--prompt", "-"), input=b"\xff\xfe", capture_output=True, env=environment, check=False
@@ -89,7 +89,7 @@ def test_a_chat_template_is_used_unless_ignored(capsys: pytest.CaptureFixture[st
     assert counts == [5, 3]
 
 
-def test_a_text_that_the_model_ends_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_finish_reason_is_stop_at_an_end_token(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tokens = list(Runner(exported("dense")).generate(PROMPT, 8))
 
     def end_there(model: onnx.ModelProto) -> None:
@@ -102,7 +102,7 @@ def test_a_text_that_the_model_ends_says_so(capsys: pytest.CaptureFixture[str], 
     assert (found["generation_tokens"], found["finish_reason"]) == (5, "stop")
 
 
-def test_a_terminal_without_a_character_gets_another(tmp_path: Path) -> None:
+def test_unencodable_characters_are_replaced(tmp_path: Path) -> None:
     folder = copied("dense", tmp_path)
     tokenizer = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(re.sub(r'"w(\d+)"', r'"ü\1"', tokenizer), encoding="utf-8")
@@ -114,7 +114,7 @@ def test_a_terminal_without_a_character_gets_another(tmp_path: Path) -> None:
     assert re.search(r"\n\?\d+", done.stdout)
 
 
-def test_a_chat_template_that_fails_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_chat_template_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = copied("dense", tmp_path)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{{ raise_exception('a system message\\nis needed') }}"
@@ -132,7 +132,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def talking() -> subprocess.Popen[bytes]:
-    """The command in the midst of a long text."""
+    """Start the command and wait until it prints text."""
     long = [sys.executable, "-m", "mlx_sparse.cli", "run-onnx", str(exported(SPARQ, max_length=2048)), "-m", "1900"]
     process = subprocess.Popen(
         [*long, "--prompt", WORDS],
@@ -147,7 +147,7 @@ def talking() -> subprocess.Popen[bytes]:
     return process
 
 
-def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
+def test_a_closed_pipe_ends_the_command_quietly() -> None:
     with talking() as process:
         assert process.stdout and process.stderr
         process.stdout.close()
@@ -171,12 +171,12 @@ def test_standard_input_may_be_closed() -> None:
     assert done.stderr == "mlx-sparse: error: --prompt: expected text on standard input, which is closed.\n"
 
 
-def test_without_a_number_as_many_tokens_as_fit_are_generated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_default_max_tokens_fills_the_caches(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(str(exported("dense", max_length=250)), "--prompt", WORDS, "--json") == 0
     assert json.loads(capsys.readouterr().out)["generation_tokens"] == 151
 
 
-def test_a_seed_repeats_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_seeds_generate_equal_text(capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in ("1", "1", "2"):
         arguments = ["--prompt", WORDS, "-m", "20", "--json", "--temp", "1.5", "--top-p", "0.9", "--seed", seed]
@@ -210,7 +210,7 @@ def test_wrong_arguments_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "model.onnx"])
-def test_a_folder_without_what_is_needed_is_refused(
+def test_a_folder_with_missing_files_is_refused(
     missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copied("dense", tmp_path)
@@ -222,10 +222,10 @@ def test_a_folder_without_what_is_needed_is_refused(
 
 
 def test_the_runner_needs_no_mlx() -> None:
-    """An exported model runs where MLX cannot be installed."""
+    """Run an exported model without MLX."""
     code = f"""
 import sys
-sys.modules["mlx"] = sys.modules["mlx.core"] = sys.modules["mlx_lm"] = None  # whoever imports them fails
+sys.modules["mlx"] = sys.modules["mlx.core"] = sys.modules["mlx_lm"] = None  # importing them fails
 from mlx_sparse import cli
 sys.exit(cli.main(["run-onnx", {str(exported(SPARQ))!r}, "--prompt", "w1 w2", "-m", "3"]))
 """
@@ -245,7 +245,7 @@ def test_samples_follow_the_distribution_of_mlx_lm() -> None:
     assert np.abs(drawn - kept / kept.sum()).max() < 0.015
 
 
-def test_characters_of_several_tokens_come_out_whole() -> None:
+def test_characters_of_several_tokens_are_complete() -> None:
     class Bytes:
         """A tokenizer whose tokens are bytes."""
 
@@ -278,7 +278,7 @@ QUESTION = "Why is the sky blue? Answer in one sentence."
 def real(
     smollm2: Path, blas_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """SmolLM2, exported to decode sparsely from 76 keys on, and what `run_smollm2.py` says of it."""
+    """Export SmolLM2 with sparse steps at 76 keys and more, and return the results of `run_smollm2.py`."""
     folder = tmp_path_factory.mktemp("exported") / "smollm2"
     argv = [str(REAL), str(smollm2), str(folder), TEXT, QUESTION]
     done = commands.run(argv, blas_environment)
@@ -287,7 +287,7 @@ def real(
     shutil.rmtree(folder)
 
 
-def test_smollm2_says_what_it_says_under_mlx(real: tuple[Path, dict[str, Any]]) -> None:
+def test_smollm2_generates_the_tokens_of_mlx(real: tuple[Path, dict[str, Any]]) -> None:
     folder, found = real
     assert 60 < len(found["prompt"]) < 76, "the text turns sparse after some steps"
     assert found["calls_per_layer"] == len(found["prompt"]) + 16 - 75
@@ -295,7 +295,7 @@ def test_smollm2_says_what_it_says_under_mlx(real: tuple[Path, dict[str, Any]]) 
     assert list(Runner(folder, native="off").generate(found["prompt"], 16)) == found["tokens"]
 
 
-def test_smollm2_says_through_the_command_what_it_says_in_mlx(
+def test_smollm2_command_generates_the_text_of_mlx(
     real: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, expected = real

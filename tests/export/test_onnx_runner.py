@@ -1,4 +1,4 @@
-"""The runner of exported models, in Python and as a command."""
+"""Check the runner of exported models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import onnx
 import onnxruntime
 import pytest
 import tiny_models
-from exported import SPARQ, by_kernels, copied, exported, need, said_by_mlx, said_in_steps
+from exported import SPARQ, by_kernels, copied, exported, need, tokens_in_steps, tokens_of_mlx
 from mlx_sparse.onnx_export import Runner
 from mlx_sparse.onnx_export.runtime import memory, runner
 
@@ -26,7 +26,7 @@ TABLES = json.loads(Path(__file__).with_suffix(".json").read_text())
 PROMPT = tiny_models.prompt_of(100)
 
 
-# Reads all of the sums.
+# This method reads all running statistics.
 ROBUST = SPARQ + ",component_score=query_key,reallocate=true"
 by_method = pytest.mark.parametrize("method", ["dense", SPARQ, ROBUST], ids=["dense", "sparq", "robust"])
 
@@ -36,17 +36,17 @@ by_method = pytest.mark.parametrize("method", ["dense", SPARQ, ROBUST], ids=["de
 
 @by_method
 @by_kernels
-def test_tokens_are_those_of_mlx(method: str, kernels: str) -> None:
+def test_tokens_equal_mlx(method: str, kernels: str) -> None:
     need(kernels)
     model = Runner(exported(method), native=kernels, threads=1)
     assert model.native == (kernels == "auto")
     tokens = list(model.generate(PROMPT, STEPS))
-    assert tokens == said_by_mlx(method, PROMPT, STEPS)
+    assert tokens == tokens_of_mlx(method, PROMPT, STEPS)
     assert model.length == len(PROMPT) + STEPS - 1
 
 
 @by_method
-def test_a_prompt_in_pieces_equals_one_in_one_go(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_prefill_equals_one_call(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Runner(exported(method), native="off")
     whole = model.prefill(PROMPT).copy()
     after = model.step([[5]]).copy()
@@ -57,7 +57,7 @@ def test_a_prompt_in_pieces_equals_one_in_one_go(method: str, monkeypatch: pytes
 
 
 @by_method
-def test_after_a_reset_nothing_is_left(method: str) -> None:
+def test_reset_removes_all_tokens(method: str) -> None:
     model = Runner(exported(method))
     first = list(model.generate(PROMPT, STEPS))
     other = list(model.generate(PROMPT[::-1], 5))  # goes on
@@ -68,7 +68,7 @@ def test_after_a_reset_nothing_is_left(method: str) -> None:
 
 
 @by_method
-def test_a_copy_of_the_caches_goes_on_as_they_do(method: str) -> None:
+def test_copied_caches_continue_the_text(method: str) -> None:
     model, other = Runner(exported(method)), Runner(exported(method))
     model.prefill(PROMPT)
     other.step([[9]])
@@ -84,18 +84,18 @@ def test_a_copy_of_the_caches_goes_on_as_they_do(method: str) -> None:
 
 
 @by_method
-def test_padded_rows_say_what_each_says_alone(method: str) -> None:
+def test_padded_rows_equal_single_rows(method: str) -> None:
     prompts = [tiny_models.prompt_of(n, seed=n) for n in (60, 45)]
     padded = [prompts[0], [tiny_models.EOS] * 15 + prompts[1]]
-    together = said_in_steps(Runner(exported(method), batch=2), padded, STEPS, [0, 15])
+    together = tokens_in_steps(Runner(exported(method), batch=2), padded, STEPS, [0, 15])
     for row, prompt in enumerate(prompts):
-        assert together[row] == said_in_steps(Runner(exported(method)), [prompt], STEPS)[0]
+        assert together[row] == tokens_in_steps(Runner(exported(method)), [prompt], STEPS)[0]
 
 
 def test_the_mask_grows_with_the_text() -> None:
     prompt = tiny_models.prompt_of(1500)
     model = Runner(exported(SPARQ, max_length=2048))
-    assert list(model.generate(prompt, STEPS)) == said_by_mlx(SPARQ, prompt, STEPS)
+    assert list(model.generate(prompt, STEPS)) == tokens_of_mlx(SPARQ, prompt, STEPS)
 
 
 def test_memory_does_not_grow_with_the_tokens() -> None:
@@ -106,7 +106,7 @@ def test_memory_does_not_grow_with_the_tokens() -> None:
 
 
 def _growth(step: Any, count: int) -> int:
-    """Bytes of memory that the process gained between the first half of the steps and the second."""
+    """Return the growth of resident memory in bytes during the second half of the steps."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         pytest.skip("needs /proc")
@@ -123,7 +123,7 @@ def _growth(step: Any, count: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.int64])
-def test_caches_are_shared_with_the_runtime_and_lie_on_huge_pages(dtype: Any) -> None:
+def test_caches_are_shared_with_the_runtime_on_huge_pages(dtype: Any) -> None:
     small, large = memory.zeros((2, 3), dtype), memory.zeros((8, 1024, 1024), dtype)
     assert not small.any() and not large.any()
     assert small.ctypes.data % memory.LINE == large.ctypes.data % memory.LINE == 0
@@ -138,12 +138,12 @@ def test_caches_are_shared_with_the_runtime_and_lie_on_huge_pages(dtype: Any) ->
 
 
 def _holds(line: str, array: np.ndarray) -> bool:
-    """Whether a line of smaps opens the mapping that the array begins in."""
+    """Return True if a line of smaps is the first line of the mapping that contains the array."""
     found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
     return bool(found) and int(found[1], 16) <= array.ctypes.data < int(found[2], 16)
 
 
-def test_a_text_ends_where_the_model_ends_it() -> None:
+def test_generation_stops_at_an_end_token() -> None:
     model = Runner(exported("dense"))
     tokens = list(model.generate(PROMPT, STEPS))
     model.reset()
@@ -151,7 +151,7 @@ def test_a_text_ends_where_the_model_ends_it() -> None:
     assert list(model.generate(PROMPT, STEPS)) == tokens[: tokens.index(tokens[7])]
 
 
-def test_tokens_are_picked_by_the_function_given() -> None:
+def test_pick_selects_the_tokens() -> None:
     model = Runner(exported("dense"))
     unlikeliest = list(model.generate(PROMPT, 3, pick=lambda logits: int(logits[1:].argmin()) + 1))
     assert len(unlikeliest) == 3
@@ -166,14 +166,14 @@ def test_tokens_are_picked_by_the_function_given() -> None:
         (250, 2, "prompt and max_tokens: expected at most 250 tokens, which the model was exported for, got 251."),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_runs(length: int, count: int, message: str) -> None:
+def test_too_many_tokens_are_refused_before_anything_runs(length: int, count: int, message: str) -> None:
     model = Runner(exported("dense", max_length=250))
     with pytest.raises(ShapeError, match=f"^{re.escape(message)} Shorten it, or export with a larger --max-length.$"):
         model.generate(tiny_models.prompt_of(length), count)
     assert model.length == 0
 
 
-def test_as_much_as_fits_is_generated() -> None:
+def test_generation_can_fill_the_caches() -> None:
     model = Runner(exported("dense", max_length=250))
     assert len(list(model.generate(tiny_models.prompt_of(200), 51))) == 51
     with pytest.raises(ShapeError, match=r"^tokens: expected at most 250 tokens.* got 1 after 250"):
@@ -184,7 +184,7 @@ def test_as_much_as_fits_is_generated() -> None:
     ("tokens", "padding"),
     TABLES["steps"],
 )
-def test_a_step_of_another_shape_is_refused(tokens: Any, padding: list[int] | None) -> None:
+def test_a_step_of_wrong_shape_is_refused(tokens: Any, padding: list[int] | None) -> None:
     model = Runner(exported("dense"))
     error, name = (ShapeError, "tokens") if padding is None else (ConfigError, "left_padding")
     with pytest.raises(error, match=rf"^{name}: expected .*, got "):
@@ -258,7 +258,7 @@ MALFORMED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("which", MALFORMED)
-def test_sizes_that_make_no_sense_are_refused(which: str, tmp_path: Path) -> None:
+def test_malformed_graphs_are_refused(which: str, tmp_path: Path) -> None:
     spoil, message = MALFORMED[which]
     folder = copied(
         "dense", tmp_path, lambda m: spoil(*({i.name: i for i in side} for side in (m.graph.input, m.graph.output)))
@@ -295,7 +295,7 @@ def test_a_damaged_folder_is_refused_in_one_line(damage: str, tmp_path: Path) ->
         Runner(folder)
 
 
-def test_a_file_that_does_not_run_is_said_in_one_line(tmp_path: Path) -> None:
+def test_a_file_that_does_not_run_is_a_one_line_error(tmp_path: Path) -> None:
     def spoil(model: onnx.ModelProto) -> None:
         attention = next(node for node in model.graph.node if node.op_type == "CachedAttention")
         attention.input[5] = "input_ids"  # as past_length
@@ -305,19 +305,19 @@ def test_a_file_that_does_not_run_is_said_in_one_line(tmp_path: Path) -> None:
         Runner(folder).step([[1, 2]])
 
 
-def test_tokens_that_do_not_exist_are_said_and_harm_nothing() -> None:
+def test_invalid_tokens_are_refused_and_change_nothing() -> None:
     model = Runner(exported(SPARQ))
     with pytest.raises(ArtefactError, match=r"^model: expected [^\n]* to run, got: [^\n]*$"):
         model.step([[1, tiny_models.VOCAB]])
     assert model.length == 0
-    assert list(model.generate(PROMPT, STEPS)) == said_by_mlx(SPARQ, PROMPT, STEPS)
+    assert list(model.generate(PROMPT, STEPS)) == tokens_of_mlx(SPARQ, PROMPT, STEPS)
 
 
 def test_an_interrupted_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Runner(exported(SPARQ))
     run = onnxruntime.InferenceSession.run_with_iobinding
 
-    def interrupted(*arguments: Any) -> None:  # as Python does it: what onnxruntime writes is written
+    def interrupted(*arguments: Any) -> None:  # as in Python: onnxruntime has written its outputs
         run(*arguments)
         raise KeyboardInterrupt
 
@@ -325,10 +325,10 @@ def test_an_interrupted_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
         patched.setattr(onnxruntime.InferenceSession, "run_with_iobinding", interrupted)
         model.step([PROMPT[::-1]])
     assert model.length == 0
-    assert list(model.generate(PROMPT, STEPS)) == said_by_mlx(SPARQ, PROMPT, STEPS)
+    assert list(model.generate(PROMPT, STEPS)) == tokens_of_mlx(SPARQ, PROMPT, STEPS)
 
 
-def test_logits_that_are_no_numbers_are_said(tmp_path: Path) -> None:
+def test_nan_logits_are_an_error(tmp_path: Path) -> None:
     folder = copied("dense", tmp_path)
     data = folder / "model.onnx.data"
     data.write_bytes(b"\xff" * data.stat().st_size)  # NaN

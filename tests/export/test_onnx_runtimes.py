@@ -1,4 +1,4 @@
-"""The same files on other runtimes, each fetched once and run in a process of its own."""
+"""Run the same files on other runtimes, each in its own process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.slow  # other runtimes
 
 @dataclass(frozen=True)
 class File:
-    """One model of one operator, what goes in, and what must come out."""
+    """A model of one operator, its inputs and the check of its outputs."""
 
     operator: str
     dtype: str
@@ -61,7 +61,7 @@ class File:
 
 
 def sparq_step(case: Case, setting: str) -> File:
-    """One step over buffers."""
+    """Make a file of one SparQ step over buffers."""
     q, k, v = case.inputs()
     params = parameters(case, setting)
     expected = select(case, q, k, params)
@@ -75,7 +75,7 @@ def sparq_step(case: Case, setting: str) -> File:
 
 
 def cached(case: Case, setting: str) -> File:
-    """One token after a prompt, in caches whose free slots are NaN."""
+    """Make a file of one SparQ step over caches whose free slots are NaN."""
     q, k, v = case.inputs()
     params = parameters(case, setting)
     new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
@@ -93,7 +93,7 @@ def cached(case: Case, setting: str) -> File:
 
 
 def dense(case: Case, window: int) -> File:
-    """One token by dense attention."""
+    """Make a file of one dense step over caches."""
     q, k, v = case.inputs()
     new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
     inputs = {**filled_caches(case, k, v, case.S - 1, case.S + LANES), **new}
@@ -112,7 +112,7 @@ def dense(case: Case, window: int) -> File:
 
 
 def sampled(case: SampleCase) -> File:
-    """A whole prompt or a piece of one, over buffers with free slots."""
+    """Make a file of sampled prefill over buffers with free slots."""
     q, k, v = case.inputs()
     free = np.full((case.B, case.Hkv, 5, case.D), np.nan)
     inputs = {"query": q, "keys": np.concatenate([k, free], axis=2), "values": np.concatenate([v, free], axis=2)}
@@ -127,7 +127,7 @@ def sampled(case: SampleCase) -> File:
 
 
 def sampled_after_others(case: SampleCase) -> File:
-    """A piece of a prompt in the caches of SampleAttention and SparQ."""
+    """Make a file of a sampled prefill chunk over the caches of SparQ."""
     decode = Case(case.B, case.Hq, case.Hkv, case.S, case.D, case.dtype)
     q, k, v = case.inputs()
     past = case.S - case.L
@@ -143,7 +143,7 @@ def sampled_after_others(case: SampleCase) -> File:
 
 
 def bucketed(case: SaapCase) -> File:
-    """One token by SAAP after a prompt."""
+    """Make a file of one SAAP step over caches."""
     arrays = saap_step(case)
     settings = saap_settings(case)
     weights = settings.pop("weights")
@@ -180,7 +180,7 @@ def as_exported(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def without_bodies(file: File, model: onnx.ModelProto) -> onnx.ModelProto:
-    """Only native kernels can run it."""
+    """Remove the function bodies, so that only the native kernels run the file."""
     del model.functions[:]
     return model
 
@@ -195,7 +195,7 @@ IN_NODE = ("node", str(WEB / "run.mjs"))
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime, the files it takes, and what runs files on it."""
+    """A runtime, the transformation of files for it, and the command that runs files."""
 
     package: Package
     profile: onnx_export.Profile
@@ -216,7 +216,7 @@ RUNTIMES = {
 
 @dataclass(frozen=True)
 class Call:
-    """A model, what goes in, and the types and shapes of what comes out."""
+    """A model, its inputs, and the types and shapes of its outputs."""
 
     model: onnx.ModelProto
     inputs: dict[str, Array]
@@ -224,7 +224,7 @@ class Call:
 
 
 def run(runtime: str, calls: dict[str, Call]) -> dict[str, dict[str, Array] | str]:
-    """What every call puts out on a runtime, or the error it ends in; skips the test where there is no such runtime."""
+    """Return the outputs or the error of every call on a runtime. Skip the test if the runtime is not available."""
     if not shutil.which(RUNTIMES[runtime].runner[0]):
         absent(runtime, f"there is no {RUNTIMES[runtime].runner[0]} here.")
     place = fetched(RUNTIMES[runtime].package)
@@ -257,7 +257,7 @@ def read(folder: Path, name: str, call: Call) -> dict[str, Array] | str:
 
 @functools.cache
 def operators(runtime: str) -> dict[str, dict[str, Array] | str]:
-    """What every operator file puts out."""
+    """Return the outputs of all operator files."""
     return run(runtime, {name: call(FILES[name], RUNTIMES[runtime]) for name in FILES})
 
 
@@ -298,7 +298,7 @@ def test_other_runtimes_compute_the_same(runtime: str, file: str) -> None:
 @pytest.mark.parametrize("method", ["dense", SPARQ], ids=["dense", "sparq"])
 @pytest.mark.parametrize("runtime", ["web", "openvino"])
 def test_a_whole_model_gives_the_same_logits(runtime: str, method: str) -> None:
-    """A prompt, then one token: the caches go through the files of the test."""
+    """Run a prompt, then one token over its caches."""
     model = onnx.load(exported(method) / "model.onnx")
     session = ort.InferenceSession(model.SerializeToString())
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
@@ -321,7 +321,7 @@ def test_a_whole_model_gives_the_same_logits(runtime: str, method: str) -> None:
         np.testing.assert_array_equal(out["logits"].argmax(axis=-1), expected[name].argmax(axis=-1))
 
 
-def test_the_lock_file_pins_what_npm_installs_and_names_no_host_of_ours() -> None:
+def test_the_lock_file_pins_packages_of_the_public_registry() -> None:
     packages = json.loads((WEB / "package-lock.json").read_text())["packages"]
     for name, package in packages.items():
         assert not name or package["integrity"].startswith("sha512-")

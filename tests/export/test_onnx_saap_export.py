@@ -1,4 +1,4 @@
-"""Exported models that decode by SAAP: the same tokens as mlx-lm, and what is refused."""
+"""Check exported models that decode by SAAP, and the errors of their export."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mlx_sparse.checks import ArtefactError
 NAMES = ("centroids", "hidden_weight", "hidden_bias", "out_weight", "out_bias")
 
 
-def test_what_a_file_has_of_an_artefact(tmp_path: Path) -> None:
-    """Weights as they were, no layer that stays dense, no path of anybody's disk."""
+def test_a_file_contains_the_weights_of_the_artefact(tmp_path: Path) -> None:
+    """Export weights unchanged, without dense layers and without the path of the artefact."""
     file = Made(tmp_path, "llama", SAAP_FILE, {"num_hidden_layers": 3})
     assert file.nodes == ["CachedAttention", "SaapAttention", "SaapAttention"]
     weights = {t.name: t for t in file.proto.graph.initializer if ".saap." in t.name}
@@ -43,7 +43,7 @@ def test_layers_with_a_sliding_window_stay_dense(tmp_path: Path) -> None:
     assert made.nodes == ["CachedAttention", "SaapAttention"] * 2
 
 
-def test_layers_that_saap_leaves_are_sampled_with_the_others(tmp_path: Path) -> None:
+def test_layers_without_saap_are_sampled(tmp_path: Path) -> None:
     made = Made(tmp_path, "llama", SAMPLE_SAAP, {"num_hidden_layers": 3})
     assert made.nodes == ["SampleAttention", "SampleSaapAttention", "SampleSaapAttention"]
     assert made.metadata["method"].startswith("sample:block_size=32,alpha_column=0.4,alpha_slash=0.3,")
@@ -51,8 +51,8 @@ def test_layers_that_saap_leaves_are_sampled_with_the_others(tmp_path: Path) -> 
     assert made.metadata["prompt_piece"] == "2048"
 
 
-def test_quantised_models_keep_their_artefact(tmp_path: Path) -> None:
-    """A quantised copy is the same model."""
+def test_an_artefact_fits_the_quantized_model(tmp_path: Path) -> None:
+    """Export a quantized copy of the model that the artefact was made for."""
     from mlx_lm.convert import convert
     from mlx_sparse.onnx_export import export
 
@@ -64,15 +64,15 @@ def test_quantised_models_keep_their_artefact(tmp_path: Path) -> None:
     assert result.agreement.sparse < FLOAT32 * result.agreement.largest
 
 
-def test_queries_that_choose_after_rope_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routing_after_rope_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = SaapDecoding.routing
     monkeypatch.setattr(SaapDecoding, "routing", lambda self, before, after: original(self, after, after))
-    with pytest.raises(ArtefactError, match="Nothing was kept"):
+    with pytest.raises(ArtefactError, match="Nothing was written"):
         Made(tmp_path, "llama", SAAP_FILE)
 
 
 @pytest.mark.parametrize(("length", "dense_below", "dense"), [(100, 101, True), (100, 100, False)])
-def test_a_file_too_short_for_sparse_steps_is_named(
+def test_the_command_reports_a_file_without_sparse_steps(
     tmp_path: Path, length: int, dense_below: int, dense: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_models.write(tmp_path / "model")
@@ -81,13 +81,13 @@ def test_a_file_too_short_for_sparse_steps_is_named(
     given = {"--model": tmp_path / "model", "-o": tmp_path / "out", "--method": method, "--max-length": length}
     command.main([str(word) for pair in given.items() for word in pair])
     said = capsys.readouterr().out
-    assert ("It decodes densely: sparse steps begin at 101 keys and it holds 100 tokens." in said) == dense
+    assert ("It decodes densely: sparse steps begin at 101 keys, the caches have 100." in said) == dense
     assert ("densely" in said) == dense
 
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
-    """Run the command with a method; its message."""
+    """Return a function that runs the command with a method and returns its message."""
     model = tiny_models.build()
     tiny_models.write(tmp_path / "model")
     artefact(tmp_path / "own.safetensors", model)
@@ -109,7 +109,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], s
     ("method", "message"),
     json.loads(Path(__file__).with_suffix(".json").read_text())["refused methods"],
 )
-def test_what_cannot_be_exported_is_refused_in_one_line(
+def test_invalid_methods_are_a_one_line_error(
     run: Callable[[str], str], tmp_path: Path, method: str, message: str
 ) -> None:
     said = run(method)

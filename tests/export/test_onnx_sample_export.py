@@ -1,4 +1,4 @@
-"""Models exported with SampleAttention: the same tokens as mlx-lm with the same method."""
+"""Check that models exported with SampleAttention generate the tokens of mlx-lm."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ by_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
 def logits_of(made: Made) -> np.ndarray:
-    """What MLX says after the prompt."""
+    """Return the logits of MLX after the prompt."""
     prompt = mx.array([tiny_models.prompt_of(PROMPT)])
     return np.array(made.model(prompt, cache=make_prompt_cache(made.model))[:, -1])
 
 
 @pytest.mark.parametrize(("family", "method"), covering(["llama", "gemma3_text", "glm4"], list(METHODS.values())))
-def test_tokens_after_a_sampled_prompt_are_those_of_mlx(tmp_path: Path, family: str, method: str) -> None:
+def test_tokens_after_sampled_prefill_equal_mlx(tmp_path: Path, family: str, method: str) -> None:
     made = Made(tmp_path, family, method, max_length=320)
     made.check_tokens(PROMPT)
     prompt = tiny_models.prompt_of(PROMPT)
@@ -55,7 +55,7 @@ def test_tokens_after_a_sampled_prompt_are_those_of_mlx(tmp_path: Path, family: 
 
 @by_kernels
 @pytest.mark.parametrize("method", [SAMPLE, SAMPLE_SAAP], ids=["sparq", "saap"])
-def test_a_prompt_in_pieces_says_what_mlx_lm_says_with_pieces_of_that_size(
+def test_chunked_prefill_equals_mlx_lm_with_the_same_chunks(
     tmp_path: Path, method: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need(kernels)
@@ -76,7 +76,7 @@ def test_a_prompt_in_pieces_says_what_mlx_lm_says_with_pieces_of_that_size(
     assert config["search"]["chunk_size"] == 96
 
 
-def test_one_setting_is_taken_from_ranges_of_which_no_other_begins_in_the_file() -> None:
+def test_ranges_need_one_setting_up_to_max_length() -> None:
     ranges = parse("sample:ranges=1000:0.9:0.8:3/2000:0.5:0.5:2")[0]
     assert isinstance(ranges, Sample)
     assert str(sample.settled(ranges, 999)) == str(
@@ -86,7 +86,7 @@ def test_one_setting_is_taken_from_ranges_of_which_no_other_begins_in_the_file()
         sample.settled(ranges, 1000)
 
 
-def test_a_density_that_is_to_decide_is_refused(tmp_path: Path) -> None:
+def test_dense_above_is_refused(tmp_path: Path) -> None:
     source = tiny_models.write(tmp_path / "source")
     with pytest.raises(ConfigError, match=r"^dense_above: expected auto or 1, .*, got 0\.4\. Give dense_below instead"):
         exporter.export(str(source), tmp_path / "out", method="sample:dense_above=0.4")
@@ -116,7 +116,7 @@ def test_the_first_layers_are_compared(
         assert {name for name in names if "summary" in name} == {f"past_summary.{i}" for i in range(compared)}
 
 
-def test_layers_are_compared_until_one_after_two_sampled_ones(tmp_path: Path) -> None:
+def test_verification_includes_a_layer_after_two_sampled_layers(tmp_path: Path) -> None:
     made = Made(tmp_path, "gemma3_text", METHODS["sample"], {"num_hidden_layers": 8}, max_length=320)
     assert made.result.agreement.sampled is not None
 

@@ -1,4 +1,4 @@
-"""The ONNX operators as ONNX sees them: schemas, shape inference, bad graphs, and the page that describes them."""
+"""Check the schemas of the ONNX operators: shape inference, invalid graphs and the reference page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shapes(infos: Any) -> dict[str, list[int | str | None]]:
 
 @by_profile
 @by_operator
-def test_a_model_says_which_onnx_it_is_written_in(name: str, profile: onnx_export.Profile) -> None:
+def test_models_have_the_opset_and_ir_of_their_profile(name: str, profile: onnx_export.Profile) -> None:
     made = model(name, profile=profile)
     assert made.ir_version == profile.ir
     for holder in (made, *made.functions):
@@ -70,7 +70,7 @@ def test_nodes_in_a_body_pass_on_every_attribute(name: str) -> None:
         for node in nodes:
             if node.domain == "mlx_sparse":
                 assert {a.name for a in node.attribute} == set(onnx_export.function(node.op_type).attribute)
-                # Dense attention in place of a sparse one has no window to pass on.
+                # Dense attention of a sparse operator has the constant window 0.
                 literal = {a.name for a in node.attribute if not a.ref_attr_name}
                 assert literal <= {"window"} - set(onnx_export.function(name).attribute)
             for attribute in node.attribute:
@@ -80,7 +80,7 @@ def test_nodes_in_a_body_pass_on_every_attribute(name: str) -> None:
 
 
 @by_body
-def test_a_body_computes_nothing_that_is_not_used(name: str) -> None:
+def test_bodies_have_no_unused_nodes(name: str) -> None:
     body = onnx_export.function(name)
     used, made = set(body.output), []
 
@@ -98,7 +98,7 @@ def test_a_body_computes_nothing_that_is_not_used(name: str) -> None:
 
 @by_body
 def test_the_body_gives_the_types_and_shapes_of_the_schema(name: str) -> None:
-    """Inference through the body alone, then by the schema: both find what the model declares."""
+    """Compare shape inference through the function body and by the schema with the declared shapes."""
     declared = model(name, sizes={"B": 2, "Hq": 8, "Hkv": 2, "D": 64})
     bare = onnx.ModelProto()
     bare.CopyFrom(declared)
@@ -111,12 +111,12 @@ def test_the_body_gives_the_types_and_shapes_of_the_schema(name: str) -> None:
         for want, got in zip(declared.graph.output, found.graph.output, strict=True):
             assert got.type.tensor_type.elem_type == want.type.tensor_type.elem_type
             dims = [None if str(dim).startswith("unk__") else dim for dim in shapes([got])[got.name]]
-            # How many keys TopK returns is computed, so inference through the body gives up on what depends on it.
+            # The number of keys of TopK is computed, so inference through the function body leaves these axes open.
             if not (want.name in ("indices", "blocks") and found is through_body):
                 assert dims == shapes([want])[want.name]
 
 
-def test_the_runtime_knows_the_shapes_of_the_outputs() -> None:
+def test_the_runtime_infers_output_shapes() -> None:
     session = ort.InferenceSession(model("SparQAttention", sizes={"D": 64}).SerializeToString())
     assert session.get_outputs()[0].shape == ["B", "Hq", "L", 64]
     assert session.get_outputs()[2].shape == ["B", "Hkv", "C", 64]
@@ -133,13 +133,13 @@ def test_registration_leaves_nothing_behind() -> None:
     json.loads(Path(__file__).with_suffix(".json").read_text())["wrong arguments"],
     ids=str,
 )
-def test_a_wrong_argument_gets_one_clear_line(settings: dict[str, Any], message: str) -> None:
+def test_a_wrong_argument_is_a_one_line_error(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         model(**settings)
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_attribute_input_or_operator_gets_one_clear_line() -> None:
+def test_a_missing_attribute_input_or_operator_is_a_one_line_error() -> None:
     with pytest.raises(
         ConfigError, match="DenseAttention: expected the attributes scale, spec, window, got others: scale, window"
     ):
@@ -188,6 +188,6 @@ def test_a_node_without_body_or_kernel_is_refused_by_the_runtime() -> None:
         ort.InferenceSession(made.SerializeToString())
 
 
-def test_the_reference_page_is_that_of_the_schemas() -> None:
+def test_the_reference_page_is_up_to_date() -> None:
     written = (ROOT / "docs/spec/operators.md").read_text(encoding="utf-8")
     assert written == page(), "run python tests/fixtures/operators_page.py > docs/spec/operators.md"

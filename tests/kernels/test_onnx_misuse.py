@@ -1,4 +1,4 @@
-"""What native kernels say to inputs and attributes that do not fit: one line, before anything is read."""
+"""Check that native kernels refuse invalid inputs and attributes with a one-line error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def prompt() -> dict[str, Any]:
 
 
 def cached() -> dict[str, Any]:
-    """A token and caches of 128 slots."""
+    """Return a token and caches of 128 slots."""
     case = Case(1, 2, 2, 65, 64, "f32")
     q, k, v = case.inputs()
     new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
@@ -57,14 +57,14 @@ def cached() -> dict[str, Any]:
 
 
 def cached_codes() -> dict[str, Any]:
-    """A token and caches of 128 slots, with codes."""
+    """Return a token and caches of 128 slots with int4 scoring keys."""
     case = Case(1, 2, 2, 65, 64, "f32")
     q, k, v = case.inputs()
     new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
     return {**new, **empty_codes(case, 128)}
 
 
-# Settings and inputs that fit, by operator.
+# Valid settings and inputs by operator.
 GOOD: dict[str, tuple[dict[str, Any], Any]] = {
     "SparQ": (PAPER, lambda: step(STEP, *STEP.inputs())),
     "SparQAttention": ({**CACHES, **PAPER}, cached),
@@ -109,7 +109,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(("name", "wrong", "message"), ATTRIBUTES, ids=str)
-def test_attributes_of_another_meaning_are_refused(name: str, wrong: dict[str, Any], message: str) -> None:
+def test_invalid_attributes_are_refused(name: str, wrong: dict[str, Any], message: str) -> None:
     if reason := native.unavailable():
         absent("ort", reason)
     model = onnx_export.operator_model(name, **SETTINGS[name])

@@ -1,4 +1,4 @@
-"""The library of native kernels: instruction sets, threads, caches, versions, and what it says to a mistake."""
+"""Check the library of native kernels: instruction sets, threads, caches, versions and errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ KERNELS = Path(__file__).parents[2] / "onnx_export" / "ort_ops"
 
 
 def prompted(case: Case, k: Array, v: Array, tokens: int) -> dict[str, Array]:
-    """Caches after that many tokens."""
+    """Return caches after ``tokens`` tokens."""
     append = Operator("native", "SparQAttention", case.dtype, **CACHES, **attributes(parameters(case, "paper")))
     caches = empty_caches(case, case.S)
     queries = np.ones((case.B, case.Hq, tokens, case.D))
@@ -61,7 +61,7 @@ def prompted(case: Case, k: Array, v: Array, tokens: int) -> dict[str, Array]:
 @pytest.mark.parametrize("setting", ["eval", "reallocate", "own-scale"])
 @by_case
 @pytest.mark.parametrize("name", SETS)
-def test_every_instruction_set_steps_as_the_oracle(name: str, case: Case, setting: str, limit: Any) -> None:
+def test_every_instruction_set_runs_sparq_as_the_oracle(name: str, case: Case, setting: str, limit: Any) -> None:
     limit(name)
     found = ADAPTERS["ort"].sparq(case, parameters(case, setting))
     assert_conforms(found, expected(case, setting, "sparq"), case)
@@ -69,7 +69,7 @@ def test_every_instruction_set_steps_as_the_oracle(name: str, case: Case, settin
 
 @pytest.mark.parametrize("case", CASES[3::3], ids=str)
 @pytest.mark.parametrize("name", SETS)
-def test_every_instruction_set_codes_and_steps_as_the_oracle(name: str, case: Case, limit: Any) -> None:
+def test_every_instruction_set_runs_int4_sparq_as_the_oracle(name: str, case: Case, limit: Any) -> None:
     limit(name)
     wanted = oracle.code_keys(case.inputs()[1], left_padding=case.padding)
     for found, array in zip(ADAPTERS["ort"].code_keys(case), wanted, strict=True):
@@ -83,7 +83,7 @@ def test_every_instruction_set_codes_and_steps_as_the_oracle(name: str, case: Ca
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("case", SAMPLE_CASES[1:8], ids=str)
-def test_every_instruction_set_prompts_as_the_oracle(name: str, case: SampleCase, limit: Any) -> None:
+def test_every_instruction_set_runs_sample_as_the_oracle(name: str, case: SampleCase, limit: Any) -> None:
     limit(name)
     choice, out, lse = ADAPTERS["ort"].sample(case)
     assert_same_blocks(choice, case, selection(case))
@@ -92,13 +92,13 @@ def test_every_instruction_set_prompts_as_the_oracle(name: str, case: SampleCase
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("case", SAAP_CASES[2::2], ids=str)
-def test_every_instruction_set_visits_as_the_oracle(name: str, case: SaapCase, limit: Any) -> None:
+def test_every_instruction_set_runs_saap_as_the_oracle(name: str, case: SaapCase, limit: Any) -> None:
     limit(name)
     assert_lists(ADAPTERS["ort"].saap(case, visited(case)).out, None, case)
 
 
 def test_neon_kernels_agree_with_the_scalar_ones(tmp_path: Path) -> None:
-    """Compiled for 64-bit Arm and run by an emulator, where this machine is no Arm and has one."""
+    """Compile the NEON and scalar kernels for 64-bit Arm and compare them in an emulator."""
     emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if emulator is None or importlib.util.find_spec("ziglang") is None:
         absent("neon", "qemu-aarch64 and ziglang")
@@ -135,7 +135,7 @@ def test_odd_sizes_are_attended_exactly(name: str, group: int, D: int, limit: An
 @pytest.mark.parametrize("setting", ["paper", "eval", "reallocate"])
 @pytest.mark.parametrize("workers", [1, 8])
 def test_any_number_of_threads_gives_the_same_answer(workers: int, setting: str, limit: Any) -> None:
-    """With work cut for 8 threads, the keys of a head are scored and searched in parts."""
+    """Divide work for 8 workers, so that the keys of a head are scored in splits."""
     limit(None, workers)
     case = Case(2, 6, 2, 9000, 64, "f32", padding=(0, 4500))
     q, k, v = case.inputs()
@@ -176,7 +176,7 @@ def test_sessions_run_from_several_threads_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["CachedAttention", "SparQAttention"])
-def test_separate_buffers_leave_the_past_as_it_was(name: str) -> None:
+def test_separate_buffers_leave_the_past_unchanged(name: str) -> None:
     case = Case(2, 4, 2, 100, 64, "f32")
     q, k, v = case.inputs()
     caches = prompted(case, k, v, case.S - 1)
@@ -192,7 +192,7 @@ def test_separate_buffers_leave_the_past_as_it_was(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", onnx_export.OPERATORS)
-def test_the_node_is_kept_for_the_kernel_and_its_shapes_are_known(name: str, dtype: str, tmp_path: Path) -> None:
+def test_nodes_run_on_the_kernel_and_have_shapes(name: str, dtype: str, tmp_path: Path) -> None:
     if reason := native.unavailable():
         absent("ort", reason)
     operator = onnx_export.OPERATORS[name]
@@ -209,9 +209,9 @@ def test_the_node_is_kept_for_the_kernel_and_its_shapes_are_known(name: str, dty
         "HkvD": 128,
     }
     model = onnx_export.operator_model(name, dtype=dtype, sizes=sizes, **settings)
-    for output in model.graph.output:  # so that they come from the kernel's shape inference
+    for output in model.graph.output:  # the kernel's shape inference must set them
         output.type.tensor_type.ClearField("shape")
-    # What runs without kernels is the same body in every type.
+    # Without kernels all types run the same function body.
     for kernels, count in (("auto", 1), *[("off", 0)] * (dtype == "float32" and operator.has_body)):
         options = native.session_options(kernels)
         options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
@@ -221,7 +221,9 @@ def test_the_node_is_kept_for_the_kernel_and_its_shapes_are_known(name: str, dty
         if kernels == "auto":
             shapes = [output.shape for output in made.get_outputs()]
             known = [shape for shape in shapes if all(isinstance(length, int) for length in shape) and shape]
-            inputs = [tensor.axes for tensor in operator.inputs]  # an output has one's shape, or is not foretold
+            inputs = [
+                tensor.axes for tensor in operator.inputs
+            ]  # an output has the shape of an input or an unknown shape
             assert len(known) == sum(tensor.axes in inputs for tensor in operator.outputs)
 
 
@@ -231,7 +233,7 @@ def session_of(model: onnx.ModelProto, options: Any) -> Any:
     return onnxruntime.InferenceSession(model.SerializeToString(), options)
 
 
-def test_options_are_those_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_options_validate_their_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="native: expected one of auto, off"):
         native.session_options("on")
     monkeypatch.setattr(native, "_found", lambda: None)

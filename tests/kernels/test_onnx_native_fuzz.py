@@ -1,7 +1,7 @@
-"""The native kernels under random sizes, lengths and contents: the right answer, or an error in one line.
+"""Test the native kernels with random sizes, lengths and contents: correct output or a one-line error.
 
-`test_nothing_outside_the_buffers_is_touched` runs this and test_onnx_saap_fuzz.py again on a library built with
-sanitizers.
+`test_nothing_outside_the_buffers_is_accessed` repeats this file and test_onnx_saap_fuzz.py with a
+library that is built with sanitizers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow  # fuzzing, sanitizers
 
 
 class Draw(SimpleNamespace):
-    """Sizes and contents; ``start`` tokens are in the caches of C slots, L more come."""
+    """Random sizes and contents: caches of C slots with ``start`` tokens, and L new tokens."""
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -65,7 +65,7 @@ class Draw(SimpleNamespace):
         return all(0 <= start <= self.C - self.L for start in self.start) and all(first >= 0 for first in self.padding)
 
     def row(self, b: int) -> tuple[Array, Array, Array, Array]:
-        """Query, keys and values up to the last token of row b, and its padding; zeros for what must not matter."""
+        """Return query, keys, values and padding of row b up to its last token, with zeros in invalid slots."""
         end = self.length[b]
         first = min(self.padding[b], end)
         q, k, v = (array[b : b + 1].astype(np.float64) for array in (self.q, self.k, self.v))
@@ -74,13 +74,13 @@ class Draw(SimpleNamespace):
         return q, k, v, np.array([first])
 
     def close(self, got: Array, expected: Array, b: int) -> None:
-        """Equal to one rounding to the type, for the heads whose valid keys are numbers."""
+        """Assert equality within one rounding to the type, for heads whose valid keys are finite."""
         sound = np.repeat(~self.poisoned[b], self.G)
         wanted, out = expected[0][sound], got[b][sound].astype(np.float64)
         np.testing.assert_allclose(out, wanted, rtol=2.0 ** -PRECISION[self.dtype], atol=ulp(wanted, self.dtype) + 2e-5)
 
     def appended(self) -> dict[str, Array]:
-        """The new tokens, and caches that do not have them yet."""
+        """Return the new tokens, and caches without them."""
         at = [slice(start, start + self.L) for start in self.start]
         new = {n: np.stack([a[b, :, at[b]] for b in range(self.B)]) for n, a in (("key", self.k), ("value", self.v))}
         past = {"past_key": self.k.copy(), "past_value": self.v.copy()}
@@ -121,13 +121,13 @@ def draws(draw: Any, most: int = 5, mistakes: bool = False) -> Draw:
 
 
 def assert_same_bits(got: Array, expected: Array) -> None:
-    """Equal, NaN included, which NumPy does not know in bfloat16."""
+    """Assert bitwise equality, because NumPy does not compare NaN in bfloat16."""
     same = (np.ascontiguousarray(array).view(np.uint8) for array in (got, expected))
     np.testing.assert_array_equal(*same)
 
 
 def exact(case: Draw, b: int) -> Array:
-    """Causal attention of row b in its window, in float64."""
+    """Compute causal attention of row b in its window, in float64."""
     q, k, v, first = case.row(b)
     return windowed_attention(q, k, v, first, case.window or 10**12, case.scale)
 
@@ -149,7 +149,7 @@ def oracle_settings(case: Draw) -> dict[str, Any]:
 
 
 def deviations(case: Draw) -> Array:
-    """Of the valid keys, 0 where there are none."""
+    """Return the standard deviation of the valid keys, 0 if there are none."""
     made = np.zeros((case.B, case.Hkv, case.D))
     for b in range(case.B):
         valid = case.row(b)[1][0, :, case.padding[b] :]
@@ -171,7 +171,7 @@ def test_dense_attention_is_exact(case: Draw) -> None:
 
 @given(draws(most=1))
 @fuzz
-def test_sparq_chooses_and_attends_as_the_oracle(case: Draw) -> None:
+def test_sparq_selects_and_attends_as_the_oracle(case: Draw) -> None:
     attend = Operator("native", "SparQ", case.dtype, **sparq_settings(case))
     buffers = {"keys": case.k, "keys_t": chunked(case), "values": case.v, "deviation": deviations(case)}
     zeros = np.zeros((case.B, case.Hkv, case.D))
@@ -211,7 +211,7 @@ def test_tokens_are_appended_and_attended(case: Draw) -> None:
 
 @given(draws())
 @fuzz
-def test_cached_sparq_is_sparq_over_its_caches(case: Draw) -> None:
+def test_cached_sparq_equals_sparq_over_its_caches(case: Draw) -> None:
     settings = {**sparq_settings(case), "lanes": case.lanes, "dense_below": 0}
     sums = np.zeros((case.B, case.Hkv, 3, case.D))
     for b in range(case.B):
@@ -230,7 +230,7 @@ def test_cached_sparq_is_sparq_over_its_caches(case: Draw) -> None:
     if case.L > 1:
         expected = Operator("native", "DenseAttention", case.dtype, scale=case.scale, window=0)(**given)["output"]
     elif case.component_score:
-        return  # the deviation of the sums rounds otherwise than that of the keys, so close calls may fall otherwise
+        return  # the two deviations round differently, so scores that are almost equal may be ordered differently
     else:
         zeros = np.zeros((case.B, case.Hkv, case.D))
         sparq = Operator("native", "SparQ", case.dtype, **sparq_settings(case))
@@ -240,7 +240,7 @@ def test_cached_sparq_is_sparq_over_its_caches(case: Draw) -> None:
 
 
 def coded_states(case: Draw, ends: Array) -> dict[str, Array]:
-    """Codes and summary after so many tokens of each row."""
+    """Return codes and summary after ``ends`` tokens of each row."""
     rows = []
     for b, end in enumerate(ends):
         row = slice(b, b + 1)
@@ -253,7 +253,7 @@ def coded_states(case: Draw, ends: Array) -> dict[str, Array]:
 
 @given(draws())
 @fuzz
-def test_codes_are_the_oracles_and_choose_as_they_do(case: Draw) -> None:
+def test_int4_scoring_keys_equal_the_oracle(case: Draw) -> None:
     settings = sparq_settings(case)
     attend = Operator("native", "SparQCodedAttention", case.dtype, **settings, dense_below=0)
     with np.errstate(all="ignore"):
@@ -290,7 +290,7 @@ def test_codes_are_the_oracles_and_choose_as_they_do(case: Draw) -> None:
 
 @given(draws(mistakes=True))
 @fuzz
-def test_lengths_that_do_not_fit_are_refused_and_others_are_not(case: Draw) -> None:
+def test_only_invalid_lengths_are_refused(case: Draw) -> None:
     attend = Operator("native", "SparQAttention", case.dtype, lanes=case.lanes, dense_below=0, **sparq_settings(case))
     caches = {name: np.zeros(case.k.shape) for name in ("past_key", "past_key_t", "past_value")}
     new = np.ones((case.B, case.Hkv, case.L, case.D))
@@ -317,7 +317,7 @@ def test_unaligned_inputs_are_refused() -> None:
 
 
 class Prompt(SimpleNamespace):
-    """Sizes and contents of a piece of a prompt; ``free`` slots of the buffers are NaN."""
+    """Random sizes and contents of a prefill chunk; ``free`` slots of the buffers are NaN."""
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -357,7 +357,7 @@ def prompts(draw: Any) -> Prompt:
 
 @given(prompts())
 @fuzz
-def test_a_prompt_attends_the_blocks_that_are_told(case: Prompt) -> None:
+def test_prefill_attends_to_the_returned_blocks(case: Prompt) -> None:
     attend = Operator("native", "Sample", case.dtype, **case.settings)
     got = attend(query=case.q, keys=case.k, values=case.v, length=np.array([case.S]))
     q, k, v = (array.astype(np.float64) for array in (case.q, case.k[:, :, : case.S], case.v[:, :, : case.S]))
@@ -375,7 +375,7 @@ def test_a_prompt_attends_the_blocks_that_are_told(case: Prompt) -> None:
 
 
 def preloads(compiler: str) -> str | None:
-    """What must be loaded before a library with sanitizers; None where the compiler has none."""
+    """Return libraries to preload for sanitizers, or None if the compiler has no sanitizers."""
     found = []
     for name in ("libasan.so", "libstdc++.so"):
         told = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False)
@@ -384,7 +384,7 @@ def preloads(compiler: str) -> str | None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sanitizers are preloaded")
-def test_nothing_outside_the_buffers_is_touched(tmp_path: Path) -> None:
+def test_nothing_outside_the_buffers_is_accessed(tmp_path: Path) -> None:
     compiler = shutil.which("g++")
     preload = preloads(compiler) if compiler else None
     if preload is None:

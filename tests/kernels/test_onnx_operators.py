@@ -1,4 +1,4 @@
-"""What only ONNX operators have: windows, caches, blocks of a loop, shared bodies; tests/conformance has the cases."""
+"""Check properties of ONNX operators that tests/conformance does not have: windows, loops, shared function bodies."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_window_keeps_the_last_positions(runtime: str, L: int, window: int) ->
 
 
 @by_runtime
-def test_windows_of_rows_of_different_length_do_not_meet(runtime: str) -> None:
+def test_windows_of_rows_of_different_length(runtime: str) -> None:
     case = Case(2, 4, 2, 100, 64, "f32")
     q, k, v = case.inputs(L=3)
     length = np.array([100, 20])
@@ -61,9 +61,9 @@ def test_windows_of_rows_of_different_length_do_not_meet(runtime: str) -> None:
 
 
 @by_runtime
-def test_contexts_of_several_blocks_are_put_together(runtime: str) -> None:
-    # The bodies read 256 keys of each head or 8 chunks at a time here: the first block of row 1 has no valid key, the
-    # last one ends in chunks that do not exist.
+def test_contexts_of_several_blocks_are_merged(runtime: str) -> None:
+    # With these sizes the function bodies read 256 keys of each head or 8 chunks at a time. The first block of row 1
+    # has no valid key, and the last block exceeds the number of chunks.
     case = Case(2, 8, 8, 1300, 64, "f32", padding=(3, 700))
     q, k, v = case.inputs(L=3)
     stale = np.full((2, 8, 44, 64), np.nan)
@@ -89,7 +89,7 @@ def test_contexts_of_several_blocks_are_put_together(runtime: str) -> None:
 
 @pytest.mark.parametrize("setting", ["paper", "reallocate", "eval"])
 @by_runtime
-def test_rows_of_different_length_do_not_meet_in_several_blocks(runtime: str, setting: str) -> None:
+def test_rows_of_different_length_in_several_blocks(runtime: str, setting: str) -> None:
     case = Case(2, 8, 8, 1300, 64, "f32")
     q, k, v = case.inputs()
     params = {**parameters(case, setting), "rank": 64}

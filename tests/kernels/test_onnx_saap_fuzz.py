@@ -1,6 +1,6 @@
-"""The native SaapAttention under random sizes, contents and buckets: the right answer, or an error in one line.
+"""Test the native SaapAttention with random sizes, contents and buckets: correct output or a one-line error.
 
-tests/kernels/test_onnx_native_fuzz.py runs this again on a library built with sanitizers.
+tests/kernels/test_onnx_native_fuzz.py repeats this file with a library that is built with sanitizers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow  # fuzzing
 
 
 class Draw(SimpleNamespace):
-    """Sizes and contents; ``start`` tokens are in the caches of C slots, L more come."""
+    """Random sizes and contents: caches of C slots with ``start`` tokens, and L new tokens."""
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -61,7 +61,7 @@ class Draw(SimpleNamespace):
         return all(0 <= start <= self.C - self.L for start in self.start) and min(self.padding) >= 0
 
     def close(self, got: Array, expected: Array) -> None:
-        """Equal to one rounding to the type."""
+        """Assert equality within one rounding to the type."""
         off = ulp(expected, self.dtype) + 2e-5
         np.testing.assert_allclose(got.astype(np.float64), expected, rtol=2.0 ** -PRECISION[self.dtype], atol=off)
 
@@ -96,7 +96,7 @@ def draws(draw: Any, mistakes: bool = False) -> Draw:
 
 
 def routed(case: Draw, b: int) -> tuple[Array, Array]:
-    """The buckets that the heads of a row visit, (1, Hkv, probes), and whether rounding leaves no doubt about them."""
+    """Return the visited buckets of a row, (1, Hkv, probes), and a mask of heads that rounding cannot change."""
     network = {name: array for name, array in case.network.items() if name != "centroids"}
     if not case.H:
         network = {name: array for name, array in network.items() if "hidden" not in name}
@@ -105,14 +105,14 @@ def routed(case: Draw, b: int) -> tuple[Array, Array]:
     ranked = -np.sort(-scores, axis=-1)[0]
     sure = np.full(case.Hkv, case.probes == case.N)
     if case.probes < case.N:
-        # Logits of large networks are sums of many terms, so that probabilities are off by this much of themselves.
+        # Logits of large networks are sums of many terms, so probabilities have this relative error.
         sure = ranked[:, case.probes - 1] - ranked[:, case.probes] > 1e-3 * ranked[:, case.probes - 1] + 1e-30
     return oracle.saap_route(queries, probes=case.probes, **network), sure
 
 
 @given(draws())
 @fuzz
-def test_a_call_is_the_oracles(case: Draw) -> None:
+def test_a_call_equals_the_oracle(case: Draw) -> None:
     got = Operator("native", "SaapAttention", case.dtype, **case.settings)(**case.inputs)
     length = np.array(case.start) + case.L
     dense = case.L > 1 or length.max() < case.dense_below
@@ -147,7 +147,7 @@ def test_a_call_is_the_oracles(case: Draw) -> None:
 
 @given(draws(mistakes=True))
 @fuzz
-def test_sizes_that_do_not_fit_are_refused_and_others_are_not(case: Draw) -> None:
+def test_only_invalid_sizes_are_refused(case: Draw) -> None:
     case.past_key[:], case.past_value[:] = 1, 1
     attend = Operator("native", "SaapAttention", case.dtype, **case.settings)
     if case.fits():

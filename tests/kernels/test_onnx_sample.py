@@ -1,4 +1,4 @@
-"""The ONNX operators of SampleAttention against the oracle: bodies on runtimes, native kernels."""
+"""Compare the ONNX operators of SampleAttention with the oracle, as function bodies and as native kernels."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from sample_cases import SampleCase
 
 from mlx_sparse import oracle
 
-# Its decode steps are always dense; what that says of prompts is nothing.
+# Decode steps are always dense, which does not affect prefill.
 SPARQ = {**attributes(parameters(Case(2, 6, 2, 400, 64, "f32"), "robust")), "lanes": LANES, "dense_below": 1 << 20}
 SPARSE = SampleCase(2, 6, 2, 200, 400, 64, "f32", 32, chunks=2)
 
 
 def with_stale_keys(case: SampleCase, k: Array, v: Array) -> dict[str, Array]:
-    """Buffers longer than the keys; what lies behind them is NaN."""
+    """Return buffers that are longer than the keys, with NaN in free slots."""
     stale = np.full((case.B, case.Hkv, 21, case.D), np.nan)
     return {"keys": np.concatenate([k, stale], axis=2), "values": np.concatenate([v, stale], axis=2)}
 
@@ -55,11 +55,9 @@ def test_an_alpha_of_1_is_dense_attention(runtime: str, alphas: tuple[float, flo
 
 @pytest.mark.parametrize(("more", "expected"), [(5e-7, [0, 1, 3, 4, -1, -1]), (2e-6, [0, 1, 2, 3, 4, -1])], ids=str)
 @by_runtime
-def test_blocks_that_tie_are_kept_from_the_left_until_the_threshold_but_for_1e_6(
-    runtime: str, more: float, expected: list[int]
-) -> None:
+def test_ties_go_to_the_lower_block_up_to_alpha_minus_1e_6(runtime: str, more: float, expected: list[int]) -> None:
     case = SampleCase(1, 1, 1, 192, 192, 64, "f32", 32)
-    # All keys are alike: five columns hold the same mass, and so do five bins, of which the first is kept.
+    # All keys are equal: five columns have equal mass, and five bins too, the first of which is selected.
     share = float(np.mean(32 / np.arange(161, 193)))
     case = replace(case, alpha_column=2 * share + more, alpha_slash=0.01)
     q = np.ones((1, 1, 192, 64))
@@ -83,7 +81,7 @@ def settings_of(case: SampleCase, below: int = 0) -> dict[str, Any]:
     ids=["long-enough", "too-short", "padded", "rows-of-two-lengths"],
 )
 @by_runtime
-def test_a_piece_is_dense_where_it_cannot_be_sampled(
+def test_a_chunk_is_dense_if_it_cannot_be_sampled(
     runtime: str, name: str, below: int, padding: list[int], past: list[int], is_sampled: bool
 ) -> None:
     case = SPARSE
@@ -110,7 +108,7 @@ def test_a_piece_is_dense_where_it_cannot_be_sampled(
 
 
 @by_runtime
-def test_sparq_append_tells_mean_and_deviation(runtime: str) -> None:
+def test_sparq_append_returns_mean_and_deviation(runtime: str) -> None:
     case = Case(2, 4, 2, 150, 64, "f32", padding=(0, 30))
     _, k, v = case.inputs()
     append = Operator(runtime, "SparQAppend", "f32", lanes=LANES)

@@ -1,4 +1,4 @@
-"""Define the interface between the exporter and a method that decodes."""
+"""Define the interface between the exporter and a decoding method."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from mlx_sparse.methods import Method
 from ...operators import OPERATORS
 from ..graph import Graph
 
-# Of the check: tokens of its prompt, and most keys that its sparse step attends to, so that a short prompt shows it.
+# For verification: tokens of the prompt, and the largest number of keys that the sparse step may attend to. With so few
+# keys a short prompt already has a sparse step.
 PROMPT, KEYS = 8, 4
 
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step of a layer in MLX.
+    """Inputs of one decode step of a layer in MLX.
 
     Attributes:
-        layer: its number.
-        query: ``(B, Hq, 1, D)``, and ``keys`` and ``values`` ``(B, Hkv, S, D)`` with those of the new token.
+        layer: number of the layer.
+        query: ``(B, Hq, 1, D)``.
+        keys, values: ``(B, Hkv, S, D)``, the new token included.
         before: the query and all keys before RoPE.
         scale: factor of the logits.
     """
@@ -38,13 +40,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Decoding of the layers of a file: exact, except in subclasses.
+    """Decoding method of the layers of a file. This class decodes densely; subclasses are sparse.
 
     Attributes:
-        operator: which appends to the caches and attends. Its states, ``past_*`` to ``present_*``, become inputs and
-            outputs of the file.
-        method: with every automatic choice made.
-        group: keys that become a part of a state together, when the last of them is written; 0 if there are none.
+        operator: name of the operator that appends to the caches and attends. Its states, ``past_*`` to ``present_*``,
+            become inputs and outputs of the file.
+        method: settings with every "auto" resolved.
+        group: number of consecutive keys that are quantized together; 0 if the method quantizes no keys.
     """
 
     operator: ClassVar[str] = "CachedAttention"
@@ -53,11 +55,11 @@ class Decoding:
 
     @classmethod
     def settled(cls, config: Any, model: Any) -> Decoding:
-        """Return the method by the settings ``config``, every automatic choice made for mlx-lm's ``model``.
+        """Return the method with the settings ``config``, with every "auto" resolved for mlx-lm's ``model``.
 
         Raises:
             ConfigError: a setting does not fit the model, or cannot be exported.
-            ArtefactError: its file is damaged, or made for another model.
+            ArtefactError: the artefact is damaged, or was trained for another model.
         """
         return cls(config)
 
@@ -68,7 +70,7 @@ class Decoding:
 
     @property
     def sparse_from(self) -> int | None:
-        """Keys from which steps are sparse; None where all are exact."""
+        """Smallest number of keys at which decode steps are sparse; None if all steps are dense."""
         below = getattr(self.method, "dense_below", None)
         return None if below is None else int(below)
 
@@ -78,29 +80,29 @@ class Decoding:
         return str(self.method)
 
     def serves(self, layer: int) -> bool:
-        """Return True if a layer without a sliding window decodes by the operator."""
+        """Return True if a layer without a sliding window uses the operator."""
         return True
 
     def attributes(self, lanes: int) -> dict[str, float]:
-        """Attributes of the operator but ``scale`` and ``window``; ``lanes`` are keys per chunk of its columns."""
+        """Return the attributes except ``scale`` and ``window``; ``lanes`` is keys per component-major chunk."""
         return {}
 
     def axes(self, capacity: int) -> dict[str, int]:
-        """Lengths of axes of the operator's states that only it has, in caches of ``capacity`` tokens."""
+        """Return the lengths of axes that only this operator's states have, for caches of ``capacity`` tokens."""
         return {}
 
     def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
-        """Inputs of the operator that are its queries and keys ``before`` or ``after`` RoPE, (B, L, H, D)."""
+        """Return further inputs, selected from queries and keys ``before`` and ``after`` RoPE, (B, L, H, D)."""
         return {}
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
-        """Inputs of the operator that are weights of its own, stored by this call."""
+        """Store the weights of the operator and return them as its inputs."""
         return {}
 
     def attend(self, call: Step) -> mx.array:
-        """Return MLX's output of a sparse step, ``(B, Hq, 1, D)``, which a file is checked against."""
+        """Return MLX's output of a sparse step, ``(B, Hq, 1, D)``, for verification."""
         raise NotImplementedError
 
     def shortened(self) -> Decoding:
-        """Return the same method with a sparse step after `PROMPT` tokens, over at most `KEYS` keys."""
+        """Return the method with settings that are sparse after `PROMPT` tokens and attend to at most `KEYS` keys."""
         return self

@@ -1,4 +1,4 @@
-"""SAAP in a file, with centroids and query networks of its artefact."""
+"""Export SAAP with the centroids and query networks of its artefact."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SaapDecoding(Decoding):
     """Decoding by SAAP.
 
     Attributes:
-        layers: by number, those that it serves.
+        layers: centroids and query networks by layer number; other layers are dense.
     """
 
     operator: ClassVar[str] = "SaapAttention"
@@ -44,8 +44,8 @@ class SaapDecoding(Decoding):
 
     @property
     def text(self) -> str:
-        """Return the method as text, without the folder of the artefact, which is private."""
-        assert self.method.artefact is not None  # or settled had refused
+        """Return the method as text. The path of the artefact is private, so only its file name is included."""
+        assert self.method.artefact is not None  # settled() raises otherwise
         return str(dataclasses.replace(self.method, artefact=Path(self.method.artefact).name))
 
     def serves(self, layer: int) -> bool:
@@ -59,7 +59,7 @@ class SaapDecoding(Decoding):
         return dict(zip(("query_before", "key_before"), before, strict=True))
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
-        """Write all arrays as float16 if those of the artefact are, and as float32 otherwise."""
+        """Store all arrays as float16 if all arrays of the artefact are float16, and as float32 otherwise."""
         arrays = self.layers[layer].arrays()
         half = all(array.dtype == mx.float16 for array in arrays.values())
         places = {}
@@ -89,13 +89,13 @@ class SaapDecoding(Decoding):
     def shortened(self) -> SaapDecoding:
         sinks = min(self.method.sink_tokens, 1)
         recent = KEYS - sinks
-        # A file lists every key as soon as it leaves the window.
+        # A file indexes every key as soon as the key leaves the recent window.
         short = dataclasses.replace(self.method, sink_tokens=sinks, recent_tokens=recent, dense_below=0, merge_every=1)
         return dataclasses.replace(self, method=short)
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
-        """Head dim, buckets, and weights of the network that a step reads, of one KV head."""
+        """Head dim, buckets, and number of network weights that a step reads per KV head."""
         layer = next(iter(self.layers.values()))
         heads, buckets, D = layer.centroids.shape
         network = layer.arrays()
@@ -103,10 +103,10 @@ class SaapDecoding(Decoding):
 
 
 def _served(config: SAAP, model: Any) -> Mapping[int, artefact.Layer]:
-    """Return the layers of the artefact that ``config`` names which serve ``model``.
+    """Load the artefact of ``config`` and return the layers of ``model`` that SAAP serves.
 
     Raises:
-        ArtefactError: the file is damaged, or made for another model.
+        ArtefactError: the file is damaged, or was trained for another model.
         ConfigError: there is no file, it has too few buckets, or no layer is left for SAAP.
     """
     if config.mode == "online":
@@ -115,7 +115,7 @@ def _served(config: SAAP, model: Any) -> Mapping[int, artefact.Layer]:
             "Train an artefact with mlx-sparse train-saap."
         )
     file = config.file
-    assert file is not None  # or config.file had refused
+    assert file is not None  # config.file raises otherwise
     loaded = artefact.load(file)
     loaded.check_model(model)
     if config.probes > loaded.buckets:

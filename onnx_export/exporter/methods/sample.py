@@ -1,4 +1,4 @@
-"""SampleAttention in a file."""
+"""Export SampleAttention."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mlx_sparse.methods import Sample
 
 from ...defaults import SAMPLE_BELOW
 
-SHORT_PROMPT, SHORT_BLOCK = 160, 32  # tokens of a prompt that a `shortened` method leaves something out of
+SHORT_PROMPT, SHORT_BLOCK = 160, 32  # tokens: a `shortened` method skips blocks of such a prompt
 
 
 def settled(config: Sample, max_length: int) -> Sample:
-    """SampleAttention with one setting for all contexts, as an operator's attributes are.
+    """Return SampleAttention with one setting for all contexts, as the attributes of an operator require.
 
     Raises:
-        ConfigError: several ranges of contexts that fit in ``max_length`` have settings of their own, or a density is
-            to decide.
+        ConfigError: several ranges of contexts within ``max_length`` have different settings, or ``dense_above`` is
+            set.
     """
     if config.dense_above not in ("auto", 1):
         raise ConfigError(
@@ -38,12 +38,12 @@ def settled(config: Sample, max_length: int) -> Sample:
 
 
 def attributes(config: Sample) -> dict[str, float]:
-    """Attributes of the operators that sample prompts, but ``scale``."""
+    """Return the attributes of the SampleAttention operators except ``scale``."""
     return {**config.parameters(), "dense_prompt_below": int(config.dense_below)}
 
 
 def attend(config: Sample, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """Return MLX's output of a prefill chunk, which a file is checked against."""
+    """Return MLX's output of a prefill chunk, for verification."""
     made: mx.array = mlx_sparse.sample_attention(
         queries, keys, values, **config.parameters(), scale=scale, backend="ops"
     )
@@ -51,7 +51,7 @@ def attend(config: Sample, queries: mx.array, keys: mx.array, values: mx.array, 
 
 
 def shortened(config: Sample) -> Sample:
-    """Settings that leave something out of a prompt of `SHORT_PROMPT` random tokens."""
+    """Return settings that skip blocks of a prompt of `SHORT_PROMPT` random tokens."""
     return dataclasses.replace(
         config,
         alpha_column=config.alpha_column / 2,

@@ -1,4 +1,4 @@
-"""SparQ in a file."""
+"""Export SparQ."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SparQDecoding(Decoding):
 
     @classmethod
     def settled(cls, config: SparQ, model: Any) -> SparQDecoding:
-        """Return the method with every choice made as `mlx_sparse.enable` makes it."""
+        """Return the method with every "auto" resolved as in `mlx_sparse.enable`."""
         attention = model.layers[0].self_attn
         G, D = attention.n_heads // attention.n_kv_heads, head_dim(attention)
         check_rank(config.rank, D)
@@ -76,7 +76,7 @@ class SparQDecoding(Decoding):
 
 @dataclass(frozen=True)
 class CodedSparQDecoding(SparQDecoding):
-    """Decoding by SparQ with int4 scoring keys, which only the native kernels do."""
+    """Decoding by SparQ with int4 scoring keys, which only the native kernels support."""
 
     operator: ClassVar[str] = "SparQCodedAttention"
     group: ClassVar[int] = GROUP

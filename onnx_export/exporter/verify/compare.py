@@ -1,4 +1,4 @@
-"""Compare the logits of a finished file with MLX's."""
+"""Compare the logits of a finished file with the logits of MLX."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Lower = Callable[[onnx.ModelProto], onnx.ModelProto]
 
 @dataclass(frozen=True)
 class Agreement:
-    """Differences between the logits of a file and MLX's.
+    """Differences between the logits of a file and of MLX.
 
     Attributes:
-        dense: largest difference where attention is dense.
-        sparse: the same of the sparse step's median row, None if decoding is dense.
-        largest: logit, for comparison.
-        sampled: the same as ``sparse`` of a sampled prompt.
-        coded: the same as ``sparse`` after full groups of keys.
+        dense: largest difference with dense attention.
+        sparse: largest difference of the median row of a sparse step, None if decoding is dense.
+        largest: largest logit, for comparison.
+        sampled: like ``sparse``, for sampled prefill.
+        coded: like ``sparse``, after full groups of int4 scoring keys.
     """
 
     dense: float
@@ -52,17 +52,17 @@ class Agreement:
 def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Target, lower: Lower) -> Agreement:
     """Run the finished file on ONNX Runtime, and a copy with float32 caches that shares its data.
 
-    Native kernels run only files without bodies.
+    The native kernels run only files whose operators have no function body.
 
     Args:
-        model: the model before it was lowered.
-        folder: where model.onnx and its data lie.
-        expected: what MLX computes.
-        target: what was made.
-        lower: what was done to the model in the end.
+        model: the model before ``lower`` was applied.
+        folder: the folder of model.onnx and its data.
+        expected: logits and tolerances of MLX.
+        target: settings of the file.
+        lower: last transformation of the model, which is applied to the copy too.
 
     Raises:
-        ArtefactError: the file computes something else.
+        ArtefactError: the logits differ by more than the tolerance.
     """
     logits = expected.logits
     native = "off" if target.decode.has_body else "auto"
@@ -106,7 +106,8 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
 def _median_error(got: Array, wanted: Array, dense: Array, allowed: float, *, where: str) -> float:
     """Return the largest difference of the median row.
 
-    Keys or blocks that tie but for rounding may be swapped. That is rare, and moves less than leaving keys out does.
+    Rounding may swap keys or blocks whose scores are almost equal. This is rare and changes the logits less than
+    missing keys would. The median row ignores it.
     """
     error = np.abs(got - wanted).max(axis=1)
     median = float(np.median(error))
@@ -117,18 +118,18 @@ def _median_error(got: Array, wanted: Array, dense: Array, allowed: float, *, wh
 
 def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
     return ArtefactError(
-        f"model.onnx: expected logits within {allowed:.1e} of MLX's, got {error:.1e} with {where}. Nothing was kept; "
-        "please report the model and the command."
+        f"model.onnx: expected logits within {allowed:.1e} of MLX's, got {error:.1e} with {where}. Nothing was "
+        "written; please report the model and the command."
     )
 
 
 def _steps(file: File, tokens: Array) -> list[Array]:
-    """Return the logits after the prompts, and after one more token."""
+    """Return the logits after prefill, and after one more token."""
     return [file.step(tokens[:, begin:end]).copy() for begin, end in ((0, PROMPT), (PROMPT, PROMPT + 1))]
 
 
 class File(Runner):
-    """A file with room for as many tokens as its caches hold.
+    """A runner that accepts as many tokens as the capacity of the caches.
 
     Raises:
         ConfigError: the caches do not fit into memory.
@@ -140,7 +141,7 @@ class File(Runner):
         self.max_length = self._capacity
 
     def _open(self, options: onnxruntime.SessionOptions, **how: Any) -> onnxruntime.InferenceSession:
-        # Weights of half precision are widened one at a time where they are used, not all of them once and for all.
+        # Without constant folding, half-precision weights are widened one at a time, which needs less memory.
         options.enable_cpu_mem_arena = False
         return super()._open(options, disabled_optimizers=["ConstantFolding"], **how)
 

@@ -1,4 +1,4 @@
-"""Copies of a model that short prompts show the sparsity of."""
+"""Make copies of a model whose sparse methods are active on short prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
-    """Return the model with float32 caches and with the attributes of shortened methods."""
+    """Return the model with float32 caches and with methods that are sparse on short prompts."""
     made = onnx.ModelProto()
     made.CopyFrom(model)
     for tensor in (*made.graph.input, *made.graph.output):
@@ -24,7 +24,7 @@ def copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
     for node in made.graph.node:
         for attribute in node.attribute:
             name = attribute.name
-            if node.op_type == "Cast":  # up from the type of weights, or down to that of caches
+            if node.op_type == "Cast":  # from the type of the weights, or to the type of the caches
                 attribute.i = TensorProto.FLOAT
             elif node.domain == DOMAIN and short.get(name) != own.get(name):
                 setattr(attribute, "f" if isinstance(short[name], float) else "i", short[name])
@@ -32,14 +32,14 @@ def copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
 
 
 def keep_layers(model: onnx.ModelProto, count: int) -> None:
-    """Take out the layers after the first ``count``, their caches and their weights."""
+    """Remove all layers after the first ``count``, their caches and their weights."""
     graph = model.graph
     made = {output for node in graph.node for output in node.output}
     last = next(i for i in itertools.count(count) if output_of(i) not in made) - 1
     needed, nodes = {"logits"}, []
     for node in reversed(graph.node):
         if not needed.isdisjoint(node.output):
-            # Of what lies outside of layers, only the norm before the head reads the last one.
+            # Outside the layers, only the norm before the head reads the last layer.
             node.input[:] = [output_of(count - 1) if name == output_of(last) else name for name in node.input]
             needed.update(name for name in node.input if name)
             nodes.append(node)

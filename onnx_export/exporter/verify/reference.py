@@ -1,4 +1,4 @@
-"""Compute a model's logits in MLX, and the largest error of a file."""
+"""Compute the logits of a model in MLX, and the tolerance of a file."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from ..decoder import Target
 from ..families import window_of
 from ..methods import sample
 from ..methods.base import PROMPT, Step
-from ..weights import QUANTISED
+from ..weights import QUANTIZED
 
 Array = npt.NDArray[Any]
 Attention = Callable[..., mx.array]
 
-ATTENTION = "scaled_dot_product_attention"  # mlx-lm's function, by the name under which models import it
+ATTENTION = "scaled_dot_product_attention"  # name under which models import mlx-lm's function
 ROWS = 3  # prompts
-SLACK = 2  # errors that are alike in size are not the same
+SLACK = 2  # factor of the tolerance, because the noise has only the typical size of rounding errors
 
 
 @dataclass(frozen=True)
 class FirstLayers:
-    """Logits of the first layers in MLX for a longer prompt by a shortened method.
+    """Logits of the first layers in MLX for a longer prompt, with a method that is sparse on it.
 
     Attributes:
-        layers: how many, before the norm and the head.
-        pieces: tokens that go in one after the other, (rows, any number).
-        logits: (rows, vocabulary), and the same of dense attention.
-        error: largest difference of the median row.
+        layers: number of layers before the norm and the head.
+        pieces: tokens of successive calls, each (rows, any number).
+        logits: (rows, vocabulary).
+        dense: the same with dense attention.
+        error: tolerance of the largest difference of the median row.
     """
 
     layers: int
@@ -54,17 +55,17 @@ class FirstLayers:
 
 @dataclass(frozen=True)
 class Expected:
-    """Logits (rows, vocabulary) of MLX, and how far from them a file may be.
+    """Logits (rows, vocabulary) of MLX, and the tolerances of a file.
 
     Attributes:
         tokens: (rows, PROMPT + 1).
-        logits: after the prompts, after one more token, and after that token if it is attended sparsely. The last is
-            missing if the method is dense.
-        rounded: largest difference of the file's dense logits.
-        dense: the same with float32 caches.
-        sparse: largest difference of the median row's sparse logits, with float32 caches.
-        sampled: of a prompt of several blocks; None if prompts attend densely.
-        coded: of a prompt that fills a group of keys and a step that fills another; None if there are no groups.
+        logits: after prefill, after one more dense token, and after the same token with sparse attention. If the
+            method is dense, the third is missing.
+        rounded: tolerance of the file's dense logits.
+        dense: tolerance of dense logits with float32 caches.
+        sparse: tolerance of the median row's sparse logits, with float32 caches.
+        sampled: logits of a prompt of several blocks; None if prefill is dense.
+        coded: logits of a prompt that fills a group of keys and a step that fills another; None without groups.
     """
 
     tokens: Array
@@ -77,12 +78,12 @@ class Expected:
 
 
 def reference(model: Any, target: Target) -> Expected:
-    """Compute the logits on the CPU: Metal's products may round to less than float32.
+    """Compute the logits on the CPU, because matrix products on Metal may round to less than float32.
 
-    The model is of no other use afterwards: its parameters are those of the file.
+    The function changes the parameters of the model to the rounded parameters of the file.
 
     Raises:
-        ArtefactError: logits that are not finite.
+        ArtefactError: the logits are not finite.
     """
     with mx.stream(mx.cpu), _layer_by_layer(model):
         return _reference(model, target)
@@ -94,8 +95,8 @@ def _reference(model: Any, target: Target) -> Expected:
     embedding = model.model.embed_tokens = _Widened(model.model.embed_tokens)
     if "lm_head" in model:
         model.lm_head = _OfLast(model.lm_head)
-    # Sums of K products err by about sqrt(K) halves of an ulp, and the layers add their errors up.
-    products = [_columns(module) for _, module in model.named_modules() if isinstance(module, (nn.Linear, *QUANTISED))]
+    # The error of a sum of K products is about sqrt(K) / 2 ulp, and the errors of the layers add up.
+    products = [_columns(module) for _, module in model.named_modules() if isinstance(module, (nn.Linear, *QUANTIZED))]
     noise = 2.0**-24 * math.sqrt(max(products) * len(products))
     short = target.shortened()
     runs = []
@@ -129,16 +130,16 @@ def _reference(model: Any, target: Target) -> Expected:
 
 
 def _of_first_layers(model: Any, short: Target, count: int, last: int, noise: float) -> FirstLayers:
-    """Run the first layers over ``count`` tokens, the ``last`` of which go in on their own."""
+    """Run the first layers over ``count`` tokens, with the ``last`` tokens in a separate call."""
     embedding = model.model.embed_tokens
     tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], (ROWS, count))
     pieces = np.split(tokens, [count - last], axis=1) if last else [tokens]
-    # What a layer leaves out reaches the last row through the layers after it.
+    # Errors of a sparse layer reach the last row through later layers only.
     unbounded = [i for i, layer in enumerate(model.layers) if not window_of(layer, model)]
     layers = min(len(model.layers), (unbounded[:2] or [0])[-1] + 2)
     runs = []
-    caches = [make_prompt_cache(model) for _ in range(3)]  # of all layers: models look for the kinds of layers there
-    with _replaced((model.model, "layers", model.model.layers[:layers])):  # without the others
+    caches = [make_prompt_cache(model) for _ in range(3)]  # for all layers: models read their layer types from it
+    with _replaced((model.model, "layers", model.model.layers[:layers])):  # skip the other layers
         with _sparse(model, short):
             for embedding.noise in (noise, 0.0):
                 runs.append(_run_pieces(model, pieces, caches.pop()))
@@ -150,7 +151,7 @@ def _of_first_layers(model: Any, short: Target, count: int, last: int, noise: fl
 
 @contextmanager
 def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """With attributes of objects set to other values."""
+    """Set attributes of objects to other values, and restore them at the end."""
     before = [(place, name, getattr(place, name)) for place, name, _ in changes]
     for change in changes:
         setattr(*change)
@@ -163,32 +164,32 @@ def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 def _columns(module: Any) -> int:
     """Return the number of products that a linear layer sums."""
-    if isinstance(module, QUANTISED):
+    if isinstance(module, QUANTIZED):
         return int(module.scales.shape[1] * module.group_size)
     return int(module.weight.shape[1])
 
 
 def largest(found: Sequence[Array], wanted: Sequence[Array]) -> float:
-    """Return the largest difference; NaN if there is one."""
+    """Return the largest difference, or NaN if any difference is NaN."""
     return float(np.max([np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)]))
 
 
 def _as_stored(model: Any, dtype: str) -> None:
-    """Round matrices to the type they are stored in; hold the rest, vectors and scales, in float32."""
+    """Round matrices to their storage type, and convert vectors and scales to float32."""
 
     def stored(name: str, array: mx.array) -> mx.array:
         if not mx.issubdtype(array.dtype, mx.floating):
             return array
         matrix = array.ndim == 2 and name.endswith(".weight")
         if matrix and dtype == "float32":
-            return array  # a product with float32 widens it anyway
+            return array  # products with float32 are computed in float32
         return array.astype(getattr(mx, dtype) if matrix else mx.float32)
 
     model.update(tree_map_with_path(stored, model.parameters()))
 
 
 class _Widened(nn.Module):
-    """An embedding in float32, from which everything after it is float32 too, with a relative ``noise``."""
+    """An embedding with float32 output and relative ``noise``. It makes all later activations float32."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -205,7 +206,7 @@ class _Widened(nn.Module):
 
 
 class _OfLast(nn.Module):
-    """A head for the last token, which is all that is compared."""
+    """A head that computes the logits of the last token only."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -217,7 +218,7 @@ class _OfLast(nn.Module):
 
 
 def _layer_by_layer(model: Any) -> AbstractContextManager[None]:
-    """Compute each layer before the next, so that not all weights are widened at the same time."""
+    """Evaluate each layer before the next, so that only one layer's weights are widened at a time."""
     layer = type(model.layers[0])
     original = layer.__call__
 
@@ -231,7 +232,7 @@ def _layer_by_layer(model: Any) -> AbstractContextManager[None]:
 
 
 class _RecordedRope:
-    """The RoPE of one layer, which appends its number and each input to ``seen``."""
+    """A RoPE module that appends its layer number and each input to ``seen``."""
 
     def __init__(self, inner: Any, layer: int, seen: deque[tuple[int, mx.array]]) -> None:
         self._inner, self._layer, self._seen = inner, layer, seen
@@ -242,11 +243,11 @@ class _RecordedRope:
 
 
 def _sparse(model: Any, short: Target) -> AbstractContextManager[None]:
-    """Attend by the methods of a file, with the functions of `mlx_sparse`, wherever the file does.
+    """Use the sparse functions of `mlx_sparse` in the layers in which the file is sparse.
 
-    A step follows a prompt that was one call.
+    The prompt of a decode step must be one call.
     """
-    seen: deque[tuple[int, mx.array]] = deque(maxlen=2)  # a query and keys before RoPE
+    seen: deque[tuple[int, mx.array]] = deque(maxlen=2)  # inputs of RoPE: a query, then keys
     windows = [window_of(layer, model) for layer in model.layers]
     prompt_keys: dict[int, mx.array] = {}
     prompts, decode = short.prompts, short.decode
@@ -296,10 +297,10 @@ def _attention_of(model: Any, wrap: Callable[[Attention], Attention]) -> list[tu
 
 
 def _run_pieces(model: Any, pieces: Sequence[Array], cache: Any) -> Array:
-    """Logits after the last of the pieces."""
+    """Return the logits after the last of successive calls."""
     return [_run(model, piece, cache) for piece in pieces][-1]
 
 
 def _run(model: Any, tokens: Array, cache: Any) -> Array:
-    """Logits (rows, vocabulary) after these tokens."""
+    """Return the logits (rows, vocabulary) after these tokens."""
     return np.array(model(mx.array(tokens), cache=cache)[:, -1])
