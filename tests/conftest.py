@@ -35,12 +35,12 @@ NOT_HERE = {"*test_onnx_*.py": OLD, "test_site.py": OLD, "*test_triton_*.py": NO
 collect_ignore_glob = [names for names, why in NOT_HERE.items() if why]
 
 
-# It fetches 240 MB whose licence is not an open-source one.
+# It fetches 240 MB whose license is not an open-source one.
 REAL_GEMMA = "test_gemma3_real.py"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--accept-licence", choices=["gemma"], help=f"accept the Gemma Terms of Use: run {REAL_GEMMA}")
+    parser.addoption("--accept-license", choices=["gemma"], help=f"accept the Gemma Terms of Use: run {REAL_GEMMA}")
     parser.addoption("--fast", action="store_true", help="the fast tier: no test that is marked slow")
     parser.addoption("--every", action="store_true", help="all cases of tests that run some of theirs, whole examples")
 
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if collection_path.name == REAL_GEMMA and not config.getoption("accept_licence") else None
+    return True if collection_path.name == REAL_GEMMA and not config.getoption("accept_license") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -65,8 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     absent = [f"not collected {NOT_HERE[name]}: {name}" for name in collect_ignore_glob]
-    if not config.getoption("accept_licence"):
-        absent.append(f"not collected without --accept-licence gemma: {REAL_GEMMA}")
+    if not config.getoption("accept_license"):
+        absent.append(f"not collected without --accept-license gemma: {REAL_GEMMA}")
     return [*tier(config), *absent]
 
 

@@ -68,7 +68,7 @@ def test_a_text_that_is_refused_is_named_and_fails_the_step(dump: Path) -> None:
 def test_what_it_refuses(tmp_path: Path, folder: str) -> None:
     done = run("bash", SCRIPT, *([tmp_path / folder] if folder else []))
     assert done.returncode == 2
-    assert done.stderr.startswith("compile_msl.sh: error: expected a folder of scripts/dump_msl.py, got")
+    assert done.stderr.startswith("compile_msl.sh: error: expected a folder that scripts/dump_msl.py wrote, got")
 
 
 def test_an_sdk_without_any_of_the_versions_fails(dump: Path) -> None:

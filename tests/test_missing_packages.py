@@ -63,7 +63,7 @@ COMMANDS = [
     ("onnxruntime", "bench generate --engine onnx"),
     ("onnxruntime", "run-onnx nowhere -p x"),
     ("matplotlib", "eval --methods sparq --out results"),
-    ("gguf", "eval --methods sparq --model gemma-3-270m --accept-licence gemma --cache-dir cache"),
+    ("gguf", "eval --methods sparq --model gemma-3-270m --accept-license gemma --cache-dir cache"),
     *((name, "export-onnx --model nowhere -o out") for name in ("onnx", "onnxruntime", "mlx")),
 ]
 SUBCOMMAND = "mlx-sparse export-onnx"  # the same by its other name

@@ -27,7 +27,7 @@ from mlx_sparse.lm.model import disable, enable, plan_of
 from mlx_sparse.methods import Method, SparQ, Streaming, parse, read_toml
 from mlx_sparse.tools import advise
 from mlx_sparse.tools.advise import COPY, TEXT, Attempt, Page, Quality
-from mlx_sparse.tools.decode_traffic import Kept, Served, Traffic, kept_by, traffic_of, weights_read
+from mlx_sparse.tools.decode_traffic import LayerCache, Served, Traffic, layer_caches, traffic_of, weights_read
 from mlx_sparse.tools.evaluate.variants import Variant
 
 pytestmark = pytest.mark.slow  # commands
@@ -66,7 +66,7 @@ def test_models_of_these_sizes_are_counted_as_by_hand(
     traffic = traffic_of(model)
     assert mx.get_active_memory() - before < 1 << 20
     layers = config["num_hidden_layers"]
-    assert set(traffic.kept) == {Kept("full", per_token // layers)} and len(traffic.kept) == layers
+    assert set(traffic.caches) == {LayerCache("full", per_token // layers)} and len(traffic.caches) == layers
     # By hand the input embedding is counted as well, every parameter at 0.5625 bytes.
     weights = traffic.weights + int(0.5625 * config["vocab_size"] * config["hidden_size"])
     by_hand = dataclasses.replace(traffic, weights=weights)
@@ -97,7 +97,7 @@ def test_an_embedding_is_read_where_it_is_the_output_and_of_experts_the_active_o
 )
 def test_what_layers_keep_is_what_their_caches_take(family: str, kinds: dict[str, int]) -> None:
     model = build(family)
-    kept = kept_by(model)
+    kept = layer_caches(model)
     assert Counter(one.kind for one in kept) == kinds
     caches: Any = make_prompt_cache(model)
     model(mx.ones((1, 12), mx.int32), cache=caches)
@@ -111,7 +111,7 @@ def test_what_layers_keep_is_what_their_caches_take(family: str, kinds: dict[str
 
 
 def test_layers_that_share_a_cache_read_it_each() -> None:
-    (shared,) = (one for one in kept_by(build("gemma4_text", **GEMMA4)) if one.kind == "full")
+    (shared,) = (one for one in layer_caches(build("gemma4_text", **GEMMA4)) if one.kind == "full")
     assert shared.readers == 2
     assert Traffic(0, (shared,)).kv(9) == 2 * shared.nbytes(9)
 
@@ -134,7 +134,7 @@ def test_the_bound_is_what_is_left_of_the_bytes() -> None:
     dense = 2 * heads * 4 * (2 * S * D + 2 * D)
     sparse = 2 * heads * 4 * (S * 4 * 9 // 32 + 2 * 8 * D + 4 * D)
     assert (one.dense_bytes(S), one.saved(S)) == (dense, dense - sparse)
-    traffic = Traffic(10**6, (Kept("full", 2 * heads * 2 * D * 4),))
+    traffic = Traffic(10**6, (LayerCache("full", 2 * heads * 2 * D * 4),))
     total = 10**6 + S * 2 * heads * 2 * D * 4
     assert traffic.bound(S, [one]) == pytest.approx(total / (total - dense + sparse))
     assert one.saved(8) == 0
@@ -191,8 +191,8 @@ def test_it_advises_against_it_where_the_best_selection_of_keys_fails() -> None:
     none = page_of(quality_of([good], [attempt("sparq:rank=4,top_k=128", kl=1)]))
     assert none.advice()[0].startswith("Do not use it with these methods and budgets")
     blind = page_of(quality_of([good], [], accuracy=0.1))
-    assert blind.advice()[-1].startswith("Dense attention itself hardly copies this text")
-    assert page_of(None, candidates=[]).advice()[0].startswith("Do not use it: no method serves")
+    assert blind.advice()[-1].startswith("Dense attention copies this text badly")
+    assert page_of(None, candidates=[]).advice()[0].startswith("Do not use it: no method can serve")
 
 
 def test_it_recommends_the_cheapest_that_passes() -> None:
@@ -206,9 +206,9 @@ def test_it_recommends_the_cheapest_that_passes() -> None:
     assert found.advice()[0].startswith('Use --attn "sparq:rank=4": `sparq:rank=4,top_k=126,dense_below=0` is the')
     assert "passes" in str(found) and "fails" in str(found)
     assert json.loads(json.dumps(found.as_dict()))["attn"] == "sparq:rank=4"
-    assert re.fullmatch(r"at 4,096 tokens a decode step is at most \d+\.\d\d x as fast, by bytes\.", found.advice()[1])
+    assert re.fullmatch(r"at 4,096 tokens, a decode step is at most \d+\.\d\d x faster, by bytes\.", found.advice()[1])
     heavy = dataclasses.replace(found, traffic=dataclasses.replace(found.traffic, weights=10**12))
-    assert heavy.advice()[1].startswith("It is hardly worth it: at 4,096 tokens a decode step is at most 1.00 x")
+    assert heavy.advice()[1].startswith("The gain is small: at 4,096 tokens, a decode step is at most 1.00 x")
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_a_budget_out_of_reach_and_a_short_text_are_one_line(
     text.write_text(WORDS)
     common = ["advise", str(tmp_path / "model"), "--text", str(text), "--methods", "sparq:rank=4"]
     for more, message in (
-        (["--budget", "1/100000"], "--budget: expected a share within reach at 1,024 keys, got none"),
+        (["--budget", "1/100000"], "--budget: expected a share that can be met at 1,024 keys, got none"),
         (["--passage", "4k"], "--limit: expected 4 x 4,"),
     ):
         assert cli.main([*common, *more]) == 2
@@ -313,7 +313,7 @@ def test_a_model_that_nothing_serves_gets_the_reason(tmp_path: Path, capsys: pyt
     assert (
         "`sparq:rank=4` cannot run: model: expected an attention layer that sparq can serve, got glm4_moe_lite" in out
     )
-    assert "Do not use it: no method serves a layer of this model." in out
+    assert "Do not use it: no method can serve a layer of this model." in out
 
 
 def test_without_quality_nothing_is_read_or_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,7 +326,7 @@ def test_without_quality_nothing_is_read_or_run(tmp_path: Path, capsys: pytest.C
     assert "2 window of 16 tokens, 2 full" in out
     assert "`sparq:rank=4` serves 2 of 4; 2 with a sliding window (RotatingKVCache); sparse at" in out
     assert "| 5,120 |" in out
-    assert "The model is made for 4,096 tokens, fewer than --context 5,120." in out
+    assert "The model's context length, 4,096, is less than --context 5,120." in out
     assert "KL" not in out
 
 
@@ -343,10 +343,10 @@ def test_without_quality_nothing_is_read_or_run(tmp_path: Path, capsys: pytest.C
         (["--seed=-1"], "--seed: expected an integer of at least 0"),
         (["--save", "/nowhere/a.toml"], "--save: expected a file in a folder that exists"),
         (["--save", "a.json"], r"--save: expected a file name in \.toml, got a.json"),
-        (["--save", "pyproject.toml"], "--save: expected a new file or one of this command, got pyproject.toml"),
+        (["--save", "pyproject.toml"], "--save: expected a new file or a file of this command, got pyproject.toml"),
         (["--text", "/nowhere/text"], "--text: expected readable UTF-8 text files"),
         (["/nowhere/model"], "--model: expected a model that mlx-lm can load, got /nowhere/model"),
-        (["gemma-3-270m"], "--accept-licence gemma"),
+        (["gemma-3-270m"], "--accept-license gemma"),
     ],
 )
 def test_bad_input_gets_one_line_before_anything_is_loaded(

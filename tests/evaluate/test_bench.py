@@ -99,13 +99,13 @@ def test_an_error_before_a_variant_is_a_row_of_the_case_and_the_others_are_timed
 
     a, whole = core.measure(CASE, variants(), 1)
     assert a.turns == 1
-    assert (whole.method, whole.note, whole.failed) == ("", "needs 70 GB of the 100 GB there are", False)
+    assert (whole.method, whole.note, whole.failed) == ("", "needs 70 GB of 100 GB of memory", False)
 
 
 def test_turns_end_when_time_is_up_but_some_are_taken() -> None:
     late = Fake("a")
     core.measure(CASE, [late], 9, until=time.monotonic() - 1)
-    assert len(late.taken) == core.FEWEST_TURNS
+    assert len(late.taken) == core.MIN_TURNS
 
 
 def test_a_spread_is_quartiles() -> None:
@@ -159,7 +159,9 @@ def test_rows_are_printed_when_they_are_known(capsys: pytest.CaptureFixture[str]
 
 def test_cases_without_time_left_are_rows_and_a_wrong_result_is_an_exit_status() -> None:
     right, text = ran("json", lambda: [Fake("a")], budget=1e-9)
-    assert right and {row["note"] for row in json.loads(text)["rows"]} == {"left out: the 1e-09 s were over"}
+    assert right and {row["note"] for row in json.loads(text)["rows"]} == {
+        "skipped: the time budget of 1e-09 s was used up"
+    }
     assert not ran("json", lambda: [Fake("a", wrong="wrong result")])[0]
 
 
@@ -202,7 +204,7 @@ def test_the_right_result_of_saap_is_the_oracles() -> None:
         return_stats=True,
     )
     assert problem.wrong(out) is None
-    assert stats.selectivity == pytest.approx(inputs.UNEVEN * config.probes / inputs.BUCKETS, rel=0.05)
+    assert stats.selectivity == pytest.approx(inputs.LOAD_FACTOR * config.probes / inputs.BUCKETS, rel=0.05)
 
 
 @pytest.mark.parametrize("text", ["sample:alpha_column=0.6,alpha_slash=0.6,block_size=32", "bigbird"])
@@ -418,4 +420,4 @@ def test_a_backend_or_a_case_that_cannot_run_is_a_row() -> None:
     assert rows[1]["note"] == "onnx: it runs exported files: export-onnx, then mlx-sparse run-onnx"
     for stage, length in (("step", "1000000000"), ("prefill", "10000000")):
         (row,) = rows_of(stage, *SMALL, "--lengths", length, *(["--steps", "all"] if stage == "prefill" else []))
-        assert re.fullmatch(r"needs \d+ GB of the \d+ GB there are", row["note"])
+        assert re.fullmatch(r"needs \d+ GB of \d+ GB of memory", row["note"])

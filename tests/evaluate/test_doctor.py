@@ -50,7 +50,7 @@ def test_doctor_finds_no_problem_here(capsys: pytest.CaptureFixture[str]):
     assert (code, err) == (0, "")
     assert out.endswith("no problems found\n")
     assert "mlx_lm.* --attn: the start-up hook is active" in out
-    assert "mlx-lm's interfaces: as expected" in out
+    assert "interfaces of mlx-lm: as expected" in out
 
 
 def test_doctor_json_has_every_fact(capsys: pytest.CaptureFixture[str]):
@@ -78,7 +78,7 @@ def test_doctor_says_what_attn_would_do_with_a_model(tmp_path: Path, capsys: pyt
         "  dense layers: 2 with a sliding window (RotatingKVCache)",
         "  prompts sparse from 8,192 keys on where at most 75% of the blocks are kept (modelled)",
         "  sparse from 2,048 keys on (modelled)",
-        "  mlx-sparse calibrate measures what is modelled, and so does --attn",
+        "  `mlx-sparse calibrate` and `--attn` replace modelled values by measurements",
         "no problems found",
     ]
     with measure.planned(model, "sparq:rank=4", "auto", calibrate.Calibration()) as plan:
@@ -127,7 +127,7 @@ def test_doctor_tells_that_mlx_lm_has_moved(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.delattr(KVCache, "trim")
     code, out, _ = run(capsys, "doctor")
     assert code == 1
-    assert "mlx-lm's interfaces: not as expected" in out
+    assert "interfaces of mlx-lm: not as expected" in out
     assert "problem: mlx-lm: KVCache.trim is gone" in out
 
 
@@ -141,7 +141,7 @@ def test_doctor_tells_that_another_distribution_owns_the_import_name(
     monkeypatch.syspath_prepend(str(tmp_path))
     code, out, _ = run(capsys, "doctor")
     assert code == 1
-    assert "problem: mlx-sparse owns the import name mlx_sparse too" in out
+    assert "problem: mlx-sparse also installs mlx_sparse" in out
     assert "'pip uninstall mlx-sparse'" in out
 
 

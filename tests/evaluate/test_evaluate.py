@@ -22,7 +22,7 @@ from mlx_sparse.tools.evaluate.results import Outcome, Row, Trial
 from mlx_sparse.tools.evaluate.runner import Prompt, Steps
 from mlx_sparse.tools.evaluate.table import tables
 from mlx_sparse.tools.evaluate.tasks import BITS_TOKENS, Example, Passage
-from mlx_sparse.tools.evaluate.variants import DENSE, Variant, quantised
+from mlx_sparse.tools.evaluate.variants import DENSE, Variant, quantized_variants
 
 CONTEXT = 400
 TOKENS = commands.tokens(4 * (CONTEXT + BITS_TOKENS))
@@ -134,7 +134,7 @@ def test_rank_D_costs_what_the_best_keys_cost(rows: dict[str, Row]) -> None:
 def test_steps_over_quantised_caches_cost_what_the_bits_cost() -> None:
     sparq = variants("sparq:top_k=8,rank=64,key_bits=16")
     subject = Steps(build(head_dim=64), Words(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
-    kept = [*sparq, *quantised(sparq, [8, 2])]
+    kept = [*sparq, *quantized_variants(sparq, [8, 2])]
     result = runner.run("needle", [subject], kept, Progress(), no_journal(), context=100, D=64)
     found = {row.method: row for row in result}
     names = ["dense", "sparq:top_k=8,rank=64,key_bits=16"]
@@ -318,7 +318,7 @@ def test_results_belong_to_the_tokens_that_were_run(tmp_path: Path) -> None:
 
 def test_logits_that_are_no_numbers_are_one_line() -> None:
     for value in (math.nan, math.inf):
-        with pytest.raises(mlx_sparse.ConfigError, match="--model: expected logits that are finite, got others"):
+        with pytest.raises(mlx_sparse.ConfigError, match="--model: expected finite logits, got infinity or NaN"):
             runner.prompt_outcome(mx.array([[value, 0.0]]), mx.zeros((1, 2)), [0], 1)
 
 

@@ -13,11 +13,11 @@ from tiny_models import build
 from mlx_sparse import ConfigError
 from mlx_sparse.methods import parse, stats
 from mlx_sparse.tools.evaluate.variants import (
-    OutOfReach,
+    BudgetTooSmall,
     Variant,
+    fit_budget,
     read_budget,
     read_methods,
-    settle,
     transfers,
     variants_of,
 )
@@ -31,7 +31,7 @@ SIZES = {"sparq": "top_k", "streaming": "recent_tokens", "h2o": "top_k", "oracle
     "method", [*SIZES, "sparq:top_k=128", "sparq:preset=paper,top_k=129", "sparq:rank=4,local_window=0"]
 )
 def test_a_budget_is_spent_as_far_as_whole_keys_and_components_go(method: str, budget: Fraction) -> None:
-    settled = settle(method, budget, S, D)
+    settled = fit_budget(method, budget, S, D)
     assert settled is not None
     (config,) = parse(settled)
     size = "rank" if "top_k=" in method or "preset" in method else SIZES[config.name]
@@ -51,21 +51,21 @@ def test_transfers_are_those_of_the_formulae() -> None:
 
 
 def test_half_of_the_budget_of_sparq_chooses_and_half_attends() -> None:
-    (config,) = parse(settle("sparq:key_bits=16", Fraction(1, 4), S, D) or "")
+    (config,) = parse(fit_budget("sparq:key_bits=16", Fraction(1, 4), S, D) or "")
     assert config.rank == D // 4
-    (config,) = parse(settle("sparq", Fraction(1, 4), S, D) or "")
+    (config,) = parse(fit_budget("sparq", Fraction(1, 4), S, D) or "")
     assert config.rank == int(D / 4 * 32 / 9)
     assert config.top_k == pytest.approx(S // 4 // 2, abs=2)
 
 
 def test_a_setting_that_is_named_stays() -> None:
-    assert settle("sparq:rank=16,top_k=64", Fraction(1, 2), S, D) is None
-    assert settle("streaming:recent_tokens=100", Fraction(1, 2), S, D) is None
-    assert "dense_below=5" in (settle("sparq:dense_below=5", Fraction(1, 2), S, D) or "")
-    assert "dense_below=0" in (settle("sparq", Fraction(1, 2), S, D) or "")
-    assert settle("sample:alpha_column=0.5", Fraction(1, 2), S, D) is None
-    both = settle("sample:alpha_column=0.5+sparq", Fraction(1, 8), S, D) or ""
-    assert both == f"sample:alpha_column=0.5+{settle('sparq', Fraction(1, 8), S, D)}"
+    assert fit_budget("sparq:rank=16,top_k=64", Fraction(1, 2), S, D) is None
+    assert fit_budget("streaming:recent_tokens=100", Fraction(1, 2), S, D) is None
+    assert "dense_below=5" in (fit_budget("sparq:dense_below=5", Fraction(1, 2), S, D) or "")
+    assert "dense_below=0" in (fit_budget("sparq", Fraction(1, 2), S, D) or "")
+    assert fit_budget("sample:alpha_column=0.5", Fraction(1, 2), S, D) is None
+    both = fit_budget("sample:alpha_column=0.5+sparq", Fraction(1, 8), S, D) or ""
+    assert both == f"sample:alpha_column=0.5+{fit_budget('sparq', Fraction(1, 8), S, D)}"
 
 
 @pytest.mark.parametrize("mode", ["online", "trained"])
@@ -74,15 +74,15 @@ def test_saap_visits_the_buckets_that_the_budget_pays_for(mode: str, tmp_path: P
     if mode == "trained":
         buckets = BUCKETS
         named = f"artefact={write_artefact(tmp_path / 'saap', build())}"
-    (config,) = parse(settle(f"saap:{named},recent_tokens=127", Fraction(1, 2), S, D) or "")
+    (config,) = parse(fit_budget(f"saap:{named},recent_tokens=127", Fraction(1, 2), S, D) or "")
     expected = 128 + (S - 128) * config.probes / buckets
     assert expected * (1 + 1 / (2 * D)) <= S / 2 < expected + (S - 128) / buckets
     assert transfers(config, S, D) == stats.saap_elements(D, round(expected)) / stats.dense_elements(S, D)
 
 
 def test_what_no_setting_can_reach_is_left_out_with_its_reason() -> None:
-    with pytest.raises(OutOfReach, match=r"within reach of flexgen at 2,048 keys, got 1/4: its least is 0.5"):
-        settle("flexgen", Fraction(1, 4), S, D)
+    with pytest.raises(BudgetTooSmall, match=r"that flexgen can meet at 2,048 keys, got 1/4: its minimum is 0.5"):
+        fit_budget("flexgen", Fraction(1, 4), S, D)
     variants, left_out = variants_of(
         ["flexgen", "streaming", "sparq:rank=16,top_k=64"], [Fraction(3, 4), Fraction(1, 4)], S, D
     )

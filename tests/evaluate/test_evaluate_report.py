@@ -173,7 +173,7 @@ HUGE, DEEP = "9" * 400, "[" * 900 + "]" * 900
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "got no such file or an empty one"),
+        ([], "got no file or an empty file"),
         (["\x00"], "something else in line 1"),
         (["[]"], "something else in line 1"),
         (["{}"], "something else in line 1"),

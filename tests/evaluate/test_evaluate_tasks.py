@@ -208,7 +208,7 @@ def test_the_other_passages_share_more_words_with_the_question_than_others_would
     [
         (
             "no capital and no stop. " * 2000,
-            "--text: expected sentences with a word to ask for, got none",
+            "--text: expected sentences with a word that occurs once, got none",
         ),
         ("The cat sat on a mat when Peter came. " * 2000, "--text: expected sentences with a word"),
     ],

@@ -83,7 +83,7 @@ def test_plays_and_novels_come_out_of_packages(cache: Path, name: str, size: int
 def test_a_book_is_cut_out_between_its_marks() -> None:
     start, end = "*** START OF THE PROJECT GUTENBERG EBOOK, {} ***", "*** END OF THE PROJECT GUTENBERG EBOOK, {} ***"
     shelf = "\n".join(
-        f"Header of {title}\n{start.format(title)}\n\nText of {title}.\n\n{end.format(title)}\nLicence\n"
+        f"Header of {title}\n{start.format(title)}\n\nText of {title}.\n\n{end.format(title)}\nLicense\n"
         for title in ("ONE", "TWO")
     )
     assert gutenberg(shelf, "TWO") == "Text of TWO."

@@ -54,7 +54,7 @@ def test_nothing_is_fetched_unless_asked_for_and_one_line_offers_it(folder: Path
 @linux
 def test_it_is_fetched_where_it_is_asked_for_and_without_it_the_command_goes_on(capfd: Any) -> None:
     told = fails(capfd, f"{DEMO} --fast-blas")
-    assert "No fast BLAS, going on slower: scipy==1.13.1: expected one file from pip" in told
+    assert "OpenBLAS is not available, so the run is slower: scipy==1.13.1: expected one file from pip" in told
     assert blas.OFFER not in told
 
 

@@ -200,19 +200,19 @@ def test_nothing_is_fetched_before_the_terms_are_accepted(
     arguments = ["eval", "--methods", "sparq", "--model", "gemma-3-270m", "--cache-dir", str(tmp_path / "cache")]
     assert main(arguments) == 2
     message = capsys.readouterr().err
-    assert "--accept-licence gemma" in message and gemma3.TERMS in message and message.count("\n") == 1
+    assert "--accept-license gemma" in message and gemma3.TERMS in message and message.count("\n") == 1
     assert not (tmp_path / "cache").exists()
 
 
 def test_models_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(models.MODELS, models.DEFAULT, models.Named(lambda cache: cache / "default"))
+    monkeypatch.setitem(models.MODELS, models.DEFAULT, models.KnownModel(lambda cache: cache / "default"))
     monkeypatch.setitem(
-        models.MODELS, "gemma-3-270m", models.Named(lambda cache: cache / "gemma", "gemma", gemma3.TERMS)
+        models.MODELS, "gemma-3-270m", models.KnownModel(lambda cache: cache / "gemma", "gemma", gemma3.TERMS)
     )
     assert models.find_model(None, tmp_path) == models.find_model(models.DEFAULT, tmp_path) == str(tmp_path / "default")
     assert models.find_model("gemma-3-270m", tmp_path, "gemma") == str(tmp_path / "gemma")
     assert models.find_model("mlx-community/some", tmp_path) == "mlx-community/some"
-    with pytest.raises(ConfigError, match="--accept-licence gemma"):
+    with pytest.raises(ConfigError, match="--accept-license gemma"):
         models.find_model("gemma-3-270m", tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gemma-3-270m").mkdir()  # the user's own directory of that name

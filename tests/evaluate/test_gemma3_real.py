@@ -1,4 +1,4 @@
-"""Gemma 3 270M, fetched: `pytest tests/evaluate/test_gemma3_real.py --accept-licence gemma` (240 MB, a minute)."""
+"""Gemma 3 270M, fetched: `pytest tests/evaluate/test_gemma3_real.py --accept-license gemma` (240 MB, a minute)."""
 
 from __future__ import annotations
 

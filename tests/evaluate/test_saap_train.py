@@ -17,7 +17,7 @@ from mlx_sparse.checks import ConfigError
 from mlx_sparse.ops import kmeans
 from mlx_sparse.tools.train import network
 from mlx_sparse.tools.train.layers import POINTS, fit_centroids, losses
-from mlx_sparse.tools.train.network import FEWEST_ROWS, Training, _batch, train_layer
+from mlx_sparse.tools.train.network import MIN_ROWS, Training, _batch, train_layer
 from mlx_sparse.tools.train.rows import Distances, Rows, Texts, best_distance, bucket_mass, long_range_rows
 
 Array = npt.NDArray[Any]
@@ -104,14 +104,14 @@ def test_targets_are_the_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     data, ids = texts(), bucket_ids()
     options = {"sink_tokens": 2, "recent_tokens": 40, "farthest_top": 20, "scale": 0.6, "causal": True}
     for head in range(HEADS):
-        found = long_range_rows(data, ids, head, buckets=BUCKETS, distances=DISTANCES, most=10**6)
+        found = long_range_rows(data, ids, head, buckets=BUCKETS, distances=DISTANCES, max_rows=10**6)
         queries, mass = [], []
         for window, query_head in np.ndindex(WINDOWS, GROUP):
-            rows = data.queries_after[window, head * GROUP + query_head]
+            rows = data.rope_queries[window, head * GROUP + query_head]
             target = oracle.saap_target(
-                rows, data.keys_after[window, head], ids[window, head], buckets=BUCKETS, **options
+                rows, data.rope_keys[window, head], ids[window, head], buckets=BUCKETS, **options
             )
-            queries.append(data.queries_before[window, head * GROUP + query_head][target.rows])
+            queries.append(data.pre_rope_queries[window, head * GROUP + query_head][target.rows])
             mass.append(target.mass)
         assert 10 < len(found.target) < found.seen == WINDOWS * GROUP * S
         np.testing.assert_array_equal(found.queries, np.concatenate(queries))
@@ -121,16 +121,16 @@ def test_targets_are_the_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sample_of_queries_in_any_order_has_the_targets_that_they_have_among_all() -> None:
     data, ids = texts(), bucket_ids()
-    queries, positions = data.queries_after[0, 0], data.positions[0]
+    queries, positions = data.rope_queries[0, 0], data.positions[0]
     some = np.random.default_rng(0).permutation(S)[:31]
     options = {"buckets": BUCKETS, "distances": DISTANCES, "scale": 0.6}
     whole, found = (
-        bucket_mass(queries[rows], data.keys_after[0, 0], ids[0, 0], positions[rows], **options)
+        bucket_mass(queries[rows], data.rope_keys[0, 0], ids[0, 0], positions[rows], **options)
         for rows in (np.arange(S), some)
     )
     np.testing.assert_allclose(found, whole[some], atol=1e-6)
     far, near = (
-        best_distance(queries[rows], data.keys_after[0, 0], positions[rows], distances=DISTANCES)
+        best_distance(queries[rows], data.rope_keys[0, 0], positions[rows], distances=DISTANCES)
         for rows in (np.arange(S), some)
     )
     np.testing.assert_array_equal(near, far[some])
@@ -139,7 +139,7 @@ def test_a_sample_of_queries_in_any_order_has_the_targets_that_they_have_among_a
 
 def test_rows_are_bounded_and_the_same_for_the_same_seed() -> None:
     data, ids = texts(), bucket_ids()
-    options = {"buckets": BUCKETS, "distances": DISTANCES, "most": 40}
+    options = {"buckets": BUCKETS, "distances": DISTANCES, "max_rows": 40}
     first, second, other = (long_range_rows(data, ids, 1, seed=seed, **options) for seed in (0, 0, 1))
     assert len(first.queries) == len(first.target) == 40
     np.testing.assert_array_equal(first.queries, second.queries)
@@ -286,7 +286,7 @@ def test_the_file_holds_attention_per_key_and_the_report_speaks_of_attention_per
 def test_the_share_of_keys_leaves_out_sinks_and_knows_no_zero() -> None:
     data, ids = texts(), bucket_ids()
     ids[ids == 3] = 4
-    found = long_range_rows(data, ids, 0, buckets=BUCKETS, distances=DISTANCES, most=10)
+    found = long_range_rows(data, ids, 0, buckets=BUCKETS, distances=DISTANCES, max_rows=10)
     counted = ids[:, 0, DISTANCES.sink_tokens :]
     expected = [(counted == c).mean() for c in range(BUCKETS)]
     expected[3] = 1 / counted.size
@@ -320,7 +320,7 @@ def test_every_step_sees_other_rows_and_the_same_ones_again() -> None:
 
 
 def test_a_head_with_too_few_rows_keeps_the_kmeans_router() -> None:
-    many, few = long_tailed_rows(500)[0], long_tailed_rows(FEWEST_ROWS - 1)[1]
+    many, few = long_tailed_rows(500)[0], long_tailed_rows(MIN_ROWS - 1)[1]
     layer = train_layer([many, few], unit_centroids(), TRAINING, scale=SCALE)
     found = losses(many, layer, 0, SCALE, many), losses(few, layer, 1, SCALE, few)
     assert found[0]["trained"] < 0.8 * found[0]["kmeans"]

@@ -24,7 +24,7 @@ from mlx_sparse import cli
 from mlx_sparse.artefact import Artefact, load
 from mlx_sparse.artefact.tensors import write_tensors
 from mlx_sparse.lm import sparse
-from mlx_sparse.tools.train.collect import alone
+from mlx_sparse.tools.train.collect import locked
 from mlx_sparse.tools.train.rows import Distances
 from mlx_sparse.tools.train.run import _texts
 
@@ -183,7 +183,7 @@ REFUSED = {
     "unknown model": (["--model", "none"], "none"),
     "more buckets than keys": (
         ["--buckets", "2000"],
-        "--buckets: expected at most the 1,533 keys there are, got 2,000",
+        "--buckets: expected at most the number of keys, 1,533, got 2,000",
     ),
     "more buckets than kernels take": (["--buckets", "5000"], "--buckets: expected an integer of .* at most 4096"),
     "hidden too small": (["--hidden", "16"], "--hidden: expected an integer of at least 32"),
@@ -226,13 +226,13 @@ def test_the_file_of_another_model_is_not_overwritten(folder: Path, trained: Pat
     shutil.copy(trained / "a.safetensors", out)
     before = out.read_bytes()
     assert cli.main(arguments(folder, out, "--model", str(folder / "other"))) == 2
-    assert "--out: expected a new file or one for this model" in capsys.readouterr().err
+    assert "--out: expected a new file or a file for this model" in capsys.readouterr().err
     assert out.read_bytes() == before
 
 
 @pytest.mark.parametrize(
     ("size", "file"),
-    [(20_000, r"layer-001\.keys_before\.f16"), (100_000, r"layer-001\.safetensors|a\.safetensors")],
+    [(20_000, r"layer-001\.pre_rope_keys\.f16"), (100_000, r"layer-001\.safetensors|a\.safetensors")],
 )
 def test_a_disk_that_is_full_gets_one_line_and_the_same_command_goes_on(
     size: int, file: str, folder: Path, trained: Path, tmp_path: Path, capsys: Any
@@ -272,7 +272,7 @@ def test_a_command_that_was_killed_while_it_collected_and_while_it_trained_gives
     assert process.wait(120) == 0, process.stderr
     argv = arguments(folder, out, *more, str(work))
     ends = {
-        "collected-*/layer-002.keys_after.f16": signal.SIGKILL,
+        "collected-*/layer-002.rope_keys.f16": signal.SIGKILL,
         "trained-*/lock": signal.SIGKILL,
         "trained-*/layer-001.safetensors": signal.SIGINT,
     }
@@ -297,9 +297,9 @@ def test_two_runs_do_not_work_in_one_folder(
     argv = arguments(folder, tmp_path / "a.safetensors", "--work", str(trained / "work"))
     with ExitStack() as others:
         for path in trained.glob(f"work/{kind}-*"):
-            others.enter_context(alone(path))
+            others.enter_context(locked(path))
         assert cli.main(argv) == 2
-        assert "--work: expected a folder that no other run is working in" in capsys.readouterr().err
+        assert "--work: expected a folder that no other run uses" in capsys.readouterr().err
     assert cli.main(argv) == 0
 
 
@@ -319,10 +319,10 @@ def test_what_somebody_else_left_in_the_work_folder_is_refused(
         assert message in capsys.readouterr().err
     for path in work.glob("trained-*"):
         shutil.rmtree(path)
-    (rows,) = {path for path in work.glob("collected-*/layer-002.keys_after.f16") if path.stat().st_size > 50_000}
+    (rows,) = {path for path in work.glob("collected-*/layer-002.rope_keys.f16") if path.stat().st_size > 50_000}
     rows.write_bytes(rows.read_bytes()[:-2])
     assert cli.main(argv) == 2
-    assert "expected what was collected there" in capsys.readouterr().err
+    assert "expected the collected files" in capsys.readouterr().err
     for path in work.glob("collected-*/windows.jsonl"):
         path.write_text("[" * 100_000 + "\n")
     assert cli.main(argv) == 2

@@ -54,8 +54,8 @@ def test_mass_is_that_of_dense_attention_on_the_keys_of_each_bucket() -> None:
     assert found.mass.shape == (WINDOWS * n, GROUP, BUCKETS)
     for window, row, query_head in ((0, 8, 0), (1, n - 1, 2)):
         position = data.positions[window, row]
-        keys = data.keys_after[window, 1, : position + 1].astype(np.float64)
-        logits = data.scale * keys @ data.queries_after[window, GROUP + query_head, row].astype(np.float64)
+        keys = data.rope_keys[window, 1, : position + 1].astype(np.float64)
+        logits = data.scale * keys @ data.rope_queries[window, GROUP + query_head, row].astype(np.float64)
         attention = np.exp(logits - logits.max())
         attention /= attention.sum()
         far = np.arange(position + 1) <= position - DISTANCES.recent_tokens
@@ -104,7 +104,7 @@ def test_routers_are_the_oracles() -> None:
     every = [router_scores(grouped_queries(data, head), layer, head) for head in range(HEADS)]
     linear = [centroid_scores(grouped_queries(data, head), layer, head, scale=0.6) for head in range(HEADS)]
     for window, row in np.ndindex(WINDOWS, n):
-        queries = data.queries_before[window, :, row].astype(np.float32)[None, :, None]
+        queries = data.pre_rope_queries[window, :, row].astype(np.float32)[None, :, None]
         expected = oracle.query_network(queries, **arrays)[0].sum(axis=1)
         of_kmeans = oracle.query_network(queries, out_weight=0.6 * centroids.swapaxes(1, 2))[0].sum(axis=1)
         for head in range(HEADS):
@@ -122,7 +122,7 @@ def test_the_report_covers_every_head_and_router() -> None:
         assert found.loss.keys() == {"trained", "kmeans"}
         assert 0 < found.long_range < 1 and found.rows > 64
         assert all(0 <= a <= b <= c <= 1 for a, b, c in found.recall.values())
-        ids = assign_all(held_out.keys_before, np.array(layer.centroids.astype(mx.float32)))
+        ids = assign_all(held_out.pre_rope_keys, np.array(layer.centroids.astype(mx.float32)))
         expected = oracle.imbalance(ids[:, found.head, DISTANCES.sink_tokens :], BUCKETS)
         assert found.imbalance == pytest.approx(expected)
     assert imbalance(np.zeros((1, 9), np.int32), RECIPE) == BUCKETS
@@ -138,7 +138,7 @@ def test_every_router_is_reported_under_its_own_name(monkeypatch: pytest.MonkeyP
         assert untrained.recall["kmeans"] == trained.recall["kmeans"] != trained.recall["trained"]
         np.testing.assert_allclose(untrained.recall["trained"], trained.recall["kmeans"], atol=1e-6)
     # Many texts are looked at with few queries of each.
-    monkeypatch.setattr("mlx_sparse.tools.train.layers.MOST_REPORTED", 5 * WINDOWS)
+    monkeypatch.setattr("mlx_sparse.tools.train.layers.MAX_REPORTED", 5 * WINDOWS)
     assert report_layer(5, held_out, layer, rows, RECIPE) == report_layer(5, held_out.thinned(5), layer, rows, RECIPE)
 
 
@@ -146,9 +146,9 @@ def test_thinned_texts_have_fewer_queries_and_all_keys() -> None:
     data = texts(every=2)  # 75 queries
     few = data.thinned(30)
     np.testing.assert_array_equal(few.positions, data.positions[:, ::3])
-    np.testing.assert_array_equal(few.queries_before[1], data.queries_before[1][:, ::3])
-    np.testing.assert_array_equal(few.queries_after[0], data.queries_after[0][:, ::3])
-    assert few.keys_after is data.keys_after
+    np.testing.assert_array_equal(few.pre_rope_queries[1], data.pre_rope_queries[1][:, ::3])
+    np.testing.assert_array_equal(few.rope_queries[0], data.rope_queries[0][:, ::3])
+    assert few.rope_keys is data.rope_keys
     assert data.thinned(75).positions.shape == data.positions.shape
 
 
@@ -156,7 +156,7 @@ def test_sinks_are_no_keys_of_the_clusters() -> None:
     data = texts()
     recipe = replace(RECIPE, distances=Distances(sink_tokens=20, recent_tokens=40, farthest_top=20))
     found = make_centroids(data, recipe)
-    data.keys_before[:, :, :20] *= 1000
+    data.pre_rope_keys[:, :, :20] *= 1000
     np.testing.assert_array_equal(make_centroids(data, recipe), found)
 
 

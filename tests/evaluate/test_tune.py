@@ -29,7 +29,7 @@ from mlx_sparse.tools.tune import (
     Setting,
     Trial,
     Tuned,
-    by_range,
+    group_by_range,
     main,
     select,
     toml,
@@ -78,7 +78,7 @@ def test_sampling_counts_as_work_and_ties_go_to_the_smaller_numbers() -> None:
 
 def test_lengths_fall_into_the_ranges_of_the_paper() -> None:
     lengths = [8192, 16384, 32768, 49152, 98304, 131072]
-    assert by_range(lengths, 131072) == [
+    assert group_by_range(lengths, 131072) == [
         (16384, (8192,)),
         (49152, (16384, 32768)),
         (81920, (49152,)),
@@ -87,8 +87,8 @@ def test_lengths_fall_into_the_ranges_of_the_paper() -> None:
     ]
 
 
-def search(least_accuracy: float = 0.0) -> Search:
-    options = {"examples": 1, "seed": 0, "prefill_step_size": 512, "block_size": 32, "least_accuracy": least_accuracy}
+def search(min_accuracy: float = 0.0) -> Search:
+    options = {"examples": 1, "seed": 0, "prefill_step_size": 512, "block_size": 32, "min_accuracy": min_accuracy}
     args = argparse.Namespace(alpha_column=[1.0, 0.5], alpha_slash=[0.6], chunks=[2], **options)
     return Search(build(), Words(), TOKENS, Journal(None, "", "", Trial), args)
 
@@ -136,8 +136,11 @@ def test_keeping_everything_is_dense_and_keeping_less_is_less_work(tuned: Tuned)
 
 def test_tasks_that_the_model_cannot_do_are_refused_before_any_setting_is_tried() -> None:
     progress = Progress()
-    with pytest.raises(ConfigError, match=r"--lengths: expected tasks that the model can do, got 0\.\d\d .* at 1,024"):
-        search(least_accuracy=0.9).tune(16384, (LENGTH,), progress)
+    with pytest.raises(
+        ConfigError,
+        match=r"--lengths: expected lengths at which .*, got an accuracy of 0\.\d\d at 1,024",
+    ):
+        search(min_accuracy=0.9).tune(16384, (LENGTH,), progress)
     assert progress.count == len(RETRIEVAL)
 
 
@@ -168,7 +171,7 @@ def test_only_its_own_files_are_overwritten(tmp_path: Path) -> None:
     own.write_text(f"{FIRST_LINE} for a model\n")
     check_own("--out", own, FIRST_LINE)
     check_own("--out", tmp_path / "new.toml", FIRST_LINE)
-    with pytest.raises(ConfigError, match="--out: expected a new file or one of this command, got"):
+    with pytest.raises(ConfigError, match="--out: expected a new file or a file of this command, got"):
         check_own("--out", foreign, FIRST_LINE)
 
 
@@ -205,8 +208,8 @@ def test_a_damaged_state_is_refused_in_one_line(tmp_path: Path, line: bytes) -> 
         (b"[sample]\n", "another file"),
         (b"[]\n", "another file"),
         (json.dumps(HEADER | {"mlx_sparse": "eval"}).encode() + b"\n", "another file"),
-        (json.dumps(HEADER | {"key": "other"}).encode() + b"\n", "those of other inputs"),
-        (json.dumps(HEADER | {"format": FORMAT + 1}).encode() + b"\n", "those of other inputs"),
+        (json.dumps(HEADER | {"key": "other"}).encode() + b"\n", "results of other inputs"),
+        (json.dumps(HEADER | {"format": FORMAT + 1}).encode() + b"\n", "results of other inputs"),
     ],
 )
 def test_a_foreign_state_is_refused_and_kept(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -238,7 +241,7 @@ def test_a_line_cut_off_by_the_end_of_the_process_is_dropped(tmp_path: Path) -> 
         (["--block-size", "48"], "block_size: expected one of 32, 64, 128, got 48"),
         (["--examples", "0"], "--examples: expected an integer of at least 1"),
         (["--prefill-step-size", "0"], "--prefill-step-size: expected an integer of at least 1"),
-        (["--least-accuracy", "1.5"], "--least-accuracy: expected a number"),
+        (["--min-accuracy", "1.5"], "--min-accuracy: expected a number"),
         (["--lengths", "8k,much"], "--lengths: expected numbers such as 1k"),
         (["--out", "/nowhere/at/all.toml"], "--out: expected a file in a folder that exists"),
         (["--out", "tuned.json"], "--out: expected a file name in .toml"),
@@ -262,7 +265,7 @@ class Command:
         self.arguments = ["-m", "mlx_sparse.cli", "tune-sample", "--model", str(folder / "model")]
         self.arguments += ["--text", str(text), "--lengths", "1k", "--examples", "1", "--alpha-column", "0.5", "0.8"]
         self.arguments += ["--alpha-slash", "0.6", "--chunks", "1", "2", "--block-size", "32", "--out", str(self.out)]
-        self.arguments += ["--prefill-step-size", "512", "--least-accuracy", "0", "--json"]
+        self.arguments += ["--prefill-step-size", "512", "--min-accuracy", "0", "--json"]
 
     def start(self, *more: str) -> subprocess.Popen[str]:
         return commands.start([*self.arguments, *more], self.environment)
