@@ -83,7 +83,7 @@ if has pytest || $dry_run; then
   run timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/kernels/test_triton_kernels.py \
     tests/kernels/test_triton_saap.py tests/kernels/test_triton_prompts.py tests/evaluate/test_triton_bench.py \
     "${transformers[@]}" \
-    tests/conformance/test_decode.py tests/conformance/test_select.py tests/conformance/test_prompts.py tests/conformance/test_buckets.py -k triton \
+    tests/conformance/test_decode.py tests/conformance/test_select.py tests/conformance/test_prefill.py tests/conformance/test_buckets.py -k triton \
     --import-mode=importlib -o "pythonpath=tests tests/fixtures" -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" ||
     echo "status: $?" | tee "$work/tests_status.txt"
 else

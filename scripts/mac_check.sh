@@ -48,7 +48,7 @@ tests() {
   local name=$1 status=0
   shift
   run "$@" .venv/bin/python -m pytest tests/kernels/test_metal_kernels.py tests/kernels/test_metal_prefill.py \
-    tests/conformance/test_decode.py tests/conformance/test_select.py tests/conformance/test_prompts.py \
+    tests/conformance/test_decode.py tests/conformance/test_select.py tests/conformance/test_prefill.py \
     tests/conformance/test_buckets.py -k metal --capture=sys \
     --junitxml="$work/$name.xml" 2>"$work/$name.log" || status=$?
   if ((status)); then

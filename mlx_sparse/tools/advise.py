@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from ..calibrate import Calibration
 from ..checks import ConfigError, Parser, check_int, read_length
+from ..lm.loading import unfit_warning
 from ..lm.model import disable, enable, plan_of
-from ..lm.unfit_models import warning
 from ..methods import Method, Prefill, parse
 from ..model_info import config_of, model_type
 from . import environment, formats
@@ -221,7 +221,7 @@ class Page:
 
     def advice(self) -> list[str]:
         """Return the recommendation as sentences."""
-        lines = [f"Warning: {known}." if (known := warning(self.family)) else ""]
+        lines = [f"Warning: {known}." if (known := unfit_warning(self.family)) else ""]
         quality, chosen = self.quality, self.chosen
         if not self.candidates:
             lines.append("Do not use it: no method can serve a layer of this model.")

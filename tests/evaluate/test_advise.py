@@ -22,7 +22,7 @@ from tiny_models import build, write
 
 from mlx_sparse import cli
 from mlx_sparse.checks import SparseAttentionError
-from mlx_sparse.lm import unfit_models
+from mlx_sparse.lm import loading
 from mlx_sparse.lm.model import disable, enable, plan_of
 from mlx_sparse.methods import Method, SparQ, Streaming, parse, read_toml
 from mlx_sparse.tools import advise
@@ -362,12 +362,12 @@ def test_bad_input_gets_one_line_before_anything_is_loaded(
 
 def test_families_known_to_be_unfit_get_one_line() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "advise.md").read_text(encoding="utf-8")
-    for family in unfit_models.UNFIT:
-        line = unfit_models.warning(family)
+    for family in loading.UNFIT:
+        line = loading.unfit_warning(family)
         assert line is not None and "\n" not in line and line.startswith(family)
         assert f"`{family}`" in docs
         assert importlib.import_module(f"mlx_lm.models.{family}")
-    assert unfit_models.warning("llama") is None
+    assert loading.unfit_warning("llama") is None
     warned = page_of(None, "gemma4").advice()
     assert warned[0].startswith("Warning: gemma4 is known to be unfit for this: ")
 

@@ -175,7 +175,7 @@ class Prompt:
         targets = self.passage.targets
         if variant == DENSE:
             return [Trial(prompt_outcome(self.reference, self.reference, targets, self.n_bytes))]
-        with sparse(self.model, variant.attn, mass=self.recall) as report:
+        with sparse(self.model, variant.attn, recall=self.recall) as report:
             logits = passage_logits(self.model, self.passage, self.step)[0]
         return [trial_of(prompt_outcome(logits, self.reference, targets, self.n_bytes), report)]
 
@@ -265,8 +265,8 @@ def trial_of(outcome: Outcome, report: Report, examples: int = 1) -> Trial:
     prompt: dict[str, Any] = {}
     if figures is not None and figures.calls:
         prompt = {"density": [mean(heads) for heads in figures.density.values()], "sampled": figures.sampled}
-        if figures.mass_mean is not None:
-            prompt["recall"] = [figures.mass_min, figures.mass_low, figures.mass_mean]
+        if (recall := figures.recall) is not None:
+            prompt["recall"] = [recall["min"], recall["low"], recall["mean"]]
     # Calls of layers that the method cannot serve, and of a stage without a method, are no fallback.
     reasons = Counter({reason: n for reason, n in report.dense_calls.items() if reason not in report.dense_layers})
     del reasons[NO_DECODE]

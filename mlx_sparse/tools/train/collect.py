@@ -18,8 +18,7 @@ import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ...checks import ArtefactError, ConfigError
-from ...lm.rope import Recorder, Source
-from ...lm.tracing import Seen, find_sources, observe
+from ...lm.rope import Recorder, Seen, Source, find_sources, observe
 from ...model_info import leaves
 from ..evaluate.journal import Journal
 from .rows import Texts
