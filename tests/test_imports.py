@@ -196,11 +196,6 @@ def test_a_method_is_asked_what_it_is_not_which_it_is(folder):
             assert not asked, f"{name(path)} must not ask for {', '.join(sorted(asked))}: ask the method"
 
 
-def test_the_reader_of_asked_classes():
-    source = "isinstance(a, SparQ) or isinstance(b, (m.H2O, int))\nmatch c:\n    case SAAP(): SparQState()"
-    assert set(asked_classes(source)) == {"SparQ", "m", "H2O", "int", "SAAP"}
-
-
 # A new method, and what it keeps beside a cache, needs no line in these.
 @pytest.mark.parametrize(
     "file",

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 from absent import OFFLINE, without
+from json_tables import read_tables
 from tier import some
 
 from mlx_sparse import extras
 from mlx_sparse.checks import BackendUnavailable
 from mlx_sparse.cli import HOSTED
+
+DATA = read_tables(__file__)
 
 pytestmark = pytest.mark.slow  # environments
 
@@ -44,26 +47,7 @@ def run(absent: str, *command: str, folder: Path | None = None) -> subprocess.Co
 
 COMMANDS = [
     *(("mlx", name) for name in HOSTED),
-    ("mlx", "demo"),
-    ("mlx", "eval --methods sparq"),
-    ("mlx", "report"),
-    ("mlx", "tune-sample"),
-    ("mlx", "train-saap -o a.safetensors"),
-    ("mlx", "bench step"),
-    ("mlx", "bench prefill"),
-    ("mlx", "bench generate"),
-    ("mlx_lm", "generate"),
-    ("transformers", "generate"),
-    ("lm_eval", "evaluate"),
-    ("torch", "bench step --engine cuda"),
-    ("torch", "bench prefill --engine cuda"),
-    ("triton", "bench step --engine cuda"),
-    ("onnx", "bench step --engine onnx --lengths 256 --repeat 2"),
-    ("onnxruntime", "bench step --engine onnx --lengths 256 --repeat 2"),
-    ("onnxruntime", "bench generate --engine onnx"),
-    ("onnxruntime", "run-onnx nowhere -p x"),
-    ("matplotlib", "eval --methods sparq --out results"),
-    ("gguf", "eval --methods sparq --model gemma-3-270m --accept-licence gemma --cache-dir cache"),
+    *map(tuple, DATA["commands"]),
     *((name, "export-onnx --model nowhere -o out") for name in ("onnx", "onnxruntime", "mlx")),
 ]
 SUBCOMMAND = "mlx-sparse export-onnx"  # the same by its other name
@@ -125,13 +109,7 @@ def test_the_table_and_the_doctor_need_nothing(command: str, absent: str) -> Non
 
 @pytest.mark.parametrize(
     ("absent", "name"),
-    [
-        ("torch", "mlx_sparse.cuda_ref.sparq_attention"),
-        ("triton", "mlx_sparse.cuda_ref.sample_attention"),
-        ("mlx", "mlx_sparse.sparq_attention"),
-        ("onnx", "mlx_sparse.onnx_export.check"),
-        ("onnxruntime", "mlx_sparse.onnx_export.Runner"),
-    ],
+    DATA["imports"],
 )
 def test_an_import_without_a_package_says_in_its_last_line_what_to_type(absent: str, name: str) -> None:
     module, _, function = name.rpartition(".")

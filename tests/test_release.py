@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from json_tables import read_tables
 
 if sys.version_info < (3, 11):
     pytest.skip("scripts/release.py needs Python 3.11", allow_module_level=True)
 import release
+
+DATA = read_tables(__file__)
 
 ROOT = Path(__file__).parent.parent
 UNRELEASED = "# Changelog\n\n## [Unreleased]\n\n- Now.\n"
@@ -47,14 +50,7 @@ def test_the_notes_are_the_section_of_a_tag_or_what_is_unreleased(
 
 @pytest.mark.parametrize(
     ("file", "old", "new", "tag", "message"),
-    [
-        ("pyproject.toml", "1.2.3", "1.2.4", None, "CITATION.cff: expected version 1.2.4, as "),
-        ("CITATION.cff", "1.2.3", "1.2.2", "v1.2.3", "CITATION.cff: expected version 1.2.3, as "),
-        ("CITATION.cff", "", "", "v1.2.4", "tag: expected v1.2.3, as pyproject.toml says, got v1.2.4."),
-        ("CITATION.cff", "", "", "1.2.3", "tag: expected v1.2.3, as pyproject.toml says, got 1.2.3."),
-        ("CHANGELOG.md", "", "", "v1.2.3", "CHANGELOG.md: expected a section [1.2.3], got none."),
-        ("CHANGELOG.md", "[Unreleased]", "New", None, "CHANGELOG.md: expected a section [Unreleased] or [1.2.3]"),
-    ],
+    DATA["disagreements"],
 )
 def test_what_disagrees_is_one_line(
     file: str, old: str, new: str, tag: str | None, message: str, tree: Path, capsys: pytest.CaptureFixture[str]

@@ -30,24 +30,6 @@ def test_actionlint_finds_nothing_in_them() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize(
-    ("line", "broken", "message"),
-    [
-        ("runs-on: ubuntu-24.04", "runs-on: ubuntu-24.40", 'label "ubuntu-24.40" is unknown'),
-        ("needs: texts", "needs: text", 'job "compile" needs job "text" which does not exist'),
-        ('echo "MTL_SHADER_VALIDATION=1" >>"$GITHUB_ENV"', "echo $(ls *)", "SC2046"),
-    ],
-)
-def test_actionlint_and_shellcheck_are_at_work(tmp_path: Path, line: str, broken: str, message: str) -> None:
-    text = (ROOT / ".github" / "workflows" / "metal.yml").read_text()
-    assert line in text
-    path = tmp_path / "broken.yml"
-    path.write_text(text.replace(line, broken))
-    done = lint(path)
-    assert done.returncode == 1
-    assert message in done.stdout
-
-
 @by_workflow
 def test_actions_are_pinned_and_a_workflow_may_read_only(workflow: Path) -> None:
     text = workflow.read_text()

@@ -12,13 +12,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from commands import files_of_at_most
+from json_tables import read_tables
 from mlx import nn
 from mlx_arrays import to_numpy
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from tiny_models import FAMILIES, build
 
-from mlx_sparse.artefact import Artefact, Layer, identity, kv_shapes, load
+from mlx_sparse.artefact import Artefact, Layer, identity, load
 from mlx_sparse.checks import ArtefactError
+
+DATA = read_tables(__file__)
 
 BUCKETS, HIDDEN, HEADS, D = 6, 8, 2, 16
 
@@ -158,21 +161,7 @@ def test_another_safetensors_file_is_refused(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-        ({"format": 2}, "format '2'"),
-        ({"kind": "sample"}, "kind 'sample'"),
-        ({"buckets": BUCKETS + 1}, "other shapes in layer 0"),
-        ({"buckets": 5000}, "description is damaged"),
-        ({"buckets": True}, "description is damaged"),
-        ({"hidden": 0}, "one without query networks, whose modes kmeans and roped were removed"),
-        ({"space": "roped"}, "one without query networks, whose modes kmeans and roped were removed"),
-        ({"hidden": 1 << 40}, "description is damaged"),
-        ({"space": "after"}, "description is damaged"),
-        ({"sink_tokens": -1}, "description is damaged"),
-        ({"recent_tokens": None}, "description is damaged"),
-        ({"model": {"model_type": "llama"}}, "description is damaged"),
-        ({"model": "llama"}, "description is damaged"),
-    ],
+    DATA["descriptions"],
 )
 def test_a_description_that_does_not_fit_is_refused(path: Path, changes: dict[str, Any], message: str) -> None:
     artefact().save(path)
@@ -183,13 +172,7 @@ def test_a_description_that_does_not_fit_is_refused(path: Path, changes: dict[st
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
-    [
-        ("layers.1.out_bias", None, "none that can be read"),
-        ("layers.1.out_bias", "layers.1.bias", "unknown tensor"),
-        ("layers.1.out_bias", "layers.01.out_bias", "unknown tensor"),
-        ("layers.1.out_bias", "layers.2.out_bias", "other shapes in layer [12]"),
-        ("layers.1.out_bias", "layers.1.out_bias.x", "unknown tensor"),
-    ],
+    DATA["tensors"],
 )
 def test_other_tensors_are_refused(path: Path, old: str, new: str | None, message: str) -> None:
     artefact().save(path)
@@ -288,15 +271,7 @@ def test_rope_scaling_counts_however_it_is_written() -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
-    [
-        ("llama", {"seed": 1}, "another config or other weights"),
-        ("llama", {"rope_theta": 5000.0}, "another config or other weights"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "another config or other weights"),
-        ("llama", {"num_key_value_heads": 1}, "2 KV heads of 16 for layer 0, which has 1 KV heads of 16"),
-        ("llama", {"num_hidden_layers": 1}, "layer 1, which has no keys"),
-        ("llama", {"head_dim": 32}, "2 KV heads of 32"),
-        ("qwen3", {}, "expected one for qwen3, got one for llama"),
-    ],
+    DATA["other_models"],
 )
 def test_a_file_for_another_model_is_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArtefactError, match=message):
@@ -322,9 +297,3 @@ def test_a_nested_config_may_be_an_object() -> None:
         model.args = Arguments(model_type="x", text_config=Arguments(rope_theta=theta))
         found.append(identity(model)["hash"])
     assert found[0] != found[1]
-
-
-def test_layers_are_counted_as_the_caches_are() -> None:
-    assert kv_shapes(build("llama")) == [(2, 16), (2, 16)]
-    assert kv_shapes(build("mistral3")) == [(2, 16), (2, 16)]
-    assert kv_shapes(build("mamba")) == [None, None]

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from json_tables import read_tables
 
 from mlx_sparse import cli, oracle
 from mlx_sparse.checks import ConfigError
@@ -26,6 +27,8 @@ from mlx_sparse.methods import parse
 from mlx_sparse.tools.bench import command, core, inputs
 from mlx_sparse.tools.bench.core import Case, Request, Shape, Spread, Variant
 from mlx_sparse.tools.formats import Printer
+
+DATA = read_tables(__file__)
 
 CASE = Case("float16", Shape(4, 2, 32), 1, 200)
 
@@ -245,20 +248,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["--lengths", "1k,much"], "--lengths: expected numbers such as 1k,2k,3000, got 'much'."),
-        (["--shapes", "3x2x64"], "--shapes: expected query heads x KV heads x head dim such as 32x8x128, got"),
-        (["--repeat", "0"], "--repeat: expected an integer of at least 1, got 0."),
-        (["--batches", "1,all"], "--batches: expected an integer of at least 1, got 'all'."),
-        (["--dtype", "half"], "--dtype: expected some of float32, float16, bfloat16, got 'half'."),
-        (["--budget-s", "0"], "--budget-s: expected seconds, got 0."),
-        (["--backend", "gpu"], "--backend: expected one of "),
-        (["--attn", "streaming,"], "methods: expected a list such as sparq:rank=16,streaming, got 'streaming,'."),
-        (["--attn", "dense"], "--attn: expected methods of "),
-        (["--attn", "sample+sparq"], "--attn: expected methods of "),
-        (["-o", "result.md"], "-o: expected one of md, json, jsonl, csv, got 'result.md'. --out names a file."),
-        (["--out", "no/folder/x"], "--out: expected a file in a folder that exists, got no/folder/x."),
-    ],
+    DATA["every_engine"],
 )
 @pytest.mark.parametrize("stage", ["step", "prefill"])
 @ENGINES
@@ -268,32 +258,7 @@ def test_wrong_options_are_refused_in_one_line(engine, stage, arguments, message
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ("step --attn sample", "--attn: expected methods of decode steps such as sparq:rank=16,streaming, got sample."),
-        ("prefill --attn sparq", "--attn: expected methods of prefill such as sample,minference, got sparq."),
-        ("step --attn sparq:rank=33", "rank: expected at most the head dim D=32, got 33."),
-        ("step --attn h2o", "--attn: expected a method that selects keys or blocks by scores, got h2o."),
-        ("prefill --attn hash_sparse", "--attn: expected a method that selects keys or blocks by scores, got hash"),
-        (
-            "step --attn saap:mode=online,buckets=32",
-            "probes: expected an integer of at least 1 and at most 31, got 32.",
-        ),
-        ("step --backend onnx", "--backend: expected one that has sparq here, got onnx (it runs exported"),
-        ("step --kv-bits 7 --shapes 4x2x64", "--kv-bits: expected some of 2, 3, 4, 5, 6, 8 with head dims"),
-        ("step --kv-bits 4", "--kv-bits: expected some of 2, 3, 4, 5, 6, 8 with head dims"),
-        ("step --threads 2", "--threads: expected none with --engine mlx, got 2."),
-        ("prefill --steps 512,none", "--steps: expected numbers such as 1k,2k,3000, got 'none'."),
-        ("step --engine onnx --threads many", "--threads: expected an integer of at least 1, got 'many'."),
-        ("step --engine onnx --kv-bits 4", "--kv-bits: expected none with --engine onnx, got 4."),
-        ("step --engine onnx --attn quest", "--attn: expected sparq, saap, sample without mode=online on this engine"),
-        (
-            "step --engine onnx --attn saap:probes=1025",
-            "probes: expected an integer of at least 1 and at most 1023, got",
-        ),
-        ("step --engine onnx --batches 2", "--engine onnx: expected batch 1 in float32 or float16"),
-        ("prefill --engine cuda --steps 512", "--steps: expected none with --engine cuda, got 512."),
-        ("step --engine cuda --attn streaming", "--attn: expected sparq, saap, sample without mode=online on this"),
-    ],
+    DATA["one_engine"],
 )
 def test_each_engine_refuses_what_it_does_not_have(arguments: str, message: str, capsys) -> None:
     stage, *more = arguments.split()
@@ -353,19 +318,8 @@ def test_decode_steps_of_every_method_are_right_and_timed(dtype: str) -> None:
 
 
 def test_quantized_kv_caches_are_timed_as_well() -> None:
-    rows = rows_of(
-        "step",
-        "--shapes",
-        "4x2x64",
-        "--lengths",
-        "300",
-        "--repeat",
-        "2",
-        "--kv-bits",
-        "4,8",
-        "--attn",
-        "sparq,sparq:score=copy",
-    )
+    sizes = "--shapes 4x2x64 --lengths 300 --repeat 2 --kv-bits 4,8"
+    rows = rows_of("step", *sizes.split(), "--attn", "sparq,sparq:score=copy")
     assert [row.get("kv_bits") for row in rows] == [None, 4, 8] * 2
     assert not any(row["note"] for row in rows)
     assert rows[1]["bytes_formula"] < rows[2]["bytes_formula"] < rows[0]["bytes_plain"]
@@ -373,21 +327,8 @@ def test_quantized_kv_caches_are_timed_as_well() -> None:
 
 def test_prefill_in_chunks_and_at_once_is_right_and_timed() -> None:
     attn = "sample:alpha_column=0.6,alpha_slash=0.6,block_size=32,minference:vertical_tokens=64,slash_tokens=64"
-    rows = rows_of(
-        "prefill",
-        "--shapes",
-        "4x2x32",
-        "--lengths",
-        "600",
-        "--repeat",
-        "2",
-        "--dtype",
-        "float32",
-        "--steps",
-        "350,all",
-        "--attn",
-        attn,
-    )
+    sizes = "--shapes 4x2x32 --lengths 600 --repeat 2 --dtype float32 --steps 350,all"
+    rows = rows_of("prefill", *sizes.split(), "--attn", attn)
     assert [(row["step"], row["method"].partition(":")[0]) for row in rows] == [
         (n, name) for n in (350, 600) for name in ("sample", "minference")
     ]

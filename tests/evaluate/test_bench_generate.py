@@ -84,24 +84,6 @@ def test_a_run_without_a_report_is_refused() -> None:
         generate.never_sparse("sparq", None)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--attn", "sparkle"], "sparkle"),
-        (["--repeat", "0"], "--repeat: expected"),
-        (["--max-tokens", "0"], "--max-tokens: expected"),
-        (["--lengths", "many"], "--lengths: expected"),
-        (["-o", "pdf"], "-o: expected one of"),
-        (["--threads", "2"], "--threads: expected none with --engine mlx, got 2."),
-        (["--engine", "onnx", "--text", "x"], "--text: expected none with --engine onnx, got x."),
-        (["--text", "no/such/file"], "--text: expected readable UTF-8 text files or one of python"),
-    ],
-)
-def test_a_mistake_is_refused_before_anything_runs(argv: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        main(["generate", *argv])
-
-
 def test_the_real_commands_are_run_and_compared(tmp_path: Path, without_torch: Any, capsys: Any) -> None:
     model, text = tiny_models.write(tmp_path / "llama"), tmp_path / "text"
     text.write_text(tiny_models.words(tiny_models.prompt_of(100)))

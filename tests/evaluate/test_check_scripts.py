@@ -8,29 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from json_tables import read_tables
 from shell import ROOT, run
 
-STEPS = {
-    "gpu_check.sh": [
-        "timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/",
-        "timeout --signal=INT --kill-after=10 190 python3 -m mlx_sparse.tools.bench.command step",
-        "timeout --signal=INT --kill-after=10 90 python3 -m mlx_sparse.tools.bench.command step --engine cuda "
-        "--attn saap ",
-        "timeout --signal=INT --kill-after=10 110 python3 -m mlx_sparse.tools.bench.command prefill --engine cuda ",
-        "python3 scripts/check_report.py gpu ",
-    ],
-    "mac_check.sh": [
-        "python3 scripts/dev.py setup",
-        ".venv/bin/mlx-sparse doctor",
-        "env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHADER_VALIDATION=1",
-        "env .venv/bin/python -m pytest tests/kernels/test_metal_kernels.py tests/kernels/test_metal_prefill.py "
-        "tests/conformance/test_decode.py tests/conformance/test_select.py tests/conformance/test_prompts.py "
-        "tests/conformance/test_buckets.py -k metal",
-        ".venv/bin/mlx-sparse bench step --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k",
-        ".venv/bin/mlx-sparse bench prefill --attn sample:alpha_column=0.5,alpha_slash=0.5,sample:alpha_column=0.9,",
-        ".venv/bin/python scripts/check_report.py mac",
-    ],
-}
+DATA = read_tables(__file__)
+
+STEPS = DATA["steps"]
 RESULT = {"gpu_check.sh": "jsonl", "mac_check.sh": "json"}
 by_script = pytest.mark.parametrize("script", STEPS)
 

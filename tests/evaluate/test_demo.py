@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tier
+from json_tables import read_tables
 from tiny_models import write
 
 from mlx_sparse import cli
@@ -16,19 +17,11 @@ from mlx_sparse.tools.demo import run, settle
 from mlx_sparse.tools.demo.command import Outcome, compare, parse_outcome, parse_report
 from mlx_sparse.tools.demo.settle import KEY
 
+DATA = read_tables(__file__)
+
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # the demo
 
-REPORT = {
-    "attn": "sparq:rank=32,top_k=128",
-    "backend": "ops",
-    "model_type": "llama",
-    "layers": 30,
-    "served_layers": 30,
-    "sparse_calls": 300,
-    "dense_calls": {"prompt": 60},
-    "sparse_bytes": 100_000_000,
-    "dense_bytes": 400_000_000,
-}
+REPORT = DATA["report"]
 OUT = (
     "==========\nThe pass key is 71853.\n==========\nPrompt: 2434 tokens, 101.331 tokens-per-sec\n"
     "Generation: 12 tokens, 10.291 tokens-per-sec\nPeak memory: 1.972 GB\n"
@@ -82,20 +75,6 @@ def test_the_table_fits_a_terminal(smollm2: Path) -> None:
         assert "25%" in table and max(map(len, table.splitlines())) < 80
     none = Outcome("71853", 20, 100.0, 12, 10.0, REPORT | {"sparse_calls": 0, "sparse_bytes": 0, "dense_bytes": 0})
     assert "0 sparse" in run._table(compare(smollm2, KEY, "sparq", outcome, none))
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--attn", "sparkle"], "sparkle"),
-        (["--max-tokens", "0"], "--max-tokens: expected at least 1, got 0."),
-        (["--model", "/nowhere"], "--model: expected a model directory"),
-    ],
-)
-def test_a_mistake_is_one_line(argv: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", *argv]) != 0
-    out, line = capfd.readouterr()
-    assert message in line and line.count("\n") == 1 and not out
 
 
 @pytest.mark.parametrize(

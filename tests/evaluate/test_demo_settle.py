@@ -1,4 +1,4 @@
-"""How long the demo's text is, and what is forced, for machines on which sparse attention pays early, late or never."""
+"""Length of the demo's text and forced sparse attention, for machines with a low, a high or no crossover length."""
 
 from __future__ import annotations
 
@@ -23,56 +23,41 @@ def row(attn: str, value: float, how: str = "modelled") -> dict[str, Any]:
     return {"attn": attn, "value": value, "how": how, "outlook": f"sparse from {value:,.0f} keys on ({how})"}
 
 
-def test_where_it_pays_the_text_is_as_long_as_ever() -> None:
-    settled = settle(
-        "sparq",
-        [row("sparq:reallocate=false,component_score=query_key", 2048, "measured on this machine")],
-        count,
-        6000,
-    )
+def test_the_text_grows_with_the_threshold() -> None:
+    measured = row("sparq:reallocate=false,component_score=query_key", 2048, "measured on this machine")
+    settled = settle("sparq", [measured], count, 6000)
     assert (settled.attn, settled.task.prompt, settled.forced) == ("sparq", USUAL, False)
     assert settled.note == "sparq: sparse from 2,048 keys on (measured on this machine)"
-
-
-def test_where_it_pays_later_the_text_is_longer() -> None:
     settled = settle("sparq", [row("sparq", 4000)], count, 6000)
     assert (settled.attn, settled.forced) == ("sparq", False)
     assert 4000 * MARGIN <= count(settled.task.prompt) < 6000
     assert KEY in settled.task.prompt
 
 
-@pytest.mark.parametrize("gpu", ["g", "s", "d"])
-def test_it_is_forced_on_a_mac_of_which_only_the_model_is_known(gpu: str) -> None:
-    modelled = SparQ().shortest_context(Step(3, 3, 64, 4, gpu))
-    assert modelled > 14_000
-    settled = settle("sparq", [row("sparq", modelled)], count, ANSWERED)
-    assert (settled.attn, settled.task.prompt) == ("sparq:dense_below=0", USUAL)
-    assert settled.note == f"sparq: sparse from {modelled:,} keys on (modelled){FORCES}"
+MODELLED = [SparQ().shortest_context(Step(3, 3, 64, 4, gpu)) for gpu in "gsd"]
 
 
-@pytest.mark.parametrize("value", [5900, 19_602, NEVER])
-def test_where_that_takes_too_long_it_is_forced_and_said(value: int) -> None:
-    settled = settle("sparq:rank=16", [row("sparq:rank=16", value)], count, 6000)
+@pytest.mark.parametrize(
+    ("values", "most"),
+    [
+        *(([value], ANSWERED) for value in MODELLED),  # a Mac that was not calibrated
+        *(([value], 6000) for value in (5900, 19_602, NEVER)),
+        ([40_000], 100_000),  # longer than the text
+        ([2000, 9000, 1000], 6000),  # the highest threshold counts
+    ],
+)
+def test_sparse_attention_is_forced_where_the_text_would_be_too_long(values: list[int], most: int) -> None:
+    settled = settle("sparq:rank=16", [row("sparq:rank=16", value) for value in values], count, most)
     assert (settled.attn, settled.task.prompt, settled.forced) == ("sparq:rank=16,dense_below=0", USUAL, True)
-    assert settled.note == f"sparq: sparse from {value:,} keys on (modelled){FORCES}"
-
-
-def test_where_the_text_ends_it_is_forced() -> None:
-    settled = settle("sparq", [row("sparq", 40_000)], count, 100_000)
-    assert (settled.attn, settled.task.prompt) == ("sparq:dense_below=0", USUAL)
-
-
-def test_the_layers_that_begin_last_decide() -> None:
-    settled = settle("sparq", [row("sparq", 2000), row("sparq", 9000), row("sparq", 1000)], count, 6000)
-    assert settled.forced
-    assert settled.note == f"sparq: sparse from 9,000 keys on (modelled){FORCES}"
+    assert settled.note == f"sparq: sparse from {max(values):,} keys on (modelled){FORCES}"
+    assert min(MODELLED) > 14_000
 
 
 @pytest.mark.parametrize(
     ("share", "most", "forced"),
     [(0.5, 20_000, False), (0.5, 6000, True), (0.5, 8500, True), (0.0, 20_000, True)],  # 8,500: it fits, its margin not
 )
-def test_prompts_are_settled_apart(share: float, most: int, forced: bool) -> None:
+def test_prefill_and_decode_methods_are_forced_separately(share: float, most: int, forced: bool) -> None:
     settled = settle("sample+sparq", [row("sample", share), row("sparq", 3500)], count, most)
     assert settled.forced == forced
     assert settled.attn == ("sample:dense_below=0+sparq" if forced else "sample+sparq")
@@ -81,7 +66,7 @@ def test_prompts_are_settled_apart(share: float, most: int, forced: bool) -> Non
 
 
 @pytest.mark.parametrize("attn", ["sparq:dense_below=100000", "sparq:top_k=16", "streaming", "sample:dense_below=9"])
-def test_the_users_own_settings_are_left_alone(attn: str) -> None:
+def test_thresholds_of_the_user_stay(attn: str) -> None:
     assert thresholds(Path("nowhere"), attn, {}) == []
     settled = settle(attn, [], count, 6000)
     assert (settled.attn, settled.task.prompt, settled.note, settled.forced) == (attn, USUAL, "", False)
@@ -90,7 +75,7 @@ def test_the_users_own_settings_are_left_alone(attn: str) -> None:
     assert both.forced
 
 
-def test_a_text_leaves_room_for_the_answer(tmp_path: Path) -> None:
+def test_the_text_leaves_room_for_the_answer(tmp_path: Path) -> None:
     for text, most in (('{"max_position_embeddings": 4096}', 4096 - 32 - run.CHAT_TOKENS), ("{}", None), ("[]", None)):
         (tmp_path / "config.json").write_text(text)
         assert run._most_tokens(tmp_path, 32) == (most or run.MOST_TOKENS[run.device_kind()])

@@ -23,34 +23,6 @@ TEXT = commands.text(1800)
 SPARSE_SAMPLE = "sample:alpha_column=0.3,alpha_slash=0.3,block_size=32,dense_below=0"
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--methods", "sparc"], "attn: expected one of"),
-        (["--methods", "sparq", "--limit", "0"], "--limit: expected an integer of at least 1, got 0"),
-        (["--methods", "sparq", "--seed=-1"], "--seed: expected an integer of at least 0"),
-        (["--methods", "sparq", "--context", "many"], "--context: expected numbers such as"),
-        (["--methods", "sparq", "--batch", "0"], "--batch: expected an integer of at least 1, got 0"),
-        (["--methods", "sparq", "--context", "2k,100"], "--context: expected an integer of at least 512, got 100"),
-        (["--methods", "sparq", "--tasks", "repetition,tetris"], "--tasks: expected some of .*, got 'tetris'"),
-        (["--methods", "sparq", "--tasks", "attention_recall"], "--tasks: expected a prefill method such as sample"),
-        (["--methods", "sparq", "--budget", "1/2,2"], "--budget: expected shares such as 1/2,1/8, got '2'"),
-        (["--tasks", "repetition"], "--methods: expected a method such as sparq, got none"),
-        (["--methods", "sparq,,streaming"], "methods: expected a list such as"),
-        (["--methods", "sample", "--prefill-step-size", "0"], "--prefill-step-size: expected an integer of at least 1"),
-        (["--methods", "sample+minference"], "attn: expected"),
-        (["--methods", "saap"], "artefact: expected a file that mlx-sparse train-saap wrote"),
-        (
-            ["--methods", "saap:artefact=/nowhere/x.safetensors"],
-            "expected a file written by mlx-sparse train-saap, got none that",
-        ),
-    ],
-)
-def test_bad_input_gets_one_line_before_anything_is_loaded(argv: list[str], message: str) -> None:
-    with pytest.raises((mlx_sparse.ConfigError, mlx_sparse.ArtefactError), match=message):
-        run.main(argv)
-
-
 def test_the_command_prints_one_json_line_for_each_row(
     tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 from gguf.quants import quantize
 from hypothesis import given
 from hypothesis import strategies as st
+from json_tables import read_tables
 from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.models import gemma3_text
@@ -27,7 +28,8 @@ from mlx_sparse.extras import install_hint
 from mlx_sparse.tools.assets import gemma3, models
 from mlx_sparse.tools.assets.store import file_hash
 
-HIDDEN, FFN, HEADS, D, LAYERS = 64, 96, 2, 32, 6
+DATA = read_tables(__file__)
+LAYERS = 6
 SPECIALS = ["<pad>", "<eos>", "<bos>", "<unk>"]
 RUNS = ["▁▁", "▁▁▁", "\n\n", "<b>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -41,17 +43,7 @@ SCORES = [-1000.0] * len(SPECIALS + RUNS) + [0.0] * len(BYTES) + [-float(i) for 
 
 def original() -> gemma3_text.Model:
     """A model of random weights, as mlx-lm means them."""
-    arguments = gemma3_text.ModelArgs(
-        model_type="gemma3_text",
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        intermediate_size=FFN,
-        num_attention_heads=HEADS,
-        head_dim=D,
-        vocab_size=len(PIECES),
-        query_pre_attn_scalar=D,
-        sliding_window=8,
-    )
+    arguments = gemma3_text.ModelArgs(vocab_size=len(PIECES), **DATA["arguments"])
     model = gemma3_text.Model(arguments)
     model.sanitize({})
     mx.random.seed(0)
@@ -63,16 +55,7 @@ def original() -> gemma3_text.Model:
 def write_gguf(path: Path, model: gemma3_text.Model, architecture: str = "gemma3") -> Path:
     """The model in the form of llama.cpp's converter: its names, norms as whole factors, some tensors quantised."""
     writer = gguf.GGUFWriter(path, architecture)
-    for name, value in {
-        "context_length": 256,
-        "embedding_length": HIDDEN,
-        "block_count": LAYERS,
-        "feed_forward_length": FFN,
-        "attention.head_count": HEADS,
-        "attention.head_count_kv": 1,
-        "attention.key_length": D,
-        "attention.sliding_window": 8,
-    }.items():
+    for name, value in DATA["fields"].items():
         writer.add_uint32(f"gemma3.{name}", value)
     writer.add_float32("gemma3.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_float32("gemma3.rope.freq_base", 1e6)

@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from commands import files_of_at_most
+from json_tables import read_tables
 from tiny_models import build, greedy, write
 
 from mlx_sparse import cli
@@ -27,6 +28,8 @@ from mlx_sparse.lm import sparse
 from mlx_sparse.tools.train.collect import alone
 from mlx_sparse.tools.train.rows import Distances
 from mlx_sparse.tools.train.run import _texts
+
+DATA = read_tables(__file__)
 
 pytestmark = pytest.mark.slow  # commands
 
@@ -174,40 +177,7 @@ def test_keys_that_float16_does_not_hold_are_refused(factor: float, folder: Path
     assert not out.exists()
 
 
-REFUSED = {
-    "text shorter than the window": (["--text", "short.txt"], r"--text: expected at least 2 x 512 tokens, got 700"),
-    "held-out text too": (["--held-out", "short.txt", "--context", "1024"], "--held-out: expected at least 1 x 1,024"),
-    "window shorter than what is attended": (["--recent-tokens", "600"], "--context: expected at least twice the 601"),
-    "longer than the model's context": (["--context", "9000"], "--context: expected an integer of .* at most 4096"),
-    "unknown text": (["--text", "none.txt"], "--text: expected readable UTF-8 text files"),
-    "unknown model": (["--model", "none"], "none"),
-    "more buckets than keys": (
-        ["--buckets", "2000"],
-        "--buckets: expected at most the 1,533 keys there are, got 2,000",
-    ),
-    "more buckets than kernels take": (["--buckets", "5000"], "--buckets: expected an integer of .* at most 4096"),
-    "hidden too small": (["--hidden", "16"], "--hidden: expected an integer of at least 32"),
-    "unknown layer": (["--layers", "0"], r"--layers: expected some of 1, 2, got 0"),
-    "no training": (["--steps", "0"], "--steps: expected an integer of at least 1"),
-    "context of nothing": (["--context", "0"], "--context: expected an integer of at least 1"),
-    "seed that MLX does not take": (["--seed", str(1 << 70)], "--seed: expected an integer of .* at most 4294967295"),
-    "batch beyond memory": (["--batch", str(10**12)], "--batch: expected an integer of .* at most 65536"),
-    "distance": (["--farther-than", "-1"], "--farther-than: expected an integer of at least 0"),
-    "a folder of held-out text": (
-        ["--held-out", "model"],
-        "--held-out: expected readable .* text files or .*, got .*model",
-    ),
-    "text in another encoding": (
-        ["--text", "latin.txt"],
-        r"--text: expected readable .* files or .*, got latin\.txt: ",
-    ),
-    "rate": (["--rate", "0"], "--rate: expected a number above 0"),
-    "rate that is none": (["--rate", "nan"], "--rate: expected a number above 0"),
-    "no folder": (["-o", "/nowhere/a.safetensors"], "--out: expected a name in .safetensors in a folder that exists"),
-    "another suffix": (["-o", "a.npz"], "--out: expected a name in .safetensors"),
-    "somebody else's file": (["-o", "model/model.safetensors"], "got a safetensors file of something else"),
-    "all layers dense": (["--dense-layers", "3"], "got 3 that stay dense"),
-}
+REFUSED = DATA["refused"]
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -19,7 +19,7 @@ import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm import load
+from json_tables import read_tables
 from tokenizers import Tokenizer
 
 from mlx_sparse.checks import ArtefactError
@@ -31,6 +31,7 @@ from mlx_sparse.tools.demo.settle import topics
 
 pytestmark = pytest.mark.slow  # a real model
 
+DATA = read_tables(__file__)
 PROSE = topics["compound"][:600]
 
 
@@ -48,12 +49,6 @@ def gguf_rows(weight: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp's own order of q and k rows, as its converter writes it."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
-
-
-def nll(model: Any, tokens: list[int]) -> float:
-    logits = model(mx.array([tokens[:-1]]))
-    picked = mx.take_along_axis(logits, mx.array([tokens[1:]])[..., None], axis=-1)[..., 0]
-    return float(mx.mean(mx.logsumexp(logits, axis=-1) - picked))
 
 
 @pytest.fixture(scope="module")
@@ -80,30 +75,8 @@ def test_every_tensor_equals_an_independent_reading(smollm2: Path, reader: gguf.
 def test_hyper_parameters_come_from_the_file(smollm2: Path, reader: gguf.GGUFReader) -> None:
     fields = reader.fields
     config = json.loads((smollm2 / "config.json").read_text())
-    for ours, theirs in {
-        "hidden_size": "embedding_length",
-        "num_hidden_layers": "block_count",
-        "intermediate_size": "feed_forward_length",
-        "num_attention_heads": "attention.head_count",
-        "num_key_value_heads": "attention.head_count_kv",
-        "head_dim": "rope.dimension_count",
-        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-        "rope_theta": "rope.freq_base",
-        "vocab_size": "vocab_size",
-        "max_position_embeddings": "context_length",
-    }.items():
+    for ours, theirs in DATA["fields"].items():
         assert config[ours] == pytest.approx(fields[f"llama.{theirs}"].contents(), rel=1e-7), ours
-
-
-def test_forgetting_the_row_order_is_caught(smollm2: Path, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokenizer, *_ = load(str(smollm2))
-    tokens = tokenizer.encode(PROSE)[:32]
-    right = nll(model, tokens)
-    monkeypatch.setattr(converter, "unpermute", lambda weight, heads: weight)
-    arrays: Any = mx.load(str(smollm2_gguf))
-    model.load_weights(list(converter.model_weights(arrays, 9, 3).items()))
-    assert right < 5  # nats; a model that knows nothing has log(49152) = 10.8
-    assert nll(model, tokens) > right + 1
 
 
 @pytest.mark.parametrize(
@@ -132,29 +105,6 @@ def load_tokenizer(model: Path) -> Any:
     return utils.load_tokenizer(model)
 
 
-BACKEND = """
-from pathlib import Path
-
-def prepare_metadata_for_build_wheel(folder, config_settings=None):
-    info = Path(folder) / "tiny-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\\nName: tiny\\nVersion: 1.0\\n")
-    return info.name
-"""
-INFO = "tiny-1.0.dist-info"
-WHEEL = {
-    "tiny/data.bin": "data",
-    f"{INFO}/METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n",
-    f"{INFO}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    f"{INFO}/RECORD": "",
-}
-SOURCE = {
-    "tiny-1.0/tiny/data.bin": "data",
-    "tiny-1.0/backend.py": BACKEND,
-    "tiny-1.0/pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
-}
-
-
 @pytest.fixture(params=[False, True], ids=["wheel", "source archive"])
 def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[list[str], str, dict[str, bool]]:
     """pip options that find a file of tiny==1.0 without a network, its hash, and which kind of file it is."""
@@ -163,14 +113,14 @@ def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[list[str], str
     if request.param:
         file = folder / "tiny-1.0.tar.gz"
         with tarfile.open(file, "w:gz") as archive:
-            for name, text in SOURCE.items():
+            for name, text in DATA["source"].items():
                 entry = tarfile.TarInfo(name)
                 entry.size = len(text)
                 archive.addfile(entry, io.BytesIO(text.encode()))
     else:
         file = folder / "tiny-1.0-py3-none-any.whl"
         with zipfile.ZipFile(file, "w") as wheel:
-            for name, text in WHEEL.items():
+            for name, text in DATA["wheel"].items():
                 wheel.writestr(name, text)
     return ["--no-index", "--find-links", str(folder)], file_hash(file), {"source": request.param}
 

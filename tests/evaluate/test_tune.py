@@ -20,8 +20,8 @@ from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.methods import Sample, SampleRange, load_toml
 from mlx_sparse.tools.evaluate.journal import FORMAT, Journal
 from mlx_sparse.tools.evaluate.runner import passage_logits
-from mlx_sparse.tools.formats import check_own, write_toml
-from mlx_sparse.tools.tune.run import FIRST_LINE, main, toml
+from mlx_sparse.tools.formats import write_toml
+from mlx_sparse.tools.tune.run import FIRST_LINE, toml
 from mlx_sparse.tools.tune.search import (
     RETRIEVAL,
     Measured,
@@ -172,16 +172,6 @@ def test_a_file_that_could_not_be_read_back_leaves_the_old_one(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_only_its_own_files_are_overwritten(tmp_path: Path) -> None:
-    foreign, own = tmp_path / "mine.toml", tmp_path / "own.toml"
-    foreign.write_text("[sparq]\nrank = 16\n")
-    own.write_text(f"{FIRST_LINE} for a model\n")
-    check_own("--out", own, FIRST_LINE)
-    check_own("--out", tmp_path / "new.toml", FIRST_LINE)
-    with pytest.raises(ConfigError, match="--out: expected a new file or one of this command, got"):
-        check_own("--out", foreign, FIRST_LINE)
-
-
 HEADER = {"mlx_sparse": "tune-sample", "format": FORMAT, "key": "k"}
 RESULT = {"right": 3, "scored": 5, "density": 0.5, "sampled": 0.1, "seconds": 2.0}
 DAMAGED = [
@@ -237,27 +227,6 @@ def test_a_line_cut_off_by_the_end_of_the_process_is_dropped(tmp_path: Path) -> 
     assert (again.results, path.read_bytes()) == ({"a": trial}, whole)
     again.add("b", trial)
     assert Journal(path, "tune-sample", "k", Trial).results == {"a": trial, "b": trial}
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--alpha-column", "0.9", "1.5"], "alpha_column: expected a number above 0 and at most 1, got 1.5"),
-        (["--alpha-slash", "0"], "alpha_slash: expected a number above 0"),
-        (["--chunks", "0"], "chunks: expected an integer of at least 1, got 0"),
-        (["--block-size", "48"], "block_size: expected one of 32, 64, 128, got 48"),
-        (["--examples", "0"], "--examples: expected an integer of at least 1"),
-        (["--prefill-step-size", "0"], "--prefill-step-size: expected an integer of at least 1"),
-        (["--least-accuracy", "1.5"], "--least-accuracy: expected a number"),
-        (["--lengths", "8k,much"], "--lengths: expected numbers such as 1k"),
-        (["--out", "/nowhere/at/all.toml"], "--out: expected a file in a folder that exists"),
-        (["--out", "tuned.json"], "--out: expected a file name in .toml"),
-    ],
-)
-def test_bad_input_gets_one_line_before_anything_is_loaded(argv: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
-        main(argv)
-    assert "\n" not in str(error.value)
 
 
 class Command:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from json_tables import read_tables
 from require import needs_triton
 from tier import some
 from triton_aot import PROCESSORS, PROMPTS, Case, Compiled
@@ -36,51 +37,16 @@ SCORES = ("sparq_scores", "sparq_code_scores")
 BLOCKS = ("sample_scores", "attend_blocks")
 IN_FLIGHT = 26 * 1024  # bytes of a processor that keep 4.3 TB/s busy on 132 of them at a latency of 0.8 microseconds
 
-EVERYWHERE = [  # on every version and its architectures
-    Case("sparq", 0, padded=True),
-    Case("dense", 0),
-    Case("saap", 0, S=131072),  # the paper's network
-    Case("sample", 0),
-]
-CODED = Case("sparq", 90, key_bits=4, padded=True)  # on every version
-ODD = [Case("sparq", 90, D=80, S=4097, odd=True), Case("sample", 90, D=80, odd=True)]
-DECODE = [  # on the version of the environment
-    # What needs most shared memory, where there is least and where there is most.
-    *(Case("sparq", a, "float32", G=8, Hkv=4, D=256, rank=64, top_k=512, weighted=True) for a in (80, 90)),
-    *(Case("dense", a, "float32", D=256, G=8, Hkv=4) for a in (80, 100)),
-    Case("sparq", 90, "bfloat16", G=1, Hkv=32, D=64, rank=16, reallocate=True),
-    Case("sparq", 80, G=16, Hkv=2, D=96, rank=128, S=4096, B=8, top_k=512, reallocate=True),
-    Case("sparq", 90, "float32", G=16, Hkv=2, rank=128),
-    Case("dense", 100, "bfloat16", D=80, G=1, Hkv=32, B=8, padded=True),
-    Case("dense", 80, D=256, G=1, Hkv=8),
-    Case("dense", 90, "float32"),
-    Case("select", 90, S=500_000, top_k=4096),
-    Case("sparq", 80, "bfloat16", G=16, Hkv=2, D=96, S=16385, key_bits=4),
-    Case("sparq", 100, G=1, Hkv=32, rank=16, S=4096, key_bits=4, weighted=True, reallocate=True),
-    Case("sparq", 90, "float32", rank=64, D=256, S=16384, key_bits=4),
-]
-SAAP = [
-    Case("saap", 90, "bfloat16", hidden=0, buckets=256, padded=True),
-    Case("saap", 80, "bfloat16", G=16, Hkv=2, buckets=4096, probes=128, weights="float16"),
-    Case("saap", 90, "float32", buckets=4096, weights="float32"),
-    Case("saap", 100, B=64, D=64, weights="float32"),
-]
-PREFILL = [
-    Case("blocks", 90, D=128, block_size=32),
-    Case("blocks", 90, D=128, block_size=64),
-    Case("blocks", 100, D=256),
-    Case("blocks", 80, D=256, block_size=64),  # most shared memory of the least
-    Case("blocks", 90, D=64),
-    Case("sample", 80, "float32", D=256, G=1),
-    Case("sample", 90, "bfloat16", D=96, block_size=64),
-    Case("prompt", 100, "float32", block_size=32),
-]
-ONCE = [*some(DECODE, 1), *some(SAAP, 1), *some(PREFILL, 1), *ODD]
+# "everywhere" is compiled by every version for its architectures, "coded" by every version for sm_90, the others by the
+# version of the environment. "decode" and "prefill" hold the cases that need the most shared memory.
+CASES = {group: [Case(**row) for row in rows] for group, rows in read_tables(__file__).items()}
+ODD = CASES["odd"]
+ONCE = [*some(CASES["decode"], 1), *some(CASES["saap"], 1), *some(CASES["prefill"], 1), *ODD]
 
 
 def cases(version: str) -> tuple[Case, ...]:
-    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in TARGETS[version]]
-    return *everywhere, CODED, *(ONCE if VERSIONS[version] is None else [])
+    everywhere = [replace(case, architecture=a) for case in CASES["everywhere"] for a in TARGETS[version]]
+    return *everywhere, *CASES["coded"], *(ONCE if VERSIONS[version] is None else [])
 
 
 ALL = [(version, case) for version in VERSIONS for case in cases(version)]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cache_rows import padded, states
 from cases import Array
+from json_tables import read_tables
 from mlx_sparse.cuda_ref import hf, torch_functions
 from mlx_sparse.cuda_ref.hf import attention
 from mlx_sparse.cuda_ref.hf.buffers import Buffers
@@ -31,21 +32,13 @@ from mlx_sparse import cuda_ref
 from mlx_sparse.checks import BackendUnavailable, ConfigError
 from mlx_sparse.methods import ENOUGH_SAVED, SparQ, Step, parse
 
+DATA = read_tables(__file__)
+
 pytestmark = pytest.mark.slow  # models of transformers
 
 SIZES = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-ALTERNATING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "llama-one-head-each": {"num_key_value_heads": 4},
-    "llama-one-head-for-all": {"num_key_value_heads": 1},
-    "llama-many-heads": {"num_attention_heads": 17, "num_key_value_heads": 1, "head_dim": 16, "hidden_size": 272},
-    "qwen3": {},  # with q/k-norm
-    "gemma3_text": {**ALTERNATING, "query_pre_attn_scalar": 48},  # with q/k-norm and a scale of its own
-    "gpt_oss": {**ALTERNATING, "num_local_experts": 2, "num_experts_per_tok": 1},  # with attention sinks
-    "gemma2": ALTERNATING,  # with soft-capped scores
-}
+MODELS: dict[str, dict[str, Any]] = DATA["models"]
 PROMPT = 40
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}  # running statistics are summed in another order
 
@@ -141,18 +134,7 @@ def sparq_cache(name: str, attn: str | SparQ) -> hf.SparQCache:
     return hf.SparQCache(model(name).config, attn)
 
 
-STEPS = [
-    ("llama", "sparq:rank=16,top_k=12,key_bits=16", None),
-    ("llama", "sparq:rank=8,top_k=8,local_window=0,key_bits=16", (0, 17)),
-    ("llama", "sparq:rank=16,top_k=8,component_score=query_key,reallocate=true,key_bits=16", (9, 0)),
-    ("llama-one-head-for-all", f"sparq:rank=64,top_k={PROMPT}", None),
-    ("llama-one-head-each", "sparq:rank=16,top_k=8", None),  # reallocates: scores in float32
-    ("qwen3", "sparq:rank=16,top_k=12,key_bits=16", (0, 11)),
-    ("gemma3_text", "sparq:rank=16,top_k=8,key_bits=16", None),
-    ("gpt_oss", "sparq:rank=16,top_k=8,key_bits=16", (0, 5)),
-    ("llama", "sparq:rank=16,top_k=12,key_bits=4", (0, 70)),
-    ("qwen3", "sparq:rank=8,top_k=12,key_bits=4", None),
-]
+STEPS = DATA["steps"]
 
 
 @pytest.mark.parametrize(("name", "attn", "first"), some(STEPS, 4))
@@ -178,49 +160,6 @@ def test_greedy_tokens_are_the_dense_ones_while_every_key_is_attended(name: str)
     cache = sparq_cache(name, "sparq:top_k=60,dense_below=0")
     assert torch.equal(model(name).generate(prompt, **settings, past_key_values=cache), dense)
     assert cache.report.sparse_calls == 0
-
-
-def test_a_left_padded_batch_is_generated_as_its_sequences_alone() -> None:
-    prompt, mask = tokens(2, PROMPT), padded(0, 13, length=PROMPT)
-    settings = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
-    attn = "sparq:rank=16,top_k=12,component_score=query_key,reallocate=true"
-    batch = sparq_cache("llama", attn)
-    together = model("llama").generate(prompt, attention_mask=mask, **settings, past_key_values=batch)
-    assert batch.report.sparse_calls == 2 * 2
-    for row, first in ((0, 0), (1, 13)):
-        alone = model("llama").generate(
-            prompt[row : row + 1, first:], **settings, past_key_values=sparq_cache("llama", attn)
-        )
-        assert torch.equal(together[row, first:], alone[0])
-
-
-def test_beam_search_finds_the_beams_as_if_the_cache_kept_nothing() -> None:
-    attn = "sparq:rank=16,top_k=12,component_score=query_key,reallocate=true"
-    settings = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 4, "do_sample": False}
-    prompt = tokens(1, PROMPT)
-    cache = sparq_cache("llama", attn)
-    found = model("llama").generate(prompt, **settings, past_key_values=cache)
-    model("llama").set_attn_implementation(reference(parse(attn)[0]))  # type: ignore[arg-type]
-    assert torch.equal(found, model("llama").generate(prompt, **settings))
-    assert len({tuple(beam) for beam in found.tolist()}) == 2
-    assert cache.report.sparse_calls == 3 * 2
-
-
-@pytest.mark.parametrize(
-    ("attn", "length"),
-    [
-        ("sparq:rank=16,top_k=12,component_score=query_key,reallocate=true", PROMPT),
-        ("sparq:rank=16,top_k=12,component_score=query_key,key_bits=4", 126),
-    ],
-)
-def test_a_cropped_cache_goes_on_with_other_tokens(attn: str, length: int) -> None:
-    prompt, then = tokens(1, length), tokens(1, 2, seed=2)
-    cache = sparq_cache("llama", attn)
-    decode(model("llama"), "sparq", cache, prompt, tokens(1, 3, seed=1))
-    cache.crop(-3)
-    assert cache.get_seq_length() == length
-    got = decode(model("llama"), "sparq", cache, then[:, :1], then[:, 1:])
-    np.testing.assert_allclose(got, expected("llama", attn, prompt, then)[:, 1:], **CLOSE)
 
 
 def test_copies_of_a_prompts_cache_go_on_independently() -> None:
