@@ -36,7 +36,7 @@ def compiled(dump: Path, *versions: str, refuses: str = "") -> subprocess.Comple
     return run("bash", SCRIPT, dump, *versions, PATH=path, REFUSES=refuses)
 
 
-def test_every_text_is_compiled_for_the_versions_that_the_sdk_has(dump: Path) -> None:
+def test_every_source_is_compiled_for_supported_versions(dump: Path) -> None:
     done = compiled(dump)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -54,7 +54,7 @@ def test_every_text_is_compiled_for_the_versions_that_the_sdk_has(dump: Path) ->
         assert "-Wmetal-addr-spaces" not in line
 
 
-def test_a_text_that_is_refused_is_named_and_fails_the_step(dump: Path) -> None:
+def test_compile_errors_name_the_source(dump: Path) -> None:
     done = compiled(dump, refuses="metal4.0")
     assert done.returncode == 1
     assert f"metal4.0 refuses {dump / 'bad.metal'}" in done.stdout
@@ -65,13 +65,13 @@ def test_a_text_that_is_refused_is_named_and_fails_the_step(dump: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["", "none"])
-def test_what_it_refuses(tmp_path: Path, folder: str) -> None:
+def test_missing_folder_is_refused(tmp_path: Path, folder: str) -> None:
     done = run("bash", SCRIPT, *([tmp_path / folder] if folder else []))
     assert done.returncode == 2
     assert done.stderr.startswith("compile_msl.sh: error: expected a folder of scripts/dump_msl.py, got")
 
 
-def test_an_sdk_without_any_of_the_versions_fails(dump: Path) -> None:
+def test_sdk_without_a_requested_version_fails(dump: Path) -> None:
     done = compiled(dump, "metal3.2")
     assert done.returncode == 1
     assert "expected an SDK with one of metal3.2, got none" in done.stderr

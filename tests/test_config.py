@@ -68,7 +68,7 @@ def test_printed_configurations_parse_to_themselves(methods: list[Method]) -> No
 
 
 @given(sparq_configs, sparq_configs)
-def test_printed_text_names_every_key_that_differs_from_its_default(config: SparQ, base: SparQ) -> None:
+def test_printed_text_has_every_changed_key(config: SparQ, base: SparQ) -> None:
     spelled = ",".join(f"{f.name}={getattr(config, f.name)}" for f in dataclasses.fields(SparQ))
     assert parse(f"sparq:{spelled}", {"sparq": base}) == (config,)
     named = {pair.partition("=")[0] for pair in str(config).partition(":")[2].split(",")}
@@ -77,7 +77,7 @@ def test_printed_text_names_every_key_that_differs_from_its_default(config: Spar
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_alone_has_its_defaults(name: str) -> None:
+def test_method_name_alone_means_defaults(name: str) -> None:
     assert parse(name) == (METHODS[name](),)
     assert str(METHODS[name]()) == name
 
@@ -94,7 +94,7 @@ def test_a_method_alone_has_its_defaults(name: str) -> None:
         ("streaming:sink_tokens=4,recent_tokens=60", Streaming(sink_tokens=4, recent_tokens=60)),
     ],
 )
-def test_text_is_read_as_values(text: str, expected: Method) -> None:
+def test_values_are_parsed(text: str, expected: Method) -> None:
     assert parse(text) == (expected,)
 
 
@@ -109,7 +109,7 @@ def test_methods_keep_their_order() -> None:
         ("robust", {"component_score": "query_key"}),
     ],
 )
-def test_a_preset_sets_what_the_specification_lists(preset: str, settings: dict[str, Any]) -> None:
+def test_presets_match_the_specification(preset: str, settings: dict[str, Any]) -> None:
     assert parse(f"sparq:preset={preset}") == (SparQ(**settings),)
 
 
@@ -117,19 +117,19 @@ def test_a_preset_sets_what_the_specification_lists(preset: str, settings: dict[
     ("text", "qk_norm", "expected"),
     DATA["auto"],
 )
-def test_what_auto_means_for_a_model(text: str, qk_norm: bool, expected: str) -> None:
+def test_auto_is_resolved_per_model(text: str, qk_norm: bool, expected: str) -> None:
     """Where the estimate of the attended mass is too low, values are not mixed by it."""
     (config,) = parse(text)
     assert isinstance(config, SparQ)
     assert str(config.for_model(qk_norm=qk_norm)) == expected
 
 
-def test_with_one_query_head_per_kv_head_auto_stays_the_papers_which_mixes_in_the_mean() -> None:
+def test_auto_without_gqa_follows_the_paper() -> None:
     assert str(SparQ().for_model(qk_norm=False, grouped=False)) == "sparq:component_score=query"
     assert SparQ().for_model(qk_norm=True, grouped=False).component_score == "query_key"
 
 
-def test_every_preset_of_the_code_is_in_the_specification() -> None:
+def test_every_preset_is_documented() -> None:
     text = (Path(__file__).parents[1] / "docs" / "spec" / "sparq.md").read_text(encoding="utf-8")
     for preset, settings in SparQ.presets.items():
         row = next(line for line in text.splitlines() if line.startswith(f"| `{preset}` |"))
@@ -138,12 +138,12 @@ def test_every_preset_of_the_code_is_in_the_specification() -> None:
 
 
 @pytest.mark.parametrize("text", ["sparq:preset=paper,rank=8", "sparq:rank=8,preset=paper"])
-def test_keys_win_over_a_preset_in_any_order(text: str) -> None:
+def test_keys_override_a_preset_in_any_order(text: str) -> None:
     assert parse(text) == (dataclasses.replace(parse("sparq:preset=paper")[0], rank=8),)
     assert parse(text.replace("rank=8", "top_k=200"))[0].top_k == 200  # type: ignore[attr-defined]
 
 
-def test_keys_win_over_a_preset_which_wins_over_the_base_which_wins_over_the_defaults() -> None:
+def test_keys_override_preset_base_and_defaults() -> None:
     base = {"sparq": SparQ(rank=8, top_k=500, reallocate=False)}
     expected = SparQ(
         rank=8,
@@ -156,7 +156,7 @@ def test_keys_win_over_a_preset_which_wins_over_the_base_which_wins_over_the_def
     assert parse("sparq:preset=paper,local_window=9", base) == (expected,)
 
 
-def test_a_base_of_another_method_is_not_used() -> None:
+def test_base_of_another_method_is_ignored() -> None:
     assert parse("h2o", {"sparq": SparQ(top_k=5)}) == (H2O(),)
 
 
@@ -167,14 +167,14 @@ NAMES = ", ".join(METHODS)
     ("text", "message"),
     DATA["mistakes"],
 )
-def test_a_mistake_is_named_in_one_line(text: str, message: str) -> None:
+def test_wrong_text_is_a_one_line_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert str(caught.value) == message.replace("{names}", NAMES)
 
 
 @given(st.text(max_size=40) | st.text(alphabet="sparqh2o:=,+_ rank0123\n", max_size=40))
-def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
+def test_any_text_is_parsed_or_refused(text: str) -> None:
     try:
         methods = parse(text)
     except ConfigError as error:
@@ -193,7 +193,7 @@ def write(folder: Path, text: str | bytes) -> Path:
     return path
 
 
-def test_toml_holds_one_table_per_method(tmp_path: Path) -> None:
+def test_toml_has_one_table_per_method(tmp_path: Path) -> None:
     path = write(tmp_path, '# comment\n[sparq]\nrank = 16\nreallocate = false\npreset = "paper"\r\n[streaming]\n')
     sparq = SparQ(rank=16, reallocate=False, **SparQ.presets["paper"])
     assert load_toml(path) == {"sparq": sparq, "streaming": Streaming()}
@@ -205,7 +205,7 @@ def test_text_overrides_toml(tmp_path: Path) -> None:
     assert parse("sparq:top_k=32", base) == (SparQ(rank=16, top_k=32),)
 
 
-def test_a_toml_file_of_at_most_the_largest_size_is_read(tmp_path: Path) -> None:
+def test_toml_size_is_limited(tmp_path: Path) -> None:
     content = "[sparq]\n#".ljust(MAX_TOML_BYTES, "x")
     path = write(tmp_path, content)
     assert load_toml(path) == {"sparq": SparQ()}
@@ -220,7 +220,7 @@ def test_a_toml_file_of_at_most_the_largest_size_is_read(tmp_path: Path) -> None
     DATA["toml_mistakes"],
     ids=lambda text: text[:30].replace("\n", " "),
 )
-def test_a_mistake_in_toml_is_named_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_toml_is_a_one_line_error(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load_toml(path)
@@ -241,7 +241,7 @@ def test_a_mistake_in_toml_is_named_in_one_line(tmp_path: Path, text: str, messa
     ],
     ids=["open", "no-value", "key-twice", "table-twice", "utf-16", "binary", "huge-integer", "deep"],
 )
-def test_a_file_that_is_not_toml_is_refused_in_one_line(tmp_path: Path, text: str | bytes) -> None:
+def test_invalid_toml_is_refused(tmp_path: Path, text: str | bytes) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load_toml(path)
@@ -249,14 +249,14 @@ def test_a_file_that_is_not_toml_is_refused_in_one_line(tmp_path: Path, text: st
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_toml_file_is_named(tmp_path: Path) -> None:
+def test_missing_toml_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "none.toml"
     with pytest.raises(ConfigError) as caught:
         load_toml(path)
     assert str(caught.value) == f"attn-config: expected a readable TOML file, got {path} (No such file or directory)."
 
 
-def test_a_folder_is_not_a_toml_file(tmp_path: Path) -> None:
+def test_folder_is_not_a_toml_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^attn-config: expected a readable TOML file"):
         load_toml(tmp_path)
 
@@ -275,7 +275,7 @@ def test_a_folder_is_not_a_toml_file(tmp_path: Path) -> None:
         ("oracle_top_k:top_k=16", 16, 2 * 16 * 64 + 2 * 64),
     ],
 )
-def test_a_method_knows_what_it_attends_and_moves(text: str, attended: int, elements: int) -> None:
+def test_attended_keys_and_moved_elements(text: str, attended: int, elements: int) -> None:
     (config,) = parse(text)
     assert config.attended == attended
     assert config.elements(100, 64) == elements
@@ -285,16 +285,14 @@ def test_a_method_knows_what_it_attends_and_moves(text: str, attended: int, elem
     ("text", "shortest"),
     DATA["shortest"],
 )
-def test_contexts_of_up_to_top_k_keys_are_dense(text: str, shortest: int) -> None:
+def test_shortest_sparse_context(text: str, shortest: int) -> None:
     assert parse(text)[0].shortest_context() == shortest
 
 
 @pytest.mark.parametrize("gpu", ENOUGH_SAVED)
 @pytest.mark.parametrize("sizes", [(8, 4, 128, 2), (16, 4, 128, 4), (2, 16, 64, 2)], ids=str)
 @pytest.mark.parametrize("key_bits", [16, 4])
-def test_on_a_gpu_sparq_is_dense_until_a_step_saves_enough_bytes(
-    key_bits: int, sizes: tuple[int, ...], gpu: str
-) -> None:
+def test_gpu_threshold_follows_the_saved_bytes(key_bits: int, sizes: tuple[int, ...], gpu: str) -> None:
     step, config = Step(*sizes, gpu), SparQ(key_bits=key_bits)
 
     def saved(S: int) -> float:
@@ -308,11 +306,11 @@ def test_on_a_gpu_sparq_is_dense_until_a_step_saves_enough_bytes(
     assert SparQ(top_k=64).shortest_context(step) == 65
 
 
-def test_on_other_backends_the_sizes_do_not_matter() -> None:
+def test_cpu_threshold_ignores_sizes() -> None:
     assert SparQ().shortest_context(Step(8, 4, 128, 2)) == 2048
 
 
-def test_where_the_scores_cost_more_than_the_keys_no_context_is_long_enough() -> None:
+def test_expensive_scores_are_never_sparse() -> None:
     assert SparQ(key_bits=16).shortest_context(Step(2, 32, 64, 2, "g")) == NEVER
 
 
@@ -321,7 +319,7 @@ def test_where_the_scores_cost_more_than_the_keys_no_context_is_long_enough() ->
     [lambda: Dense().attended, lambda: Dense().shortest_context(), lambda: Dense().elements(9, 9)],
     ids=["attended", "shortest_context", "elements"],
 )
-def test_dense_has_no_cost_to_ask_for(ask: Callable[[], int]) -> None:
+def test_dense_has_no_cost(ask: Callable[[], int]) -> None:
     with pytest.raises(ConfigError, match=r"^attn: expected a sparse method, got dense\.$"):
         ask()
 
@@ -337,13 +335,13 @@ RANGES = "sample:block_size=64,ranges=1024:0.9:0.9:1/2048:0.8:0.8:1"
         (f"dense, {RANGES}, minference+sparq:rank=8,top_k=9", ["dense", RANGES, "minference+sparq:rank=8,top_k=9"]),
     ],
 )
-def test_a_list_is_cut_between_methods_not_within_them(text: str, methods: list[str]) -> None:
+def test_method_lists_are_split_between_methods(text: str, methods: list[str]) -> None:
     assert split_methods(text) == methods
     for method in methods:
         parse(method)
 
 
 @pytest.mark.parametrize("text", ["", "sparq,,h2o", "sparq,", "rank=16,sparq"])
-def test_a_list_with_a_gap_or_a_key_before_any_method_is_refused(text: str) -> None:
+def test_malformed_method_lists_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="methods: expected a list such as sparq:rank=16,streaming, got"):
         split_methods(text)

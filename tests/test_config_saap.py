@@ -14,7 +14,7 @@ from mlx_sparse.methods import SAAP, load_toml, parse
 DATA = read_tables(__file__)
 
 
-def test_the_defaults_are_the_papers() -> None:
+def test_defaults_follow_the_paper() -> None:
     config = SAAP(artefact="x")
     assert (config.probes, config.sink_tokens, config.recent_tokens, config.dense_layers) == (32, 1, 2047, 1)
     assert (config.mode, config.stage, config.attended) == ("trained", "decode", 2048)
@@ -30,14 +30,14 @@ def test_the_defaults_are_the_papers() -> None:
     ],
     ids=str,
 )
-def test_text_and_toml_give_the_settings_back(config: SAAP, tmp_path: Path) -> None:
+def test_settings_survive_text_and_toml(config: SAAP, tmp_path: Path) -> None:
     assert parse(str(config)) == (config,)
     lines = [f"{name} = {value!r}" for name, value in vars(config).items() if value is not None]
     (tmp_path / "attn.toml").write_text("\n".join(["[saap]", *lines]).replace("'", '"'))
     assert load_toml(tmp_path / "attn.toml") == {"saap": config}
 
 
-def test_it_goes_with_a_method_for_prompts() -> None:
+def test_saap_combines_with_a_prefill_method() -> None:
     assert [config.name for config in parse("sample+saap:mode=online")] == ["sample", "saap"]
 
 
@@ -45,13 +45,13 @@ def test_it_goes_with_a_method_for_prompts() -> None:
     ("settings", "message"),
     DATA["bad_settings"],
 )
-def test_bad_settings_are_one_clear_line(settings: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         SAAP(**settings)
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_to_be_loaded_is_said_late_so_that_text_can_complete_a_file(tmp_path: Path) -> None:
+def test_missing_artefact_is_reported_on_use(tmp_path: Path) -> None:
     (tmp_path / "attn.toml").write_text("[saap]\nprobes = 8\n")
     base = load_toml(tmp_path / "attn.toml")
     (config,) = parse("saap:artefact=model.saap.safetensors", base)

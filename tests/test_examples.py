@@ -166,7 +166,7 @@ def javascript(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @on_onnxruntime
-def test_page(javascript: Path, exported_model: tuple[Path, str, str]) -> None:
+def test_browser_page(javascript: Path, exported_model: tuple[Path, str, str]) -> None:
     """What node.mjs runs in Node the page runs in a browser: loading the model alone takes 4 seconds, so once here."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
@@ -177,7 +177,7 @@ def test_page(javascript: Path, exported_model: tuple[Path, str, str]) -> None:
     assert printed("onnx_web", "page.mjs") == printed("onnx_web", "node.mjs")
 
 
-def test_the_page_takes_the_version_of_the_package_that_is_tested() -> None:
+def test_web_example_uses_the_tested_version() -> None:
     example, tested = (json.loads((place / "package.json").read_text()) for place in (EXAMPLES / "onnx_web", WEB))
     assert example["dependencies"] == tested["dependencies"]
 
@@ -231,7 +231,7 @@ def columns(text: str) -> set[str]:
 
 @pytest.mark.skipif(not tier.every, reason="the whole form, with the real model, runs with --every")
 @pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_the_page_print_what_it_says(page: str, tmp_path: Path) -> None:
+def test_page_commands_print_the_documented_output(page: str, tmp_path: Path) -> None:
     """In one shell, in a copy of the folder, with a fast BLAS where MLX's own is slow."""
     from mlx_sparse.tools.assets import blas
 

@@ -10,7 +10,7 @@ import pytest
 from mlx_sparse.files import read_regular, replace_file
 
 
-def test_a_link_under_the_name_of_the_process_is_not_written_through(tmp_path: Path) -> None:
+def test_links_at_temporary_names_are_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / f".out-{os.getpid()}.json").symlink_to(victim)
@@ -19,7 +19,7 @@ def test_a_link_under_the_name_of_the_process_is_not_written_through(tmp_path: P
     assert (tmp_path / "out.json").read_text() == "new"
 
 
-def test_a_link_under_the_name_itself_is_replaced_and_not_followed(tmp_path: Path) -> None:
+def test_links_at_the_target_are_replaced(tmp_path: Path) -> None:
     victim, out = tmp_path / "victim", tmp_path / "out.json"
     victim.write_text("mine")
     out.symlink_to(victim)
@@ -28,7 +28,7 @@ def test_a_link_under_the_name_itself_is_replaced_and_not_followed(tmp_path: Pat
     assert not out.is_symlink()
 
 
-def test_every_file_is_written_under_another_name_with_the_users_permissions(tmp_path: Path) -> None:
+def test_temporary_names_differ_and_umask_applies(tmp_path: Path) -> None:
     names: list[str] = []
     before = os.umask(0o027)
     try:
@@ -41,7 +41,7 @@ def test_every_file_is_written_under_another_name_with_the_users_permissions(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     out.write_text("old")
     with pytest.raises(KeyboardInterrupt):
@@ -49,7 +49,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_regular_files_alone_are_read(tmp_path: Path) -> None:
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"1234")
     assert read_regular(tmp_path / "file", 4) == b"1234"
     with pytest.raises(ValueError, match="more than 3 bytes"):

@@ -94,11 +94,11 @@ def name(path: Path) -> str:
 LIBRARY = files("mlx_sparse")
 
 
-def test_there_are_seven_levels_at_most():
+def test_at_most_seven_levels():
     assert len(LEVELS) <= 7
 
 
-def test_imports_point_down_and_no_two_packages_import_each_other():
+def test_imports_point_down():
     needs: dict[str, set[str]] = {}
     for path in LIBRARY:
         room = room_of(path)
@@ -117,7 +117,7 @@ def test_backends_do_not_import_each_other():
             assert not (rooms_imported(path) & backends) - {room} - allowed, path
 
 
-def test_no_file_is_imported_by_what_it_imports():
+def test_no_circular_imports():
     arrows = {path: {home_of(found) for found in imports(path, when_read=True)} - {path, None} for path in LIBRARY}
     packages = {path for path in LIBRARY if path.name == "__init__.py"}  # they name what is in them
     sorter = graphlib.TopologicalSorter({path: found - packages for path, found in arrows.items()})
@@ -125,7 +125,7 @@ def test_no_file_is_imported_by_what_it_imports():
 
 
 # The benchmarks check what they measure.
-def test_the_oracle_is_not_called_at_run_time():
+def test_oracle_is_not_used_at_run_time():
     checking = [ROOT / "mlx_sparse" / folder for folder in ("oracle", "tools/bench")]
     for path in LIBRARY:
         if not any(path.is_relative_to(folder) for folder in checking):
@@ -140,7 +140,7 @@ def test_the_oracle_is_not_called_at_run_time():
         ("onnx_export", {"mlx", "mlx_lm", "triton"}),
     ],
 )
-def test_each_part_runs_without_what_belongs_to_others(folder, without):
+def test_parts_do_not_need_packages_of_other_parts(folder, without):
     exporter = ROOT / "onnx_export" / "exporter"  # it reads mlx-lm's models, and so does who exports
     for path in files(folder):
         if path.is_relative_to(exporter) or path == ROOT / "onnx_export" / "bench_generate.py":
@@ -153,7 +153,7 @@ def test_each_part_runs_without_what_belongs_to_others(folder, without):
 
 
 @pytest.mark.parametrize("module", ["core", "inputs", "command"])
-def test_the_core_of_the_benchmark_needs_numpy_alone(module):
+def test_benchmark_core_needs_only_numpy(module):
     path = ROOT / "mlx_sparse" / "tools" / "bench" / f"{module}.py"
     assert others_needed(path) - {"numpy", "tomli"} <= sys.stdlib_module_names  # on Python 3.10 for tomllib
 
@@ -162,7 +162,7 @@ TESTS = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"msl"}
 
 
 @pytest.mark.parametrize("folder", ["mlx_sparse", "cuda_ref", "onnx_export"])
-def test_nothing_that_is_installed_imports_the_tests(folder):
+def test_installed_code_does_not_import_tests(folder):
     """Nor does it change where Python looks for modules."""
     assert {"msl", "cases", "conftest"} <= TESTS
     for path in files(folder):
@@ -188,7 +188,7 @@ def asked_classes(source: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("folder", ["mlx_sparse", "cuda_ref", "onnx_export"])
-def test_a_method_is_asked_what_it_is_not_which_it_is(folder):
+def test_code_does_not_test_for_method_classes(folder):
     home = ROOT / "mlx_sparse" / "methods"
     for path in files(folder):
         if not path.is_relative_to(home):
@@ -204,7 +204,7 @@ def test_a_method_is_asked_what_it_is_not_which_it_is(folder):
         *("lm/plan.py", "lm/call.py", "lm/hooks.py", "lm/session.py"),
     ],
 )
-def test_what_serves_all_methods_names_none(file):
+def test_generic_files_name_no_method(file):
     """Neither in code nor in words."""
     entries = [*table.STATES.values(), *table.HOOKS.values()]
     names = PARTICULAR | set(METHODS) | {entry.partition(":")[2] for entry in entries}
@@ -226,7 +226,7 @@ def test_what_serves_all_methods_names_none(file):
         ("if TYPE_CHECKING:\n    import mlx\nelse:\n    import numpy", {"numpy"}),
     ],
 )
-def test_the_reader_of_imports(tmp_path, source, found):
+def test_imports_are_found(tmp_path, source, found):
     path = tmp_path / "mlx_sparse" / "lm" / "x.py"
     path.parent.mkdir(parents=True)
     path.write_text(source)

@@ -98,7 +98,7 @@ def names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_the_wheel_needs_no_compiler_and_holds_the_kernels_where_there_is_one(built):
+def test_wheel_has_the_kernels_if_compiled(built):
     without, made = built["wheel without compiler"], built["wheel of sdist"]
     assert without.name.endswith("-py3-none-any.whl")
     assert made.name.endswith("-py3-none-any.whl") != has_compiler
@@ -106,13 +106,13 @@ def test_the_wheel_needs_no_compiler_and_holds_the_kernels_where_there_is_one(bu
     assert names(without) <= names(made)
 
 
-def test_a_compiler_that_fails_is_an_error_where_the_kernels_are_required(tmp_path):
+def test_failing_compiler_is_an_error_if_required(tmp_path):
     result = run(*BUILD, tmp_path, "--wheel", check=False, **NO_COMPILER, **{REQUIRE: "1"})
     assert result.returncode
     assert not list(tmp_path.iterdir())
 
 
-def test_the_kernels_are_found_or_missed_in_one_line(installed, request):
+def test_missing_kernels_are_a_one_line_reason(installed, request):
     code = "from mlx_sparse.onnx_export.runtime import native; print(native.unavailable())"
     told = installed.code(code).stdout
     built_here = has_compiler and request.node.callspec.params["installed"] != "wheel without compiler"
@@ -121,7 +121,7 @@ def test_the_kernels_are_found_or_missed_in_one_line(installed, request):
     assert built_here or "no C++ compiler" in told
 
 
-def test_the_wheel_holds_every_source_file_and_only_mlx_sparse(built):
+def test_wheel_has_every_source_file(built):
     folders = {"mlx_sparse": "mlx_sparse"}
     folders |= {folder: f"mlx_sparse/{folder}" for folder in ("metal", "cuda_ref", "onnx_export")}
     wanted = {
@@ -138,7 +138,7 @@ def test_the_wheel_holds_every_source_file_and_only_mlx_sparse(built):
         run(sys.executable, "-m", "check_wheel_contents", built[wheel])
 
 
-def test_what_it_says_to_type_for_an_extra_works(installed, built, request):
+def test_install_hint_of_an_extra_works(installed, built, request):
     kind = request.node.callspec.params["installed"]
     told = installed.code("from mlx_sparse.extras import install_hint; print(install_hint('eval'))").stdout
     place = f"-e '{ROOT}[eval]'" if kind == "editable" else f"'{built[kind]}[eval]'"
@@ -149,7 +149,7 @@ def test_what_it_says_to_type_for_an_extra_works(installed, built, request):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs onnxruntime")
-def test_the_check_of_releases_tells_what_is_missing(installed, request):
+def test_smoke_test_reports_missing_parts(installed, request):
     """All of it takes half a minute: .github/workflows/release.yml runs it on every file."""
     lacks = {"wheel without compiler": "native kernels", "editable": "an installed package"}
     if missing := lacks.get(request.node.callspec.params["installed"]):
@@ -159,7 +159,7 @@ def test_the_check_of_releases_tells_what_is_missing(installed, request):
         assert done.stderr.startswith(f"expected {missing}, got ")
 
 
-def test_the_mapped_folders_arrive(installed):
+def test_mapped_folders_are_installed(installed):
     code = """
 from importlib.resources import files
 import mlx_sparse.cuda_ref, mlx_sparse.onnx_export
@@ -168,18 +168,18 @@ print(files("mlx_sparse").joinpath("py.typed").is_file(), files("mlx_sparse.meta
     assert installed.code(code).stdout == "True True\n"
 
 
-def test_a_fresh_interpreter_has_the_hook(installed):
+def test_fresh_interpreter_has_the_hook(installed):
     result = installed.code("import sys; print(type(sys.meta_path[0]).__name__, 'mlx_sparse' in sys.modules)")
     assert (result.stdout, result.stderr) == ("CommandFinder False\n", "")
 
 
 @pytest.mark.parametrize("start", [["-m", "mlx_lm", "generate"], ["-c", "from mlx_lm.generate import main; main()"]])
-def test_mlx_lm_generate_knows_attn(installed, start):
+def test_mlx_lm_generate_has_attn(installed, start):
     """The second is all that the script mlx_lm.generate does."""
     assert "--attn" in run(installed.python, *start, "--help", cwd=installed.folder).stdout
 
 
-def test_a_mapped_folder_cannot_be_imported_from_the_project_root(installed):
+def test_mapped_folders_refuse_direct_imports(installed):
     for folder in ("cuda_ref", "onnx_export"):
         result = run(installed.python, "-c", f"import {folder}", check=False)
         assert result.returncode == 1
@@ -189,7 +189,7 @@ def test_a_mapped_folder_cannot_be_imported_from_the_project_root(installed):
         assert result.stderr.splitlines()[-1] == message
 
 
-def test_uninstalling_leaves_nothing(installed):
+def test_uninstall_leaves_nothing(installed):
     """Stays last: it ends the environment of this module's other tests."""
     installed.pip("uninstall", "--yes", "mlx-sparse-attention")
     assert (

@@ -30,7 +30,7 @@ def record(site: Path, url: str, **how: Any) -> None:
     (site / "direct_url.json").write_text(json.dumps({"url": url, **how}))
 
 
-def test_from_an_index_it_is_the_name(site: Path) -> None:
+def test_index_install(site: Path) -> None:
     assert extras.install_hint("onnx") == f"`{PIP} 'mlx-sparse-attention[onnx]'`"
     assert extras.install_hint() == f"`{PIP} mlx-sparse-attention`"
     rebuild = "--force-reinstall --no-deps --no-binary mlx-sparse-attention"
@@ -38,7 +38,7 @@ def test_from_an_index_it_is_the_name(site: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "option"), [({}, ""), ({"editable": True}, "-e ")], ids=["folder", "editable"])
-def test_from_a_clone_it_is_the_clone(site: Path, how: dict[str, bool], option: str) -> None:
+def test_clone_install(site: Path, how: dict[str, bool], option: str) -> None:
     record(site, site.parent.as_uri(), dir_info=how)
     assert "%20" in site.parent.as_uri()
     assert extras.install_hint("eval") == f"`{PIP} {option}'{site.parent}[eval]'`"
@@ -46,7 +46,7 @@ def test_from_a_clone_it_is_the_clone(site: Path, how: dict[str, bool], option: 
 
 
 @pytest.mark.parametrize("name", ["m-0.1.0-py3-none-any.whl", "m-0.1.0.tar.gz"])
-def test_from_a_file_it_is_the_file_which_compiles_only_if_it_is_no_wheel(site: Path, name: str) -> None:
+def test_file_install(site: Path, name: str) -> None:
     file = site / name
     file.touch()
     record(site, file.as_uri(), archive_info={})
@@ -55,7 +55,7 @@ def test_from_a_file_it_is_the_file_which_compiles_only_if_it_is_no_wheel(site: 
     assert extras.build_hint() == (wheel if name.endswith("whl") else f"`{PIP} --force-reinstall --no-deps '{file}'`")
 
 
-def test_from_a_repository_or_an_address_it_is_that(site: Path) -> None:
+def test_url_install(site: Path) -> None:
     record(site, "https://host.org/me/it", vcs_info={"vcs": "git", "commit_id": "a1"}, subdirectory="s")
     expected = f"`{PIP} 'mlx-sparse-attention[onnx] @ git+https://host.org/me/it@a1#subdirectory=s'`"
     assert extras.install_hint("onnx") == expected
@@ -63,7 +63,7 @@ def test_from_a_repository_or_an_address_it_is_that(site: Path) -> None:
     assert extras.install_hint() == f"`{PIP} 'mlx-sparse-attention @ https://host.org/m.whl'`"
 
 
-def test_of_what_is_there_no_more_both_kinds_are_named(site: Path) -> None:
+def test_missing_source_names_both_forms(site: Path) -> None:
     record(site, (site / "gone").as_uri(), dir_info={})
     assert extras.install_hint("onnx") == (
         "`pip install '.[onnx]'` in the clone, or with a wheel `pip install 'FILE.whl[onnx]'`"
@@ -71,7 +71,7 @@ def test_of_what_is_there_no_more_both_kinds_are_named(site: Path) -> None:
     assert extras.build_hint() == "`pip install --force-reinstall --no-deps .` in the clone"
 
 
-def test_the_installer_is_the_one_that_was_used(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hint_names_the_installer(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (site / "INSTALLER").write_text("uv\n")
     assert extras.install_hint() == f"`uv pip install --python {sys.prefix} mlx-sparse-attention`"
     monkeypatch.setattr(sys, "prefix", str(site))
@@ -79,9 +79,7 @@ def test_the_installer_is_the_one_that_was_used(site: Path, monkeypatch: pytest.
     assert extras.install_hint() == f"`pipx runpip {site.name} install mlx-sparse-attention`"
 
 
-def test_a_pip_that_is_first_on_the_path_and_of_this_python_is_called_by_name(
-    site: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pip_on_path_is_called_by_name(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (site / "pip").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(site))
     assert extras.install_hint() == f"`{PIP} mlx-sparse-attention`"

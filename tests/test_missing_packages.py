@@ -87,9 +87,7 @@ def said(absent: str, folder: Path) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize(("absent", "words"), some(COMMANDS, 10), ids=str)
-def test_a_command_without_a_package_says_in_one_line_what_to_type(
-    absent: str, words: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_commands_name_the_missing_package(absent: str, words: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / f"without-{absent}"
     folder.mkdir(exist_ok=True)
     code, text = said(absent, folder)[words]
@@ -101,7 +99,7 @@ def test_a_command_without_a_package_says_in_one_line_what_to_type(
 
 @pytest.mark.parametrize("absent", ["mlx", "mlx_lm", "torch", "onnx", "onnxruntime"])
 @pytest.mark.parametrize("command", ["matrix", "doctor"])
-def test_the_table_and_the_doctor_need_nothing(command: str, absent: str) -> None:
+def test_matrix_and_doctor_need_no_optional_package(command: str, absent: str) -> None:
     done = run(absent, "-m", "mlx_sparse.cli", command)
     assert (done.returncode, done.stderr) == (int(command == "doctor" and absent.startswith("mlx")), "")
     assert not absent.startswith("onnx") or f"{absent} not installed: run {extras.install_hint('onnx')}" in done.stdout
@@ -111,7 +109,7 @@ def test_the_table_and_the_doctor_need_nothing(command: str, absent: str) -> Non
     ("absent", "name"),
     DATA["imports"],
 )
-def test_an_import_without_a_package_says_in_its_last_line_what_to_type(absent: str, name: str) -> None:
+def test_imports_name_the_missing_package(absent: str, name: str) -> None:
     module, _, function = name.rpartition(".")
     done = run(absent, "-c", f"import {module}\nfrom {module} import {function}")
     assert (done.returncode, done.stdout) == (1, "")
@@ -121,26 +119,26 @@ def test_an_import_without_a_package_says_in_its_last_line_what_to_type(absent: 
     assert done.stderr.count("Traceback") == 1  # without the one of the package below
 
 
-def test_who_expects_an_import_error_gets_one() -> None:
+def test_missing_package_is_an_import_error() -> None:
     with pytest.raises(ImportError) as caught, extras.naming_missing():
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     assert isinstance(caught.value, BackendUnavailable)
 
 
-def test_a_package_that_does_not_load_is_told_with_the_reason() -> None:
+def test_broken_packages_are_named_with_a_reason() -> None:
     message = "mlx.core: expected it to load, got: libmlx.so: cannot open. Run " + extras.install_hint()
     with pytest.raises(extras.PackageMissing, match=re.escape(message)), extras.naming_missing():
         raise ImportError("libmlx.so: cannot open\nand more", name="mlx.core")
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("x", name="mlx_sparse.x"), ImportError("x"), OSError("x")])
-def test_what_is_our_own_mistake_is_not_taken_for_a_missing_package(error: Exception) -> None:
+def test_own_import_errors_are_not_renamed(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, extras.naming_missing():
         raise error
     assert caught.value is error
 
 
-def test_a_package_is_in_the_extra_that_is_named() -> None:
+def test_extras_match_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {"": project["dependencies"]} | project["optional-dependencies"]
     del declared["test"], declared["docs"]  # for who changes it
@@ -154,7 +152,7 @@ def test_a_package_is_in_the_extra_that_is_named() -> None:
     assert all(extra in homes[name] for name, extra in extras.EXTRAS.items())
 
 
-def test_nothing_is_to_be_installed_under_a_name_that_no_index_has() -> None:
+def test_no_hint_uses_an_unpublished_name() -> None:
     told = [path for folder in ("mlx_sparse", "cuda_ref", "onnx_export") for path in (ROOT / folder).rglob("*.py")]
     told += [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").glob("*.*")]
     wrong = re.compile(r"pip install [^\n`]*mlx-sparse-attention")

@@ -28,7 +28,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_version_stands_in_one_place_which_the_citation_repeats(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_defined_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert release.main([]) == 0
     assert "### Added\n" in capsys.readouterr().out
     version = re.compile(rf"""["']{re.escape(release.version())}["']""")
@@ -36,9 +36,7 @@ def test_the_version_stands_in_one_place_which_the_citation_repeats(capsys: pyte
     assert not [path.name for path in files if version.search(path.read_text())]
 
 
-def test_the_notes_are_the_section_of_a_tag_or_what_is_unreleased(
-    tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_notes_come_from_the_changelog(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert release.main([], tree) == 0
     assert capsys.readouterr().out == "- Now.\n"
     heading = "## [Unreleased]\n\n- Next.\n\n## [1.2.3] - 2026-12-01\n"
@@ -52,7 +50,7 @@ def test_the_notes_are_the_section_of_a_tag_or_what_is_unreleased(
     ("file", "old", "new", "tag", "message"),
     DATA["disagreements"],
 )
-def test_what_disagrees_is_one_line(
+def test_disagreements_are_one_line_errors(
     file: str, old: str, new: str, tag: str | None, message: str, tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tree / file

@@ -36,14 +36,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_no_link_of_it_is_dead_and_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+def test_links_work_and_nothing_is_external(site: Path) -> None:
     wrong, pages, links = site_check.check(site)
     assert not wrong
     assert pages > 40
     assert links > 2000
 
 
-def test_it_shows_every_public_name(site: Path) -> None:
+def test_every_public_name_is_shown(site: Path) -> None:
     shown = (site / "api" / "mlx_sparse" / "index.html").read_text(encoding="utf-8")
     for name in dir(mlx_sparse):
         baseline = METHODS.get(name.removesuffix("_attention"))
@@ -69,7 +69,7 @@ def pages(repo_url: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_links_that_leave_it_lead_to_the_repository_once_there_is_one() -> None:
+def test_external_links_lead_to_the_repository() -> None:
     body, forge = "onnx_export/bodies/SparQ.onnxtxt", "https://forge.example/project"
     for repo_url in ("", forge):
         given = {path: text for path, (_, text) in pages(repo_url).items()}
@@ -84,7 +84,7 @@ def test_links_that_leave_it_lead_to_the_repository_once_there_is_one() -> None:
         assert "](../quality.svg)" in given["results/quality.md"]
 
 
-def test_a_page_says_the_same_in_the_same_elements_as_on_a_forge() -> None:
+def test_pages_render_like_commonmark() -> None:
     def looks(html: str) -> tuple[Counter[str], list[str]]:
         return Counter(ELEMENTS.findall(html)), unescape(re.sub("<[^>]+>", " ", html)).split()
 
@@ -94,7 +94,7 @@ def test_a_page_says_the_same_in_the_same_elements_as_on_a_forge() -> None:
         assert looks(here) == looks(forge.render(written)), path
 
 
-def test_the_check_finds_what_is_planted(tmp_path: Path) -> None:
+def test_site_check_finds_planted_errors(tmp_path: Path) -> None:
     (tmp_path / "page").mkdir()
     (tmp_path / "page" / "index.html").write_text('<h1 id="here">x</h1><a href="../gone/">x</a>')
     (tmp_path / "index.html").write_text(

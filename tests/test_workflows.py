@@ -24,14 +24,14 @@ def lint(*files: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_actionlint_finds_nothing_in_them() -> None:
+def test_actionlint_passes() -> None:
     assert [path.name for path in WORKFLOWS], "no workflows"
     done = lint(*WORKFLOWS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @by_workflow
-def test_actions_are_pinned_and_a_workflow_may_read_only(workflow: Path) -> None:
+def test_actions_are_pinned_and_permissions_read_only(workflow: Path) -> None:
     text = workflow.read_text()
     for action in re.findall(r"\buses:\s*(.+)", text):
         assert re.search(r"@(?:v\d[\w.]*|[0-9a-f]{40} # v\d[\w.]*)$|^\./", action.strip()), action
@@ -41,7 +41,7 @@ def test_actions_are_pinned_and_a_workflow_may_read_only(workflow: Path) -> None
 
 
 @by_workflow
-def test_a_command_before_a_pipe_may_not_fail_unseen(workflow: Path) -> None:
+def test_pipes_run_with_pipefail(workflow: Path) -> None:
     """A step without `shell: bash` runs without pipefail."""
     text = workflow.read_text()
     piped = [line for line in text.splitlines() if re.search(r"[^|]\|\s*(?:tee|grep|tail|head|jq)\b", line)]
@@ -49,7 +49,7 @@ def test_a_command_before_a_pipe_may_not_fail_unseen(workflow: Path) -> None:
 
 
 @by_workflow
-def test_scripts_that_they_run_are_there_and_can_be_run(workflow: Path) -> None:
+def test_referenced_scripts_exist(workflow: Path) -> None:
     text = workflow.read_text()
     for before, name in re.findall(r"(\S*\s)?\b((?:scripts|tests|examples)/[\w./-]+\.\w+)", text):
         path = ROOT / name
@@ -58,7 +58,7 @@ def test_scripts_that_they_run_are_there_and_can_be_run(workflow: Path) -> None:
             assert path.stat().st_mode & 0o111, f"{name} is not executable"
 
 
-def test_the_gpu_is_tested_on_three_systems_and_nothing_stands_in_for_it() -> None:
+def test_metal_runs_on_three_systems() -> None:
     text = (ROOT / ".github" / "workflows" / "metal.yml").read_text()
     gpu = text[text.index("\n  gpu:") : text.index("\n  texts:")]
     assert "os: [macos-14, macos-15, macos-26]" in gpu

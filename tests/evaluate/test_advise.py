@@ -45,7 +45,7 @@ K32, K128 = 32_768, 131_072
     ("family", "config", "per_token", "short", "long"),
     [("llama", DATA["llama"], 131_072, 49, 79), ("qwen3_moe", DATA["qwen3_moe"], 98_304, 63, 87)],
 )
-def test_models_of_these_sizes_are_counted_as_by_hand(
+def test_bytes_of_large_models_match_hand_counts(
     family: str, config: dict[str, Any], per_token: int, short: int, long: int
 ) -> None:
     """Whole models in 4 bits, of which nothing is computed; the share of float16 caches at 32k and 128k in percent."""
@@ -64,7 +64,7 @@ def test_models_of_these_sizes_are_counted_as_by_hand(
     assert (round(100 * by_hand.share(K32)), round(100 * by_hand.share(K128))) == (short, long)
 
 
-def test_an_embedding_is_read_where_it_is_the_output_and_of_experts_the_active_ones() -> None:
+def test_weights_read_count_tied_embeddings_and_active_experts() -> None:
     def nbytes(model: Any, name: str = "") -> int:
         parameters: Any = tree_flatten(model.parameters())
         return sum(array.nbytes for path, array in parameters if name in path)
@@ -86,7 +86,7 @@ def test_an_embedding_is_read_where_it_is_the_output_and_of_experts_the_active_o
         ("mamba", {"linear": 2}),
     ],
 )
-def test_what_layers_keep_is_what_their_caches_take(family: str, kinds: dict[str, int]) -> None:
+def test_cache_bytes_per_layer_match_real_caches(family: str, kinds: dict[str, int]) -> None:
     model = build(family)
     kept = kept_by(model)
     assert Counter(one.kind for one in kept) == kinds
@@ -101,7 +101,7 @@ def test_what_layers_keep_is_what_their_caches_take(family: str, kinds: dict[str
         assert one.nbytes(1 << 20) == one.nbytes(one.window or 1 << 20)
 
 
-def test_layers_that_share_a_cache_read_it_each() -> None:
+def test_shared_caches_count_once_per_reader() -> None:
     (shared,) = (one for one in kept_by(build("gemma4_text", **GEMMA4)) if one.kind == "full")
     assert shared.readers == 2
     assert Traffic(0, (shared,)).kv(9) == 2 * shared.nbytes(9)
@@ -113,7 +113,7 @@ GEMMA4 = {
 }
 
 
-def test_the_bound_is_what_is_left_of_the_bytes() -> None:
+def test_speedup_bound_is_the_ratio_of_bytes() -> None:
     model = build("gemma3_text")
     enable(model, "sparq:rank=4,top_k=8")
     plan = plan_of(model)
@@ -157,7 +157,7 @@ def attempt(
         ({"calls": 0}, False),
     ],
 )
-def test_a_method_passes_within_the_thresholds_of_both_tasks(figures: dict[str, float], right: bool) -> None:
+def test_attempt_passes_within_both_task_thresholds(figures: dict[str, float], right: bool) -> None:
     assert attempt("sparq", **figures).passes == right
 
 
@@ -173,7 +173,7 @@ def quality_of(oracle: list[Attempt], attempts: list[Attempt], accuracy: float =
     return Quality([row("dense", accuracy, task=task) for task in (COPY, TEXT)], oracle, attempts, [])
 
 
-def test_it_advises_against_it_where_the_best_selection_of_keys_fails() -> None:
+def test_advice_is_negative_if_oracle_selection_fails() -> None:
     bad, good = attempt("oracle_top_k:top_k=511", kl=1), attempt("oracle_top_k:top_k=511")
     hopeless = page_of(quality_of([bad], []))
     assert hopeless.advice()[0].startswith("Do not use it: even the best selection of keys")
@@ -187,7 +187,7 @@ def test_it_advises_against_it_where_the_best_selection_of_keys_fails() -> None:
     assert page_of(None, candidates=[]).advice()[0].startswith("Do not use it: no method serves")
 
 
-def test_it_recommends_the_cheapest_that_passes() -> None:
+def test_cheapest_passing_method_is_recommended() -> None:
     attempts = [
         attempt("sparq:rank=8,top_k=256,dense_below=0", 0.5),
         attempt("sparq:rank=4,top_k=126,dense_below=0", 0.25),
@@ -214,7 +214,7 @@ def test_it_recommends_the_cheapest_that_passes() -> None:
     ],
     ids=str,
 )
-def test_what_is_saved_is_what_attn_config_reads(tmp_path: Path, config: Method) -> None:
+def test_saved_file_loads_as_attn_config(tmp_path: Path, config: Method) -> None:
     path = tmp_path / "attn.toml"
     path.write_text(command.toml(config, 'a "name"\n[h2o]', "2026-01-02", "a\ntext"))
     assert read_toml(path)[0] == {config.name: config}
@@ -226,7 +226,7 @@ WORDS = commands.text(6000)
 SHORT = ["--passage=512", "--limit=1", "--context=4k", "--methods=sparq:rank=4,streaming", "--budget=1/2,1/8"]
 
 
-def test_the_command_tries_methods_until_they_fail_and_saves_what_passes(
+def test_command_stops_at_a_failing_budget_and_saves(
     tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
 ) -> None:
     model, text, saved = tmp_path / "model", tmp_path / "text.txt", tmp_path / "attn.toml"
@@ -252,7 +252,7 @@ def test_the_command_tries_methods_until_they_fail_and_saves_what_passes(
         assert [str(config) for config in read_toml(saved)[0].values()] == [found["attn"]]
 
 
-def test_where_every_key_counts_alike_no_choice_of_them_passes(
+def test_uniform_attention_fails_every_selection(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], without_torch: dict[str, str]
 ) -> None:
     """Queries of zero attend to all keys alike, and half of the keys are not half of what they say."""
@@ -271,9 +271,7 @@ def test_where_every_key_counts_alike_no_choice_of_them_passes(
     assert not saved.exists()
 
 
-def test_a_budget_out_of_reach_and_a_short_text_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreachable_budget_and_short_text_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text(WORDS)
@@ -286,7 +284,7 @@ def test_a_budget_out_of_reach_and_a_short_text_are_one_line(
         assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_model_that_nothing_serves_gets_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_model_reports_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "model", "glm4_moe_lite")
     assert cli.main(["advise", str(tmp_path / "model"), "--methods", "sparq:rank=4"]) == 1
     out = capsys.readouterr().out
@@ -297,7 +295,7 @@ def test_a_model_that_nothing_serves_gets_the_reason(tmp_path: Path, capsys: pyt
     assert "Do not use it: no method serves a layer of this model." in out
 
 
-def test_without_quality_nothing_is_read_or_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_quality_reads_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "model", "gemma3_text")
     assert (
         cli.main(["advise", str(tmp_path / "model"), "--no-quality", "--context", "5k", "--methods", "sparq:rank=4"])
@@ -314,7 +312,7 @@ def test_without_quality_nothing_is_read_or_run(tmp_path: Path, capsys: pytest.C
 # Families
 
 
-def test_families_known_to_be_unfit_get_one_line() -> None:
+def test_unfit_families_get_a_warning() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "advise.md").read_text(encoding="utf-8")
     for family in unfit_models.UNFIT:
         line = unfit_models.warning(family)
@@ -326,7 +324,7 @@ def test_families_known_to_be_unfit_get_one_line() -> None:
     assert warned[0].startswith("Warning: gemma4 is known to be unfit for this: ")
 
 
-def test_attn_warns_of_them_before_the_first_token(tmp_path: Path, without_torch: dict[str, str]) -> None:
+def test_attn_warns_before_the_first_token(tmp_path: Path, without_torch: dict[str, str]) -> None:
     write(tmp_path / "unfit", "gemma4_text", **GEMMA4)
     write(tmp_path / "fit")
     for name, warns in (("unfit", 1), ("fit", 0)):

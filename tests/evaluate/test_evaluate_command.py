@@ -23,7 +23,7 @@ TEXT = commands.text(1800)
 SPARSE_SAMPLE = "sample:alpha_column=0.3,alpha_slash=0.3,block_size=32,dense_below=0"
 
 
-def test_the_command_prints_one_json_line_for_each_row(
+def test_command_prints_one_json_line_per_row(
     tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
 ) -> None:
     write(tmp_path / "model")
@@ -56,7 +56,7 @@ def test_the_command_prints_one_json_line_for_each_row(
     assert short.stderr.strip().splitlines()[-1].startswith("mlx-sparse: error: --limit: expected 4 x 1,152 tokens")
 
 
-def test_results_of_other_versions_are_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_other_versions_are_not_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     first = fingerprint(model, [1, 2], "option")
     assert fingerprint(model, [1, 2], "option") == first
@@ -73,13 +73,13 @@ def evaluation(folder: Path, *options: str) -> run._Evaluation:
     return run._Evaluation(args)
 
 
-def test_too_small_a_budget_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_small_budget_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(mlx_sparse.ConfigError, match="--budget: expected a share within reach of a method, got none"):
         list(evaluation(tmp_path, "--methods", "flexgen", "--budget", "1/8").rows())
     assert capsys.readouterr().err.count("Left out.") == 1
 
 
-def test_what_is_named_twice_runs_once_and_every_text_is_cut_before_anything_runs(tmp_path: Path) -> None:
+def test_duplicates_run_once_and_texts_are_checked_first(tmp_path: Path) -> None:
     tasks = ["--tasks", "bits_per_byte,bits_per_byte", "repetition"]
     plans = evaluation(tmp_path, "--methods", "streaming", "sample", *tasks, "--limit", "1").plans()
     assert [(plan.task, plan.prefill) for plan in plans] == [

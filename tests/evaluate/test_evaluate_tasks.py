@@ -19,14 +19,14 @@ CONTEXT = 400
 TOKENS = commands.tokens(4 * (CONTEXT + BITS_TOKENS))
 
 
-def test_a_bits_per_byte_example_continues_the_text() -> None:
+def test_bits_per_byte_continues_the_text() -> None:
     for example in TASKS["bits_per_byte"](TOKENS, Words(), context=CONTEXT, limit=3, seed=1):
         text = example.prompt[1:] + example.target
         assert (len(example.prompt), len(example.target), example.prompt[0]) == (CONTEXT, BITS_TOKENS, 1)
         assert any(TOKENS[i : i + len(text)] == text for i in range(len(TOKENS)))
 
 
-def test_a_repetition_example_asks_for_what_stands_in_the_prompt() -> None:
+def test_repetition_target_is_in_the_prompt() -> None:
     for example in TASKS["repetition"](TOKENS, Words(), context=CONTEXT, limit=3, seed=1):
         assert (len(example.prompt), len(example.target), example.prompt[0]) == (CONTEXT, COPY_TARGET, 1)
         excerpt = example.prompt[-COPY_PROMPT:] + example.target
@@ -35,7 +35,7 @@ def test_a_repetition_example_asks_for_what_stands_in_the_prompt() -> None:
 
 @pytest.mark.parametrize("task", dict.fromkeys(PASSAGES.values()))
 @pytest.mark.parametrize("context", [512, 1024])
-def test_a_passage_is_as_long_as_asked_for_and_the_same_every_time(task: Any, context: int) -> None:
+def test_passages_are_deterministic_and_exactly_long(task: Any, context: int) -> None:
     first, second = (list(task(TOKENS, Words(), context=context, limit=2, seed=3)) for _ in range(2))
     assert first == second
     for passage in first:
@@ -45,7 +45,7 @@ def test_a_passage_is_as_long_as_asked_for_and_the_same_every_time(task: Any, co
         assert passage.tokens[0] == 1  # what the tokenizer opens a text with
 
 
-def test_copies_in_a_passage_stand_in_its_first_half() -> None:
+def test_copied_excerpts_come_from_the_first_half() -> None:
     (passage,) = PASSAGES["repetition"](TOKENS * 2, Words(), context=4096, limit=1, seed=3)
     starts = [position for position in passage.scored if position - 1 not in passage.scored]
     assert len(starts) == 4
@@ -104,7 +104,7 @@ def asked(task: str, kind: str, *, limit: int = 10, seed: int = 3) -> Asked:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("task", TASKS)
-def test_an_example_is_as_long_as_asked_for_and_the_same_for_the_same_seed(task: str, kind: str) -> None:
+def test_examples_are_deterministic_and_exactly_long(task: str, kind: str) -> None:
     first = asked(task, kind)
     assert len(first.examples) == 10
     for example in first.examples:
@@ -116,7 +116,7 @@ def test_an_example_is_as_long_as_asked_for_and_the_same_for_the_same_seed(task:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("task", ASKING)
-def test_scored_tokens_spell_the_answer_which_the_prompt_holds_once(task: str, kind: str) -> None:
+def test_scored_tokens_spell_the_answer(task: str, kind: str) -> None:
     found = asked(task, kind)
     for example in found.examples:
         answer = found.tokenizer.decode(example.target)
@@ -127,7 +127,7 @@ def test_scored_tokens_spell_the_answer_which_the_prompt_holds_once(task: str, k
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_needle_stands_where_its_depth_says_and_is_asked_for_at_the_end(kind: str) -> None:
+def test_needle_is_at_its_depth(kind: str) -> None:
     found = asked("needle", kind)
     assert [example.depth for example in found.examples] == [0.0, 0.25, 0.5, 0.75, 1.0] * 2
     kinds = set()
@@ -145,7 +145,7 @@ def test_a_needle_stands_where_its_depth_says_and_is_asked_for_at_the_end(kind: 
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_one_of_eight_keys_is_asked_for(kind: str) -> None:
+def test_multi_key_queries_one_of_eight_keys(kind: str) -> None:
     found = asked("multi_key", kind)
     for example in found.examples:
         prompt, answer = found.prompt(example), found.tokenizer.decode(example.target).strip()
@@ -158,7 +158,7 @@ def test_one_of_eight_keys_is_asked_for(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_the_value_of_one_of_the_keys_of_a_list_is_recalled(kind: str) -> None:
+def test_key_value_queries_one_of_the_pairs(kind: str) -> None:
     found = asked("key_value", kind)
     wanted = set()
     for example in found.examples:
@@ -172,7 +172,7 @@ def test_the_value_of_one_of_the_keys_of_a_list_is_recalled(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_sentence_is_to_be_completed_that_one_of_eight_passages_has(kind: str) -> None:
+def test_question_completes_a_sentence_of_a_passage(kind: str) -> None:
     found, text = asked("question", kind), " ".join(TEXT.split())
     holding = []
     for example in found.examples:
@@ -188,7 +188,7 @@ def test_a_sentence_is_to_be_completed_that_one_of_eight_passages_has(kind: str)
     assert holding == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1]
 
 
-def test_the_other_passages_share_more_words_with_the_question_than_others_would() -> None:
+def test_distractors_share_words_with_the_question() -> None:
     found, words = asked("question", "digits"), TEXT.split()
 
     def shared(quoted: str, passage: str) -> int:
@@ -214,21 +214,21 @@ def test_the_other_passages_share_more_words_with_the_question_than_others_would
         ("The cat sat on a mat when Peter came. " * 2000, "--text: expected sentences with a word"),
     ],
 )
-def test_a_text_without_anything_to_ask_about_is_one_line(text: str, message: str) -> None:
+def test_text_without_questions_is_an_error(text: str, message: str) -> None:
     tokenizer = Pieces(1, blank=False)
     with pytest.raises(ConfigError, match=message):
         list(TASKS["question"](tokenizer.encode(text), tokenizer, context=512, limit=1, seed=0))
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_too_little_text_is_one_line(task: str) -> None:
+def test_short_text_is_an_error(task: str) -> None:
     tokenizer = Pieces(1, blank=False)
     tokens = tokenizer.encode(TEXT)[:1500]
     with pytest.raises(ConfigError, match=r"^--limit: expected 30 x \d+ tokens of text, got 1,500. Give more --text.$"):
         list(TASKS[task](tokens, tokenizer, context=512, limit=30, seed=0))
 
 
-def test_statements_that_do_not_fit_into_the_context_are_one_line() -> None:
+def test_short_context_is_an_error() -> None:
     letters = Letters()
     with pytest.raises(ConfigError, match=r"^--context: expected at least \d+ tokens for this task, got 256.$"):
         list(TASKS["multi_key"](letters.encode(TEXT), letters, context=256, limit=1, seed=0))

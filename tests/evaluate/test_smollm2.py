@@ -56,7 +56,7 @@ def reader(smollm2_gguf: Path) -> gguf.GGUFReader:
     return gguf.GGUFReader(smollm2_gguf)
 
 
-def test_every_tensor_equals_an_independent_reading(smollm2: Path, reader: gguf.GGUFReader) -> None:
+def test_tensors_match_an_independent_reader(smollm2: Path, reader: gguf.GGUFReader) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     weights = mx.load(str(smollm2 / "model.safetensors"))
@@ -126,7 +126,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[list[str], str
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE], ids=["symbolic", "hard"])
-def test_a_link_in_a_source_archive_is_no_file(tmp_path: Path, kind: bytes) -> None:
+def test_links_in_archives_are_not_files(tmp_path: Path, kind: bytes) -> None:
     file = tmp_path / "tiny-1.0.tar.gz"
     with tarfile.open(file, "w:gz") as archive:
         entry = tarfile.TarInfo("tiny-1.0/tiny/data.bin")
@@ -136,7 +136,7 @@ def test_a_link_in_a_source_archive_is_no_file(tmp_path: Path, kind: bytes) -> N
         store.read_files(file, "*data.bin")
 
 
-def test_fetch_once_and_refuse_another_file(tmp_path: Path, tiny: tuple[list[str], str, dict[str, bool]]) -> None:
+def test_files_are_fetched_once_and_verified(tmp_path: Path, tiny: tuple[list[str], str, dict[str, bool]]) -> None:
     options, sha256, kind = tiny
     cache = tmp_path / "cache"
     with refused("HASHES"):
@@ -155,7 +155,7 @@ def test_fetch_once_and_refuse_another_file(tmp_path: Path, tiny: tuple[list[str
     assert file.read_bytes() == before
 
 
-def test_pip_that_finds_nothing_or_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_failures_are_one_line_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("No matching distribution"):
         store.fetch("tiny==1.0", "0" * 64, tmp_path, ["--no-index"])
     monkeypatch.setattr(store.importlib.util, "find_spec", lambda _: None)
@@ -163,7 +163,7 @@ def test_pip_that_finds_nothing_or_is_absent(tmp_path: Path, monkeypatch: pytest
         store.fetch("tiny==1.0", "0" * 64, tmp_path)
 
 
-def test_a_truncated_gguf_is_refused(smollm2_gguf: Path, tmp_path: Path) -> None:
+def test_truncated_gguf_is_refused(smollm2_gguf: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.gguf"
     with smollm2_gguf.open("rb") as file:
         short.write_bytes(file.read(1 << 20))
@@ -172,7 +172,7 @@ def test_a_truncated_gguf_is_refused(smollm2_gguf: Path, tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["short.gguf"]
 
 
-def test_foreign_and_damaged_directories_are_left_alone(tmp_path: Path) -> None:
+def test_foreign_and_damaged_directories_stay(tmp_path: Path) -> None:
     foreign = tmp_path / converter.NAME
     foreign.mkdir()
     (foreign / "config.json").write_text("mine")
@@ -191,7 +191,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_an_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
     def fill(folder: Path) -> None:
         write(folder / "half", "")
         raise KeyboardInterrupt
@@ -210,7 +210,7 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache_directory() == Path("/home/someone") / where / "mlx-sparse"
 
 
-def test_without_a_fast_blas_it_goes_on(
+def test_missing_fast_blas_is_not_fatal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> Path:
@@ -224,9 +224,7 @@ def test_without_a_fast_blas_it_goes_on(
 
 
 @pytest.mark.parametrize("step", ["fetch", "_unpack"])
-def test_two_processes_may_unpack_the_fast_blas_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_concurrent_unpacking_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """The faster one removes the wheel that the slower one is about to read."""
     monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
     libraries = {name: sha256(name.encode()).hexdigest() for name in blas.BUILDS["x86_64"].libraries}
@@ -244,7 +242,7 @@ def test_two_processes_may_unpack_the_fast_blas_at_once(
 @pytest.mark.skipif(
     not blas.wanted(), reason="MLX does not compute on a Linux CPU here, or a BLAS is preloaded already"
 )
-def test_the_child_uses_openblas_and_is_right(blas_environment: dict[str, str]) -> None:
+def test_child_process_uses_openblas(blas_environment: dict[str, str]) -> None:
     script = (
         "import mlx.core as mx, numpy as np\n"
         "a = mx.random.normal((65, 257)); b = mx.random.normal((257, 33))\n"

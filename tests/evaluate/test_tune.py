@@ -61,21 +61,21 @@ DENSE = found(0.9, 1.0, sampled=0.0, alpha=None)
         ([(0.95, 0.2), (0.9, 0.4)], 0, 0),
     ],
 )
-def test_the_choice_is_the_least_work_that_is_accurate_enough(
+def test_selection_is_the_least_work_with_enough_accuracy(
     measured: list[tuple[float, float]], accurate: int, fast: int
 ) -> None:
     rows = [found(accuracy, density, alpha=0.8 + i / 100) for i, (accuracy, density) in enumerate(measured)]
     assert select(DENSE, rows) == (rows[accurate], rows[fast])
 
 
-def test_sampling_counts_as_work_and_ties_go_to_the_smaller_numbers() -> None:
+def test_sampling_counts_as_work() -> None:
     dear, cheap = found(0.9, 0.50, sampled=0.3), found(0.9, 0.55, sampled=0.1)
     assert select(DENSE, [dear, cheap])[0] is cheap
     low, high = found(0.9, 0.5, alpha=0.8), found(0.9, 0.5, alpha=0.95)
     assert select(DENSE, [high, low])[0] is low
 
 
-def test_lengths_fall_into_the_ranges_of_the_paper() -> None:
+def test_lengths_map_to_the_ranges_of_the_paper() -> None:
     lengths = [8192, 16384, 32768, 49152, 98304, 131072]
     assert by_range(lengths, 131072) == [
         (16384, (8192,)),
@@ -103,7 +103,7 @@ def search(journal: Journal[Trial] | None = None, **changes: Any) -> Search:
     return Search(**options | changes)
 
 
-def test_a_passage_states_needles_once_and_asks_for_some_at_the_end() -> None:
+def test_needle_passage_states_each_needle_once() -> None:
     letters = Letters()
     (passage,) = RETRIEVAL["needles"](letters.encode("text. " * 400), letters, context=2000, limit=1, seed=1)
     text, answers = letters.decode(passage.tokens), letters.decode(passage.targets)
@@ -120,7 +120,7 @@ def tuned() -> Tuned:
     return search().tune(16384, (LENGTH,), Progress())
 
 
-def test_accuracy_is_the_share_of_tokens_that_the_model_predicts_in_the_passage(tuned: Tuned) -> None:
+def test_accuracy_is_the_share_of_predicted_tokens(tuned: Tuned) -> None:
     model = build()
     for task, make in RETRIEVAL.items():
         (passage,) = make(TOKENS, Words(), context=LENGTH, limit=1, seed=0)
@@ -129,7 +129,7 @@ def test_accuracy_is_the_share_of_tokens_that_the_model_predicts_in_the_passage(
         assert tuned.dense.tasks[task] == sum(right) / len(right)
 
 
-def test_keeping_everything_is_dense_and_keeping_less_is_less_work(tuned: Tuned) -> None:
+def test_density_falls_with_alpha(tuned: Tuned) -> None:
     sparse, everything = tuned.measured
     assert (sparse.setting, everything.setting) == (Setting(0.5, 0.6, 2), Setting(1.0, 0.6, 2))
     assert (everything.tasks, everything.density, everything.sampled) == (tuned.dense.tasks, 1.0, 0.0)
@@ -144,7 +144,7 @@ def test_keeping_everything_is_dense_and_keeping_less_is_less_work(tuned: Tuned)
     assert sparse.sampled == pytest.approx(2 * 32 / 512)
 
 
-def test_tasks_that_the_model_cannot_do_are_refused_before_any_setting_is_tried() -> None:
+def test_tasks_beyond_the_model_are_refused() -> None:
     progress = Progress()
     with pytest.raises(ConfigError, match=r"--lengths: expected tasks that the model can do, got 0\.\d\d .* at 1,024"):
         search(least_accuracy=0.9).tune(16384, (LENGTH,), progress)
@@ -152,7 +152,7 @@ def test_tasks_that_the_model_cannot_do_are_refused_before_any_setting_is_tried(
 
 
 @pytest.mark.parametrize(("prefer", "alpha"), [("accuracy", 0.95), ("speed", 0.8)])
-def test_the_file_reads_back_as_the_preferred_settings(tmp_path: Path, prefer: str, alpha: float) -> None:
+def test_file_loads_as_the_preferred_settings(tmp_path: Path, prefer: str, alpha: float) -> None:
     careful, fast = found(0.9, 0.6, alpha=0.95), found(0.85, 0.3, alpha=0.8)
     ranges = [Tuned(up_to, (up_to // 2,), DENSE, [careful, fast], careful, fast) for up_to in (16384, 49152)]
     out = tmp_path / "tuned.toml"
@@ -163,7 +163,7 @@ def test_the_file_reads_back_as_the_preferred_settings(tmp_path: Path, prefer: s
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_a_file_that_could_not_be_read_back_leaves_the_old_one(tmp_path: Path) -> None:
+def test_invalid_output_leaves_the_old_file(tmp_path: Path) -> None:
     out = tmp_path / "tuned.toml"
     out.write_text(FIRST_LINE)
     with pytest.raises(ConfigError):
@@ -189,7 +189,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("line", DAMAGED)
-def test_a_damaged_state_is_refused_in_one_line(tmp_path: Path, line: bytes) -> None:
+def test_damaged_state_is_refused(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "state"
     path.write_bytes(json.dumps(HEADER).encode() + b"\n" + line)
     with pytest.raises(ArtefactError, match="got something else in line 2") as error:
@@ -209,7 +209,7 @@ def test_a_damaged_state_is_refused_in_one_line(tmp_path: Path, line: bytes) -> 
         (json.dumps(HEADER | {"format": FORMAT + 1}).encode() + b"\n", "those of other inputs"),
     ],
 )
-def test_a_foreign_state_is_refused_and_kept(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_foreign_state_is_refused_and_stays(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "state"
     path.write_bytes(content)
     with pytest.raises(ArtefactError, match=reason):
@@ -217,7 +217,7 @@ def test_a_foreign_state_is_refused_and_kept(tmp_path: Path, content: bytes, rea
     assert path.read_bytes() == content
 
 
-def test_a_line_cut_off_by_the_end_of_the_process_is_dropped(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "state"
     trial = Trial(**RESULT)
     Journal(path, "tune-sample", "k", Trial).add("a", trial)
@@ -250,7 +250,7 @@ class Command:
         return self.state.read_text().splitlines()[1:] if self.state.exists() else []
 
 
-def test_an_interrupted_search_goes_on_where_it_stopped(
+def test_interrupted_search_resumes(
     tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
 ) -> None:
     command = Command(tmp_path, blas_environment | without_torch)

@@ -95,13 +95,13 @@ def tile_bytes(launch: Compiled) -> int:
 
 
 @by_case
-def test_nothing_spills_and_a_program_fits_on_a_processor(version: str, case: Case) -> None:
+def test_kernels_fit_without_spilling(version: str, case: Case) -> None:
     for launch in launches(version, case):
         assert_fits(launch)
 
 
 @fast
-def test_keys_values_and_weights_come_in_loads_of_16_bytes(version: str, case: Case) -> None:
+def test_loads_are_16_bytes_wide(version: str, case: Case) -> None:
     for launch in launches(version, case):
         wide = count(launch, r"\bLDGSTS\S*\.128\b")
         if launch.kernel in (*BLOCKS, *LAYERS):
@@ -122,14 +122,14 @@ def test_keys_values_and_weights_come_in_loads_of_16_bytes(version: str, case: C
 
 
 @pytest.mark.parametrize("case", ODD, ids=str)
-def test_the_check_of_loads_sees_caches_that_are_not_aligned(case: Case) -> None:
+def test_unaligned_caches_have_no_wide_loads(case: Case) -> None:
     for launch in launches("triton", case):
         if launch.kernel != "top_k_select":
             assert count(launch, r"\bLDGSTS\S*\.128\b") == 0
 
 
 @by_case
-def test_matrix_units_multiply_16_bits_and_nothing_rounds_float32(version: str, case: Case) -> None:
+def test_matrix_instructions_match_the_dtype(version: str, case: Case) -> None:
     for launch in launches(version, case):
         constants, products, name = launch.constants, count(launch, MATRIX), launch.kernel
         if name in LAYERS:  # a product of TF32 numbers would round what is not of 16 bits; the sum of three does not
@@ -149,7 +149,7 @@ def test_matrix_units_multiply_16_bits_and_nothing_rounds_float32(version: str, 
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_blocks_of_64_and_more_run_on_the_warpgroup_units(version: str) -> None:
+def test_large_blocks_use_warpgroup_instructions(version: str) -> None:
     """Check that sm_90 and sm_100 do not fall back to the instruction of sm_80, which halves their speed."""
     for case in cases(version):
         wide = case.architecture >= 90 and itemsize(case) == 2 and case.block_size >= 64
@@ -159,7 +159,7 @@ def test_blocks_of_64_and_more_run_on_the_warpgroup_units(version: str) -> None:
 
 
 @by_case
-def test_all_threads_have_written_before_the_ticket_is_drawn(version: str, case: Case) -> None:
+def test_stores_precede_the_atomic(version: str, case: Case) -> None:
     for launch in launches(version, case):
         assert_writes_before_its_ticket(launch, launch.kernel in ("top_k_select", "attend", "saap_route"))
 
@@ -167,7 +167,7 @@ def test_all_threads_have_written_before_the_ticket_is_drawn(version: str, case:
 @pytest.mark.parametrize(
     ("version", "case"), [pair for pair in ALL if pair[1].launcher in ("sparq", "dense", "select")], ids=str
 )
-def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case: Case) -> None:
+def test_programs_split_the_reads_and_saturate_memory(version: str, case: Case) -> None:
     """Bytes of each program from the parameters of the launch: together the formula of `mlx_sparse.methods.stats`."""
     if case.odd:
         return
@@ -201,7 +201,7 @@ def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case
     [pair for pair in ALL if pair[1].launcher == "saap" and pair[1].B * pair[1].Hkv == 8 and pair[1].buckets >= 1024],
     ids=str,
 )
-def test_every_launch_of_saap_uses_the_whole_gpu_whose_memory_is_kept_busy(version: str, case: Case) -> None:
+def test_saap_launches_fill_the_gpu(version: str, case: Case) -> None:
     for launch in launches(version, case):
         programs, processors = prod(launch.grid), PROCESSORS[case.architecture]
         if launch.kernel != "saap_hidden" or case.hidden >= 1024:

@@ -53,7 +53,7 @@ def scatter(target, COUNT: tl.constexpr, SLOTS: tl.constexpr):
     tl.store(target + i % SLOTS, i)
 
 
-def test_an_address_outside_is_found() -> None:
+def test_out_of_bounds_accesses_are_found() -> None:
     with watched():
         copy[(1,)](torch.zeros(64), torch.empty(64), 64, BLOCK=64)
     with (
@@ -65,26 +65,26 @@ def test_an_address_outside_is_found() -> None:
         copy[(1,)](torch.zeros(64), torch.empty(64)[:60], 64, BLOCK=64)
 
 
-def test_memory_that_nothing_has_written_is_found() -> None:
+def test_uninitialized_loads_are_found() -> None:
     with watched(), pytest.raises(Exception, match="loads element 0 of source, which nothing has written"):
         copy[(1,)](torch.empty(64), torch.empty(64), 64, BLOCK=64)
 
 
-def test_bytes_that_nothing_has_written_are_found() -> None:
+def test_uninitialized_bytes_are_found() -> None:
     with watched(), pytest.raises(Exception, match="loads element 48 of source, which nothing has written"):
         made = torch.empty(80, dtype=torch.uint8)
         copy[(1,)](torch.zeros(64, dtype=torch.uint8), made[:64], 64, BLOCK=64)
         copy[(1,)](made[16:], torch.empty(64, dtype=torch.uint8), 64, BLOCK=64)
 
 
-def test_a_store_to_an_argument_of_the_user_is_found() -> None:
+def test_stores_to_inputs_are_found() -> None:
     given = torch.zeros(64)
     with watched(), pytest.raises(Exception, match="stores to target, which its launcher did not allocate"):
         copy[(1,)](torch.zeros(64), given, 64, BLOCK=64)
 
 
 @pytest.mark.parametrize("order", [None, shuffled])
-def test_a_ticket_orders_programs(order: Any) -> None:
+def test_atomics_order_programs(order: Any) -> None:
     source = torch.ones(64)
 
     def launch(barrier: bool, sem: str) -> float:
@@ -100,19 +100,19 @@ def test_a_ticket_orders_programs(order: Any) -> None:
         launch(True, "relaxed")
 
 
-def test_threads_of_one_program_need_a_barrier() -> None:
+def test_missing_barriers_are_found() -> None:
     with watched(), pytest.raises(Exception, match=r"loads element \d+ of data, unordered with itself"):
         shift[(1,)](torch.empty(16, dtype=torch.int32), 16, False)
 
 
-def test_two_programs_and_two_lanes_that_store_to_one_address_are_found() -> None:
+def test_conflicting_stores_are_found() -> None:
     with watched(), pytest.raises(Exception, match="program 0 stores an element of target twice at once"):
         scatter[(1,)](torch.empty(16, dtype=torch.int32), 16, 8)
     with watched(), pytest.raises(Exception, match="program 1 stores element 0 of target, unordered with program 0"):
         scatter[(2,)](torch.empty(16, dtype=torch.int32), 16, 16)
 
 
-def test_the_interpreter_is_left_as_it_was() -> None:
+def test_interpreter_is_restored() -> None:
     before = (torch.empty, triton.runtime.interpreter.GridExecutor.__call__)
     with pytest.raises(Exception, match="unordered"), watched():
         shift[(1,)](torch.empty(16, dtype=torch.int32), 16, False)

@@ -46,7 +46,7 @@ def index(case: SaapCase, covered: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("B", [3, 9])
 @pytest.mark.parametrize("G", [4, 5, 16])
-def test_sequences_share_what_is_read_of_the_network(B: int, G: int) -> None:
+def test_large_batches_route_correctly(B: int, G: int) -> None:
     case = SaapCase(Case(B, 2 * G, 2, 60, 64, "f16"), "random", buckets=40, weights="f16")
     assert_same_buckets(TRITON.route(case), case)
 
@@ -57,7 +57,7 @@ def test_any_number_of_buckets_and_probes(buckets_: int, probes: int) -> None:
     assert_same_buckets(TRITON.route(case), case)
 
 
-def test_buckets_that_tie_are_visited_from_the_lowest() -> None:
+def test_ties_go_to_the_lowest_bucket() -> None:
     weight = torch.zeros(2, 64, 50, device=DEVICE)
     weight[:, :, 7] = weight[:, :, 30] = weight[:, :, 49] = 1
     queries = torch.ones(1, 4, 1, 64, device=DEVICE)
@@ -66,7 +66,7 @@ def test_buckets_that_tie_are_visited_from_the_lowest() -> None:
 
 
 @pytest.mark.parametrize(("size", "weight"), [(1e-5, 1e4), (1e6, 1e-6)])
-def test_activations_are_not_rounded_to_the_type_of_the_weights(size: float, weight: float) -> None:
+def test_activations_are_not_rounded_to_half_precision(size: float, weight: float) -> None:
     """float16 has few numbers as small as the first, and none as large as the second."""
     rng = np.random.default_rng(5)
     hidden, out = rng.normal(size=(1, 64, 40)), weight * rng.normal(size=(1, 40, 60))
@@ -78,7 +78,7 @@ def test_activations_are_not_rounded_to_the_type_of_the_weights(size: float, wei
 
 
 @pytest.mark.parametrize(("processors", "most"), [(1, 1024), (4, 1), (4, 2), (132, 1024)])
-def test_rows_of_any_length_are_shared_out(monkeypatch: pytest.MonkeyPatch, processors: int, most: int) -> None:
+def test_rows_of_any_length_are_split(monkeypatch: pytest.MonkeyPatch, processors: int, most: int) -> None:
     """Long rows get more programs, rows without entries zeros, and what is behind a count is never read."""
     monkeypatch.setattr(configs, "processors", lambda device: processors)
     monkeypatch.setattr(attend, "MOST_ROWS", most)
@@ -96,7 +96,7 @@ def test_rows_of_any_length_are_shared_out(monkeypatch: pytest.MonkeyPatch, proc
     np.testing.assert_allclose(to_numpy(lse), expected_lse, rtol=0, atol=1e-5)
 
 
-def test_offsets_that_lie_beyond_the_keys_read_nothing() -> None:
+def test_offsets_beyond_the_keys_read_nothing() -> None:
     """Nor the keys of another head."""
     offsets = integers([[[0, 5, 90, -3], [-4, 2, 2, 2]]])
     key_ids = integers([[[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]]])
@@ -106,7 +106,7 @@ def test_offsets_that_lie_beyond_the_keys_read_nothing() -> None:
         assert set(row.tolist()) <= {-1, 0, *range(first, first + 6), *range(15, 20)}
 
 
-def test_a_number_that_is_no_buckets_is_an_empty_slot_of_the_kernel() -> None:
+def test_invalid_bucket_numbers_are_empty_slots() -> None:
     """The offset behind a head's last one is another head's."""
     given = index(SMALL, SMALL.covered)
     sizes = {name: given[name] for name in ("offsets", "key_ids", "covered", "sink_tokens")}
@@ -116,7 +116,7 @@ def test_a_number_that_is_no_buckets_is_an_empty_slot_of_the_kernel() -> None:
         assert torch.equal(got, expected)
 
 
-def test_keys_are_assigned_to_buckets_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_assigned_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, centroids = torch.randn(2, 3, 70, 64, device=DEVICE), torch.randn(3, 20, 64, device=DEVICE)
     whole = cuda_ref.saap_assign(keys, centroids)
     monkeypatch.setattr(torch_functions, "ASSIGNED_AT_ONCE", 2 * 3 * 20 * 16)

@@ -48,7 +48,7 @@ def decode(
 
 @pytest.mark.parametrize("G", [4, 1])
 @pytest.mark.parametrize("S", [2048, 4099])
-def test_a_step_reads_the_bytes_of_the_paper_and_a_bounded_score_buffer(S: int, G: int) -> None:
+def test_sparq_step_reads_the_bytes_of_the_paper(S: int, G: int) -> None:
     _, launches = decode(S, G, reallocate=G == 1)
     assert [launch.kernel for launch in launches] == ["sparq_scores", "top_k_select", "attend"]
     scores, select, attend = (launch.traffic for launch in launches)
@@ -77,7 +77,7 @@ def test_a_step_reads_the_bytes_of_the_paper_and_a_bounded_score_buffer(S: int, 
 
 
 @pytest.mark.parametrize(("S", "G"), [(4099, 4), (2048, 1)])
-def test_a_step_with_codes_reads_their_bytes_and_a_score_buffer_of_bytes(S: int, G: int) -> None:
+def test_int4_step_reads_code_bytes(S: int, G: int) -> None:
     _, launches = decode(S, G, reallocate=False, key_bits=4)
     assert [launch.kernel for launch in launches] == ["sparq_code_scores", "top_k_select", "attend"]
     scores, select, _ = (launch.traffic for launch in launches)
@@ -95,7 +95,7 @@ def test_a_step_with_codes_reads_their_bytes_and_a_score_buffer_of_bytes(S: int,
     assert scores["statistics"].stored <= HKV * G * 8 * (S // 128 + 1)
 
 
-def test_a_padded_step_with_codes_reads_no_byte_of_the_padding() -> None:
+def test_padded_int4_step_reads_no_padding() -> None:
     S, G, padding = 2050, 4, (0, 37, 1300, 2000)
     case = Case(len(padding), HKV * G, HKV, S, D, "f16", padding)
     q, k, v = (to_torch(array, "f16") for array in case.inputs())
@@ -111,7 +111,7 @@ def test_a_padded_step_with_codes_reads_no_byte_of_the_padding() -> None:
     assert scores["logits"].stored == scores["logits"].distinct == select["logits"].loaded == HKV * G * lines
 
 
-def test_programs_read_what_the_parameters_of_their_launch_say() -> None:
+def test_programs_read_their_share() -> None:
     S = 4096
     _, (scores, _, _) = decode(S, 4, reallocate=False)
     share = scores.arguments["blocks"] * scores.arguments["BLOCK_S"]
@@ -123,7 +123,7 @@ def test_programs_read_what_the_parameters_of_their_launch_say() -> None:
 
 
 @pytest.mark.parametrize("G", [4, 8])
-def test_dense_attention_reads_each_row_once_for_the_group(G: int) -> None:
+def test_dense_attention_reads_each_row_once_per_group(G: int) -> None:
     S = 1000
     case = Case(1, HKV * G, HKV, S, D, "f16")
     q, k, v = (to_torch(array, "f16") for array in case.inputs())
@@ -185,7 +185,7 @@ def step(S: int, shares: list[float], order: Any = None, hidden: int = HIDDEN) -
 EQUAL = [1 / C] * PROBES
 
 
-def test_a_step_reads_the_network_the_list_and_its_rows_and_nothing_else_that_is_large() -> None:
+def test_saap_step_reads_network_list_and_rows() -> None:
     S = 3000
     (_, _, counts), launches = step(S, EQUAL)
     hidden, route, expand, attend = (launch.traffic for launch in launches)
@@ -230,7 +230,7 @@ def longest(launch: Launch) -> int:
     return max(launch.traffic["keys"].by_program.values())
 
 
-def test_a_bucket_of_half_the_keys_is_shared_out() -> None:
+def test_large_buckets_are_split_between_programs() -> None:
     """A program for each bucket would take as long as the largest: here half of the keys."""
     S = 4000
     (_, _, few), equal = step(S, EQUAL)
@@ -247,7 +247,7 @@ def test_a_bucket_of_half_the_keys_is_shared_out() -> None:
     assert max(half[2].traffic["key_ids"].by_program.values()) <= 4 * saap.SLOTS
 
 
-def test_a_long_row_gets_the_programs_of_short_ones() -> None:
+def test_long_rows_get_more_programs() -> None:
     q, keys = torch.randn(1, 8, 1, D), torch.randn(1, 2, 1000, D)
     indices = torch.arange(1000, dtype=torch.int32).expand(1, 2, 1000).contiguous()
     with watched() as launches:
@@ -261,7 +261,7 @@ def test_a_long_row_gets_the_programs_of_short_ones() -> None:
     assert max(reading) <= (-(-1030 // (programs - 2)) + block) * D * 4
 
 
-def test_empty_slots_cost_no_time_of_attention() -> None:
+def test_empty_slots_are_not_read() -> None:
     q, keys = torch.randn(1, 8, 1, D), torch.randn(1, 2, 100, D)
     indices = torch.full((1, 2, 5000), -1, dtype=torch.int32)
     indices[..., :70] = torch.arange(70)
@@ -283,7 +283,7 @@ def watch(function: Any, *given: Any, **settings: Any) -> tuple[Any, list[Launch
     return found, launches
 
 
-def test_attention_reads_the_listed_blocks_and_nothing_else_of_the_keys() -> None:
+def test_attention_reads_only_listed_blocks() -> None:
     layout = PROMPT.layout
     lists = np.full((1, 4, layout.row_blocks, 6), -1, np.int32)
     for h in range(4):
@@ -305,14 +305,14 @@ def test_attention_reads_the_listed_blocks_and_nothing_else_of_the_keys() -> Non
     assert traffic["blocks"].loaded == lists.size * 4 + filled.size * 4  # once to find their ends
 
 
-def test_programs_of_the_last_row_blocks_start_first() -> None:
+def test_last_row_blocks_start_first() -> None:
     _, (launch,) = watch(torch.ops.mlx_sparse.attend_blocks, *tensors(PROMPT), None, PROMPT.block_size, PROMPT.scale)
     read = [launch.traffic["keys"].by_program[program] for program in range(launch.grid[0])]
     assert read == sorted(read, reverse=True)
     assert len(set(read)) == PROMPT.layout.row_blocks
 
 
-def test_the_sample_reads_each_key_once_a_head_and_writes_no_scores() -> None:
+def test_sampling_reads_each_key_once_per_head() -> None:
     _, (parts, sums) = watch(cuda_ref.sample_scores, *tensors(PROMPT)[:2], **PROMPT.sampling)
     assert (parts.kernel, sums.kernel) == ("sample_scores", "sample_sums")
     key_blocks = PROMPT.layout.key_blocks
@@ -326,7 +326,7 @@ def test_the_sample_reads_each_key_once_a_head_and_writes_no_scores() -> None:
     assert written <= scores * 2 / PROMPT.block_size * 1.1
 
 
-def test_lists_are_made_from_a_byte_for_a_column_and_a_bin() -> None:
+def test_lists_are_built_from_one_byte_per_flag() -> None:
     _, launches = watch(cuda_ref.sample_select, *tensors(PROMPT)[:2], **PROMPT.parameters)
     merge = launches[-1].traffic
     causal = PROMPT.Hq * PROMPT.layout.causal_pairs
@@ -349,7 +349,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("method", ORDERS)
-def test_the_order_of_programs_changes_no_bit(method: str) -> None:
+def test_results_do_not_depend_on_program_order(method: str) -> None:
     given, _ = ORDERS[method](None)
     for order in (shuffled, lambda programs: np.arange(programs)[::-1]):
         other, _ = ORDERS[method](order)

@@ -138,7 +138,7 @@ STEPS = DATA["steps"]
 
 
 @pytest.mark.parametrize(("name", "attn", "first"), some(STEPS, 4))
-def test_each_step_attends_as_if_the_cache_kept_nothing(name: str, attn: str, first: tuple[int, ...] | None) -> None:
+def test_decode_steps_match_recomputed_state(name: str, attn: str, first: tuple[int, ...] | None) -> None:
     B, n = len(first or (0,)), 2
     length = 126 if "key_bits" in attn else PROMPT  # the second step fills a group
     prompt, then, mask = tokens(B, length), tokens(B, n, seed=1), padded(*first, length=length) if first else None
@@ -153,7 +153,7 @@ def test_each_step_attends_as_if_the_cache_kept_nothing(name: str, attn: str, fi
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "-" not in name])
-def test_greedy_tokens_are_the_dense_ones_while_every_key_is_attended(name: str) -> None:
+def test_selecting_every_key_generates_dense_tokens(name: str) -> None:
     prompt, settings = tokens(1, PROMPT), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     model(name).set_attn_implementation("eager")
     dense = model(name).generate(prompt, **settings)
@@ -162,7 +162,7 @@ def test_greedy_tokens_are_the_dense_ones_while_every_key_is_attended(name: str)
     assert cache.report.sparse_calls == 0
 
 
-def test_copies_of_a_prompts_cache_go_on_independently() -> None:
+def test_cache_copies_are_independent() -> None:
     attn = "sparq:rank=16,top_k=12,component_score=query_key"
     prompt, cache = tokens(1, PROMPT), sparq_cache("llama", attn)
     with torch.inference_mode():
@@ -178,7 +178,7 @@ def test_copies_of_a_prompts_cache_go_on_independently() -> None:
     assert cache.get_seq_length() == PROMPT + 1
 
 
-def test_what_a_step_made_is_freed_with_its_last_user() -> None:
+def test_decode_state_is_freed() -> None:
     ours = {hf.SparQCache, Buffers, attention.Padding}
 
     def alive() -> int:
@@ -233,7 +233,7 @@ DENSE: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("reason", "given"), DENSE, ids=[reason for reason, _ in DENSE])
-def test_what_cannot_be_sparse_is_dense_and_counted(reason: str, given: dict[str, Any]) -> None:
+def test_unsupported_calls_are_dense_and_counted(reason: str, given: dict[str, Any]) -> None:
     cache, logits = call(**given)
     counts = only(cache.report)
     sliding = counts.pop("with a sliding window (DynamicSlidingWindowLayer)", 0)
@@ -252,7 +252,7 @@ def test_what_cannot_be_sparse_is_dense_and_counted(reason: str, given: dict[str
     assert torch.equal(logits, dense)
 
 
-def test_without_our_cache_attention_is_dense_counted_and_warned_of() -> None:
+def test_other_caches_are_dense_with_a_warning() -> None:
     before = hf.report().dense_calls["without a SparQCache"]
     attention._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="past_key_values=SparQCache"):
@@ -262,7 +262,7 @@ def test_without_our_cache_attention_is_dense_counted_and_warned_of() -> None:
     assert np.array_equal(logits.cpu().numpy()[:, -1:], dense[:, -1:])
 
 
-def test_the_report_says_what_ran() -> None:
+def test_report_text() -> None:
     cache, _ = call("gemma3_text")
     assert hf.report(cache) is cache.report
     lines = str(cache.report).splitlines()
@@ -275,7 +275,7 @@ def test_the_report_says_what_ran() -> None:
     assert "1 of several queries at once (prompt)" in lines[4]
 
 
-def test_keys_that_a_model_has_changed_are_not_taken_for_the_caches() -> None:
+def test_changed_keys_are_not_the_cached_keys() -> None:
     cache, _ = call()
     module = model("llama").model.layers[1].self_attn
     query, (keys, values) = torch.ones(1, 4, 1, 64, device=DEVICE), cache.update(*states(1, 2, 1, D=64), 1)
@@ -292,7 +292,7 @@ def test_keys_that_a_model_has_changed_are_not_taken_for_the_caches() -> None:
 
 
 @pytest.mark.parametrize(("D", "reason"), [(32, "32, less than the rank"), (72, "72"), (20, "20"), (264, "264")])
-def test_head_dims_that_do_not_fit_are_attended_densely(D: int, reason: str) -> None:
+def test_unsupported_head_dims_are_dense(D: int, reason: str) -> None:
     # Some configurations name a head dim that is not the one of the keys; the cache cannot see that.
     cache = sparq_cache("llama", "sparq:rank=64,top_k=8")
     rows = cache.update(*states(1, 2, PROMPT, D=D), 0)
@@ -302,7 +302,7 @@ def test_head_dims_that_do_not_fit_are_attended_densely(D: int, reason: str) -> 
     assert cache.report.sparse_calls == fits
 
 
-def test_dropout_and_gradients_keep_attention_dense() -> None:
+def test_dropout_and_gradients_are_dense() -> None:
     cache, _ = call()
     module = model("llama").model.layers[1].self_attn
     query, (keys, values) = torch.ones(1, 4, 1, 64, device=DEVICE), cache.update(*states(1, 2, 1, D=64), 1)
@@ -311,7 +311,7 @@ def test_dropout_and_gradients_keep_attention_dense() -> None:
     assert only(cache.report) == {"with dropout": 1, "with gradients": 1}
 
 
-def test_the_kind_of_gpu_is_the_nearest_known_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_kind_is_the_nearest_lower_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def kind(capability: int) -> str:
         monkeypatch.setattr(configs, "capability", lambda device: capability)
         return attention.gpu_kind(torch.device("cuda"))
@@ -322,7 +322,7 @@ def test_the_kind_of_gpu_is_the_nearest_known_below(monkeypatch: pytest.MonkeyPa
     assert attention.gpu_kind(torch.device("cpu")) == ""
 
 
-def test_the_documented_model_or_the_user_decides_from_where_steps_are_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threshold_comes_from_the_user_or_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def outlook(attn: str, G: int = 2, D: int = 64) -> list[str]:
         cache = sparq_cache("llama", attn)
         with torch.no_grad():
@@ -372,14 +372,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_refused_in_one_line(mistake: str) -> None:
+def test_mistakes_are_refused(mistake: str) -> None:
     do, message = MISTAKES[mistake]
     with pytest.raises(ConfigError, match=f"^{message}") as raised:
         do()
     assert "\n" not in str(raised.value)
 
 
-def test_without_triton_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for use in (hf.register, lambda: hf.SparQCache(_config())):
@@ -388,7 +388,7 @@ def test_without_triton_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("version", ["none", "4.57.1", "5.16.2"])
-def test_transformers_is_needed_when_used(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_version_is_checked_on_use(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def installed(name: str) -> str:
         if version == "none":
             raise metadata.PackageNotFoundError
@@ -399,10 +399,10 @@ def test_transformers_is_needed_when_used(version: str, monkeypatch: pytest.Monk
         _ = hf.SparQCache
 
 
-def test_what_a_user_needs_is_at_the_top() -> None:
+def test_public_names_are_at_the_top() -> None:
     assert (cuda_ref.register, cuda_ref.SparQCache) == (hf.register, hf.SparQCache)
 
 
-def test_transformers_is_not_imported_before_it_is_used() -> None:
+def test_transformers_is_imported_lazily() -> None:
     code = "import sys, mlx_sparse.cuda_ref.hf; print(*{'transformers', 'torch'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"

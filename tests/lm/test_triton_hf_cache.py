@@ -88,7 +88,7 @@ PADDING = {"reorder": (12, 12), "repeat": (5, 5, 12, 12), "select": (12,), "sele
 
 @pytest.mark.parametrize("first", [None, (5, 12)], ids=["", "padded"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_step_reads_follows_the_cache(change: str, first: tuple[int, ...] | None) -> None:
+def test_decode_state_follows_the_cache(change: str, first: tuple[int, ...] | None) -> None:
     layer, plain = hf.SparQLayer(), transformers.cache_utils.DynamicLayer()
     for each in (layer, plain):
         each.update(*states(2, 2, 100))
@@ -125,13 +125,13 @@ def test_codes_follow_the_cache(change: str, first: tuple[int, ...] | None) -> N
 
 
 @pytest.mark.parametrize("first", [None, (5, 140)], ids=["", "padded"])
-def test_a_prompt_is_coded_in_pieces(first: tuple[int, ...] | None) -> None:
+def test_prefill_is_quantized_in_chunks(first: tuple[int, ...] | None) -> None:
     layer = hf.SparQLayer()
     layer.update(*states(2, 2, PIECE + 300))
     assert_codes(layer, first)
 
 
-def test_codes_take_the_place_of_keys_and_give_it_back() -> None:
+def test_codes_and_keys_replace_each_other() -> None:
     layer = hf.SparQLayer()
     layer.update(*states(2, 2, 300))
     assert_codes(layer)
@@ -155,9 +155,7 @@ def bad_steps(layer: hf.SparQLayer, bad: float, first: tuple[int, ...] | None, c
 @pytest.mark.parametrize("first", [None, (5, 112)], ids=["", "padded"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e6, 1e12])
 @pytest.mark.parametrize("rows", [40, BLOCK - 2, 2 * BLOCK + 3])
-def test_rows_that_were_cropped_or_are_padding_are_forgotten(
-    rows: int, bad: float, first: tuple[int, ...] | None
-) -> None:
+def test_cropped_rows_and_padding_leave_no_trace(rows: int, bad: float, first: tuple[int, ...] | None) -> None:
     layer = hf.SparQLayer()
     keys, values = states(2, 2, 120)
     for b, start in enumerate(first or ()):
@@ -181,7 +179,7 @@ def test_rows_that_were_cropped_or_are_padding_are_forgotten(
 
 
 @pytest.mark.parametrize("first", [None, (5, 12)], ids=["", "padded"])
-def test_what_began_in_inference_mode_goes_on_outside(first: tuple[int, ...] | None) -> None:
+def test_inference_mode_state_is_usable_outside(first: tuple[int, ...] | None) -> None:
     layer = hf.SparQLayer()
     with torch.inference_mode():
         layer.update(*states(2, 2, 50))
@@ -194,7 +192,7 @@ def test_what_began_in_inference_mode_goes_on_outside(first: tuple[int, ...] | N
         assert_reads_its_rows(layer, first)
 
 
-def test_other_padding_than_before_is_noticed() -> None:
+def test_changed_padding_is_noticed() -> None:
     layer = hf.SparQLayer()
     layer.update(*states(2, 2, 50))
     for first in ((0, 3), (0, 4), None, (7, 4)):
@@ -216,7 +214,7 @@ def test_padding_is_read_from_the_mask_once() -> None:
 @pytest.mark.parametrize(
     ("B", "Hkv", "D", "dtype"), [(1, 2, 32, None), (2, 1, 32, None), (2, 2, 1, None), (2, 2, 32, torch.float16)]
 )
-def test_rows_of_another_batch_or_model_are_refused(B: int, Hkv: int, D: int, dtype: torch.dtype | None) -> None:
+def test_rows_of_other_shapes_are_refused(B: int, Hkv: int, D: int, dtype: torch.dtype | None) -> None:
     layer = hf.SparQLayer()
     layer.update(*states(2, 2, 5))
     with pytest.raises(
