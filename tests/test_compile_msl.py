@@ -1,4 +1,4 @@
-"""scripts/compile_msl.sh, as far as a machine without Apple's compiler can tell: another one answers in its place."""
+"""Test scripts/compile_msl.sh with a fake compiler in place of Apple's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from shell import ROOT, run, write_commands
 
 SCRIPT = ROOT / "scripts" / "compile_msl.sh"
-# A compiler that knows 3.1 and 4.0, takes any text without the word bad, and notes what it was asked.
+# A compiler for Metal 3.1 and 4.0 that logs its arguments and rejects bad.metal if REFUSES is set.
 XCRUN = """echo "$*" >>"$0.log"
 case "$*" in
   *--version) test -e "$0.toolchain"; exit ;;
@@ -21,7 +21,7 @@ case "$REFUSES$*" in metal4.0*-std=metal4.0*bad.metal*) echo "attend.h:3: error"
 
 @pytest.fixture
 def dump(tmp_path: Path) -> Path:
-    """A folder with two texts, and the compiler without its toolchain."""
+    """Create a folder with two sources, and a fake compiler without its toolchain."""
     folder = tmp_path / "msl"
     folder.mkdir()
     for name in ("good.metal", "bad.metal", "mlx_utils.h", "manifest.json"):

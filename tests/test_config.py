@@ -1,4 +1,4 @@
-"""The text form METHOD[:key=value,...][+METHOD...], presets and TOML files."""
+"""Test the text form METHOD[:key=value,...][+METHOD...], presets and TOML files."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_presets_match_the_specification(preset: str, settings: dict[str, Any]) 
     DATA["auto"],
 )
 def test_auto_is_resolved_per_model(text: str, qk_norm: bool, expected: str) -> None:
-    """Where the estimate of the attended mass is too low, values are not mixed by it."""
+    """Reallocation is off wherever alpha underestimates the attention mass of the selected keys."""
     (config,) = parse(text)
     assert isinstance(config, SparQ)
     assert str(config.for_model(qk_norm=qk_norm)) == expected

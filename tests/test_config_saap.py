@@ -1,4 +1,4 @@
-"""SAAP's settings: text, TOML and what is refused."""
+"""Test the settings of SAAP: text, TOML and errors."""
 
 from __future__ import annotations
 

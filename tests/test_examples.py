@@ -1,6 +1,6 @@
-"""Every example runs, on tiny models, and prints what its page says but for numbers; with --every, all that it says.
+"""Test every example with tiny models: the output matches the page except for numbers.
 
-With --every the commands of each page are run as they stand there, with the real model, in a copy of examples/.
+With --every, the commands of each page run unchanged with the real model in a copy of examples/.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_torch_in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this test starts sees no torch, which transformers would import, for two seconds a start."""
+    """Hide torch from the processes of this test: transformers would spend two seconds to import it."""
     for name, value in without("torch").items():
         monkeypatch.setenv(name, value)
 
 
 def said(program: str, *arguments: object) -> str:
-    """What a Python program of examples/ prints, run in this process."""
+    """Run a Python program of examples/ in this process and return its output."""
     out, argv = io.StringIO(), sys.argv
     sys.argv = [program, *map(str, arguments)]
     try:
@@ -106,18 +106,18 @@ def test_document_qa(model: Path, text: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def blocks(text: str) -> list[str]:
-    """Its first and its last paragraph: there is one for each question between them."""
+    """Return the first and the last paragraph; between them is one paragraph for each question."""
     first, *_, last = text.split("\n\n")
     return [first, last]
 
 
-COUNT = 6  # tokens that an exported model is to say
+COUNT = 6  # tokens to generate with an exported model
 on_onnxruntime = pytest.mark.skipif(sys.version_info < (3, 11), reason="onnxruntime left Python 3.10 behind")
 
 
 @pytest.fixture(scope="module")
 def exported_model() -> tuple[Path, str, str]:
-    """The folder of an exported model, a prompt, and what mlx-lm says after it with the model that was exported."""
+    """Return the folder of an exported model, a prompt, and the tokens that mlx-lm generates after the prompt."""
     from exported import SPARQ, exported, said_by_mlx
 
     prompt = prompt_of(100)
@@ -148,13 +148,13 @@ def test_cpp(exported_model: tuple[Path, str, str], tmp_path: Path) -> None:
 
 
 def ours(environment: Mapping[str, str]) -> dict[str, str]:
-    """That environment, in which ``python`` is this one."""
+    """Return the environment with this Python first on the path."""
     return {**environment, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"}
 
 
 @pytest.fixture(scope="module")
 def javascript(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example with the package that the other tests of onnxruntime-web have."""
+    """Return a copy of the example with the onnxruntime-web package of the other tests."""
     if not shutil.which("node"):
         absent("web", "there is no node here.")
     place = fetched(web())
@@ -167,7 +167,7 @@ def javascript(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @on_onnxruntime
 def test_browser_page(javascript: Path, exported_model: tuple[Path, str, str]) -> None:
-    """What node.mjs runs in Node the page runs in a browser: loading the model alone takes 4 seconds, so once here."""
+    """Run the page in a browser only: it executes the same code as node.mjs, and loading the model takes 4 seconds."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         absent("browser", f"there is none of {', '.join(BROWSERS)}")
@@ -216,7 +216,7 @@ def executed(notebook: Any) -> Any:
 
 
 def outputs(cell: Any) -> list[str]:
-    """Text that a cell printed, and "picture" for a picture."""
+    """Return the text outputs of a cell, with "picture" for a picture."""
     texts = []
     for output in cell.get("outputs", []):
         assert output.output_type != "error", output
@@ -225,14 +225,14 @@ def outputs(cell: Any) -> list[str]:
 
 
 def columns(text: str) -> set[str]:
-    """The shapes of the lines of a table, whatever their widths."""
+    """Return the shapes of the lines of a table without column widths."""
     return {" ".join(shape(line).split()) for line in text.splitlines()}
 
 
 @pytest.mark.skipif(not tier.every, reason="the whole form, with the real model, runs with --every")
 @pytest.mark.parametrize("page", PAGES)
 def test_page_commands_print_the_documented_output(page: str, tmp_path: Path) -> None:
-    """In one shell, in a copy of the folder, with a fast BLAS where MLX's own is slow."""
+    """Run all commands in one shell, with a fast BLAS if MLX's own is slow."""
     from mlx_sparse.tools.assets import blas
 
     if page in ON_ONNXRUNTIME and sys.version_info < (3, 11):

@@ -1,4 +1,4 @@
-"""Files in folders that others can write: no guessable name, no link that is followed, nothing that is waited for."""
+"""Test files in folders that others can write: unpredictable names, no followed links, no blocking reads."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="more than 3 bytes"):
         read_regular(tmp_path / "file", 3)
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    os.mkfifo(tmp_path / "pipe")  # without a writer, so that opening it would wait for ever
+    os.mkfifo(tmp_path / "pipe")  # no writer, so opening it would block
     for name in ("link", "pipe", "absent"):
         with pytest.raises(OSError, match=name):
             read_regular(tmp_path / name, 4)

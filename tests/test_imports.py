@@ -1,4 +1,4 @@
-"""Dependencies point one way: the imports of every file are read, none is run."""
+"""Test the direction of dependencies; imports are read from the source without running it."""
 
 import ast
 import functools
@@ -15,33 +15,33 @@ from mlx_sparse.methods import METHODS, table
 
 ROOT = Path(__file__).parent.parent
 
-# A package or module of mlx_sparse imports its own level and lower ones, and no two import each other.
+# A package or module of mlx_sparse imports its own level and lower ones, without cycles.
 LEVELS = [
     {"checks", "extras", "files", "model_info", "model_parts"},
     {"methods"},
     {"oracle", "ops", "kernels", "artefact"},
     {"api", "cache", "calibrate"},
-    {"lm", "_boot"},  # the start-up hook hands over to lm
+    {"lm", "_boot"},  # the start-up hook calls lm
     {"tools"},
     {"cli", "__init__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-# What backends outside this folder share.
+# Modules that backends outside mlx_sparse may import.
 SHARED = {"checks", "extras", "files", "methods", "api"}
-BENCH = SHARED | {"tools", "oracle"}  # for the variants of the benchmark, whose core is in tools
+BENCH = SHARED | {"tools", "oracle"}  # allowed for benchmark variants, whose core is in tools
 FREE = {"torch", "triton", "onnx", "onnxruntime"}  # mlx_sparse runs without them
-FACTS = (["__version__"], ["__path__"])  # of the package, which name no part of it
+FACTS = (["__version__"], ["__path__"])  # attributes of the package, not parts
 APART = {"cuda_ref", "onnx_export"}  # installed inside mlx_sparse
 
 
 @functools.cache
 def imports(path: Path, root: Path = ROOT, *, when_read: bool = False) -> list[str]:
-    """Return the dotted names of what a file imports; ``when_read``: only what it imports when it is imported."""
+    """Return the dotted names that a file imports; ``when_read`` leaves out imports inside functions."""
     return imported_by(path, root, everything=not when_read)
 
 
 def rooms_imported(path: Path) -> set[str]:
-    """The rooms of mlx_sparse that a file imports; a public name counts as __init__."""
+    """Return the parts of mlx_sparse that a file imports; a public name counts as __init__."""
     names = [name.split(".") for name in imports(path)]
     rooms = {(rest or ["__init__"])[0] for top, *rest in names if top == "mlx_sparse" and rest not in FACTS}
     rooms -= APART
@@ -54,7 +54,7 @@ def room_of(path: Path) -> str:
 
 
 def home_of(name: str) -> Path | None:
-    """The file of mlx_sparse in which a dotted name is; None for names of others."""
+    """Return the file of mlx_sparse that defines a dotted name, or None for other packages."""
     parts = name.split(".")
     while len(parts) > 1 and parts[0] == "mlx_sparse":
         at = ROOT.joinpath(*parts)
@@ -68,7 +68,7 @@ def home_of(name: str) -> Path | None:
 
 @functools.cache
 def others_needed(path: Path) -> frozenset[str]:
-    """Packages that importing a file imports, by way of other files of mlx_sparse too."""
+    """Return the packages that a file imports directly or through other files of mlx_sparse."""
     todo, seen, found = [path], set(), set()
     while todo:
         file = todo.pop()
@@ -119,12 +119,12 @@ def test_backends_do_not_import_each_other():
 
 def test_no_circular_imports():
     arrows = {path: {home_of(found) for found in imports(path, when_read=True)} - {path, None} for path in LIBRARY}
-    packages = {path for path in LIBRARY if path.name == "__init__.py"}  # they name what is in them
+    packages = {path for path in LIBRARY if path.name == "__init__.py"}  # packages import their own modules
     sorter = graphlib.TopologicalSorter({path: found - packages for path, found in arrows.items()})
     sorter.prepare()  # raises CycleError
 
 
-# The benchmarks check what they measure.
+# Benchmarks may use the oracle to check results.
 def test_oracle_is_not_used_at_run_time():
     checking = [ROOT / "mlx_sparse" / folder for folder in ("oracle", "tools/bench")]
     for path in LIBRARY:
@@ -141,7 +141,7 @@ def test_oracle_is_not_used_at_run_time():
     ],
 )
 def test_parts_do_not_need_packages_of_other_parts(folder, without):
-    exporter = ROOT / "onnx_export" / "exporter"  # it reads mlx-lm's models, and so does who exports
+    exporter = ROOT / "onnx_export" / "exporter"  # the exporter reads mlx-lm's models
     for path in files(folder):
         if path.is_relative_to(exporter) or path == ROOT / "onnx_export" / "bench_generate.py":
             continue
@@ -163,7 +163,7 @@ TESTS = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"msl"}
 
 @pytest.mark.parametrize("folder", ["mlx_sparse", "cuda_ref", "onnx_export"])
 def test_installed_code_does_not_import_tests(folder):
-    """Nor does it change where Python looks for modules."""
+    """Installed code must not change sys.path either."""
     assert {"msl", "cases", "conftest"} <= TESTS
     for path in files(folder):
         top = {found.split(".")[0] for found in imports(path)}
@@ -175,7 +175,7 @@ PARTICULAR = {cls.__name__ for cls in METHODS.values()}
 
 
 def asked_classes(source: str) -> Iterator[str]:
-    """Names in the second argument of every ``isinstance`` and ``issubclass``, and of every class that is matched."""
+    """Yield the class names in ``isinstance``, ``issubclass`` and class patterns."""
     for node in ast.walk(ast.parse(source)):
         asked: list[ast.AST] = []
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
@@ -196,7 +196,7 @@ def test_code_does_not_test_for_method_classes(folder):
             assert not asked, f"{name(path)} must not ask for {', '.join(sorted(asked))}: ask the method"
 
 
-# A new method, and what it keeps beside a cache, needs no line in these.
+# A new method with auxiliary cache state needs no change in these files.
 @pytest.mark.parametrize(
     "file",
     [
@@ -205,12 +205,12 @@ def test_code_does_not_test_for_method_classes(folder):
     ],
 )
 def test_generic_files_name_no_method(file):
-    """Neither in code nor in words."""
+    """Check code, comments and docstrings."""
     entries = [*table.STATES.values(), *table.HOOKS.values()]
     names = PARTICULAR | set(METHODS) | {entry.partition(":")[2] for entry in entries}
     names |= {entry.partition(":")[0].rpartition(".")[2] for entry in table.STATES.values()}
     text = (ROOT / "mlx_sparse" / file).read_text()
-    allowed = {"dense", "Dense", "sample"}  # attention by mlx-lm; a sample of queries
+    allowed = {"dense", "Dense", "sample"}  # also names of dense attention and of a sample of queries
     found = {word for word in names - allowed if re.search(rf"\b{word}\b", text)}
     assert not found, f"mlx_sparse/{file} names {', '.join(sorted(found))}"
 

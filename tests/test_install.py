@@ -1,4 +1,4 @@
-"""The package arrives complete however it is installed, its hook works, and it leaves nothing behind."""
+"""Test every way to install the package: all files, the start-up hook and a clean uninstall."""
 
 import os
 import re
@@ -17,9 +17,9 @@ import pytest
 pytestmark = pytest.mark.slow  # installations
 
 ROOT = Path(__file__).parent.parent
-MINE = re.compile(r"(_editable_skbc_)?mlx_sparse(_attention|\b)")  # what an install of this project adds
+MINE = re.compile(r"(_editable_skbc_)?mlx_sparse(_attention|\b)")  # files that an installation of this project adds
 NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
-QUICK = {"SKBUILD_CMAKE_BUILD_TYPE": "Debug"}  # what is built here has to load, not to be fast
+QUICK = {"SKBUILD_CMAKE_BUILD_TYPE": "Debug"}  # a debug build is enough: it only has to load
 REQUIRE = "MLX_SPARSE_REQUIRE_ORT_OPS"
 LIBRARY = "mlx_sparse/libmlx_sparse_ort" + (".dylib" if sys.platform == "darwin" else ".so")
 has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
@@ -36,9 +36,9 @@ def run(*command: object, cwd: Path = ROOT, check: bool = True, **env: str) -> s
 
 @pytest.fixture(scope="session")
 def dependencies(tmp_path_factory) -> Path:
-    """This environment's packages without this project, as links: nothing is downloaded a second time.
+    """Link this environment's packages, without this project, into a folder, so that nothing is downloaded.
 
-    Without torch too: a plain install has none, and transformers would import it, for two seconds a start.
+    torch is left out: a plain install has none, and transformers would spend two seconds to import it.
     """
     folder = tmp_path_factory.mktemp("dependencies")
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
@@ -53,7 +53,7 @@ BUILD = [sys.executable, "-m", "build", "--no-isolation", "--outdir"]
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory) -> dict[str, Path]:
-    """sdist, a wheel made where there is no compiler, and a wheel of the sdist made where there may be one."""
+    """Build an sdist, a wheel without a compiler, and a wheel of the sdist with the compiler of this machine."""
     out = tmp_path_factory.mktemp("built")
     (out / "bin").mkdir()
     bare = NO_COMPILER | {"PATH": str(out / "bin"), REQUIRE: ""}
@@ -143,14 +143,14 @@ def test_install_hint_of_an_extra_works(installed, built, request):
     told = installed.code("from mlx_sparse.extras import install_hint; print(install_hint('eval'))").stdout
     place = f"-e '{ROOT}[eval]'" if kind == "editable" else f"'{built[kind]}[eval]'"
     assert told == f"`{installed.python} -m pip install {place}`\n"
-    if kind == "wheel without compiler":  # the others are alike, or would be compiled again
+    if kind == "wheel without compiler":  # other kinds are equivalent, or would compile again
         done = run("sh", "-c", f"{told.strip().strip('`')} --no-index", cwd=installed.folder)
         assert "Requirement already satisfied: matplotlib" in done.stdout
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs onnxruntime")
 def test_smoke_test_reports_missing_parts(installed, request):
-    """All of it takes half a minute: .github/workflows/release.yml runs it on every file."""
+    """Check the refusal only: .github/workflows/release.yml runs the whole smoke test, which takes half a minute."""
     lacks = {"wheel without compiler": "native kernels", "editable": "an installed package"}
     if missing := lacks.get(request.node.callspec.params["installed"]):
         check = [installed.python, ROOT / "scripts" / "smoke.py", "--native"]
@@ -175,7 +175,7 @@ def test_fresh_interpreter_has_the_hook(installed):
 
 @pytest.mark.parametrize("start", [["-m", "mlx_lm", "generate"], ["-c", "from mlx_lm.generate import main; main()"]])
 def test_mlx_lm_generate_has_attn(installed, start):
-    """The second is all that the script mlx_lm.generate does."""
+    """The second command is the body of the script mlx_lm.generate."""
     assert "--attn" in run(installed.python, *start, "--help", cwd=installed.folder).stdout
 
 
@@ -190,7 +190,7 @@ def test_mapped_folders_refuse_direct_imports(installed):
 
 
 def test_uninstall_leaves_nothing(installed):
-    """Stays last: it ends the environment of this module's other tests."""
+    """Run last, because the other tests of this module need the installation."""
     installed.pip("uninstall", "--yes", "mlx-sparse-attention")
     assert (
         installed.code("import sys; print([f for f in sys.meta_path if 'Command' in type(f).__name__])").stdout

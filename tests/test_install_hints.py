@@ -1,4 +1,4 @@
-"""What to type for an extra depends on how this package was installed, which the installer has written down."""
+"""Test install hints: they depend on how this package was installed, as recorded by the installer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIP = f"{sys.executable} -m pip install"
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is looked through first, with this package's metadata as an installer leaves them."""
+    """Create a folder at the start of sys.path with the metadata that an installer writes."""
     info = tmp_path / "site packages" / "mlx_sparse_attention-0.1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: mlx-sparse-attention\nVersion: 0.1.0\n")

@@ -1,4 +1,4 @@
-"""What error messages repeat of the input, what they suggest, and which file they name."""
+"""Test error messages: truncated input, suggestions and file names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def message_of(call: Callable[[], Any]) -> str:
     return message
 
 
-# What is called with a text of 100 kB, and how the message begins.
+# Functions that receive a text of 100 kB, and the start of their messages.
 ECHOING: dict[str, tuple[Callable[[str], Any], str]] = {
     "method": (parse, "attn: expected one of dense, sparq, "),
     "key": (lambda text: parse(f"sparq:{text}=1"), "sparq: expected one of the keys rank, "),
@@ -182,7 +182,7 @@ def test_eval_on_a_full_disk_is_a_one_line_error(
     out, before = tmp_path / "out", tmp_path / "before"
     argv = ["eval", "--model", str(tmp_path / "model"), "--context", "512", "--text", str(text), "--limit", "1"]
     argv += ["--methods", "sparq:rank=4,top_k=4,dense_below=0", "--tasks", "repetition", "--out"]
-    assert cli.main([*argv, str(before)]) == 0  # MLX writes what it compiles to files of its own
+    assert cli.main([*argv, str(before)]) == 0  # the first run lets MLX write its compiled kernels
     with files_of_at_most(700):
         assert cli.main([*argv, str(out)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
@@ -210,7 +210,7 @@ def test_deep_genai_settings_are_a_one_line_error(tmp_path: Path, monkeypatch: p
 
 
 def test_only_pinned_libraries_are_preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their folder's own manifest, which says that nothing has changed, does not vouch for them."""
+    """The manifest of the folder is not trusted, because an attacker could have written it."""
     monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
     names = list(blas.BUILDS["x86_64"].libraries)
     folder = build_directory(

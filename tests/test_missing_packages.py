@@ -1,4 +1,4 @@
-"""A package that is not installed is one line, which says what brings it."""
+"""Test missing packages: a one-line error that names the command to install them."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ COMMANDS = [
     *map(tuple, DATA["commands"]),
     *((name, "export-onnx --model nowhere -o out") for name in ("onnx", "onnxruntime", "mlx")),
 ]
-SUBCOMMAND = "mlx-sparse export-onnx"  # the same by its other name
+SUBCOMMAND = "mlx-sparse export-onnx"  # the same command under its other name
 COMMANDS.append(("onnx", f"{SUBCOMMAND} --model nowhere -o out"))
 
 
-# Runs each command as the installed script does, in turn: the import of its module counts too. What it printed is JSON.
+# Runs each command like the installed script, with the import of its module, and prints the results as JSON.
 SCRIPT = f"""
 import contextlib, importlib, io, json, sys
 found = []
@@ -74,10 +74,10 @@ print(json.dumps(found))
 
 @functools.cache
 def said(absent: str, folder: Path) -> dict[str, tuple[int, str]]:
-    """Exit code and output of every command that lacks ``absent``, in one process: it may lack it many times."""
+    """Run every command that needs ``absent`` in one process; return exit codes and outputs."""
     (folder / "model").mkdir()
     words = [words for name, words in COMMANDS if name == absent]
-    # The model is found first.
+    # This command looks for the model first.
     named = [f"{text} --model model" if text == "bench generate --engine onnx" else text for text in words]
     programs = [text if "export-onnx" in text else f"mlx-sparse {text}" for text in named]
     done = run(absent, "-c", SCRIPT, json.dumps(programs), folder=folder)
@@ -116,7 +116,7 @@ def test_imports_name_the_missing_package(absent: str, name: str) -> None:
     hint = extras.install_hint(extras.EXTRAS[absent])
     message = f"{absent}: expected it to be installed, got none. Run {hint}."
     assert done.stderr.splitlines()[-1] == f"mlx_sparse.extras.PackageMissing: {message}"
-    assert done.stderr.count("Traceback") == 1  # without the one of the package below
+    assert done.stderr.count("Traceback") == 1  # without the chained traceback of the import
 
 
 def test_missing_package_is_an_import_error() -> None:
@@ -148,7 +148,7 @@ def test_extras_match_pyproject() -> None:
             name = re.split(r"[\[<>=;]", requirement)[0].replace("-", "_").removesuffix("_cpu")
             homes.setdefault(name, set()).add(extra)
     assert extras.EXTRAS.keys() == homes.keys()
-    homes["transformers"].add("")  # of mlx-lm, which a plain install brings
+    homes["transformers"].add("")  # a dependency of mlx-lm, which a plain install includes
     assert all(extra in homes[name] for name, extra in extras.EXTRAS.items())
 
 

@@ -1,4 +1,4 @@
-"""The README says what the program does."""
+"""Test that README and docs match the program."""
 
 from __future__ import annotations
 

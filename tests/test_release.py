@@ -1,4 +1,4 @@
-"""One version, and release notes that are cut from CHANGELOG.md."""
+"""Test scripts/release.py: one version, and release notes from CHANGELOG.md."""
 
 from __future__ import annotations
 

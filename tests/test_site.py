@@ -1,4 +1,4 @@
-"""The site: it builds without a warning, every link leads somewhere, and it shows what a forge and Python show."""
+"""Test the site: the build, links, public names, and the same content as on a Git host."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_every_public_name_is_shown(site: Path) -> None:
 
 
 def pages(repo_url: str) -> dict[str, tuple[str, str]]:
-    """The Markdown of every page as it is written, and as mkdocs is given it."""
+    """Return the Markdown of every page, as written and as passed to mkdocs."""
     config = load_config(str(ROOT / "mkdocs.yml"), repo_url=repo_url)
     files = config.plugins.on_files(get_files(config), config=config)
     found = {}
     for file in files.documentation_pages():
-        if file.abs_src_path:  # those of the API have no file
+        if file.abs_src_path:  # API pages have no file
             page = Page(None, file, config)
             given = config.plugins.on_page_markdown(file.content_string, page=page, config=config, files=files)
             found[file.src_uri] = file.content_string, given
@@ -78,7 +78,7 @@ def test_external_links_lead_to_the_repository() -> None:
         notebook = "examples/quality_vs_bytes.ipynb"
         link = f"[{Path(notebook).name}]({forge}/blob/HEAD/{notebook})" if repo_url else f"`{notebook}`"
         assert f"| {link} |" in given["examples.md"]
-        # Pages of the site are linked as such, wherever their files lie.
+        # Links to pages of the site stay relative, wherever the files are.
         assert "](spec/sparq.md)" in given["README.md"]
         assert "](tests/msl/README.md)" in given["methods.md"]
         assert "](../quality.svg)" in given["results/quality.md"]

@@ -1,4 +1,4 @@
-"""The workflows of .github, as far as they can be told from here: their form, and that what they run is there."""
+"""Test the workflows of .github: syntax, pinned actions and the scripts that they run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ by_workflow = pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: pa
 
 
 def lint(*files: Path) -> subprocess.CompletedProcess[str]:
-    """What actionlint, with shellcheck for the steps, says."""
+    """Run actionlint, with shellcheck for the steps."""
     if not (BIN / "actionlint").exists():
         absent("actionlint", "not installed beside this Python")
     command = [BIN / "actionlint", "-no-color", f"-shellcheck={BIN / 'shellcheck'}", *files]
@@ -42,7 +42,7 @@ def test_actions_are_pinned_and_permissions_read_only(workflow: Path) -> None:
 
 @by_workflow
 def test_pipes_run_with_pipefail(workflow: Path) -> None:
-    """A step without `shell: bash` runs without pipefail."""
+    """Without `shell: bash` a step ignores failures before a pipe."""
     text = workflow.read_text()
     piped = [line for line in text.splitlines() if re.search(r"[^|]\|\s*(?:tee|grep|tail|head|jq)\b", line)]
     assert not piped or re.search(r"^defaults:\n  run:\n    shell: bash\b", text, re.M), piped
@@ -62,7 +62,7 @@ def test_metal_runs_on_three_systems() -> None:
     text = (ROOT / ".github" / "workflows" / "metal.yml").read_text()
     gpu = text[text.index("\n  gpu:") : text.index("\n  texts:")]
     assert "os: [macos-14, macos-15, macos-26]" in gpu
-    assert re.search(r"MLX_SPARSE_REQUIRE: metal\b", gpu)  # what tests/fixtures/fixtures_msl.py asks
+    assert re.search(r"MLX_SPARSE_REQUIRE: metal\b", gpu)  # read by tests/fixtures/fixtures_msl.py
     for folders in ("tests/conformance tests/kernels -k metal", "tests/lm"):
         assert re.search(rf"run: scripts/metal_tests\.sh \w+ {folders}$", gpu, re.M)
     assert "metal_device.py" in gpu

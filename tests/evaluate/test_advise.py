@@ -1,4 +1,4 @@
-"""`mlx-sparse advise`: bytes of a decode step, thresholds, the recommendation, and refusals."""
+"""Test `mlx-sparse advise`: bytes of a decode step, thresholds, the recommendation and errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ K32, K128 = 32_768, 131_072
 def test_bytes_of_large_models_match_hand_counts(
     family: str, config: dict[str, Any], per_token: int, short: int, long: int
 ) -> None:
-    """Whole models in 4 bits, of which nothing is computed; the share of float16 caches at 32k and 128k in percent."""
+    """Compare the share of float16 KV caches in percent at 32k and 128k tokens, for 4-bit models that never run."""
     module = importlib.import_module(f"mlx_lm.models.{family}")
     model = module.Model(module.ModelArgs.from_dict({"model_type": family, **config}))
     model.set_dtype(mx.float16)
@@ -58,7 +58,7 @@ def test_bytes_of_large_models_match_hand_counts(
     assert mx.get_active_memory() - before < 1 << 20
     layers = config["num_hidden_layers"]
     assert set(traffic.kept) == {Kept("full", per_token // layers)} and len(traffic.kept) == layers
-    # By hand the input embedding is counted as well, every parameter at 0.5625 bytes.
+    # The hand count includes the input embedding, with 0.5625 bytes for each parameter.
     weights = traffic.weights + int(0.5625 * config["vocab_size"] * config["hidden_size"])
     by_hand = dataclasses.replace(traffic, weights=weights)
     assert (round(100 * by_hand.share(K32)), round(100 * by_hand.share(K128))) == (short, long)
@@ -151,7 +151,7 @@ def attempt(
         ({"kl": 0.05, "agreement": 0.9, "text": 0.8}, True),
         ({"kl": 0.051}, False),
         ({"kl": float("nan")}, False),
-        ({"agreement": 0.88}, True),  # of 400 tokens within two standard errors of the threshold
+        ({"agreement": 0.88}, True),  # 400 tokens: within two standard errors of the threshold
         ({"agreement": 0.86}, False),
         ({"text": 0.75}, False),  # in both tasks
         ({"calls": 0}, False),
@@ -177,7 +177,7 @@ def test_advice_is_negative_if_oracle_selection_fails() -> None:
     bad, good = attempt("oracle_top_k:top_k=511", kl=1), attempt("oracle_top_k:top_k=511")
     hopeless = page_of(quality_of([bad], []))
     assert hopeless.advice()[0].startswith("Do not use it: even the best selection of keys")
-    # A method that passes all the same is luck, and the bound saves nothing.
+    # If the oracle fails, a method that passes does so by chance.
     assert page_of(quality_of([bad], [attempt("sparq:rank=4,top_k=128")])).chosen is None is hopeless.chosen
     assert page_of(quality_of([good], [attempt("oracle_top_k:top_k=300")])).chosen is None
     none = page_of(quality_of([good], [attempt("sparq:rank=4,top_k=128", kl=1)]))
@@ -194,7 +194,9 @@ def test_cheapest_passing_method_is_recommended() -> None:
         attempt("sparq:rank=2,top_k=62,dense_below=0", 0.125, kl=1),
     ]
     found = page_of(quality_of([attempt("oracle_top_k:top_k=511")], attempts))
-    assert str(found.chosen) == "sparq:rank=4"  # where it pays, and with no fewer keys than the default
+    assert (
+        str(found.chosen) == "sparq:rank=4"
+    )  # sparse at the crossover length and longer, with at least the default number of keys
     assert found.advice()[0].startswith('Use --attn "sparq:rank=4": `sparq:rank=4,top_k=126,dense_below=0` is the')
     assert "passes" in str(found) and "fails" in str(found)
     assert json.loads(json.dumps(found.as_dict()))["attn"] == "sparq:rank=4"
@@ -255,7 +257,7 @@ def test_command_stops_at_a_failing_budget_and_saves(
 def test_uniform_attention_fails_every_selection(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], without_torch: dict[str, str]
 ) -> None:
-    """Queries of zero attend to all keys alike, and half of the keys are not half of what they say."""
+    """Zero the queries, so that all keys have the same weight and every selection loses information."""
     file, text, saved = tmp_path / "model" / "model.safetensors", tmp_path / "text.txt", tmp_path / "attn.toml"
     write(tmp_path / "model")
     weights: Any = mx.load(str(file))

@@ -1,4 +1,4 @@
-"""SAAP's artefact: what is written is what is read, and everything else is refused with one line."""
+"""Test SAAP artefacts: the round trip, and one-line errors for all other files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, change: Any) -> None:
-    """Change the header as JSON data, and write the file with whatever length that gives it."""
+    """Change the JSON header and write the file with the new header length."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -55,7 +55,7 @@ def rewrite(path: Path, change: Any) -> None:
 
 
 def describe(path: Path, **changes: Any) -> None:
-    """Change the description in the metadata; None leaves a field out."""
+    """Change fields of the description in the metadata; None removes a field."""
 
     def change(header: dict[str, Any]) -> None:
         about = json.loads(header["__metadata__"]["mlx_sparse"]) | changes
@@ -285,7 +285,7 @@ def test_nested_text_config_is_part_of_the_identity() -> None:
 
 
 class Arguments:
-    """As of models whose text config is an object."""
+    """Hold model arguments as attributes, for a text config that is an object."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__ |= values

@@ -1,4 +1,4 @@
-"""`mlx-sparse bench`, the same for every engine: options, the check before timing, paired ratios, rows at once."""
+"""Test `mlx-sparse bench` on every engine: options, the check before timing, paired ratios and immediate output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASE = Case("float16", Shape(4, 2, 32), 1, 200)
 
 
 class Fake(Variant):
-    """A variant with the result and the seconds that the test gives."""
+    """Variant with a given result and a given time in seconds."""
 
     def __init__(self, name: str, seconds: float = 1e-6, wrong: Any = None, role: str = "sparse", ours: bool = True):
         super().__init__(CASE, "dense" if role == "dense" else name, "" if role == "dense" else "ops", dense=name)
@@ -51,7 +51,7 @@ class Fake(Variant):
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch calls it."""
+    """Error with the name of torch's out-of-memory error."""
 
 
 def test_correct_variants_alternate_and_wrong_ones_are_not_timed() -> None:
@@ -61,7 +61,7 @@ def test_correct_variants_alternate_and_wrong_ones_are_not_timed() -> None:
     assert [fake.taken for fake in fakes] == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [], [0, 1, 2, 3, 4]]
     a, b = (row.as_dict() for row in rows)
     assert (a["dense"], a["dense_us"], a["sparse_us"], a["turns"]) == ("products", 12, 8, 3)
-    assert (a["ratio"], a["ratio_low"], a["ratio_high"]) == pytest.approx((1.5, 1.5, 1.5))  # of each turn
+    assert (a["ratio"], a["ratio_low"], a["ratio_high"]) == pytest.approx((1.5, 1.5, 1.5))  # the ratio of each turn
     assert a["dense_ways_us"] == pytest.approx({"mlx": 16, "products": 12})
     assert (b["failed"], b["note"], b["sparse_us"], b["ratio"]) == (True, "wrong result: error 1", None, None)
     assert {"dtype": "float16", "shape": "4x2x32", "batch": 1, "S": 200, "backend": "ops"}.items() <= a.items()
@@ -118,11 +118,11 @@ def test_spread_is_quartiles() -> None:
     assert Spread(99.94, 100.4, 1000).text() == "100.4 (99.9 to 1,000.0)"
 
 
-# The loop over cases
+# Loop over cases
 
 
 def ran(form: str, made: Any, out: Path | None = None, budget: float = math.inf) -> tuple[bool, str]:
-    """Run two cases with the variants of ``made``."""
+    """Run two cases with the variants from ``made``; return success and the printed text."""
     request = Request("step", [], ["ops"], [CASE, CASE], 2, budget)
     printed, engine = io.StringIO(), SimpleNamespace(variants=lambda request, case: made())
     with redirect_stdout(printed):
@@ -186,7 +186,7 @@ def test_planted_decode_problem_matches_the_oracle(text: str, dtype: str) -> Non
     assert problem.wrong(run(problem.queries, problem.keys, problem.values, **settings)) is None
     dense = oracle.dense_attention(problem.queries, problem.keys, problem.values)
     assert str(problem.wrong(dense)).startswith("wrong result: error")
-    if "top_k" in settings:  # a key or a page too few
+    if "top_k" in settings:  # one key or one page less
         settings["top_k"] -= settings.get("page_size", 1)
         assert problem.wrong(run(problem.queries, problem.keys, problem.values, **settings))
 
@@ -239,7 +239,7 @@ ENGINES = pytest.mark.parametrize("engine", command.ENGINES)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the one line of a refusal."""
+    """Return the one-line error of a command that fails."""
     assert cli.main(["bench", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("mlx-sparse: error: ") and error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""mlx-sparse bench generate: prompts of exact lengths, the fields of rows, and once the real commands."""
+"""Test `mlx-sparse bench generate`: prompts of exact lengths, fields of rows, and one run of the real commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def words(text: str) -> list[int]:
 
 
 class Fake(Generation):
-    """A generation with the speeds of the test."""
+    """Generation with given speeds."""
 
     def __init__(self, method: str, speeds: list[float], wrong: str | None = None) -> None:
         super().__init__(Context(100), method, "x")
@@ -47,7 +47,7 @@ def test_ratios_compare_the_same_turn() -> None:
     made: list[Generation] = [Fake("dense", [10, 4, 8]), Fake("sparq", [20, 6, 12]), Fake("saap", [], wrong="wrong")]
     dense, sparse, wrong = (row.as_dict() for row in generate.measure(made, 3))
     assert (dense["generation"], dense["generation_ratio"]) == (8, 1)
-    assert (sparse["generation"], sparse["generation_ratio"]) == (12, 1.5)  # not 12 / 8 of the medians
+    assert (sparse["generation"], sparse["generation_ratio"]) == (12, 1.5)  # not 12 / 8, the ratio of the medians
     assert (sparse["generation_ratio_low"], sparse["generation_ratio_high"]) == (1.5, 1.75)
     assert (wrong["failed"], wrong["note"], wrong["turns"], "generation" in wrong) == (True, "wrong", 0, False)
 
@@ -96,7 +96,7 @@ def test_real_commands_are_compared(tmp_path: Path, without_torch: Any, capsys: 
         (SPARQ, 50, 8, 1),
     ]
     assert dense["as_dense"] and not sparse["as_dense"]
-    assert sparse["report"]["sparse_calls"] == 2 * 9  # layers, and tokens with the last of the prompt
+    assert sparse["report"]["sparse_calls"] == 2 * 9  # 2 layers, 8 tokens and the last prompt token
     assert dense["report"] is None and 0 < sparse["report"]["sparse_bytes"] < sparse["report"]["dense_bytes"]
     assert all(row[name] > 0 for row in (dense, sparse) for name in ("prompt", "generation", "generation_ratio"))
     assert "processors" in document["load average"] and document["machine"]["mlx"]

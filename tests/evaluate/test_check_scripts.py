@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh and scripts/mac_check.sh as commands: what they would do, and what they refuse."""
+"""Test the command lines of scripts/gpu_check.sh and scripts/mac_check.sh: dry run and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong options of the evaluation commands: a one-line error before a model or a text is loaded."""
+"""Test wrong options of the evaluation commands: one-line errors before a model or a text is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo: reading the two runs, its refusals, and once the whole of it with the real commands."""
+"""Test the demo: the parser of the two runs, errors, and one complete run with the real commands."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_runs_are_compared(smollm2: Path) -> None:
     dense = Outcome("The pass key is 71853.", 2434, 100.0, 12, 10.0)
     sparse = Outcome("The pass key is 71863! Yes", 2434, 100.0, 12, 10.0, REPORT)
     result = compare(smollm2, KEY, "sparq", dense, sparse)
-    # The first four words, a blank, five digits and the mark are a token each; the longer answer has one more word.
+    # The first four words, the space, each of the five digits and the punctuation are one token each.
     assert (result["same_tokens"], result["tokens"]) == (9, 12)
     assert result["dense"]["right"] and not result["sparse"]["right"]
     assert result["bytes_ratio"] == 0.25
@@ -93,7 +93,7 @@ def test_failing_command_is_shown(
 def test_demo_with_the_default_model(
     demo_cache: Path, smollm2: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text that a user sees with ``--every``; otherwise its beginning, in which the model finds the key too."""
+    """Run the demo on the full text with ``--every``, and else on its beginning, which also holds the key."""
     if not tier.every:
         monkeypatch.setattr(settle, "CHARACTERS", (2_000,))
     options = ["--attn", "sparq:dense_below=0", "--fast-blas", "--json"]
@@ -105,7 +105,7 @@ def test_demo_with_the_default_model(
     report = result["report"]
     assert report["served_layers"] == report["layers"] == 30
     assert report["sparse_calls"] > 0 and 0 < result["bytes_ratio"] < 0.5
-    assert (result["thresholds"], result["forced"]) == ([], False)  # the user decided
+    assert (result["thresholds"], result["forced"]) == ([], False)  # the user set the threshold
 
 
 def test_demo_of_another_model_calibrates(
@@ -120,5 +120,5 @@ def test_demo_of_another_model_calibrates(
     assert report["sparse_calls"] > 0 and row["outlook"].startswith("sparse from ")
     assert ("dense_below=0" in report["attn"]) == result["forced"]
     assert result["forced"] or result["dense"]["prompt_tokens"] > row["value"]
-    if row["how"].startswith("measured"):  # this machine is not always quiet enough
+    if row["how"].startswith("measured"):  # calibration needs an idle machine
         assert list((tmp_path / "cache").rglob("*.json"))

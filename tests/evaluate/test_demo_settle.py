@@ -1,4 +1,4 @@
-"""Length of the demo's text and forced sparse attention, for machines with a low, a high or no crossover length."""
+"""Test the length of the demo's text and forced sparse attention for low, high and infinite crossover lengths."""
 
 from __future__ import annotations
 
@@ -55,7 +55,12 @@ def test_sparse_attention_is_forced_where_the_text_would_be_too_long(values: lis
 
 @pytest.mark.parametrize(
     ("share", "most", "forced"),
-    [(0.5, 20_000, False), (0.5, 6000, True), (0.5, 8500, True), (0.0, 20_000, True)],  # 8,500: it fits, its margin not
+    [
+        (0.5, 20_000, False),
+        (0.5, 6000, True),
+        (0.5, 8500, True),
+        (0.0, 20_000, True),
+    ],  # at 8,500 the threshold fits, but not its margin
 )
 def test_prefill_and_decode_methods_are_forced_separately(share: float, most: int, forced: bool) -> None:
     settled = settle("sample+sparq", [row("sample", share), row("sparq", 3500)], count, most)

@@ -1,4 +1,4 @@
-"""`mlx-sparse` itself: doctor, matrix, and what it says to a mistake."""
+"""Test `mlx-sparse` itself: doctor, matrix and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMANDS = DATA["commands"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
+    """Return the exit code, standard output and standard error of a command."""
     try:
         code = cli.main(arguments)
     except SystemExit as ended:

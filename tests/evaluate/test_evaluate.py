@@ -1,4 +1,4 @@
-"""`mlx-sparse eval`: figures of examples, and resumed runs."""
+"""Test the runner of `mlx-sparse eval`: figures of examples and resumed runs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rows() -> dict[str, Row]:
 
 
 def cells(row: Row) -> dict[str, str]:
-    """Return the cells of a row in its table, by column."""
+    """Return the cells of a row in its table by column."""
     (table,) = tables([row], row.task)
     return dict(zip(table.header, table.rows[0], strict=True))
 
@@ -75,7 +75,7 @@ def test_selecting_every_key_matches_dense(rows: dict[str, Row]) -> None:
 def test_batched_examples_match_single_examples(rows: dict[str, Row]) -> None:
     methods, model = list(rows)[1:], build()
     examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:107], TOKENS[107:113])]
-    together = Steps(model, Words(), examples, 512)  # the shorter target's row goes on to the other's end
+    together = Steps(model, Words(), examples, 512)  # the row with the shorter target runs to the end of the longer one
     for variant in (DENSE, *variants(*methods)):
         alone = [Steps(model, Words(), [example], 512).trials(variant)[0] for example in examples]
         for one, of_two in zip(alone, together.trials(variant), strict=True):
@@ -120,9 +120,9 @@ def test_few_keys_are_sparse_and_change_the_output(rows: dict[str, Row]) -> None
     assert row.dense_calls == 0
     assert row.mean.kl > 1e-3
     assert row.compression < 0.5
-    # 113 = 100 * 4 * 9 / 32, rounded up: codes of 4 bits, and lo and step
+    # 113 = 100 * 4 * 9 / 32, rounded up: int4 codes with lo and step
     assert row.formula == pytest.approx((113 + 2 * 8 * 16 + 4 * 16) / (2 * 100 * 16 + 2 * 16))
-    assert row.compression == pytest.approx(row.formula, rel=0.1)  # the keys grow while it decodes
+    assert row.compression == pytest.approx(row.formula, rel=0.1)  # the number of keys grows during decoding
 
 
 def test_quantized_caches_lose_quality_with_fewer_bits() -> None:
@@ -156,7 +156,7 @@ def test_saap_reports_selectivity() -> None:
 
 
 def test_late_index_equals_an_index_from_the_start() -> None:
-    """Prompts are processed densely and once, for all methods."""
+    """Prefill is dense and runs once for all methods, so the index is built after it."""
     model, method = build(), f"saap:mode=online,buckets=8,probes=2,{EXACT}"
     prompt, target = TOKENS[:100], TOKENS[100:120]
     (found,) = Steps(model, Words(), [Example(prompt, target)], 512).trials(Variant(method, method))
@@ -167,7 +167,7 @@ def test_late_index_equals_an_index_from_the_start() -> None:
             rows.append(model(mx.array([[token]]), cache=cache)[0])
     dense = Steps(model, Words(), [Example(prompt, target)], 512).reference[0]
     expected = runner.prompt_outcome(mx.concatenate(rows), dense, target, 2 * len(target))
-    assert found.sparse_calls == 2 * 20 and found.dense_calls == 0  # its prompt was not the method's
+    assert found.sparse_calls == 2 * 20 and found.dense_calls == 0  # the prefill ran without the method
     assert found.outcome.kl == pytest.approx(expected.kl, rel=1e-3)
     assert found.selectivity == pytest.approx(report.buckets.selectivity)
 
@@ -183,7 +183,9 @@ def test_results_depend_on_artefact_content(tmp_path: Path, monkeypatch: pytest.
             tried.append(variant.attn)
             return [Trial(Outcome(1.5, 0.5, 1.0, 0.0), variant.attn)]
 
-    monkeypatch.setattr(Variant, "formula", lambda variant, S, D: None)  # it would ask the artefact, which is none
+    monkeypatch.setattr(
+        Variant, "formula", lambda variant, S, D: None
+    )  # it would load the artefact, which does not exist
     for content in (b"one", b"one", b"two"):
         path.write_bytes(content)
         run([Subject()], method, journal=Journal(tmp_path / "results", "eval", "key", Trial))
@@ -267,7 +269,7 @@ def test_combined_methods_are_sparse_in_both_stages() -> None:
 
 
 class Once:
-    """A subject on which every method can be tried once."""
+    """Subject that fails if a method runs a second time."""
 
     depths, digests = (None,), ("0",)
 
@@ -290,12 +292,12 @@ def test_journaled_results_are_not_run_again(tmp_path: Path) -> None:
 
     first, second = again("sparq"), again("sparq", "streaming")
     assert subject.tried == ["dense", "sparq", "streaming"]
-    assert str(second[:2]) == str(first)  # as text: the errors of one example are no numbers
+    assert str(second[:2]) == str(first)  # compared as text: the error of one example is NaN
     assert second[1].density == [0.25, 0.5]
 
 
 def test_results_depend_on_the_tokens(tmp_path: Path) -> None:
-    """A task that came to ask for something else, or another batch, must not be given what was found before."""
+    """Results are journaled by tokens: a changed task or batch must not reuse earlier results."""
     model, path, counts = build(), tmp_path / "results", []
     for prompt, scored in ((TOKENS[:50], None), (TOKENS[:50], None), (TOKENS[:50], [1]), (TOKENS[1:51], [1])):
         journal = Journal(path, "eval", "key", Trial)

@@ -1,4 +1,4 @@
-"""Settings that a budget gives a method: as much as the transfer formulae allow, and no more."""
+"""Test the settings that a budget gives a method: the largest ones that the transfer formulae allow."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_budget_is_used_up_to_whole_keys_and_components(method: str, budget: Fra
     size = "rank" if "top_k=" in method or "preset" in method else SIZES[config.name]
     more = dataclasses.replace(config, **{size: getattr(config, size) + 1})
     assert transfers(config, S, D) <= budget
-    all_components = size == "rank" and config.rank == D  # whose codes may cost less
+    all_components = size == "rank" and config.rank == D  # int4 codes may cost less than the budget
     assert transfers(more, S, D) > budget or all_components
 
 
 def test_transfers_follow_the_formulae() -> None:
     (config,) = parse("sparq:rank=8,top_k=128,key_bits=16")
     assert transfers(config, S, D) == (S * 8 + 2 * 128 * D + 4 * D) / (2 * S * D + 2 * D)
-    (config,) = parse("sparq:rank=8,top_k=128")  # 4 bits and two numbers of 16 bits in 64 keys
+    (config,) = parse("sparq:rank=8,top_k=128")  # 4 bits per key and two 16-bit numbers per group of 64 keys
     assert transfers(config, S, D) == (S * 8 * 9 / 32 + 2 * 128 * D + 4 * D) / (2 * S * D + 2 * D)
     assert transfers(parse("streaming")[0], S, D) == (2 * 128 * D + 2 * D) / (2 * S * D + 2 * D)
     assert transfers(parse("sample")[0], S, D) is None
@@ -90,7 +90,7 @@ def test_unreachable_budgets_are_left_out_with_a_reason() -> None:
         ("flexgen", "3/4"),
         ("streaming", "3/4"),
         ("streaming", "1/4"),
-        ("sparq:rank=16,top_k=64", None),  # once, as it is
+        ("sparq:rank=16,top_k=64", None),  # once and unchanged
     ]
     (line,) = left_out
     assert "flexgen" in line and line.endswith("Left out.")

@@ -1,4 +1,4 @@
-"""`mlx-sparse eval` as a command: refusals, what it prints and what it leaves in its folder."""
+"""Test the command `mlx-sparse eval`: errors, output and files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlx_sparse.tools.evaluate.inputs import fingerprint
 
 pytestmark = pytest.mark.slow  # commands
 
-# Of a text of which every word is a token.
+# Every word of this text is one token.
 TEXT = commands.text(1800)
 SPARSE_SAMPLE = "sample:alpha_column=0.3,alpha_slash=0.3,block_size=32,dense_below=0"
 

@@ -1,4 +1,4 @@
-"""The report of an evaluation: pictures and tables of its rows, the same page from its files, and hostile files."""
+"""Test the report of an evaluation: pictures, tables, a report from stored results, and hostile files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DATA = read_tables(__file__)
 
 
 class Page(HTMLParser):
-    """Read a page strictly: every element is closed."""
+    """Parse a page and require that every element is closed."""
 
     VOID = ("meta", "img")
 
@@ -57,7 +57,7 @@ class Page(HTMLParser):
 
 
 def drawn(ax: Any) -> dict[str, list[tuple[float, float]]]:
-    """Return the points of each method."""
+    """Return the points of each method in a plot."""
     return {
         line.get_label(): [(float(x), float(y)) for x, y in zip(*line[0].get_data(), strict=True)]
         for line in ax.containers
@@ -100,7 +100,7 @@ def test_picture_depends_on_the_figures_only() -> None:
         assert picture.svg(picture.draw(DECODE)) == first
     assert picture.svg(picture.draw([DECODE[0], replace(DECODE[1], compression=0.4)])) != first
     one = replace(DECODE[1], examples=1, mean_error=NAN, error=NAN)
-    assert picture.draw([one]) is not None  # without an error to show
+    assert picture.draw([one]) is not None  # no error bars
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +120,8 @@ def test_page_is_self_contained_and_complete(written: Path) -> None:
     assert "http" not in (written / report.PAGE).read_text(encoding="utf-8")
     text = " ".join(page.text.split())
     for part in (
-        "sparq:rank=16,top_k=77",  # the settings that the budget made
-        *("0.136", "0.124"),  # formula and count side by side
+        "sparq:rank=16,top_k=77",  # the settings derived from the budget
+        *("0.136", "0.124"),  # formula and count
         "-0.040 ± 0.003",
         "ran densely: 1,000 fewer than 2,048 keys",
         "50% sparse; dense: 1,000 a sliding window",

@@ -1,4 +1,4 @@
-"""The tasks of `mlx-sparse eval` and `mlx-sparse tune-sample`: what they show a model and ask of it."""
+"""Test the tasks of `mlx-sparse eval` and `mlx-sparse tune-sample`: prompts, targets and errors."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_passages_are_deterministic_and_exactly_long(task: Any, context: int) ->
         assert len(passage.tokens) == context
         assert passage.scored == sorted(set(passage.scored))
         assert context // 2 <= passage.scored[0] and passage.scored[-1] < context - 1
-        assert passage.tokens[0] == 1  # what the tokenizer opens a text with
+        assert passage.tokens[0] == 1  # the tokenizer's first token of a text
 
 
 def test_copied_excerpts_come_from_the_first_half() -> None:
     (passage,) = PASSAGES["repetition"](TOKENS * 2, Words(), context=4096, limit=1, seed=3)
     starts = [position for position in passage.scored if position - 1 not in passage.scored]
     assert len(starts) == 4
-    assert len({start % 512 for start in starts}) == 4  # not at fixed places
+    assert len({start % 512 for start in starts}) == 4  # not at fixed positions
     for start in starts:
         first = start + 1 - COPY_PROMPT
         excerpt = passage.tokens[first : first + COPY_PROMPT + COPY_TARGET]
@@ -76,13 +76,13 @@ TOKENIZERS = {
     "triples": Pieces(3, blank=False),
     "sentencepiece": Pieces(1, blank=True),
 }
-LETTERS = {"letters": 3}  # times as many tokens
+LETTERS = {"letters": 3}  # factor on the number of tokens
 ASKING = ("needle", "key_value", "multi_key", "question")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A task's examples with a tokenizer."""
+    """Examples of a task with their tokenizer."""
 
     tokenizer: Any
     context: int
@@ -123,7 +123,7 @@ def test_scored_tokens_spell_the_answer(task: str, kind: str) -> None:
         assert answer[0] == " " and len(answer.split()) >= 1
         assert found.scored(example).strip() in (answer.strip(), answer.replace(" ", ""))
         assert found.prompt(example).count(answer.strip()) == 1
-        assert not found.prompt(example).endswith(" ")  # the blank belongs to the answer
+        assert not found.prompt(example).endswith(" ")  # the space belongs to the answer
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -141,7 +141,7 @@ def test_needle_is_at_its_depth(kind: str) -> None:
         assert before / (before + after) == pytest.approx(example.depth, abs=0.02)
         kinds.add((example.depth, answer.isdigit()))
         assert answer.isdigit() == (len(answer) == 5)
-    assert len(kinds) == 10  # either kind at every depth
+    assert len(kinds) == 10  # both kinds of needles at every depth
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -168,7 +168,7 @@ def test_key_value_queries_one_of_the_pairs(kind: str) -> None:
         key = re.search(r"\n\s?(\w+):$", prompt).group(1)
         assert dict(pairs)[key] == answer
         wanted.add([name for name, _ in pairs].index(key))
-    assert len(wanted) > 2  # from all over the list
+    assert len(wanted) > 2  # from several positions in the list
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

@@ -1,4 +1,4 @@
-"""Texts for `--text`: files, and what pinned packages hold, of which nothing is run."""
+"""Test the texts for `--text`: files, and books from pinned packages whose code never runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_unreadable_texts_are_an_error(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new cache folder that shares the downloads with the user's."""
+    """Return a new cache folder that shares the downloads with the user's cache."""
     folder, shared = tmp_path_factory.mktemp("cache"), cache_directory()
     archives = [
         texts.fetch(texts.PLAYS, texts.PLAYS_SHA256, shared, source=True),
@@ -94,6 +94,6 @@ def test_books_are_cut_at_their_markers() -> None:
 
 
 def test_pipes_are_not_opened_by_the_check(tmp_path: Path) -> None:
-    """Such as a shell's <(command); opening this one would wait for a writer."""
+    """A shell's <(command) is a pipe that can be read once. Opening this one would block until a writer exists."""
     os.mkfifo(tmp_path / "pipe")
     texts.check([str(tmp_path / "pipe"), "novels"])

@@ -1,4 +1,4 @@
-"""Commands fetch nothing before all options are checked, and OpenBLAS only for the demo with `--fast-blas`."""
+"""Test that commands check all options before a download, and fetch OpenBLAS only for `demo --fast-blas`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mlx_sparse.tools.assets import blas
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # commands
 linux = pytest.mark.skipif(not blas.wanted(), reason="MLX does not compute on a Linux CPU here, or a BLAS is preloaded")
 
-DEMO = "demo --model no-tokenizer"  # ends soon after OpenBLAS would have been fetched
-# With a text and without a model: the default model would be fetched.
+DEMO = "demo --model no-tokenizer"  # fails right after the point where OpenBLAS would be fetched
+# Commands without a model would download the default model.
 COMMANDS = {
     "eval": "eval --methods sparq --text text.txt",
     "tune-sample": "tune-sample --text text.txt --lengths 4k",
@@ -27,7 +27,7 @@ COMMANDS = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with a model and a text; no package can be fetched."""
+    """Create a working folder with a model and a text, without access to packages."""
     tiny_models.write(tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny_models.words(tiny_models.prompt_of(3000)))
     tiny_models.write(tmp_path / "no-tokenizer")
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fails(capfd: Any, words: str) -> str:
-    """What a command that fails prints on standard error; its cache folder is `cache`."""
+    """Return the standard error of a command that fails; its cache folder is `cache`."""
     assert cli.main([*words.split(), "--cache-dir", "cache"]) == 2
     return str(capfd.readouterr().err)
 

@@ -1,4 +1,4 @@
-"""The conversion of Gemma 3 on a tiny file of the same form; the real model has `test_gemma3_real`, on request."""
+"""Test the conversion of Gemma 3 with a tiny file of the same format; `test_gemma3_real` has the real model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYERS = 6
 SPECIALS = ["<pad>", "<eos>", "<bos>", "<unk>"]
 RUNS = ["▁▁", "▁▁▁", "\n\n", "<b>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-# In the order of their scores, as SentencePiece trained on text would give; the last are single characters.
+# Pieces in descending order of their scores; the last ones are single characters.
 WORDS = ["th", "he", "▁t", "▁th", "▁the", "the", "an", "▁an", "and", "▁and", "er", "▁a", "in", "ing", "en", "re", "▁re"]
 LETTERS = list("▁thedrangi\n0")
 PIECES = [*SPECIALS, *RUNS, *BYTES, *WORDS, *LETTERS]
@@ -42,7 +42,7 @@ SCORES = [-1000.0] * len(SPECIALS + RUNS) + [0.0] * len(BYTES) + [-float(i) for 
 
 
 def original() -> gemma3_text.Model:
-    """A model of random weights, as mlx-lm means them."""
+    """Build a model with random weights in mlx-lm's convention."""
     arguments = gemma3_text.ModelArgs(vocab_size=len(PIECES), **DATA["arguments"])
     model = gemma3_text.Model(arguments)
     model.sanitize({})
@@ -53,7 +53,7 @@ def original() -> gemma3_text.Model:
 
 
 def write_gguf(path: Path, model: gemma3_text.Model, architecture: str = "gemma3") -> Path:
-    """The model in the form of llama.cpp's converter: its names, norms as whole factors, some tensors quantised."""
+    """Write the model in llama.cpp's format: its tensor names, norm weights plus one, some quantized tensors."""
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in DATA["fields"].items():
         writer.add_uint32(f"gemma3.{name}", value)
@@ -81,7 +81,7 @@ def write_gguf(path: Path, model: gemma3_text.Model, architecture: str = "gemma3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, converted."""
+    """Return the folder of the converted tiny model."""
     where = tmp_path_factory.mktemp("gemma")
     path = write_gguf(where / "tiny.gguf", original())
     return gemma3.convert(path, where / "model", file_hash(path))
@@ -99,8 +99,8 @@ def test_converted_model_matches_the_original(folder: Path) -> None:
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         assert weight.dtype == mx.float32, name
-        # Adding one and taking it away again may round. Eight bits round to half a step, 1 / 127 of the largest of 32,
-        # and the step itself is a half.
+        # Adding and subtracting one may round. 8-bit values round to half a step, which is 1 / 127 of the largest of 32
+        # values; the step itself is a float16.
         step = float(mx.abs(theirs[name]).max()) * (2**-22 if "v_proj" not in name else 0.5 / 127 + 2**-11)
         np.testing.assert_allclose(np.array(weight), np.array(theirs[name]), rtol=0, atol=step, err_msg=name)
     tokens = mx.array([[2, *range(40, 70)]])  # longer than the window
@@ -118,7 +118,7 @@ def test_hyper_parameters_come_from_the_file(folder: Path) -> None:
 
 
 def joined(text: str) -> list[str]:
-    """SentencePiece's rule: among neighbours that make a piece, join those whose piece has the best score."""
+    """Merge like SentencePiece: repeatedly join the neighbors whose merged piece has the best score."""
     scores = dict(zip(WORDS + LETTERS, SCORES[-len(WORDS + LETTERS) :], strict=True))
     parts = list(text.replace(" ", "▁"))
     while found := [(-scores[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in scores]:  # noqa: B905, RUF007

@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh as far as a machine without an NVIDIA GPU can tell."""
+"""Test scripts/gpu_check.sh on a machine without an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TESTS = (
     "conformance/test_buckets",
 )
 UNFINISHED = [f"the benchmark of {what} did not finish" for what in ("decode steps", "SAAP's steps", "prefill")]
-# A python3 that claims to see a GPU, and has no xdist; the rest it does as the one that runs this.
+# A python3 that reports a GPU and no xdist, and otherwise calls the Python of this test.
 PYTHON = """case "$*" in
   *cuda.is_available*) echo True ;;
   *"find_spec('xdist')"*) exit 1 ;;
@@ -40,7 +40,7 @@ PYTHON = """case "$*" in
   *) exec {python} "$@" ;;
 esac
 """
-# In place of the limits in seconds, which say nothing about a rehearsal: all in time, or none.
+# Replaces the time limits: every command is in time, or none is.
 TIMEOUT = {"in time": 'shift 3\nexec "$@"', "expired": "exit 124"}
 NVIDIA_SMI = """case "$1" in *=name) echo "NVIDIA H200" ;; *) echo 580.159.04 ;; esac
 """
@@ -54,9 +54,9 @@ def test_triton_kernel():
 
 
 def machine(folder: Path, *, missing: str | None = None, fails: bool = False, limits: str = "in time") -> Path:
-    """A copy of the project, with other tests, on a machine that answers as one with a GPU does, at its own speed.
+    """Create a copy of the project with other tests and with commands that report a GPU.
 
-    Where a package is missing the benchmark ends at once, as it does by itself without a GPU behind it.
+    If a package is missing, the benchmark ends at once, as the real one does without a GPU.
     """
     if shutil.which("nvidia-smi"):
         pytest.skip("with a GPU it would run the whole benchmark")
@@ -101,7 +101,7 @@ def test_report_names_the_machine_and_tests(tmp_path: Path) -> None:
     found = lines[0]
     assert {"gpu": "NVIDIA H200", "driver": "580.159.04"}.items() <= found["machine"].items()
     assert (found["tests"]["tests"], found["tests"]["failed"]) == (len(TESTS), [])
-    # There is no GPU behind it, so the real benchmark refused.
+    # The real benchmark fails because there is no GPU.
     assert "expected an NVIDIA GPU with torch and triton, got none" in done.stderr
     assert found["problems"] == UNFINISHED
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""scripts/mac_check.sh as far as a machine that is no Mac can tell."""
+"""Test scripts/mac_check.sh on a machine that is not a Mac."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILES = [
     "conformance/test_buckets",
 ]
 
-# What a Mac answers, and a project of which only the parts that the script calls are there.
+# Answers of a Mac's commands, and tests for a project with only the parts that the script calls.
 MAC = {
     "uname": "echo Darwin arm64",
     "sysctl": "echo Mac14,9",
@@ -43,7 +43,7 @@ def test_kernel(backend):
 
 @pytest.fixture
 def mac(tmp_path: Path) -> Path:
-    """A project on a machine that answers as a Mac does; its environment is this one's."""
+    """Create a project with commands that answer like a Mac's, in the environment of this test."""
     if sys.platform == "darwin":
         pytest.skip("on a Mac it would run the whole benchmark")
     for folder in ("scripts", "tests"):
@@ -84,7 +84,7 @@ def test_report_names_the_machine_and_tests(mac: Path) -> None:
     for name in ("validated", "plain"):
         assert (found["tests"][name]["tests"], found["tests"][name]["failed"]) == (8, [])
     assert found["validation"] == []
-    # There is no Metal GPU behind it, so the real benchmark refused.
+    # The real benchmark fails because there is no Metal GPU.
     assert found["problems"] == ["the benchmark did not finish", "the prefill benchmark did not finish"]
     assert done.returncode == 1
     assert "expected one that has sparq here, got metal (MLX finds no Metal GPU on this machine)" in done.stderr
@@ -92,14 +92,14 @@ def test_report_names_the_machine_and_tests(mac: Path) -> None:
 
 
 def module(name: str) -> str:
-    """As junit calls it."""
+    """Return the JUnit name of a test module."""
     return f"tests.{name}".replace("/", ".")
 
 
 def test_failures_and_validation_messages_are_reported(mac: Path) -> None:
     _, found = check(mac, message="Invalid device load at offset 4096", fails=True)
     assert [bad["test"] for bad in found["tests"]["validated"]["failed"]] == [
-        # all of the Metal files, and what is metal in the others
+        # all tests of the Metal files, and the metal ones of the other files
         *(f"{module(name)}::test_kernel[{backend}]" for name in FILES[:2] for backend in ("ops", "metal")),
         *(f"{module(name)}::test_kernel[metal]" for name in FILES[2:]),
     ]
@@ -112,7 +112,7 @@ def test_failures_and_validation_messages_are_reported(mac: Path) -> None:
 
 
 def test_empty_folder_is_unfinished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "validated.xml").write_text("<testsuites>")  # cut short
+    (tmp_path / "validated.xml").write_text("<testsuites>")  # truncated
     assert check_report.main(["mac", str(tmp_path), str(tmp_path / "result.json")]) == 1
     assert json.loads((tmp_path / "result.json").read_text())["problems"] == [
         "tests (validated) did not finish",
@@ -141,7 +141,7 @@ def test_passed_command_checks_the_tests(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], found: dict, said: list[str]
 ) -> None:
     report = tmp_path / "mac_check.json"
-    if found:  # a script that was ended leaves none
+    if found:  # a killed script leaves no report
         report.write_text(json.dumps(found))
     assert check_report.main(["passed", str(report)]) == bool(said)
     assert capsys.readouterr().out.splitlines() == (said or [f"{report}: nothing wrong"])

@@ -1,4 +1,4 @@
-"""`mlx-sparse bench --engine onnx`: every variant is right, and a wrong one gets no time."""
+"""Test `mlx-sparse bench --engine onnx`: every variant is correct, and a wrong one is not timed."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_wrong_results_are_not_timed(arguments: list[str], wrong: Any, monkeypat
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model."""
+    """Return the folder of a tiny model."""
     return tiny_models.write(tmp_path_factory.mktemp("models") / "llama", max_position_embeddings=512)
 
 

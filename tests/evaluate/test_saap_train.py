@@ -1,4 +1,4 @@
-"""What SAAP's query networks are trained with, against the oracle: k-means, targets, the gradient, batch norm."""
+"""Test the training of SAAP's query networks against the oracle: k-means, targets, gradient and batch norm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ D, BUCKETS = 16, 12
 
 
 def clustered(n: int, seed: int = 0, *, groups: int = 20) -> Array:
-    """Keys of different lengths around a few directions, off the origin as a model's are."""
+    """Return keys of different norms around a few directions with a common offset, like a model's keys."""
     random = np.random.default_rng(seed)
     centres = random.normal(size=(groups, D)) + 2 * random.normal(size=D)
     keys = centres[random.integers(groups, size=n)] + 0.4 * random.normal(size=(n, D))
@@ -84,7 +84,7 @@ DISTANCES = Distances(sink_tokens=2, recent_tokens=40, farthest_top=20)
 
 
 def texts(seed: int = 0, *, every: int = 1) -> Texts:
-    """Random texts in which "before RoPE" is told from "after"; float16, as on disk."""
+    """Return random float16 texts with different pre-RoPE and post-RoPE rows."""
     random = np.random.default_rng(seed)
 
     def array(heads: int, n: int) -> Array:
@@ -115,7 +115,7 @@ def test_targets_match_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
             mass.append(target.mass)
         assert 10 < len(found.target) < found.seen == WINDOWS * GROUP * S
         np.testing.assert_array_equal(found.queries, np.concatenate(queries))
-        # float16: half a unit in the last place of a number below 1, and float32 scores before it
+        # half a float16 ulp below 1, plus the float32 error of the scores
         np.testing.assert_allclose(found.target, np.concatenate(mass), atol=2**-12 + 1e-5)
 
 
@@ -152,7 +152,7 @@ EVEN = mx.ones((HEADS, BUCKETS))
 
 
 def long_tailed_rows(n: int, seed: int = 0, *, heads: int = HEADS) -> list[Rows]:
-    """Queries and targets that a query determines, but not by the inner products with centroids alone."""
+    """Return queries and targets that are a nonlinear function of the queries, beyond what centroids predict."""
     random = np.random.default_rng(seed)
     truth = np.random.default_rng(99).normal(size=(heads, D, BUCKETS))
     found = []
@@ -181,7 +181,7 @@ def started(rows: list[Rows], *, at_random: bool = False) -> network.Params:
 
 
 def plain_loss(params: dict[str, Array], queries: Array, target: Array) -> float:
-    """`network.loss` in float64, head by head, as one would write it down."""
+    """Compute `network.loss` in float64, head by head."""
     total = 0.0
     for head in range(len(queries)):
         x = queries[head] @ params["hidden_weight"][head]
@@ -216,7 +216,7 @@ def test_gradient_matches_finite_differences() -> None:
 
 
 def folded_probabilities(layer: Layer, queries: Array) -> Array:
-    """``(Hkv, n, C)`` by the oracle, of ``queries (Hkv, n, D)``."""
+    """Return the oracle's probabilities ``(Hkv, n, C)`` for ``queries (Hkv, n, D)``."""
     arrays = {name: np.array(array.astype(mx.float32)) for name, array in layer.arrays().items()}
     del arrays["centroids"]
     return np.stack(
@@ -300,7 +300,7 @@ def test_reported_loss_is_the_divergence() -> None:
     f = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     target = rows[1].target.astype(np.float64)
     expected = np.where(target > 0, target * np.log(np.maximum(target, 1e-30) / f), 0).sum(axis=1).mean()
-    # targets are float16: their sums are 1 within half a thousandth
+    # targets are float16, so their sums are 1 to within 0.0005
     assert losses(rows[1], layer, 1, SCALE, rows[1])["kmeans"] == pytest.approx(expected, abs=2e-3)
     none = Rows(rows[0].queries[:0], rows[0].target[:0], 5, SHARE)
     assert losses(none, layer, 0, SCALE, rows[0]) == {}

@@ -1,4 +1,4 @@
-"""What `mlx-sparse train-saap` collects: the model's own queries and keys, of the layers that SAAP serves."""
+"""Test the rows that `mlx-sparse train-saap` collects: the model's queries and keys in the layers that SAAP serves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_collected_rows_match_the_model(tmp_path: Path) -> None:
         texts = found.texts(number)
         attention = model.layers[number].self_attn
         keys = np.array(caches[number].keys[0, :, :600])
-        # The model ran in chunks here, so its sums were in another order; then half precision.
+        # The collector runs in chunks, which changes the order of sums, and stores float16.
         np.testing.assert_allclose(texts.keys_after[1], keys, rtol=2**-10, atol=2e-3)
         rotated = attention.rope(mx.array(texts.keys_before[1].astype(np.float32))[None])[0]
         np.testing.assert_allclose(np.array(rotated), keys, rtol=2**-9, atol=1e-2)
@@ -50,7 +50,7 @@ def test_higher_layers_do_not_run(tmp_path: Path) -> None:
     above.q_proj = lambda x: seen.append(x.shape[1]) or project(x)
     options = {"queries": 50, "first": 100, "seed": 3, "key": "k", "progress": Progress()}
     found = collect(model, {1: places[1], 2: places[2]}, [TOKENS[:600]], tmp_path, **options)
-    assert set(seen) == {1}  # one token each, to find where rows come from
+    assert set(seen) == {1}  # one token each, for the trace that finds the source of the rows
     for layer in (1, 2):
         assert found.texts(layer).keys_after[0].any(axis=-1).all()
 
@@ -71,7 +71,7 @@ def test_sliding_window_layers_are_excluded(family: str, layers: list[int]) -> N
 
 
 def test_dense_layers_count_attention_layers_only() -> None:
-    """As a decoder counts them, of a model that begins with a convolution."""
+    """Count only attention layers in a model that begins with a convolution."""
     layers = {"layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": [1, 3], "num_hidden_layers": 4}
     block = {
         "block_dim": 64,
@@ -86,7 +86,7 @@ def test_dense_layers_count_attention_layers_only() -> None:
 def test_memory_is_independent_of_the_text_length(
     tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
 ) -> None:
-    """Four times the texts, which are much larger than the model, in hardly more memory."""
+    """Collect four times the text, much larger than the model, with at most a quarter of its size as extra memory."""
     script = """
 import resource, sys
 sys.path[:0] = {folders!r}

@@ -1,4 +1,4 @@
-"""`mlx-sparse train-saap`: what it collects and writes, what it refuses, and runs that were killed."""
+"""Test the command `mlx-sparse train-saap`: files, errors and killed runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def same(a: Artefact, b: Artefact) -> bool:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The work folder and the artefact of one whole run."""
+    """Return the folder with the artefact and the work folder of one complete run."""
     place = tmp_path_factory.mktemp("trained")
     assert cli.main(arguments(folder, place / "a.safetensors", "--work", str(place / "work"))) == 0
     return place
@@ -85,7 +85,7 @@ def test_artefact_has_every_sparse_layer(folder: Path, trained: Path) -> None:
 
 
 class Numbers:
-    """A tokenizer of numbers, for a model that expects a 7 before a text."""
+    """Tokenizer of numbers that begins every text with a 7."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [7] * add_special_tokens + [*map(int, text.split())]
@@ -211,7 +211,7 @@ def test_full_disk_is_an_error_and_resumes(
     size: int, file: str, folder: Path, trained: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "a.safetensors"
-    # Networks so large that they do not fit where the texts do.
+    # The networks are larger than the limit, the texts are not.
     argv = arguments(folder, out, *(["--hidden", "640"] if size > 50_000 else []))
     with files_of_at_most(size):
         assert cli.main(argv) == 2

@@ -1,4 +1,4 @@
-"""What the report of a training says: recall against selectivity, counted key by key, and routers that are known."""
+"""Test the report of a training: recall against selectivity, counted key by key, for known routers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_keys_per_bucket_match_a_decode_step() -> None:
     ids, positions = bucket_ids()[0, 0], np.arange(0, 150, 7)
     found = keys_per_bucket(ids, positions, BUCKETS, DISTANCES)
     for row, position in enumerate(positions):
-        S = position + 1  # the current token included
+        S = position + 1  # includes the current token
         covered = max(S - DISTANCES.recent_tokens, 0)
         offsets, _ = oracle.saap_index(ids[None, None, :covered], buckets=BUCKETS, sink_tokens=DISTANCES.sink_tokens)
         np.testing.assert_array_equal(found[row], np.diff(offsets[0, 0]))
@@ -134,7 +134,7 @@ def test_routers_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for trained, untrained in zip(whole, linear, strict=True):
         assert untrained.recall["kmeans"] == trained.recall["kmeans"] != trained.recall["trained"]
         np.testing.assert_allclose(untrained.recall["trained"], trained.recall["kmeans"], atol=1e-6)
-    # Many texts are looked at with few queries of each.
+    # The report thins the queries of many texts.
     monkeypatch.setattr("mlx_sparse.tools.train.layers.MOST_REPORTED", 5 * WINDOWS)
     assert report_layer(5, held_out, layer, rows, RECIPE) == report_layer(5, held_out.thinned(5), layer, rows, RECIPE)
 
@@ -157,7 +157,7 @@ def test_sinks_are_not_clustered() -> None:
     np.testing.assert_array_equal(make_centroids(data, recipe), found)
 
 
-# Five texts of Python's language reference, two layers: less than a minute of one core.
+# Five texts of Python's language reference and two layers take less than a minute on one core.
 ARGUMENTS = (
     "--context 1024 --windows 3 --queries 600 --buckets 32 --recent-tokens 127 --farther-than 64 --layers 20 24 "
     "--steps 150 --json"
@@ -177,10 +177,10 @@ def test_routers_find_long_range_attention_of_a_real_model(
     found = json.loads(done.stdout)
     recall = found["mean"]["recall"]
     at_20 = 2
-    # Buckets at random would find 0.05, 0.1 and 0.2.
+    # Random buckets would have recalls of 0.05, 0.1 and 0.2.
     assert all(recall["kmeans"][i] > 2.5 * share for i, share in enumerate(found["selectivities"]))
     assert all(recall["trained"][i] > 2.5 * share for i, share in enumerate(found["selectivities"]))
     assert recall["trained"][at_20] > recall["kmeans"][at_20]
-    # The networks know where attention goes, on text they have not seen, in every head.
+    # The networks beat k-means on held-out text in every head.
     assert all(head["loss"]["trained"] < 0.7 * head["loss"]["kmeans"] for head in found["heads"])
     assert mean(head["rows"] for head in found["heads"]) > 1000

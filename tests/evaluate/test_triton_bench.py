@@ -1,6 +1,6 @@
-"""`mlx-sparse bench --engine cuda`: every variant is right, and a wrong one gets no time.
+"""Test `mlx-sparse bench --engine cuda`: every variant is correct, and a wrong one is not timed.
 
-On a GPU it runs there; elsewhere in Triton's interpreter, where its times mean nothing and all else is the same.
+Without a GPU, kernels run in Triton's interpreter, where only the times are meaningless.
 """
 
 from __future__ import annotations

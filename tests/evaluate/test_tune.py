@@ -1,4 +1,4 @@
-"""`mlx-sparse tune-sample`: figures, the selected settings, the file, and interrupted runs."""
+"""Test `mlx-sparse tune-sample`: figures, selected settings, the file and interrupted runs."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ DENSE = found(0.9, 1.0, sampled=0.0, alpha=None)
 @pytest.mark.parametrize(
     ("measured", "accurate", "fast"),
     [
-        # The least work without loss; the least work with 90 % of the accuracy, where 0.80 is too little.
+        # Accurate: the least work without loss. Fast: the least work with 90 % of the accuracy, so 0.80 is too low.
         ([(0.91, 0.7), (0.9, 0.5), (0.82, 0.3), (0.80, 0.1)], 1, 2),
-        # Nothing is without loss: the one that loses least, of two the cheaper one.
+        # Every setting loses accuracy: the smallest loss wins, and of equal ones the cheaper setting.
         ([(0.88, 0.7), (0.88, 0.6), (0.85, 0.5)], 1, 2),
-        # Nothing keeps 90 %: the same for both.
+        # No setting has 90 % of the accuracy: both are the same.
         ([(0.5, 0.3), (0.7, 0.8)], 1, 1),
-        # One that loses nothing and is the cheapest of all is both.
+        # The cheapest setting loses nothing: it is both.
         ([(0.95, 0.2), (0.9, 0.4)], 0, 0),
     ],
 )
@@ -230,7 +230,7 @@ def test_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
 
 
 class Command:
-    """`mlx-sparse tune-sample` on a tiny model, in processes."""
+    """Command line of `mlx-sparse tune-sample` for a tiny model, run in processes."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         write(folder / "model")
@@ -265,7 +265,7 @@ def test_interrupted_search_resumes(
     assert 3 <= len(before) < runs
 
     with command.state.open("a") as file:
-        file.write('{"name": "needles/10')  # as if the process had been killed while it wrote
+        file.write('{"name": "needles/10')  # as if the process was killed during a write
     out, err = command.start().communicate(timeout=120)
     after = command.results()
     assert after[: len(before)] == before
@@ -277,7 +277,7 @@ def test_interrupted_search_resumes(
     chosen = {name: found["accuracy_first"][name] for name in ("alpha_column", "alpha_slash", "chunks")}
     assert settings.ranges == (SampleRange(16384, **chosen),)
 
-    # Everything is known: the other preference needs no run. Another text is another search.
+    # The other preference reuses all results. Another seed is another search.
     out, err = command.start("--prefer", "speed").communicate(timeout=60)
     assert "speed first." in command.out.read_text().splitlines()[0]
     assert command.results() == after

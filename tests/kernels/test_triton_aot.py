@@ -1,8 +1,8 @@
-"""Kernels compiled for GPUs that are not here, exactly as a launch would compile them, on two versions of Triton.
+"""Test the machine code of the Triton kernels for GPUs that this machine does not have, on two versions of Triton.
 
-Every launch of `CASES` is compiled for the architectures of `configs.METHODS` in a process without the interpreter, and
-its machine code is read: what Triton's interpreter cannot show, spills, tiles that do not fit, scalar loads, missing
-matrix instructions and barriers, is looked for there.
+A process without the interpreter compiles every launch of `CASES` exactly as a real launch would. The tests look for
+faults that the interpreter cannot show: spills, tiles that do not fit, scalar loads, missing matrix instructions and
+missing barriers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ needs_triton()
 LAYERS = ("saap_hidden", "saap_route")
 SCORES = ("sparq_scores", "sparq_code_scores")
 BLOCKS = ("sample_scores", "attend_blocks")
-IN_FLIGHT = 26 * 1024  # bytes of a processor that keep 4.3 TB/s busy on 132 of them at a latency of 0.8 microseconds
+IN_FLIGHT = 26 * 1024  # bytes in flight per SM for 4.3 TB/s on 132 SMs at a latency of 0.8 microseconds
 
 # "everywhere" is compiled by every version for its architectures, "coded" by every version for sm_90, the others by the
 # version of the environment. "decode" and "prefill" hold the cases that need the most shared memory.
@@ -68,7 +68,7 @@ def kernels(case: Case) -> list[str]:
 
 
 def launches(version: str, case: Case) -> list[Compiled]:
-    for other in VERSIONS:  # both at once
+    for other in VERSIONS:  # start both processes before reading one
         running(other, cases(other))
     found = compiled(version, cases(version))[case]
     assert list(dict.fromkeys(launch.kernel for launch in found)) == kernels(case)
@@ -76,12 +76,12 @@ def launches(version: str, case: Case) -> list[Compiled]:
 
 
 def bits(launch: Compiled) -> int:
-    """Return the bits of a component of a key, as the launch reads it."""
+    """Return the bits per key component that the launch reads."""
     return 4 if launch.kernel == "sparq_code_scores" else 8 * itemsize(launch.case)
 
 
 def tile_bytes(launch: Compiled) -> int:
-    """Return what a program loads at a time: components or rows of keys, rows of keys and values, or weights."""
+    """Return the bytes that a program loads per iteration: keys, keys and values, or weights."""
     constants = launch.constants
     if launch.kernel in LAYERS:
         return constants["BLOCK_K"] * constants["BLOCK_N"] * (4 if launch.case.weights == "float32" else 2)
@@ -90,7 +90,7 @@ def tile_bytes(launch: Compiled) -> int:
         return count * constants["BLOCK_S"] * bits(launch) // 8
     rows = 2 * constants["BLOCK_N"]
     if launch.kernel == "sample_scores":
-        rows = constants["BLOCK_SIZE"]  # tiles of a turn of the loop; no values
+        rows = constants["BLOCK_SIZE"]  # tiles of one loop iteration, without values
     return rows * constants["BLOCK_D"] * bits(launch) // 8
 
 
@@ -109,12 +109,12 @@ def test_loads_are_16_bytes_wide(version: str, case: Case) -> None:
             short = launch.kernel in LAYERS and launch.numbers["K"] <= launch.constants["BLOCK_K"]
             wanted = tile_bytes(launch) * (1 if short else launch.stages - 1)
         elif launch.kernel in (*SCORES, "attend"):
-            wanted = tile_bytes(launch) * launch.stages  # all but one before the loop
+            wanted = tile_bytes(launch) * launch.stages  # all stages but one are loaded before the loop
         elif launch.kernel == "top_k_select" and launch.constants["TILE"]:
-            assert count(launch, r"\bLDG\S*\.[US]8\b") == 0  # bytes come four at a time
+            assert count(launch, r"\bLDG\S*\.[US]8\b") == 0  # bytes are loaded in groups of four
             continue
         elif launch.kernel == "top_k_select":
-            heads = launch.constants["G"] if launch.constants["G"] <= 8 else 1  # more in a loop
+            heads = launch.constants["G"] if launch.constants["G"] <= 8 else 1  # more heads need a loop
             wanted, wide = launch.constants["BLOCK"] * 4 * heads, count(launch, r"\bLDG\S*\.128\b")
         else:
             continue
@@ -132,17 +132,19 @@ def test_unaligned_caches_have_no_wide_loads(case: Case) -> None:
 def test_matrix_instructions_match_the_dtype(version: str, case: Case) -> None:
     for launch in launches(version, case):
         constants, products, name = launch.constants, count(launch, MATRIX), launch.kernel
-        if name in LAYERS:  # a product of TF32 numbers would round what is not of 16 bits; the sum of three does not
+        if name in LAYERS:  # one TF32 product would round float32 inputs; the sum of three products does not
             tiles = constants["BLOCK_M"] // 16 * constants["BLOCK_N"] // 8 * constants["BLOCK_K"] // 8
             assert products == count(launch, "TF32")
             assert products >= 3 * tiles / launch.warps
             continue
         assert count(launch, "TF32") == 0
-        # Codes are multiplied in float32: products rounded to 16 bits would select other keys.
+        # int4 codes are multiplied in float32, because 16-bit products would select other keys.
         units = name in ("sparq_scores", "attend", *BLOCKS) and itemsize(case) == 2
         assert (products > 0) == units, name
         if name == "sparq_code_scores":
-            least = case.rank * constants["BLOCK_S"] * case.G // (32 * launch.warps) // 2  # an FFMA2 makes two
+            least = (
+                case.rank * constants["BLOCK_S"] * case.G // (32 * launch.warps) // 2
+            )  # an FFMA2 is two multiplications
             assert count(launch, r"\bFFMA2?\b") >= least
         elif name in ("sparq_scores", "attend", *BLOCKS) and not units:
             assert count(launch, r"\bFFMA2?\b") >= 128
@@ -150,7 +152,7 @@ def test_matrix_instructions_match_the_dtype(version: str, case: Case) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_large_blocks_use_warpgroup_instructions(version: str) -> None:
-    """Check that sm_90 and sm_100 do not fall back to the instruction of sm_80, which halves their speed."""
+    """Check that sm_90 and sm_100 do not use the instruction of sm_80, which would halve the speed."""
     for case in cases(version):
         wide = case.architecture >= 90 and itemsize(case) == 2 and case.block_size >= 64
         if wide and case.launcher in PROMPTS:
@@ -168,7 +170,7 @@ def test_stores_precede_the_atomic(version: str, case: Case) -> None:
     ("version", "case"), [pair for pair in ALL if pair[1].launcher in ("sparq", "dense", "select")], ids=str
 )
 def test_programs_split_the_reads_and_saturate_memory(version: str, case: Case) -> None:
-    """Bytes of each program from the parameters of the launch: together the formula of `mlx_sparse.methods.stats`."""
+    """Compare the bytes of all programs, from their launch parameters, with the formula of `methods.stats`."""
     if case.odd:
         return
     for launch in launches(version, case):
@@ -189,7 +191,7 @@ def test_programs_split_the_reads_and_saturate_memory(version: str, case: Case) 
         assert len(shares) + tail == launch.grid[0]
         assert min(shares) > 0
         assert sum(shares) * width * rows == items * width * case.B * case.Hkv
-        # Scores from codes ask for few bytes, and for all of them at once.
+        # Kernels that score int4 codes read few bytes and request all of them at once.
         if items == case.S and launch.kernel != "sparq_code_scores":
             at_once = min(programs_at_once(launch), prod(launch.grid) // PROCESSORS[case.architecture])
             assert at_once * (launch.stages - 1) * tile_bytes(launch) >= IN_FLIGHT, launch.kernel
@@ -197,7 +199,7 @@ def test_programs_split_the_reads_and_saturate_memory(version: str, case: Case) 
 
 @pytest.mark.parametrize(
     ("version", "case"),
-    # One sequence of 8 KV heads; a small layer has too few columns.
+    # One sequence with 8 KV heads; small layers have too few columns to fill a GPU.
     [pair for pair in ALL if pair[1].launcher == "saap" and pair[1].B * pair[1].Hkv == 8 and pair[1].buckets >= 1024],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Where Triton's kernels can run, and what is said where they cannot."""
+"""Test where Triton kernels can run, and the reasons where they cannot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_sparse.methods import registry, table
 
 
 def run(code: str, **env: str) -> str:
-    """What a fresh interpreter prints."""
+    """Return the output of a new Python process."""
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, timeout=120, check=False
     )

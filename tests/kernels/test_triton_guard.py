@@ -1,4 +1,4 @@
-"""The guard of every test that runs a Triton kernel in the interpreter (triton_bytes.py) finds what would go wrong."""
+"""Test that the memory checker of the Triton interpreter (triton_bytes.py) finds planted faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launchers of the Triton backend: launches, operators of torch, tensors; tests/conformance compares numbers."""
+"""Test the Triton launchers: launches, torch operators and errors; tests/conformance compares numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_weights_are_not_rounded_to_half_precision() -> None:
     q, k, v = case.inputs()
     expected = oracle.dense_attention(q, k, v)
     error = np.abs(to_numpy(cuda_ref.dense_attention(*tensors(case, q, k, v))) - expected)
-    # The rounding of the result, and what is below the smallest number of the type in every weight; the largest is 1.
+    # Rounding of the result, plus the underflow of each weight relative to a largest weight of 1.
     allowed = np.spacing(np.abs(expected).astype(np.float16)) / 2 + case.S * 2.0**-25 * np.abs(v).max()
     assert (error <= allowed).all()
 
@@ -72,13 +72,13 @@ def test_rows_are_read_past_their_end_only_within_storage(S: int) -> None:
     assert sparq.readable_beyond(whole[..., :S])
     exact = torch.zeros(1, 2, 8, S, device=DEVICE)
     assert sparq.readable_beyond(exact) == (S % 16 == 0)
-    # The last row ends with its storage, though rows start 48 apart.
+    # The last row ends at the end of the storage, although rows are 48 elements apart.
     last = torch.zeros(15 * 48 + S, device=DEVICE).as_strided((1, 2, 8, S), (8 * 48, 8 * 48, 48, 1))
     assert sparq.readable_beyond(last) == (S % 16 == 0)
 
 
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names of the kernels that are started from now on."""
+    """Record the names of all kernels that are launched after this call."""
     names: list[str] = []
     run = sparq.Launch.run
 
@@ -158,7 +158,7 @@ def with_codes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, 
     return q, k, v, list(cuda_ref.code_keys(k)), 8, 16, 4, 0.1
 
 
-# What each operator is called with.
+# Arguments of each operator.
 OPERATORS: dict[str, tuple[Any, Callable[[], Sequence[Any]]]] = {
     "sparq": (sparq.sparq_decode, lambda: with_keys_t(*step())),
     "sparq-codes": (sparq.sparq_decode, lambda: with_codes(*step())),
@@ -180,17 +180,17 @@ OPERATORS: dict[str, tuple[Any, Callable[[], Sequence[Any]]]] = {
     "sample select": (sample.sample_select, lambda: (*prompt()[:2], 0.8, 0.7, 2, 32, 0.1)),
     "blocks": (blocks.attend_blocks, lambda: (*prompt(), integers([[[[0, 0]] * 3] * 2]), 32, 0.1)),
 }
-NETWORK = ((32, 20), (0, 0), (64, 32), (0, 0))  # weights of a hidden layer of 32, and no bias
+NETWORK = ((32, 20), (0, 0), (64, 32), (0, 0))  # weights with a hidden layer of 32, and no biases
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_torch_operators_pass_opcheck_and_compile(name: str) -> None:
-    """Its schema, its fake and its results under `torch.compile` agree with what it does when called."""
+    """Check the schema, the fake implementation and the result under `torch.compile`."""
     torch.manual_seed(0)
     operator, make = OPERATORS[name]
     arguments = tuple(make())
     torch.library.opcheck(operator, arguments)
-    # Dynamo compiles all operators of a process through one function, of which it keeps eight versions at most.
+    # Dynamo caches at most eight versions of the function through which it compiles all operators.
     torch.compiler.reset()
     found = torch.compile(operator._opoverload, backend="aot_eager", fullgraph=True)(*arguments)
     expected = operator(*arguments)
@@ -255,7 +255,7 @@ def test_recall_ignores_padding() -> None:
     q, k, v = case.inputs(L=9)
     arrays = tensors(case, q, k, v)
     given = {"rank": 8, "top_k": 40, "left_padding": padding(case), "return_stats": "mass"}
-    _, stats = cuda_ref.sparq_attention(*arrays, **given)  # dense, so that all of the mass is retained
+    _, stats = cuda_ref.sparq_attention(*arrays, **given)  # a dense call, so the attention recall is 1
     assert torch.equal(stats.retained_mass, torch.ones(3, 6, 9, device=DEVICE))
     lse = to_numpy(torch_functions.dense_lse(*arrays[:2], scale=0.125, left_padding=padding(case)))
     position = np.arange(150)

@@ -1,4 +1,4 @@
-"""SampleAttention's Triton launchers one by one, and lists of key blocks; tests/conformance has the cases."""
+"""Test SampleAttention's Triton launchers and lists of key blocks; tests/conformance compares numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_missing_list_attends_every_block() -> None:
 @pytest.mark.parametrize("processors", [1, 40])
 def test_keys_split_between_any_number_of_programs(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
     monkeypatch.setattr(configs, "processors", lambda device: processors)
-    monkeypatch.setattr(sample, "BLOCK_SPLITS", 2)  # so that their statistics are read in several turns
+    monkeypatch.setattr(sample, "BLOCK_SPLITS", 2)  # statistics are read in several iterations
     q, k, _ = SMALL.inputs()
     found = cuda_ref.sample_scores(*tensors(SMALL)[:2], **SMALL.sampling)
     expected = selection(SMALL)
@@ -80,7 +80,7 @@ def test_portions_cover_every_row_block_once(L: int, S: int, entry: int) -> None
 
 @pytest.mark.parametrize(("L", "S", "chunks"), [(600, 700, 3), (130, 191, 1), (1, 40, 1), (70, 106, 9)])
 def test_merged_lists_match_the_oracle(monkeypatch: pytest.MonkeyPatch, L: int, S: int, chunks: int) -> None:
-    """Also where the first block is not kept, and a list is made in several turns."""
+    """Include flags without the first block, and lists that need several iterations."""
     monkeypatch.setattr(sample, "MERGED", 16)
     layout = Layout(L, S, chunks, 32)
     flags = np.random.default_rng(0).random((2, 1, 2, len(layout.regions), layout.key_blocks)) < 0.2

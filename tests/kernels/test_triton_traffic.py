@@ -1,4 +1,4 @@
-"""Bytes that the Triton kernels move, counted in the interpreter, and who moves them."""
+"""Test the bytes that each program of the Triton kernels moves, counted in the interpreter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RANK, TOP_K, D, HKV, ITEM = 32, 128, 128, 2, 2
 def decode(
     S: int, G: int, *, reallocate: bool, key_bits: int = 16, order: Callable[[int], Any] | None = None
 ) -> tuple[Any, list[Launch]]:
-    """One float16 decode step."""
+    """Run one float16 decode step; return its output and launches."""
     case = Case(1, HKV * G, HKV, S, D, "f16")
     q, k, v = (to_torch(array, "f16") for array in case.inputs())
     keys_t = k.transpose(2, 3).contiguous() if key_bits == 16 else cuda_ref.code_keys(k)
@@ -54,19 +54,19 @@ def test_sparq_step_reads_the_bytes_of_the_paper(S: int, G: int) -> None:
     scores, select, attend = (launch.traffic for launch in launches)
     item, logits = 2, HKV * G * (S + -S % 16) * 4
     readable = S + -S % 16 if launches[0].arguments["ALIGNED"] else S
-    # One component of a KV head is read once, for the whole group; so is each chosen row.
+    # Each component and each selected row of a KV head is read once for the whole query group.
     assert scores["keys_t"].loaded == scores["keys_t"].distinct == HKV * RANK * readable * item
     assert attend["keys"].loaded == attend["keys"].distinct == HKV * TOP_K * D * item
     assert attend["values"].loaded == attend["values"].distinct == HKV * TOP_K * D * item
     elements = HKV * stats.sparq_elements(S, D, rank=RANK, top_k=TOP_K)
     cache = scores["keys_t"].loaded + attend["keys"].loaded + attend["values"].loaded
     assert cache <= 1.01 * elements * item
-    # The score buffer is written once and read once; reallocation reads what it gives to the chosen keys.
+    # The score buffer is written and read once; reallocation reads the scores of the selected keys again.
     assert scores["logits"].stored == scores["logits"].distinct == logits
     assert 0.99 * logits <= select["logits"].loaded <= logits
     if G == 1:
         assert attend["logits"].loaded == HKV * G * TOP_K * 4
-    # Nothing else is large: neither parts and candidates, nor what every program reads for itself.
+    # All other traffic is small: partial results, candidates and arguments that every program reads.
     small = sum(
         traffic.distinct
         for launch in launches
@@ -84,14 +84,14 @@ def test_int4_step_reads_code_bytes(S: int, G: int) -> None:
     groups, tail = divmod(S, 64)
     for name, size in {"codes": groups * 32, "lo": 2 * groups, "step": 2 * groups, "keys": 2 * tail}.items():
         assert scores[name].loaded == scores[name].distinct == HKV * RANK * size, name
-    # (sparq.23), but that keys of the tail are read as they are
+    # (sparq.23), except that keys of the unfilled group are read unquantized
     coded = sum(scores[name].loaded for name in ("codes", "lo", "step"))
     formula = stats.sparq_elements(64 * groups, D, rank=RANK, top_k=0, key_bits=4) - 4 * D
     assert coded == 2 * HKV * formula
     logits = HKV * G * (S + -S % 16)
     assert scores["logits"].stored == scores["logits"].distinct == logits
     assert 0.99 * logits <= select["logits"].loaded <= logits
-    # Of each tile largest and sum of each head are written once, and read by the programs that choose.
+    # The maximum and the sum of each head and tile are written once, and read by the selecting programs.
     assert scores["statistics"].stored <= HKV * G * 8 * (S // 128 + 1)
 
 
@@ -107,7 +107,7 @@ def test_padded_int4_step_reads_no_padding() -> None:
     tail = sum((S - first) % 64 for first in padding)
     for name, size in {"codes": groups * 8 * 4, "lo": 2 * groups, "step": 2 * groups, "keys": 2 * tail}.items():
         assert scores[name].loaded == scores[name].distinct == HKV * RANK * size, name
-    lines = sum(S + -S % 16 - first // 16 * 16 for first in padding)  # which go through memory whole
+    lines = sum(S + -S % 16 - first // 16 * 16 for first in padding)  # whole lines of memory
     assert scores["logits"].stored == scores["logits"].distinct == select["logits"].loaded == HKV * G * lines
 
 
@@ -152,7 +152,7 @@ def network(hidden: int = HIDDEN) -> list[torch.Tensor | None]:
 
 
 def spread(S: int, visited: torch.Tensor, shares: list[float]) -> torch.Tensor:
-    """Keys by turns in buckets, of which the first visited ones hold ``shares`` and the others the rest."""
+    """Assign keys to buckets: the first visited buckets get ``shares`` of the keys, the others the rest."""
     ids = torch.empty(1, HKV, S, dtype=torch.int32)
     for h in range(HKV):
         share = torch.full((C,), (1 - sum(shares)) / (C - len(shares)), dtype=torch.float64)
@@ -164,7 +164,7 @@ def spread(S: int, visited: torch.Tensor, shares: list[float]) -> torch.Tensor:
 
 
 def step(S: int, shares: list[float], order: Any = None, hidden: int = HIDDEN) -> tuple[Any, list[Launch]]:
-    """One float16 decode step over a prepared index."""
+    """Run one float16 decode step over a prepared index; return its output and launches."""
     case = Case(1, HKV * G, HKV, S, D, "f16")
     q, k, v = (to_torch(array, "f16") for array in case.inputs())
     before = to_torch(case.inputs(seed=1)[0], "f16")
@@ -174,7 +174,7 @@ def step(S: int, shares: list[float], order: Any = None, hidden: int = HIDDEN) -
     covered = S - RECENT
     offsets, key_ids = saap.saap_index(ids[..., :covered], buckets=C, sink_tokens=SINKS)
     most = int(offsets.diff(dim=2).topk(PROBES, dim=2).values.sum(dim=2).max())
-    capacity = SINKS + RECENT + 256 + most  # room for some tokens more
+    capacity = SINKS + RECENT + 256 + most  # room for more tokens
     with watched(order) as launches:
         chosen = saap.saap_route(before, *weights, PROBES)
         given = q, k, v, chosen, offsets, key_ids, covered, SINKS, capacity
@@ -209,7 +209,7 @@ def test_saap_step_reads_network_list_and_rows() -> None:
         for name, traffic in launch.traffic.items()
     )
     assert parts <= moved <= 1.15 * parts
-    # (saap.14), which counts an entry of a list as one element and its making not at all
+    # (saap.14), which counts a list entry as one element and ignores the construction of the list
     elements = stats.saap_elements(D, round(keys / HKV), network=D * HIDDEN + HIDDEN * C)
     assert parts <= 1.15 * HKV * elements * ITEM
 
@@ -226,12 +226,12 @@ def test_sequences_share_the_weights() -> None:
 
 
 def longest(launch: Launch) -> int:
-    """Bytes of keys that the busiest program reads."""
+    """Return the bytes of keys that the busiest program reads."""
     return max(launch.traffic["keys"].by_program.values())
 
 
 def test_large_buckets_are_split_between_programs() -> None:
-    """A program for each bucket would take as long as the largest: here half of the keys."""
+    """One program per bucket would take as long as the largest bucket, which holds half of the keys."""
     S = 4000
     (_, _, few), equal = step(S, EQUAL)
     (_, _, many), half = step(S, [0.5, *EQUAL[1:]])
@@ -243,7 +243,7 @@ def test_large_buckets_are_split_between_programs() -> None:
         block = launches[3].arguments["BLOCK_N"]
         share = -(-int(counts.sum()) // spare)
         assert longest(launches[3]) <= (share + block) * D * ITEM
-    # The list too: whoever fills slots of the large bucket reads one number for each.
+    # The list is split as well: a program reads one number for each slot that it fills.
     assert max(half[2].traffic["key_ids"].by_program.values()) <= 4 * saap.SLOTS
 
 
@@ -302,7 +302,7 @@ def test_attention_reads_only_listed_blocks() -> None:
         traffic["queries"].loaded == traffic["queries"].distinct == traffic["out"].stored == 4 * 300 * PROMPT.D * ITEM
     )
     assert traffic["lse"].stored == 4 * 300 * 4
-    assert traffic["blocks"].loaded == lists.size * 4 + filled.size * 4  # once to find their ends
+    assert traffic["blocks"].loaded == lists.size * 4 + filled.size * 4  # the first read finds the ends of the lists
 
 
 def test_last_row_blocks_start_first() -> None:
@@ -319,7 +319,7 @@ def test_sampling_reads_each_key_once_per_head() -> None:
     assert parts.traffic["keys"].loaded == PROMPT.Hq * PROMPT.S * PROMPT.D * ITEM
     assert parts.traffic["keys"].distinct == PROMPT.Hkv * PROMPT.S * PROMPT.D * ITEM
     assert parts.traffic["queries"].loaded == PROMPT.Hq * PROMPT.block_size * PROMPT.D * ITEM * parts.grid[1]
-    written = PROMPT.Hq * key_blocks * 2 * PROMPT.block_size * 4  # 8 bytes for a sampled query and key block
+    written = PROMPT.Hq * key_blocks * 2 * PROMPT.block_size * 4  # 8 bytes per sampled query and key block
     assert parts.traffic["parts"].stored == parts.traffic["parts"].distinct == written
     assert 1.8 * written <= sums.traffic["parts"].loaded <= 2 * written
     scores = PROMPT.Hq * PROMPT.block_size * PROMPT.S * 4

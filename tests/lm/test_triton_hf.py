@@ -1,4 +1,4 @@
-"""transformers models with ``attn_implementation="sparq"``: which calls are sparse, and what their cache keeps."""
+"""Test transformers models with ``attn_implementation="sparq"``: sparse calls, dense calls and the cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SIZES = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "vo
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, dict[str, Any]] = DATA["models"]
 PROMPT = 40
-CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}  # running statistics are summed in another order
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}  # running statistics add in another order
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +59,7 @@ _models: dict[str, Any] = {}
 
 
 def model(name: str) -> Any:
-    """A tiny random model whose attention is peaked, so that the choice of keys matters."""
+    """Return a tiny random model with peaked attention, so that the selection of keys matters."""
     if name not in _models:
         family = name.partition("-")[0]
         config = AutoConfig.for_model(
@@ -70,7 +70,7 @@ def model(name: str) -> Any:
         _models[name] = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(DEVICE).eval()
         for parameter, data in _models[name].named_parameters():
             if parameter.endswith("sinks"):
-                data.data += 30  # as large as the logits, or they would not matter
+                data.data += 30  # sinks must be as large as the logits to matter
     return _models[name]
 
 
@@ -81,7 +81,7 @@ def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
 def decode(
     model: Any, implementation: str, cache: Any, prompt: torch.Tensor, then: torch.Tensor, mask: Any = None
 ) -> Array:
-    """Logits behind the prompt and behind each token of ``then (B, n)``, fed one by one: ``(B, n + 1, vocabulary)``."""
+    """Return the logits after the prompt and after each token of ``then (B, n)``: ``(B, n + 1, vocabulary)``."""
     model.set_attn_implementation(implementation)
     logits = []
     with torch.no_grad():
@@ -93,7 +93,7 @@ def decode(
 
 
 def reference(config: SparQ) -> str:
-    """Register attention over a plain cache, whose decode steps recompute what a `SparQCache` keeps.
+    """Register attention over a plain cache that recomputes the state of a `SparQCache` in every decode step.
 
     The numbers of the steps themselves are compared with the oracle in tests/conformance.
     """
@@ -149,7 +149,7 @@ def test_decode_steps_match_recomputed_state(name: str, attn: str, first: tuple[
     assert cache.report.sparse_calls == n * cache.report.served_layers
     dense = decode(model(name), "eager", DynamicCache(config=model(name).config), prompt, then, mask)
     if cache.attn.top_k < PROMPT:
-        assert not np.allclose(dense, wanted, **CLOSE)  # or the comparison above would show nothing
+        assert not np.allclose(dense, wanted, **CLOSE)  # otherwise the comparison above would be empty
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "-" not in name])
@@ -167,7 +167,7 @@ def test_cache_copies_are_independent() -> None:
     prompt, cache = tokens(1, PROMPT), sparq_cache("llama", attn)
     with torch.inference_mode():
         model("llama")(prompt, past_key_values=cache)
-        model("llama")(tokens(1, 1, seed=3), past_key_values=cache)  # makes what a SparQ step reads
+        model("llama")(tokens(1, 1, seed=3), past_key_values=cache)  # builds the state of a SparQ step
     results = []
     for seed in (4, 5, 4):
         branch = copy.deepcopy(cache)
@@ -185,7 +185,7 @@ def test_decode_state_is_freed() -> None:
         return sum(type(thing) in ours for thing in gc.get_objects())
 
     gc.collect()
-    gc.disable()  # what waits for the collector keeps its memory on the GPU until then
+    gc.disable()  # objects that wait for the collector would occupy GPU memory
     try:
         before = alive()
         decode(
@@ -204,7 +204,7 @@ def test_decode_state_is_freed() -> None:
 def call(
     name: str = "llama", attn: str = "sparq:rank=16,top_k=8", L: int = 1, cache: Any = None, **given: Any
 ) -> tuple[Any, Any]:
-    """A prompt, then one call of the model with ``given``; the cache of both."""
+    """Run a prompt and one more call with ``given``; return the cache and the logits."""
     cache = cache or sparq_cache(name, attn)
     model(name).set_attn_implementation("sparq")
     B = given.pop("B", 1)
@@ -237,7 +237,7 @@ def test_unsupported_calls_are_dense_and_counted(reason: str, given: dict[str, A
     cache, logits = call(**given)
     counts = only(cache.report)
     sliding = counts.pop("with a sliding window (DynamicSlidingWindowLayer)", 0)
-    own = reason.endswith(("scores", "sinks"))  # what sdpa cannot do, in prompts either
+    own = reason.endswith(("scores", "sinks"))  # sdpa cannot do this in prefill either
     prompts = 2 if own or "query heads" in reason else 1
     served = cache.report.served_layers
     assert (counts, sliding) == ({reason: prompts * served}, 2 * (2 - served))
@@ -286,14 +286,14 @@ def test_changed_keys_are_not_the_cached_keys() -> None:
     assert only(cache.report) == {"with keys or values that are not the cache's": 1}
     attention.attention(module, query, keys, values, None)
     assert cache.report.sparse_calls == 3
-    cache.update(*states(1, 2, 1, D=64), 1)  # from now on they are one token short
+    cache.update(*states(1, 2, 1, D=64), 1)  # keys and values are now one token short
     attention.attention(module, query, keys, values, None)
     assert only(cache.report) == {"with keys or values that are not the cache's": 2}
 
 
 @pytest.mark.parametrize(("D", "reason"), [(32, "32, less than the rank"), (72, "72"), (20, "20"), (264, "264")])
 def test_unsupported_head_dims_are_dense(D: int, reason: str) -> None:
-    # Some configurations name a head dim that is not the one of the keys; the cache cannot see that.
+    # Some configurations state a wrong head dim, which the cache cannot detect.
     cache = sparq_cache("llama", "sparq:rank=64,top_k=8")
     rows = cache.update(*states(1, 2, PROMPT, D=D), 0)
     attention.attention(model("llama").model.layers[0].self_attn, torch.ones(1, 4, 1, D, device=DEVICE), *rows, None)

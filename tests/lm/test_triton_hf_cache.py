@@ -1,4 +1,4 @@
-"""What a layer of `SparQCache` keeps for a SparQ step, against the rows in use, whatever happens to the cache."""
+"""Test the auxiliary state of a `SparQCache` layer against its rows after every change of the cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlx_sparse.methods.scoring_keys import GROUP
 
 
 def assert_reads_its_rows(layer: hf.SparQLayer, first: tuple[int, ...] | None = None) -> None:
-    """What a SparQ step reads is what the rows in use say."""
+    """Check that the state of a SparQ step matches the rows in use."""
     S = layer.get_seq_length()
     padding = attention.Padding(padded(*first, length=S)[:, None, None]) if first else None
     keys_t, mean, deviation = layer.read(mean=True, spread=True, padding=padding)
@@ -32,14 +32,14 @@ def assert_reads_its_rows(layer: hf.SparQLayer, first: tuple[int, ...] | None = 
     keys, values = (rows.cpu().double().numpy() for rows in (layer.keys, layer.values))
     for b, start in enumerate(first or (0,) * len(keys)):
         rows = keys[b, :, start:]
-        # The running mean is a float32 number, so what is left of a row and it is known to its last bit and no better.
+        # The running mean is float32, so a difference from it is exact only to the last bit of a row.
         assert np.abs(deviation[b].cpu().numpy() - rows.std(axis=1)).max() <= ulp(rows, "f32")
         middle = values[b, :, start:].mean(axis=1)
         assert np.abs(mean[b].cpu().numpy() - middle).max() <= 4 * ulp(middle, "f32")
 
 
 def assert_codes(layer: hf.SparQLayer, first: tuple[int, ...] | None = None) -> None:
-    """What a step with few bits reads is the oracle's of the rows in use, to the last bit."""
+    """Check that quantized scoring keys equal the oracle's for the rows in use, bit for bit."""
     S = layer.get_seq_length()
     padding = attention.Padding(padded(*first, length=S)[:, None, None]) if first else None
     coded, _, spread = layer.read(mean=True, spread=True, padding=padding, coded=True)
@@ -49,7 +49,7 @@ def assert_codes(layer: hf.SparQLayer, first: tuple[int, ...] | None = None) -> 
         assert found.shape == array.shape, name
         place = {"codes": GROUP // 2, "lo": 1, "step": 1}.get(name)
         for b, start in enumerate(first or (0,) * len(rows)):
-            full = slice(place and place * (max(0, S - start) // GROUP))  # what lies behind is never read
+            full = slice(place and place * (max(0, S - start) // GROUP))  # later columns are never read
             np.testing.assert_array_equal(to_numpy(found[b, ..., full]), array[b, ..., full], err_msg=name)
     expected = oracle.key_spread(wanted, rows, left_padding=first)
     np.testing.assert_allclose(to_numpy(spread), expected, rtol=1e-4)
@@ -95,7 +95,9 @@ def test_decode_state_follows_the_cache(change: str, first: tuple[int, ...] | No
     assert_reads_its_rows(layer, first)
     CHANGES[change](layer)
     if change == "reset":
-        plain = transformers.cache_utils.DynamicLayer()  # its own reset kept the length up to transformers 5.17
+        plain = (
+            transformers.cache_utils.DynamicLayer()
+        )  # DynamicLayer.reset did not reset the length up to transformers 5.17
     else:
         CHANGES[change](plain)
     assert layer.get_seq_length() == plain.get_seq_length()
@@ -115,7 +117,7 @@ def test_codes_follow_the_cache(change: str, first: tuple[int, ...] | None) -> N
     with torch.inference_mode():
         layer.update(*states(2, 2, 200))
         assert_codes(layer, first)
-        layer.update(*states(2, 2, 70, seed=2))  # beyond the buffers
+        layer.update(*states(2, 2, 70, seed=2))  # beyond the capacity of the buffers
         assert_codes(layer, first)
     CHANGES[change](layer)
     after = swapped.get(change, first) if first else None
@@ -136,7 +138,9 @@ def test_codes_and_keys_replace_each_other() -> None:
     layer.update(*states(2, 2, 300))
     assert_codes(layer)
     few = layer.buffers.codes.nbytes
-    assert few == layer.buffers.keys.nbytes // 8 * 9 // 8 + 2 * 2 * 32 * 4  # 4.5 bits of each 32, and the centre
+    assert (
+        few == layer.buffers.keys.nbytes // 8 * 9 // 8 + 2 * 2 * 32 * 4
+    )  # 4.5 of 32 bits per number, and the float32 centre
     assert layer.buffers.keys_t is None
     assert_codes(layer, first=(0, 70))
     assert_reads_its_rows(layer)
@@ -144,7 +148,7 @@ def test_codes_and_keys_replace_each_other() -> None:
 
 
 def bad_steps(layer: hf.SparQLayer, bad: float, first: tuple[int, ...] | None, count: int = 5) -> None:
-    """Steps that write bad rows and are read."""
+    """Write bad rows and read the state after each one."""
     for _ in range(count):
         rows = torch.full_like(layer.keys[:, :, :1], bad)
         layer.update(rows, rows)
@@ -174,7 +178,7 @@ def test_cropped_rows_and_padding_leave_no_trace(rows: int, bad: float, first: t
         each.crop(-5)
         assert_reads_its_rows(each, swapped)
         bad_steps(each, bad, swapped)
-        each.crop(-rows)  # behind what blocks were summed to
+        each.crop(-rows)  # below the last summed block
         assert_reads_its_rows(each, swapped)
 
 
