@@ -45,8 +45,8 @@ def test_every_source_is_compiled_for_supported_versions(dump: Path) -> None:
         "metal3.2: not in this SDK (invalid value 'metal3.2')",
         "metal4.0: 2 texts compile",
     ]
-    asked = [line.split() for line in (dump.parent / "bin" / "xcrun.log").read_text().splitlines()]
-    texts = [line for line in asked if str(dump / "good.metal") in line]
+    commands = [line.split() for line in (dump.parent / "bin" / "xcrun.log").read_text().splitlines()]
+    texts = [line for line in commands if str(dump / "good.metal") in line]
     assert [line[3] for line in texts] == ["-std=metal3.1", "-std=metal4.0"]
     for line in texts:
         assert {"-Werror", "-Wall", "-Wextra", "-include", "mlx_utils.h"} < set(line)

@@ -56,7 +56,7 @@ def no_torch_in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def said(program: str, *arguments: object) -> str:
+def run_program(program: str, *arguments: object) -> str:
     """Run a Python program of examples/ in this process and return its output."""
     out, argv = io.StringIO(), sys.argv
     sys.argv = [program, *map(str, arguments)]
@@ -74,7 +74,7 @@ def answers(out: str) -> list[str]:
 
 def test_python(model: Path, text: Path) -> None:
     arguments = ["python/generate.py", model, text, QUESTIONS[0], "--max-tokens", 8]
-    sparse, dense = said(*arguments, *ATTN), said(*arguments, "--attn", "sparq:rank=4,dense_below=4096")
+    sparse, dense = run_program(*arguments, *ATTN), run_program(*arguments, "--attn", "sparq:rank=4,dense_below=4096")
     assert shape(sparse) == shape(printed("python", "generate.py"))
     assert "sparse calls: none" in dense
     assert answers(sparse) != answers(dense)
@@ -85,7 +85,7 @@ def test_openai_client(model: Path, text: Path) -> None:
     with running(model, *ATTN) as server:
         server.wait_until_up()
         at = ["--server", f"http://127.0.0.1:{server.port}/v1", "--max-tokens", 6]
-        out = said("openai_client/client.py", text, QUESTIONS[0], *at)
+        out = run_program("openai_client/client.py", text, QUESTIONS[0], *at)
         assert shape(out) == shape(printed("openai_client", "client.py"))
         assert answers(out) == [server.ask(f"{text.read_text()}\n{QUESTIONS[0]}")]
 
@@ -98,11 +98,13 @@ def test_document_qa(model: Path, text: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sys, "argv", ["mlx_lm.cache_prompt", *map(str, argv)])
     cache_prompt.main()
     arguments = ["--max-tokens", 8, *ATTN]
-    both = said("document_qa/ask.py", file, *QUESTIONS, *arguments)
+    both = run_program("document_qa/ask.py", file, *QUESTIONS, *arguments)
     assert blocks(shape(both)) == blocks(shape(printed("document_qa", "ask.py")))
-    alone = said("document_qa/ask.py", file, QUESTIONS[1], *arguments)
+    alone = run_program("document_qa/ask.py", file, QUESTIONS[1], *arguments)
     assert answers(alone) == answers(both)[1:], "the first question has left nothing in the document's cache"
-    assert answers(both) != answers(said("document_qa/ask.py", file, *QUESTIONS, "--attn", "dense", "--max-tokens", 8))
+    assert answers(both) != answers(
+        run_program("document_qa/ask.py", file, *QUESTIONS, "--attn", "dense", "--max-tokens", 8)
+    )
 
 
 def blocks(text: str) -> list[str]:
@@ -121,8 +123,8 @@ def exported_model() -> tuple[Path, str, str]:
     from exported import SPARQ, exported, said_by_mlx
 
     prompt = prompt_of(100)
-    ids, said = (" ".join(map(str, tokens)) for tokens in (prompt, said_by_mlx(SPARQ, prompt, COUNT)))
-    return exported(SPARQ), ids, said + "\n"
+    ids, answer = (" ".join(map(str, tokens)) for tokens in (prompt, said_by_mlx(SPARQ, prompt, COUNT)))
+    return exported(SPARQ), ids, answer + "\n"
 
 
 def decoded(command: list[object], prompt: str) -> str:
@@ -141,13 +143,13 @@ def test_cpp(exported_model: tuple[Path, str, str], tmp_path: Path) -> None:
     if reason := native.unavailable():
         absent("ort", reason)
     folder, prompt, expected = exported_model
-    subprocess.run(["sh", EXAMPLES / "onnx_cpp" / "build.sh", tmp_path], check=True, env=ours(os.environ))
+    subprocess.run(["sh", EXAMPLES / "onnx_cpp" / "build.sh", tmp_path], check=True, env=with_this_python(os.environ))
     for library in (native.library_path(), "-"):
         assert decoded([tmp_path / "decode", folder / "model.onnx", library, COUNT], prompt) == expected
     assert shape(expected) == shape(printed("onnx_cpp", "build/decode"))
 
 
-def ours(environment: Mapping[str, str]) -> dict[str, str]:
+def with_this_python(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment with this Python first on the path."""
     return {**environment, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"}
 
@@ -184,7 +186,7 @@ def test_web_example_uses_the_tested_version() -> None:
 
 def test_transformers() -> None:
     needs_triton()
-    assert said("transformers/generate.py") == printed("transformers", "generate.py") + "\n"
+    assert run_program("transformers/generate.py") == printed("transformers", "generate.py") + "\n"
 
 
 @pytest.mark.usefixtures("no_torch_in_processes")
@@ -245,7 +247,7 @@ def test_page_commands_print_the_documented_output(page: str, tmp_path: Path) ->
     process = subprocess.Popen(
         ["bash", "-c", "\n".join(lines)],
         cwd=here,
-        env=ours(blas.environment()),
+        env=with_this_python(blas.environment()),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

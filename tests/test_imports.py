@@ -25,7 +25,7 @@ LEVELS = [
     {"tools"},
     {"cli", "__init__"},
 ]
-LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 # Modules that backends outside mlx_sparse may import.
 SHARED = {"checks", "extras", "files", "methods", "api"}
 BENCH = SHARED | {"tools", "oracle"}  # allowed for benchmark variants, whose core is in tools
@@ -40,20 +40,20 @@ def imports(path: Path, root: Path = ROOT, *, when_read: bool = False) -> list[s
     return imported_by(path, root, everything=not when_read)
 
 
-def rooms_imported(path: Path) -> set[str]:
+def parts_imported(path: Path) -> set[str]:
     """Return the parts of mlx_sparse that a file imports; a public name counts as __init__."""
     names = [name.split(".") for name in imports(path)]
-    rooms = {(rest or ["__init__"])[0] for top, *rest in names if top == "mlx_sparse" and rest not in FACTS}
-    rooms -= APART
+    parts = {(rest or ["__init__"])[0] for top, *rest in names if top == "mlx_sparse" and rest not in FACTS}
+    parts -= APART
     home = ROOT / "mlx_sparse"
-    return {room if (home / room).is_dir() or (home / f"{room}.py").is_file() else "__init__" for room in rooms}
+    return {part if (home / part).is_dir() or (home / f"{part}.py").is_file() else "__init__" for part in parts}
 
 
-def room_of(path: Path) -> str:
+def part_of(path: Path) -> str:
     return path.relative_to(ROOT / "mlx_sparse").parts[0].removesuffix(".py")
 
 
-def home_of(name: str) -> Path | None:
+def defining_file(name: str) -> Path | None:
     """Return the file of mlx_sparse that defines a dotted name, or None for other packages."""
     parts = name.split(".")
     while len(parts) > 1 and parts[0] == "mlx_sparse":
@@ -67,7 +67,7 @@ def home_of(name: str) -> Path | None:
 
 
 @functools.cache
-def others_needed(path: Path) -> frozenset[str]:
+def packages_needed(path: Path) -> frozenset[str]:
     """Return the packages that a file imports directly or through other files of mlx_sparse."""
     todo, seen, found = [path], set(), set()
     while todo:
@@ -76,7 +76,7 @@ def others_needed(path: Path) -> frozenset[str]:
             continue
         seen.add(file)
         names = set(imports(file, when_read=True))
-        homes = {name: home_of(name) for name in names}
+        homes = {name: defining_file(name) for name in names}
         for home in filter(None, homes.values()):  # and the packages that it is in
             todo += [home, *(up / "__init__.py" for up in home.parents if up.is_relative_to(ROOT / "mlx_sparse"))]
         found |= {name.split(".")[0] for name, home in homes.items() if home is None}
@@ -101,10 +101,10 @@ def test_at_most_seven_levels():
 def test_imports_point_down():
     needs: dict[str, set[str]] = {}
     for path in LIBRARY:
-        room = room_of(path)
-        needs.setdefault(room, set()).update(rooms_imported(path) - {room})
-        assert room in LEVEL, f"state in LEVELS what mlx_sparse.{room} may import"
-        wrong = [other for other in needs[room] if LEVEL[other] > LEVEL[room]]
+        part = part_of(path)
+        needs.setdefault(part, set()).update(parts_imported(path) - {part})
+        assert part in LEVEL, f"state in LEVELS what mlx_sparse.{part} may import"
+        wrong = [other for other in needs[part] if LEVEL[other] > LEVEL[part]]
         assert not wrong, f"{name(path)} must not import {', '.join(sorted(wrong))}"
     graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
 
@@ -112,13 +112,15 @@ def test_imports_point_down():
 def test_backends_do_not_import_each_other():
     backends = {"oracle", "ops", "kernels"}
     for path in LIBRARY:
-        if (room := room_of(path)) in backends:
-            allowed = {"ops"} if room == "kernels" else set()  # launchers reuse array operations
-            assert not (rooms_imported(path) & backends) - {room} - allowed, path
+        if (part := part_of(path)) in backends:
+            allowed = {"ops"} if part == "kernels" else set()  # launchers reuse array operations
+            assert not (parts_imported(path) & backends) - {part} - allowed, path
 
 
 def test_no_circular_imports():
-    arrows = {path: {home_of(found) for found in imports(path, when_read=True)} - {path, None} for path in LIBRARY}
+    arrows = {
+        path: {defining_file(found) for found in imports(path, when_read=True)} - {path, None} for path in LIBRARY
+    }
     packages = {path for path in LIBRARY if path.name == "__init__.py"}  # packages import their own modules
     sorter = graphlib.TopologicalSorter({path: found - packages for path, found in arrows.items()})
     sorter.prepare()  # raises CycleError
@@ -129,7 +131,7 @@ def test_oracle_is_not_used_at_run_time():
     checking = [ROOT / "mlx_sparse" / folder for folder in ("oracle", "tools/bench")]
     for path in LIBRARY:
         if not any(path.is_relative_to(folder) for folder in checking):
-            assert "oracle" not in rooms_imported(path), path
+            assert "oracle" not in parts_imported(path), path
 
 
 @pytest.mark.parametrize(
@@ -146,16 +148,16 @@ def test_parts_do_not_need_packages_of_other_parts(folder, without):
         if path.is_relative_to(exporter) or path == ROOT / "onnx_export" / "bench_generate.py":
             continue
         assert not {found.split(".")[0] for found in imports(path)} & without, path
-        assert not others_needed(path) & without, f"{path} by way of other files"
+        assert not packages_needed(path) & without, f"{path} by way of other files"
         if folder != "mlx_sparse":
             allowed = BENCH if path.name == "bench.py" else SHARED
-            assert rooms_imported(path) <= allowed, path
+            assert parts_imported(path) <= allowed, path
 
 
 @pytest.mark.parametrize("module", ["core", "inputs", "command"])
 def test_benchmark_core_needs_only_numpy(module):
     path = ROOT / "mlx_sparse" / "tools" / "bench" / f"{module}.py"
-    assert others_needed(path) - {"numpy", "tomli"} <= sys.stdlib_module_names  # on Python 3.10 for tomllib
+    assert packages_needed(path) - {"numpy", "tomli"} <= sys.stdlib_module_names  # on Python 3.10 for tomllib
 
 
 TESTS = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"msl"}
@@ -171,18 +173,18 @@ def test_installed_code_does_not_import_tests(folder):
         assert "sys.path" not in ast.unparse(ast.parse(path.read_text())), path
 
 
-PARTICULAR = {cls.__name__ for cls in METHODS.values()}
+METHOD_CLASSES = {cls.__name__ for cls in METHODS.values()}
 
 
-def asked_classes(source: str) -> Iterator[str]:
+def tested_classes(source: str) -> Iterator[str]:
     """Yield the class names in ``isinstance``, ``issubclass`` and class patterns."""
     for node in ast.walk(ast.parse(source)):
-        asked: list[ast.AST] = []
+        tested: list[ast.AST] = []
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
-            asked = list(node.args[1:])
+            tested = list(node.args[1:])
         elif isinstance(node, ast.MatchClass):
-            asked = [node.cls]
-        for part in (part for one in asked for part in ast.walk(one)):
+            tested = [node.cls]
+        for part in (part for one in tested for part in ast.walk(one)):
             if isinstance(part, ast.Name | ast.Attribute):
                 yield part.id if isinstance(part, ast.Name) else part.attr
 
@@ -192,8 +194,8 @@ def test_code_does_not_test_for_method_classes(folder):
     home = ROOT / "mlx_sparse" / "methods"
     for path in files(folder):
         if not path.is_relative_to(home):
-            asked = PARTICULAR & set(asked_classes(path.read_text()))
-            assert not asked, f"{name(path)} must not ask for {', '.join(sorted(asked))}: ask the method"
+            tested = METHOD_CLASSES & set(tested_classes(path.read_text()))
+            assert not tested, f"{name(path)} must not ask for {', '.join(sorted(tested))}: ask the method"
 
 
 # A new method with auxiliary cache state needs no change in these files.
@@ -207,7 +209,7 @@ def test_code_does_not_test_for_method_classes(folder):
 def test_generic_files_name_no_method(file):
     """Check code, comments and docstrings."""
     entries = [*table.STATES.values(), *table.HOOKS.values()]
-    names = PARTICULAR | set(METHODS) | {entry.partition(":")[2] for entry in entries}
+    names = METHOD_CLASSES | set(METHODS) | {entry.partition(":")[2] for entry in entries}
     names |= {entry.partition(":")[0].rpartition(".")[2] for entry in table.STATES.values()}
     text = (ROOT / "mlx_sparse" / file).read_text()
     allowed = {"dense", "Dense", "sample"}  # also names of dense attention and of a sample of queries

@@ -114,11 +114,11 @@ def test_failing_compiler_is_an_error_if_required(tmp_path):
 
 def test_missing_kernels_are_a_one_line_reason(installed, request):
     code = "from mlx_sparse.onnx_export.runtime import native; print(native.unavailable())"
-    told = installed.code(code).stdout
+    output = installed.code(code).stdout
     built_here = has_compiler and request.node.callspec.params["installed"] != "wheel without compiler"
-    assert told.count("\n") == 1
-    assert (told == "None\n") == built_here
-    assert built_here or "no C++ compiler" in told
+    assert output.count("\n") == 1
+    assert (output == "None\n") == built_here
+    assert built_here or "no C++ compiler" in output
 
 
 def test_wheel_has_every_source_file(built):
@@ -140,11 +140,11 @@ def test_wheel_has_every_source_file(built):
 
 def test_install_hint_of_an_extra_works(installed, built, request):
     kind = request.node.callspec.params["installed"]
-    told = installed.code("from mlx_sparse.extras import install_hint; print(install_hint('eval'))").stdout
+    output = installed.code("from mlx_sparse.extras import install_hint; print(install_hint('eval'))").stdout
     place = f"-e '{ROOT}[eval]'" if kind == "editable" else f"'{built[kind]}[eval]'"
-    assert told == f"`{installed.python} -m pip install {place}`\n"
+    assert output == f"`{installed.python} -m pip install {place}`\n"
     if kind == "wheel without compiler":  # other kinds are equivalent, or would compile again
-        done = run("sh", "-c", f"{told.strip().strip('`')} --no-index", cwd=installed.folder)
+        done = run("sh", "-c", f"{output.strip().strip('`')} --no-index", cwd=installed.folder)
         assert "Requirement already satisfied: matplotlib" in done.stdout
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import commands
 import pytest
-from commands import files_of_at_most
+from commands import file_size_limit
 from require import absent
 from tiny_models import write
 
@@ -161,7 +161,7 @@ def test_full_disk_error_names_the_file(tmp_path: Path) -> None:
     def build(folder: Path) -> None:
         (folder / "part").write_bytes(bytes(5000))
 
-    with files_of_at_most(1000):
+    with file_size_limit(1000):
         for write_it, name in (
             (lambda: replace_file(file, lambda new: new.write_bytes(bytes(5000))), file),
             (lambda: journal.add("x" * 5000, Outcome(0, 1, 1, 1)), results),
@@ -183,7 +183,7 @@ def test_eval_on_a_full_disk_is_a_one_line_error(
     argv = ["eval", "--model", str(tmp_path / "model"), "--context", "512", "--text", str(text), "--limit", "1"]
     argv += ["--methods", "sparq:rank=4,top_k=4,dense_below=0", "--tasks", "repetition", "--out"]
     assert cli.main([*argv, str(before)]) == 0  # the first run lets MLX write its compiled kernels
-    with files_of_at_most(700):
+    with file_size_limit(700):
         assert cli.main([*argv, str(out)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert re.fullmatch(rf"mlx-sparse: error: {out}/\S+: expected to read or write it, got: File too large\.", line)

@@ -61,19 +61,19 @@ found = []
 for words in json.loads(sys.argv[1]):
     words = words.split()
     module = {EXPORT!r} if words[0] == "export-onnx" else "mlx_sparse.cli"
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    outputs = io.StringIO()
+    with contextlib.redirect_stderr(outputs), contextlib.redirect_stdout(outputs):
         try:
             code = importlib.import_module(module).main(words[1:])
         except SystemExit as end:
             code = end.code
-    found.append((code, said.getvalue()))
+    found.append((code, outputs.getvalue()))
 print(json.dumps(found))
 """
 
 
 @functools.cache
-def said(absent: str, folder: Path) -> dict[str, tuple[int, str]]:
+def outputs(absent: str, folder: Path) -> dict[str, tuple[int, str]]:
     """Run every command that needs ``absent`` in one process; return exit codes and outputs."""
     (folder / "model").mkdir()
     words = [words for name, words in COMMANDS if name == absent]
@@ -90,7 +90,7 @@ def said(absent: str, folder: Path) -> dict[str, tuple[int, str]]:
 def test_commands_name_the_missing_package(absent: str, words: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / f"without-{absent}"
     folder.mkdir(exist_ok=True)
-    code, text = said(absent, folder)[words]
+    code, text = outputs(absent, folder)[words]
     program = "export-onnx" if "export-onnx" in words else "mlx-sparse"
     assert code == 2, text
     assert text.startswith(f"{program}: error: ") and text.count("\n") == 1, text
@@ -153,7 +153,7 @@ def test_extras_match_pyproject() -> None:
 
 
 def test_no_hint_uses_an_unpublished_name() -> None:
-    told = [path for folder in ("mlx_sparse", "cuda_ref", "onnx_export") for path in (ROOT / folder).rglob("*.py")]
-    told += [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").glob("*.*")]
+    files = [path for folder in ("mlx_sparse", "cuda_ref", "onnx_export") for path in (ROOT / folder).rglob("*.py")]
+    files += [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").glob("*.*")]
     wrong = re.compile(r"pip install [^\n`]*mlx-sparse-attention")
-    assert not [path.name for path in told if wrong.search(path.read_text())]
+    assert not [path.name for path in files if wrong.search(path.read_text())]

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from commands import files_of_at_most
+from commands import file_size_limit
 from json_tables import read_tables
 from mlx import nn
 from mlx_arrays import to_numpy
@@ -213,7 +213,7 @@ def test_full_disk_leaves_the_old_file(path: Path) -> None:
     artefact(layers=(0,)).save(path)
     before = path.read_bytes()
     many = artefact(layers=tuple(range(40)))
-    with files_of_at_most(2 * len(before)), pytest.raises(OSError, match="disk full"):
+    with file_size_limit(2 * len(before)), pytest.raises(OSError, match="disk full"):
         many.save(path)
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]

@@ -121,7 +121,7 @@ def test_spread_is_quartiles() -> None:
 # Loop over cases
 
 
-def ran(form: str, made: Any, out: Path | None = None, budget: float = math.inf) -> tuple[bool, str]:
+def run_cases(form: str, made: Any, out: Path | None = None, budget: float = math.inf) -> tuple[bool, str]:
     """Run two cases with the variants from ``made``; return success and the printed text."""
     request = Request("step", [], ["ops"], [CASE, CASE], 2, budget)
     printed, engine = io.StringIO(), SimpleNamespace(variants=lambda request, case: made())
@@ -135,7 +135,7 @@ def ran(form: str, made: Any, out: Path | None = None, budget: float = math.inf)
 def test_every_format_has_the_same_rows(form: str, tmp_path: Path) -> None:
     target = tmp_path / "found"
     target.write_text("old")
-    right, text = ran(form, lambda: [Fake("mlx", role="dense"), Fake("a")], target)
+    right, text = run_cases(form, lambda: [Fake("mlx", role="dense"), Fake("a")], target)
     assert right and target.read_text() == text and len(list(tmp_path.iterdir())) == 1
     if form == "md":
         assert text.startswith("    mlx-sparse bench x\n\nA decode step in one layer")
@@ -165,9 +165,9 @@ def test_rows_are_printed_immediately(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_skipped_cases_are_rows_and_wrong_results_fail() -> None:
-    right, text = ran("json", lambda: [Fake("a")], budget=1e-9)
+    right, text = run_cases("json", lambda: [Fake("a")], budget=1e-9)
     assert right and {row["note"] for row in json.loads(text)["rows"]} == {"left out: the 1e-09 s were over"}
-    assert not ran("json", lambda: [Fake("a", wrong="wrong result")])[0]
+    assert not run_cases("json", lambda: [Fake("a", wrong="wrong result")])[0]
 
 
 # Inputs

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from commands import Progress
 from mlx_lm.models.cache import make_prompt_cache
-from text_tokenizers import Words
+from text_tokenizers import WordTokenizer
 from tiny_models import build
 
 import mlx_sparse
@@ -49,7 +49,7 @@ def rows() -> dict[str, Row]:
         "sparq:rank=4,top_k=8",
     ]
     examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:107], TOKENS[107:127])]
-    progress, subject = Progress(), Steps(build(), Words(), examples, 512)
+    progress, subject = Progress(), Steps(build(), WordTokenizer(), examples, 512)
     result = runner.run("needle", [subject], variants(*methods), progress, no_journal(), context=100, D=16)
     assert progress.count == 2 * (1 + len(methods))
     return dict(zip(["dense", *methods], result, strict=True))
@@ -75,9 +75,9 @@ def test_selecting_every_key_matches_dense(rows: dict[str, Row]) -> None:
 def test_batched_examples_match_single_examples(rows: dict[str, Row]) -> None:
     methods, model = list(rows)[1:], build()
     examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:107], TOKENS[107:113])]
-    together = Steps(model, Words(), examples, 512)  # the row with the shorter target runs to the end of the longer one
+    together = Steps(model, WordTokenizer(), examples, 512)  # a row with a shorter target runs on
     for variant in (DENSE, *variants(*methods)):
-        alone = [Steps(model, Words(), [example], 512).trials(variant)[0] for example in examples]
+        alone = [Steps(model, WordTokenizer(), [example], 512).trials(variant)[0] for example in examples]
         for one, of_two in zip(alone, together.trials(variant), strict=True):
             assert of_two.outcome.accuracy == one.outcome.accuracy
             assert of_two.outcome.bits == pytest.approx(one.outcome.bits, rel=1e-4)
@@ -86,8 +86,8 @@ def test_batched_examples_match_single_examples(rows: dict[str, Row]) -> None:
 
 def test_only_scored_tokens_count() -> None:
     model, tokens = build(), TOKENS[:120]
-    whole = Steps(model, Words(), [Example(tokens[:100], tokens[100:])], 512)
-    part = Steps(model, Words(), [Example(tokens[:100], tokens[100:], scored=[3, 7])], 512)
+    whole = Steps(model, WordTokenizer(), [Example(tokens[:100], tokens[100:])], 512)
+    part = Steps(model, WordTokenizer(), [Example(tokens[:100], tokens[100:], scored=[3, 7])], 512)
     figures = runner.figures_of(whole.reference, whole.reference, whole.targets)[0]
     (found,) = part.trials(DENSE)
     assert found.outcome.bits == pytest.approx(figures[[3, 7], 0].sum() / math.log(2) / 4, rel=1e-6)
@@ -99,7 +99,7 @@ def test_only_scored_tokens_count() -> None:
 )
 def test_matched_characters_end_at_the_first_wrong_token(right: list[int], matched: int, exact: int) -> None:
     figures = np.array([[0.5, good, 1, 0] for good in right], float)
-    found = runner.step_outcome(figures, Example([1], [2, 3, 4, 5]), Words())
+    found = runner.step_outcome(figures, Example([1], [2, 3, 4, 5]), WordTokenizer())
     assert (found.matched, found.exact, found.accuracy) == (matched, exact, sum(right) / 4)
 
 
@@ -107,7 +107,7 @@ def test_depths_become_columns() -> None:
     examples = [
         Example(TOKENS[i : i + 50], TOKENS[i + 50 : i + 53], depth=depth) for i, depth in enumerate((0.5, 0, 0.5))
     ]
-    (row,) = run([Steps(build(), Words(), examples, 512)])
+    (row,) = run([Steps(build(), WordTokenizer(), examples, 512)])
     assert list(row.depths) == ["0%", "50%"]
 
 
@@ -127,9 +127,9 @@ def test_few_keys_are_sparse_and_change_the_output(rows: dict[str, Row]) -> None
 
 def test_quantized_caches_lose_quality_with_fewer_bits() -> None:
     sparq = variants("sparq:top_k=8,rank=64,key_bits=16")
-    subject = Steps(build(head_dim=64), Words(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
-    kept = [*sparq, *quantised(sparq, [8, 2])]
-    result = runner.run("needle", [subject], kept, Progress(), no_journal(), context=100, D=64)
+    subject = Steps(build(head_dim=64), WordTokenizer(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
+    all_variants = [*sparq, *quantised(sparq, [8, 2])]
+    result = runner.run("needle", [subject], all_variants, Progress(), no_journal(), context=100, D=64)
     found = {row.method: row for row in result}
     names = ["dense", "sparq:top_k=8,rank=64,key_bits=16"]
     assert list(found) == [*names, *(f"{name} --kv-bits {bits}" for bits in (8, 2) for name in names)]
@@ -144,7 +144,7 @@ EXACT = "sink_tokens=1,recent_tokens=15,dense_layers=0,dense_below=0,fold_every=
 
 def test_saap_reports_selectivity() -> None:
     methods = [f"saap:mode=online,buckets=8,probes={probes},{EXACT}" for probes in (2, 8)]
-    subject = Steps(build(), Words(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
+    subject = Steps(build(), WordTokenizer(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
     dense, few, every = run([subject], *methods)
     assert dense.selectivity is None
     assert few.sparse_calls == every.sparse_calls == 2 * 20
@@ -159,13 +159,13 @@ def test_late_index_equals_an_index_from_the_start() -> None:
     """Prefill is dense and runs once for all methods, so the index is built after it."""
     model, method = build(), f"saap:mode=online,buckets=8,probes=2,{EXACT}"
     prompt, target = TOKENS[:100], TOKENS[100:120]
-    (found,) = Steps(model, Words(), [Example(prompt, target)], 512).trials(Variant(method, method))
+    (found,) = Steps(model, WordTokenizer(), [Example(prompt, target)], 512).trials(Variant(method, method))
     rows = []
     with mlx_sparse.lm.sparse(model, method) as report:
         cache = runner.prefill(model, mx.array([prompt[:-1]]), 512)
         for token in [prompt[-1], *target[:-1]]:
             rows.append(model(mx.array([[token]]), cache=cache)[0])
-    dense = Steps(model, Words(), [Example(prompt, target)], 512).reference[0]
+    dense = Steps(model, WordTokenizer(), [Example(prompt, target)], 512).reference[0]
     expected = runner.prompt_outcome(mx.concatenate(rows), dense, target, 2 * len(target))
     assert found.sparse_calls == 2 * 20 and found.dense_calls == 0  # the prefill ran without the method
     assert found.outcome.kl == pytest.approx(expected.kl, rel=1e-3)
@@ -197,7 +197,7 @@ def test_bits_per_byte_is_the_target_likelihood() -> None:
     logits = model(mx.array([[*prompt, *target]]))[0].astype(mx.float32)
     logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     bits = -sum(logp[29 + i, token].item() for i, token in enumerate(target)) / 0.6931471805599453
-    row = run([Steps(model, Words(), [Example(prompt, target)], 512)])[0]
+    row = run([Steps(model, WordTokenizer(), [Example(prompt, target)], 512)])[0]
     assert row.mean.bits == pytest.approx(bits / (2 * len(target)), rel=1e-4)
     best = logp.argmax(axis=-1).tolist()
     assert row.mean.accuracy == pytest.approx(
@@ -220,7 +220,7 @@ WINDOW = "streaming_prefill:window=0.1,block_size=32"
 @pytest.fixture(scope="module")
 def prompts() -> dict[str, Row]:
     methods = [DENSE_SAMPLE, SPARSE_SAMPLE, WINDOW]
-    subject = Prompt(build(), Words(), PASSAGE, 100, recall=True)
+    subject = Prompt(build(), WordTokenizer(), PASSAGE, 100, recall=True)
     return dict(zip(["dense", *methods], run([subject], *methods, prefill=True), strict=True))
 
 
@@ -254,7 +254,7 @@ def test_sparse_prefill_reports_density_and_recall(prompts: dict[str, Row], meth
 
 def test_combined_methods_are_sparse_in_both_stages() -> None:
     model, both, decode = build(), f"{SPARSE_SAMPLE}+sparq:rank=4,top_k=8", "sparq:rank=4,top_k=8"
-    subject = Steps(model, Words(), [Example(TOKENS[:200], TOKENS[200:208])], 128)
+    subject = Steps(model, WordTokenizer(), [Example(TOKENS[:200], TOKENS[200:208])], 128)
     row, alone = run([subject], both, decode)[1:]
     assert row.density and not alone.density
     assert row.compression == alone.compression < 1
@@ -264,11 +264,11 @@ def test_combined_methods_are_sparse_in_both_stages() -> None:
             model(mx.array([piece]), cache=cache)
         logits = model(mx.array([[TOKENS[199]]]), cache=cache)[0, 0].astype(mx.float32)
     nats = (mx.logsumexp(logits) - logits[TOKENS[200]]).item()
-    short = Steps(model, Words(), [Example(TOKENS[:200], TOKENS[200:201])], 128)
+    short = Steps(model, WordTokenizer(), [Example(TOKENS[:200], TOKENS[200:201])], 128)
     assert short.trials(Variant(both, both))[0].outcome.bits == pytest.approx(nats / math.log(2) / 2, rel=1e-4)
 
 
-class Once:
+class SingleUseSubject:
     """Subject that fails if a method runs a second time."""
 
     depths, digests = (None,), ("0",)
@@ -285,7 +285,7 @@ class Once:
 
 
 def test_journaled_results_are_not_run_again(tmp_path: Path) -> None:
-    subject, path = Once(), tmp_path / "results"
+    subject, path = SingleUseSubject(), tmp_path / "results"
 
     def again(*methods: str) -> list[Row]:
         return run([subject], *methods, journal=Journal(path, "eval", "key", Trial))
@@ -302,7 +302,7 @@ def test_results_depend_on_the_tokens(tmp_path: Path) -> None:
     for prompt, scored in ((TOKENS[:50], None), (TOKENS[:50], None), (TOKENS[:50], [1]), (TOKENS[1:51], [1])):
         journal = Journal(path, "eval", "key", Trial)
         run(
-            [Steps(model, Words(), [Example(prompt, TOKENS[60:63], scored)], 512)],
+            [Steps(model, WordTokenizer(), [Example(prompt, TOKENS[60:63], scored)], 512)],
             "streaming:recent_tokens=8",
             journal=journal,
         )
@@ -322,10 +322,10 @@ def test_impossible_tokens_add_no_divergence() -> None:
 
 
 def test_unserved_layers_do_not_count_as_dense() -> None:
-    (_, row) = run([Steps(build(), Words(), [Example(TOKENS[:200], TOKENS[200:203])], 128)], SPARSE_SAMPLE)
+    (_, row) = run([Steps(build(), WordTokenizer(), [Example(TOKENS[:200], TOKENS[200:203])], 128)], SPARSE_SAMPLE)
     assert (row.served, row.sparse_calls, row.dense_calls) == ("sparse", 2 * 2, 0)
     assert "bytes counted" not in cells(row), "its steps are dense attention's"
     assert cells(row)["density"] == f"{np.mean(row.density):.3f}"
-    sliding = Steps(build("gemma3_text"), Words(), [Example(TOKENS[:50], TOKENS[50:53])], 512)
+    sliding = Steps(build("gemma3_text"), WordTokenizer(), [Example(TOKENS[:50], TOKENS[50:53])], 512)
     (_, row) = run([sliding], "sparq:rank=4,top_k=8")
     assert (row.served, row.dense_calls, row.dense_reasons) == ("sparse", 0, {})

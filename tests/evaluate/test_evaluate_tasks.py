@@ -9,7 +9,7 @@ from typing import Any
 
 import commands
 import pytest
-from text_tokenizers import Letters, Pieces, Words
+from text_tokenizers import CharacterTokenizer, SplitTokenizer, WordTokenizer
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.tools.evaluate.tasks import PASSAGES, SHORTEST, TASKS, Example
@@ -20,14 +20,14 @@ TOKENS = commands.tokens(4 * (CONTEXT + BITS_TOKENS))
 
 
 def test_bits_per_byte_continues_the_text() -> None:
-    for example in TASKS["bits_per_byte"](TOKENS, Words(), context=CONTEXT, limit=3, seed=1):
+    for example in TASKS["bits_per_byte"](TOKENS, WordTokenizer(), context=CONTEXT, limit=3, seed=1):
         text = example.prompt[1:] + example.target
         assert (len(example.prompt), len(example.target), example.prompt[0]) == (CONTEXT, BITS_TOKENS, 1)
         assert any(TOKENS[i : i + len(text)] == text for i in range(len(TOKENS)))
 
 
 def test_repetition_target_is_in_the_prompt() -> None:
-    for example in TASKS["repetition"](TOKENS, Words(), context=CONTEXT, limit=3, seed=1):
+    for example in TASKS["repetition"](TOKENS, WordTokenizer(), context=CONTEXT, limit=3, seed=1):
         assert (len(example.prompt), len(example.target), example.prompt[0]) == (CONTEXT, COPY_TARGET, 1)
         excerpt = example.prompt[-COPY_PROMPT:] + example.target
         assert any(example.prompt[i : i + len(excerpt)] == excerpt for i in range(CONTEXT - len(excerpt)))
@@ -36,7 +36,7 @@ def test_repetition_target_is_in_the_prompt() -> None:
 @pytest.mark.parametrize("task", dict.fromkeys(PASSAGES.values()))
 @pytest.mark.parametrize("context", [512, 1024])
 def test_passages_are_deterministic_and_exactly_long(task: Any, context: int) -> None:
-    first, second = (list(task(TOKENS, Words(), context=context, limit=2, seed=3)) for _ in range(2))
+    first, second = (list(task(TOKENS, WordTokenizer(), context=context, limit=2, seed=3)) for _ in range(2))
     assert first == second
     for passage in first:
         assert len(passage.tokens) == context
@@ -46,7 +46,7 @@ def test_passages_are_deterministic_and_exactly_long(task: Any, context: int) ->
 
 
 def test_copied_excerpts_come_from_the_first_half() -> None:
-    (passage,) = PASSAGES["repetition"](TOKENS * 2, Words(), context=4096, limit=1, seed=3)
+    (passage,) = PASSAGES["repetition"](TOKENS * 2, WordTokenizer(), context=4096, limit=1, seed=3)
     starts = [position for position in passage.scored if position - 1 not in passage.scored]
     assert len(starts) == 4
     assert len({start % 512 for start in starts}) == 4  # not at fixed positions
@@ -71,17 +71,17 @@ TEXT = " ".join(
     )
 )
 TOKENIZERS = {
-    "letters": Letters(),
-    "digits": Pieces(1, blank=False),
-    "triples": Pieces(3, blank=False),
-    "sentencepiece": Pieces(1, blank=True),
+    "letters": CharacterTokenizer(),
+    "digits": SplitTokenizer(1, blank=False),
+    "triples": SplitTokenizer(3, blank=False),
+    "sentencepiece": SplitTokenizer(1, blank=True),
 }
 LETTERS = {"letters": 3}  # factor on the number of tokens
-ASKING = ("needle", "key_value", "multi_key", "question")
+RETRIEVAL_TASKS = ("needle", "key_value", "multi_key", "question")
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskExamples:
     """Examples of a task with their tokenizer."""
 
     tokenizer: Any
@@ -96,28 +96,30 @@ class Asked:
         return self.tokenizer.decode([example.target[i] for i in example.scored])
 
 
-def asked(task: str, kind: str, *, limit: int = 10, seed: int = 3) -> Asked:
+def make_examples(task: str, kind: str, *, limit: int = 10, seed: int = 3) -> TaskExamples:
     tokenizer, context = TOKENIZERS[kind], SHORTEST * LETTERS.get(kind, 1)
     tokens = tokenizer.encode(TEXT, add_special_tokens=False)
-    return Asked(tokenizer, context, list(TASKS[task](tokens, tokenizer, context=context, limit=limit, seed=seed)))
+    return TaskExamples(
+        tokenizer, context, list(TASKS[task](tokens, tokenizer, context=context, limit=limit, seed=seed))
+    )
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("task", TASKS)
 def test_examples_are_deterministic_and_exactly_long(task: str, kind: str) -> None:
-    first = asked(task, kind)
+    first = make_examples(task, kind)
     assert len(first.examples) == 10
     for example in first.examples:
         assert len(example.prompt) == first.context
-        assert [Pieces.OPENING] * (kind != "letters") == example.prompt[: kind != "letters"]
-    assert asked(task, kind).examples == first.examples
-    assert asked(task, kind, seed=4).examples != first.examples
+        assert [SplitTokenizer.OPENING] * (kind != "letters") == example.prompt[: kind != "letters"]
+    assert make_examples(task, kind).examples == first.examples
+    assert make_examples(task, kind, seed=4).examples != first.examples
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("task", ASKING)
+@pytest.mark.parametrize("task", RETRIEVAL_TASKS)
 def test_scored_tokens_spell_the_answer(task: str, kind: str) -> None:
-    found = asked(task, kind)
+    found = make_examples(task, kind)
     for example in found.examples:
         answer = found.tokenizer.decode(example.target)
         assert answer[0] == " " and len(answer.split()) >= 1
@@ -128,7 +130,7 @@ def test_scored_tokens_spell_the_answer(task: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_needle_is_at_its_depth(kind: str) -> None:
-    found = asked("needle", kind)
+    found = make_examples("needle", kind)
     assert [example.depth for example in found.examples] == [0.0, 0.25, 0.5, 0.75, 1.0] * 2
     kinds = set()
     for example in found.examples:
@@ -146,7 +148,7 @@ def test_needle_is_at_its_depth(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_multi_key_queries_one_of_eight_keys(kind: str) -> None:
-    found = asked("multi_key", kind)
+    found = make_examples("multi_key", kind)
     for example in found.examples:
         prompt, answer = found.prompt(example), found.tokenizer.decode(example.target).strip()
         keys = dict(re.findall(r"\n\s?The pass key of (\w+) is ([0-9]{5})\.\n", prompt))
@@ -159,7 +161,7 @@ def test_multi_key_queries_one_of_eight_keys(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_key_value_queries_one_of_the_pairs(kind: str) -> None:
-    found = asked("key_value", kind)
+    found = make_examples("key_value", kind)
     wanted = set()
     for example in found.examples:
         prompt, answer = found.prompt(example), found.tokenizer.decode(example.target).strip()
@@ -173,7 +175,7 @@ def test_key_value_queries_one_of_the_pairs(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_question_completes_a_sentence_of_a_passage(kind: str) -> None:
-    found, text = asked("question", kind), " ".join(TEXT.split())
+    found, text = make_examples("question", kind), " ".join(TEXT.split())
     holding = []
     for example in found.examples:
         *passages, end = found.prompt(example).split("\n\n")
@@ -189,7 +191,7 @@ def test_question_completes_a_sentence_of_a_passage(kind: str) -> None:
 
 
 def test_distractors_share_words_with_the_question() -> None:
-    found, words = asked("question", "digits"), TEXT.split()
+    found, words = make_examples("question", "digits"), TEXT.split()
 
     def shared(quoted: str, passage: str) -> int:
         return len({word for word in quoted.split() if len(word) >= 4} & set(passage.split()))
@@ -215,20 +217,20 @@ def test_distractors_share_words_with_the_question() -> None:
     ],
 )
 def test_text_without_questions_is_an_error(text: str, message: str) -> None:
-    tokenizer = Pieces(1, blank=False)
+    tokenizer = SplitTokenizer(1, blank=False)
     with pytest.raises(ConfigError, match=message):
         list(TASKS["question"](tokenizer.encode(text), tokenizer, context=512, limit=1, seed=0))
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_short_text_is_an_error(task: str) -> None:
-    tokenizer = Pieces(1, blank=False)
+    tokenizer = SplitTokenizer(1, blank=False)
     tokens = tokenizer.encode(TEXT)[:1500]
     with pytest.raises(ConfigError, match=r"^--limit: expected 30 x \d+ tokens of text, got 1,500. Give more --text.$"):
         list(TASKS[task](tokens, tokenizer, context=512, limit=30, seed=0))
 
 
 def test_short_context_is_an_error() -> None:
-    letters = Letters()
+    letters = CharacterTokenizer()
     with pytest.raises(ConfigError, match=r"^--context: expected at least \d+ tokens for this task, got 256.$"):
         list(TASKS["multi_key"](letters.encode(TEXT), letters, context=256, limit=1, seed=0))

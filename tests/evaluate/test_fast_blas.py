@@ -15,7 +15,7 @@ from mlx_sparse.tools.assets import blas
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # commands
 linux = pytest.mark.skipif(not blas.wanted(), reason="MLX does not compute on a Linux CPU here, or a BLAS is preloaded")
 
-DEMO = "demo --model no-tokenizer"  # fails right after the point where OpenBLAS would be fetched
+DEMO = "demo --model no-tokenizer"  # error_of right after the point where OpenBLAS would be fetched
 # Commands without a model would download the default model.
 COMMANDS = {
     "eval": "eval --methods sparq --text text.txt",
@@ -38,24 +38,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def fails(capfd: Any, words: str) -> str:
-    """Return the standard error of a command that fails; its cache folder is `cache`."""
+def error_of(capfd: Any, words: str) -> str:
+    """Return the standard error of a command that error_of; its cache folder is `cache`."""
     assert cli.main([*words.split(), "--cache-dir", "cache"]) == 2
     return str(capfd.readouterr().err)
 
 
 @linux
 def test_blas_is_offered_but_not_fetched_by_default(folder: Path, capfd: Any) -> None:
-    told = fails(capfd, DEMO)
+    output = error_of(capfd, DEMO)
     assert not (folder / "cache").exists()
-    assert told.count(blas.OFFER) == 1 and "scipy" not in told
+    assert output.count(blas.OFFER) == 1 and "scipy" not in output
 
 
 @linux
 def test_fast_blas_is_fetched_and_optional(capfd: Any) -> None:
-    told = fails(capfd, f"{DEMO} --fast-blas")
-    assert "No fast BLAS, going on slower: scipy==1.13.1: expected one file from pip" in told
-    assert blas.OFFER not in told
+    output = error_of(capfd, f"{DEMO} --fast-blas")
+    assert "No fast BLAS, going on slower: scipy==1.13.1: expected one file from pip" in output
+    assert blas.OFFER not in output
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,6 @@ def test_fast_blas_is_fetched_and_optional(capfd: Any) -> None:
     ],
 )
 def test_options_are_checked_before_any_download(name: str, wrong: str, folder: Path, capfd: Any) -> None:
-    told = fails(capfd, f"{COMMANDS[name]} {wrong}")
-    assert told.count("\n") == 1 and ": error: " in told
+    output = error_of(capfd, f"{COMMANDS[name]} {wrong}")
+    assert output.count("\n") == 1 and ": error: " in output
     assert not (folder / "cache").exists()

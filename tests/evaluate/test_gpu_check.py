@@ -135,11 +135,11 @@ def test_missing_pytest_is_reported(tmp_path: Path) -> None:
 
 def test_missing_transformers_skips_its_tests(tmp_path: Path) -> None:
     folder = machine(tmp_path, missing="transformers")
-    ours = [name for name in TESTS if name.startswith("lm/")]
-    for name in ours:
+    skipped = [name for name in TESTS if name.startswith("lm/")]
+    for name in skipped:
         (folder / "tests" / f"{name}.py").write_text("raise ModuleNotFoundError('transformers')")
     _, lines, _ = check(folder)
-    assert (lines[0]["tests"]["tests"], lines[0]["tests"]["failed"]) == (len(TESTS) - len(ours), [])
+    assert (lines[0]["tests"]["tests"], lines[0]["tests"]["failed"]) == (len(TESTS) - len(skipped), [])
 
 
 ROW = {"kind": "row", "failed": False, "turns": 9}

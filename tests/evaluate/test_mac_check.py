@@ -128,7 +128,7 @@ BAD = {"tests": 9, "skipped": 0, "failed": [{"test": "a", "message": "b"}]}
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "problems"),
     [
         ({"tests": {"validated": RUN, "plain": RUN}, "problems": ["the benchmark did not finish"]}, []),
         ({"tests": {"validated": BAD, "plain": RUN}}, ["1 of 9 tests (validated) failed"]),
@@ -138,13 +138,13 @@ BAD = {"tests": 9, "skipped": 0, "failed": [{"test": "a", "message": "b"}]}
     ],
 )
 def test_passed_command_checks_the_tests(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], found: dict, said: list[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], found: dict, problems: list[str]
 ) -> None:
     report = tmp_path / "mac_check.json"
     if found:  # a killed script leaves no report
         report.write_text(json.dumps(found))
-    assert check_report.main(["passed", str(report)]) == bool(said)
-    assert capsys.readouterr().out.splitlines() == (said or [f"{report}: nothing wrong"])
+    assert check_report.main(["passed", str(report)]) == bool(problems)
+    assert capsys.readouterr().out.splitlines() == (problems or [f"{report}: nothing wrong"])
 
 
 def test_validation_command_checks_the_log(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import commands
 import mlx.core as mx
 import numpy as np
 import pytest
-from commands import files_of_at_most
+from commands import file_size_limit
 from json_tables import read_tables
 from tiny_models import build, greedy, write
 
@@ -213,7 +213,7 @@ def test_full_disk_is_an_error_and_resumes(
     out = tmp_path / "a.safetensors"
     # The networks are larger than the limit, the texts are not.
     argv = arguments(folder, out, *(["--hidden", "640"] if size > 50_000 else []))
-    with files_of_at_most(size):
+    with file_size_limit(size):
         assert cli.main(argv) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mlx-sparse: error: ")]
     assert re.search(f"({file}): expected to read or write it, got: ", line), line

@@ -12,7 +12,7 @@ import commands
 import mlx.core as mx
 import pytest
 from commands import Progress
-from text_tokenizers import Letters, Words
+from text_tokenizers import CharacterTokenizer, WordTokenizer
 from tiny_models import build, write
 
 import mlx_sparse
@@ -89,7 +89,7 @@ def test_lengths_map_to_the_ranges_of_the_paper() -> None:
 def search(journal: Journal[Trial] | None = None, **changes: Any) -> Search:
     options = {
         "model": build(),
-        "tokenizer": Words(),
+        "tokenizer": WordTokenizer(),
         "tokens": TOKENS,
         "journal": journal or Journal(None, "", "", Trial),
         "grid": whole_grid([1.0, 0.5], [0.6], [2]),
@@ -104,7 +104,7 @@ def search(journal: Journal[Trial] | None = None, **changes: Any) -> Search:
 
 
 def test_needle_passage_states_each_needle_once() -> None:
-    letters = Letters()
+    letters = CharacterTokenizer()
     (passage,) = RETRIEVAL["needles"](letters.encode("text. " * 400), letters, context=2000, limit=1, seed=1)
     text, answers = letters.decode(passage.tokens), letters.decode(passage.targets)
     assert len(passage.tokens) == 2000 and passage.scored == sorted(passage.scored)
@@ -123,7 +123,7 @@ def tuned() -> Tuned:
 def test_accuracy_is_the_share_of_predicted_tokens(tuned: Tuned) -> None:
     model = build()
     for task, make in RETRIEVAL.items():
-        (passage,) = make(TOKENS, Words(), context=LENGTH, limit=1, seed=0)
+        (passage,) = make(TOKENS, WordTokenizer(), context=LENGTH, limit=1, seed=0)
         best = model(mx.array([passage.tokens]))[0].argmax(axis=-1).tolist()
         right = [best[position] == passage.tokens[position + 1] for position in passage.scored]
         assert tuned.dense.tasks[task] == sum(right) / len(right)
@@ -136,7 +136,7 @@ def test_density_falls_with_alpha(tuned: Tuned) -> None:
     model, config = build(), Sample(alpha_column=0.5, alpha_slash=0.6, chunks=2, block_size=32, dense_below=0)
     with mlx_sparse.sparse(model, config) as report:
         for make in RETRIEVAL.values():
-            for passage in make(TOKENS, Words(), context=LENGTH, limit=1, seed=0):
+            for passage in make(TOKENS, WordTokenizer(), context=LENGTH, limit=1, seed=0):
                 passage_logits(model, passage, 512)
     heads = [head for heads in report.prefill.density.values() for head in heads]
     assert sparse.density == pytest.approx(sum(heads) / len(heads))

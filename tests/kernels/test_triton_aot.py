@@ -19,13 +19,13 @@ from triton_compiled import (
     MATRIX,
     TARGETS,
     VERSIONS,
+    assert_barrier_before_atomic,
     assert_fits,
-    assert_writes_before_its_ticket,
     compiled,
     count,
     itemsize,
     programs_at_once,
-    running,
+    start_compiler,
 )
 
 pytestmark = pytest.mark.slow  # compiling for GPUs that are not here
@@ -69,7 +69,7 @@ def kernels(case: Case) -> list[str]:
 
 def launches(version: str, case: Case) -> list[Compiled]:
     for other in VERSIONS:  # start both processes before reading one
-        running(other, cases(other))
+        start_compiler(other, cases(other))
     found = compiled(version, cases(version))[case]
     assert list(dict.fromkeys(launch.kernel for launch in found)) == kernels(case)
     return found
@@ -163,7 +163,7 @@ def test_large_blocks_use_warpgroup_instructions(version: str) -> None:
 @by_case
 def test_stores_precede_the_atomic(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        assert_writes_before_its_ticket(launch, launch.kernel in ("top_k_select", "attend", "saap_route"))
+        assert_barrier_before_atomic(launch, launch.kernel in ("top_k_select", "attend", "saap_route"))
 
 
 @pytest.mark.parametrize(

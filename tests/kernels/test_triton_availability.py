@@ -80,8 +80,8 @@ def test_broken_torch_is_a_reason(tmp_path: Path) -> None:
     needs_triton()
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
     code = "from mlx_sparse.methods import registry; print(registry.unavailable('triton'))"
-    told = run(code, PYTHONPATH=str(tmp_path), TRITON_INTERPRET="0")
-    assert told == "torch does not work here: libcudart.so.13: cannot open shared object file\n"
+    output = run(code, PYTHONPATH=str(tmp_path), TRITON_INTERPRET="0")
+    assert output == "torch does not work here: libcudart.so.13: cannot open shared object file\n"
 
 
 def test_package_imports_no_optional_package() -> None:

@@ -17,7 +17,7 @@ from torch_arrays import DEVICE, component_major, padding, to_numpy, to_torch
 from mlx_sparse import BackendUnavailable, ConfigError, ShapeError, cuda_ref, oracle
 from mlx_sparse.methods.sparq import Selection
 
-pytestmark = pytest.mark.usefixtures("guarded")
+pytestmark = pytest.mark.usefixtures("checked_memory")
 SMALL = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
 
 

@@ -15,7 +15,7 @@ from triton_prompts import tensors
 from mlx_sparse import BackendUnavailable, cuda_ref, oracle
 from mlx_sparse.methods.block_layout import Layout
 
-pytestmark = pytest.mark.usefixtures("guarded")
+pytestmark = pytest.mark.usefixtures("checked_memory")
 SMALL = SampleCase(2, 4, 2, 150, 230, 64, "f32", 32, chunks=2)
 
 

@@ -20,7 +20,7 @@ from torch_arrays import DEVICE, cached, padding, to_numpy, to_torch
 
 from mlx_sparse import cuda_ref, oracle
 
-pytestmark = pytest.mark.usefixtures("guarded")
+pytestmark = pytest.mark.usefixtures("checked_memory")
 TRITON = ADAPTERS["triton"]
 by_case = pytest.mark.parametrize("case", SAAP_CASES, ids=str)
 SMALL = SaapCase(Case(2, 6, 2, 200, 64, "f32", padding=(0, 60)), "random")

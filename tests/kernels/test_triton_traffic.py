@@ -22,7 +22,7 @@ if reason := unavailable():
 import torch
 from mlx_sparse.cuda_ref.launchers import attend, configs, saap
 from torch_arrays import DTYPES, to_torch
-from triton_bytes import Launch, shuffled, watched
+from triton_bytes import Launch, checked_launches, shuffled
 from triton_prompts import tensors
 
 from mlx_sparse import cuda_ref
@@ -41,7 +41,7 @@ def decode(
     q, k, v = (to_torch(array, "f16") for array in case.inputs())
     keys_t = k.transpose(2, 3).contiguous() if key_bits == 16 else cuda_ref.code_keys(k)
     more = {"key_bits": key_bits, "keys_t": keys_t, "value_mean": v.float().mean(dim=2).to(DTYPES["f16"])}
-    with watched(order) as launches:
+    with checked_launches(order) as launches:
         out = cuda_ref.sparq_attention(q, k, v, rank=RANK, top_k=TOP_K, reallocate=reallocate, **more)
     return out, launches
 
@@ -100,7 +100,7 @@ def test_padded_int4_step_reads_no_padding() -> None:
     case = Case(len(padding), HKV * G, HKV, S, D, "f16", padding)
     q, k, v = (to_torch(array, "f16") for array in case.inputs())
     more = {"key_bits": 4, "left_padding": torch.tensor(padding)}
-    with watched() as launches:
+    with checked_launches() as launches:
         cuda_ref.sparq_attention(q, k, v, rank=RANK, top_k=TOP_K, reallocate=False, **more)
     scores, select, _ = (launch.traffic for launch in launches)
     groups = sum((S - first) // 64 for first in padding)
@@ -127,7 +127,7 @@ def test_dense_attention_reads_each_row_once_per_group(G: int) -> None:
     S = 1000
     case = Case(1, HKV * G, HKV, S, D, "f16")
     q, k, v = (to_torch(array, "f16") for array in case.inputs())
-    with watched() as launches:
+    with checked_launches() as launches:
         cuda_ref.dense_attention(q, k, v, backend="triton")
     (attend,) = launches
     assert attend.grid[0] > 1
@@ -175,7 +175,7 @@ def step(S: int, shares: list[float], order: Any = None, hidden: int = HIDDEN) -
     offsets, key_ids = saap.saap_index(ids[..., :covered], buckets=C, sink_tokens=SINKS)
     most = int(offsets.diff(dim=2).topk(PROBES, dim=2).values.sum(dim=2).max())
     capacity = SINKS + RECENT + 256 + most  # room for more tokens
-    with watched(order) as launches:
+    with checked_launches(order) as launches:
         chosen = saap.saap_route(before, *weights, PROBES)
         given = q, k, v, chosen, offsets, key_ids, covered, SINKS, capacity
         out = saap.saap_decode(*given, D**-0.5, None)
@@ -218,7 +218,7 @@ def test_sequences_share_the_weights() -> None:
     weights = network()
     for B, times in ((1, 1), (8, 1), (9, 2)):
         queries = torch.randn(B, HKV * G, 1, D, dtype=torch.float16)
-        with watched() as launches:
+        with checked_launches() as launches:
             saap.saap_route(queries, *weights, PROBES)
         for launch in launches:
             weight = launch.traffic["weight"]
@@ -250,7 +250,7 @@ def test_large_buckets_are_split_between_programs() -> None:
 def test_long_rows_get_more_programs() -> None:
     q, keys = torch.randn(1, 8, 1, D), torch.randn(1, 2, 1000, D)
     indices = torch.arange(1000, dtype=torch.int32).expand(1, 2, 1000).contiguous()
-    with watched() as launches:
+    with checked_launches() as launches:
         attend.attend_indices(q, keys, keys.clone(), indices, 0.1, torch.tensor([[1000, 30]], dtype=torch.int32))
     (launch,) = launches
     reading = [size for size in launch.traffic["values"].by_program.values() if size]
@@ -265,7 +265,7 @@ def test_empty_slots_are_not_read() -> None:
     q, keys = torch.randn(1, 8, 1, D), torch.randn(1, 2, 100, D)
     indices = torch.full((1, 2, 5000), -1, dtype=torch.int32)
     indices[..., :70] = torch.arange(70)
-    with watched() as launches:
+    with checked_launches() as launches:
         attend.attend_indices(q, keys, keys.clone(), indices, 0.1, torch.tensor([[70, 70]], dtype=torch.int32))
     traffic = launches[0].traffic
     assert traffic["indices"].loaded == 2 * 70 * 4
@@ -277,8 +277,8 @@ def test_empty_slots_are_not_read() -> None:
 PROMPT = SampleCase(1, 4, 2, 300, 600, 64, "f16", 64)
 
 
-def watch(function: Any, *given: Any, **settings: Any) -> tuple[Any, list[Launch]]:
-    with watched(settings.pop("order", None)) as launches:
+def launches_of(function: Any, *given: Any, **settings: Any) -> tuple[Any, list[Launch]]:
+    with checked_launches(settings.pop("order", None)) as launches:
         found = function(*given, **settings)
     return found, launches
 
@@ -291,7 +291,7 @@ def test_attention_reads_only_listed_blocks() -> None:
             row_block = layout.first_block + index
             chosen = sorted({0, row_block, (h * 3 + index) % (row_block + 1)})
             lists[0, h, index, : len(chosen)] = chosen
-    _, (launch,) = watch(
+    _, (launch,) = launches_of(
         cuda_ref.attend_blocks, *tensors(PROMPT), torch.tensor(lists), block_size=PROMPT.block_size, scale=PROMPT.scale
     )
     filled = lists[lists >= 0]
@@ -306,14 +306,16 @@ def test_attention_reads_only_listed_blocks() -> None:
 
 
 def test_last_row_blocks_start_first() -> None:
-    _, (launch,) = watch(torch.ops.mlx_sparse.attend_blocks, *tensors(PROMPT), None, PROMPT.block_size, PROMPT.scale)
+    _, (launch,) = launches_of(
+        torch.ops.mlx_sparse.attend_blocks, *tensors(PROMPT), None, PROMPT.block_size, PROMPT.scale
+    )
     read = [launch.traffic["keys"].by_program[program] for program in range(launch.grid[0])]
     assert read == sorted(read, reverse=True)
     assert len(set(read)) == PROMPT.layout.row_blocks
 
 
 def test_sampling_reads_each_key_once_per_head() -> None:
-    _, (parts, sums) = watch(cuda_ref.sample_scores, *tensors(PROMPT)[:2], **PROMPT.sampling)
+    _, (parts, sums) = launches_of(cuda_ref.sample_scores, *tensors(PROMPT)[:2], **PROMPT.sampling)
     assert (parts.kernel, sums.kernel) == ("sample_scores", "sample_sums")
     key_blocks = PROMPT.layout.key_blocks
     assert parts.traffic["keys"].loaded == PROMPT.Hq * PROMPT.S * PROMPT.D * ITEM
@@ -327,7 +329,7 @@ def test_sampling_reads_each_key_once_per_head() -> None:
 
 
 def test_lists_are_built_from_one_byte_per_flag() -> None:
-    _, launches = watch(cuda_ref.sample_select, *tensors(PROMPT)[:2], **PROMPT.parameters)
+    _, launches = launches_of(cuda_ref.sample_select, *tensors(PROMPT)[:2], **PROMPT.parameters)
     merge = launches[-1].traffic
     causal = PROMPT.Hq * PROMPT.layout.causal_pairs
     assert merge["column_kept"].loaded == causal
@@ -337,7 +339,7 @@ def test_lists_are_built_from_one_byte_per_flag() -> None:
 
 
 def prefill(order: Any) -> tuple[Any, list[Launch]]:
-    return watch(cuda_ref.sample_attention, *tensors(PROMPT), **PROMPT.parameters, order=order)
+    return launches_of(cuda_ref.sample_attention, *tensors(PROMPT), **PROMPT.parameters, order=order)
 
 
 ORDERS = {
