@@ -176,15 +176,15 @@ def test_installed_code_does_not_import_tests(folder):
 METHOD_CLASSES = {cls.__name__ for cls in METHODS.values()}
 
 
-def tested_classes(source: str) -> Iterator[str]:
+def checked_classes(source: str) -> Iterator[str]:
     """Yield the class names in ``isinstance``, ``issubclass`` and class patterns."""
     for node in ast.walk(ast.parse(source)):
-        tested: list[ast.AST] = []
+        checked: list[ast.AST] = []
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
-            tested = list(node.args[1:])
+            checked = list(node.args[1:])
         elif isinstance(node, ast.MatchClass):
-            tested = [node.cls]
-        for part in (part for one in tested for part in ast.walk(one)):
+            checked = [node.cls]
+        for part in (part for one in checked for part in ast.walk(one)):
             if isinstance(part, ast.Name | ast.Attribute):
                 yield part.id if isinstance(part, ast.Name) else part.attr
 
@@ -194,8 +194,8 @@ def test_code_does_not_test_for_method_classes(folder):
     home = ROOT / "mlx_sparse" / "methods"
     for path in files(folder):
         if not path.is_relative_to(home):
-            tested = METHOD_CLASSES & set(tested_classes(path.read_text()))
-            assert not tested, f"{name(path)} must not ask for {', '.join(sorted(tested))}: ask the method"
+            checked = METHOD_CLASSES & set(checked_classes(path.read_text()))
+            assert not checked, f"{name(path)} must not ask for {', '.join(sorted(checked))}: ask the method"
 
 
 # A new method with auxiliary cache state needs no change in these files.
