@@ -82,41 +82,13 @@ def test_method_name_alone_means_defaults(name: str) -> None:
     assert str(METHODS[name]()) == name
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("sparq:rank=16,top_k=64", SparQ(rank=16, top_k=64)),
-        (" sparq : rank = 16 , top_k = 64 ", SparQ(rank=16, top_k=64)),
-        ("sparq:reallocate=true", SparQ(reallocate=True)),
-        ("sparq:reallocate=False", SparQ(reallocate=False)),
-        ("sparq:local_window=none", SparQ()),
-        ("sparq:local_window=0", SparQ(local_window=0)),
-        ("streaming:sink_tokens=4,recent_tokens=60", Streaming(sink_tokens=4, recent_tokens=60)),
-    ],
-)
-def test_values_are_parsed(text: str, expected: Method) -> None:
-    assert parse(text) == (expected,)
+@pytest.mark.parametrize(("text", "base", "expected"), DATA["parsed"])
+def test_text_overrides_presets_base_and_defaults(text: str, base: str, expected: str) -> None:
+    methods = parse(text, {method.name: method for method in parse(base)} if base else None)
+    assert "+".join(map(str, methods)) == expected
 
 
-def test_methods_keep_their_order() -> None:
-    assert parse("streaming + sparq:rank=8 + h2o") == (Streaming(), SparQ(rank=8), H2O())
-
-
-@pytest.mark.parametrize(
-    ("preset", "settings"),
-    [
-        ("paper", {"component_score": "query", "key_bits": 16}),
-        ("robust", {"component_score": "query_key"}),
-    ],
-)
-def test_presets_match_the_specification(preset: str, settings: dict[str, Any]) -> None:
-    assert parse(f"sparq:preset={preset}") == (SparQ(**settings),)
-
-
-@pytest.mark.parametrize(
-    ("text", "qk_norm", "expected"),
-    DATA["auto"],
-)
+@pytest.mark.parametrize(("text", "qk_norm", "expected"), DATA["auto"])
 def test_auto_is_resolved_per_model(text: str, qk_norm: bool, expected: str) -> None:
     """Reallocation is off wherever alpha underestimates the attention mass of the selected keys."""
     (config,) = parse(text)
@@ -137,36 +109,10 @@ def test_every_preset_is_documented() -> None:
         assert parse("sparq:" + cell.replace(" ", "")) == (SparQ(**settings),)
 
 
-@pytest.mark.parametrize("text", ["sparq:preset=paper,rank=8", "sparq:rank=8,preset=paper"])
-def test_keys_override_a_preset_in_any_order(text: str) -> None:
-    assert parse(text) == (dataclasses.replace(parse("sparq:preset=paper")[0], rank=8),)
-    assert parse(text.replace("rank=8", "top_k=200"))[0].top_k == 200  # type: ignore[attr-defined]
-
-
-def test_keys_override_preset_base_and_defaults() -> None:
-    base = {"sparq": SparQ(rank=8, top_k=500, reallocate=False)}
-    expected = SparQ(
-        rank=8,
-        reallocate=False,
-        component_score="query",
-        top_k=500,
-        local_window=9,
-        key_bits=16,
-    )
-    assert parse("sparq:preset=paper,local_window=9", base) == (expected,)
-
-
-def test_base_of_another_method_is_ignored() -> None:
-    assert parse("h2o", {"sparq": SparQ(top_k=5)}) == (H2O(),)
-
-
 NAMES = ", ".join(METHODS)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    DATA["mistakes"],
-)
+@pytest.mark.parametrize(("text", "message"), DATA["mistakes"])
 def test_wrong_text_is_a_one_line_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
@@ -281,10 +227,7 @@ def test_attended_keys_and_moved_elements(text: str, attended: int, elements: in
     assert config.elements(100, 64) == elements
 
 
-@pytest.mark.parametrize(
-    ("text", "shortest"),
-    DATA["shortest"],
-)
+@pytest.mark.parametrize(("text", "shortest"), DATA["shortest"])
 def test_shortest_sparse_context(text: str, shortest: int) -> None:
     assert parse(text)[0].shortest_context() == shortest
 

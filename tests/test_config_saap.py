@@ -41,10 +41,7 @@ def test_saap_combines_with_a_prefill_method() -> None:
     assert [config.name for config in parse("sample+saap:mode=online")] == ["sample", "saap"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    DATA["bad_settings"],
-)
+@pytest.mark.parametrize(("settings", "message"), DATA["bad_settings"])
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         SAAP(**settings)

@@ -121,10 +121,7 @@ def test_every_method_has_a_stage() -> None:
     assert {name: cls.stage for name, cls in METHODS.items()} == stages | {"dense": "prefill and decode"}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    DATA["bad_values"],
-)
+@pytest.mark.parametrize(("text", "message"), DATA["bad_values"])
 def test_bad_values_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)

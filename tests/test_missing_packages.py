@@ -105,10 +105,7 @@ def test_matrix_and_doctor_need_no_optional_package(command: str, absent: str) -
     assert not absent.startswith("onnx") or f"{absent} not installed: run {extras.install_hint('onnx')}" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("absent", "name"),
-    DATA["imports"],
-)
+@pytest.mark.parametrize(("absent", "name"), DATA["imports"])
 def test_imports_name_the_missing_package(absent: str, name: str) -> None:
     module, _, function = name.rpartition(".")
     done = run(absent, "-c", f"import {module}\nfrom {module} import {function}")

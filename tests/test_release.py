@@ -46,10 +46,7 @@ def test_notes_come_from_the_changelog(tree: Path, capsys: pytest.CaptureFixture
         assert capsys.readouterr().out == "- Now.\n"
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new", "tag", "message"),
-    DATA["disagreements"],
-)
+@pytest.mark.parametrize(("file", "old", "new", "tag", "message"), DATA["disagreements"])
 def test_disagreements_are_one_line_errors(
     file: str, old: str, new: str, tag: str | None, message: str, tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

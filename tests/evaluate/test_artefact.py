@@ -159,10 +159,7 @@ def test_other_safetensors_files_are_refused(path: Path) -> None:
         load(path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    DATA["descriptions"],
-)
+@pytest.mark.parametrize(("changes", "message"), DATA["descriptions"])
 def test_wrong_descriptions_are_refused(path: Path, changes: dict[str, Any], message: str) -> None:
     artefact().save(path)
     describe(path, **changes)
@@ -170,10 +167,7 @@ def test_wrong_descriptions_are_refused(path: Path, changes: dict[str, Any], mes
         load(path)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    DATA["tensors"],
-)
+@pytest.mark.parametrize(("old", "new", "message"), DATA["tensors"])
 def test_unexpected_tensors_are_refused(path: Path, old: str, new: str | None, message: str) -> None:
     artefact().save(path)
 
@@ -269,10 +263,7 @@ def test_equivalent_rope_scaling_has_one_hash() -> None:
     assert hash_of() == hash_of(rope_type="default") != hash_of(type="linear", factor=2)
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "message"),
-    DATA["other_models"],
-)
+@pytest.mark.parametrize(("family", "changes", "message"), DATA["other_models"])
 def test_files_of_other_models_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArtefactError, match=message):
         artefact(build("llama")).check_model(build(family, **changes))

@@ -246,20 +246,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return error.removeprefix("mlx-sparse: error: ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    DATA["every_engine"],
-)
+@pytest.mark.parametrize(("arguments", "message"), DATA["every_engine"])
 @pytest.mark.parametrize("stage", ["step", "prefill"])
 @ENGINES
 def test_wrong_options_are_refused(engine, stage, arguments, message, capsys) -> None:
     assert refused(capsys, stage, "--engine", engine, *SMALL, *arguments).startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    DATA["one_engine"],
-)
+@pytest.mark.parametrize(("arguments", "message"), DATA["one_engine"])
 def test_unsupported_options_of_an_engine_are_refused(arguments: str, message: str, capsys) -> None:
     stage, *more = arguments.split()
     assert refused(capsys, stage, *SMALL, *more).startswith(message)
