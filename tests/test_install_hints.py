@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_tables import read_tables
 
 from mlx_sparse import extras
 
@@ -26,49 +27,24 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return info
 
 
-def record(site: Path, url: str, **how: Any) -> None:
-    (site / "direct_url.json").write_text(json.dumps({"url": url, **how}))
+# Each row: the installer's record, the arguments of install_hint, its text, and the text of build_hint or None.
+@pytest.mark.parametrize(("record", "arguments", "install", "build"), read_tables(__file__)["hints"])
+def test_hints_follow_the_record_of_the_installer(
+    site: Path, record: dict[str, Any] | None, arguments: list[str], install: str, build: str | None
+) -> None:
+    def filled(text: str) -> str:
+        places = {"{folder}": str(site.parent), "{folder_url}": site.parent.as_uri(), "{site_url}": site.as_uri()}
+        for name, value in (places | {"{site}": str(site), "{pip}": PIP}).items():
+            text = text.replace(name, value)
+        return text
 
-
-def test_index_install(site: Path) -> None:
-    assert extras.install_hint("onnx") == f"`{PIP} 'mlx-sparse-attention[onnx]'`"
-    assert extras.install_hint() == f"`{PIP} mlx-sparse-attention`"
-    rebuild = "--force-reinstall --no-deps --no-binary mlx-sparse-attention"
-    assert extras.build_hint() == f"`{PIP} {rebuild} mlx-sparse-attention`"
-
-
-@pytest.mark.parametrize(("how", "option"), [({}, ""), ({"editable": True}, "-e ")], ids=["folder", "editable"])
-def test_clone_install(site: Path, how: dict[str, bool], option: str) -> None:
-    record(site, site.parent.as_uri(), dir_info=how)
-    assert "%20" in site.parent.as_uri()
-    assert extras.install_hint("eval") == f"`{PIP} {option}'{site.parent}[eval]'`"
-    assert extras.build_hint() == f"`{PIP} --force-reinstall --no-deps {option}'{site.parent}'`"
-
-
-@pytest.mark.parametrize("name", ["m-0.1.0-py3-none-any.whl", "m-0.1.0.tar.gz"])
-def test_file_install(site: Path, name: str) -> None:
-    file = site / name
-    file.touch()
-    record(site, file.as_uri(), archive_info={})
-    assert extras.install_hint("onnx", "--quiet") == f"`{PIP} --quiet '{file}[onnx]'`"
-    wheel = "`pip install --force-reinstall --no-deps .` in the clone"
-    assert extras.build_hint() == (wheel if name.endswith("whl") else f"`{PIP} --force-reinstall --no-deps '{file}'`")
-
-
-def test_url_install(site: Path) -> None:
-    record(site, "https://host.org/me/it", vcs_info={"vcs": "git", "commit_id": "a1"}, subdirectory="s")
-    expected = f"`{PIP} 'mlx-sparse-attention[onnx] @ git+https://host.org/me/it@a1#subdirectory=s'`"
-    assert extras.install_hint("onnx") == expected
-    record(site, "https://host.org/m.whl", archive_info={})
-    assert extras.install_hint() == f"`{PIP} 'mlx-sparse-attention @ https://host.org/m.whl'`"
-
-
-def test_missing_source_names_both_forms(site: Path) -> None:
-    record(site, (site / "gone").as_uri(), dir_info={})
-    assert extras.install_hint("onnx") == (
-        "`pip install '.[onnx]'` in the clone, or with a wheel `pip install 'FILE.whl[onnx]'`"
-    )
-    assert extras.build_hint() == "`pip install --force-reinstall --no-deps .` in the clone"
+    for name in ("m-0.1.0-py3-none-any.whl", "m-0.1.0.tar.gz"):
+        (site / name).touch()
+    if record:
+        (site / "direct_url.json").write_text(filled(json.dumps(record)))
+    assert "%20" in site.as_uri()
+    assert extras.install_hint(*arguments) == filled(install)
+    assert build is None or extras.build_hint() == filled(build)
 
 
 def test_hint_names_the_installer(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

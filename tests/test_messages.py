@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +33,7 @@ from mlx_sparse.tools import formats
 from mlx_sparse.tools.assets import blas
 from mlx_sparse.tools.assets.store import build_directory, check_directory
 from mlx_sparse.tools.demo.command import parse_report
-from mlx_sparse.tools.evaluate.journal import FORMAT, Journal
+from mlx_sparse.tools.evaluate.journal import Journal
 from mlx_sparse.tools.evaluate.results import Outcome
 
 HUGE = 100_000
@@ -138,11 +137,6 @@ def test_unknown_names_get_a_suggestion(call: Callable[[], Any], suggestion: str
     assert message_of(call).endswith(suggestion)
 
 
-def test_unknown_tasks_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["eval", "--methods", "sparq", "--tasks", "repetitions"]) == 2
-    assert capsys.readouterr().err.endswith("got 'repetitions'. Did you mean repetition?\n")
-
-
 def test_unrelated_names_get_no_suggestion() -> None:
     assert message_of(lambda: parse("zzz")).endswith("got 'zzz'.")
 
@@ -226,9 +220,3 @@ def test_pinned_libraries_match_the_wheel(blas_environment: dict[str, str]) -> N
         pytest.skip("nothing is preloaded here")
     found = blas_environment["LD_PRELOAD"].split(":")
     assert [Path(path).name for path in found] == list(blas.BUILDS[blas.platform.machine()].libraries)
-
-
-def test_deep_journal_json_is_a_one_line_error(tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    path.write_text(json.dumps({"mlx_sparse": "test", "format": FORMAT, "key": "key"}) + f"\n{DEEP}\n")
-    assert "got something else in line 2" in message_of(lambda: Journal(path, "test", "key", Outcome))
