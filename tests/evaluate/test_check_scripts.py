@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from pathlib import Path
 
+import check_report
 import pytest
 from json_tables import read_tables
 from shell import ROOT, run
@@ -47,3 +49,20 @@ def test_wrong_arguments_are_refused(script: str, arguments: list[str]) -> None:
     done = run(ROOT / "scripts" / script, "--dry-run", *given)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(f"{script}: error: expected ")
+
+
+@pytest.mark.parametrize("script", ["gpu", "mac"])
+def test_other_machines_are_refused(script: str, tmp_path: Path) -> None:
+    if sys.platform == "darwin" if script == "mac" else shutil.which("nvidia-smi"):
+        pytest.skip(f"{script}_check.sh would run here")
+    done = run(ROOT / "scripts" / f"{script}_check.sh", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"{script}_check.sh: error: expected {DATA['machines'][script]}, got ")
+
+
+@pytest.mark.parametrize("script", ["gpu", "mac"])
+def test_empty_folder_is_unfinished(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "validated.xml").write_text("<testsuites>")  # truncated
+    assert check_report.main([script, str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
+    assert json.loads((tmp_path / "result.jsonl").read_text())["problems"] == DATA["unfinished"][script]
+    assert capsys.readouterr().out.startswith("Wrote ")

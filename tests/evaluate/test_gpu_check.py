@@ -89,13 +89,6 @@ def test_listed_tests_exist() -> None:
     assert all((ROOT / "tests" / f"{name}.py").is_file() for name in TESTS)
 
 
-@pytest.mark.skipif(bool(shutil.which("nvidia-smi")), reason="this machine has a GPU")
-def test_missing_gpu_is_an_error(tmp_path: Path) -> None:
-    done = run(SCRIPT, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("gpu_check.sh: error: expected python3 with torch, triton and an NVIDIA GPU, got ")
-
-
 def test_report_names_the_machine_and_tests(tmp_path: Path) -> None:
     done, lines, markdown = check(machine(tmp_path))
     found = lines[0]
@@ -178,9 +171,3 @@ def test_interrupted_tests_are_reported(tmp_path: Path) -> None:
     assert check_report.main(["gpu", str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
     found = json.loads((tmp_path / "result.jsonl").read_text().splitlines()[0])
     assert found["problems"] == ["the tests were ended after 2 of them (status 124)"]
-
-
-def test_empty_folder_is_unfinished(tmp_path: Path) -> None:
-    assert check_report.main(["gpu", str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
-    found = json.loads((tmp_path / "result.jsonl").read_text())
-    assert found["problems"] == ["the tests did not finish", *UNFINISHED]

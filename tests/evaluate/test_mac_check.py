@@ -68,15 +68,6 @@ def check(mac: Path, *, message: str, fails: bool) -> tuple[subprocess.Completed
     return done, json.loads((mac / "result.json").read_text())
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="this is a Mac")
-def test_other_machines_are_refused() -> None:
-    done = run(SCRIPT)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("mac_check.sh: error: expected a Mac with Apple silicon, got Linux")
-    assert done.stderr.count("\n") == 1
-
-
 def test_report_names_the_machine_and_tests(mac: Path) -> None:
     done, found = check(mac, message="Metal GPU Validation Enabled", fails=False)
     assert {"model": "Mac14,9", "macos": "26.1", "gpu_cores": "19"}.items() <= found["machine"].items()
@@ -109,18 +100,6 @@ def test_failures_and_validation_messages_are_reported(mac: Path) -> None:
         "8 of 8 tests (plain) failed",
         "Metal's validation reports 8 lines",
     ]
-
-
-def test_empty_folder_is_unfinished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "validated.xml").write_text("<testsuites>")  # truncated
-    assert check_report.main(["mac", str(tmp_path), str(tmp_path / "result.json")]) == 1
-    assert json.loads((tmp_path / "result.json").read_text())["problems"] == [
-        "tests (validated) did not finish",
-        "tests (plain) did not finish",
-        "the benchmark did not finish",
-        "the prefill benchmark did not finish",
-    ]
-    assert capsys.readouterr().out.startswith("Wrote ")
 
 
 RUN = {"tests": 9, "skipped": 0, "failed": []}
