@@ -10,18 +10,14 @@ import pytest
 from mlx_sparse.files import read_regular, replace_file
 
 
-def test_links_at_temporary_names_are_not_followed(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (tmp_path / f".out-{os.getpid()}.json").symlink_to(victim)
-    replace_file(tmp_path / "out.json", lambda new: new.write_text("new"))
-    assert victim.read_text() == "mine"
-    assert (tmp_path / "out.json").read_text() == "new"
-
-
-def test_links_at_the_target_are_replaced(tmp_path: Path) -> None:
+def test_links_are_not_followed(tmp_path: Path) -> None:
     victim, out = tmp_path / "victim", tmp_path / "out.json"
     victim.write_text("mine")
+    (tmp_path / f".out-{os.getpid()}.json").symlink_to(victim)
+    replace_file(out, lambda new: new.write_text("new"))
+    assert victim.read_text() == "mine"
+    assert out.read_text() == "new"
+    out.unlink()
     out.symlink_to(victim)
     replace_file(out, lambda new: new.write_text("new"))
     assert victim.read_text() == "mine"

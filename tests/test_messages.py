@@ -113,9 +113,6 @@ def test_commands_truncate_input(argv: list[str], capsys: pytest.CaptureFixture[
     err = capsys.readouterr().err
     assert 0 < len(err) < 3000
     assert "error: " in err.splitlines()[-1]
-
-
-def test_argparse_messages_are_truncated(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         Parser(prog="p").parse_args([SPACED])
     assert len(capsys.readouterr().err) < LONGEST + 100
@@ -135,9 +132,6 @@ def test_argparse_messages_are_truncated(capsys: pytest.CaptureFixture[str]) -> 
 )
 def test_unknown_names_get_a_suggestion(call: Callable[[], Any], suggestion: str) -> None:
     assert message_of(call).endswith(suggestion)
-
-
-def test_unrelated_names_get_no_suggestion() -> None:
     assert message_of(lambda: parse("zzz")).endswith("got 'zzz'.")
 
 

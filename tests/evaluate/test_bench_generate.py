@@ -57,9 +57,6 @@ def test_prompt_has_the_exact_length(S: int) -> None:
     text = " ".join(f"word{i}" for i in range(40))
     prompt = generate.prompt_of(text, S, words)
     assert text.startswith(prompt) and len(words(prompt)) == S
-
-
-def test_short_text_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--lengths: expected prompts .*, got 10 of 4 tokens. Give a longer --text"):
         generate.prompt_of("one two three", 10, words)
 
@@ -76,9 +73,6 @@ def test_short_text_is_refused() -> None:
 def test_methods_without_sparse_calls_are_noted(method: str, changes: dict[str, Any], note: str | None) -> None:
     found = generate.never_sparse(method, REPORT | changes)
     assert (found or "").startswith(note or "") and bool(found) == bool(note)
-
-
-def test_missing_report_is_refused() -> None:
     assert generate.never_sparse("dense", None) is None
     with pytest.raises(ArtefactError, match="expected a report of sparq, got none"):
         generate.never_sparse("sparq", None)

@@ -64,7 +64,7 @@ def drawn(ax: Any) -> dict[str, list[tuple[float, float]]]:
     }
 
 
-def test_points_show_transfer_score_and_error() -> None:
+def test_points_show_transfer_score_error_and_dense_share() -> None:
     (ax,) = picture.draw(DECODE).axes
     assert drawn(ax)["sparq:rank=16"] == [(0.124, 0.86), (0.5, 0.89)]
     (segments,) = [collection.get_segments() for collection in ax.containers[0][2]]
@@ -74,11 +74,7 @@ def test_points_show_transfer_score_and_error() -> None:
     assert set(level.get_ydata()) == {0.9}
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["1/16", "1/8", "1/4", "1/2", "1"]
     assert ax.get_title() == "1,024 tokens, n = 20"
-
-
-def test_dense_rows_are_not_drawn_and_partial_ones_are_hollow() -> None:
-    (ax,) = picture.draw(DECODE).axes
-    assert "streaming" not in drawn(ax)
+    assert "streaming" not in drawn(ax)  # a dense row
     hollow = [line for line in ax.lines if line.get_markerfacecolor() == "white"]
     assert [(list(line.get_xdata()), list(line.get_ydata())) for line in hollow] == [([0.25], [0.5])]
     assert picture.draw([DECODE[0], DECODE[-1]]) is None

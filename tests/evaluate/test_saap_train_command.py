@@ -107,14 +107,23 @@ def test_held_out_text_is_not_trained_on(windows: int, trained_on: int, held_out
     assert len(learnt) >= 100 * trained_on - 1 and len(tested) == 100 * held_out
 
 
-def test_json_reports_every_head(folder: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments(folder, trained / "a.safetensors", "--work", str(trained / "work"), "--json")) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_report_covers_every_head_and_the_printed_option_works(folder: Path, trained: Path, capsys: Any) -> None:
+    out = trained / "used.safetensors"
+    assert cli.main(arguments(folder, out, "--work", str(trained / "work"), "--json")) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
     assert [(head["layer"], head["head"]) for head in found["heads"]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert found["selectivities"] == [0.05, 0.1, 0.2]
     for head in found["heads"]:
         assert head["recall"].keys() == {"trained", "kmeans"}
         assert head["imbalance"] >= 1
+    option = re.search(r"Use it with --attn (\S+)", printed.err)
+    assert option is not None
+    model = build(num_hidden_layers=3)
+    with sparse(model, option[1]) as report:
+        greedy(model, TOKENS[:300], 5)
+    assert report.sparse_calls == 2 * 5, str(report)
+    out.unlink()
 
 
 def test_collected_texts_are_shared_between_runs(folder: Path, trained: Path) -> None:
@@ -144,18 +153,6 @@ def test_foreign_files_in_the_work_folder_stay(folder: Path, tmp_path: Path) -> 
     mine.write_text("precious")
     assert cli.main(arguments(folder, out, "--layers", "2", "--steps", "2")) == 0
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted([mine.name, mine.parent.name, out.name])
-
-
-def test_printed_attn_option_works(folder: Path, trained: Path, capsys: Any) -> None:
-    out = trained / "used.safetensors"
-    assert cli.main(arguments(folder, out, "--work", str(trained / "work"))) == 0
-    out_and_use = re.search(r"Use it with --attn (\S+)", capsys.readouterr().err)
-    assert out_and_use is not None
-    model = build(num_hidden_layers=3)
-    with sparse(model, out_and_use[1]) as report:
-        greedy(model, TOKENS[:300], 5)
-    assert report.sparse_calls == 2 * 5, str(report)
-    out.unlink()
 
 
 def test_models_without_pre_rope_tensors_are_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:

@@ -71,9 +71,6 @@ def test_out_of_bounds_accesses_are_found() -> None:
 def test_uninitialized_loads_are_found() -> None:
     with checked_launches(), pytest.raises(Exception, match="loads element 0 of source, which nothing has written"):
         copy[(1,)](torch.empty(64), torch.empty(64), 64, BLOCK=64)
-
-
-def test_uninitialized_bytes_are_found() -> None:
     with checked_launches(), pytest.raises(Exception, match="loads element 48 of source, which nothing has written"):
         made = torch.empty(80, dtype=torch.uint8)
         copy[(1,)](torch.zeros(64, dtype=torch.uint8), made[:64], 64, BLOCK=64)
