@@ -41,9 +41,9 @@ def test_every_source_is_compiled_for_supported_versions(dump: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "-downloadComponent MetalToolchain",
-        "metal3.1: 2 texts compile",
+        "metal3.1: 2 sources compile",
         "metal3.2: not in this SDK (invalid value 'metal3.2')",
-        "metal4.0: 2 texts compile",
+        "metal4.0: 2 sources compile",
     ]
     commands = [line.split() for line in (dump.parent / "bin" / "xcrun.log").read_text().splitlines()]
     texts = [line for line in commands if str(dump / "good.metal") in line]
@@ -60,8 +60,8 @@ def test_compile_errors_name_the_source(dump: Path) -> None:
     assert f"metal4.0 refuses {dump / 'bad.metal'}" in done.stdout
     assert "good.metal" not in done.stdout
     assert "attend.h:3: error" in done.stderr
-    assert "metal3.1: 2 texts compile" in done.stdout
-    assert "metal4.0: 2 texts compile" not in done.stdout
+    assert "metal3.1: 2 sources compile" in done.stdout
+    assert "metal4.0: 2 sources compile" not in done.stdout
 
 
 @pytest.mark.parametrize("folder", ["", "none"])

@@ -203,7 +203,7 @@ def test_code_does_not_test_for_method_classes(folder):
     "file",
     [
         *("cache/sparse_cache.py", "cache/kv_cache.py", "cache/state.py"),
-        *("lm/plan.py", "lm/call.py", "lm/hooks.py", "lm/session.py"),
+        *("lm/plan.py", "lm/call.py", "lm/hooks.py", "lm/command.py"),
     ],
 )
 def test_generic_files_name_no_method(file):

@@ -70,7 +70,7 @@ def pages(repo_url: str) -> dict[str, tuple[str, str]]:
 
 
 def test_external_links_lead_to_the_repository() -> None:
-    body, forge = "onnx_export/bodies/SparQ.onnxtxt", "https://forge.example/project"
+    body, forge = "onnx_export/bodies/sparq.onnxtxt", "https://forge.example/project"
     for repo_url in ("", forge):
         given = {path: text for path, (_, text) in pages(repo_url).items()}
         link = f"[{body}]({forge}/blob/HEAD/{body})" if repo_url else f"`{body}`"

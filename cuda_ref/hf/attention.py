@@ -23,13 +23,13 @@ from mlx_sparse.methods.stats import dense_elements
 from ..availability import interpreted
 from ..launchers import configs
 from . import require
+from .buffers import Padding, mask, padding_of
 from .cache import Origin, SparQCache, dense_layer, origin_of
-from .padding import Padding, mask, padding_of
 
 NAME = "sparq"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-_without_cache = Report(NAME, "triton", "calls without a SparQCache")
+_without_cache = Report(attn=NAME, backend="triton", model_type="calls without a SparQCache")
 
 
 def register() -> None:

@@ -16,8 +16,7 @@ from mlx_sparse.methods.scoring_keys import KeyCodes
 
 from ..launchers.sparq import sparq_attention
 from . import require
-from .buffers import Buffers
-from .padding import Padding
+from .buffers import Buffers, Padding
 
 _NAME = "_mlx_sparse_origin"
 
@@ -192,7 +191,13 @@ class SparQCache(DynamicCache):
         super().__init__(config=config)
         self.layers = [SparQLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.thresholds: dict[Step, int] = {}
-        self.report = Report(str(self.attn), "triton", config.model_type, config._name_or_path, len(self.layers))
+        self.report = Report(
+            attn=str(self.attn),
+            backend="triton",
+            model_type=config.model_type,
+            model=config._name_or_path,
+            layers=len(self.layers),
+        )
         self.report.outlook = partial(_outlook, self.thresholds, "modelled" if self.attn.measurable else "given")
         self.report.dense_layers.update(reason for layer in self.layers if (reason := dense_layer(layer)))
         self.report.served_layers = len(self.layers) - self.report.dense_layers.total()

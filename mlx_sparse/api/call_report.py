@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from ..model_parts import Part
@@ -25,21 +25,14 @@ class Counting(Protocol):
 
 
 @dataclass
-class Counts:
-    """Counts of one call of a model; other attributes are those of `Report`.
-
-    Attributes:
-        decode: further figures of decode steps; None if the method has none.
-        counting: more of these, which the device computes; None if there are none.
-    """
+class Totals:
+    """Sums over attention calls; `Report` documents them."""
 
     sparse_calls: int = 0
     dense_calls: Counter[str] = field(default_factory=Counter)
     formula_bytes: int = 0
     dense_bytes: int = 0
     prefill: Any = None
-    decode: Any = None
-    counting: Counting | None = None
     sent_bytes: int = 0
     messages: int = 0
     checked_bytes: int = 0
@@ -47,7 +40,20 @@ class Counts:
 
 
 @dataclass
-class Report:
+class Counts(Totals):
+    """Totals of one call of a model.
+
+    Attributes:
+        decode: further figures of decode steps; None if the method has none.
+        counting: figures that the device computes; None if there are none.
+    """
+
+    decode: Any = None
+    counting: Counting | None = None
+
+
+@dataclass(kw_only=True)
+class Report(Totals):
     """Counts of all calls of one enabled model, by any number of threads. Any thread may read it at any time.
 
     A call of the model adds its counts when it returns; a call that raises adds nothing. Reading evaluates nothing.
@@ -84,17 +90,8 @@ class Report:
     layers: int = 0
     served_layers: int = 0
     dense_layers: Counter[str] = field(default_factory=Counter)
-    sparse_calls: int = 0
-    dense_calls: Counter[str] = field(default_factory=Counter)
-    formula_bytes: int = 0
-    dense_bytes: int = 0
-    prefill: Any = None
     decodes: bool = True
     outlook: Callable[[], list[str]] = field(default=list, repr=False)
-    sent_bytes: int = 0
-    messages: int = 0
-    checked_bytes: int = 0
-    drafts: Any = None
     part: Part = field(default_factory=Part)
     kv_heads: tuple[int, int] | None = None
     counted: Any = field(default=None, init=False, repr=False)
@@ -103,16 +100,9 @@ class Report:
     def add(self, counts: Counts) -> None:
         """Count a call of the model."""
         with _lock:
-            self.sparse_calls += counts.sparse_calls
-            self.formula_bytes += counts.formula_bytes
-            self.dense_bytes += counts.dense_bytes
-            self.sent_bytes += counts.sent_bytes
-            self.messages += counts.messages
-            self.checked_bytes += counts.checked_bytes
-            self.drafts = _sum(self.drafts, counts.drafts)
-            # New objects, so that a reader's copy does not change.
-            self.dense_calls = self.dense_calls + counts.dense_calls
-            self.prefill = _sum(self.prefill, counts.prefill)
+            for total in fields(Totals):
+                # New objects, so that a reader's copy does not change.
+                setattr(self, total.name, _sum(getattr(self, total.name), getattr(counts, total.name)))
             self.counted = _sum(self.counted, counts.decode)
             if counts.counting is not None:
                 self._counting.append(counts.counting)

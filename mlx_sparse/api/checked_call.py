@@ -59,7 +59,6 @@ class Call:
         library: Library,
         function: str,
         arrays: tuple[Any, Any, Any],
-        *,
         scale: float | None = None,
         left_padding: Any = None,
         backend: str = "auto",

@@ -58,15 +58,7 @@ class DecodeFunctions:
         return_stats: bool | str = False,
     ) -> Any:
         """Causal attention over all valid keys: the baseline."""
-        call = Call(
-            self._library,
-            "dense",
-            (queries, keys, values),
-            scale=scale,
-            left_padding=left_padding,
-            backend=backend,
-            return_stats=return_stats,
-        )
+        call = Call(self._library, "dense", (queries, keys, values), scale, left_padding, backend, return_stats)
         return call.dense()
 
     def sparq_attention(
@@ -103,15 +95,7 @@ class DecodeFunctions:
                 buffers on every call; a cache passes whole buffers.
             value_mean: ``(B, Hkv, D)`` mean of the valid values, the current one included; computed when absent.
         """
-        call = Call(
-            self._library,
-            "sparq",
-            (queries, keys, values),
-            scale=scale,
-            left_padding=left_padding,
-            backend=backend,
-            return_stats=return_stats,
-        )
+        call = Call(self._library, "sparq", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes
         check_rank(rank, n.D)
         check_int("top_k", top_k, 1)
@@ -152,57 +136,6 @@ class DecodeFunctions:
         coded: KeyCodes = call.load("code_keys")(keys, call.left_padding)
         return coded
 
-    def quest_attention(
-        self,
-        queries: Array,
-        keys: Array,
-        values: Array,
-        *,
-        page_size: int = 16,
-        top_k: int = 1024,
-        scale: float | None = None,
-        left_padding: Array | None = None,
-        page_min: Array | None = None,
-        page_max: Array | None = None,
-        backend: str = "auto",
-        return_stats: bool | str = False,
-    ) -> Any:
-        """One decode step of Quest (docs/spec/quest.md; arXiv 2406.10774).
-
-        Args:
-            page_size: consecutive keys of a page.
-            top_k: keys attended per KV head, rounded up to whole pages; the current page is one of them.
-            page_min, page_max: ``(B, Hkv, P, D)`` smallest and largest of each component over the valid keys of each of
-                the P pages, in the type of the keys; computed when absent, which reads every key. Those of the current
-                page are not read.
-        """
-        call = Call(
-            self._library,
-            "quest",
-            (queries, keys, values),
-            scale=scale,
-            left_padding=left_padding,
-            backend=backend,
-            return_stats=return_stats,
-        )
-        n = call.sizes
-        check_int("page_size", page_size, 1)
-        check_int("top_k", top_k, 1)
-        shape = (n.B, n.Hkv, -(-n.S // page_size), n.D)
-        call.check("page_min", page_min, shape, same_type=True)
-        call.check("page_max", page_max, shape, same_type=True)
-        attended = -(-top_k // page_size) * page_size
-        if call.sparse(attended) and (page_min is None or page_max is None):
-            page_min, page_max = call.load("page_bounds")(keys, call.left_padding, page_size=page_size)
-        return call.decode(
-            partial(stats.quest_elements, page_size=page_size),
-            attended,
-            page_size=page_size,
-            top_k=top_k,
-            page_min=page_min,
-            page_max=page_max,
-        )
-
     def h2o_scores(
         self,
         queries: Array,
@@ -216,9 +149,7 @@ class DecodeFunctions:
 
         What `h2o_attention` starts from after a dense prompt.
         """
-        call = Call(
-            self._library, "h2o_scores", (queries, keys, keys), scale=scale, left_padding=left_padding, backend=backend
-        )
+        call = Call(self._library, "h2o_scores", (queries, keys, keys), scale, left_padding, backend)
         run = call.load("h2o_scores")
         scores: Array = run(queries, keys, scale=call.scale, left_padding=call.left_padding)
         return scores
@@ -245,15 +176,7 @@ class DecodeFunctions:
         Returns:
             ``out, scores``; with ``return_stats`` also a `Stats`. The new scores hold -inf for what this step evicted.
         """
-        call = Call(
-            self._library,
-            "h2o",
-            (queries, keys, values),
-            scale=scale,
-            left_padding=left_padding,
-            backend=backend,
-            return_stats=return_stats,
-        )
+        call = Call(self._library, "h2o", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes
         check_decode_step(n, "h2o")
         check_int("top_k", top_k, 1)

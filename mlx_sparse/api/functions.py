@@ -10,19 +10,55 @@ All raise `ShapeError` for arrays that do not fit together, `ConfigError` for pa
 `BackendUnavailable` for a backend that cannot run here.
 """
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 from ..methods.table import FUNCTIONS
-from .baseline_functions import BaselineFunctions
-from .checked_call import Library
+from .checked_call import Call, Library
 from .decode_functions import DecodeFunctions
 from .prefill_functions import PrefillFunctions
 from .saap_functions import SaapFunctions
 
 
-class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions, BaselineFunctions):
-    """All of them, on the arrays of one library."""
+class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions):
+    """The public functions on the arrays of one library."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
+
+    def _of_method(self, method: Any) -> Callable[..., Any]:
+        """Return the public function of a class of `mlx_sparse.methods`, whose settings are the arguments."""
+        prefill = method.stage == "prefill"
+
+        def attention(
+            queries: Any,
+            keys: Any,
+            values: Any,
+            *,
+            scale: float | None = None,
+            backend: str = "auto",
+            return_stats: bool | str = False,
+            **settings: Any,
+        ) -> Any:
+            padding = None if prefill else settings.pop("left_padding", None)
+            call = Call(self._library, method.name, (queries, keys, values), scale, padding, backend, return_stats)
+            config = method(**settings)
+            if prefill:
+                return call.prefill(config.layout(call.sizes.L, call.sizes.S), **config.parameters())
+            return call.decode(lambda S, D, top_k: config.elements(S, D), config.attended, **config.parameters())
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        own = inspect.signature(method).parameters
+        settings = [own[name].replace(kind=keyword) for name in method.setting_names()]
+        if not prefill:
+            settings.append(inspect.Parameter("left_padding", keyword, default=None, annotation="Array | None"))
+        fixed = list(inspect.signature(attention).parameters.values())
+        signature = inspect.Signature([*fixed[:3], *settings, *fixed[3:-1]])
+        attention.__signature__ = signature  # type: ignore[attr-defined]
+        attention.__name__ = attention.__qualname__ = f"{method.name}_attention"
+        attention.__doc__ = method.__doc__
+        return attention
 
 
 def public_functions(*backends: str) -> list[str]:

@@ -65,5 +65,5 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not hasattr(_functions, name) and (method := METHODS.get(name.removesuffix("_attention"))):
-        return _functions.of_method(method)  # a baseline, whose arguments are its settings
+        return _functions._of_method(method)
     return getattr(_functions, name)

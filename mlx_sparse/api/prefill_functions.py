@@ -106,9 +106,7 @@ class PrefillFunctions:
             chunks: regions of the queries with a sample of their own.
             block_size: 32, 64 or 128 tokens.
         """
-        call = Call(
-            self._library, "sample", (queries, keys, values), scale=scale, backend=backend, return_stats=return_stats
-        )
+        call = Call(self._library, "sample", (queries, keys, values), scale, None, backend, return_stats)
         check_sample(alpha_column, alpha_slash, chunks, block_size)
         layout = Layout(call.sizes.L, call.sizes.S, chunks, block_size)
         if alpha_column >= 1 or alpha_slash >= 1 or layout.everything:

@@ -100,15 +100,7 @@ class SaapFunctions:
             bucket_ids: ``(B, Hkv, S)`` int; a number that is no bucket's (negative) = in no bucket.
             visited: ``(B, Hkv, n)`` int; negative = empty slot. A bucket listed twice is visited once.
         """
-        call = Call(
-            self._library,
-            "saap",
-            (queries, keys, values),
-            scale=scale,
-            left_padding=left_padding,
-            backend=backend,
-            return_stats=return_stats,
-        )
+        call = Call(self._library, "saap", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes
         self._library.check_array("bucket_ids", bucket_ids, queries, integers=True)
         self._library.check_array("visited", visited, queries, integers=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..methods import SAAP, registry
 from ..ops import kmeans
-from .saap_router import Router, kmeans_network
 from .state import State
 
 if TYPE_CHECKING:
@@ -24,6 +24,33 @@ PIECE = 4096
 # Decode steps whose keys get their buckets together: the centroids are read once for all of them, and a model that
 # computes queries, keys and values in one product keeps no more rows of it than these.
 TOGETHER = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Router:
+    """The buckets and the query network of a layer, shared by all caches of a model.
+
+    Attributes:
+        source: reconstructs pre-RoPE keys (`mlx_sparse.lm.rope.Source`).
+        scale: of the attention scores.
+        buckets: number of buckets C.
+        centroids: ``(Hkv, C, D)``; None if each sequence has its own.
+        network: the weights that `saap_route` takes; empty if the centroids route.
+    """
+
+    source: Any
+    scale: float
+    buckets: int
+    centroids: mx.array | None = None
+    network: Mapping[str, mx.array] | None = None
+
+    def __deepcopy__(self, memo: Any) -> Router:
+        return self  # copies of a cache share the model's
+
+
+def kmeans_network(centroids: mx.array, scale: float) -> dict[str, mx.array]:
+    """The router whose logits are the scores of the centroids ``(..., C, D)``."""
+    return {"out_weight": mx.contiguous((centroids * scale).swapaxes(-1, -2))}
 
 
 class BucketIndex(State):
@@ -209,9 +236,6 @@ class BucketIndex(State):
             self.ids = mx.take_along_axis(self.ids, mx.broadcast_to(place[:, None], self.ids.shape), axis=2)
         return self
 
-    def extract(self, sequence: int, length: int, start: int) -> BucketIndex:
-        return self.alone(sequence, start, length)
-
     def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> BucketIndex | None:
         return self.merge([(self, cache), (theirs, other)])
 
@@ -256,30 +280,15 @@ class BucketIndex(State):
         assert self.ids is not None
         return mx.pad(self.ids, [(0, 0), (0, 0), (length - cache.length, 0)])
 
-    def alone(self, sequence: int, first: int, stop: int) -> BucketIndex:
-        """The index of rows ``[first, stop)`` of one sequence; `put` takes back what it fits."""
+    def extract(self, sequence: int, length: int, start: int) -> BucketIndex:
         self._assign_pending()
         one, part = BucketIndex(self.router), slice(sequence, sequence + 1)
-        if self.ids is not None and stop <= self.assigned:
-            one.ids = self.ids[part, :, first:stop]
+        if self.ids is not None and length <= self.assigned:
+            one.ids = self.ids[part, :, start:length]
         if self.centroids is not None and self.router.centroids is None:
             one._own(self.centroids[part])
-        one.fitted = {0: self.fitted[sequence] - first} if sequence in self.fitted else {}
+        one.fitted = {0: self.fitted[sequence] - start} if sequence in self.fitted else {}
         return one
-
-    def put(self, sequence: int, one: BucketIndex, first: int, sequences: int) -> None:
-        """Take over what `alone` has fitted of one of the ``sequences``."""
-        if sequence in self.fitted or not one.fitted:
-            return
-        assert one.centroids is not None
-        assert one.ids is not None
-        if self.centroids is None:
-            self.centroids = mx.zeros((sequences, *one.centroids.shape[1:]), one.centroids.dtype)
-        self.centroids[sequence] = one.centroids[0]
-        self._own(self.centroids)
-        self.fitted = self.fitted | {sequence: first + one.fitted[0]}
-        if self.ids is not None:
-            self.ids[sequence, :, first : first + one.assigned] = one.ids[0]
 
     def _own(self, centroids: mx.array) -> None:
         self.centroids, self.network = centroids, kmeans_network(centroids, self.router.scale)

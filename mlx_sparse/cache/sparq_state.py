@@ -50,12 +50,8 @@ class SparQState(State):
         return sum(kept.nbytes for kept in self._kept)
 
     def rewind(self, length: int) -> None:
-        for kept in (self.columns, self.codes, self.keys, self.values):
-            if kept is not None:
-                kept.rewind(length)
-
-    def receive(self, start: int, keys: mx.array) -> None:
-        self.rewind(start)
+        for kept in self._kept:
+            kept.rewind(length)
 
     def read(self, cache: SparseCache, config: SparQ, G: int, *, whole: bool) -> dict[str, Any]:
         S, keys, weight, mean = cache.length, cache.key_rows, None, None

@@ -19,7 +19,6 @@ from ..methods import reasons
 from ..model_info import leaves
 from ..ops.packed_rows import PackedRows, Rows
 from . import chunks, seam
-from .dense import replace, with_sinks
 from .figures import PrefillCounts
 from .plan import LayerPlan, Plan, Probe, layer_reason
 
@@ -145,10 +144,10 @@ class Call:
         else:
             out, lse = self.hooks.step(queries, cache, layer.step, layer.served, scale)
         if sinks is not None:
-            out = with_sinks(out, lse, sinks)
+            out = chunks.with_sinks(out, lse, sinks)
         if layer.short:
             counts.dense_calls[reasons.SHORT_SEQUENCES] += 1
-            out = replace(out, layer.short, queries, cache, scale, sinks)
+            out = chunks.replace(out, layer.short, queries, cache, scale, sinks)
         return out
 
     def _decide(
@@ -166,7 +165,7 @@ class Call:
             return None
         if self.hooks is not None and self.plan.decodes:
             self.hooks.keys_written(cache)
-        if isinstance(cache, SparseBatchKVCache) and chunks.apart(self, queries.shape[2], cache):
+        if isinstance(cache, SparseBatchKVCache) and self.plan.prefill is not None and queries.shape[2] > 1:
             out = chunks.attend_each(self, queries, cache, scale, mask, sinks)
         else:
             out = self.attend_one(queries, keys, cache, scale, mask, sinks, self.place(cache))
@@ -194,7 +193,7 @@ class Call:
                 attended = chunks.attend_chunk(self, queries, keys, cache, scale, place)
                 if attended is not None:
                     out, lse = attended
-                    return out if sinks is None else with_sinks(out, lse, sinks)
+                    return out if sinks is None else chunks.with_sinks(out, lse, sinks)
                 reason = reasons.TOO_FULL
         else:
             reason = self.step_reason(queries, keys, cache, mask, sinks)

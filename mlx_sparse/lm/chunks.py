@@ -1,20 +1,114 @@
-"""Multi-token calls of an enabled model: prefill chunks, ragged batches and verification steps."""
+"""Multi-token calls of an enabled model (prefill chunks, ragged batches, verification steps), and dense attention."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from ..cache.kv_cache import SparseBatchKVCache
 from ..cache.sparse_cache import SparseCache
+from ..kernels import attend_rows as metal
 from ..methods import reasons, registry
+from ..ops.blocks import batch_size, wait_for
 from ..ops.packed_rows import PackedRows, Rows
-from .dense import attend_alone, attend_packed
+from . import seam
 
 if TYPE_CHECKING:
     from .call import Call
+
+# MLX's kernel for few queries takes so many of them, so many rows of a KV head (its query heads times the queries), and
+# these head dims.
+QUERIES, ROWS, HEAD_DIMS = 8, 32, (64, 96, 128, 256)
+
+
+def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
+    """Return the rows of a KV head that one kernel attends densely on a GPU."""
+    ours = (
+        backend != "ops" and not packed and metal.supports(D, registry.METAL_ROWS) and not registry.unavailable("metal")
+    )
+    return registry.METAL_ROWS if ours else ROWS
+
+
+def fused(G: int, rows: int = ROWS) -> int:
+    """Return the number of drafts, at least one, whose check one kernel attends on a GPU in so many ``rows``.
+
+    With ``G`` query heads per KV head. With more drafts, scores go through memory.
+    """
+    return max(min(QUERIES, rows // G) - 1, 1)
+
+
+def large_group(backend: str, queries: mx.array, keys: Rows) -> bool:
+    """Return True if the Metal kernel for large query groups takes a check that MLX's kernel does not."""
+    _, heads, L, D = queries.shape
+    G = heads // keys.shape[1]
+    if L <= QUERIES and G * L <= ROWS and D in HEAD_DIMS:
+        return False
+    return isinstance(keys, mx.array) and ROWS < rows_at_once(backend, D, packed=False) >= G * L
+
+
+def attend_check(
+    backend: str, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
+) -> mx.array | None:
+    """Attend causally ``(1, Hq, L, D)`` with the kernel for large query groups; None for MLX's own attention."""
+    if not large_group(backend, queries, keys):
+        return None
+    rows, values, _ = cache.rows("metal")
+    out, lse = metal.attend_rows(queries, rows, values, scale=scale, length=cache.length)
+    return out if sinks is None else with_sinks(out, lse, sinks)
+
+
+FUSED_HEAD_DIMS = (64, 80, 128)  # for which MLX's kernel for prompts on a GPU holds no scores
+
+
+def attend_alone(queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None) -> mx.array:
+    """The last queries of a cache of one sequence: ``(1, Hq, L, D)``, as ``queries``."""
+    keys, values, _ = cache.rows("ops")
+    mask: Any = "causal" if queries.shape[2] > 1 else None
+    return seam.original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.array:
+    """Causal attention ``(B, Hq, L, D)`` of a prompt over packed rows, in pieces.
+
+    mlx-lm would hold the scores of all queries and keys. These are MLX's own kernels on unpacked rows, and where it has
+    none for the head dim, on as many queries as their scores are few.
+    """
+    fused = mx.default_device().type == mx.gpu and queries.shape[3] in FUSED_HEAD_DIMS
+
+    def attend(heads: slice, queries: mx.array, keys: mx.array, values: mx.array, length: Any) -> tuple[mx.array]:
+        (B, Hq, L, _), S = queries.shape, keys.shape[2]
+        step = L if fused else batch_size(B * Hq * S)
+        outs: list[mx.array] = []
+        for first in range(0, L, step):
+            stop = min(first + step, L)
+            end = S - L + stop
+            part = wait_for(outs, queries[:, :, first:stop])
+            given = part, keys[:, :, :end], values[:, :, :end]
+            outs.append(mx.fast.scaled_dot_product_attention(*given, scale=scale, mask="causal"))
+        return (mx.concatenate(outs, axis=2),)
+
+    (out,) = cache.by_heads(attend, queries, "ops")
+    return out
+
+
+def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:
+    """``out (B, Hq, L, D)`` where a head's softmax has one more logit, of ``sinks (Hq,)``, with nothing behind it."""
+    kept = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
+    return (out.astype(mx.float32) * kept[..., None]).astype(out.dtype)
+
+
+def replace(
+    out: mx.array, sequences: list[int], queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None
+) -> mx.array:
+    """``out (B, Hq, 1, D)`` of a decode step, with that of these sequences by dense attention."""
+    first_rows, batch = cache.first_rows(), mx.array(sequences)
+    start = min(first_rows[sequence] for sequence in sequences)
+    keys, values = (rows[:, :, start:][batch] for rows in cache.rows("ops")[:2])  # no longer than the longest of them
+    own = mx.array([first_rows[sequence] - start for sequence in sequences])[:, None, None, None]
+    mask = mx.arange(cache.length - start) >= own
+    out[batch] = seam.original(queries[batch], keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    return out
 
 
 def attend_chunk(
@@ -42,25 +136,10 @@ def attend_chunk(
             return None
     out, lse, blocks = cache.attend_prompt(queries, config, scale=scale, backend=backend, blocks=blocks)
     call.figures.add(place, blocks, config.layout(L, S))
-    if plan.mass:
+    if plan.recall:
         dense = registry.load("dense_lse", backend)(queries, keys, scale=scale, left_padding=None)
-        call.figures.add_mass(place, mx.exp(lse - dense))
+        call.figures.add_recall(place, mx.exp(lse - dense))
     return out, lse
-
-
-def apart(call: Call, L: int, cache: SparseBatchKVCache) -> bool:
-    """Return True if a call of ``L`` queries may be sparse for one sequence of a batch and dense for another.
-
-    Without a method for prompts, chunks of a single token are: alone they are decode steps.
-    """
-    if L == 1:
-        return False
-    prefills = call.plan.prefill is not None
-    ends = cache.prompt_ends or [cache.length]
-    if not prefills and len(cache.first_rows(call.caches)) == 1 and min(ends) >= cache.length:
-        return False  # what is kept beside the only sequence is kept
-    before = cache.length - L
-    return prefills or any(min(end - before, L) == 1 for end in ends)
 
 
 def attend_each(
@@ -83,13 +162,11 @@ def attend_each(
         one = cache.alone(sequence, first, stop)
         start, end = max(first - before, 0), max(stop - before, 0)
         piece, out = queries[sequence : sequence + 1, :, start:end], None
-        if start < end:
+        if end - start == 1:
+            call.counts.dense_calls[reasons.A_FEW] += 1
+        elif start < end:
             keys, _, _ = one.rows("ops")
-            lending: Any = contextlib.nullcontext()
-            if end - start == 1 and call.hooks is not None:
-                lending = call.hooks.lending(cache, sequence, one, first, queries, piece)
-            with lending:
-                out = call.attend_one(piece, keys, one, scale, mask, sinks, place)
+            out = call.attend_one(piece, keys, one, scale, mask, sinks, place)
             cache.keep(sequence, one)
         pieces.append((piece, one, start))
         outs.append(out)
@@ -108,8 +185,8 @@ def dense(
 ) -> mx.array | None:
     """Attend causally where MLX would read keys more than once or unpack all of them; None elsewhere."""
     plan = call.plan
-    if plan.attend_check is not None and call.checks:
-        return plan.attend_check(plan.backend, queries, keys, cache, scale, sinks)
+    if call.checks:
+        return attend_check(plan.backend, queries, keys, cache, scale, sinks)
     # In a lossless model MLX's own attention gives several queries the bits that its steps give them one by one.
     if plan.lossless is not None or sinks is not None or not isinstance(keys, PackedRows):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import mlx.core as mx
@@ -13,27 +13,24 @@ import numpy as np
 
 from ..methods.block_layout import Layout
 
-BINS = 1000  # of the histogram of retained mass
+BINS = 1000  # of the histogram of attention recall
 LOW_QUANTILE = 0.01
 
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """Sums of one layer.
+    """Sums over the sparse prefill calls of one layer.
 
     Attributes:
         pairs: causal pairs of a row block and a key block, of all sequences.
-        kept: attended pairs of each query head.
-        low, high: smallest and largest density of a head in a call.
-        rows: queries whose retained mass was measured.
-        lost: sum of one less retained mass.
-        least: smallest retained mass; NaN where one is.
+        attended: attended pairs of each query head.
+        rows: queries whose attention recall was measured.
+        lost: sum of 1 - recall over these queries.
+        least: smallest recall; NaN if a recall is NaN.
     """
 
     pairs: int
-    kept: tuple[int, ...]
-    low: float
-    high: float
+    attended: tuple[int, ...]
     rows: int = 0
     lost: float = 0.0
     least: float = 1.0
@@ -41,17 +38,16 @@ class LayerFigures:
     def __add__(self, other: LayerFigures) -> LayerFigures:
         return LayerFigures(
             self.pairs + other.pairs,
-            tuple(a + b for a, b in zip(self.kept, other.kept, strict=True)),
-            min(self.low, other.low),
-            max(self.high, other.high),
+            tuple(a + b for a, b in zip(self.attended, other.attended, strict=True)),
             self.rows + other.rows,
             self.lost + other.lost,
-            float(np.minimum(self.least, other.least)),  # which keeps NaN
+            float(np.minimum(self.least, other.least)),  # keeps NaN
         )
 
     @property
     def density(self) -> list[float]:
-        return [count / self.pairs for count in self.kept]
+        """Attended share of the causal block pairs, by query head."""
+        return [count / self.pairs for count in self.attended]
 
 
 @dataclass(frozen=True)
@@ -60,10 +56,10 @@ class PrefillFigures:
 
     Attributes:
         calls: sparse calls.
-        queries: of them, one per position.
-        sampled_queries: those of them that were scored to choose the blocks.
-        layers: by the position of a layer's cache.
-        histogram: queries by bin of retained mass.
+        queries: queries of these calls, one for each position.
+        sampled_queries: queries that were scored to select the blocks.
+        layers: sums by the position of a layer's cache.
+        histogram: number of queries in each bin of attention recall.
     """
 
     calls: int = 0
@@ -95,59 +91,50 @@ class PrefillFigures:
         return self.sampled_queries / self.queries if self.queries else 0.0
 
     @property
-    def mass_mean(self) -> float | None:
-        """Mean retained mass over layers, heads and queries; None if it was not measured."""
-        rows = sum(layer.rows for layer in self.layers.values())
-        return 1.0 - sum(layer.lost for layer in self.layers.values()) / rows if rows else None
+    def recall(self) -> dict[str, float] | None:
+        """Attention recall over all layers, heads and queries; None if it was not measured.
 
-    @property
-    def mass_min(self) -> float | None:
-        """Smallest retained mass of a query; None if it was not measured."""
-        return min((layer.least for layer in self.layers.values() if layer.rows), default=None)
-
-    @property
-    def mass_low(self) -> float | None:
-        """Attention recall that 99 % of the queries reach, rounded down to 0.001; None if it was not measured."""
-        left = LOW_QUANTILE * self.histogram.total()
-        for index, count in sorted(self.histogram.items()):
-            left -= count
-            if left <= 0:
-                return index / BINS
-        return None
+        "mean", "min", and "low": 99 % of the queries reach this recall, rounded down to 0.001.
+        """
+        measured = [layer for layer in self.layers.values() if layer.rows]
+        if not measured:
+            return None
+        mean = 1.0 - sum(layer.lost for layer in measured) / sum(layer.rows for layer in measured)
+        bins = sorted(self.histogram)
+        below = accumulate(self.histogram[place] for place in bins)
+        enough = LOW_QUANTILE * self.histogram.total()
+        low = next(place for place, count in zip(bins, below, strict=True) if count >= enough)
+        return {"mean": mean, "low": low / BINS, "min": min(layer.least for layer in measured)}
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         layers = []
         for index, layer in sorted(self.layers.items()):
-            heads = layer.density
-            spread = _spread(_mean(heads), layer.low, layer.high)
-            entry: dict[str, Any] = {"layer": index, "density": spread, "heads": heads}
+            entry: dict[str, Any] = {"layer": index, "density": _mean(layer.density), "heads": layer.density}
             if layer.rows:
-                entry["retained_mass"] = {"mean": 1.0 - layer.lost / layer.rows, "min": layer.least}
+                entry["recall"] = {"mean": 1.0 - layer.lost / layer.rows, "min": layer.least}
             layers.append(entry)
         found: dict[str, Any] = {"calls": self.calls, "sampled": self.sampled, "layers": layers}
         if layers:
-            means, lows, highs = ([entry["density"][name] for entry in layers] for name in ("mean", "min", "max"))
-            found["density"] = _spread(_mean(means), min(lows), max(highs))
-        if self.mass_mean is not None:
-            found["retained_mass"] = {"mean": self.mass_mean, "low": self.mass_low, "min": self.mass_min}
+            densities = [entry["density"] for entry in layers]
+            found["density"] = {"mean": _mean(densities), "min": min(densities), "max": max(densities)}
+        if (recall := self.recall) is not None:
+            found["recall"] = recall
         return found
 
     def lines(self) -> list[str]:
         """Return the figures as text."""
         if not self.calls:
             return ["  sparse prefill calls: none"]
-        figures = self.as_dict()
-        layers = [entry["density"]["mean"] for entry in figures["layers"]]
+        densities = [_mean(layer.density) for layer in self.layers.values()]
         lines = [
             f"  sparse prefill calls: {self.calls:,}, {self.sampled:.1%} of the queries sampled",
-            f"  density: {figures['density']['mean']:.1%}, by layer {min(layers):.1%} to {max(layers):.1%}, "
-            f"by call and head {figures['density']['min']:.1%} to {figures['density']['max']:.1%}",
+            f"  density: {_mean(densities):.1%}, by layer {min(densities):.1%} to {max(densities):.1%}",
         ]
-        if self.mass_mean is not None:
+        if (recall := self.recall) is not None:
             lines.append(
-                f"  retained mass: {self.mass_mean:.4f}, at least {self.mass_low:.3f} for 99% of the queries and "
-                f"{self.mass_min:.4f} for all"
+                f"  attention recall: {recall['mean']:.4f}, at least {recall['low']:.3f} for 99% of the queries and "
+                f"{recall['min']:.4f} for all"
             )
         return lines
 
@@ -157,18 +144,18 @@ class PrefillCounts:
 
     def __init__(self) -> None:
         self._layers: list[tuple[int, Layout, mx.array]] = []
-        self._masses: list[tuple[int, int, list[mx.array]]] = []
+        self._recalls: list[tuple[int, int, list[mx.array]]] = []
 
     def add(self, layer: int, blocks: mx.array, layout: Layout) -> None:
         """Count a call of ``layer`` that attended ``blocks (B, Hq, R, N)``."""
         self._layers.append((layer, layout, (blocks >= 0).sum(axis=(2, 3))))
 
-    def add_mass(self, layer: int, mass: mx.array) -> None:
-        """Count retained mass ``(B, Hq, L)`` of a call that has been added."""
+    def add_recall(self, layer: int, recall: mx.array) -> None:
+        """Count the attention recall ``(B, Hq, L)`` of a call that has been added."""
         # A model that overflows has NaN here: no number that a bin may have.
-        bins = mx.clip(mx.where(mx.isnan(mass), 0.0, mass) * BINS, 0, BINS - 1).astype(mx.int32).flatten()
+        bins = mx.clip(mx.where(mx.isnan(recall), 0.0, recall) * BINS, 0, BINS - 1).astype(mx.int32).flatten()
         counts = mx.zeros(BINS, mx.int32).at[bins].add(1)
-        self._masses.append((layer, mass.size, [(1.0 - mass).sum(), mass.min(), counts]))
+        self._recalls.append((layer, recall.size, [(1.0 - recall).sum(), recall.min(), counts]))
 
     def figures(self) -> PrefillFigures | None:
         """Wait for the counts and return plain numbers; None if there are none.
@@ -178,24 +165,24 @@ class PrefillCounts:
         """
         if not self._layers:
             return None
-        mx.eval([kept for *_, kept in self._layers], [arrays for *_, arrays in self._masses])
+        mx.eval([kept for *_, kept in self._layers], [arrays for *_, arrays in self._recalls])
         found = PrefillFigures()
         for index, layout, array in self._layers:
             found += PrefillFigures(1, layout.L, layout.L * layout.sampled_share, {index: _of_call(array, layout)})
-        for index, rows, (lost, least, counts) in self._masses:
-            # No further pairs: the rest of the layer's sums stays as it is.
-            mass = LayerFigures(0, (0,) * len(found.layers[index].kept), 1.0, 0.0, rows, _float(lost), _float(least))
+        for index, rows, (lost, least, counts) in self._recalls:
+            # No further pairs: the other sums of the layer do not change.
+            heads = (0,) * len(found.layers[index].attended)
+            recall = LayerFigures(0, heads, rows, _float(lost), _float(least))
             histogram = Counter({place: int(count) for place, count in enumerate(np.array(counts)) if count})
-            found += PrefillFigures(layers={index: mass}, histogram=histogram)
+            found += PrefillFigures(layers={index: recall}, histogram=histogram)
         return found
 
 
 def _of_call(array: mx.array, layout: Layout) -> LayerFigures:
-    """Return the figures of the numbers of blocks ``(B, Hq)`` that a call attended."""
-    kept = np.array(array)
-    pairs = layout.causal_pairs
-    heads = tuple(int(count) for count in kept.sum(axis=0, dtype=np.int64))
-    return LayerFigures(kept.shape[0] * pairs, heads, float(kept.min() / pairs), float(kept.max() / pairs))
+    """Return the figures of a call that attended so many blocks ``(B, Hq)``."""
+    attended = np.array(array)
+    heads = tuple(int(count) for count in attended.sum(axis=0, dtype=np.int64))
+    return LayerFigures(attended.shape[0] * layout.causal_pairs, heads)
 
 
 @dataclass(frozen=True)
@@ -215,12 +202,7 @@ class BucketFigures:
     bytes: int = 0
 
     def __add__(self, other: BucketFigures) -> BucketFigures:
-        return BucketFigures(
-            self.valid + other.valid,
-            self.listed + other.listed,
-            self.attended + other.attended,
-            self.bytes + other.bytes,
-        )
+        return BucketFigures(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     @property
     def selectivity(self) -> float:
@@ -331,10 +313,6 @@ class DraftFigures:
             shares = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts.items() if seconds)
             found.append(f"  time: {shares} (of {self.timed:,} checks that were timed)")
         return found
-
-
-def _spread(mean: float, low: float, high: float) -> dict[str, float]:
-    return {"mean": mean, "min": low, "max": high}
 
 
 def _mean(numbers: list[float]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import mlx.core as mx
@@ -52,16 +51,6 @@ class CallHooks:
             served: the sequences whose results are used.
         """
         return cache.take_step(queries, step, scale)
-
-    def lending(
-        self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array
-    ) -> contextlib.AbstractContextManager[None]:
-        """Meanwhile ``one`` is a sequence of ``cache`` from row ``first`` on, for one step of that layer.
-
-        Args:
-            queries: of the batch; ``part`` are the last ones of the sequence among them.
-        """
-        return contextlib.nullcontext()
 
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None

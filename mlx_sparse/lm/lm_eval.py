@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..checks import BackendUnavailable
 
 if TYPE_CHECKING:
-    from .session import Session
+    from .command import Session
 
 # What lm-eval calls the kind of a task, and the kind of request that such a task makes.
 REQUESTS = {"multiple_choice": "loglikelihood"}

@@ -45,7 +45,7 @@ def enable(
     attn: Attn = "sparq",
     *,
     backend: str = "auto",
-    mass: bool = False,
+    recall: bool = False,
     calibration: Calibration | None = None,
     shard: str | None = None,
     lossless: bool = False,
@@ -63,7 +63,8 @@ def enable(
             ``"sample+sparq:rank=16"``; or configurations of `mlx_sparse.methods`. ``"dense"`` alone attends as
             mlx-lm does, but holds no scores of a whole prompt over a quantised cache.
         backend: "auto", or a backend by name.
-        mass: also measure the attention mass that prompts retain, which costs a dense pass over the keys.
+        recall: also measure the attention recall of prompts, the share of the softmax mass on the attended keys. This
+            takes a dense pass over the keys.
         calibration: from where on sparse attention pays here; None for what `mlx-sparse calibrate` or ``--attn`` has
             measured on this machine, and the documented model for the rest.
         shard: "context" where the processes of MLX's distributed runtime are to share the keys and values of one
@@ -94,13 +95,15 @@ def enable(
     for config in configs:
         registry.require(backend, config.name)
     hooks = hooks_of(decode)(decode, model)
-    plan = Plan(prefill, decode, backend, model_type(model), hooks, mass=mass, calibration=calibration or Calibration())
+    plan = Plan(
+        prefill, decode, backend, model_type(model), hooks, recall=recall, calibration=calibration or Calibration()
+    )
     if shard is not None:
         from .distributed.context import share_context  # start-up time, as below
 
         share_context(plan, shard)
     if lossless:
-        from .speculative.setup import draft
+        from .speculative.generation import draft, wrap
 
         draft(plan, model, draft_tokens)
     elif draft_tokens is not None:
@@ -112,11 +115,7 @@ def enable(
             f"computes its own or has none. Run it without {plan.name}.",
             plan.report,
         )
-    unwrap = None
-    if lossless:
-        from .speculative.generation import wrap
-
-        unwrap = wrap()
+    unwrap = wrap() if lossless else None
     cls = type(model)
     # Also for a model that is dropped without `disable`.
     release = weakref.finalize(model, _release, names, unwrap)
@@ -153,9 +152,9 @@ def _release(names: list[str], unwrap: Callable[[], None] | None) -> None:
 
 
 @contextlib.contextmanager
-def sparse(model: Any, attn: Attn = "sparq", *, backend: str = "auto", mass: bool = False) -> Iterator[Report]:
+def sparse(model: Any, attn: Attn = "sparq", *, backend: str = "auto", recall: bool = False) -> Iterator[Report]:
     """`enable` for the time of a ``with`` block."""
-    report = enable(model, attn, backend=backend, mass=mass)
+    report = enable(model, attn, backend=backend, recall=recall)
     try:
         yield report
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 from ..methods import Dense, Method, parse, read_toml
 
 SHARDS = ("context", "context:local")
-REPORTS = ("text", "mass", "json", "json+mass", "off")
+REPORTS = ("text", "recall", "json", "json+recall", "off")
 
 
 class _Once(argparse.Action):
@@ -84,8 +84,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=REPORTS,
         default="text",
         help="How to say at the end, on standard error, which calls were sparse, which dense and why, and what that "
-        "saved (default: text). 'mass' and 'json+mass' also measure the attention mass that prompts retain, which "
-        "takes a dense pass over the keys.",
+        "saved (default: text). 'recall' and 'json+recall' also measure the attention recall of prompts, which takes "
+        "a dense pass over the keys.",
     )
 
 
@@ -94,8 +94,8 @@ def requested(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
     base: dict[str, Method] = {}
     calibrates = not args.no_calibrate
     if args.attn_config is not None:
-        base, options = read_toml(args.attn_config)
-        calibrates = calibrates and options.calibrate
+        base, may_calibrate = read_toml(args.attn_config)
+        calibrates = calibrates and may_calibrate
     return parse(args.attn, base) if args.attn is not None else tuple(base.values()) or (Dense(),), calibrates
 
 

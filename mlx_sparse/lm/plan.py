@@ -26,7 +26,7 @@ class Plan:
 
     Attributes:
         prefill, decode: the method of each stage; None where it stays dense.
-        mass: whether the retained mass of prompts is measured.
+        recall: whether the attention recall of prompts is measured.
         hooks: what the decode method does besides attending.
         hooked: whether that is anything.
         calibration: from where on both pay here.
@@ -35,7 +35,6 @@ class Plan:
         layers: those that are served, counted by method and sizes.
         report: what the calls did.
         lossless: None, or how many tokens are drafted before dense attention checks them: 0 for as many as pay.
-        attend_check: attention of that check where MLX's own would read keys more than once.
         sharers: processes that hold the keys and values of one context together.
         new_call: begins a call of the model on its caches; None for `lm.call.Call`.
         new_caches: makes of the model's own caches those that it is to be called with; None where these are.
@@ -49,26 +48,24 @@ class Plan:
         family: str,
         hooks: ModelHooks,
         *,
-        mass: bool,
+        recall: bool,
         calibration: Calibration,
     ) -> None:
         self.calibration = calibration
         self.prefill = prefill
         self.decode = decode
         self.backend = backend
-        self.mass = mass
+        self.recall = recall
         self.hooks = hooks
         self.hooked = type(hooks) is not ModelHooks
         self.decodes = True
-        self.report = Report(
-            "+".join(map(str, self.configs)) or Dense.name, backend, family, decodes=decode is not None
-        )
+        attn = "+".join(map(str, self.configs)) or Dense.name
+        self.report = Report(attn=attn, backend=backend, model_type=family, decodes=decode is not None)
         self.report.add(Counts(prefill=prefill and PrefillFigures(), decode=hooks.figures))
         self.report.outlook = self.outlook
         self.watch: Callable[[int, Counts], object] | None = None
         self.layers: Counter[tuple[Method, Layer]] = Counter()
         self.lossless: int | None = None
-        self.attend_check: Callable[..., mx.array | None] | None = None
         self.sharers = 1
         self.new_call: Callable[..., Any] | None = None
         self.new_caches: Callable[[list[Any]], list[Any]] | None = None

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 
 from .. import artefact as artefacts
 from ..cache.saap_lists import attended_keys, due, fold
-from ..cache.saap_router import Router
-from ..cache.saap_state import BucketIndex, index_of
+from ..cache.saap_state import BucketIndex, Router, index_of
 from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..checks import ConfigError
 from ..methods import SAAP, reasons, registry
@@ -21,8 +18,7 @@ from ..model_info import whole_of
 from ..model_parts import part_of
 from .figures import BucketCounts, BucketFigures
 from .hooks import CallHooks, ModelHooks
-from .rope import Recorder, Source
-from .tracing import Seen, find_sources
+from .rope import Recorder, Seen, Source, find_sources
 
 
 def load_artefact(config: SAAP) -> artefacts.Artefact | None:
@@ -172,27 +168,6 @@ class Indices(CallHooks):
         ids = index.write(start, before) if before.shape[2] else None
         if ids is not None:
             self._unsubmitted.append(ids)
-
-    @contextlib.contextmanager
-    def lending(
-        self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array
-    ) -> Iterator[None]:
-        index = index_of(cache)
-        if index is None or self._writer is not cache:
-            yield
-            return
-        lent = index.alone(sequence, first, first + one.length)
-        one.hold(SAAP.name, lent)
-        at = first + one.length - (cache.length - queries.shape[2])
-        rows = slice(at - part.shape[2], at)
-        self._recorder.note_part(queries, part, (slice(sequence, sequence + 1), slice(None), rows))
-        kept = self._layers, self._caches, self._writer
-        self._layers, self._caches, self._writer = {id(one): self._layers[id(cache)]}, [one], one
-        try:
-            yield
-        finally:
-            self._layers, self._caches, self._writer = kept
-        index.put(sequence, lent, first, len(cache.keys))
 
     def step_reason(self, cache: SparseCache) -> str | None:
         refusal = self.refusal(cache)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..api.call_report import Counts, listing
 
 if TYPE_CHECKING:
-    from .session import Session
+    from .command import Session
 
 PATH = "/v1/sparse"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..checks import ConfigError
+from ..checks import ConfigError, check_local_window
 from .block_layout import Layout
 
 if TYPE_CHECKING:
@@ -90,8 +90,10 @@ class Method:
 
     @property
     def attended(self) -> int:
-        """Keys attended per step and KV head; contexts of up to this many keys are attended densely."""
-        raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
+        """Keys attended per step and KV head. Shorter contexts are attended densely."""
+        if not hasattr(self, "top_k"):
+            raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
+        return int(self.top_k)
 
     @property
     def together(self) -> int:
@@ -136,8 +138,15 @@ class Method:
 
         Here alone the settings that `for_model` left to the layers are resolved.
         """
-        kept = (field.name for field in dataclasses.fields(self) if field.name not in SWITCHES)
-        return {name: getattr(self, name) for name in kept}
+        found = {name: getattr(self, name) for name in self.setting_names()}
+        if "local_window" in found:
+            found["local_window"] = check_local_window(found["local_window"], self.attended)
+        return found
+
+    @classmethod
+    def setting_names(cls) -> list[str]:
+        """Return the names of the settings that the backends' functions take."""
+        return [field.name for field in dataclasses.fields(cls) if field.name not in SWITCHES]
 
     @property
     def always(self) -> tuple[int, int]:

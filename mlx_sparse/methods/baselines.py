@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..checks import ConfigError, check_block_size, check_int, check_local_window, check_share
 from . import stats
@@ -84,15 +84,8 @@ class H2O(Method):
         check_int("top_k", self.top_k, 1)
         check_local_window(self.local_window, self.top_k)
 
-    @property
-    def attended(self) -> int:
-        return self.top_k
-
     def serves_sinks(self, G: int) -> bool:
         return False
-
-    def parameters(self, G: int = 1) -> dict[str, Any]:
-        return {"top_k": self.top_k, "local_window": check_local_window(self.local_window, self.top_k)}
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
         return stats.h2o_elements(S, D, top_k=self.attended)
@@ -112,10 +105,6 @@ class FlexGen(Method):
 
     def __post_init__(self) -> None:
         check_int("top_k", self.top_k, 1)
-
-    @property
-    def attended(self) -> int:
-        return self.top_k
 
     def serves_sinks(self, G: int) -> bool:
         return False
@@ -144,15 +133,8 @@ class OracleTopK(Method):
         check_int("top_k", self.top_k, 1)
         check_local_window(self.local_window, self.top_k)
 
-    @property
-    def attended(self) -> int:
-        return self.top_k
-
-    def parameters(self, G: int = 1) -> dict[str, Any]:
-        return {"top_k": self.top_k, "local_window": check_local_window(self.local_window, self.top_k)}
-
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        return stats.oracle_top_k_elements(S, D, top_k=self.attended)
+        return stats.streaming_elements(S, D, top_k=self.attended)
 
 
 @dataclass(frozen=True)
@@ -254,3 +236,6 @@ class HashSparse(Prefill):
         check_int("buckets", self.buckets, 2)
         if self.buckets % 2:
             raise ConfigError(f"buckets: expected an even number, got {self.buckets}.")
+
+
+BASELINES = (Streaming, H2O, FlexGen, OracleTopK, MInference, BigBird, StreamingPrefill, HyperAttention, HashSparse)

@@ -28,10 +28,11 @@ class SAAP(Method):
         recent_tokens: last keys that are always attended.
         dense_layers: attention layers, from the first on, that stay dense.
         fold_every: keys that left the window are listed in their buckets this many at a time, and attended till then.
-        dense_below: keys below which attention stays dense; "auto" is `pays_from` with kernels on a GPU, with the `ops`
-            backend where dense attention reads `GATHERED_ROW` times the rows of a step, the query network counted as
-            rows, and none for fewer ``recent_tokens`` than the default, which are for experiments on short texts. It is
-            not measured on the user's machine, as its time depends on how the keys of a text fall into the buckets.
+        dense_below: keys below which attention stays dense. With "auto" and GPU kernels a step has to save
+            `ENOUGH_SAVED` bytes. With the `ops` backend dense attention has to read `GATHERED_ROW` times the rows of a
+            step, the query network counted as rows. For fewer ``recent_tokens`` than the default, which are for
+            experiments on short texts, it is none. SAAP is not measured on the user's machine, because its time depends
+            on how the keys of a text fall into the buckets.
     """
 
     name: ClassVar[str] = "saap"
@@ -107,7 +108,16 @@ class SAAP(Method):
 
     def modelled_context(self, step: Step | None) -> int:
         if step and step.gpu:
-            return self.pays_from(step)
+            # The step has to save `ENOUGH_SAVED` bytes. It reads the query network, and three int32 numbers per listed
+            # key: in the bucket, to write the list, and in the list.
+            share = self._visited_share(step.buckets)
+            row, listed = 2 * step.itemsize * step.D, 3 * 4
+            per_key = row * (1 - share) - listed * share
+            if per_key <= 0:
+                return NEVER
+            routing = step.network * max(ROUTING_HEADS.get(step.gpu, 0) / step.heads, 1.0)
+            fixed = (row + listed) * (self.attended + self.fold_every // 2) + routing
+            return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)
         network = step.network // (2 * step.itemsize * step.D) if step else 0
         per_key = 1 - GATHERED_ROW * (self._visited_share(step.buckets) if step and step.buckets else 0.0)
         if per_key <= 0:
@@ -117,18 +127,3 @@ class SAAP(Method):
     def _visited_share(self, buckets: int) -> float:
         """Of the keys, those in visited buckets: buckets are uneven, so twice their share is assumed."""
         return min(2 * self.probes / buckets, 1.0)
-
-    def pays_from(self, step: Step) -> int:
-        """Keys from which a step with the kernels of a GPU saves `ENOUGH_SAVED` bytes.
-
-        Spent are the query network and three int32 numbers per listed key: read in its bucket, written to the list and
-        read there.
-        """
-        share = self._visited_share(step.buckets)
-        row, listed = 2 * step.itemsize * step.D, 3 * 4
-        per_key = row * (1 - share) - listed * share
-        if per_key <= 0:
-            return NEVER
-        routing = step.network * max(ROUTING_HEADS.get(step.gpu, 0) / step.heads, 1.0)
-        fixed = (row + listed) * (self.attended + self.fold_every // 2) + routing
-        return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)

@@ -56,10 +56,10 @@ class SparQ(Method):
         score: what the keys of a quantised cache (``--kv-bits``) are scored by: all components of its "rows", which
             takes no memory, as who quantises it is short of that; or a "copy", as those of other caches always are
             (docs/spec/quantized.md).
-        dense_below: keys below which attention stays dense; "auto" is what was measured on this machine
-            (`mlx-sparse calibrate`), before that ``16 * top_k`` with the `ops` backend, about where it begins to pay
-            (docs/results/speed.md), and `pays_from` with kernels on a GPU. For a ``top_k`` below the default, which is
-            for experiments on short texts, it is none.
+        dense_below: keys below which attention stays dense. "auto" is the length that was measured on this machine
+            (`mlx-sparse calibrate`). Before a measurement it is ``16 * top_k`` with the `ops` backend
+            (docs/results/speed.md), and the length that saves `ENOUGH_SAVED` bytes with kernels on a GPU. For a
+            ``top_k`` below the default, which is for experiments on short texts, it is none.
     """
 
     name: ClassVar[str] = "sparq"
@@ -121,30 +121,19 @@ class SparQ(Method):
         return not self.reallocates(G)
 
     def parameters(self, G: int = 1) -> dict[str, Any]:
-        return {
-            "rank": self.rank,
-            "top_k": self.top_k,
-            "local_window": check_local_window(self.local_window, self.top_k),
-            "reallocate": self.reallocates(G),
-        }
-
-    @property
-    def attended(self) -> int:
-        return self.top_k
+        found = super().parameters(G) | {"reallocate": self.reallocates(G)}
+        return {name: found[name] for name in ("rank", "top_k", "local_window", "reallocate")}
 
     @property
     def experiment(self) -> bool:
         return self.top_k < SparQ.top_k
 
     def modelled_context(self, step: Step | None) -> int:
-        return self.pays_from(step) if step and step.gpu else 16 * self.top_k
-
-    def pays_from(self, step: Step) -> int:
-        """Keys from which a step with the kernels of a GPU saves `ENOUGH_SAVED` bytes.
-
-        Saved are the elements of keys and values that are not read, (sparq.11) less (sparq.12) or (sparq.23); spent is
-        the score buffer, one number per key and query head, written and read: float32, or 8 bits where they will do.
-        """
+        if not step or not step.gpu:
+            return 16 * self.top_k
+        # The step has to save `ENOUGH_SAVED` bytes. It saves the elements of keys and values that it does not read,
+        # (sparq.11) less (sparq.12) or (sparq.23). It writes and reads the score buffer, one number per key and query
+        # head: float32, or 8 bits if those suffice.
         packed = step.packed is not None
         by_rows = self.scores_rows(packed=packed)
         coded = self.key_bits < 16 and not by_rows

@@ -57,7 +57,7 @@ def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16)
 
 
 def streaming_elements(S: int, D: int, *, top_k: int) -> int:
-    """(sparq.13) a fixed set of ``top_k`` keys: ``2 k D + 2 D``."""
+    """(sparq.13) ``top_k`` keys that cost nothing to select: ``2 k D + 2 D``. A bound for `oracle_top_k`."""
     return 2 * min(top_k, S) * D + 2 * D
 
 
@@ -69,11 +69,6 @@ def h2o_elements(S: int, D: int, *, top_k: int) -> int:
 def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
     """(sparq.15) every key, ``top_k`` values: ``S D + k D + 2 D``."""
     return S * D + min(top_k, S) * D + 2 * D
-
-
-def oracle_top_k_elements(S: int, D: int, *, top_k: int) -> int:
-    """(sparq.13) as if the choice were free: ``2 k D + 2 D``. A bound, not a method."""
-    return streaming_elements(S, D, top_k=top_k)
 
 
 def quest_elements(S: int, D: int, *, top_k: int, page_size: int) -> int:
@@ -97,8 +92,3 @@ def as_prefill(stats: Stats, layout: Layout, D: int) -> Stats:
     """``stats`` of a dense call, in a prompt's unit: elements per query head."""
     moved = prefill_elements(layout, D)
     return replace(stats, elements=moved, dense_elements=moved)
-
-
-def theoretical_speedup(S: int, D: int, *, rank: int, top_k: int) -> float:
-    """(sparq.16) ``2 S D / (r S + 2 k D)``: the paper's bound on the speed-up, small terms dropped."""
-    return 2 * S * D / (rank * S + 2 * top_k * D)

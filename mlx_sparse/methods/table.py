@@ -27,151 +27,58 @@ FOREIGN: Mapping[str, str] = {
 # Backends that read whole cache buffers and a `length`, where a slice would be copied on every call.
 WHOLE_BUFFERS = frozenset({"metal"})
 
-# Methods of exported files are nodes: the operator of any of them as a model, and options of a session that runs it.
+# An exported file holds a method as a node. These functions build the node as a model, and run it in a session.
 EXPORTED = {"onnx": "onnx_export:operator_model", "ort": "onnx_export:session_options"}
+
+
+def _row(name: str, ops: str, metal: str = "", triton: str = "", *, oracle: str = "oracle") -> dict[str, str]:
+    """Return the entries of function ``name`` by backend, where it has a module; ``module:other`` renames it there."""
+    modules = {"oracle": oracle, "ops": ops, "metal": metal, "triton": triton}
+    return {key: module if ":" in module else f"{module}:{name}" for key, module in modules.items() if module}
+
 
 # Function by method and backend, then the functions that methods share.
 FUNCTIONS: Mapping[str, Mapping[str, str]] = {
-    "dense": {
-        "oracle": "oracle:dense_attention",
-        "ops": "ops.attend:dense_attention",
-        "metal": "ops.attend:dense_attention",  # MLX's own kernel
-        "triton": "cuda_ref.torch_functions:dense_attention",
-        **EXPORTED,
-    },
-    "sparq": {
-        "oracle": "oracle:sparq_attention",
-        "ops": "ops.sparq:sparq_attention",
-        "metal": "kernels.sparq:sparq_attention",
-        "triton": "cuda_ref.launchers.sparq:sparq_attention",
-        **EXPORTED,
-    },
-    "saap": {
-        "oracle": "oracle:saap_attention",
-        "ops": "ops.saap:saap_attention",
-        "metal": "kernels.saap:saap_attention",
-        "triton": "cuda_ref.launchers.saap:saap_attention",
-        **EXPORTED,
-    },
-    "quest": {
-        "oracle": "oracle:quest_attention",
-        "ops": "ops.quest:quest_attention",
-        "metal": "kernels.quest:quest_attention",
-    },
-    "streaming": {"oracle": "oracle:streaming_attention", "ops": "ops.baselines:streaming_attention"},
-    "flexgen": {"oracle": "oracle:flexgen_attention", "ops": "ops.baselines:flexgen_attention"},
-    "oracle_top_k": {"oracle": "oracle:oracle_top_k_attention", "ops": "ops.baselines:oracle_top_k_attention"},
-    "h2o": {"oracle": "oracle:h2o_attention", "ops": "ops.baselines:h2o_attention"},
-    "h2o_scores": {"oracle": "oracle:h2o_scores", "ops": "ops.baselines:h2o_scores"},
-    "sample": {
-        "oracle": "oracle:sample_attention",
-        "ops": "ops.sample:sample_attention",
-        "metal": "kernels.sample:sample_attention",
-        "triton": "cuda_ref.launchers.sample:sample_prefill",
-        **EXPORTED,
-    },
-    "minference": {"oracle": "oracle:minference_attention", "ops": "ops.prefill:minference_attention"},
-    "bigbird": {"oracle": "oracle:bigbird_attention", "ops": "ops.prefill:bigbird_attention"},
-    "streaming_prefill": {
-        "oracle": "oracle:streaming_prefill_attention",
-        "ops": "ops.prefill:streaming_prefill_attention",
-    },
-    "hyperattention": {"oracle": "oracle:hyperattention_attention", "ops": "ops.lsh:hyperattention_attention"},
-    "hash_sparse": {"oracle": "oracle:hash_sparse_attention", "ops": "ops.lsh:hash_sparse_attention"},
-    "sample_scores": {
-        "oracle": "oracle:sample_scores",
-        "ops": "ops.sample:sample_scores",
-        "metal": "kernels.sample:sample_scores",
-        "triton": "cuda_ref.api.parts:sample_scores",
-    },
-    "sample_select": {
-        "oracle": "oracle:sample_select",
-        "ops": "ops.sample:sample_select",
-        "metal": "kernels.sample:sample_select",
-        "triton": "cuda_ref.launchers.sample:sample_select",
-    },
-    "saap_assign": {
-        "oracle": "oracle:saap_assign",
-        "ops": "ops.kmeans:assign",
-        "metal": "ops.kmeans:assign",  # a matrix product and a maximum, once per key
-        "triton": "cuda_ref.torch_functions:saap_assign",
-    },
-    "saap_route": {
-        "oracle": "oracle:saap_route",
-        "ops": "ops.saap:saap_route",
-        "metal": "kernels.saap:saap_route",
-        "triton": "cuda_ref.launchers.saap:saap_route",
-    },
-    "saap_index": {
-        "oracle": "oracle:saap_index",
-        "ops": "ops.csr:saap_index",
-        "metal": "ops.csr:saap_index",  # once every few hundred tokens
-        "triton": "cuda_ref.api.parts:saap_index",
-    },
-    "saap_indices": {
-        "oracle": "oracle:saap_indices",
-        "ops": "ops.saap:saap_indices",
-        "metal": "kernels.saap:saap_indices",
-        "triton": "cuda_ref.api.parts:saap_indices",
-    },
-    "attend_blocks": {
-        "oracle": "oracle:attend_blocks",
-        "ops": "ops.blocks:attend_blocks",
-        "metal": "kernels.blocks:attend_blocks",
-        "triton": "cuda_ref.launchers.blocks:attend_blocks",
-    },
-    "attend_indices": {
-        "oracle": "oracle:attend_indices",
-        "ops": "ops.attend:attend_indices",
-        "metal": "kernels.attend:attend_indices",
-        "triton": "cuda_ref.launchers.attend:attend_indices",
-    },
-    "top_k_select": {
-        "oracle": "oracle:top_k_select",
-        "ops": "ops.select:top_k_select",
-        "metal": "kernels.select:top_k_select",
-        "triton": "cuda_ref.api.parts:top_k_select",
-    },
-    "code_keys": {
-        "oracle": "oracle:code_keys",
-        "ops": "ops.key_codes:code_keys",
-        "metal": "ops.key_codes:code_keys",  # once every 64 tokens
-        "triton": "cuda_ref.torch_functions:code_keys",
-    },
-    "key_spread": {
-        "oracle": "oracle:key_spread",
-        "ops": "ops.key_codes:key_spread",
-        "metal": "ops.key_codes:key_spread",
-        "triton": "cuda_ref.torch_functions:key_spread",
-    },
-    "page_bounds": {
-        "oracle": "oracle:page_bounds",
-        "ops": "ops.quest:page_bounds",
-        "metal": "ops.quest:page_bounds",  # once in as many steps as a page has keys
-    },
-    "page_keys": {"ops": "ops.quest:page_keys", "metal": "ops.quest:page_keys"},  # a few numbers per page
-    "quest_select": {
-        "oracle": "oracle:quest_select",
-        "ops": "ops.quest:quest_select",
-        "metal": "kernels.quest:quest_select",
-    },
-    "sparq_select": {"oracle": "oracle:sparq_select", "ops": "ops.sparq:sparq_select"},
-    # Not on the way of a decode step: array operations do for every backend.
-    "dense_lse": {
-        "ops": "ops.attend:dense_lse",
-        "metal": "ops.attend:dense_lse",
-        "triton": "cuda_ref.torch_functions:dense_lse",
-    },
-    "deviation": {
-        "ops": "ops.sparq:deviation",
-        "metal": "ops.sparq:deviation",
-        "triton": "cuda_ref.torch_functions:deviation",
-    },
-    "masked_mean": {
-        "ops": "ops.sparq:masked_mean",
-        "metal": "ops.sparq:masked_mean",
-        "triton": "cuda_ref.torch_functions:masked_mean",
-    },
+    "dense": _row("dense_attention", "ops.attend", "ops.attend", "cuda_ref.torch_functions") | EXPORTED,
+    "sparq": _row("sparq_attention", "ops.sparq", "kernels.sparq", "cuda_ref.launchers.sparq") | EXPORTED,
+    "saap": _row("saap_attention", "ops.saap", "kernels.saap", "cuda_ref.launchers.saap") | EXPORTED,
+    "quest": _row("quest_attention", "ops.quest", "kernels.quest"),
+    "streaming": _row("streaming_attention", "ops.baselines"),
+    "flexgen": _row("flexgen_attention", "ops.baselines"),
+    "oracle_top_k": _row("oracle_top_k_attention", "ops.baselines"),
+    "h2o": _row("h2o_attention", "ops.baselines"),
+    "h2o_scores": _row("h2o_scores", "ops.baselines"),
+    "sample": _row("sample_attention", "ops.sample", "kernels.sample", "cuda_ref.launchers.sample:sample_prefill")
+    | EXPORTED,
+    "minference": _row("minference_attention", "ops.prefill"),
+    "bigbird": _row("bigbird_attention", "ops.prefill"),
+    "streaming_prefill": _row("streaming_prefill_attention", "ops.prefill"),
+    "hyperattention": _row("hyperattention_attention", "ops.lsh"),
+    "hash_sparse": _row("hash_sparse_attention", "ops.lsh"),
+    "sample_scores": _row("sample_scores", "ops.sample", "kernels.sample", "cuda_ref.api.parts"),
+    "sample_select": _row("sample_select", "ops.sample", "kernels.sample", "cuda_ref.launchers.sample"),
+    # metal: a matrix product and a maximum, once per key
+    "saap_assign": _row("saap_assign", "ops.kmeans:assign", "ops.kmeans:assign", "cuda_ref.torch_functions"),
+    "saap_route": _row("saap_route", "ops.saap", "kernels.saap", "cuda_ref.launchers.saap"),
+    # metal: once every few hundred tokens
+    "saap_index": _row("saap_index", "ops.csr", "ops.csr", "cuda_ref.api.parts"),
+    "saap_indices": _row("saap_indices", "ops.saap", "kernels.saap", "cuda_ref.api.parts"),
+    "attend_blocks": _row("attend_blocks", "ops.blocks", "kernels.blocks", "cuda_ref.launchers.blocks"),
+    "attend_indices": _row("attend_indices", "ops.attend", "kernels.attend", "cuda_ref.launchers.attend"),
+    "top_k_select": _row("top_k_select", "ops.select", "kernels.select", "cuda_ref.api.parts"),
+    # metal: once every 64 tokens
+    "code_keys": _row("code_keys", "ops.key_codes", "ops.key_codes", "cuda_ref.torch_functions"),
+    "key_spread": _row("key_spread", "ops.key_codes", "ops.key_codes", "cuda_ref.torch_functions"),
+    # metal: once in as many steps as a page has keys
+    "page_bounds": _row("page_bounds", "ops.quest", "ops.quest"),
+    # metal: a few numbers per page
+    "page_keys": _row("page_keys", "ops.quest", "ops.quest", oracle=""),
+    "quest_select": _row("quest_select", "ops.quest", "kernels.quest"),
+    "sparq_select": _row("sparq_select", "ops.sparq"),
+    # Not on the path of a decode step: array operations suffice for every backend.
+    "dense_lse": _row("dense_lse", "ops.attend", "ops.attend", "cuda_ref.torch_functions", oracle=""),
+    "deviation": _row("deviation", "ops.sparq", "ops.sparq", "cuda_ref.torch_functions", oracle=""),
+    "masked_mean": _row("masked_mean", "ops.sparq", "ops.sparq", "cuda_ref.torch_functions", oracle=""),
 }
 
 # What a cache begins for a method at its first step, if the method keeps anything beside keys and values: a

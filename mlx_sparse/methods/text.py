@@ -11,17 +11,7 @@ from typing import Any
 
 from ..checks import ConfigError, meant
 from .base import Dense, Method, read_value
-from .baselines import (
-    H2O,
-    BigBird,
-    FlexGen,
-    HashSparse,
-    HyperAttention,
-    MInference,
-    OracleTopK,
-    Streaming,
-    StreamingPrefill,
-)
+from .baselines import BASELINES
 from .quest import Quest
 from .saap import SAAP
 from .sample import Sample
@@ -35,23 +25,7 @@ else:  # Python 3.10
 MAX_TOML_BYTES = 1 << 20  # a configuration is a few lines; refuse to parse a model file by mistake
 
 METHODS: Mapping[str, type[Method]] = {
-    method.name: method
-    for method in (
-        Dense,
-        SparQ,
-        SAAP,
-        Quest,
-        Sample,
-        Streaming,
-        H2O,
-        FlexGen,
-        OracleTopK,
-        MInference,
-        BigBird,
-        StreamingPrefill,
-        HyperAttention,
-        HashSparse,
-    )
+    method.name: method for method in (Dense, SparQ, SAAP, Quest, Sample, *BASELINES)
 }
 
 # Options of earlier versions by method or command, key and value ("*" is any), and what takes their place.
@@ -121,27 +95,19 @@ def split_methods(text: str) -> list[str]:
     return methods
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What a TOML file says besides the methods, at its head.
-
-    Attributes:
-        calibrate: whether ``--attn`` may measure from what context on a method pays.
-    """
-
-    calibrate: bool = True
-
-
 def load_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> dict[str, Method]:
     """The methods of `read_toml`."""
     return read_toml(path, base)[0]
 
 
-def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tuple[dict[str, Method], Options]:
-    """Read a TOML file with one table per method, for example ``[sparq]`` with ``rank = 16``, and `Options`.
+def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tuple[dict[str, Method], bool]:
+    """Read a TOML file with one table per method, for example ``[sparq]`` with ``rank = 16``.
 
     Args:
         base: configurations by method name that the tables are applied on.
+
+    Returns:
+        The methods by name, and ``calibrate`` (default: True): whether ``--attn`` may measure crossover lengths.
 
     Raises:
         ConfigError: the file is missing, too large, not TOML, or holds an unknown method, key or value.
@@ -159,17 +125,16 @@ def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tup
         _check_integers(tables)
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, an integer too long, brackets too deep
         raise ConfigError(f"attn-config: expected valid TOML, got {file} ({error}).") from None
-    names = [field.name for field in dataclasses.fields(Options)]
-    options = {name: tables.pop(name) for name in names if name in tables}
-    for name, value in options.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"attn-config: expected {name} to be true or false, got {value!r}.")
+    empty = not tables
+    calibrate = tables.pop("calibrate", True)
+    if not isinstance(calibrate, bool):
+        raise ConfigError(f"attn-config: expected calibrate to be true or false, got {calibrate!r}.")
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise ConfigError(f"attn-config: expected one table per method such as [sparq], got the key {name!r}.")
-    if not tables and not options:
+    if empty:
         raise ConfigError(f"attn-config: expected a table such as [sparq], got an empty file {file}.")
-    return {name: _build(name, table, (base or {}).get(name)) for name, table in tables.items()}, Options(**options)
+    return {name: _build(name, table, (base or {}).get(name)) for name, table in tables.items()}, calibrate
 
 
 def _check_integers(value: object) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import BackendUnavailable, ShapeError, check_qkv, check_shape
+from ..checks import BackendUnavailable, ShapeError, Sizes, check_qkv, check_shape
 from ..methods.stats import Stats, dense_elements
 from .select import valid_keys
 
@@ -20,10 +20,19 @@ def float64(array: npt.ArrayLike) -> Array:
     return promoted
 
 
-def check_backend(backend: str) -> None:
-    """The oracle is one backend: only "auto" and "oracle" name it."""
+def checked(
+    queries: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike, backend: str
+) -> tuple[Array, Array, Array, Sizes]:
+    """Return queries, keys and values in float64 and their sizes.
+
+    Raises:
+        BackendUnavailable: ``backend`` is neither "auto" nor "oracle".
+        ShapeError: the shapes do not fit each other.
+    """
     if backend not in ("auto", "oracle"):
         raise BackendUnavailable(f"backend: expected auto or oracle for mlx_sparse.oracle, got {backend!r}.")
+    q, k, v = float64(queries), float64(keys), float64(values)
+    return q, k, v, check_qkv(q, k, v)
 
 
 def logits(queries: Array, keys: Array, scale: float) -> Array:
@@ -116,11 +125,11 @@ def dense_attention(
     Returns:
         ``out (B, Hq, L, D)``; with ``return_stats`` also a `Stats`.
     """
-    check_backend(backend)
-    out, lse = dense_with_lse(queries, keys, values, scale=scale, left_padding=left_padding)
+    q, k, v, _ = checked(queries, keys, values, backend)
+    out, lse = dense_with_lse(q, k, v, scale=scale, left_padding=left_padding)
     if not return_stats:
         return out
-    S, D = np.shape(keys)[2:]
+    S, D = k.shape[2:]
     mass = np.ones_like(lse) if return_stats == "mass" else None
     return out, Stats(dense_elements(S, D), dense_elements(S, D), 1.0, mass)
 

@@ -13,12 +13,11 @@ from ..methods.stats import (
     dense_elements,
     flexgen_elements,
     h2o_elements,
-    oracle_top_k_elements,
     streaming_elements,
 )
 from .attend import (
     attend_indices,
-    check_backend,
+    checked,
     dense_attention,
     float64,
     logits,
@@ -44,9 +43,7 @@ def streaming_attention(
     return_stats: bool | str = False,
 ) -> Any:
     """The first ``sink_tokens`` and the last ``recent_tokens`` valid keys; positions stay as they are."""
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     check_int("sink_tokens", sink_tokens, 0)
     check_int("recent_tokens", recent_tokens, 1)
     top_k = sink_tokens + recent_tokens
@@ -77,9 +74,7 @@ def oracle_top_k_attention(
     return_stats: bool | str = False,
 ) -> Any:
     """SparQ's choice made from the exact scores: what ``rank = D`` gives, renormalised, no reallocation."""
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)
     window = check_local_window(local_window, top_k)
     if n.L > 1:
@@ -88,7 +83,7 @@ def oracle_top_k_attention(
     _, weights = _exact(q, k, scale, left_padding)
     indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=window, left_padding=left_padding)
     out, lse = attend_indices(q, k, v, indices, scale=scale)
-    moved = oracle_top_k_elements(n.S, n.D, top_k=top_k)
+    moved = streaming_elements(n.S, n.D, top_k=top_k)
     return with_stats(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
 
 
@@ -104,9 +99,7 @@ def flexgen_attention(
     return_stats: bool | str = False,
 ) -> Any:
     """Exact softmax over all keys; values of the ``top_k`` largest group-summed weights; not renormalised."""
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)
     if n.L > 1:
         return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
@@ -169,9 +162,7 @@ def h2o_attention(
     Returns:
         ``out, scores``; with ``return_stats`` also a `Stats`. The new scores hold -inf for what this step evicted.
     """
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     check_decode_step(n, "h2o")
     check_int("top_k", top_k, 1)
     window = check_local_window(local_window, top_k)

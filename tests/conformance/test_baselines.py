@@ -11,8 +11,8 @@ from adapters import ADAPTERS
 from cases import CASES, Case, assert_as_good_as_plain, plain_attention
 from expected import expected
 from mlx_arrays import to_mlx, to_numpy
+from non_finite_cases import SIZES, Spoiled, SpoiledPrompt, assert_shows
 from sample_cases import SPARSE_CASES, SampleCase, assert_retains
-from spoiled import SIZES, Spoiled, SpoiledPrompt, assert_shows
 
 import mlx_sparse
 from mlx_sparse import oracle

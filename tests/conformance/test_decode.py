@@ -139,14 +139,6 @@ def test_of_components_that_tie_the_first_are_taken(backend: Any) -> None:
     assert_conforms(backend.sparq(case, every_parameter(case, "paper")), expected(case, "paper", "sparq"), case)
 
 
-@pytest.mark.parametrize("backend", having("sparq"), indirect=True)
-def test_rank_D_is_oracle_top_k(backend: Any) -> None:
-    case = Case(1, 8, 2, 300, 64, "f32")
-    params = every_parameter(case, "no-reallocate") | {"rank": 64, "top_k": 40, "local_window": 10}
-    wanted = oracle.oracle_top_k_attention(*case.inputs(), top_k=40)
-    np.testing.assert_allclose(backend.sparq(case, params).out, wanted, rtol=0, atol=1e-6)
-
-
 @by_case
 @pytest.mark.parametrize("backend", [name for name in having("sparq") if name not in ATTENDING], indirect=True)
 def test_a_node_that_keeps_every_key_is_dense(backend: Any, case: Case) -> None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import Array
-from lm_prompts import generated, pairs_of, record_pieces
+from lm_prompts import causal_pairs, generated, record_prefill_calls
 from mlx_arrays import to_mlx, to_numpy
 from tiny_models import build, prompt_of
 
@@ -158,14 +158,14 @@ def test_a_key_that_is_not_a_number_shows(method: str) -> None:
     "attn", ["hash_sparse:buckets=4", f"hyperattention:{','.join(f'{k}={v}' for k, v in HYPER.items())}"]
 )
 def test_every_piece_of_a_models_prompt_is_the_oracles(attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = record_pieces(monkeypatch)
+    seen = record_prefill_calls(monkeypatch)
     model = build("llama")
     with mlx_sparse.sparse(model, attn) as report:
         generated(model, prompt_of(300), prefill_step_size=128)
     assert len(seen) == report.prefill.calls > 0
     for piece in seen:
         expected, stats = piece.expected(return_stats=True)
-        np.testing.assert_allclose((piece.blocks >= 0).sum(axis=(2, 3)) / pairs_of(piece), stats.head_density)
+        np.testing.assert_allclose((piece.blocks >= 0).sum(axis=(2, 3)) / causal_pairs(piece), stats.head_density)
         assert np.abs(piece.out - expected).max() < 64 * np.finfo(np.float32).eps * np.abs(piece.v).max()
     assert stats.density < 0.95
 

@@ -111,31 +111,6 @@ def test_retained_mass_is_the_difference_of_the_log_sum_exps() -> None:
     assert_same(mass, np.exp(lse - dense_lse), k)
 
 
-@pytest.mark.parametrize("G", [1, 4])
-@pytest.mark.parametrize("reallocate", [True, False])
-def test_the_order_of_keys_does_not_matter_without_local_window(G: int, reallocate: bool) -> None:
-    q, k, v = make(G=G)
-    order = np.random.default_rng(1).permutation(40)
-    choice = {"rank": 4, "top_k": 9, "local_window": 0, "reallocate": reallocate}
-    assert_same(sparq_attention(q, k[:, :, order], v[:, :, order], **choice), sparq_attention(q, k, v, **choice), k)
-
-
-@pytest.mark.parametrize("reallocate", [True, False])
-def test_scaled_values_scale_the_output(reallocate: bool) -> None:
-    q, k, v = make(G=3)
-    choice = {"rank": 4, "top_k": 9, "reallocate": reallocate}
-    assert_same(sparq_attention(q, k, -8 * v, **choice), -8 * sparq_attention(q, k, v, **choice), k)
-
-
-@pytest.mark.parametrize("component_score", ["query", "query_key"])
-def test_a_group_of_equal_heads_chooses_as_one_head(component_score: str) -> None:
-    q, k, _ = make(G=1)
-    choice = {"rank": 4, "top_k": 9, "component_score": component_score}
-    grouped, single = sparq_select(q.repeat(4, axis=1), k, **choice), sparq_select(q, k, **choice)
-    assert (grouped.indices == single.indices).all()
-    assert_same(grouped.alpha, single.alpha.repeat(4, axis=1), k)
-
-
 @every_method
 @pytest.mark.parametrize("padding", [1, 5, 30, 33, 39])
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan, 1e3])

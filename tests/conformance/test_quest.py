@@ -120,21 +120,17 @@ def test_no_key_scores_more_than_its_page_and_the_current_page_is_attended(case:
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if hasattr(ADAPTERS[name], "public")], indirect=True)
-def test_public_functions_take_bounds_and_are_dense_where_no_page_is_left_out(backend: Any) -> None:
+def test_public_functions_compute_the_bounds_and_are_dense_if_every_page_is_attended(backend: Any) -> None:
     case = Case(2, 6, 2, 70, 64, "f32", (0, 30))
     given = {"left_padding": case.padding}
     every, dense = (backend.public(f"{name}_attention", case, **given) for name in ("quest", "dense"))
     assert (backend.numpy(every) == backend.numpy(dense)).all()
-    arrays = [backend.array(bound.astype(np.float32), "f32") for bound in oracle.page_bounds(case.inputs()[1], (0, 30))]
     given |= {"top_k": 20, "return_stats": "mass"}
     expected, figures = oracle.quest_attention(*case.inputs(), **given)
-    for bounds in ({}, {"page_min": arrays[0], "page_max": arrays[1]}):
-        out, stats = backend.public("quest_attention", case, **given, **bounds)
-        np.testing.assert_allclose(backend.numpy(out), expected, rtol=0, atol=1e-5)
-        assert (stats.elements, stats.density) == (figures.elements, figures.density) == (4864, 32 / 70)
-        np.testing.assert_allclose(backend.numpy(stats.retained_mass), figures.retained_mass, rtol=1e-4)
-    with pytest.raises(mlx_sparse.ShapeError, match="page_min: expected shape"):
-        backend.public("quest_attention", case, page_size=8, page_min=arrays[0])
+    out, stats = backend.public("quest_attention", case, **given)
+    np.testing.assert_allclose(backend.numpy(out), expected, rtol=0, atol=1e-5)
+    assert (stats.elements, stats.density) == (figures.elements, figures.density) == (4864, 32 / 70)
+    np.testing.assert_allclose(backend.numpy(stats.retained_mass), figures.retained_mass, rtol=1e-4)
 
 
 def test_settings_budgets_and_contexts() -> None:

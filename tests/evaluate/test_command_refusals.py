@@ -6,7 +6,7 @@ import re
 
 import pytest
 from json_tables import read_tables
-from places import ROOT
+from repository_paths import ROOT
 
 from mlx_sparse import cli
 

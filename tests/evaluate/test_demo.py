@@ -13,9 +13,9 @@ from tiny_models import write
 
 from mlx_sparse import cli
 from mlx_sparse.checks import ArtefactError
-from mlx_sparse.tools.demo import run, settle
-from mlx_sparse.tools.demo.command import Outcome, compare, parse_outcome, parse_report
-from mlx_sparse.tools.demo.settle import KEY
+from mlx_sparse.tools import demo
+from mlx_sparse.tools.demo import KEY, compare
+from mlx_sparse.tools.generate_command import Outcome, parse_outcome, parse_report
 
 DATA = read_tables(__file__)
 
@@ -39,18 +39,6 @@ def test_output_of_a_run_is_parsed() -> None:
         parse_outcome(("Please provide a prompt", ""))
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_answer_is_streamed(size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    out = OUT.replace("is 71853.", "is\n71853.")
-    shown = run._Answer(["mlx_lm.generate"])
-    seen = []
-    for stop in range(size, len(out) + size, size):
-        shown.say(out[:stop])
-        seen.append(capsys.readouterr().out)
-    assert "".join(seen) == "\n$ mlx_lm.generate\n  | The pass key is\n  | 71853.\n"
-    assert size > 7 or sum(map(bool, seen)) > 3
-
-
 @pytest.mark.parametrize("reports", [[], {}, [{"attn": "sparq"}], 3])
 def test_report_without_counts_is_refused(reports: object) -> None:
     with pytest.raises(ArtefactError, match="expected counts"):
@@ -71,23 +59,30 @@ def test_runs_are_compared(smollm2: Path) -> None:
 def test_table_fits_a_terminal(smollm2: Path) -> None:
     outcome = Outcome("71853", 2434, 100.0, 12, 10.0, REPORT)
     for attn in ("sparq", "sparq:rank=16,top_k=256,component_score=query_key"):
-        table = run._table(compare(smollm2, KEY, attn, outcome, outcome))
+        table = demo._table(compare(smollm2, KEY, attn, outcome, outcome))
         assert "25%" in table and max(map(len, table.splitlines())) < 80
     none = Outcome("71853", 20, 100.0, 12, 10.0, REPORT | {"sparse_calls": 0, "sparse_bytes": 0, "dense_bytes": 0})
-    assert "0 sparse" in run._table(compare(smollm2, KEY, "sparq", outcome, none))
+    assert "0 sparse" in demo._table(compare(smollm2, KEY, "sparq", outcome, none))
+
+
+def test_failing_command_is_shown(demo_cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "tiny")
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    assert cli.main(["demo", "--model", str(tmp_path / "tiny"), "--cache-dir", str(demo_cache)]) != 0
+    assert "Error" in capfd.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    ("attn", "found"),
-    [("sparq", "calibrate: expected it to succeed with "), ("sparq:dense_below=0", "Error")],
+    ("attn", "expected"),
+    [
+        ("sparq", "sparq:dense_below=0"),
+        ("sample+sparq:dense_below=100000", "sample:dense_below=0+sparq:dense_below=100000"),
+        ("sparq:dense_below=100000", "sparq:dense_below=100000"),
+        ("sparq:top_k=16", "sparq:top_k=16"),
+    ],
 )
-def test_failing_command_is_shown(
-    attn: str, found: str, demo_cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path / "tiny")
-    (tmp_path / "tiny" / "config.json").write_text("{}")
-    assert cli.main(["demo", "--model", str(tmp_path / "tiny"), "--cache-dir", str(demo_cache), "--attn", attn]) != 0
-    assert found in capfd.readouterr().err.splitlines()[-1]
+def test_open_thresholds_are_zero(attn: str, expected: str) -> None:
+    assert demo.sparse_at_once(attn) == (expected, attn != expected)
 
 
 def test_demo_with_the_default_model(
@@ -95,7 +90,7 @@ def test_demo_with_the_default_model(
 ) -> None:
     """Run the demo on the full text with ``--every``, and else on its beginning, which also holds the key."""
     if not tier.every:
-        monkeypatch.setattr(settle, "CHARACTERS", (2_000,))
+        monkeypatch.setattr(demo, "CHARACTERS", 2_000)
     options = ["--attn", "sparq:dense_below=0", "--fast-blas", "--json"]
     assert cli.main(["demo", "--cache-dir", str(demo_cache), *options]) == 0
     result: dict[str, Any] = json.loads(capfd.readouterr().out)
@@ -105,20 +100,4 @@ def test_demo_with_the_default_model(
     report = result["report"]
     assert report["served_layers"] == report["layers"] == 30
     assert report["sparse_calls"] > 0 and 0 < result["bytes_ratio"] < 0.5
-    assert (result["thresholds"], result["forced"]) == ([], False)  # the user set the threshold
-
-
-def test_demo_of_another_model_calibrates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert cli.main(["demo", "--model", str(write(tmp_path / "tiny")), "--attn", "sparq:rank=4", "--json"]) == 0
-    result: dict[str, Any] = json.loads(capfd.readouterr().out)
-    (row,), report = result["thresholds"], result["report"]
-    assert (row["attn"], row["layers"]) == ("sparq:rank=4,reallocate=false,component_score=query_key", 2)
-    assert (row["layers"], row["backend"]) == (report["layers"], report["backend"])
-    assert report["sparse_calls"] > 0 and row["outlook"].startswith("sparse from ")
-    assert ("dense_below=0" in report["attn"]) == result["forced"]
-    assert result["forced"] or result["dense"]["prompt_tokens"] > row["value"]
-    if row["how"].startswith("measured"):  # calibration needs an idle machine
-        assert list((tmp_path / "cache").rglob("*.json"))
+    assert not result["forced"]  # the user set the threshold

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow  # commands
 
 TOKENS = commands.tokens(4000)
 EXACT = ["--recent-tokens", "63", "--farther-than", "32"]
-SMALL = ["--context", "512", "--windows", "3", "--queries", "96", "--buckets", "8", "--hidden", "32", "--batch", "32"]
+SMALL = ["--context", "512", "--windows", "3", "--queries", "96", "--buckets", "8", "--hidden", "32"]
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +289,7 @@ def test_damaged_work_folder_is_refused(folder: Path, trained: Path, tmp_path: P
     rows.write_bytes(rows.read_bytes()[:-2])
     assert cli.main(argv) == 2
     assert "expected what was collected there" in capsys.readouterr().err
-    for path in work.glob("collected-*/about.json"):
-        path.write_text("[" * 100_000)
+    for path in work.glob("collected-*/windows.jsonl"):
+        path.write_text("[" * 100_000 + "\n")
     assert cli.main(argv) == 2
-    assert "expected what an interrupted run of this command collected" in capsys.readouterr().err
+    assert "expected the results of an interrupted run of this command, got another file" in capsys.readouterr().err

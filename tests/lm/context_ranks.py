@@ -1,4 +1,4 @@
-"""Run the models of test_lm_context in one rank or in one process, and write their logits."""
+"""Run the models of test_lm_context on one rank or in one process, and write their logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
-from tiny_models import BASE, VOCAB, build, prompt_of
+from tiny_models import build, prompt_of
 
 import mlx_sparse
 
@@ -18,28 +18,8 @@ SPARQ = "sparq:rank=4,top_k=48,dense_below=0"
 SAMPLE = "sample:block_size=64,alpha_column=0.6,alpha_slash=0.6,chunks=1,dense_below=0"
 WINDOW = "recent_tokens=16,fold_every=4,dense_layers=0"
 
-GEMMA3N = {
-    **BASE,
-    "model_type": "gemma3n_text",
-    "num_hidden_layers": 6,
-    "num_kv_shared_layers": 2,
-    "vocab_size_per_layer_input": VOCAB,
-    "sliding_window": 16,
-    "rope_local_base_freq": 10000.0,
-    "final_logit_softcapping": 30.0,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "activation_sparsity_pattern": [0.0] * 6,
-    "hidden_size_per_layer_input": 16,
-    "altup_num_inputs": 2,
-    "altup_coef_clip": 120.0,
-    "altup_correct_scale": True,
-    "altup_active_idx": 0,
-    "laurel_rank": 8,
-    "rope_scaling": None,
-}
-
-# Name: family, what attends, changes of the model. A seed is one with which no component of a key lies between two
-# codes, where the last bit of its rounding decides.
+# Name: family, method, changes of the model configuration. The seeds avoid key components halfway between two int4
+# codes, because the last bit decides how such a component is rounded.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dense": ("llama", "dense", {}),
     "sparq": ("llama", SPARQ, {}),
@@ -48,14 +28,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sparq, mean value": ("llama", f"{SPARQ},component_score=query,reallocate=true", {"num_key_value_heads": 4}),
     "sparq, sinks": ("gpt_oss", SPARQ, {}),
     "sparq, sliding windows": ("gemma3_text", SPARQ, {}),
-    "sparq, shared keys": ("gemma3n", f"{SPARQ},key_bits=16", {"text_config": GEMMA3N, "seed": 1}),
+    "sparq, shared keys": ("gemma3n", f"{SPARQ},key_bits=16", {"seed": 1}),
     "sparq, experts": ("qwen3_moe", SPARQ, {"seed": 1}),
     "quest": ("llama", "quest:page_size=16,top_k=64,dense_below=0", {}),
     "streaming": ("llama", "streaming:sink_tokens=16,recent_tokens=80", {}),
     "saap": ("llama", f"saap:artefact={{folder}}/model.saap.safetensors,probes=2,{WINDOW}", {}),
     "saap, online": ("llama", f"saap:mode=online,buckets=8,probes=8,{WINDOW}", {}),
     "sample": ("llama", f"{SAMPLE}+{SPARQ}", {}),
-    # Two ranks that take twice their share take everything they have.
+    # With a top_k of all keys each of two ranks attends all of its own keys.
     "sparq, all of a rank's own": ("llama", "sparq:rank=4,top_k=300,dense_below=0", {}),
     "quest, all of a rank's own": ("llama", "quest:page_size=16,top_k=300,dense_below=0", {}),
 }
@@ -63,13 +43,13 @@ LOCAL = [name for name in CASES if "own" in name]
 
 
 def history(model: Any) -> mx.array:
-    """Logits ``(n, V)`` of a prompt in pieces, answers, a second turn, trims to different rows and what follows."""
+    """Return the logits ``(n, V)`` of prefill in chunks, decode steps, a second turn, and trims to several lengths."""
     cache, found = make_prompt_cache(model), []
     rows = mx.array([prompt_of(900)])
 
     def call(tokens: mx.array) -> None:
         logits = model(tokens, cache=cache)
-        mx.eval([one.state for one in cache])  # as mlx-lm does after a piece of a prompt
+        mx.eval([one.state for one in cache])  # as mlx-lm does after a chunk
         mx.eval(logits)
         found.append(logits[0, -1].astype(mx.float32))
 
@@ -77,11 +57,11 @@ def history(model: Any) -> mx.array:
         for _ in range(n):
             call(mx.argmax(found[-1])[None, None])
 
-    call(rows[:, :20])  # of which only the first rank has any
+    call(rows[:, :20])  # only the first rank has rows
     answer(2)
-    model(rows[:, 20:21], cache=cache)  # which nobody waits for
+    model(rows[:, 20:21], cache=cache)  # not evaluated
     call(rows[:, 21:128])
-    answer(2)  # the second rank's first ones
+    answer(2)  # the first rows of the second rank
     call(rows[:, 130:254])
     call(rows[:, 254:300])
     answer(8)
@@ -92,21 +72,21 @@ def history(model: Any) -> mx.array:
     trim_prompt_cache(cache, 200)
     call(rows[:, 340:384])
     answer(3)
-    trim_prompt_cache(cache, cache_length(cache) - 30)  # less than a group of codes
+    trim_prompt_cache(cache, cache_length(cache) - 30)  # less than a group of quantized keys
     answer(2)
     call(rows[:, 400 : 400 + 256 - cache_length(cache) % 128])
-    call(rows[:, 600:856])  # a piece that begins with a block
+    call(rows[:, 600:856])  # a chunk that starts with a block
     answer(3)
     return mx.stack(found)
 
 
 def cache_length(cache: list[Any]) -> int:
-    """Positions so far."""
+    """Return the number of positions."""
     return int(cache[-1].offset)
 
 
 def run(name: str, shard: str | None, folder: Path) -> tuple[mx.array, mlx_sparse.Report]:
-    """The history of a case."""
+    """Run the history of a case."""
     family, attn, changes = CASES[name]
     model = build(family, **changes)
     report = mlx_sparse.enable(model, attn.format(folder=folder), shard=shard)
@@ -114,7 +94,7 @@ def run(name: str, shard: str | None, folder: Path) -> tuple[mx.array, mlx_spars
 
 
 def refusals(rank: int) -> list[str]:
-    """What ranks say to what they cannot do, the last of it because they have trimmed their caches to other lengths."""
+    """Return the errors of unsupported calls. Before the last one the ranks trim their caches to different lengths."""
     found = []
     for attn in ("quest:page_size=24", "h2o"):
         try:

@@ -1,6 +1,6 @@
 """Survey every model family of the installed mlx-lm, and write docs/models.jsonl and the table of docs/models.md.
 
-PYTHONPATH=tests/fixtures python tests/lm/models_table.py [FAMILY ...]    survey FAMILY only, and keep the rest
+PYTHONPATH=tests/fixtures python tests/lm/models_table.py [FAMILY ...]    survey FAMILY only, and keep the other rows
 """
 
 from __future__ import annotations
@@ -11,26 +11,30 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import models_notes as notes
 import models_survey as survey
 from mlx_lm.utils import MODEL_REMAPPING
 from models_survey import Facts
 from tiny_models import FAMILIES, MORE
 
-from mlx_sparse.lm.unfit_models import UNFIT
+from mlx_sparse.lm.loading import UNFIT
 from mlx_sparse.tools.formats import table, write
 
 ROOT = Path(__file__).parents[2]
 FACTS, PAGE = ROOT / "docs" / "models.jsonl", ROOT / "docs" / "models.md"
 SECTION = re.compile(r"(?<=<!-- models -->\n).*?(?=<!-- /models -->)", re.DOTALL)
 
+# "checkpoints" helps readers to find a row; the ``config.json`` of a checkpoint names its family. "real" are weights
+# that were run here, "reported" are results of others, "absent" are models that this version of mlx-lm does not have.
+NOTES: dict[str, Any] = json.loads(Path(__file__).with_name("models_notes.json").read_text(encoding="utf-8"))
+
 HEADER = ["family of mlx-lm", "models", "attention", "`sparq`", "stays dense", "seen"]
 
 
 def main(argv: Sequence[str]) -> int:
     """Write both files; return 1 if a family decodes wrongly."""
-    known = {one.family: one for one in read(FACTS)[0]} if argv else {}
+    known = {row.family: row for row in read(FACTS)[0]} if argv else {}
     for name in argv or survey.modules():
         print(name, file=sys.stderr)
         if (found := survey.facts(name)) is not None:
@@ -39,11 +43,11 @@ def main(argv: Sequence[str]) -> int:
     lines = [{"mlx-lm": survey.installed()}, *map(asdict, every)]
     write(FACTS, "\n".join(map(json.dumps, lines)))
     write(PAGE, page(PAGE.read_text(encoding="utf-8"), *read(FACTS)).rstrip("\n"))
-    return 1 if any(one.exact is False or one.shows is False for one in every) else 0
+    return 1 if any(row.exact is False or row.shows is False for row in every) else 0
 
 
 def read(path: Path) -> tuple[list[Facts], str]:
-    """Return the facts that were written, and the version of mlx-lm that they are of."""
+    """Return the saved facts and their version of mlx-lm."""
     head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return [Facts(**line) for line in lines], head["mlx-lm"]
 
@@ -54,69 +58,64 @@ def page(text: str, facts: Sequence[Facts], mlx_lm: str) -> str:
 
 
 def markdown(facts: Sequence[Facts], mlx_lm: str, suite: Collection[str] = ()) -> str:
-    """The table of docs/models.md.
+    """Return the table of docs/models.md.
 
     Args:
-        mlx_lm: the version that was surveyed.
-        suite: families whose tiny models the tests decode with.
+        mlx_lm: version of the survey.
+        suite: families that the test suite decodes.
     """
     known = {found.family for found in facts}
-    rows = [[f"`{one.family}`", _models(one.family), *_cells(one), _seen(one, suite)] for one in facts]
-    for absent in notes.ABSENT:
-        if absent.family not in known:
-            said = f"[reported]({absent.source})"
-            rows.append([f"not in mlx-lm {mlx_lm}", absent.models, absent.attention, "no", "all", said])
+    rows = [[f"`{row.family}`", _models(row.family), *_cells(row), _seen(row, suite)] for row in facts]
+    for absent in NOTES["absent"]:
+        if absent["family"] not in known:
+            seen = f"[reported]({absent['source']})"
+            rows.append([f"not in mlx-lm {mlx_lm}", absent["models"], absent["attention"], "no", "all", seen])
     return f"{_summary(facts, mlx_lm)}\n\n{table(HEADER, rows)}"
 
 
 def _summary(facts: Sequence[Facts], mlx_lm: str) -> str:
-    run = [one for one in facts if one.how == "run"]
-    right = sum(bool(one.exact) for one in run)
-    whole = sum(one.served.get("sparq") == one.layers for one in run)
-    none = sum(one.how == "probed" and not one.served.get("sparq") for one in facts)
-    read = sum(one.how == "read" for one in facts)
+    run = [row for row in facts if row.how == "run"]
+    right = sum(bool(row.exact) for row in run)
+    whole = sum(row.served.get("sparq") == row.layers for row in run)
+    none = sum(row.how == "probed" and not row.served.get("sparq") for row in facts)
+    rest = sum(row.how == "not run" for row in facts)
     return (
         f"mlx-lm {mlx_lm}: {len(facts)} families. Tiny models of {len(run)} were decoded sparsely, {whole} of them in "
         f"every layer. With every key selected, {right} of {len(run)} gave dense attention's logits. "
-        f"No layer of {none} can be served. Of {read} only the source was read."
+        f"No layer of {none} can be served. {rest} cannot be run here."
     )
 
 
 def _models(family: str) -> str:
-    """Names by which people know it, and those that a config.json may have in its place."""
+    """Return the names of checkpoints, and other names of the family in config.json files."""
     also = ", ".join(f"`{name}`" for name, target in MODEL_REMAPPING.items() if target == family)
-    return "; ".join(filter(None, (notes.CHECKPOINTS.get(family, ""), also)))
+    return "; ".join(filter(None, (NOTES["checkpoints"].get(family, ""), also)))
 
 
-def _cells(one: Facts) -> tuple[str, str, str]:
-    """Attention, layers served, and why the others are not."""
-    if one.how == "read":
-        return next(iter(one.kinds), ""), "not run", ""
-    kinds = ", ".join(kind if len(one.kinds) == 1 else f"{count} {kind}" for kind, count in one.kinds.items())
-    served = f"{one.served['sparq']} of {one.layers}"
-    others = [f"`{name}` {count}" for name, count in one.served.items() if count != one.served["sparq"]]
-    dense = "; ".join(f"{count} {reason}" for reason, count in one.dense.items())
+def _cells(row: Facts) -> tuple[str, str, str]:
+    """Return the cells for attention, served layers and reasons of dense layers."""
+    if row.how == "not run":
+        return "", "not run", ""
+    kinds = ", ".join(kind if len(row.kinds) == 1 else f"{count} {kind}" for kind, count in row.kinds.items())
+    served = f"{row.served['sparq']} of {row.layers}"
+    others = [f"`{name}` {count}" for name, count in row.served.items() if count != row.served["sparq"]]
+    dense = "; ".join(f"{count} {reason}" for reason, count in row.dense.items())
     return kinds, ", ".join([served, *others]), dense
 
 
-def _seen(one: Facts, suite: Collection[str]) -> str:
-    """How it is known."""
-    how = {"run": "run", "probed": "probed", "read": "source read"}[one.how]
-    how += f" ({one.note})" if one.note else ""
-    if one.exact is False or one.shows is False:
+def _seen(row: Facts, suite: Collection[str]) -> str:
+    """Return the cell for the evidence."""
+    how = row.how + (f" ({row.note})" if row.note else "")
+    if row.exact is False or row.shows is False:
         how = "**run: wrong**"
-    seen = [f"{how}; in the tests" if one.family in suite else how]
-    if real := notes.REAL.get(one.family):
+    seen = [f"{how}; in the tests" if row.family in suite else how]
+    if real := NOTES["real"].get(row.family):
         seen.append(f"[{real[0]}]({real[1]})")
-    if said := notes.REPORTED.get(one.family):
-        seen.append(f"[{said[0]}]({said[1]})")
-    elif one.family in UNFIT:
-        seen.append(_warning(one.family))
+    if reported := NOTES["reported"].get(row.family):
+        seen.append(f"[{reported[0]}]({reported[1]})")
+    elif row.family in UNFIT:
+        seen.append(f"**unfit**: {UNFIT[row.family]}")
     return "; ".join(seen)
-
-
-def _warning(family: str) -> str:
-    return f"**unfit**: {UNFIT[family]}" if family in UNFIT else ""
 
 
 if __name__ == "__main__":

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache
 
 from ...cache.sharded_cache import BLOCK, Shard, ShardedKVCache, shard_caches
 from ...cache.sparse_cache import DecodeStep
 from ...checks import ConfigError
+from ...files import replace_file
 from ...methods import NEVER, SAAP, Sample, reasons
 from ...methods.stats import dense_elements
 from ..call import Call
 from ..options import SHARDS
 from ..plan import Plan, Probe
-from . import decode, prefill
+from . import rank_attention
 from .exchange import Exchange
 
 
@@ -30,15 +35,17 @@ def share_context(plan: Plan, shard: str) -> None:
     exchange = Exchange()
     if exchange.size == 1:
         raise ConfigError("shard: expected several processes (mlx.launch -n 2 -- ...), got one.")
-    served = [*decode.STEPS, SAAP.name]
+    served = [*rank_attention.STEPS, SAAP.name]
     if plan.decode is not None and plan.decode.name not in served:
         raise ConfigError(f"shard: expected one of {', '.join(served)} to decode with, got {plan.decode.name}.")
     if plan.decode is not None and BLOCK % plan.decode.together:
         raise ConfigError(f"page_size: expected a divisor of {BLOCK} with shard, got {plan.decode.together}.")
     if plan.prefill is not None and plan.prefill.name != Sample.name:
         raise ConfigError(f"shard: expected {Sample.name} for prompts, got {plan.prefill.name}.")
-    if plan.mass:
-        raise ConfigError("--attn-report: expected text, json or off with shard, whose ranks do not measure mass.")
+    if plan.recall:
+        raise ConfigError(
+            "--attn-report: expected text, json or off with --shard, got recall: ranks do not measure it."
+        )
     _seed_alike(exchange)
     plan.sharers = exchange.size
     plan.new_call = functools.partial(ContextCall, exchange=exchange, exact=shard == "context")
@@ -145,14 +152,14 @@ class ContextCall(Call):
 
     def _attend_step(
         self, queries: mx.array, keys: mx.array, cache: ShardedKVCache, scale: float, sinks: mx.array | None
-    ) -> decode.Attended:
+    ) -> rank_attention.Attended:
         """Attend and count a decode step over the keys of all ranks."""
         config, exchange = self.plan.decode, self._exchange
         reason = self.step_reason(queries, keys, cache, None, sinks) or self._length_reason(queries, keys, cache)
         self._steps = 0 if reason else cache.position
         if reason is not None:
             self.counts.dense_calls[reason] += 1
-            return decode.dense(queries, cache, scale=scale, exchange=exchange)
+            return rank_attention.dense_step(queries, cache, scale=scale, exchange=exchange)
         assert config is not None
         backend = self.plan.resolve(config, queries, keys)
         self.counts.sparse_calls += 1
@@ -164,11 +171,11 @@ class ContextCall(Call):
         self.counts.formula_bytes += moved
         given: dict[str, Any] = {"scale": scale, "backend": backend, "exchange": exchange}
         if not self._exact and config.of_share(exchange.size, 0) is not None:
-            return decode.local(queries, cache, config, **given)
-        if (step := decode.STEPS.get(config.name)) is not None:
+            return rank_attention.local(queries, cache, config, **given)
+        if (step := rank_attention.STEPS.get(config.name)) is not None:
             return step(queries, cache, config, **given)
         if cache.length == 0:
-            return exchange.merge(*decode.nothing(queries))
+            return exchange.merge(*rank_attention.nothing(queries))
         bound = DecodeStep.bind(config, queries.shape[1] // Hkv, backend)
         if hooks is None:
             out, lse = cache.take_step(queries, bound, scale)
@@ -192,7 +199,7 @@ class ContextCall(Call):
 
     def _attend_chunk(
         self, queries: mx.array, keys: mx.array, cache: ShardedKVCache, scale: float, sinks: mx.array | None
-    ) -> decode.Attended:
+    ) -> rank_attention.Attended:
         """Attend and count a prefill chunk over the keys of all ranks."""
         L, S = queries.shape[2], cache.position
         plan = self.plan
@@ -202,20 +209,20 @@ class ContextCall(Call):
             backend = plan.resolve(config, queries, keys)
             sizes = plan.sizes(config, queries, keys, cache, backend, self.hooks)
             fullest = self._exchange.agree((config, "chunk"), plan.calibration.of(config, sizes).value)
-            blocks = prefill.sample_select(queries, cache, config, scale=scale, exchange=self._exchange)
+            blocks = rank_attention.sample_select(queries, cache, config, scale=scale, exchange=self._exchange)
             layout = config.layout(L, S)
             kept: Any = (blocks >= 0).sum().item()
             if kept <= fullest * layout.causal_pairs * queries.shape[0] * queries.shape[1]:
                 self.figures.add(self.place(cache), blocks, layout)
                 given: dict[str, Any] = {"block_size": config.block_size, "scale": scale, "backend": backend}
-                return prefill.attend_blocks(queries, cache, blocks, **given, exchange=self._exchange)
+                return rank_attention.attend_blocks(queries, cache, blocks, **given, exchange=self._exchange)
             reason = reasons.TOO_FULL
         self.counts.dense_calls[reason] += 1
-        return prefill.dense(queries, cache, scale=scale, exchange=self._exchange)
+        return rank_attention.dense_chunk(queries, cache, scale=scale, exchange=self._exchange)
 
     def chunk_reason(self, L: int, S: int, mask: Any) -> str | None:
         reason, config = super().chunk_reason(L, S, mask), self.plan.prefill
-        if reason is None and config is not None and not prefill.fits(config.at(S), L, S):
+        if reason is None and config is not None and not rank_attention.fits(config.at(S), L, S):
             return reasons.BETWEEN_RANKS
         return reason
 
@@ -224,3 +231,51 @@ def _wrote(cache: Any, keys: Any, values: Any) -> bool:
     """Return True if the last write of ``cache`` returned these arrays."""
     chunk = cache.chunk if isinstance(cache, ShardedKVCache) else None
     return chunk is not None and chunk[0] is keys and chunk[1] is values
+
+
+def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any, **kwargs: Any) -> None:
+    """Save sharded caches by ``write``, mlx-lm's ``save_prompt_cache``. All ranks call this, and rank 0 writes.
+
+    Rank 0 has the whole cache in memory meanwhile.
+
+    Raises:
+        ConfigError: on all ranks, if rank 0 cannot write. An existing file is unchanged then.
+    """
+    exchange = Exchange()
+    whole = [_whole(one, exchange) if isinstance(one, ShardedKVCache) else one for one in cache]
+    failure: Exception | None = None
+    if exchange.rank == 0:
+        path = Path(file_name)
+        path = path if path.suffix == ".safetensors" else path.with_name(f"{path.name}.safetensors")
+        try:
+            replace_file(path, lambda new: write(str(new), whole, *args, **kwargs))
+        except (OSError, RuntimeError) as error:
+            failure = error
+    failed = exchange.from_first(mx.array(int(failure is not None)))
+    if failed.item():
+        reason = "rank 0 could not write it" if failure is None else str(failure).splitlines()[0]
+        raise ConfigError(f"--prompt-cache-file: expected a file that can be written, got {file_name} ({reason}).")
+
+
+def _whole(cache: ShardedKVCache, exchange: Exchange) -> Any:
+    """Return a cache with the rows of all ranks in the order of their positions; an empty one except on rank 0."""
+    found: Any = KVCache()
+    if not cache.position:
+        return found
+    counts = cache.counts()
+    # Row n of rank r is at place r * longest + n of what is gathered.
+    order = np.concatenate([Shard(rank, exchange.size).positions(0, n) for rank, n in enumerate(counts)])
+    longest = max(counts)
+    places = np.concatenate([rank * longest + np.arange(n) for rank, n in enumerate(counts)])
+    rows = mx.array(places[np.argsort(order)].astype(np.int32))
+    arrays = []
+    for own in cache.own_rows():
+        gathered = exchange.gather(mx.pad(own, [(0, 0), (0, 0), (0, longest - cache.length), (0, 0)]))
+        B, H, _, D = own.shape
+        gathered = gathered.transpose(1, 2, 0, 3, 4).reshape(B, H, -1, D)
+        arrays.append(mx.take(gathered, rows, axis=2))
+        mx.eval(arrays)  # one after the other, because only rank 0 keeps them
+    if exchange.rank == 0:
+        found.keys, found.values = arrays
+        found.offset = cache.position
+    return found

@@ -6,7 +6,7 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-from .attention import QUERIES
+from ..chunks import QUERIES
 
 MOST = QUERIES - 1  # drafts for one check
 TIMED_FIRST, TIMED_EVERY = 4, 8  # checks that are timed, which costs waiting for the device once more

@@ -7,6 +7,7 @@ text. Drafts are sampled with the same random numbers, so that they agree more o
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import inspect
@@ -21,18 +22,21 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from ...api.call_report import Counts
-from ...checks import ConfigError
+from ...checks import BackendUnavailable, ConfigError
+from ...methods import Method, Prefill
 from ...model_info import leaves
+from ...model_parts import part_of
 from ..call import Phase, entered
+from ..chunks import fused, rows_at_once
 from ..figures import DraftFigures
-from .attention import fused, rows_at_once
 from .draft_length import MOST, DraftLength
 from .rewind import ROWS, Random, Undo
 
 if TYPE_CHECKING:
     from ..plan import Plan
 
-NAME = "generate_step"
+# By mlx-lm's own masks, several queries of these families in one call attend other keys than one after the other.
+UNEVEN = frozenset({"phi3small", "plamo3"})
 CLEAR_EVERY = 256  # tokens after which MLX's unused buffers are freed, as in mlx-lm
 
 generate: Any = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
@@ -315,3 +319,44 @@ class Run:
         self.length += sum(len(part) for part in tokens)
         if self.processors:
             self.history = mx.concatenate([*([] if self.history is None else [self.history]), *tokens])
+
+
+def check_drafts(prefill: Prefill | None, decode: Method | None, draft_tokens: int | None) -> None:
+    """Raise `ConfigError` if ``decode`` cannot draft ``draft_tokens`` tokens, or as many as pay for None."""
+    if draft_tokens is not None and not 1 <= draft_tokens <= MOST:
+        raise ConfigError(f"lossless: expected 1 to {MOST} drafts for each check, got {draft_tokens}.")
+    if prefill is not None:
+        raise ConfigError(f"lossless: expected a method for new tokens, got {prefill.name}, which changes prompts.")
+    if decode is None or decode.observes_prompts:
+        name = "none" if decode is None else f"{decode.name}, which counts every token that it has seen"
+        raise ConfigError(f"lossless: expected a method for new tokens that can take them back, got {name}.")
+
+
+def check_company(args: argparse.Namespace, command: str, *, generates: bool) -> None:
+    """Raise `ConfigError` if other options of a command cannot go with ``--lossless``."""
+    if not generates:
+        raise ConfigError(f"--lossless: expected a command that generates from one prompt, got {command}.")
+    for name in ("draft_model", "shard", "max_kv_size"):
+        if getattr(args, name, None) is not None:
+            raise ConfigError(f"--lossless: expected it without --{name.replace('_', '-')}, got both. Drop one.")
+    if getattr(args, "batch_size", 1) > 1:
+        raise ConfigError(f"--lossless: expected one sequence at a time, got --batch-size {args.batch_size}.")
+
+
+def draft(plan: Any, model: Any, draft_tokens: int | None) -> None:
+    """Let the decode method of a `Plan` draft.
+
+    Raises:
+        ConfigError: the method cannot draft, or the model is a part of one.
+        BackendUnavailable: mlx-lm generates in another way than this was made for.
+    """
+    check_drafts(plan.prefill, plan.decode, draft_tokens)
+    if not part_of(model).whole or plan.sharers > 1:
+        raise ConfigError("lossless: expected a whole model on one process, got a part of one. Run it without.")
+    if plan.report.model_type in UNEVEN:
+        family = plan.report.model_type
+        raise ConfigError(f"lossless: expected a model that checks several tokens as it says them, got {family}.")
+    missing = {"prompt", "model", "prompt_cache", "sampler", "logits_processors"} - PARAMETERS
+    if missing:
+        raise BackendUnavailable(f"mlx-lm: expected generate_step with {', '.join(sorted(missing))}, got one without.")
+    plan.lossless = draft_tokens or 0

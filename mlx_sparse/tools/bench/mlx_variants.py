@@ -20,8 +20,7 @@ import numpy as np
 
 from ...cache.kv_cache import SparseKVCache, adopt
 from ...cache.saap_lists import attended_keys, fold
-from ...cache.saap_router import Router
-from ...cache.saap_state import BucketIndex, index_of
+from ...cache.saap_state import BucketIndex, Router, index_of
 from ...checks import BackendUnavailable, ConfigError
 from ...methods import Method, Step, registry, table
 from ...ops.packed_rows import BITS
