@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ... import oracle
 from ...checks import ConfigError, check_choice, check_int
 from ...methods import Method
+from ...methods.block_patterns import bigbird_pattern, streaming_pattern
 from ...methods.stats import saap_elements
 from .core import Case, Request
 
@@ -33,6 +34,7 @@ BUCKETS = 1024  # of SAAP's index if no option sets them
 UNEVEN = 2  # visited buckets hold this many times their share of the keys
 FAVOR = 100.0  # the logit by which the buckets of a problem are certain to be visited
 PEAK = 14.0  # logits by which some keys of a prompt stand out
+PATTERNS: dict[str, Any] = {"bigbird": bigbird_pattern, "streaming_prefill": streaming_pattern}
 CHECKED = 8  # queries of a prompt whose result is compared with float64
 # A float32 sum may move a block of keys across a threshold: so many of the checked rows may differ, by so much.
 DIFFERENT, MOST_DIFFERENT = 1 / 16, 0.1
@@ -280,11 +282,16 @@ class Prompt:
 
     def _masks(self, config: Any, start: int, stop: int) -> Iterator[tuple[Array, Any]]:
         """Yield the oracle's selection for the query heads of each KV head: bool ``(G, row blocks, key blocks)``."""
-        select, G = getattr(oracle, f"{config.name}_select"), self.case.shape.G
-        layout = config.layout(stop - start, stop)
+        layout, G, settings = config.layout(stop - start, stop), self.case.shape.G, config.parameters()
+        if config.name in PATTERNS:  # the same blocks for every head
+            del settings["block_size"]
+            pattern = PATTERNS[config.name](layout, **settings)
+            yield from [(np.broadcast_to(pattern, (G, *pattern.shape)), layout)] * self.case.shape.Hkv
+            return
+        select = getattr(oracle, f"{config.name}_select")
         for h in range(self.case.shape.Hkv):
             queries = self.queries[:, h * G : (h + 1) * G, start:stop].astype(np.float64)
-            found = select(queries, self.keys[:, h : h + 1, :stop].astype(np.float64), **config.parameters())
+            found = select(queries, self.keys[:, h : h + 1, :stop].astype(np.float64), **settings)
             listed = getattr(found, "blocks", found)[0]
             mask = np.zeros((*listed.shape[:2], layout.key_blocks + 1), bool)
             np.put_along_axis(mask, np.where(listed < 0, layout.key_blocks, listed), True, axis=2)
