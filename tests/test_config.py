@@ -1,4 +1,4 @@
-"""The text form METHOD[:key=value,...][+METHOD...], presets and TOML files."""
+"""Test the text form METHOD[:key=value,...][+METHOD...], presets and TOML files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from json_tables import read_tables
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import (
@@ -30,6 +31,8 @@ from mlx_sparse.methods import (
     split_methods,
     stats,
 )
+
+DATA = read_tables(__file__)
 
 counts = st.integers(min_value=1, max_value=10**9)
 
@@ -65,7 +68,7 @@ def test_printed_configurations_parse_to_themselves(methods: list[Method]) -> No
 
 
 @given(sparq_configs, sparq_configs)
-def test_printed_text_names_every_key_that_differs_from_its_default(config: SparQ, base: SparQ) -> None:
+def test_printed_text_has_every_changed_key(config: SparQ, base: SparQ) -> None:
     spelled = ",".join(f"{f.name}={getattr(config, f.name)}" for f in dataclasses.fields(SparQ))
     assert parse(f"sparq:{spelled}", {"sparq": base}) == (config,)
     named = {pair.partition("=")[0] for pair in str(config).partition(":")[2].split(",")}
@@ -74,72 +77,31 @@ def test_printed_text_names_every_key_that_differs_from_its_default(config: Spar
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_alone_has_its_defaults(name: str) -> None:
+def test_method_name_alone_means_defaults(name: str) -> None:
     assert parse(name) == (METHODS[name](),)
     assert str(METHODS[name]()) == name
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("sparq:rank=16,top_k=64", SparQ(rank=16, top_k=64)),
-        (" sparq : rank = 16 , top_k = 64 ", SparQ(rank=16, top_k=64)),
-        ("sparq:reallocate=true", SparQ(reallocate=True)),
-        ("sparq:reallocate=False", SparQ(reallocate=False)),
-        ("sparq:local_window=none", SparQ()),
-        ("sparq:local_window=0", SparQ(local_window=0)),
-        ("streaming:sink_tokens=4,recent_tokens=60", Streaming(sink_tokens=4, recent_tokens=60)),
-    ],
-)
-def test_text_is_read_as_values(text: str, expected: Method) -> None:
-    assert parse(text) == (expected,)
+@pytest.mark.parametrize(("text", "base", "expected"), DATA["parsed"])
+def test_text_overrides_presets_base_and_defaults(text: str, base: str, expected: str) -> None:
+    methods = parse(text, {method.name: method for method in parse(base)} if base else None)
+    assert "+".join(map(str, methods)) == expected
 
 
-def test_methods_keep_their_order() -> None:
-    assert parse("streaming + sparq:rank=8 + h2o") == (Streaming(), SparQ(rank=8), H2O())
-
-
-def test_configurations_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SparQ().rank = 4  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("preset", "settings"),
-    [
-        ("paper", {"component_score": "query", "key_bits": 16}),
-        ("robust", {"component_score": "query_key"}),
-    ],
-)
-def test_a_preset_sets_what_the_specification_lists(preset: str, settings: dict[str, Any]) -> None:
-    assert parse(f"sparq:preset={preset}") == (SparQ(**settings),)
-
-
-@pytest.mark.parametrize(
-    ("text", "qk_norm", "expected"),
-    [
-        ("sparq", False, "sparq:reallocate=false,component_score=query_key"),
-        ("sparq:key_bits=16", False, "sparq:component_score=query,key_bits=16"),
-        ("sparq:key_bits=16", True, "sparq:reallocate=false,component_score=query_key,key_bits=16"),
-        ("sparq", True, "sparq:reallocate=false,component_score=query_key"),
-        ("sparq:component_score=query", True, "sparq:component_score=query"),
-        ("sparq:preset=robust", False, "sparq:reallocate=false,component_score=query_key"),
-        ("sparq:reallocate=true", True, "sparq:reallocate=true,component_score=query_key"),
-    ],
-)
-def test_what_auto_means_for_a_model(text: str, qk_norm: bool, expected: str) -> None:
-    """Where the estimate of the attended mass is too low, values are not mixed by it."""
+@pytest.mark.parametrize(("text", "qk_norm", "expected"), DATA["auto"])
+def test_auto_is_resolved_per_model(text: str, qk_norm: bool, expected: str) -> None:
+    """Reallocation is off wherever alpha underestimates the attention mass of the selected keys."""
     (config,) = parse(text)
     assert isinstance(config, SparQ)
     assert str(config.for_model(qk_norm=qk_norm)) == expected
 
 
-def test_with_one_query_head_per_kv_head_auto_stays_the_papers_which_mixes_in_the_mean() -> None:
+def test_auto_without_gqa_follows_the_paper() -> None:
     assert str(SparQ().for_model(qk_norm=False, grouped=False)) == "sparq:component_score=query"
     assert SparQ().for_model(qk_norm=True, grouped=False).component_score == "query_key"
 
 
-def test_every_preset_of_the_code_is_in_the_specification() -> None:
+def test_every_preset_is_documented() -> None:
     text = (Path(__file__).parents[1] / "docs" / "spec" / "sparq.md").read_text(encoding="utf-8")
     for preset, settings in SparQ.presets.items():
         row = next(line for line in text.splitlines() if line.startswith(f"| `{preset}` |"))
@@ -147,112 +109,18 @@ def test_every_preset_of_the_code_is_in_the_specification() -> None:
         assert parse("sparq:" + cell.replace(" ", "")) == (SparQ(**settings),)
 
 
-@pytest.mark.parametrize("text", ["sparq:preset=paper,rank=8", "sparq:rank=8,preset=paper"])
-def test_keys_win_over_a_preset_in_any_order(text: str) -> None:
-    assert parse(text) == (dataclasses.replace(parse("sparq:preset=paper")[0], rank=8),)
-    assert parse(text.replace("rank=8", "top_k=200"))[0].top_k == 200  # type: ignore[attr-defined]
-
-
-def test_keys_win_over_a_preset_which_wins_over_the_base_which_wins_over_the_defaults() -> None:
-    base = {"sparq": SparQ(rank=8, top_k=500, reallocate=False)}
-    expected = SparQ(
-        rank=8,
-        reallocate=False,
-        component_score="query",
-        top_k=500,
-        local_window=9,
-        key_bits=16,
-    )
-    assert parse("sparq:preset=paper,local_window=9", base) == (expected,)
-
-
-def test_a_base_of_another_method_is_not_used() -> None:
-    assert parse("h2o", {"sparq": SparQ(top_k=5)}) == (H2O(),)
-
-
 NAMES = ", ".join(METHODS)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", f"attn: expected one of {NAMES}, got ''."),
-        ("sparc", f"attn: expected one of {NAMES}, got 'sparc'. Did you mean sparq?"),
-        ("SparQ", f"attn: expected one of {NAMES}, got 'SparQ'."),
-        ("sparq+", f"attn: expected one of {NAMES}, got ''."),
-        ("sparc:", f"attn: expected one of {NAMES}, got 'sparc'. Did you mean sparq?"),
-        ("sparq,rank=3", "attn: expected ':' before the first key, got 'sparq,rank=3'. Write 'sparq:rank=3'."),
-        ("sparq+h2o+sparq:rank=3", "attn: expected each method once, got sparq twice."),
-        ("sparq + sparq :rank=3", "attn: expected each method once, got sparq twice."),
-        ("sparq:", "sparq: expected key=value after ':', got nothing."),
-        ("sparq: ", "sparq: expected key=value after ':', got nothing."),
-        ("sparq:rank", "sparq: expected key=value, got 'rank'."),
-        ("sparq:rank=", "sparq: expected key=value, got 'rank='."),
-        ("sparq:=3", "sparq: expected key=value, got '=3'."),
-        ("sparq:rank=3,", "sparq: expected key=value, got ''."),
-        ("sparq:rank=3,rank=3", "sparq: expected each key once, got 'rank' 2 times."),
-        ("sparq:preset=paper,preset=robust", "sparq: expected each key once, got 'preset' 2 times."),
-        ("flexgen:k=3", "flexgen: expected one of the keys top_k, preset, got 'k'."),
-        ("dense:rank=3", "dense: expected one of the keys preset, got 'rank'."),
-        (
-            "sparq:preset=best",
-            "sparq: expected one of the presets paper, robust, got 'best'.",
-        ),
-        (
-            "sparq:preset=appendix_b",
-            "sparq: preset=appendix_b was removed: write preset=paper,local_window=0,reallocate=true.",
-        ),
-        ("sparq:preset=eval", "sparq: preset=eval was removed: write preset=paper,top_k=129,local_window=33."),
-        ("h2o:preset=paper", "h2o: expected one of the presets none, got 'paper'."),
-        ("sparq:rank=0", "rank: expected an integer of at least 1, got 0."),
-        ("sparq:rank=-3", "rank: expected an integer of at least 1, got -3."),
-        ("sparq:rank=1.5", "rank: expected an integer of at least 1, got 1.5."),
-        ("sparq:rank=true", "rank: expected an integer of at least 1, got True."),
-        ("sparq:rank=none", "rank: expected an integer of at least 1, got None."),
-        ("sparq:rank=4=5", "rank: expected an integer of at least 1, got '4=5'."),
-        ("sparq:top_k=0", "top_k: expected an integer of at least 1, got 0."),
-        ("sparq:local_window=-1", "local_window: expected an integer of at least 0, got -1."),
-        ("sparq:local_window=129", "local_window: expected at most top_k=128, which includes it, got 129."),
-        ("sparq:top_k=9,local_window=10", "local_window: expected at most top_k=9, which includes it, got 10."),
-        ("sparq:reallocate=yes", "reallocate: expected one of auto, true, false, got 'yes'."),
-        ("sparq:reallocate=1", "reallocate: expected one of auto, true, false, got 1."),
-        (
-            "sparq:group_reduce=logits",
-            "sparq: group_reduce=logits was removed: scores are summed over the group after the softmax.",
-        ),
-        (
-            "sparq:key_bits=8",
-            "sparq: key_bits=8 was removed: write key_bits=4, or key_bits=16 for the keys as they are.",
-        ),
-        (
-            "saap:artefact=x,mode=kmeans",
-            "saap: mode=kmeans was removed: write mode=trained for the networks of the artefact, or mode=online.",
-        ),
-        ("sparq:key_bits=5", "key_bits: expected one of 16, 4, got 5."),
-        ("sparq:component_score=key", "component_score: expected one of auto, query, query_key, got 'key'."),
-        ("sparq:dense_below=-1", "dense_below: expected an integer of at least 0, got -1."),
-        ("sparq:dense_below=never", "dense_below: expected an integer of at least 0, got 'never'."),
-        ("streaming:sink_tokens=-1", "sink_tokens: expected an integer of at least 0, got -1."),
-        ("streaming:recent_tokens=0", "recent_tokens: expected an integer of at least 1, got 0."),
-        ("h2o:top_k=0", "top_k: expected an integer of at least 1, got 0."),
-        ("h2o:local_window=200", "local_window: expected at most top_k=128, which includes it, got 200."),
-        ("flexgen:top_k=0", "top_k: expected an integer of at least 1, got 0."),
-        ("oracle_top_k:top_k=0", "top_k: expected an integer of at least 1, got 0."),
-        ("oracle_top_k:local_window=200", "local_window: expected at most top_k=128, which includes it, got 200."),
-        (
-            "oracle_top_k:group_reduce=softmax",
-            "oracle_top_k: group_reduce=softmax was removed: scores are summed over the group after the softmax.",
-        ),
-    ],
-)
-def test_a_mistake_is_named_in_one_line(text: str, message: str) -> None:
+@pytest.mark.parametrize(("text", "message"), DATA["mistakes"])
+def test_wrong_text_is_a_one_line_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
-    assert str(caught.value) == message
+    assert str(caught.value) == message.replace("{names}", NAMES)
 
 
 @given(st.text(max_size=40) | st.text(alphabet="sparqh2o:=,+_ rank0123\n", max_size=40))
-def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
+def test_any_text_is_parsed_or_refused(text: str) -> None:
     try:
         methods = parse(text)
     except ConfigError as error:
@@ -271,7 +139,7 @@ def write(folder: Path, text: str | bytes) -> Path:
     return path
 
 
-def test_toml_holds_one_table_per_method(tmp_path: Path) -> None:
+def test_toml_has_one_table_per_method(tmp_path: Path) -> None:
     path = write(tmp_path, '# comment\n[sparq]\nrank = 16\nreallocate = false\npreset = "paper"\r\n[streaming]\n')
     sparq = SparQ(rank=16, reallocate=False, **SparQ.presets["paper"])
     assert load_toml(path) == {"sparq": sparq, "streaming": Streaming()}
@@ -283,39 +151,26 @@ def test_text_overrides_toml(tmp_path: Path) -> None:
     assert parse("sparq:top_k=32", base) == (SparQ(rank=16, top_k=32),)
 
 
-def test_a_toml_file_of_exactly_the_largest_size_is_read(tmp_path: Path) -> None:
-    assert load_toml(write(tmp_path, "[sparq]\n#".ljust(MAX_TOML_BYTES, "x"))) == {"sparq": SparQ()}
+def test_toml_size_is_limited(tmp_path: Path) -> None:
+    content = "[sparq]\n#".ljust(MAX_TOML_BYTES, "x")
+    path = write(tmp_path, content)
+    assert load_toml(path) == {"sparq": SparQ()}
+    write(tmp_path, content + "x")
+    with pytest.raises(ConfigError) as caught:
+        load_toml(path)
+    assert str(caught.value) == f"attn-config: expected a TOML file of at most 1 MiB, got {path}."
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("", "attn-config: expected a table such as [sparq], got an empty file {path}."),
-        ("rank = 3", "attn-config: expected one table per method such as [sparq], got the key 'rank'."),
-        ("[[sparq]]\nrank = 3", "attn-config: expected one table per method such as [sparq], got the key 'sparq'."),
-        ("[sparc]\n", f"attn: expected one of {NAMES}, got 'sparc'. Did you mean sparq?"),
-        ('["a\\nb"]\n', f"attn: expected one of {NAMES}, got 'a\\nb'."),
-        ("[h2o]\nrank = 3", "h2o: expected one of the keys top_k, local_window, preset, got 'rank'."),
-        ("[sparq]\nrank = 0", "rank: expected an integer of at least 1, got 0."),
-        ("[sparq]\nrank = 1.5", "rank: expected an integer of at least 1, got 1.5."),
-        ('[sparq]\nrank = "8"', "rank: expected an integer of at least 1, got '8'."),
-        ("[sparq]\nreallocate = 1", "reallocate: expected one of auto, true, false, got 1."),
-        ("[sparq]\ncomponent_score = [1]", "component_score: expected one of auto, query, query_key, got [1]."),
-        ("[sparq]\npreset = 3", "sparq: expected one of the presets paper, robust, got 3."),
-        ("[sparq]\npreset = [1]", "sparq: expected one of the presets paper, robust, got [1]."),
-        (
-            '[sparq]\npreset = "eval"',
-            "sparq: preset=eval was removed: write preset=paper,top_k=129,local_window=33.",
-        ),
-        ("x" * (MAX_TOML_BYTES + 1), "attn-config: expected a TOML file of at most 1 MiB, got {path}."),
-    ],
+    DATA["toml_mistakes"],
     ids=lambda text: text[:30].replace("\n", " "),
 )
-def test_a_mistake_in_toml_is_named_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_toml_is_a_one_line_error(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load_toml(path)
-    assert str(caught.value) == message.replace("{path}", str(path))
+    assert str(caught.value) == message.replace("{path}", str(path)).replace("{names}", NAMES)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +187,7 @@ def test_a_mistake_in_toml_is_named_in_one_line(tmp_path: Path, text: str, messa
     ],
     ids=["open", "no-value", "key-twice", "table-twice", "utf-16", "binary", "huge-integer", "deep"],
 )
-def test_a_file_that_is_not_toml_is_refused_in_one_line(tmp_path: Path, text: str | bytes) -> None:
+def test_invalid_toml_is_refused(tmp_path: Path, text: str | bytes) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load_toml(path)
@@ -340,16 +195,11 @@ def test_a_file_that_is_not_toml_is_refused_in_one_line(tmp_path: Path, text: st
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_toml_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "none.toml"
-    with pytest.raises(ConfigError) as caught:
-        load_toml(path)
-    assert str(caught.value) == f"attn-config: expected a readable TOML file, got {path} (No such file or directory)."
-
-
-def test_a_folder_is_not_a_toml_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^attn-config: expected a readable TOML file"):
-        load_toml(tmp_path)
+def test_missing_toml_files_and_folders_are_named(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "none.toml", "No such file or directory"), (tmp_path, "")):
+        with pytest.raises(ConfigError) as caught:
+            load_toml(path)
+        assert str(caught.value).startswith(f"attn-config: expected a readable TOML file, got {path} ({reason}")
 
 
 # --- What a configuration costs --------------------------------------------------------------------------------------
@@ -366,32 +216,21 @@ def test_a_folder_is_not_a_toml_file(tmp_path: Path) -> None:
         ("oracle_top_k:top_k=16", 16, 2 * 16 * 64 + 2 * 64),
     ],
 )
-def test_a_method_knows_what_it_attends_and_moves(text: str, attended: int, elements: int) -> None:
+def test_attended_keys_and_moved_elements(text: str, attended: int, elements: int) -> None:
     (config,) = parse(text)
     assert config.attended == attended
     assert config.elements(100, 64) == elements
 
 
-@pytest.mark.parametrize(
-    ("text", "shortest"),
-    [
-        ("sparq", 2048),
-        ("sparq:top_k=16", 17),
-        ("sparq:top_k=16,dense_below=0", 17),
-        ("sparq:top_k=16,dense_below=50", 50),
-        ("h2o:top_k=16", 17),
-    ],
-)
-def test_contexts_of_up_to_top_k_keys_are_dense(text: str, shortest: int) -> None:
+@pytest.mark.parametrize(("text", "shortest"), DATA["shortest"])
+def test_shortest_sparse_context(text: str, shortest: int) -> None:
     assert parse(text)[0].shortest_context() == shortest
 
 
 @pytest.mark.parametrize("gpu", ENOUGH_SAVED)
 @pytest.mark.parametrize("sizes", [(8, 4, 128, 2), (16, 4, 128, 4), (2, 16, 64, 2)], ids=str)
 @pytest.mark.parametrize("key_bits", [16, 4])
-def test_on_a_gpu_sparq_is_dense_until_a_step_saves_enough_bytes(
-    key_bits: int, sizes: tuple[int, ...], gpu: str
-) -> None:
+def test_gpu_threshold_follows_the_saved_bytes(key_bits: int, sizes: tuple[int, ...], gpu: str) -> None:
     step, config = Step(*sizes, gpu), SparQ(key_bits=key_bits)
 
     def saved(S: int) -> float:
@@ -405,11 +244,11 @@ def test_on_a_gpu_sparq_is_dense_until_a_step_saves_enough_bytes(
     assert SparQ(top_k=64).shortest_context(step) == 65
 
 
-def test_on_other_backends_the_sizes_do_not_matter() -> None:
+def test_cpu_threshold_ignores_sizes() -> None:
     assert SparQ().shortest_context(Step(8, 4, 128, 2)) == 2048
 
 
-def test_where_the_scores_cost_more_than_the_keys_no_context_is_long_enough() -> None:
+def test_expensive_scores_are_never_sparse() -> None:
     assert SparQ(key_bits=16).shortest_context(Step(2, 32, 64, 2, "g")) == NEVER
 
 
@@ -418,7 +257,7 @@ def test_where_the_scores_cost_more_than_the_keys_no_context_is_long_enough() ->
     [lambda: Dense().attended, lambda: Dense().shortest_context(), lambda: Dense().elements(9, 9)],
     ids=["attended", "shortest_context", "elements"],
 )
-def test_dense_has_no_cost_to_ask_for(ask: Callable[[], int]) -> None:
+def test_dense_has_no_cost(ask: Callable[[], int]) -> None:
     with pytest.raises(ConfigError, match=r"^attn: expected a sparse method, got dense\.$"):
         ask()
 
@@ -434,13 +273,13 @@ RANGES = "sample:block_size=64,ranges=1024:0.9:0.9:1/2048:0.8:0.8:1"
         (f"dense, {RANGES}, minference+sparq:rank=8,top_k=9", ["dense", RANGES, "minference+sparq:rank=8,top_k=9"]),
     ],
 )
-def test_a_list_is_cut_between_methods_not_within_them(text: str, methods: list[str]) -> None:
+def test_method_lists_are_split_between_methods(text: str, methods: list[str]) -> None:
     assert split_methods(text) == methods
     for method in methods:
         parse(method)
 
 
 @pytest.mark.parametrize("text", ["", "sparq,,h2o", "sparq,", "rank=16,sparq"])
-def test_a_list_with_a_gap_or_a_key_before_any_method_is_refused(text: str) -> None:
+def test_malformed_method_lists_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="methods: expected a list such as sparq:rank=16,streaming, got"):
         split_methods(text)

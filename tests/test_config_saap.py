@@ -1,4 +1,4 @@
-"""SAAP's settings: text, TOML and what is refused."""
+"""Test the settings of SAAP: text, TOML and errors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_tables import read_tables
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import SAAP, load_toml, parse
 
+DATA = read_tables(__file__)
 
-def test_the_defaults_are_the_papers() -> None:
+
+def test_defaults_follow_the_paper() -> None:
     config = SAAP(artefact="x")
     assert (config.probes, config.sink_tokens, config.recent_tokens, config.dense_layers) == (32, 1, 2047, 1)
     assert (config.mode, config.stage, config.attended) == ("trained", "decode", 2048)
@@ -27,42 +30,25 @@ def test_the_defaults_are_the_papers() -> None:
     ],
     ids=str,
 )
-def test_text_and_toml_give_the_settings_back(config: SAAP, tmp_path: Path) -> None:
+def test_settings_survive_text_and_toml(config: SAAP, tmp_path: Path) -> None:
     assert parse(str(config)) == (config,)
     lines = [f"{name} = {value!r}" for name, value in vars(config).items() if value is not None]
     (tmp_path / "attn.toml").write_text("\n".join(["[saap]", *lines]).replace("'", '"'))
     assert load_toml(tmp_path / "attn.toml") == {"saap": config}
 
 
-def test_it_goes_with_a_method_for_prompts() -> None:
+def test_saap_combines_with_a_prefill_method() -> None:
     assert [config.name for config in parse("sample+saap:mode=online")] == ["sample", "saap"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"artefact": 7}, "artefact: expected the name of a file, got 7"),
-        ({"artefact": ""}, "artefact: expected the name of a file, got ''"),
-        ({"artefact": "x", "mode": "online"}, "artefact: expected none with mode=online"),
-        ({"artefact": "x", "mode": "best"}, "mode: expected one of trained, online, got 'best'"),
-        ({"artefact": "x", "buckets": 64}, "buckets: expected none with mode=trained"),
-        ({"artefact": "x", "probes": 0}, "probes: expected an integer of at least 1"),
-        ({"mode": "online", "probes": 257}, "probes: expected at most buckets=256, got 257"),
-        ({"mode": "online", "buckets": 5000}, "buckets: expected an integer of at least 1 and at most 4096"),
-        ({"mode": "online", "recent_tokens": 0}, "recent_tokens: expected an integer of at least 1"),
-        ({"mode": "online", "sink_tokens": -1}, "sink_tokens: expected an integer of at least 0"),
-        ({"mode": "online", "fold_every": 0}, "fold_every: expected an integer of at least 1"),
-        ({"mode": "online", "dense_layers": True}, "dense_layers: expected an integer"),
-        ({"mode": "online", "dense_below": "never"}, "dense_below: expected an integer"),
-    ],
-)
-def test_bad_settings_are_one_clear_line(settings: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("settings", "message"), DATA["bad_settings"])
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         SAAP(**settings)
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_to_be_loaded_is_said_late_so_that_text_can_complete_a_file(tmp_path: Path) -> None:
+def test_missing_artefact_is_reported_on_use(tmp_path: Path) -> None:
     (tmp_path / "attn.toml").write_text("[saap]\nprobes = 8\n")
     base = load_toml(tmp_path / "attn.toml")
     (config,) = parse("saap:artefact=model.saap.safetensors", base)

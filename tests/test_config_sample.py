@@ -1,4 +1,4 @@
-"""Configurations of the prefill methods: their text form, and settings by context."""
+"""Test the configurations of the prefill methods: text form and settings by context length."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from json_tables import read_tables
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import (
@@ -25,6 +26,8 @@ from mlx_sparse.methods import (
     load_toml,
     parse,
 )
+
+DATA = read_tables(__file__)
 
 counts = st.integers(min_value=1, max_value=10**9)
 shares = st.floats(min_value=0, max_value=1, exclude_min=True)
@@ -74,18 +77,18 @@ def test_printed_configurations_parse_to_themselves(config: Method) -> None:
         (10**7, Sample(alpha_column=0.8, alpha_slash=0.8, chunks=4)),
     ],
 )
-def test_a_context_has_the_settings_of_its_range(S: int, expected: Sample) -> None:
+def test_settings_follow_the_range_of_the_context(S: int, expected: Sample) -> None:
     assert TUNED.at(S) == expected
     assert Sample(chunks=3).at(S) == Sample(chunks=3)
 
 
-def test_the_settings_outside_of_ranges_stay() -> None:
+def test_settings_outside_ranges_stay() -> None:
     config = parse("sample:block_size=64,dense_below=5,ranges=100:0.5:0.6:7")[0]
     assert isinstance(config, Sample)
     assert config.at(1) == Sample(alpha_column=0.5, alpha_slash=0.6, chunks=7, block_size=64, dense_below=5)
 
 
-def test_ranges_are_tables_in_toml(tmp_path: Path) -> None:
+def test_ranges_are_toml_tables(tmp_path: Path) -> None:
     file = tmp_path / "tuned.toml"
     file.write_text(
         "[sample]\nblock_size = 64\n\n"
@@ -98,61 +101,35 @@ def test_ranges_are_tables_in_toml(tmp_path: Path) -> None:
     assert parse("sample:block_size=128", load_toml(file)) == (Sample(ranges=TUNED.ranges[:2]),)
 
 
-def test_sampling_is_dense_below_a_context() -> None:
+def test_sampling_threshold() -> None:
     assert Sample().shortest_context() == SAMPLE_PAYS_FROM
     assert Sample(dense_below=7).shortest_context() == 7
 
 
 @pytest.mark.parametrize("backend", ["ops", "metal"])
-def test_sampling_is_dense_above_a_density_unless_the_user_has_decided(backend: str) -> None:
+def test_density_limit_depends_on_the_backend(backend: str) -> None:
     assert Sample().fullest(backend) == SAMPLE_PAYS_UP_TO[backend] < 1
     assert Sample(dense_below=0).fullest(backend) == 1
     assert Sample(dense_below=0, dense_above=0.3).fullest(backend) == 0.3
     assert MInference().fullest(backend) == 1
 
 
-def test_every_method_says_which_stage_it_is_for() -> None:
+def test_every_method_has_a_stage() -> None:
     prefill = {name for name, cls in METHODS.items() if issubclass(cls, Prefill)}
     assert {"sample", "minference"} <= prefill
     stages = {name: "prefill" if name in prefill else "decode" for name in METHODS}
     assert {name: cls.stage for name, cls in METHODS.items()} == stages | {"dense": "prefill and decode"}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("sample:alpha_column=0", "alpha_column: expected a number above 0 and at most 1, got 0."),
-        ("sample:alpha_slash=1.5", "alpha_slash: expected a number above 0 and at most 1, got 1.5."),
-        ("sample:alpha_slash=nan", "alpha_slash: expected a number above 0 and at most 1, got nan."),
-        ("sample:alpha_slash=high", "alpha_slash: expected a number above 0 and at most 1, got 'high'."),
-        ("sample:chunks=0", "chunks: expected an integer of at least 1, got 0."),
-        ("sample:block_size=48", "block_size: expected one of 32, 64, 128, got 48."),
-        ("sample:dense_above=0", "dense_above: expected a number above 0 and at most 1, got 0."),
-        ("sample:dense_below=-1", "dense_below: expected an integer of at least 0, got -1."),
-        (
-            "sample:ranges=5:0.9:0.9",
-            "ranges: expected up_to:alpha_column:alpha_slash:chunks for each range, got '5:0.9:0.9'.",
-        ),
-        (
-            "sample:ranges=5:0.9:0.9:1:7",
-            "ranges: expected up_to:alpha_column:alpha_slash:chunks for each range, got '5:0.9:0.9:1:7'.",
-        ),
-        ("sample:ranges=7", "ranges: expected up_to:alpha_column:alpha_slash:chunks for each range, got 7."),
-        ("sample:ranges=9:1:1:1/9:1:1:1", "ranges: expected ascending up_to, got 9 before 9."),
-        ("sample:ranges=9:2:1:1", "alpha_column: expected a number above 0 and at most 1, got 2."),
-        ("bigbird:window=0", "window: expected a number above 0 and at most 1, got 0."),
-        ("minference:slash_tokens=0", "slash_tokens: expected an integer of at least 1, got 0."),
-        ("streaming_prefill:sink_tokens=-1", "sink_tokens: expected an integer of at least 0, got -1."),
-    ],
-)
-def test_bad_values_are_refused_in_one_line(text: str, message: str) -> None:
+@pytest.mark.parametrize(("text", "message"), DATA["bad_values"])
+def test_bad_values_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("entry", [1, "x", [[1]], [{"up_to": 5}], [{"up_to": 5, "a": 1}], [None]])
-def test_other_things_than_ranges_are_refused(entry: Any) -> None:
+def test_malformed_ranges_are_refused(entry: Any) -> None:
     with pytest.raises(ConfigError, match="ranges: expected up_to:alpha_column:alpha_slash:chunks for each range"):
         Sample(ranges=entry)
 
@@ -160,7 +137,7 @@ def test_other_things_than_ranges_are_refused(entry: Any) -> None:
 @pytest.mark.parametrize(
     "text", [f"alpha_column=1{'0' * 400}", f"dense_above=1{'0' * 400}", f"ranges=9:1{'0' * 400}:1:1"]
 )
-def test_a_share_with_hundreds_of_digits_is_refused(text: str) -> None:
+def test_shares_with_many_digits_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected a number above 0 and at most 1, got 10"):
         parse(f"sample:{text}")
 
@@ -168,7 +145,7 @@ def test_a_share_with_hundreds_of_digits_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "line", ["chunks = N", "alpha_column = N", "dense_below = N", "dense_above = N", "ranges = [{up_to = N}]", "N = 1"]
 )
-def test_integers_too_long_for_toml_are_refused_in_one_line(line: str, tmp_path: Path) -> None:
+def test_huge_toml_integers_are_refused(line: str, tmp_path: Path) -> None:
     file = tmp_path / "hostile.toml"
     file.write_text("[sample]\n" + line.replace("N", "0x" + "f" * 5000))
     with pytest.raises(ConfigError) as caught:

@@ -15,12 +15,12 @@ from mlx_sparse.methods import registry
 def backend(request: pytest.FixtureRequest) -> Any:
     """The adapter of a backend that is here, by name: parametrise indirectly with `adapters.having`.
 
-    Metal runs in the harness of tests/msl where there is no Metal GPU; Triton's launches are watched.
+    Metal runs in the harness of tests/msl where there is no Metal GPU; Triton's launches are checked.
     """
     if request.param == "metal":
         request.getfixturevalue("metal")
     elif reason := registry.unavailable(request.param.partition("-")[0]):
         absent(request.param, reason)
     if request.param == "triton":
-        request.getfixturevalue("guarded")
+        request.getfixturevalue("checked_memory")
     return ADAPTERS[request.param]
