@@ -56,7 +56,7 @@ def test_bytes_of_large_models_match_hand_counts(
     traffic = traffic_of(model)
     assert mx.get_active_memory() - before < 1 << 20
     layers = config["num_hidden_layers"]
-    assert set(traffic.kept) == {Kept("full", per_token // layers)} and len(traffic.kept) == layers
+    assert set(traffic.caches) == {LayerCache("full", per_token // layers)} and len(traffic.caches) == layers
     # The hand count includes the input embedding, with 0.5625 bytes for each parameter.
     weights = traffic.weights + int(0.5625 * config["vocab_size"] * config["hidden_size"])
     by_hand = dataclasses.replace(traffic, weights=weights)
@@ -101,7 +101,7 @@ def test_cache_bytes_per_layer_match_real_caches(family: str, kinds: dict[str, i
 
 
 def test_shared_caches_count_once_per_reader() -> None:
-    (shared,) = (one for one in kept_by(build("gemma4_text", **GEMMA4)) if one.kind == "full")
+    (shared,) = (one for one in layer_caches(build("gemma4_text", **GEMMA4)) if one.kind == "full")
     assert shared.readers == 2
     assert Traffic(0, (shared,)).kv(9) == 2 * shared.nbytes(9)
 
@@ -173,10 +173,10 @@ def quality_of(oracle: list[Attempt], attempts: list[Attempt], accuracy: float =
 
 def test_advice_is_negative_if_oracle_selection_fails() -> None:
     bad, good = attempt("oracle_top_k:top_k=511", kl=1), attempt("oracle_top_k:top_k=511")
-    hopeless = page_of(quality_of([bad], []))
-    assert hopeless.advice()[0].startswith("Do not use it: even the best selection of keys")
+    oracle_fails = page_of(quality_of([bad], []))
+    assert oracle_fails.advice()[0].startswith("Do not use it: even the best selection of keys")
     # If the oracle fails, a method that passes does so by chance.
-    assert page_of(quality_of([bad], [attempt("sparq:rank=4,top_k=128")])).chosen is None is hopeless.chosen
+    assert page_of(quality_of([bad], [attempt("sparq:rank=4,top_k=128")])).chosen is None is oracle_fails.chosen
     assert page_of(quality_of([good], [attempt("oracle_top_k:top_k=300")])).chosen is None
     none = page_of(quality_of([good], [attempt("sparq:rank=4,top_k=128", kl=1)]))
     assert none.advice()[0].startswith("Do not use it with these methods and budgets")

@@ -162,7 +162,9 @@ def test_rows_are_printed_immediately(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_skipped_cases_are_rows_and_wrong_results_fail() -> None:
     right, text = run_cases("json", lambda: [Fake("a")], budget=1e-9)
-    assert right and {row["note"] for row in json.loads(text)["rows"]} == {"left out: the 1e-09 s were over"}
+    assert right and {row["note"] for row in json.loads(text)["rows"]} == {
+        "skipped: the time budget of 1e-09 s was used up"
+    }
     assert not run_cases("json", lambda: [Fake("a", wrong="wrong result")])[0]
 
 

@@ -41,7 +41,7 @@ def test_doctor_reports_every_fact_and_no_problem(capsys: pytest.CaptureFixture[
     assert (code, err) == (0, "")
     assert out.endswith("no problems found\n")
     assert "mlx_lm.* --attn: the start-up hook is active" in out
-    assert "mlx-lm's interfaces: as expected" in out
+    assert "interfaces of mlx-lm: as expected" in out
     code, out, _ = run(capsys, "doctor", "--json")
     findings = json.loads(out)
     assert code == 0
@@ -109,7 +109,7 @@ def break_mlx(patch: pytest.MonkeyPatch) -> None:
         (remove_the_hook, ["problem: the start-up hook is not active", "use 'mlx-sparse generate'"]),
         (
             lambda patch: patch.delattr(KVCache, "trim"),
-            ["mlx-lm's interfaces: not as expected", "problem: mlx-lm: KVCache.trim is gone"],
+            ["interfaces of mlx-lm: not as expected", "problem: mlx-lm: KVCache.trim is gone"],
         ),
         (break_mlx, ["problem: mlx does not work here: ", "no-such-package not installed"]),
     ],

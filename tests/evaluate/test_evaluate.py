@@ -127,7 +127,7 @@ def test_few_keys_are_sparse_and_change_the_output(rows: dict[str, Row]) -> None
 def test_quantized_caches_lose_quality_with_fewer_bits() -> None:
     sparq = variants("sparq:top_k=8,rank=64,key_bits=16")
     subject = Steps(build(head_dim=64), WordTokenizer(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
-    all_variants = [*sparq, *quantised(sparq, [8, 2])]
+    all_variants = [*sparq, *quantized_variants(sparq, [8, 2])]
     result = runner.run("needle", [subject], all_variants, Progress(), no_journal(), context=100, D=64)
     found = {row.method: row for row in result}
     names = ["dense", "sparq:top_k=8,rank=64,key_bits=16"]

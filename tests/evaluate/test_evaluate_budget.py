@@ -31,7 +31,7 @@ SIZES = {"sparq": "top_k", "streaming": "recent_tokens", "h2o": "top_k", "oracle
     "method", [*SIZES, "sparq:top_k=128", "sparq:preset=paper,top_k=129", "sparq:rank=4,local_window=0"]
 )
 def test_budget_is_used_up_to_whole_keys_and_components(method: str, budget: Fraction) -> None:
-    settled = settle(method, budget, S, D)
+    settled = fit_budget(method, budget, S, D)
     assert settled is not None
     (config,) = parse(settled)
     size = "rank" if "top_k=" in method or "preset" in method else SIZES[config.name]
@@ -51,7 +51,7 @@ def test_transfers_follow_the_formulae() -> None:
 
 
 def test_sparq_splits_its_budget_in_halves() -> None:
-    (config,) = parse(settle("sparq:key_bits=16", Fraction(1, 4), S, D) or "")
+    (config,) = parse(fit_budget("sparq:key_bits=16", Fraction(1, 4), S, D) or "")
     assert config.rank == D // 4
     (config,) = parse(fit_budget("sparq", Fraction(1, 4), S, D) or "")
     assert config.rank == int(D / 4 * 32 / 9)
@@ -59,13 +59,13 @@ def test_sparq_splits_its_budget_in_halves() -> None:
 
 
 def test_explicit_settings_stay() -> None:
-    assert settle("sparq:rank=16,top_k=64", Fraction(1, 2), S, D) is None
-    assert settle("streaming:recent_tokens=100", Fraction(1, 2), S, D) is None
-    assert "dense_below=5" in (settle("sparq:dense_below=5", Fraction(1, 2), S, D) or "")
-    assert "dense_below=0" in (settle("sparq", Fraction(1, 2), S, D) or "")
-    assert settle("sample:alpha_column=0.5", Fraction(1, 2), S, D) is None
-    both = settle("sample:alpha_column=0.5+sparq", Fraction(1, 8), S, D) or ""
-    assert both == f"sample:alpha_column=0.5+{settle('sparq', Fraction(1, 8), S, D)}"
+    assert fit_budget("sparq:rank=16,top_k=64", Fraction(1, 2), S, D) is None
+    assert fit_budget("streaming:recent_tokens=100", Fraction(1, 2), S, D) is None
+    assert "dense_below=5" in (fit_budget("sparq:dense_below=5", Fraction(1, 2), S, D) or "")
+    assert "dense_below=0" in (fit_budget("sparq", Fraction(1, 2), S, D) or "")
+    assert fit_budget("sample:alpha_column=0.5", Fraction(1, 2), S, D) is None
+    both = fit_budget("sample:alpha_column=0.5+sparq", Fraction(1, 8), S, D) or ""
+    assert both == f"sample:alpha_column=0.5+{fit_budget('sparq', Fraction(1, 8), S, D)}"
 
 
 @pytest.mark.parametrize("mode", ["online", "trained"])
@@ -81,8 +81,8 @@ def test_saap_spends_its_budget_on_probes(mode: str, tmp_path: Path) -> None:
 
 
 def test_unreachable_budgets_are_left_out_with_a_reason() -> None:
-    with pytest.raises(OutOfReach, match=r"within reach of flexgen at 2,048 keys, got 1/4: its least is 0.5"):
-        settle("flexgen", Fraction(1, 4), S, D)
+    with pytest.raises(BudgetTooSmall, match=r"that flexgen can meet at 2,048 keys, got 1/4: its minimum is 0.5"):
+        fit_budget("flexgen", Fraction(1, 4), S, D)
     variants, left_out = variants_of(
         ["flexgen", "streaming", "sparq:rank=16,top_k=64"], [Fraction(3, 4), Fraction(1, 4)], S, D
     )

@@ -74,7 +74,7 @@ def evaluation(folder: Path, *options: str) -> run._Evaluation:
 
 
 def test_too_small_budget_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(mlx_sparse.ConfigError, match="--budget: expected a share within reach of a method, got none"):
+    with pytest.raises(mlx_sparse.ConfigError, match="--budget: expected a share that a method can meet, got none"):
         list(evaluation(tmp_path, "--methods", "flexgen", "--budget", "1/8").rows())
     assert capsys.readouterr().err.count("Left out.") == 1
 

@@ -54,7 +54,7 @@ def test_blas_is_offered_but_not_fetched_by_default(folder: Path, capfd: Any) ->
 @linux
 def test_fast_blas_is_fetched_and_optional(capfd: Any) -> None:
     output = error_of(capfd, f"{DEMO} --fast-blas")
-    assert "No fast BLAS, going on slower: scipy==1.13.1: expected one file from pip" in output
+    assert "OpenBLAS is not available, so the run is slower: scipy==1.13.1: expected one file from pip" in output
     assert blas.OFFER not in output
 
 

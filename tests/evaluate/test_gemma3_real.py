@@ -1,4 +1,4 @@
-"""Test the real Gemma 3 270M: `pytest tests/evaluate/test_gemma3_real.py --accept-licence gemma` (240 MB)."""
+"""Test the real Gemma 3 270M: `pytest tests/evaluate/test_gemma3_real.py --accept-license gemma` (240 MB)."""
 
 from __future__ import annotations
 

@@ -320,7 +320,7 @@ def test_batches_differ_by_step_and_are_deterministic() -> None:
 
 
 def test_heads_with_few_rows_keep_the_kmeans_router() -> None:
-    many, few = long_tailed_rows(500)[0], long_tailed_rows(FEWEST_ROWS - 1)[1]
+    many, few = long_tailed_rows(500)[0], long_tailed_rows(MIN_ROWS - 1)[1]
     layer = train_layer([many, few], unit_centroids(), TRAINING, scale=SCALE)
     found = losses(many, layer, 0, SCALE, many), losses(few, layer, 1, SCALE, few)
     assert found[0]["trained"] < 0.8 * found[0]["kmeans"]

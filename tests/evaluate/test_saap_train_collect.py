@@ -33,8 +33,8 @@ def test_collected_rows_match_the_model(tmp_path: Path) -> None:
         attention = model.layers[number].self_attn
         keys = np.array(caches[number].keys[0, :, :600])
         # The collector runs in chunks, which changes the order of sums, and stores float16.
-        np.testing.assert_allclose(texts.keys_after[1], keys, rtol=2**-10, atol=2e-3)
-        rotated = attention.rope(mx.array(texts.keys_before[1].astype(np.float32))[None])[0]
+        np.testing.assert_allclose(texts.rope_keys[1], keys, rtol=2**-10, atol=2e-3)
+        rotated = attention.rope(mx.array(texts.pre_rope_keys[1].astype(np.float32))[None])[0]
         np.testing.assert_allclose(np.array(rotated), keys, rtol=2**-9, atol=1e-2)
         queries = mx.array(texts.pre_rope_queries[1].astype(np.float32))
         for row, position in enumerate(positions[:5]):
@@ -67,7 +67,7 @@ def test_higher_layers_do_not_run(tmp_path: Path) -> None:
     ],
 )
 def test_sliding_window_layers_are_excluded(family: str, layers: list[int]) -> None:
-    assert list(find_places(build(family), 0)) == layers
+    assert list(find_layer_shapes(build(family), 0)) == layers
 
 
 def test_dense_layers_count_attention_layers_only() -> None:

@@ -138,7 +138,7 @@ def test_routers_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
         assert untrained.recall["kmeans"] == trained.recall["kmeans"] != trained.recall["trained"]
         np.testing.assert_allclose(untrained.recall["trained"], trained.recall["kmeans"], atol=1e-6)
     # The report thins the queries of many texts.
-    monkeypatch.setattr("mlx_sparse.tools.train.layers.MOST_REPORTED", 5 * WINDOWS)
+    monkeypatch.setattr("mlx_sparse.tools.train.layers.MAX_REPORTED", 5 * WINDOWS)
     assert report_layer(5, held_out, layer, rows, RECIPE) == report_layer(5, held_out.thinned(5), layer, rows, RECIPE)
 
 

@@ -29,7 +29,7 @@ from mlx_sparse.tools.tune import (
     Setting,
     Trial,
     Tuned,
-    by_range,
+    group_by_range,
     select,
     toml,
 )

@@ -24,20 +24,20 @@ from .core import Case, Request
 Array = npt.NDArray[Any]
 
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-DISTINCT = 4096  # keys that are drawn at random. Longer contexts repeat them.
-NOISE = 1 / 32  # size of the other keys beside planted ones: less than the fewest components can tell apart
-# Logits by which planted keys stand out: enough that a few components find them, and so few that the other keys keep a
-# visible share of dense attention; but nearly none where a method estimates that share.
-GAP, SURE = 3.0, 60.0
-FOREIGN = ("sparq", "saap", "sample")  # methods of the engines other than MLX
-BUCKETS = 1024  # of SAAP's index if no option sets them
-UNEVEN = 2  # visited buckets hold this many times their share of the keys
-FAVOR = 100.0  # the logit by which the buckets of a problem are certain to be visited
-PEAK = 14.0  # logits by which some keys of a prompt stand out
+DISTINCT = 4096  # distinct random keys; longer contexts repeat them
+NOISE = 1 / 32  # scale of the keys that are not planted, so small that even few components rank them lower
+# Difference in logits between planted and other keys. With GAP, few components find the planted keys, and the other
+# keys keep a measurable softmax mass. With LARGE_GAP that mass is nearly 0, for methods that estimate it.
+GAP, LARGE_GAP = 3.0, 60.0
+SHARED_METHODS = ("sparq", "saap", "sample")  # methods on ONNX Runtime and CUDA
+BUCKETS = 1024  # default number of buckets of SAAP's index
+LOAD_FACTOR = 2  # keys per visited bucket over the average
+VISIT_LOGIT = 100.0  # bias of the visited buckets, large enough to determine the routing
+PEAK = 14.0  # logit of the important keys of a prompt
 PATTERNS: dict[str, Any] = {"bigbird": bigbird_pattern, "streaming_prefill": streaming_pattern}
-CHECKED = 8  # queries of a prompt whose result is compared with float64
-# A float32 sum may move a block of keys across a threshold: so many of the checked rows may differ, by so much.
-DIFFERENT, MOST_DIFFERENT = 1 / 16, 0.1
+CHECKED = 8  # queries of a prompt that are compared with float64
+# Rounding of a float32 sum may change the selection of a block. Limits: share of the checked rows, relative error.
+SHARE_DIFFERENT, MAX_DIFFERENCE = 1 / 16, 0.1
 
 
 def rounded(array: Array, dtype: str) -> Array:
@@ -284,7 +284,7 @@ class Prompt:
         return attended / causal
 
     def _masks(self, config: Any, start: int, stop: int) -> Iterator[tuple[Array, Any]]:
-        """Yield the oracle's selection for the query heads of each KV head: bool ``(G, row blocks, key blocks)``."""
+        """Yield the oracle's selection of each KV head: bool ``(G, row blocks, key blocks)`` and the layout."""
         layout, G, settings = config.layout(stop - start, stop), self.case.shape.G, config.parameters()
         if config.name in PATTERNS:  # the same blocks for every head
             del settings["block_size"]
