@@ -206,7 +206,8 @@ def test_only_pinned_libraries_are_preloaded(tmp_path: Path, monkeypatch: pytest
     )
     check_directory(folder)
     message = message_of(lambda: blas.fetch_libraries(tmp_path))
-    assert re.fullmatch(rf"{folder}/{names[0]}: expected the library of scipy==1\.13\.1, got another\. Delete .*", message)
+    wanted = rf"{folder}/{names[0]}: expected the library of scipy==1\.13\.1, got another\. Delete .*"
+    assert re.fullmatch(wanted, message)
 
 
 def test_pinned_libraries_match_the_wheel(blas_environment: dict[str, str]) -> None:
