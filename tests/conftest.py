@@ -1,4 +1,4 @@
-"""Fixtures that several test files share, where Triton's kernels run, and what cannot run on the oldest Python."""
+"""Set up the test run: shared fixtures, the device of Triton kernels, test tiers and files that are not collected."""
 
 import importlib.util
 import os
@@ -14,33 +14,33 @@ from require import required
 if importlib.util.find_spec("mlx"):
     from mlx_sparse import calibrate
 
-# Triton reads this when its kernels are defined. Without an NVIDIA GPU they run on the CPU, in its interpreter.
+# Triton reads this variable when a kernel is defined. Without an NVIDIA GPU, kernels run in the interpreter on the CPU.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Workers have a processor each: threads of a product would only wait for those of another worker.
+# Each worker has one core, so BLAS threads would only compete with other workers.
 if "PYTEST_XDIST_WORKER" in os.environ:
     for library in ("OPENBLAS", "OMP"):
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 
-# They need mlx, which machines with an NVIDIA GPU do without (scripts/gpu_check.sh).
+# These plugins need mlx, which scripts/gpu_check.sh does not install on machines with an NVIDIA GPU.
 MODELS = ["fixtures_msl", "fixtures_smollm2"] if importlib.util.find_spec("mlx") else []
 pytest_plugins = ["fixtures_onnx", "fixtures_triton", *MODELS]
 
-# onnxruntime 1.31 and the tools of the site need Python 3.11. triton has wheels for Linux only: modules of its kernels
-# import it.
+# onnxruntime 1.31 and the tools of the site need Python 3.11. The kernel modules import triton, which has wheels for
+# Linux only.
 OLD = "on this Python" if sys.version_info < (3, 11) else ""
 NO_TRITON = "" if importlib.util.find_spec("triton") or required("triton") else "without triton"
 NOT_HERE = {"*test_onnx_*.py": OLD, "test_site.py": OLD, "*test_triton_*.py": NO_TRITON}
 collect_ignore_glob = [names for names, why in NOT_HERE.items() if why]
 
 
-# It fetches 240 MB whose licence is not an open-source one.
+# This test downloads 240 MB under a license that is not open source.
 REAL_GEMMA = "test_gemma3_real.py"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--accept-licence", choices=["gemma"], help=f"accept the Gemma Terms of Use: run {REAL_GEMMA}")
+    parser.addoption("--accept-license", choices=["gemma"], help=f"accept the Gemma Terms of Use: run {REAL_GEMMA}")
     parser.addoption("--fast", action="store_true", help="the fast tier: no test that is marked slow")
     parser.addoption("--every", action="store_true", help="all cases of tests that run some of theirs, whole examples")
 
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if collection_path.name == REAL_GEMMA and not config.getoption("accept_licence") else None
+    return True if collection_path.name == REAL_GEMMA and not config.getoption("accept_license") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -60,13 +60,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("fast") and slow:
         config.hook.pytest_deselected(items=slow)
         slow = []
-    items[:] = slow + quick  # so that no worker is left alone with a slow file at the end
+    items[:] = slow + quick  # slow files first: no worker ends alone with one
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     absent = [f"not collected {NOT_HERE[name]}: {name}" for name in collect_ignore_glob]
-    if not config.getoption("accept_licence"):
-        absent.append(f"not collected without --accept-licence gemma: {REAL_GEMMA}")
+    if not config.getoption("accept_license"):
+        absent.append(f"not collected without --accept-license gemma: {REAL_GEMMA}")
     return [*tier(config), *absent]
 
 
@@ -83,7 +83,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What the user has measured on this machine decides nothing here."""
+    """Hide the user's calibration from all tests."""
     folder = tmp_path_factory.mktemp("measured") / "calibration"
     if MODELS:
         calibrate.folder = lambda: folder
@@ -91,7 +91,7 @@ def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def calibration_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this test's measurements go."""
+    """Return an empty calibration folder for this test."""
     folder = tmp_path / "measured" / "calibration"
     folder.parent.mkdir()
     monkeypatch.setattr(calibrate, "folder", lambda: folder)
@@ -100,7 +100,7 @@ def calibration_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def without_torch() -> Iterator[dict[str, str]]:
-    """What this module starts sees no torch: where there is one, transformers imports it, for two seconds a start."""
+    """Hide torch from the processes that this module starts: transformers would spend two seconds to import it."""
     environment = without("torch")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():

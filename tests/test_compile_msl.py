@@ -1,4 +1,4 @@
-"""scripts/compile_msl.sh, as far as a machine without Apple's compiler can tell: another one answers in its place."""
+"""Test scripts/compile_msl.sh with a fake compiler in place of Apple's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from shell import ROOT, run, write_commands
 
 SCRIPT = ROOT / "scripts" / "compile_msl.sh"
-# A compiler that knows 3.1 and 4.0, takes any text without the word bad, and notes what it was asked.
+# A compiler for Metal 3.1 and 4.0 that logs its arguments and rejects bad.metal if REFUSES is set.
 XCRUN = """echo "$*" >>"$0.log"
 case "$*" in
   *--version) test -e "$0.toolchain"; exit ;;
@@ -21,7 +21,7 @@ case "$REFUSES$*" in metal4.0*-std=metal4.0*bad.metal*) echo "attend.h:3: error"
 
 @pytest.fixture
 def dump(tmp_path: Path) -> Path:
-    """A folder with two texts, and the compiler without its toolchain."""
+    """Create a folder with two sources, and a fake compiler without its toolchain."""
     folder = tmp_path / "msl"
     folder.mkdir()
     for name in ("good.metal", "bad.metal", "mlx_utils.h", "manifest.json"):
@@ -36,7 +36,7 @@ def compiled(dump: Path, *versions: str, refuses: str = "") -> subprocess.Comple
     return run("bash", SCRIPT, dump, *versions, PATH=path, REFUSES=refuses)
 
 
-def test_every_text_is_compiled_for_the_versions_that_the_sdk_has(dump: Path) -> None:
+def test_every_source_is_compiled_for_supported_versions(dump: Path) -> None:
     done = compiled(dump)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -45,8 +45,8 @@ def test_every_text_is_compiled_for_the_versions_that_the_sdk_has(dump: Path) ->
         "metal3.2: not in this SDK (invalid value 'metal3.2')",
         "metal4.0: 2 sources compile",
     ]
-    asked = [line.split() for line in (dump.parent / "bin" / "xcrun.log").read_text().splitlines()]
-    texts = [line for line in asked if str(dump / "good.metal") in line]
+    commands = [line.split() for line in (dump.parent / "bin" / "xcrun.log").read_text().splitlines()]
+    texts = [line for line in commands if str(dump / "good.metal") in line]
     assert [line[3] for line in texts] == ["-std=metal3.1", "-std=metal4.0"]
     for line in texts:
         assert {"-Werror", "-Wall", "-Wextra", "-include", "mlx_utils.h"} < set(line)
@@ -54,7 +54,7 @@ def test_every_text_is_compiled_for_the_versions_that_the_sdk_has(dump: Path) ->
         assert "-Wmetal-addr-spaces" not in line
 
 
-def test_a_text_that_is_refused_is_named_and_fails_the_step(dump: Path) -> None:
+def test_compile_errors_name_the_source(dump: Path) -> None:
     done = compiled(dump, refuses="metal4.0")
     assert done.returncode == 1
     assert f"metal4.0 refuses {dump / 'bad.metal'}" in done.stdout
@@ -65,13 +65,13 @@ def test_a_text_that_is_refused_is_named_and_fails_the_step(dump: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["", "none"])
-def test_what_it_refuses(tmp_path: Path, folder: str) -> None:
+def test_missing_folder_is_refused(tmp_path: Path, folder: str) -> None:
     done = run("bash", SCRIPT, *([tmp_path / folder] if folder else []))
     assert done.returncode == 2
-    assert done.stderr.startswith("compile_msl.sh: error: expected a folder of scripts/dump_msl.py, got")
+    assert done.stderr.startswith("compile_msl.sh: error: expected a folder that scripts/dump_msl.py wrote, got")
 
 
-def test_an_sdk_without_any_of_the_versions_fails(dump: Path) -> None:
+def test_sdk_without_a_requested_version_fails(dump: Path) -> None:
     done = compiled(dump, "metal3.2")
     assert done.returncode == 1
     assert "expected an SDK with one of metal3.2, got none" in done.stderr

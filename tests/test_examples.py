@@ -1,6 +1,6 @@
-"""Every example runs, on tiny models, and prints what its page says but for numbers; with --every, all that it says.
+"""Test every example with tiny models: the output matches the page except for numbers.
 
-With --every the commands of each page are run as they stand there, with the real model, in a copy of examples/.
+With --every, the commands of each page run unchanged with the real model in a copy of examples/.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_torch_in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this test starts sees no torch, which transformers would import, for two seconds a start."""
+    """Hide torch from the processes of this test: transformers would spend two seconds to import it."""
     for name, value in without("torch").items():
         monkeypatch.setenv(name, value)
 
 
-def said(program: str, *arguments: object) -> str:
-    """What a Python program of examples/ prints, run in this process."""
+def run_program(program: str, *arguments: object) -> str:
+    """Run a Python program of examples/ in this process and return its output."""
     out, argv = io.StringIO(), sys.argv
     sys.argv = [program, *map(str, arguments)]
     try:
@@ -74,7 +74,7 @@ def answers(out: str) -> list[str]:
 
 def test_python(model: Path, text: Path) -> None:
     arguments = ["python/generate.py", model, text, QUESTIONS[0], "--max-tokens", 8]
-    sparse, dense = said(*arguments, *ATTN), said(*arguments, "--attn", "sparq:rank=4,dense_below=4096")
+    sparse, dense = run_program(*arguments, *ATTN), run_program(*arguments, "--attn", "sparq:rank=4,dense_below=4096")
     assert shape(sparse) == shape(printed("python", "generate.py"))
     assert "sparse calls: none" in dense
     assert answers(sparse) != answers(dense)
@@ -85,7 +85,7 @@ def test_openai_client(model: Path, text: Path) -> None:
     with running(model, *ATTN) as server:
         server.wait_until_up()
         at = ["--server", f"http://127.0.0.1:{server.port}/v1", "--max-tokens", 6]
-        out = said("openai_client/client.py", text, QUESTIONS[0], *at)
+        out = run_program("openai_client/client.py", text, QUESTIONS[0], *at)
         assert shape(out) == shape(printed("openai_client", "client.py"))
         assert answers(out) == [server.ask(f"{text.read_text()}\n{QUESTIONS[0]}")]
 
@@ -98,31 +98,33 @@ def test_document_qa(model: Path, text: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sys, "argv", ["mlx_lm.cache_prompt", *map(str, argv)])
     cache_prompt.main()
     arguments = ["--max-tokens", 8, *ATTN]
-    both = said("document_qa/ask.py", file, *QUESTIONS, *arguments)
+    both = run_program("document_qa/ask.py", file, *QUESTIONS, *arguments)
     assert blocks(shape(both)) == blocks(shape(printed("document_qa", "ask.py")))
-    alone = said("document_qa/ask.py", file, QUESTIONS[1], *arguments)
+    alone = run_program("document_qa/ask.py", file, QUESTIONS[1], *arguments)
     assert answers(alone) == answers(both)[1:], "the first question has left nothing in the document's cache"
-    assert answers(both) != answers(said("document_qa/ask.py", file, *QUESTIONS, "--attn", "dense", "--max-tokens", 8))
+    assert answers(both) != answers(
+        run_program("document_qa/ask.py", file, *QUESTIONS, "--attn", "dense", "--max-tokens", 8)
+    )
 
 
 def blocks(text: str) -> list[str]:
-    """Its first and its last paragraph: there is one for each question between them."""
+    """Return the first and the last paragraph; between them is one paragraph for each question."""
     first, *_, last = text.split("\n\n")
     return [first, last]
 
 
-COUNT = 6  # tokens that an exported model is to say
+COUNT = 6  # tokens to generate with an exported model
 on_onnxruntime = pytest.mark.skipif(sys.version_info < (3, 11), reason="onnxruntime left Python 3.10 behind")
 
 
 @pytest.fixture(scope="module")
 def exported_model() -> tuple[Path, str, str]:
-    """The folder of an exported model, a prompt, and what mlx-lm says after it with the model that was exported."""
+    """Return the folder of an exported model, a prompt, and the tokens that mlx-lm generates after the prompt."""
     from exported import SPARQ, exported, tokens_of_mlx
 
     prompt = prompt_of(100)
-    ids, said = (" ".join(map(str, tokens)) for tokens in (prompt, tokens_of_mlx(SPARQ, prompt, COUNT)))
-    return exported(SPARQ), ids, said + "\n"
+    ids, answer = (" ".join(map(str, tokens)) for tokens in (prompt, tokens_of_mlx(SPARQ, prompt, COUNT)))
+    return exported(SPARQ), ids, answer + "\n"
 
 
 def decoded(command: list[object], prompt: str) -> str:
@@ -141,20 +143,20 @@ def test_cpp(exported_model: tuple[Path, str, str], tmp_path: Path) -> None:
     if reason := native.unavailable():
         absent("ort", reason)
     folder, prompt, expected = exported_model
-    subprocess.run(["sh", EXAMPLES / "onnx_cpp" / "build.sh", tmp_path], check=True, env=ours(os.environ))
+    subprocess.run(["sh", EXAMPLES / "onnx_cpp" / "build.sh", tmp_path], check=True, env=with_this_python(os.environ))
     for library in (native.library_path(), "-"):
         assert decoded([tmp_path / "decode", folder / "model.onnx", library, COUNT], prompt) == expected
     assert shape(expected) == shape(printed("onnx_cpp", "build/decode"))
 
 
-def ours(environment: Mapping[str, str]) -> dict[str, str]:
-    """That environment, in which ``python`` is this one."""
+def with_this_python(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment with this Python first on the path."""
     return {**environment, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"}
 
 
 @pytest.fixture(scope="module")
 def javascript(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example with the package that the other tests of onnxruntime-web have."""
+    """Return a copy of the example with the onnxruntime-web package of the other tests."""
     if not shutil.which("node"):
         absent("web", "there is no node here.")
     place = fetched(web())
@@ -166,8 +168,8 @@ def javascript(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @on_onnxruntime
-def test_page(javascript: Path, exported_model: tuple[Path, str, str]) -> None:
-    """What node.mjs runs in Node the page runs in a browser: loading the model alone takes 4 seconds, so once here."""
+def test_browser_page(javascript: Path, exported_model: tuple[Path, str, str]) -> None:
+    """Run the page in a browser only: it executes the same code as node.mjs, and loading the model takes 4 seconds."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         absent("browser", f"there is none of {', '.join(BROWSERS)}")
@@ -177,14 +179,14 @@ def test_page(javascript: Path, exported_model: tuple[Path, str, str]) -> None:
     assert printed("onnx_web", "page.mjs") == printed("onnx_web", "node.mjs")
 
 
-def test_the_page_takes_the_version_of_the_package_that_is_tested() -> None:
+def test_web_example_uses_the_tested_version() -> None:
     example, tested = (json.loads((place / "package.json").read_text()) for place in (EXAMPLES / "onnx_web", WEB))
     assert example["dependencies"] == tested["dependencies"]
 
 
 def test_transformers() -> None:
     needs_triton()
-    assert said("transformers/generate.py") == printed("transformers", "generate.py") + "\n"
+    assert run_program("transformers/generate.py") == printed("transformers", "generate.py") + "\n"
 
 
 @pytest.mark.usefixtures("no_torch_in_processes")
@@ -216,7 +218,7 @@ def executed(notebook: Any) -> Any:
 
 
 def outputs(cell: Any) -> list[str]:
-    """Text that a cell printed, and "picture" for a picture."""
+    """Return the text outputs of a cell, with "picture" for a picture."""
     texts = []
     for output in cell.get("outputs", []):
         assert output.output_type != "error", output
@@ -225,14 +227,14 @@ def outputs(cell: Any) -> list[str]:
 
 
 def columns(text: str) -> set[str]:
-    """The shapes of the lines of a table, whatever their widths."""
+    """Return the shapes of the lines of a table without column widths."""
     return {" ".join(shape(line).split()) for line in text.splitlines()}
 
 
 @pytest.mark.skipif(not tier.every, reason="the whole form, with the real model, runs with --every")
 @pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_the_page_print_what_it_says(page: str, tmp_path: Path) -> None:
-    """In one shell, in a copy of the folder, with a fast BLAS where MLX's own is slow."""
+def test_page_commands_print_the_documented_output(page: str, tmp_path: Path) -> None:
+    """Run all commands in one shell, with a fast BLAS if MLX's own is slow."""
     from mlx_sparse.tools.assets import blas
 
     if page in ON_ONNXRUNTIME and sys.version_info < (3, 11):
@@ -245,7 +247,7 @@ def test_the_commands_of_the_page_print_what_it_says(page: str, tmp_path: Path) 
     process = subprocess.Popen(
         ["bash", "-c", "\n".join(lines)],
         cwd=here,
-        env=ours(blas.environment()),
+        env=with_this_python(blas.environment()),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""Files in folders that others can write: no guessable name, no link that is followed, nothing that is waited for."""
+"""Test files in folders that others can write: unpredictable names, no followed links, no blocking reads."""
 
 from __future__ import annotations
 
@@ -10,25 +10,21 @@ import pytest
 from mlx_sparse.files import read_regular, replace_file
 
 
-def test_a_link_under_the_name_of_the_process_is_not_written_through(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (tmp_path / f".out-{os.getpid()}.json").symlink_to(victim)
-    replace_file(tmp_path / "out.json", lambda new: new.write_text("new"))
-    assert victim.read_text() == "mine"
-    assert (tmp_path / "out.json").read_text() == "new"
-
-
-def test_a_link_under_the_name_itself_is_replaced_and_not_followed(tmp_path: Path) -> None:
+def test_links_are_not_followed(tmp_path: Path) -> None:
     victim, out = tmp_path / "victim", tmp_path / "out.json"
     victim.write_text("mine")
+    (tmp_path / f".out-{os.getpid()}.json").symlink_to(victim)
+    replace_file(out, lambda new: new.write_text("new"))
+    assert victim.read_text() == "mine"
+    assert out.read_text() == "new"
+    out.unlink()
     out.symlink_to(victim)
     replace_file(out, lambda new: new.write_text("new"))
     assert victim.read_text() == "mine"
     assert not out.is_symlink()
 
 
-def test_every_file_is_written_under_another_name_with_the_users_permissions(tmp_path: Path) -> None:
+def test_temporary_names_differ_and_umask_applies(tmp_path: Path) -> None:
     names: list[str] = []
     before = os.umask(0o027)
     try:
@@ -41,7 +37,7 @@ def test_every_file_is_written_under_another_name_with_the_users_permissions(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     out.write_text("old")
     with pytest.raises(KeyboardInterrupt):
@@ -49,13 +45,13 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_regular_files_alone_are_read(tmp_path: Path) -> None:
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"1234")
     assert read_regular(tmp_path / "file", 4) == b"1234"
     with pytest.raises(ValueError, match="more than 3 bytes"):
         read_regular(tmp_path / "file", 3)
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    os.mkfifo(tmp_path / "pipe")  # without a writer, so that opening it would wait for ever
+    os.mkfifo(tmp_path / "pipe")  # no writer, so opening it would block
     for name in ("link", "pipe", "absent"):
         with pytest.raises(OSError, match=name):
             read_regular(tmp_path / name, 4)

@@ -1,4 +1,4 @@
-"""The package arrives complete however it is installed, its hook works, and it leaves nothing behind."""
+"""Test every way to install the package: all files, the start-up hook and a clean uninstall."""
 
 import os
 import re
@@ -17,9 +17,9 @@ import pytest
 pytestmark = pytest.mark.slow  # installations
 
 ROOT = Path(__file__).parent.parent
-MINE = re.compile(r"(_editable_skbc_)?mlx_sparse(_attention|\b)")  # what an install of this project adds
+MINE = re.compile(r"(_editable_skbc_)?mlx_sparse(_attention|\b)")  # files that an installation of this project adds
 NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
-QUICK = {"SKBUILD_CMAKE_BUILD_TYPE": "Debug"}  # what is built here has to load, not to be fast
+QUICK = {"SKBUILD_CMAKE_BUILD_TYPE": "Debug"}  # a debug build is enough: it only has to load
 REQUIRE = "MLX_SPARSE_REQUIRE_ORT_OPS"
 LIBRARY = "mlx_sparse/libmlx_sparse_ort" + (".dylib" if sys.platform == "darwin" else ".so")
 has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
@@ -36,9 +36,9 @@ def run(*command: object, cwd: Path = ROOT, check: bool = True, **env: str) -> s
 
 @pytest.fixture(scope="session")
 def dependencies(tmp_path_factory) -> Path:
-    """This environment's packages without this project, as links: nothing is downloaded a second time.
+    """Link this environment's packages, without this project, into a folder, so that nothing is downloaded.
 
-    Without torch too: a plain install has none, and transformers would import it, for two seconds a start.
+    torch is left out: a plain install has none, and transformers would spend two seconds to import it.
     """
     folder = tmp_path_factory.mktemp("dependencies")
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
@@ -53,7 +53,7 @@ BUILD = [sys.executable, "-m", "build", "--no-isolation", "--outdir"]
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory) -> dict[str, Path]:
-    """sdist, a wheel made where there is no compiler, and a wheel of the sdist made where there may be one."""
+    """Build an sdist, a wheel without a compiler, and a wheel of the sdist with the compiler of this machine."""
     out = tmp_path_factory.mktemp("built")
     (out / "bin").mkdir()
     bare = NO_COMPILER | {"PATH": str(out / "bin"), REQUIRE: ""}
@@ -98,7 +98,7 @@ def names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_the_wheel_needs_no_compiler_and_holds_the_kernels_where_there_is_one(built):
+def test_wheel_has_the_kernels_if_compiled(built):
     without, made = built["wheel without compiler"], built["wheel of sdist"]
     assert without.name.endswith("-py3-none-any.whl")
     assert made.name.endswith("-py3-none-any.whl") != has_compiler
@@ -106,22 +106,22 @@ def test_the_wheel_needs_no_compiler_and_holds_the_kernels_where_there_is_one(bu
     assert names(without) <= names(made)
 
 
-def test_a_compiler_that_fails_is_an_error_where_the_kernels_are_required(tmp_path):
+def test_failing_compiler_is_an_error_if_required(tmp_path):
     result = run(*BUILD, tmp_path, "--wheel", check=False, **NO_COMPILER, **{REQUIRE: "1"})
     assert result.returncode
     assert not list(tmp_path.iterdir())
 
 
-def test_the_kernels_are_found_or_missed_in_one_line(installed, request):
+def test_missing_kernels_are_a_one_line_reason(installed, request):
     code = "from mlx_sparse.onnx_export.runtime import native; print(native.unavailable())"
-    told = installed.code(code).stdout
+    output = installed.code(code).stdout
     built_here = has_compiler and request.node.callspec.params["installed"] != "wheel without compiler"
-    assert told.count("\n") == 1
-    assert (told == "None\n") == built_here
-    assert built_here or "no C++ compiler" in told
+    assert output.count("\n") == 1
+    assert (output == "None\n") == built_here
+    assert built_here or "no C++ compiler" in output
 
 
-def test_the_wheel_holds_every_source_file_and_only_mlx_sparse(built):
+def test_wheel_has_every_source_file(built):
     folders = {"mlx_sparse": "mlx_sparse"}
     folders |= {folder: f"mlx_sparse/{folder}" for folder in ("metal", "cuda_ref", "onnx_export")}
     wanted = {
@@ -138,19 +138,19 @@ def test_the_wheel_holds_every_source_file_and_only_mlx_sparse(built):
         run(sys.executable, "-m", "check_wheel_contents", built[wheel])
 
 
-def test_what_it_says_to_type_for_an_extra_works(installed, built, request):
+def test_install_hint_of_an_extra_works(installed, built, request):
     kind = request.node.callspec.params["installed"]
-    told = installed.code("from mlx_sparse.extras import install_hint; print(install_hint('eval'))").stdout
+    output = installed.code("from mlx_sparse.extras import install_hint; print(install_hint('eval'))").stdout
     place = f"-e '{ROOT}[eval]'" if kind == "editable" else f"'{built[kind]}[eval]'"
-    assert told == f"`{installed.python} -m pip install {place}`\n"
-    if kind == "wheel without compiler":  # the others are alike, or would be compiled again
-        done = run("sh", "-c", f"{told.strip().strip('`')} --no-index", cwd=installed.folder)
+    assert output == f"`{installed.python} -m pip install {place}`\n"
+    if kind == "wheel without compiler":  # other kinds are equivalent, or would compile again
+        done = run("sh", "-c", f"{output.strip().strip('`')} --no-index", cwd=installed.folder)
         assert "Requirement already satisfied: matplotlib" in done.stdout
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs onnxruntime")
-def test_the_check_of_releases_tells_what_is_missing(installed, request):
-    """All of it takes half a minute: .github/workflows/release.yml runs it on every file."""
+def test_smoke_test_reports_missing_parts(installed, request):
+    """Check the refusal only: .github/workflows/release.yml runs the whole smoke test, which takes half a minute."""
     lacks = {"wheel without compiler": "native kernels", "editable": "an installed package"}
     if missing := lacks.get(request.node.callspec.params["installed"]):
         check = [installed.python, ROOT / "scripts" / "smoke.py", "--native"]
@@ -159,7 +159,7 @@ def test_the_check_of_releases_tells_what_is_missing(installed, request):
         assert done.stderr.startswith(f"expected {missing}, got ")
 
 
-def test_the_mapped_folders_arrive(installed):
+def test_mapped_folders_are_installed(installed):
     code = """
 from importlib.resources import files
 import mlx_sparse.cuda_ref, mlx_sparse.onnx_export
@@ -168,18 +168,18 @@ print(files("mlx_sparse").joinpath("py.typed").is_file(), files("mlx_sparse.meta
     assert installed.code(code).stdout == "True True\n"
 
 
-def test_a_fresh_interpreter_has_the_hook(installed):
+def test_fresh_interpreter_has_the_hook(installed):
     result = installed.code("import sys; print(type(sys.meta_path[0]).__name__, 'mlx_sparse' in sys.modules)")
     assert (result.stdout, result.stderr) == ("CommandFinder False\n", "")
 
 
 @pytest.mark.parametrize("start", [["-m", "mlx_lm", "generate"], ["-c", "from mlx_lm.generate import main; main()"]])
-def test_mlx_lm_generate_knows_attn(installed, start):
-    """The second is all that the script mlx_lm.generate does."""
+def test_mlx_lm_generate_has_attn(installed, start):
+    """The second command is the body of the script mlx_lm.generate."""
     assert "--attn" in run(installed.python, *start, "--help", cwd=installed.folder).stdout
 
 
-def test_a_mapped_folder_cannot_be_imported_from_the_project_root(installed):
+def test_mapped_folders_refuse_direct_imports(installed):
     for folder in ("cuda_ref", "onnx_export"):
         result = run(installed.python, "-c", f"import {folder}", check=False)
         assert result.returncode == 1
@@ -189,8 +189,8 @@ def test_a_mapped_folder_cannot_be_imported_from_the_project_root(installed):
         assert result.stderr.splitlines()[-1] == message
 
 
-def test_uninstalling_leaves_nothing(installed):
-    """Stays last: it ends the environment of this module's other tests."""
+def test_uninstall_leaves_nothing(installed):
+    """Run last, because the other tests of this module need the installation."""
     installed.pip("uninstall", "--yes", "mlx-sparse-attention")
     assert (
         installed.code("import sys; print([f for f in sys.meta_path if 'Command' in type(f).__name__])").stdout

@@ -1,4 +1,4 @@
-"""What to type for an extra depends on how this package was installed, which the installer has written down."""
+"""Test install hints: they depend on how this package was installed, as recorded by the installer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_tables import read_tables
 
 from mlx_sparse import extras
 
@@ -16,7 +17,7 @@ PIP = f"{sys.executable} -m pip install"
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is looked through first, with this package's metadata as an installer leaves them."""
+    """Create a folder at the start of sys.path with the metadata that an installer writes."""
     info = tmp_path / "site packages" / "mlx_sparse_attention-0.1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: mlx-sparse-attention\nVersion: 0.1.0\n")
@@ -26,52 +27,27 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return info
 
 
-def record(site: Path, url: str, **how: Any) -> None:
-    (site / "direct_url.json").write_text(json.dumps({"url": url, **how}))
+# Each row: the installer's record, the arguments of install_hint, its text, and the text of build_hint or None.
+@pytest.mark.parametrize(("record", "arguments", "install", "build"), read_tables(__file__)["hints"])
+def test_hints_follow_the_record_of_the_installer(
+    site: Path, record: dict[str, Any] | None, arguments: list[str], install: str, build: str | None
+) -> None:
+    def filled(text: str) -> str:
+        places = {"{folder}": str(site.parent), "{folder_url}": site.parent.as_uri(), "{site_url}": site.as_uri()}
+        for name, value in (places | {"{site}": str(site), "{pip}": PIP}).items():
+            text = text.replace(name, value)
+        return text
+
+    for name in ("m-0.1.0-py3-none-any.whl", "m-0.1.0.tar.gz"):
+        (site / name).touch()
+    if record:
+        (site / "direct_url.json").write_text(filled(json.dumps(record)))
+    assert "%20" in site.as_uri()
+    assert extras.install_hint(*arguments) == filled(install)
+    assert build is None or extras.build_hint() == filled(build)
 
 
-def test_from_an_index_it_is_the_name(site: Path) -> None:
-    assert extras.install_hint("onnx") == f"`{PIP} 'mlx-sparse-attention[onnx]'`"
-    assert extras.install_hint() == f"`{PIP} mlx-sparse-attention`"
-    rebuild = "--force-reinstall --no-deps --no-binary mlx-sparse-attention"
-    assert extras.build_hint() == f"`{PIP} {rebuild} mlx-sparse-attention`"
-
-
-@pytest.mark.parametrize(("how", "option"), [({}, ""), ({"editable": True}, "-e ")], ids=["folder", "editable"])
-def test_from_a_clone_it_is_the_clone(site: Path, how: dict[str, bool], option: str) -> None:
-    record(site, site.parent.as_uri(), dir_info=how)
-    assert "%20" in site.parent.as_uri()
-    assert extras.install_hint("eval") == f"`{PIP} {option}'{site.parent}[eval]'`"
-    assert extras.build_hint() == f"`{PIP} --force-reinstall --no-deps {option}'{site.parent}'`"
-
-
-@pytest.mark.parametrize("name", ["m-0.1.0-py3-none-any.whl", "m-0.1.0.tar.gz"])
-def test_from_a_file_it_is_the_file_which_compiles_only_if_it_is_no_wheel(site: Path, name: str) -> None:
-    file = site / name
-    file.touch()
-    record(site, file.as_uri(), archive_info={})
-    assert extras.install_hint("onnx", "--quiet") == f"`{PIP} --quiet '{file}[onnx]'`"
-    wheel = "`pip install --force-reinstall --no-deps .` in the clone"
-    assert extras.build_hint() == (wheel if name.endswith("whl") else f"`{PIP} --force-reinstall --no-deps '{file}'`")
-
-
-def test_from_a_repository_or_an_address_it_is_that(site: Path) -> None:
-    record(site, "https://host.org/me/it", vcs_info={"vcs": "git", "commit_id": "a1"}, subdirectory="s")
-    expected = f"`{PIP} 'mlx-sparse-attention[onnx] @ git+https://host.org/me/it@a1#subdirectory=s'`"
-    assert extras.install_hint("onnx") == expected
-    record(site, "https://host.org/m.whl", archive_info={})
-    assert extras.install_hint() == f"`{PIP} 'mlx-sparse-attention @ https://host.org/m.whl'`"
-
-
-def test_of_what_is_there_no_more_both_kinds_are_named(site: Path) -> None:
-    record(site, (site / "gone").as_uri(), dir_info={})
-    assert extras.install_hint("onnx") == (
-        "`pip install '.[onnx]'` in the clone, or with a wheel `pip install 'FILE.whl[onnx]'`"
-    )
-    assert extras.build_hint() == "`pip install --force-reinstall --no-deps .` in the clone"
-
-
-def test_the_installer_is_the_one_that_was_used(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hint_names_the_installer(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (site / "INSTALLER").write_text("uv\n")
     assert extras.install_hint() == f"`uv pip install --python {sys.prefix} mlx-sparse-attention`"
     monkeypatch.setattr(sys, "prefix", str(site))
@@ -79,9 +55,7 @@ def test_the_installer_is_the_one_that_was_used(site: Path, monkeypatch: pytest.
     assert extras.install_hint() == f"`pipx runpip {site.name} install mlx-sparse-attention`"
 
 
-def test_a_pip_that_is_first_on_the_path_and_of_this_python_is_called_by_name(
-    site: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pip_on_path_is_called_by_name(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (site / "pip").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(site))
     assert extras.install_hint() == f"`{PIP} mlx-sparse-attention`"

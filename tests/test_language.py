@@ -1,4 +1,4 @@
-"""The mechanical part of the writing rules in CONTRIBUTING: words to avoid and sentence length."""
+"""Test the mechanical part of the writing rules in CONTRIBUTING: words to avoid and sentence length."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The README says what the program does."""
+"""Test that README and docs match the program."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 PAGES += sorted((ROOT / "examples").rglob("*.md"))
 
 
-def test_the_matrix_is_the_generated_one() -> None:
+def test_matrix_is_up_to_date() -> None:
     found = re.search(r"<!-- matrix -->\n(.*?)\n<!-- /matrix -->", README, re.DOTALL)
     assert found
     assert found[1] == matrix.markdown()
 
 
-def test_it_can_be_read_at_one_sitting() -> None:
+def test_readme_has_at_most_700_words() -> None:
     assert len(re.sub(r"<!-- matrix -->.*<!-- /matrix -->", "", README, flags=re.DOTALL).split()) <= 700
 
 
-def test_the_page_of_methods_says_what_each_says_of_itself() -> None:
+def test_methods_page_is_up_to_date() -> None:
     for name, method in METHODS.items():
         row = f"| `{name}` | {method.reads.replace('](docs/', '](')} | {method.source} |"
         assert (row in METHODS_PAGE) == (name != "dense"), name
 
 
-def test_the_defaults_of_sparq_are_the_stated_ones() -> None:
+def test_documented_sparq_defaults() -> None:
     assert f"`rank` ({SparQ().rank})" in METHODS_PAGE
     assert f"`top_k` ({SparQ().top_k})" in METHODS_PAGE
     assert "Where nothing was measured it is `16 * top_k`" in METHODS_PAGE
@@ -44,19 +44,19 @@ def test_the_defaults_of_sparq_are_the_stated_ones() -> None:
 @pytest.mark.parametrize(
     "spec", sorted(set(re.findall(r"`((?:sparq|streaming)(?::[\w=,]+)?)`", README + METHODS_PAGE)))
 )
-def test_every_method_specification_parses(spec: str) -> None:
+def test_documented_specifications_parse(spec: str) -> None:
     from mlx_sparse.methods import parse
 
     assert type(parse(spec)[0]) is METHODS[spec.partition(":")[0]]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_file_that_a_page_links_exists(page: Path) -> None:
+def test_linked_files_exist(page: Path) -> None:
     for link in re.findall(r"\]\(((?!http|#)[^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / link).exists(), link
 
 
-def test_every_file_of_a_journey_exists() -> None:
+def test_files_of_journeys_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     journeys = text[text.index("## Journeys") : text.index("## Add a method")]
     named = set(re.findall(r"`([\w./]+/?)`", journeys)) - {"sample", "."}

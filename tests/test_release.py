@@ -1,4 +1,4 @@
-"""One version, and release notes that are cut from CHANGELOG.md."""
+"""Test scripts/release.py: one version, and release notes from CHANGELOG.md."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from json_tables import read_tables
 
 if sys.version_info < (3, 11):
     pytest.skip("scripts/release.py needs Python 3.11", allow_module_level=True)
 import release
+
+DATA = read_tables(__file__)
 
 ROOT = Path(__file__).parent.parent
 UNRELEASED = "# Changelog\n\n## [Unreleased]\n\n- Now.\n"
@@ -25,7 +28,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_version_stands_in_one_place_which_the_citation_repeats(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_defined_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert release.main([]) == 0
     assert "### Added\n" in capsys.readouterr().out
     version = re.compile(rf"""["']{re.escape(release.version())}["']""")
@@ -33,9 +36,7 @@ def test_the_version_stands_in_one_place_which_the_citation_repeats(capsys: pyte
     assert not [path.name for path in files if version.search(path.read_text())]
 
 
-def test_the_notes_are_the_section_of_a_tag_or_what_is_unreleased(
-    tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_notes_come_from_the_changelog(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert release.main([], tree) == 0
     assert capsys.readouterr().out == "- Now.\n"
     heading = "## [Unreleased]\n\n- Next.\n\n## [1.2.3] - 2026-12-01\n"
@@ -45,18 +46,8 @@ def test_the_notes_are_the_section_of_a_tag_or_what_is_unreleased(
         assert capsys.readouterr().out == "- Now.\n"
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new", "tag", "message"),
-    [
-        ("pyproject.toml", "1.2.3", "1.2.4", None, "CITATION.cff: expected version 1.2.4, as "),
-        ("CITATION.cff", "1.2.3", "1.2.2", "v1.2.3", "CITATION.cff: expected version 1.2.3, as "),
-        ("CITATION.cff", "", "", "v1.2.4", "tag: expected v1.2.3, as in pyproject.toml, got v1.2.4."),
-        ("CITATION.cff", "", "", "1.2.3", "tag: expected v1.2.3, as in pyproject.toml, got 1.2.3."),
-        ("CHANGELOG.md", "", "", "v1.2.3", "CHANGELOG.md: expected a section [1.2.3], got none."),
-        ("CHANGELOG.md", "[Unreleased]", "New", None, "CHANGELOG.md: expected a section [Unreleased] or [1.2.3]"),
-    ],
-)
-def test_what_disagrees_is_one_line(
+@pytest.mark.parametrize(("file", "old", "new", "tag", "message"), DATA["disagreements"])
+def test_disagreements_are_one_line_errors(
     file: str, old: str, new: str, tag: str | None, message: str, tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tree / file

@@ -1,4 +1,4 @@
-"""The site: it builds without a warning, every link leads somewhere, and it shows what a forge and Python show."""
+"""Test the site: the build, links, public names, and the same content as on a Git host."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_no_link_of_it_is_dead_and_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+def test_links_work_and_nothing_is_external(site: Path) -> None:
     wrong, pages, links = site_check.check(site)
     assert not wrong
     assert pages > 40
     assert links > 2000
 
 
-def test_it_shows_every_public_name(site: Path) -> None:
+def test_every_public_name_is_shown(site: Path) -> None:
     shown = (site / "api" / "mlx_sparse" / "index.html").read_text(encoding="utf-8")
     for name in dir(mlx_sparse):
         baseline = METHODS.get(name.removesuffix("_attention"))
@@ -57,19 +57,19 @@ def test_it_shows_every_public_name(site: Path) -> None:
 
 
 def pages(repo_url: str) -> dict[str, tuple[str, str]]:
-    """The Markdown of every page as it is written, and as mkdocs is given it."""
+    """Return the Markdown of every page, as written and as passed to mkdocs."""
     config = load_config(str(ROOT / "mkdocs.yml"), repo_url=repo_url)
     files = config.plugins.on_files(get_files(config), config=config)
     found = {}
     for file in files.documentation_pages():
-        if file.abs_src_path:  # those of the API have no file
+        if file.abs_src_path:  # API pages have no file
             page = Page(None, file, config)
             given = config.plugins.on_page_markdown(file.content_string, page=page, config=config, files=files)
             found[file.src_uri] = file.content_string, given
     return found
 
 
-def test_links_that_leave_it_lead_to_the_repository_once_there_is_one() -> None:
+def test_external_links_lead_to_the_repository() -> None:
     body, forge = "onnx_export/bodies/sparq.onnxtxt", "https://forge.example/project"
     for repo_url in ("", forge):
         given = {path: text for path, (_, text) in pages(repo_url).items()}
@@ -78,13 +78,13 @@ def test_links_that_leave_it_lead_to_the_repository_once_there_is_one() -> None:
         notebook = "examples/quality_vs_bytes.ipynb"
         link = f"[{Path(notebook).name}]({forge}/blob/HEAD/{notebook})" if repo_url else f"`{notebook}`"
         assert f"| {link} |" in given["examples.md"]
-        # Pages of the site are linked as such, wherever their files lie.
+        # Links to pages of the site stay relative, wherever the files are.
         assert "](spec/sparq.md)" in given["index.md"]
         assert "](tests/msl/README.md)" in given["limits.md"]
         assert "](../quality.svg)" in given["results/quality.md"]
 
 
-def test_a_page_says_the_same_in_the_same_elements_as_on_a_forge() -> None:
+def test_pages_render_like_commonmark() -> None:
     def looks(html: str) -> tuple[Counter[str], list[str]]:
         return Counter(ELEMENTS.findall(html)), unescape(re.sub("<[^>]+>", " ", html)).split()
 
@@ -94,7 +94,7 @@ def test_a_page_says_the_same_in_the_same_elements_as_on_a_forge() -> None:
         assert looks(here) == looks(forge.render(written)), path
 
 
-def test_the_check_finds_what_is_planted(tmp_path: Path) -> None:
+def test_site_check_finds_planted_errors(tmp_path: Path) -> None:
     (tmp_path / "page").mkdir()
     (tmp_path / "page" / "index.html").write_text('<h1 id="here">x</h1><a href="../gone/">x</a>')
     (tmp_path / "index.html").write_text(

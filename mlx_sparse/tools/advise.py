@@ -1,4 +1,4 @@
-"""``mlx-sparse advise``: decide if sparse attention pays for a model, is safe on a text, and with which settings."""
+"""``mlx-sparse advise``: recommend settings of sparse attention for a model, a text and this machine."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from .evaluate.variants import Variant, read_budget, read_methods, variants_of
 from .formats import check_own, write_toml
 
 METHODS, BUDGETS = "sparq,quest,streaming,h2o", "1/2,1/4,1/8"
-SHOWN = (4096, 32_768, 131_072)  # contexts, besides --context
+CONTEXTS = (4096, 32_768, 131_072)  # context lengths in the table, in addition to --context
 FIRST_LINE = "# Written by mlx-sparse advise"
-COPIES = 0.5  # share of the tokens that dense attention must copy right for the test of copying to show anything
-MIN_SPEEDUP = 1.1  # the least speed-up that a user notices
+MIN_COPIED = 0.5  # accuracy of dense attention below which copying shows little
+MIN_SPEEDUP = 1.1  # smallest speed-up that is worthwhile
 # Thresholds: the change that rounding the weights to 5 bits makes on two models (docs/results/quality.md).
-COPY, TEXT = "repetition", "bits_per_byte"  # the tasks: copy an excerpt of the prompt, continue the text
-STEPS = 20  # tokens of an example that are predicted
-MOST_KL = 0.05  # nats, in both tasks
-LEAST_AGREEMENT = {COPY: 0.9, TEXT: 0.8}  # share of tokens with dense attention's most likely token
-SLACK = 2.0  # standard errors by which the agreement may be lower
-ORACLE = "oracle_top_k"  # the best selection of keys: where it fails, no selection is good enough
+COPY, TEXT = "repetition", "bits_per_byte"  # tasks: copy an excerpt of the prompt, continue the text
+STEPS = 20  # predicted tokens of an example
+MAX_KL = 0.05  # nats, in both tasks
+MIN_AGREEMENT = {COPY: 0.9, TEXT: 0.8}  # share of tokens for which dense attention has the same most likely token
+SLACK = 2.0  # standard errors by which the agreement may miss its threshold
+ORACLE = "oracle_top_k"  # the best selection of keys; if it fails, every selection fails
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ class Attempt:
     """A variant and its rows, one for each task.
 
     Attributes:
-        share: of dense attention's transfers that it reads, by its formula.
+        variant: the method with its settings.
+        share: elements that the variant moves over dense attention's, by its formula.
+        rows: one row for each task.
     """
 
     variant: Variant
@@ -73,18 +75,21 @@ class Attempt:
 
 
 def passes(row: Row) -> bool:
-    """Return True if the KL is at most `MOST_KL` and the agreement is not clearly below `LEAST_AGREEMENT`."""
+    """Return True if the KL is at most `MAX_KL` and the agreement is not clearly below `MIN_AGREEMENT`."""
     tokens = row.examples * STEPS
     error = (row.mean.agreement * (1 - row.mean.agreement) / tokens) ** 0.5
-    return row.mean.kl <= MOST_KL and row.mean.agreement + SLACK * error >= LEAST_AGREEMENT[row.task]
+    return row.mean.kl <= MAX_KL and row.mean.agreement + SLACK * error >= MIN_AGREEMENT[row.task]
 
 
 @dataclass(frozen=True)
 class Quality:
-    """The rows of dense attention, the attempts with the best selection of keys and with methods, and lines about rest.
+    """Quality of dense attention and of all attempts.
 
     Attributes:
-        left_out: why budgets could not be run with a method.
+        dense: rows of dense attention.
+        oracle: attempts with the best selection of keys.
+        attempts: attempts with the methods.
+        left_out: reasons why methods could not run at a budget.
     """
 
     dense: list[Row]
@@ -93,15 +98,15 @@ class Quality:
     left_out: list[str]
 
     @property
-    def hopeless(self) -> bool:
+    def oracle_fails(self) -> bool:
         """True if even the best selection of keys fails at the largest budget."""
         return not any(attempt.passes for attempt in self.oracle)
 
     @property
     def best(self) -> Attempt | None:
-        """The passing attempt that reads least; None if there is none. `ORACLE` is a bound and saves nothing."""
+        """The passing attempt that moves the fewest elements, or None. `ORACLE` is only a bound and is left out."""
         passing = [one for one in self.attempts if one.passes and one.share and one.variant.method != ORACLE]
-        return None if self.hopeless else min(passing, key=lambda one: one.share or 0, default=None)
+        return None if self.oracle_fails else min(passing, key=lambda one: one.share or 0, default=None)
 
 
 def measure(
@@ -119,32 +124,35 @@ def measure(
     """Run the best selection of keys and then the methods, each from the largest budget down until it fails.
 
     Args:
-        tokens: of the text.
+        model, tokenizer: the model and its tokenizer.
+        tokens: tokens of the text.
         methods: decode methods as text.
+        budgets: shares of dense attention's transfers.
         context: tokens of each prompt.
         limit: examples of each task.
+        seed: seed of the examples.
         D: head dim of the layers.
 
     Raises:
-        ConfigError: there is too little text, or no budget is within reach.
+        ConfigError: the text is too short, or no budget can be met.
     """
     wanted = [ORACLE, *(method for method in methods if method != ORACLE)]
     variants, left_out = variants_of(wanted, sorted(budgets, reverse=True), context, D)
     if not any(variant.method == ORACLE for variant in variants):
-        raise ConfigError(f"--budget: expected a share within reach at {context:,} keys, got none. Name a larger one.")
+        raise ConfigError(f"--budget: expected a share that can be met at {context:,} keys, got none. Increase it.")
     observed, subjects = observed_by(variants), {}
     for task in (COPY, TEXT):
         made = TASKS[task](tokens, tokenizer, context=context, limit=limit, seed=seed)
         examples = [dataclasses.replace(example, target=example.target[:STEPS]) for example in made]
         subjects[task] = Steps(model, tokenizer, examples, DENSE_STEP, observed=observed)
-    journal: Journal[Trial] = Journal(None, "", "", Trial)  # so that dense attention runs once
+    journal: Journal[Trial] = Journal(None, "", "", Trial)  # dense attention runs only once
     found: dict[str, list[Attempt]] = {ORACLE: []}
     dense: list[Row] = []
     with tqdm(variants, unit="run", desc="quality", disable=None) as progress:
         for variant in progress:
             before = found.setdefault(variant.method, [])
-            hopeless = variant.method != ORACLE and not any(one.passes for one in found[ORACLE])
-            if hopeless or not all(one.passes for one in before):
+            oracle_fails = variant.method != ORACLE and not any(one.passes for one in found[ORACLE])
+            if oracle_fails or not all(one.passes for one in before):
                 continue
             about: dict[str, Any] = {"progress": tqdm(disable=True), "journal": journal, "context": context, "D": D}
             pairs = [run(task, [one], [variant], **about) for task, one in subjects.items()]
@@ -156,7 +164,16 @@ def measure(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method on the model: the layers that it serves, those that stay dense by reason, and its crossover length."""
+    """A method on the model.
+
+    Attributes:
+        method: the method as text.
+        served: the layers that can be sparse.
+        layers: number of attention layers.
+        dense: number of dense layers by reason.
+        keys: crossover length in keys.
+        how: source of the crossover length.
+    """
 
     method: str
     served: list[Served]
@@ -168,13 +185,20 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that the command found.
+    """The result of the command.
 
     Attributes:
+        model: name of the model.
         family: mlx-lm's name of the model's family.
-        made_for: the context that the model is made for, as its config says; None if it does not.
-        refused: why methods cannot run.
-        quality: None if it was not measured.
+        machine: chip and device.
+        date: date of the run.
+        context: the value of ``--context``.
+        made_for: context length in the model's config, or None.
+        traffic: bytes of a decode step.
+        candidates: the methods that can run.
+        refused: reasons why the other methods cannot run.
+        text: description of the examples.
+        quality: measured quality; None if it was not measured.
     """
 
     model: str
@@ -191,34 +215,34 @@ class Page:
 
     @property
     def chosen(self) -> Method | None:
-        """The setting to use; None if nothing passed, or nothing was run."""
+        """The recommended method, or None if no attempt passed or nothing ran."""
         best = self.quality and self.quality.best
-        return usable(best) if best else None
+        return for_everyday_use(best) if best else None
 
     def advice(self) -> list[str]:
-        """Return what to do, in sentences."""
+        """Return the recommendation as sentences."""
         lines = [f"Warning: {known}." if (known := unfit_warning(self.family)) else ""]
         quality, chosen = self.quality, self.chosen
         if not self.candidates:
-            lines.append("Do not use it: no method serves a layer of this model.")
+            lines.append("Do not use it: no method can serve a layer of this model.")
         elif quality is None:
             lines.append("Quality was not measured, because of --no-quality.")
-        elif quality.hopeless:
+        elif quality.oracle_fails:
             lines.append("Do not use it: even the best selection of keys exceeds the thresholds on this text.")
         elif chosen is None:
             lines.append(
                 "Do not use it with these methods and budgets: none is within the thresholds. The best selection of "
-                "keys is, so another method or a larger --budget may be."
+                "keys passes, so another method or a larger --budget may pass."
             )
         else:
             assert quality.best is not None
             lines.append(f'Use --attn "{chosen}": `{quality.best.variant.attn}` is the cheapest that passes here.')
             served = next(one.served for one in self.candidates if one.served[0].config.name == chosen.name)
             bound = self.traffic.bound(self.context, [dataclasses.replace(one, config=chosen) for one in served])
-            worth = "" if bound >= MIN_SPEEDUP else "It is hardly worth it: "
-            lines.append(f"{worth}at {self.context:,} tokens a decode step is at most {bound:.2f} x as fast, by bytes.")
-        if quality is not None and quality.dense[0].mean.accuracy < COPIES:
-            lines.append("Dense attention itself hardly copies this text, so copying shows little: try another --text.")
+            worth = "" if bound >= MIN_SPEEDUP else "The gain is small: "
+            lines.append(f"{worth}at {self.context:,} tokens, a decode step is at most {bound:.2f} x faster, by bytes.")
+        if quality is not None and quality.dense[0].mean.accuracy < MIN_COPIED:
+            lines.append("Dense attention copies this text badly, so copying shows little. Try another --text.")
         return [line for line in lines if line]
 
     def __str__(self) -> str:
@@ -229,10 +253,10 @@ class Page:
         return "\n\n".join([*parts, "\n".join(self.advice())])
 
     def _layers(self) -> list[str]:
-        kept = [f"{count} {kind}" for kind, count in Counter(map(str, self.traffic.kept)).items()]
-        lines = [f"Layers with a cache: {', '.join(kept)}."]
+        caches = [f"{count} {kind}" for kind, count in Counter(map(str, self.traffic.caches)).items()]
+        lines = [f"Layers with a cache: {', '.join(caches)}."]
         if self.made_for is not None and self.made_for < self.context:
-            lines.append(f"The model is made for {self.made_for:,} tokens, fewer than --context {self.context:,}.")
+            lines.append(f"The model's context length, {self.made_for:,}, is less than --context {self.context:,}.")
         for one in self.candidates:
             reasons = "".join(f"; {count} {reason}" for reason, count in one.dense.items())
             served = f"serves {sum(part.layers for part in one.served)} of {one.layers}{reasons}"
@@ -241,14 +265,14 @@ class Page:
 
     def _bytes(self) -> str:
         traffic, of_each = self.traffic, [one.served for one in self.candidates]
-        header = ["tokens", "caches", "share of the step", *(f"`{one.method}`" for one in self.candidates)]
+        header = ["tokens", "caches", "share of bytes", *(f"`{one.method}`" for one in self.candidates)]
         rows = []
-        for S in sorted({*SHOWN, self.context}):
+        for S in sorted({*CONTEXTS, self.context}):
             bounds = [f"{traffic.bound(S, served):.2f} x" for served in of_each]
             rows.append([f"{S:,}", f"{traffic.nbytes(S) / 1e9:.3g} GB", f"{traffic.share(S):.0%}", *bounds])
         return (
-            f"A decode step reads {traffic.weights / 1e9:.3g} GB of weights. Speed-ups are bounds: time in proportion "
-            f"to bytes, by each method's formula.\n\n{formats.table(header, rows)}"
+            f"A decode step reads {traffic.weights / 1e9:.3g} GB of weights. The speed-ups are upper bounds. They "
+            f"assume that time is proportional to bytes by the formula of each method.\n\n{formats.table(header, rows)}"
         )
 
     def _attempts(self, quality: Quality) -> str:
@@ -259,15 +283,15 @@ class Page:
             for row in one.rows:
                 cells += [plus_minus(row.mean.kl, row.error.kl, 4), f"{row.mean.agreement:.2f}"]
             rows.append([*cells, f"{one.rows[0].mean.accuracy:.2f}", verdict])
-        header = ["method", "budget", "KL, copying", "agreement", "KL, text", "agreement", "copied right", ""]
+        header = ["method", "budget", "KL, copying", "agreement", "KL, text", "agreement", "copying accuracy", ""]
         return "\n".join(
             [
                 f"Quality: {self.text}.\n",
                 formats.table(header, rows),
-                f"\nA method passes with a KL of at most {MOST_KL} nats and an agreement of at least "
-                f"{LEAST_AGREEMENT[COPY]} (copying) and {LEAST_AGREEMENT[TEXT]} (text), less two standard errors.",
-                "`oracle_top_k` is a bound: the best selection of keys. After a budget that fails, no smaller one ran.",
-                f"Dense attention copies {quality.dense[0].mean.accuracy:.2f} of the tokens right.",
+                f"\nA method passes if its KL is at most {MAX_KL} nats and its agreement at least "
+                f"{MIN_AGREEMENT[COPY]} (copying) and {MIN_AGREEMENT[TEXT]} (text), less two standard errors.",
+                "`oracle_top_k` selects the best keys and is only a bound. Budgets below a failing budget are skipped.",
+                f"The copying accuracy of dense attention is {quality.dense[0].mean.accuracy:.2f}.",
                 *quality.left_out,
             ]
         )
@@ -276,7 +300,7 @@ class Page:
         """Return plain data for JSON."""
         found = {name: getattr(self, name) for name in ("model", "family", "machine", "date", "context", "made_for")}
         traffic = self.traffic
-        found |= {"weights": traffic.weights, "layers": list(map(asdict, traffic.kept)), "refused": self.refused}
+        found |= {"weights": traffic.weights, "layers": list(map(asdict, traffic.caches)), "refused": self.refused}
         found["methods"] = [
             {"method": one.method, "layers": one.layers, "dense": one.dense, "keys": one.keys, "how": one.how}
             | {"served": sum(part.layers for part in one.served)}
@@ -293,17 +317,17 @@ class Page:
         return found | {"attn": None if self.chosen is None else str(self.chosen), "advice": self.advice()}
 
 
-def usable(best: Attempt) -> Method:
-    """Return the method of an attempt for everyday use: sparse where that pays, and with its default number of keys.
+def for_everyday_use(best: Attempt) -> Method:
+    """Return the method of an attempt with the default threshold and, for experiments, the default number of keys.
 
-    Attempts on short texts run with few keys and without a threshold.
+    An attempt on a short text runs with few keys and without a threshold.
     """
     config = best.variant.stages[1]
     assert config is not None
-    (asked,) = parse(best.variant.method)
-    if not hasattr(asked, "dense_below"):
+    (requested,) = parse(best.variant.method)
+    if not hasattr(requested, "dense_below"):
         return config
-    changes: dict[str, Any] = {"dense_below": asked.dense_below}
+    changes: dict[str, Any] = {"dense_below": requested.dense_below}
     config = dataclasses.replace(config, **changes)
     if config.experiment:
         changes = {config.grows: getattr(type(config), config.grows)}
@@ -313,14 +337,14 @@ def usable(best: Attempt) -> Method:
 def toml(config: Method, model: str, day: str, text: str) -> str:
     """Return a file for ``--attn-config``."""
     fields = [field for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
-    # JSON values of settings are TOML values, and a name as JSON cannot end its comment.
+    # JSON values are TOML values. A name in JSON cannot end its comment.
     settings = [f"{field.name} = {json.dumps(getattr(config, field.name))}" for field in fields]
     about = f"{FIRST_LINE} for {json.dumps(model)}, {day}: {json.dumps(text)}"
     return "\n".join([about, f"[{config.name}]", *settings]) + "\n"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the page; return 0 if there is a setting to use or quality was not measured, 1 otherwise."""
+    """Print the page. Return 0 if a method is recommended or quality was not measured, 1 otherwise."""
     args = _parser().parse_args(argv)
     _check(args)
     found = _page(args)
@@ -334,30 +358,30 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse advise",
-        description="One page on your model: the layers that a method serves, the share of the KV cache in the bytes "
-        "of a decode step and what a method can save of it, and how far each method is from dense attention on your "
-        "text. It ends with the --attn to use, or advises against it.",
+        description="Recommend settings for your model. The page lists the layers that each method serves, the bytes "
+        "of a decode step with the largest possible speed-up, and the difference to dense attention on your text. It "
+        "ends with the recommended --attn, or advises against sparse attention.",
         epilog="Example:\n  mlx-sparse advise MODEL --text notes.txt --context 32k --save attn.toml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser, positional=True)
-    parser.add_argument("--context", metavar="N", default="32k", help="tokens that you use it with (default: 32k)")
-    parser.add_argument("--methods", metavar="METHOD,...", default=METHODS, help="that decode (default: %(default)s)")
+    parser.add_argument("--context", metavar="N", default="32k", help="context length that you use (default: 32k)")
+    parser.add_argument("--methods", metavar="METHOD,...", default=METHODS, help="to test (default: %(default)s)")
     parser.add_argument(
         "--budget",
         metavar="SHARE,...",
         default=BUDGETS,
-        help="shares of dense attention's transfers, for settings that METHOD does not name (default: %(default)s)",
+        help="shares of dense attention's transfers; they set the parameters that METHOD omits (default: %(default)s)",
     )
-    parser.add_argument("--passage", metavar="N", default="1k", help="tokens of the prompts that are run (default: 1k)")
+    parser.add_argument("--passage", metavar="N", default="1k", help="tokens of each prompt (default: 1k)")
     parser.add_argument("--limit", metavar="N", type=int, default=4, help="examples of each of two tasks (default: 4)")
-    parser.add_argument("--no-quality", action="store_true", help="count bytes and run nothing, in seconds")
-    parser.add_argument("--save", metavar="FILE.toml", type=Path, help="write the setting to use, for --attn-config")
+    parser.add_argument("--no-quality", action="store_true", help="only count bytes, which takes seconds")
+    parser.add_argument("--save", metavar="FILE.toml", type=Path, help="write the recommended method for --attn-config")
     return parser
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what is wrong before anything is fetched or loaded, and read the lists."""
+    """Read the lists, and raise an error for wrong options before anything is fetched or loaded."""
     args.methods = read_methods([args.methods])
     for method in args.methods:
         if any(isinstance(config, Prefill) for config in parse(method)):
@@ -374,7 +398,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _page(args: argparse.Namespace) -> Page:
-    model, tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_licence)
+    model, tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_license)
     machine, longest = environment.hardware(), config_of(model).get("max_position_embeddings")
     traffic = traffic_of(model)
     candidates, refused = _candidates(model, args.methods)
@@ -397,14 +421,14 @@ def _page(args: argparse.Namespace) -> Page:
     names = ", ".join(args.text or [texts.DEFAULT])
     text = (
         f"{args.limit} examples of copying and {args.limit} of plain text, of {names}; dense prompts of "
-        f"{args.passage:,} tokens, then {STEPS} tokens each, seed {args.seed}. Longer contexts were not run"
+        f"{args.passage:,} tokens, then {STEPS} decode steps each, seed {args.seed}. Longer contexts were not measured"
     )
     quality = measure(model, tokenizer, tokens, methods, args.budget, D=D, **about)
     return dataclasses.replace(found, text=text, quality=quality)
 
 
 def _candidates(model: Any, methods: Sequence[str]) -> tuple[list[Candidate], list[str]]:
-    """Return the methods that serve a layer of ``model``, and a line for each other method."""
+    """Return the methods that can serve a layer of ``model``, and a line for each other method."""
     calibration = Calibration()
     found, refused = [], []
     for method in methods:

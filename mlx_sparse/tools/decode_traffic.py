@@ -1,4 +1,4 @@
-"""Bytes that a decode step of a model reads, its caches' memory, and the bounds on speed that follow from them."""
+"""Count the bytes that a decode step of a model reads, the memory of its caches, and bounds on the speed-up."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_
 
 
 @dataclass(frozen=True)
-class Kept:
+class LayerCache:
     """The cache of one layer, for one sequence.
 
     Attributes:
         kind: `FULL`, `WINDOW`, `LINEAR` (a state of fixed size) or `LATENT` (keys and values are computed from it).
-        per_token: bytes of a token in the cache.
-        fixed: bytes that do not grow.
-        window: the largest number of tokens; None for all.
-        readers: layers that read the cache in a decode step.
+        per_token: bytes of one token in the cache.
+        fixed: bytes that do not depend on the number of tokens.
+        window: largest number of tokens; None for no limit.
+        readers: number of layers that read the cache in a decode step.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Kept:
     readers: int = 1
 
     def nbytes(self, S: int) -> int:
-        """Return the memory at ``S`` tokens."""
+        """Return the bytes of the cache at ``S`` tokens."""
         return self.fixed + self.per_token * (S if self.window is None else min(S, self.window))
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Served:
-    """Layers of equal sizes that a method serves, and the method as the model runs it."""
+    """Layers of equal shape that a method serves, and the method with its resolved settings."""
 
     config: Method
     layer: Layer
@@ -63,7 +63,7 @@ class Served:
         return self.layers * step.heads * step.itemsize * dense_elements(S, step.D)
 
     def saved(self, S: int) -> int:
-        """Return the bytes that the method does not read, by its formula; 0 where it would attend every key."""
+        """Return the bytes that the method saves, by its formula; 0 if it attends every key."""
         if S <= self.config.attended:
             return 0
         step = self.layer.step
@@ -76,35 +76,35 @@ class Traffic:
     """Bytes of weights that a decode step of one sequence reads, and the caches of its layers."""
 
     weights: int
-    kept: tuple[Kept, ...]
+    caches: tuple[LayerCache, ...]
 
     def kv(self, S: int) -> int:
         """Return the bytes of caches that a decode step reads at ``S`` tokens."""
-        return sum(kept.readers * kept.nbytes(S) for kept in self.kept)
+        return sum(cache.readers * cache.nbytes(S) for cache in self.caches)
 
     def nbytes(self, S: int) -> int:
         """Return the memory of the caches at ``S`` tokens."""
-        return sum(kept.nbytes(S) for kept in self.kept)
+        return sum(cache.nbytes(S) for cache in self.caches)
 
     def share(self, S: int) -> float:
         """Return the share of the caches in the bytes of a decode step."""
         return self.kv(S) / (self.weights + self.kv(S))
 
     def bound(self, S: int, served: Iterable[Served]) -> float:
-        """Return the speed-up, by bytes, if a method reads what its formula says."""
+        """Return the largest speed-up, by bytes, of a method on its ``served`` layers."""
         total = self.weights + self.kv(S)
         return total / max(1, total - sum(one.saved(S) for one in served))
 
 
 def traffic_of(model: Any) -> Traffic:
-    """Inspect a model that is loaded and not enabled. Nothing is evaluated."""
-    return Traffic(weights_read(model), kept_by(model))
+    """Return the traffic of a model that is loaded and not enabled. Nothing is evaluated."""
+    return Traffic(weights_read(model), layer_caches(model))
 
 
 def weights_read(model: Any) -> int:
     """Return the bytes of weights that a decode step reads.
 
-    Only active experts count, where the config gives their number, and an embedding only if it is the output matrix.
+    If the config has the number of active experts, only those count. An embedding counts only as the output matrix.
     """
     modules = [module for _, module in model.named_modules()]
     config = config_of(model)
@@ -123,7 +123,7 @@ def weights_read(model: Any) -> int:
 
 
 def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
-    """Return True if an embedding has the sizes of the output matrix, and no other matrix has."""
+    """Return True if an embedding is the only matrix with the sizes of the output matrix."""
     rows, columns = module.weight.shape
     columns = columns * 32 // module.bits if hasattr(module, "bits") else columns
     sizes = rows == config.get("vocab_size", rows) and columns == config.get("hidden_size", columns)
@@ -131,26 +131,26 @@ def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
 
 
 class _Readers:
-    """Count at the seam how many attention calls read each cache; every call passes through.
+    """Count the attention calls that read each cache. All calls stay dense.
 
-    A layer that reads the cache of another layer passes that layer's keys, with or without the cache.
+    A layer that reads the cache of another layer passes the keys of that layer, with or without the cache.
     """
 
     def __init__(self, caches: list[Any]) -> None:
-        self.places = {id(cache): place for place, cache in enumerate(caches)}
-        self.keys: dict[int, tuple[Any, int]] = {}  # holds the keys, so that no other array gets their id
+        self.indices = {id(cache): index for index, cache in enumerate(caches)}
+        self.keys: dict[int, tuple[Any, int]] = {}  # keeps the keys alive, so that their ids stay unique
         self.calls: Counter[int] = Counter()
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> None:
-        place = self.places.get(id(cache), self.keys.get(id(keys), (None, -1))[1])
-        self.keys.setdefault(id(keys), (keys, place))
-        self.calls[place] += 1
+        index = self.indices.get(id(cache), self.keys.get(id(keys), (None, -1))[1])
+        self.keys.setdefault(id(keys), (keys, index))
+        self.calls[index] += 1
 
 
-def kept_by(model: Any) -> tuple[Kept, ...]:
-    """Return the caches of a model's layers."""
+def layer_caches(model: Any) -> tuple[LayerCache, ...]:
+    """Return the caches of all layers of a model."""
     caches = make_prompt_cache(model)
     readers = _Readers(leaves(caches))
     names, token = seam.bind(model), seam.active.set(readers)
@@ -159,16 +159,16 @@ def kept_by(model: Any) -> tuple[Kept, ...]:
     finally:
         seam.active.reset(token)
         seam.unbind(names)
-    return tuple(_kept(leaf, max(1, readers.calls[place])) for place, leaf in enumerate(leaves(caches)))
+    return tuple(_layer_cache(leaf, max(1, readers.calls[index])) for index, leaf in enumerate(leaves(caches)))
 
 
-def _kept(leaf: Any, readers: int) -> Kept:
-    """Describe one cache that holds a token."""
+def _layer_cache(leaf: Any, readers: int) -> LayerCache:
+    """Describe one cache that holds one token."""
     keys, values = getattr(leaf, "keys", None), getattr(leaf, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array) or keys.ndim != 4:
         state: Any = tree_flatten(leaf.state)
-        return Kept(LINEAR, fixed=sum(array.nbytes for _, array in state if isinstance(array, mx.array)))
+        return LayerCache(LINEAR, fixed=sum(array.nbytes for _, array in state if isinstance(array, mx.array)))
     per_token = sum(rows.shape[1] * rows.shape[3] * rows.itemsize for rows in (keys, values))
     window = getattr(leaf, "max_size", None) or getattr(leaf, "chunk_size", None)
     latent = keys.shape[1] == 1 and keys.shape[3] != values.shape[3]
-    return Kept(LATENT if latent else WINDOW if window else FULL, per_token, 0, window, readers)
+    return LayerCache(LATENT if latent else WINDOW if window else FULL, per_token, 0, window, readers)

@@ -1,4 +1,4 @@
-"""``mlx-sparse demo``: mlx-lm's own command on a real model and a real text, dense and sparse, side by side."""
+"""``mlx-sparse demo``: run ``mlx_lm.generate`` densely and sparsely on a real model and text, and compare."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .generate_command import Outcome, generate_command, parse_outcome, run_comm
 
 TOPIC = "compound"
 KEY = "71853"
-CHARACTERS = 10_000  # of a text in which SmolLM2-135M finds the key; in others it may not
+CHARACTERS = 10_000  # length of a text in which SmolLM2-135M finds the key
 WIDTH = 79
-FORCED = "dense_below=0 makes it sparse at this length, where it may be slower than dense attention"
+FORCED = "dense_below=0 makes attention sparse at this length, where it may be slower than dense attention"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demo; return 0 when both commands ran, whatever they answered."""
+    """Run the demo. Return 0 if both commands ran, even if an answer is wrong."""
     return _demo(_parser().parse_args(argv))
 
 
@@ -38,12 +38,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse demo",
         description="Ask a small real model about a real text, with dense and with sparse attention, and compare. "
-        "The first run downloads 93 MB and writes a model of 540 MB into the cache.",
+        "The first run downloads 93 MB and writes a model of 540 MB to the cache.",
     )
     parser.add_argument("--model", metavar="DIR", help="mlx-lm model directory (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--attn", metavar="METHOD", default="sparq", help="sparse method (default: %(default)s)")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=32, help="tokens to generate (default: 32)")
-    parser.add_argument("--cache-dir", metavar="DIR", help="where downloads and the model go (default: user's cache)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="folder of downloads and model (default: user's cache)")
     blas.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
     return parser
@@ -55,7 +55,7 @@ def _demo(args: argparse.Namespace) -> int:
     attn, forced = sparse_at_once(args.attn)
     cache = cache_directory(args.cache_dir)
     model = _model_directory(args.model) if args.model else prepare_model(cache)
-    environment = blas.chosen(args.fast_blas, cache)
+    environment = blas.child_environment(args.fast_blas, cache)
     task = pass_key_task(CHARACTERS)
     dense = generate_command(str(model), args.max_tokens)
     sparse = [*dense, "--attn", attn, "--attn-report", "json"]
@@ -81,9 +81,9 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def sparse_at_once(attn: str) -> tuple[str, bool]:
-    """Return ``attn`` with ``dense_below=0`` where the user leaves the threshold open, and True if that changes it."""
+    """Return ``attn`` with ``dense_below=0`` unless the user sets the threshold, and True if that changes ``attn``."""
     configs = parse(attn)
-    select_methods(configs)  # a mistake is to show now, not after the dense run
+    select_methods(configs)  # raises errors before the dense run
     changes: Any = {"dense_below": 0}
     parts = [dataclasses.replace(config, **changes) if config.measurable else config for config in configs]
     forced = any(config.measurable for config in configs)
@@ -125,7 +125,7 @@ def _model_directory(name: str) -> Path:
 
 
 def _short(word: str) -> str:
-    """Return a path as a person would type it here."""
+    """Return a path relative to the working folder or the home folder, if it is inside."""
     for folder, typed in ((Path.cwd(), ""), (Path.home(), "~/")):
         if word.startswith(f"{folder}/"):
             return typed + word[len(f"{folder}/") :]
@@ -137,7 +137,7 @@ def _wrapped(label: str, text: str) -> str:
 
 
 def compare(model: Path, key: str, attn: str, dense: Outcome, sparse: Outcome) -> dict[str, Any]:
-    """Return the figures of both runs as plain data. ``key`` is the right answer."""
+    """Return the results of both runs as plain data. ``key`` is the correct answer."""
     import mlx.core as mx
     from mlx_lm import utils
 
@@ -185,7 +185,7 @@ def _table(result: dict[str, Any]) -> str:
     lines.append(f"Same tokens at {result['same_tokens']} of {result['tokens']} positions, tokenizing both answers.")
     if result["bytes_ratio"] is not None:
         lines.append(f"{result['attn']} moved {result['bytes_ratio']:.0%} of the bytes that dense attention reads.")
-        lines.append("Bytes are counted by the papers' formulae, not measured.")
+        lines.append("Bytes are counted by the formulas of the papers, not measured.")
     lines.append(f"Prompt of {dense['prompt_tokens']:,} tokens. Calls with {report['attn']}:")
     lines.append(f"  {report['sparse_calls']:>6,} sparse, in {report['served_layers']} of {report['layers']} layers")
     if prompts := report.get("prefill"):
@@ -193,5 +193,5 @@ def _table(result: dict[str, Any]) -> str:
         lines.append(f"  {prompts['calls']:>6,} sparse for the prompt{density}")
     lines += [f"  {count:>6,} dense: {reason}" for reason, count in report["dense_calls"].items()]
     if result["device"] == "cpu":
-        lines.append("These speeds are of a CPU and say nothing about a Mac.")
+        lines.append("These speeds were measured on a CPU and do not apply to a Mac.")
     return "\n".join(line if len(line) <= WIDTH else textwrap.fill(line, WIDTH) for line in lines)

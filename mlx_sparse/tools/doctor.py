@@ -1,6 +1,6 @@
 """`mlx-sparse doctor`: report the installation, the backends that run here, and problems.
 
-Every probe is guarded: the doctor always prints.
+An error in one probe becomes a problem in the report, so the command always prints.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ATTN = "sample+sparq"
 
 
 def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto") -> dict[str, Any]:
-    """Return facts by name; ``problems`` lists what keeps this package from working, one sentence each.
+    """Return facts by name. ``problems`` lists the problems of the installation, one sentence each.
 
     Args:
-        model: that mlx-lm can load: say what ``--attn`` would do with it.
-        attn, backend: as ``--attn`` and ``--attn-backend``.
+        model: a model that mlx-lm can load. If given, report the effect of ``--attn`` on it.
+        attn, backend: values of ``--attn`` and ``--attn-backend``.
     """
     problems: list[str] = []
     findings: dict[str, Any] = {
@@ -50,7 +50,7 @@ def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto") -
 
 
 def text(findings: dict[str, Any]) -> str:
-    """Return the findings of `examine` as lines for people."""
+    """Return the findings of `examine` as text."""
     packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in findings["packages"].items())
     lines = [
         f"mlx-sparse-attention {findings['version']}, Python {findings['python']}, {findings['platform']}",
@@ -58,13 +58,13 @@ def text(findings: dict[str, Any]) -> str:
         f"default device: {findings['device']}",
         "backends: " + ", ".join(f"{name}: {state}" for name, state in findings["backends"].items()),
         f"mlx_lm.* --attn: {findings['hook']}",
-        "mlx-lm's interfaces: " + ("as expected" if findings["seams"] == [] else "not as expected"),
+        "interfaces of mlx-lm: " + ("as expected" if findings["seams"] == [] else "not as expected"),
     ]
     if found := findings.get("model"):
         first, *more = found["lines"]
         lines += [first, *(f"  {line}" for line in more)]
         if any(row["how"] == "modelled" for row in found["thresholds"]):
-            lines.append("  mlx-sparse calibrate measures what is modelled, and so does --attn")
+            lines.append("  `mlx-sparse calibrate` and `--attn` replace modelled values by measurements")
     lines += [f"problem: {problem}" for problem in findings["problems"]] or ["no problems found"]
     return "\n".join(lines)
 
@@ -72,13 +72,13 @@ def text(findings: dict[str, Any]) -> str:
 def _guarded(probe: Any, problems: list[str], package: str) -> Any:
     try:
         return probe()
-    except Exception as error:  # whatever is broken, say so and go on
+    except Exception as error:  # report every error and continue
         problems.append(f"{package} does not work here: {type(error).__name__}: {error}")
         return None
 
 
 def _outlook(model: str, attn: str, backend: str, problems: list[str]) -> dict[str, Any] | None:
-    """Return what ``--attn`` prints before the first token of a model. The model is loaded and not run."""
+    """Return the lines that ``--attn`` prints before the first token. The model is loaded and not run."""
     try:
         from ..calibrate import Calibration
         from .measure import planned, rows_of
@@ -111,14 +111,14 @@ def _hook(problems: list[str]) -> str:
     if _boot.installed():
         return "the start-up hook is active"
     problems.append(
-        "the start-up hook is not active, so mlx_lm.generate knows no --attn: use 'mlx-sparse generate', or reinstall: "
+        "the start-up hook is not active, so mlx_lm.generate has no --attn: use 'mlx-sparse generate', or reinstall: "
         f"run {install_hint(options=REBUILD)}"
     )
     return "the start-up hook is not active"
 
 
 def _other_owners() -> list[str]:
-    """Return a problem for each other distribution with our import name: the index has a `mlx-sparse` with it."""
+    """Return a problem for each other distribution with our import name, such as `mlx-sparse` on PyPI."""
     owners = {
         distribution.metadata["Name"]
         for distribution in metadata.distributions()
@@ -127,7 +127,6 @@ def _other_owners() -> list[str]:
     found = util.find_spec("mlx_sparse")
     where = Path(found.origin).parent if found and found.origin else "nowhere"
     return [
-        f"{owner} owns the import name mlx_sparse too (found at {where}): run 'pip uninstall {owner}', then reinstall "
-        f"{NAME}"
+        f"{owner} also installs mlx_sparse (found at {where}): run 'pip uninstall {owner}', then reinstall {NAME}"
         for owner in sorted(owners)
     ]

@@ -1,4 +1,4 @@
-"""The machine on which something is measured, without serial numbers and names."""
+"""Describe the machine of a measurement, without serial numbers and names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PACKAGES = ("mlx", "mlx-lm", "numpy", "mlx-sparse-attention")
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine, and the versions of the packages on it."""
+    """Return the facts of the machine and the versions of the packages."""
     return hardware() | versions()
 
 
 def hardware() -> dict[str, Any]:
-    """Return the machine, and the device that MLX uses."""
+    """Return the facts of the machine and MLX's default device."""
     import mlx.core as mx
 
     info = mx.device_info()
@@ -30,12 +30,12 @@ def hardware() -> dict[str, Any]:
 
 
 def memory() -> int:
-    """Return the bytes of memory of this machine."""
+    """Return the memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
-    """Return the versions of Python and of the packages that figures depend on; None for a missing package."""
+    """Return the versions of Python and of ``packages``; None for a missing package."""
     return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
 
 

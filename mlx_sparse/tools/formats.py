@@ -17,18 +17,18 @@ FORMS = ("md", "json", "jsonl")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Give ``parser`` the options -o and --out."""
+    """Add the options -o and --out to ``parser``."""
     parser.add_argument(
-        "-o", "--output", metavar="FORM", default="md", help=f"what to print: {', '.join(FORMS)} (default: md)"
+        "-o", "--output", metavar="FORM", default="md", help=f"output format: {', '.join(FORMS)} (default: md)"
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="also write what is printed to FILE")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="also write the output to FILE")
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse options that `Printer` cannot serve, before anything runs.
+    """Check the options of `add_options` before anything runs.
 
     Raises:
-        ConfigError: an unknown form, or a folder that is not there.
+        ConfigError: the form is unknown, or the folder does not exist.
     """
     if args.output not in FORMS:
         raise ConfigError(f"-o: expected one of {', '.join(FORMS)}, got {args.output!r}. --out names a file.")
@@ -36,20 +36,20 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Raise `ConfigError` unless ``path`` is None or a file that may be written in a folder that exists."""
+    """Raise `ConfigError` unless ``path`` is None or a writable file in an existing folder."""
     if path is None:
         return
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"{option}: expected a file in a folder that exists, got {path}.")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option}: expected a folder that can be written, got {path.parent}.")
+        raise ConfigError(f"{option}: expected a writable folder, got {path.parent}.")
 
 
 def check_own(option: str, path: Path | None, first_line: str) -> None:
-    """Refuse a file that does not begin with ``first_line``, so that no file of the user is overwritten.
+    """Raise an error for an existing file that does not begin with ``first_line``, to protect files of the user.
 
     Raises:
-        ConfigError: ``path`` is such a file, does not end in .toml, or is in a folder that does not exist.
+        ConfigError: ``path`` is such a file, does not end in .toml, or its folder does not exist.
     """
     if path is None:
         return
@@ -57,11 +57,11 @@ def check_own(option: str, path: Path | None, first_line: str) -> None:
     if path.suffix != ".toml":
         raise ConfigError(f"{option}: expected a file name in .toml, got {path}.")
     if path.exists() and path.read_bytes()[: len(first_line)] != first_line.encode():
-        raise ConfigError(f"{option}: expected a new file or one of this command, got {path}. Choose another name.")
+        raise ConfigError(f"{option}: expected a new file or a file of this command, got {path}. Choose another name.")
 
 
 def write_toml(path: Path, text: str) -> None:
-    """Write a file for ``--attn-config`` at once, after it was read back."""
+    """Write a file for ``--attn-config`` atomically, after a test that it can be read."""
 
     def write(new: Path) -> None:
         new.write_text(text, encoding="utf-8")
@@ -71,11 +71,11 @@ def write_toml(path: Path, text: str) -> None:
 
 
 class Printer:
-    """Print the results of a command in the form of its options; JSON lines at once.
+    """Print the results of a command in the requested format. JSON lines are printed immediately.
 
     Args:
-        args: of `add_options`.
-        facts: of the run; its ``command`` stands above the Markdown. Each JSON line repeats the facts.
+        args: options of `add_options`.
+        facts: facts of the run. Its ``command`` is printed above the Markdown. Each JSON line repeats the facts.
 
     Attributes:
         lines: results so far.
@@ -88,24 +88,24 @@ class Printer:
 
     @property
     def at_once(self) -> bool:
-        """True if each line is printed at once; otherwise all lines are printed at the end."""
+        """True if each line is printed immediately and not at the end."""
         return bool(self._form == "jsonl")
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """Add a line, and print it if lines are printed at once."""
+        """Add a line, and print it if `at_once`."""
         self.lines.append(line)
         if self.at_once:
             self._print(json.dumps({**line, "run": self._facts}, default=str))
 
     def end(self, text: str, right: bool) -> None:
-        """Print the rest; ``text`` is the Markdown of all lines."""
+        """Print the remaining output. ``text`` is the Markdown of all lines."""
         if self.at_once:
             self.line({"kind": "end", "right": right, "text": text})
         elif self._form == "md":
             self._print(f"    {self._facts['command']}\n\n{text}")
         else:
             self._print(json.dumps({**self._facts, "rows": self.lines}, indent=1, default=str))
-        if self._target:  # last: a disk that is full must not cost what was measured
+        if self._target:  # last, so that a full disk does not lose the measurements
             write(self._target, "\n".join(self._printed))
 
     def _print(self, text: str) -> None:
@@ -120,5 +120,5 @@ def table(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file at once or not at all."""
+    """Replace a file atomically."""
     replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))

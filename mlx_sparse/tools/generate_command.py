@@ -18,7 +18,7 @@ from ..checks import ArtefactError
 def generate_command(model: str, max_tokens: int) -> list[str]:
     """Return the command line of this Python's ``mlx_lm.generate``, greedy, with the prompt on standard input.
 
-    It uses the short name if the shell would find the same command.
+    The short name is used if it is the same command on the PATH.
     """
     script = Path(sysconfig.get_path("scripts")) / "mlx_lm.generate"
     command = [sys.executable, "-m", "mlx_lm", "generate"]
@@ -51,7 +51,7 @@ COUNTS = {"attn", "dense_calls", "layers", "served_layers", "sparse_calls", "spa
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run: the answer, mlx-lm's own speeds, and the report of the sparse attention if there was any."""
+    """Result of one run: the answer, mlx-lm's speeds, and the report of sparse attention, if there is one."""
 
     text: str
     prompt_tokens: int
@@ -59,7 +59,7 @@ class Outcome:
     generation_tokens: int
     generation_tps: float
     report: dict[str, Any] | None = None
-    peak_memory: float | None = None  # GB, MLX's own counter
+    peak_memory: float | None = None  # GB, by MLX's counter
 
 
 def parse_outcome(output: tuple[str, str]) -> Outcome:
@@ -69,14 +69,14 @@ def parse_outcome(output: tuple[str, str]) -> Outcome:
     _, found, text = head.partition(f"{RULE}\n")
     prompt, generation = (re.search(SPEED.format(word), tail, re.MULTILINE) for word in ("Prompt", "Generation"))
     if not (found and prompt and generation):
-        raise ArtefactError("mlx_lm.generate: expected its usual output, got another. Check mlx-lm's version.")
+        raise ArtefactError("mlx_lm.generate: expected its usual output, got another. Check the version of mlx-lm.")
     speeds = int(prompt[1]), float(prompt[2]), int(generation[1]), float(generation[2])
     peak = re.search(r"^Peak memory: ([\d.]+) GB$", tail, re.MULTILINE)
     return Outcome(text, *speeds, parse_report(err), float(peak[1]) if peak else None)
 
 
 def parse_report(err: str) -> dict[str, Any] | None:
-    """Return the last report on standard error, that of its first model; None if there is none."""
+    """Return the first model's entry of the last report on standard error, or None."""
     lines = [line for line in err.splitlines() if line.startswith(REPORT_START)]
     if not lines:
         return None

@@ -13,38 +13,38 @@ from ..checks import ConfigError, Parser, check_int
 from ..lm.loading import loading
 from ..lm.model import disable, enable, plan_of
 from ..methods import Method
-from .bench.core import say
+from .bench.core import log
 
-Served = dict[tuple[Method, Layer], int]  # layers that are alike are counted
+Served = dict[tuple[Method, Layer], int]  # number of layers of each kind
 
 if TYPE_CHECKING:
     from ..lm.plan import Plan
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure; return 0 if every threshold was measured or given, 1 if one of them is modelled."""
+    """Run the command. Return 0 if every threshold was measured or set by the user, 1 if one is modelled."""
     parser = Parser(
         prog="mlx-sparse calibrate",
-        description="Time dense and sparse attention in the shapes of a model's layers, and store the context length "
-        "from which each method is faster on this machine. --attn does the same the first time that a context is long "
-        "enough.",
+        description="Time dense and sparse attention with the shapes of a model's layers, and store the crossover "
+        "length of each method on this machine: the context length at which sparse attention becomes faster. --attn "
+        "does the same when a context is long enough for the first time.",
     )
     parser.add_argument("--model", metavar="DIR_OR_REPO", required=True, help="a model that mlx-lm can load")
     parser.add_argument("--attn", metavar="METHOD", default="sample+sparq", help="as for --attn (default: %(default)s)")
     parser.add_argument("--attn-backend", default="auto", metavar="NAME", help="as for --attn-backend (default: auto)")
     parser.add_argument(
-        "--seconds", type=float, metavar="N", help="for each method and shape (default: 3 on a GPU, 10 on a CPU)"
+        "--seconds", type=float, metavar="N", help="per method and shape (default: 3 on a GPU, 10 on a CPU)"
     )
     parser.add_argument(
-        "--prefill-step-size", type=int, default=2048, metavar="N", help="tokens of a prompt at a time (default: 2048)"
+        "--prefill-step-size", type=int, default=2048, metavar="N", help="tokens of a prefill chunk (default: 2048)"
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     seconds = SECONDS[device_kind()] if args.seconds is None else args.seconds
     if not 0 < seconds <= 3600:
         raise ConfigError(f"--seconds: expected a number from 0 to 3600, got {args.seconds:g}.")
     check_int("--prefill-step-size", args.prefill_step_size, 1)
-    calibration = Calibration(seconds=seconds, chunk=args.prefill_step_size, say=say)
+    calibration = Calibration(seconds=seconds, chunk=args.prefill_step_size, say=log)
     with planned(args.model, args.attn, args.attn_backend, calibration) as plan:
         rows = rows_of(plan.layers, calibration, measures=True)
     if args.json:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Iterator[Plan]:
-    """Yield the plan of a model that is loaded and not run."""
+    """Load a model without running it, and yield its plan."""
     from mlx_lm import load
 
     with loading(name):
@@ -73,7 +73,7 @@ def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Ite
 
 
 def rows_of(served: Served, calibration: Calibration, *, measures: bool = False) -> list[dict[str, Any]]:
-    """Return the crossover length of each kind of layers; with ``measures`` measure all that can be measured."""
+    """Return the crossover length of each kind of layer. With ``measures``, measure all methods that allow it."""
     rows = []
     for (config, layer), count in served.items():
         found = calibration.measure(config, layer) if measures and config.measurable else None

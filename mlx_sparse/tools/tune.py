@@ -1,7 +1,7 @@
-"""``mlx-sparse tune-sample``: settings of SampleAttention for a model, by range of context length.
+"""``mlx-sparse tune-sample``: tune SampleAttention for a model, by range of context length.
 
-Every setting is tried on retrieval tasks inside a sparse prefill, and two are selected: the paper's tuning (section
-4.4).
+The command runs every setting on retrieval tasks inside a sparse prefill and selects two settings, as in section 4.4
+of the SampleAttention paper.
 """
 
 from __future__ import annotations
@@ -28,22 +28,33 @@ from .assets.models import DEFAULT
 from .evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from .evaluate.journal import Journal
 from .evaluate.runner import passage_logits
-from .evaluate.tasks import CITIES, PASSAGES, SHORTEST, Maker, Passage, Question, ask, hide, numbers, starts
+from .evaluate.tasks import (
+    CITIES,
+    PASSAGES,
+    SHORTEST,
+    Maker,
+    Passage,
+    Question,
+    insert_statements,
+    make_question,
+    numbers,
+    starts,
+)
 from .formats import check_own, write_toml
 
-# The values in the paper's Table 6, and the chunks it ends with there.
+# Values from Table 6 of the paper, and the numbers of chunks that it selects.
 ALPHAS = (0.80, 0.85, 0.90, 0.92, 0.95, 0.98)
 CHUNKS = (1, 2)
-LENGTHS = tuple(length << 10 for length in (8, 32, 64, 96, 128))  # one in each range
+LENGTHS = tuple(length << 10 for length in (8, 32, 64, 96, 128))  # one length in each range
 FIRST_LINE = "# Written by mlx-sparse tune-sample"
-NOT_LOSSLESS = "No setting is without loss; accuracy first is the one that loses least."
-ENOUGH = 0.9  # share of dense attention's accuracy that the speed-first setting reaches
-RANGES = (16 << 10, 48 << 10, 80 << 10, 112 << 10, math.inf)  # keys below which each range ends (Table 6)
-ASKED = 4  # pass keys that a passage of needles asks for
+NOT_LOSSLESS = "No setting keeps the accuracy of dense attention; accuracy first is the most accurate setting."
+SPEED_FIRST_SHARE = 0.9  # share of dense attention's accuracy that the speed-first setting keeps
+RANGES = (16 << 10, 48 << 10, 80 << 10, 112 << 10, math.inf)  # upper limits of the ranges in keys (Table 6)
+QUESTIONS = 4  # questions in one passage of needles
 
 
 def needles(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """State the pass keys of cities once each in a text, and ask for `ASKED` of them and answer at its end."""
+    """State the pass key of each city once in a text, and end it with `QUESTIONS` questions and their answers."""
     rng = random.Random(seed)
     for start in starts(tokens, context, limit, rng):
         text = tokens[start : start + context]
@@ -51,12 +62,12 @@ def needles(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed
         statements = [(rng.random(), f"\nThe pass key of {city} is {key}.\n") for city, key in keys.items()]
         dialog: list[int] = []
         scored = []
-        for city in rng.sample(CITIES, ASKED):
+        for city in rng.sample(CITIES, QUESTIONS):
             question = f"\nWhat is the pass key of {city}? The pass key of {city} is"
-            asked = ask(tokenizer, question, f" {keys[city]}")
+            asked = make_question(tokenizer, question, f" {keys[city]}")
             scored += [len(dialog) + len(asked.tokens) - 1 + position for position in asked.scored]
             dialog += asked.tokens + asked.answer
-        prompt = hide(tokenizer, text, statements, Question(dialog, [], []), context, 0).prompt
+        prompt = insert_statements(tokenizer, text, statements, Question(dialog, [], []), context, 0).prompt
         yield Passage(prompt, [len(prompt) - len(dialog) + position for position in scored])
 
 
@@ -77,12 +88,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """A passage under one setting.
+    """Result of one passage under one setting.
 
     Attributes:
-        right, scored: tokens predicted right, and all that are scored.
-        density: share of the causal block pairs attended, mean over layers and heads.
-        sampled: share of the rows that were scored to select them.
+        right, scored: number of correct tokens and of scored tokens.
+        density: share of the causal block pairs attended, averaged over layers and heads.
+        sampled: share of the query rows that were scored for the selection.
         seconds: time of the whole prefill.
     """
 
@@ -95,11 +106,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Measured:
-    """A setting over all passages of a range; ``setting`` None is dense attention.
+    """Results of one setting over all passages of a range.
 
     Attributes:
+        setting: the setting; None for dense attention.
         tasks: accuracy by task.
-        seconds: fastest prefill, mean over the lengths.
+        density, sampled: means of the trials.
+        seconds: time of the fastest prefill, averaged over the lengths.
     """
 
     setting: Setting | None
@@ -115,7 +128,7 @@ class Measured:
 
     @property
     def work(self) -> float:
-        """Attention's multiply-adds over those of dense: the block pairs, and the sample's scores (no values: half)."""
+        """Multiply-adds over dense attention's: the block pairs, and half of the sampled rows, which read no values."""
         return self.density + self.sampled / 2
 
     def as_dict(self) -> dict[str, Any]:
@@ -126,7 +139,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The result for contexts of fewer than ``up_to`` keys, tuned at ``lengths``."""
+    """The selected settings for contexts of fewer than ``up_to`` keys, tuned at ``lengths``."""
 
     up_to: int
     lengths: tuple[int, ...]
@@ -137,13 +150,13 @@ class Tuned:
 
     @property
     def lossless(self) -> bool:
-        """True if the accuracy-first setting loses nothing; otherwise that setting loses least."""
+        """True if the accuracy-first setting is at least as accurate as dense attention."""
         return self.accuracy_first.accuracy >= self.dense.accuracy
 
 
 @dataclass(frozen=True)
 class Search:
-    """The inputs of a search; ``journal`` has the trials that were run before, ``args`` the options."""
+    """Inputs of a search. ``journal`` stores the trials, ``args`` has the options of the command."""
 
     model: Any
     tokenizer: Any
@@ -154,20 +167,20 @@ class Search:
     @property
     def grid(self) -> list[Setting]:
         """The settings to try."""
-        return whole_grid(self.args.alpha_column, self.args.alpha_slash, self.args.chunks)
+        return settings_grid(self.args.alpha_column, self.args.alpha_slash, self.args.chunks)
 
     def tune(self, up_to: int, lengths: tuple[int, ...], progress: Any) -> Tuned:
-        """Try every setting at ``lengths``.
+        """Run every setting at ``lengths`` and select two settings.
 
         Raises:
-            ConfigError: the model cannot do the tasks even with dense attention.
+            ConfigError: the accuracy of dense attention is below ``--min-accuracy``.
         """
         dense = self._measure(None, lengths, progress)
-        if dense.accuracy < self.args.least_accuracy:
+        if dense.accuracy < self.args.min_accuracy:
             raise ConfigError(
-                f"--lengths: expected tasks that the model can do, got {dense.accuracy:.2f} of the tokens right with "
-                f"dense attention at {', '.join(f'{length:,}' for length in lengths)} tokens. "
-                f"Leave that out, or lower --least-accuracy (now {self.args.least_accuracy:g})."
+                f"--lengths: expected lengths at which dense attention solves the tasks, got an accuracy of "
+                f"{dense.accuracy:.2f} at {', '.join(f'{length:,}' for length in lengths)} tokens. "
+                f"Leave that length out, or lower --min-accuracy (now {self.args.min_accuracy:g})."
             )
         measured = [self._measure(setting, lengths, progress) for setting in self.grid]
         return Tuned(up_to, lengths, dense, measured, *select(dense, measured))
@@ -209,28 +222,29 @@ class Search:
 def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Measured]:
     """Return the accuracy-first and the speed-first setting.
 
-    Accuracy first is the least work among those that lose nothing, or else the most accurate. Speed first is the least
-    work among those that reach `ENOUGH` of dense attention's accuracy, or else the accuracy-first one. They are ranked
-    by work, because times repeat only on an idle machine, and then by their numbers.
+    Accuracy first is the setting with the least work among all settings that are as accurate as dense attention. If
+    there is none, it is the most accurate setting. Speed first is the setting with the least work that keeps
+    `SPEED_FIRST_SHARE` of dense attention's accuracy, or else the accuracy-first setting. Settings are ranked by work
+    and not by time, because times are reproducible only on an idle machine. Ties go to the smaller numbers.
     """
 
-    def least_work(candidates: Sequence[Measured]) -> Measured:
+    def cheapest(candidates: Sequence[Measured]) -> Measured:
         return min(candidates, key=lambda found: (found.work, found.setting))
 
     lossless = [found for found in measured if found.accuracy >= dense.accuracy]
     best = max(found.accuracy for found in measured)
-    accurate = least_work(lossless or [found for found in measured if found.accuracy == best])
-    enough = [found for found in measured if found.accuracy >= ENOUGH * dense.accuracy]
-    return accurate, least_work(enough) if enough else accurate
+    accurate = cheapest(lossless or [found for found in measured if found.accuracy == best])
+    enough = [found for found in measured if found.accuracy >= SPEED_FIRST_SHARE * dense.accuracy]
+    return accurate, cheapest(enough) if enough else accurate
 
 
-def whole_grid(*values: Sequence[Any]) -> list[Setting]:
-    """Return every combination of the ``values`` of each parameter, in a fixed order."""
+def settings_grid(*values: Sequence[Any]) -> list[Setting]:
+    """Return all combinations of the ``values`` of each parameter, in a fixed order."""
     return [Setting(*each) for each in itertools.product(*(sorted(set(of_one)) for of_one in values))]
 
 
-def by_range(lengths: Sequence[int], context: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the ends of the ranges that hold a length, with those lengths; the last end is the model's ``context``."""
+def group_by_range(lengths: Sequence[int], context: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the upper limit and the lengths of each range with a length. The last limit is ``context`` + 1."""
     ends = {length: next(end for end in RANGES if length < end) for length in sorted(set(lengths))}
     return [
         (int(end) if math.isfinite(end) else context + 1, tuple(length for length in ends if ends[length] == end))
@@ -246,14 +260,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         tuned = _tune(args, state)
     except KeyboardInterrupt:
-        rest = f"the same command resumes from {state}" if state else "without --out nothing is stored"
+        rest = f"the same command resumes from {state}" if state else "without --out, nothing is stored"
         print(f"\nmlx-sparse tune-sample: interrupted; {rest}", file=sys.stderr)
         return 130
     name = args.model or DEFAULT
     text = toml(tuned, args.prefer, name, args.block_size)
     if args.out is not None:
         write_toml(args.out, text)
-        print(f"Wrote {args.out}; a run with more settings resumes from {state}.", file=sys.stderr)
+        print(f"Wrote {args.out}; a run with more settings reuses {state}.", file=sys.stderr)
     if args.json:
         print(json.dumps(as_dict(tuned, name, args.block_size)))
     else:
@@ -266,24 +280,24 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse tune-sample",
-        description="Find the alphas and the number of chunks of SampleAttention for a model, by range of context "
-        "length: every setting is tried on needles and repetitions in real text, with questions and answers inside the "
-        "sparse prefill. There are two results: accuracy first (no loss) and speed first (at least 90 percent of dense "
-        "attention's accuracy), each the setting with the least work.",
+        description="Select the alphas and the number of chunks of SampleAttention for a model, by range of context "
+        "length. The command runs every setting on needles and repetitions in real text, with questions and answers "
+        "inside the sparse prefill. It selects two settings with the least work: accuracy first keeps the accuracy of "
+        "dense attention, speed first at least 90 percent of it.",
     )
     add_options(parser)
     parser.add_argument(
         "--out",
         metavar="FILE.toml",
         type=Path,
-        help="write the settings for --attn-config, and every trial to FILE.toml.state.jsonl, from which the same "
-        "command resumes after an interruption (default: print them)",
+        help="write the settings for --attn-config, and every trial to FILE.toml.state.jsonl; the same command "
+        "resumes from the trials after an interruption (default: print the settings)",
     )
     parser.add_argument("--prefer", choices=("accuracy", "speed"), default="accuracy", help="(default: accuracy)")
     parser.add_argument(
         "--lengths",
         metavar="N,N",
-        help="context lengths to tune at (default: of 8k,32k,64k,96k,128k those that the model and the text allow)",
+        help="context lengths to tune at (default: 8k,32k,64k,96k,128k, limited by the model and the text)",
     )
     for name, metavar, kind, values in (
         ("--alpha-column", "A", float, ALPHAS),
@@ -293,29 +307,29 @@ def _parser() -> argparse.ArgumentParser:
         text = f"(default: {' '.join(map(str, values))})"
         parser.add_argument(name, metavar=metavar, nargs="+", type=kind, default=values, help=text)
     parser.add_argument("--block-size", metavar="N", type=int, default=128, help="(default: 128)")
-    parser.add_argument("--examples", metavar="N", type=int, default=2, help="per task and length (default: 2)")
+    parser.add_argument("--examples", metavar="N", type=int, default=2, help="for each task and length (default: 2)")
     parser.add_argument(
-        "--prefill-step-size", metavar="N", type=int, default=2048, help="tokens per step of a prefill (default: 2048)"
+        "--prefill-step-size", metavar="N", type=int, default=2048, help="tokens of a prefill chunk (default: 2048)"
     )
     parser.add_argument(
-        "--least-accuracy",
+        "--min-accuracy",
         metavar="SHARE",
         type=float,
         default=0.5,
-        help="refuse tasks of which dense attention does less than this (default: 0.5)",
+        help="stop if the accuracy of dense attention is lower (default: 0.5)",
     )
     return parser
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what is wrong before anything is fetched or loaded."""
+    """Raise an error for wrong options before anything is fetched or loaded."""
     check_own("--out", args.out, FIRST_LINE)
-    for setting in whole_grid(args.alpha_column, args.alpha_slash, args.chunks):
+    for setting in settings_grid(args.alpha_column, args.alpha_slash, args.chunks):
         check_sample(setting.alpha_column, setting.alpha_slash, setting.chunks, args.block_size)
     check_int("--examples", args.examples, 1)
     check_int("--prefill-step-size", args.prefill_step_size, 1)
-    if args.least_accuracy != 0:
-        check_share("--least-accuracy", args.least_accuracy)
+    if args.min_accuracy != 0:
+        check_share("--min-accuracy", args.min_accuracy)
     args.lengths = [read_length(length) for length in args.lengths.split(",")] if args.lengths else None
     check_options(args)
 
@@ -323,14 +337,14 @@ def _check(args: argparse.Namespace) -> None:
 def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:
     from tqdm import tqdm
 
-    model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_licence)
+    model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_license)
     tokens = read_tokens(tokenizer, args.text, args.cache_dir)
     context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
     bounds = {"the --text, divided by --examples": len(tokens) // args.examples}
     if context is not None:
         bounds["the model's context"] = context
     lengths = _lengths(args.lengths, bounds)
-    ranges = by_range(lengths, context or max(lengths))
+    ranges = group_by_range(lengths, context or max(lengths))
     options = (args.examples, args.seed, args.prefill_step_size, args.block_size)
     journal = Journal(state, "tune-sample", fingerprint(model, tokens, *options), Trial)
     search = Search(model, tokenizer, tokens, journal, args)
@@ -344,7 +358,7 @@ def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:
 
 
 def _lengths(wanted: Sequence[int] | None, bounds: dict[str, int]) -> Sequence[int]:
-    """Return the lengths to tune at: the ``wanted`` ones, or by default those that the bounds allow."""
+    """Return the ``wanted`` lengths, or the default lengths that the bounds allow."""
     name = min(bounds, key=lambda name: bounds[name])
     lengths = wanted or [length for length in LENGTHS if length <= bounds[name]] or [bounds[name]]
     if min(lengths) < SHORTEST or max(lengths) > bounds[name]:
@@ -354,11 +368,11 @@ def _lengths(wanted: Sequence[int] | None, bounds: dict[str, int]) -> Sequence[i
 
 
 def toml(tuned: Sequence[Tuned], prefer: str, model: str, block_size: int) -> str:
-    """Return the preferred setting of each range, with its figures and the other setting as comments."""
-    # As JSON, a name cannot end its comment.
+    """Return a file for ``--attn-config`` with the preferred setting of each range; figures are comments."""
+    # A name in JSON cannot end its comment.
     lines = [
         f"{FIRST_LINE} for {json.dumps(model)}: {prefer} first.",
-        "# Read it with --attn-config. Longer contexts than the last range use the last one.",
+        "# Use this file with --attn-config. Contexts beyond the last range use the last range.",
         "[sample]",
         f"block_size = {block_size}",
     ]
@@ -386,7 +400,7 @@ def _figures(row: Measured) -> str:
 
 
 def table(tuned: Sequence[Tuned]) -> str:
-    """Return everything that was measured, and what was selected, as Markdown."""
+    """Return all measurements and the selected settings as Markdown."""
     rows = []
     for found in tuned:
         for row in (found.dense, *found.measured):
@@ -400,14 +414,14 @@ def table(tuned: Sequence[Tuned]) -> str:
     lines = [
         formats.table(header, rows),
         "",
-        "work = density + sampled / 2: attention's multiply-adds over those of dense, which rank the settings.",
-        f"Speed first has at least {ENOUGH:.0%} of dense attention's accuracy.",
+        "work = density + sampled / 2: multiply-adds over dense attention's. Settings are ranked by work.",
+        f"Speed first keeps at least {SPEED_FIRST_SHARE:.0%} of dense attention's accuracy.",
     ]
     return "\n".join(lines + [f"Below {one.up_to:,} keys: {NOT_LOSSLESS}" for one in tuned if not one.lossless])
 
 
 def as_dict(tuned: Sequence[Tuned], model: str, block_size: int) -> dict[str, Any]:
-    """Return everything that was measured and selected as plain data for JSON."""
+    """Return all measurements and the selected settings as plain data for JSON."""
     ranges = [
         {name: getattr(found, name) for name in ("up_to", "lengths", "lossless")}
         | {name: getattr(found, name).as_dict() for name in ("dense", "accuracy_first", "speed_first")}

@@ -24,7 +24,7 @@ from mlx_sparse.cache.sparse_cache import SparseCache
 from mlx_sparse.methods import parse, registry, table
 from mlx_sparse.methods.quest import Quest
 from mlx_sparse.methods.stats import quest_elements
-from mlx_sparse.tools.evaluate.variants import settle, transfers
+from mlx_sparse.tools.evaluate.variants import fit_budget, transfers
 
 BACKENDS = [name for name in ADAPTERS if name in table.FUNCTIONS["quest"]]
 
@@ -137,7 +137,7 @@ def test_settings_budgets_and_contexts() -> None:
     assert Quest(top_k=20, page_size=8).attended == 24
     assert [Quest().shortest_context(), Quest(top_k=20).shortest_context()] == [4096, 33]
     assert str(parse("quest:top_k=64")[0]) == "quest:top_k=64"
-    assert transfers(parse(settle("quest", Fraction(1, 4), 8192, 128) or "")[0], 8192, 128) <= 1 / 4
+    assert transfers(parse(fit_budget("quest", Fraction(1, 4), 8192, 128) or "")[0], 8192, 128) <= 1 / 4
     with pytest.raises(mlx_sparse.ConfigError, match="page_size: expected an integer of at least 1, got 0"):
         parse("quest:page_size=0")
 

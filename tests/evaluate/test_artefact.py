@@ -1,4 +1,4 @@
-"""SAAP's artefact: what is written is what is read, and everything else is refused with one line."""
+"""Test SAAP artefacts: the round trip, and one-line errors for all other files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from commands import files_of_at_most
+from commands import file_size_limit
+from json_tables import read_tables
 from mlx import nn
 from mlx_arrays import to_numpy
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from tiny_models import FAMILIES, build
 
-from mlx_sparse.artefact import Artefact, Layer, identity, kv_shapes, load
+from mlx_sparse.artefact import Artefact, Layer, identity, load
 from mlx_sparse.checks import ArtefactError
+
+DATA = read_tables(__file__)
 
 BUCKETS, HIDDEN, HEADS, D = 6, 8, 2, 16
 
@@ -42,7 +45,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, change: Any) -> None:
-    """Change the header as JSON data, and write the file with whatever length that gives it."""
+    """Change the JSON header and write the file with the new header length."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -52,7 +55,7 @@ def rewrite(path: Path, change: Any) -> None:
 
 
 def describe(path: Path, **changes: Any) -> None:
-    """Change the description in the metadata; None leaves a field out."""
+    """Change fields of the description in the metadata; None removes a field."""
 
     def change(header: dict[str, Any]) -> None:
         about = json.loads(header["__metadata__"]["mlx_sparse"]) | changes
@@ -62,7 +65,7 @@ def describe(path: Path, **changes: Any) -> None:
     rewrite(path, change)
 
 
-def test_what_is_read_is_what_was_written(path: Path) -> None:
+def test_round_trip(path: Path) -> None:
     written = artefact(layers=(3, 11, 2))
     written.save(path)
     read = load(path)
@@ -76,7 +79,7 @@ def test_what_is_read_is_what_was_written(path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_a_truncation_is_refused(path: Path) -> None:
+def test_truncated_files_are_refused(path: Path) -> None:
     artefact(layers=(0,)).save(path)
     content = path.read_bytes()
     for length in (0, 7, 63, len(content) // 2, len(content) - 1):
@@ -118,7 +121,7 @@ HOSTILE = "two words\n" * 90
     ],
     ids=["entry", "type", "shape", "description", "name"],
 )
-def test_a_refusal_is_one_short_line_whatever_the_file_holds(path: Path, change: Any) -> None:
+def test_errors_are_one_short_line_for_hostile_content(path: Path, change: Any) -> None:
     artefact(layers=(0,)).save(path)
     rewrite(path, change)
     with pytest.raises(ArtefactError) as error:
@@ -128,26 +131,25 @@ def test_a_refusal_is_one_short_line_whatever_the_file_holds(path: Path, change:
 
 
 @pytest.mark.parametrize("word", ["", HOSTILE, "a" * 65, "llama\n", 7])
-def test_a_family_that_no_message_could_repeat_is_refused(path: Path, word: Any) -> None:
+def test_unprintable_model_types_are_refused(path: Path, word: Any) -> None:
     artefact(layers=(0,)).save(path)
     describe(path, model={"model_type": word, "hash": "0" * 64})
     with pytest.raises(ArtefactError, match="description is damaged"):
         load(path)
 
 
-def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(ArtefactError, match="none that can be read"):
+def test_missing_files_folders_and_pipes_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, message in (
+        (tmp_path / "none", "none that can be read"),
+        (tmp_path, "none that can be read"),
+        (tmp_path / "pipe", "no file"),
+    ):
+        with pytest.raises(ArtefactError, match=message):
             load(path)
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ArtefactError, match="no file"):
-        load(tmp_path / "pipe")
-
-
-def test_another_safetensors_file_is_refused(path: Path) -> None:
+def test_other_safetensors_files_are_refused(path: Path) -> None:
     mx.save_safetensors(str(path), {"weight": mx.zeros((2, 2))}, {"format": "mlx"})
     with pytest.raises(ArtefactError, match="something else"):
         load(path)
@@ -156,42 +158,16 @@ def test_another_safetensors_file_is_refused(path: Path) -> None:
         load(path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"format": 2}, "format '2'"),
-        ({"kind": "sample"}, "kind 'sample'"),
-        ({"buckets": BUCKETS + 1}, "other shapes in layer 0"),
-        ({"buckets": 5000}, "description is damaged"),
-        ({"buckets": True}, "description is damaged"),
-        ({"hidden": 0}, "one without query networks, whose modes kmeans and roped were removed"),
-        ({"space": "roped"}, "one without query networks, whose modes kmeans and roped were removed"),
-        ({"hidden": 1 << 40}, "description is damaged"),
-        ({"space": "after"}, "description is damaged"),
-        ({"sink_tokens": -1}, "description is damaged"),
-        ({"recent_tokens": None}, "description is damaged"),
-        ({"model": {"model_type": "llama"}}, "description is damaged"),
-        ({"model": "llama"}, "description is damaged"),
-    ],
-)
-def test_a_description_that_does_not_fit_is_refused(path: Path, changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), DATA["descriptions"])
+def test_wrong_descriptions_are_refused(path: Path, changes: dict[str, Any], message: str) -> None:
     artefact().save(path)
     describe(path, **changes)
     with pytest.raises(ArtefactError, match=message):
         load(path)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("layers.1.out_bias", None, "none that can be read"),
-        ("layers.1.out_bias", "layers.1.bias", "unknown tensor"),
-        ("layers.1.out_bias", "layers.01.out_bias", "unknown tensor"),
-        ("layers.1.out_bias", "layers.2.out_bias", "other shapes in layer [12]"),
-        ("layers.1.out_bias", "layers.1.out_bias.x", "unknown tensor"),
-    ],
-)
-def test_other_tensors_are_refused(path: Path, old: str, new: str | None, message: str) -> None:
+@pytest.mark.parametrize(("old", "new", "message"), DATA["tensors"])
+def test_unexpected_tensors_are_refused(path: Path, old: str, new: str | None, message: str) -> None:
     artefact().save(path)
 
     def change(header: dict[str, Any]) -> None:
@@ -205,7 +181,7 @@ def test_other_tensors_are_refused(path: Path, old: str, new: str | None, messag
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_are_refused_and_never_written(path: Path, value: float) -> None:
+def test_non_finite_numbers_are_never_read_or_written(path: Path, value: float) -> None:
     made = artefact()
     made.save(path)
     wrong = dataclasses.replace(made.layers[1], hidden_bias=mx.full((HEADS, HIDDEN), value, mx.float16))
@@ -219,30 +195,30 @@ def test_numbers_that_are_not_finite_are_refused_and_never_written(path: Path, v
         load(path)
 
 
-def test_layers_that_do_not_fit_the_description_are_never_written(path: Path) -> None:
+def test_mismatched_layers_are_never_written(path: Path) -> None:
     for changes in ({"buckets": BUCKETS + 1}, {"hidden": 0}, {"layers": {}}):
         with pytest.raises(ArtefactError):
             dataclasses.replace(artefact(), **changes).save(path)
     assert not path.exists()
 
 
-def test_a_full_disk_leaves_the_file_that_was_there(path: Path) -> None:
+def test_full_disk_leaves_the_old_file(path: Path) -> None:
     artefact(layers=(0,)).save(path)
     before = path.read_bytes()
     many = artefact(layers=tuple(range(40)))
-    with files_of_at_most(2 * len(before)), pytest.raises(OSError, match="disk full"):
+    with file_size_limit(2 * len(before)), pytest.raises(OSError, match="disk full"):
         many.save(path)
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_a_name_that_mlx_would_change_is_refused(tmp_path: Path) -> None:
+def test_other_suffixes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtefactError, match=r"expected a name in \.safetensors"):
         artefact().save(tmp_path / "model.saap")
     assert not list(tmp_path.iterdir())
 
 
-def test_the_model_it_was_trained_on_is_taken_quantised_or_in_half_precision_too() -> None:
+def test_quantized_and_half_precision_models_match() -> None:
     made = artefact(build("llama", intermediate_size=96))
     model = build("llama", intermediate_size=96)
     made.check_model(model)
@@ -254,14 +230,14 @@ def test_the_model_it_was_trained_on_is_taken_quantised_or_in_half_precision_too
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_a_model_with_adapters_is_the_same_model(family: str, use_dora: bool) -> None:
+def test_adapters_keep_the_identity(family: str, use_dora: bool) -> None:
     model = build(family)
     found = identity(model)
     linear_to_lora_layers(model, 2, {"rank": 2, "scale": 1.0, "dropout": 0.0}, use_dora=use_dora)
     assert identity(model) == found
 
 
-def test_a_bfloat16_model_is_the_same_in_float16() -> None:
+def test_bfloat16_and_float16_share_an_identity() -> None:
     model = build("qwen2")
     model.model.norm.weight = mx.array([1e-3, 3e-5, 1e-5, 1e-7, -7e-6] * 13)[:64]
     model.set_dtype(mx.bfloat16)
@@ -270,11 +246,11 @@ def test_a_bfloat16_model_is_the_same_in_float16() -> None:
     assert identity(model) == found
 
 
-def test_a_model_without_vectors_is_known_by_its_matrices() -> None:
+def test_identity_uses_matrices_without_vectors() -> None:
     assert identity(build("nanochat")) == identity(build("nanochat")) != identity(build("nanochat", seed=1))
 
 
-def test_rope_scaling_counts_however_it_is_written() -> None:
+def test_equivalent_rope_scaling_has_one_hash() -> None:
     def hash_of(**scaling: Any) -> str:
         model = build()
         model.args.rope_scaling = scaling or None
@@ -286,45 +262,28 @@ def test_rope_scaling_counts_however_it_is_written() -> None:
     assert hash_of() == hash_of(rope_type="default") != hash_of(type="linear", factor=2)
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "message"),
-    [
-        ("llama", {"seed": 1}, "another config or other weights"),
-        ("llama", {"rope_theta": 5000.0}, "another config or other weights"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "another config or other weights"),
-        ("llama", {"num_key_value_heads": 1}, "2 KV heads of 16 for layer 0, which has 1 KV heads of 16"),
-        ("llama", {"num_hidden_layers": 1}, "layer 1, which has no keys"),
-        ("llama", {"head_dim": 32}, "2 KV heads of 32"),
-        ("qwen3", {}, "expected one for qwen3, got one for llama"),
-    ],
-)
-def test_a_file_for_another_model_is_refused(family: str, changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("family", "changes", "message"), DATA["other_models"])
+def test_files_of_other_models_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArtefactError, match=message):
         artefact(build("llama")).check_model(build(family, **changes))
 
 
-def test_the_config_of_a_nested_text_model_counts() -> None:
+def test_nested_text_config_is_part_of_the_identity() -> None:
     text = FAMILIES["mistral3"]["text_config"]
     one, other = (build("mistral3", text_config={**text, "rope_theta": theta}) for theta in (1e4, 2e4))
     assert identity(one) == identity(build("mistral3")) != identity(other)
 
 
 class Arguments:
-    """As of models whose text config is an object."""
+    """Hold model arguments as attributes, for a text config that is an object."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__ |= values
 
 
-def test_a_nested_config_may_be_an_object() -> None:
+def test_nested_config_objects_are_read() -> None:
     model, found = build(), []
     for theta in (1e4, 2e4):
         model.args = Arguments(model_type="x", text_config=Arguments(rope_theta=theta))
         found.append(identity(model)["hash"])
     assert found[0] != found[1]
-
-
-def test_layers_are_counted_as_the_caches_are() -> None:
-    assert kv_shapes(build("llama")) == [(2, 16), (2, 16)]
-    assert kv_shapes(build("mistral3")) == [(2, 16), (2, 16)]
-    assert kv_shapes(build("mamba")) == [None, None]

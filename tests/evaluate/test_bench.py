@@ -1,4 +1,4 @@
-"""`mlx-sparse bench`, the same for every engine: options, the check before timing, paired ratios, rows at once."""
+"""Test `mlx-sparse bench` on every engine: options, the check before timing, paired ratios and immediate output."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from json_tables import read_tables
 
 from mlx_sparse import cli, oracle
 from mlx_sparse.checks import ConfigError
@@ -26,11 +27,13 @@ from mlx_sparse.tools.bench import command, core, inputs
 from mlx_sparse.tools.bench.core import Case, Request, Shape, Spread, Variant
 from mlx_sparse.tools.formats import Printer
 
+DATA = read_tables(__file__)
+
 CASE = Case("float16", Shape(4, 2, 32), 1, 200)
 
 
 class Fake(Variant):
-    """A variant with the result and the seconds that the test gives."""
+    """Variant with a given result and a given time in seconds."""
 
     def __init__(self, name: str, seconds: float = 1e-6, wrong: Any = None, role: str = "sparse", ours: bool = True):
         super().__init__(CASE, "dense" if role == "dense" else name, "" if role == "dense" else "ops", dense=name)
@@ -47,30 +50,30 @@ class Fake(Variant):
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch calls it."""
+    """Error with the name of torch's out-of-memory error."""
 
 
-def test_right_variants_take_turns_and_a_wrong_one_gets_no_time() -> None:
+def test_correct_variants_alternate_and_wrong_ones_are_not_timed() -> None:
     fakes = [Fake("mlx", 4e-6, role="dense"), Fake("a", 2e-6), Fake("b", wrong="wrong result: error 1")]
     fakes.append(Fake("products", 3e-6, role="dense"))
     rows = core.measure(CASE, fakes, 3, warm_up=2)
     assert [fake.taken for fake in fakes] == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [], [0, 1, 2, 3, 4]]
     a, b = (row.as_dict() for row in rows)
     assert (a["dense"], a["dense_us"], a["sparse_us"], a["turns"]) == ("products", 12, 8, 3)
-    assert (a["ratio"], a["ratio_low"], a["ratio_high"]) == pytest.approx((1.5, 1.5, 1.5))  # of each turn
+    assert (a["ratio"], a["ratio_low"], a["ratio_high"]) == pytest.approx((1.5, 1.5, 1.5))  # the ratio of each turn
     assert a["dense_ways_us"] == pytest.approx({"mlx": 16, "products": 12})
     assert (b["failed"], b["note"], b["sparse_us"], b["ratio"]) == (True, "wrong result: error 1", None, None)
     assert {"dtype": "float16", "shape": "4x2x32", "batch": 1, "S": 200, "backend": "ops"}.items() <= a.items()
 
 
-def test_a_baseline_of_one_backend_is_compared_with_that_backend_only() -> None:
+def test_backend_baselines_compare_within_their_backend() -> None:
     ours, theirs, sparse = Fake("ours", 1e-6, role="dense"), Fake("any", 3e-6, role="dense"), Fake("a", 2e-6)
     ours.row.backend = "native"
     (row,) = core.measure(CASE, [ours, theirs, sparse], 2)
     assert row.as_dict()["dense"] == "any" and row.as_dict()["ratio"] == pytest.approx(1.5)
 
 
-def test_a_wrong_baseline_is_a_row_that_failed() -> None:
+def test_wrong_baseline_is_a_failed_row() -> None:
     bad, sparse = core.measure(CASE, [Fake("mlx", wrong="wrong result", role="dense"), Fake("a")], 2)
     assert (bad.method, bad.failed, bad.as_dict()["dense"]) == ("dense", True, "mlx")
     assert sparse.turns == 2 and sparse.spreads["ratio"] is None
@@ -87,38 +90,38 @@ def test_a_wrong_baseline_is_a_row_that_failed() -> None:
         (ValueError("x" * 1000), True, "x" * 237 + "...", True),
     ],
 )
-def test_an_error_is_a_row_with_its_reason(error: Exception, ours: bool, note: str, failed: bool) -> None:
+def test_errors_are_rows_with_a_reason(error: Exception, ours: bool, note: str, failed: bool) -> None:
     first, second = core.measure(CASE, [Fake("a", wrong=error, ours=ours), Fake("b")], 1)
     assert (first.note, first.failed, first.turns, second.turns) == (note, failed, 0, 1)
 
 
-def test_an_error_before_a_variant_is_a_row_of_the_case_and_the_others_are_timed() -> None:
+def test_setup_errors_leave_other_variants_timed() -> None:
     def variants() -> Iterator[Variant]:
         yield Fake("a")
         core.check_memory(70e9, 100e9, 0.6)
 
     a, whole = core.measure(CASE, variants(), 1)
     assert a.turns == 1
-    assert (whole.method, whole.note, whole.failed) == ("", "needs 70 GB of the 100 GB there are", False)
+    assert (whole.method, whole.note, whole.failed) == ("", "needs 70 GB of 100 GB of memory", False)
 
 
-def test_turns_end_when_time_is_up_but_some_are_taken() -> None:
+def test_time_limit_keeps_a_minimum_of_turns() -> None:
     late = Fake("a")
     core.measure(CASE, [late], 9, until=time.monotonic() - 1)
-    assert len(late.taken) == core.FEWEST_TURNS
+    assert len(late.taken) == core.MIN_TURNS
 
 
-def test_a_spread_is_quartiles() -> None:
+def test_spread_is_quartiles() -> None:
     assert Spread.of([4, 1, 2, 3, 5]) == Spread(2, 3, 4)
     assert Spread.of([3e-6], 1e-6).median == pytest.approx(3)
     assert Spread(99.94, 100.4, 1000).text() == "100.4 (99.9 to 1,000.0)"
 
 
-# The loop over cases
+# Loop over cases
 
 
-def ran(form: str, made: Any, out: Path | None = None, budget: float = math.inf) -> tuple[bool, str]:
-    """Run two cases with the variants of ``made``."""
+def run_cases(form: str, made: Any, out: Path | None = None, budget: float = math.inf) -> tuple[bool, str]:
+    """Run two cases with the variants from ``made``; return success and the printed text."""
     request = Request("step", [], ["ops"], [CASE, CASE], 2, budget)
     printed, engine = io.StringIO(), SimpleNamespace(variants=lambda request, case: made())
     with redirect_stdout(printed):
@@ -128,10 +131,10 @@ def ran(form: str, made: Any, out: Path | None = None, budget: float = math.inf)
 
 
 @pytest.mark.parametrize("form", ["md", "json", "jsonl"])
-def test_each_form_has_the_same_rows(form: str, tmp_path: Path) -> None:
+def test_every_format_has_the_same_rows(form: str, tmp_path: Path) -> None:
     target = tmp_path / "found"
     target.write_text("old")
-    right, text = ran(form, lambda: [Fake("mlx", role="dense"), Fake("a")], target)
+    right, text = run_cases(form, lambda: [Fake("mlx", role="dense"), Fake("a")], target)
     assert right and target.read_text() == text and len(list(tmp_path.iterdir())) == 1
     if form == "md":
         assert text.startswith("    mlx-sparse bench x\n\nA decode step in one layer")
@@ -143,7 +146,7 @@ def test_each_form_has_the_same_rows(form: str, tmp_path: Path) -> None:
         assert (facts["command"], facts["machine"]) == ("mlx-sparse bench x", {"chip": "a"})
 
 
-def test_rows_are_printed_when_they_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_printed_immediately(capsys: pytest.CaptureFixture[str]) -> None:
     before = []
 
     def variants() -> list[Variant]:
@@ -157,10 +160,12 @@ def test_rows_are_printed_when_they_are_known(capsys: pytest.CaptureFixture[str]
     assert before[1].err == f"[2/2] {CASE}\n"
 
 
-def test_cases_without_time_left_are_rows_and_a_wrong_result_is_an_exit_status() -> None:
-    right, text = ran("json", lambda: [Fake("a")], budget=1e-9)
-    assert right and {row["note"] for row in json.loads(text)["rows"]} == {"left out: the 1e-09 s were over"}
-    assert not ran("json", lambda: [Fake("a", wrong="wrong result")])[0]
+def test_skipped_cases_are_rows_and_wrong_results_fail() -> None:
+    right, text = run_cases("json", lambda: [Fake("a")], budget=1e-9)
+    assert right and {row["note"] for row in json.loads(text)["rows"]} == {
+        "skipped: the time budget of 1e-09 s was used up"
+    }
+    assert not run_cases("json", lambda: [Fake("a", wrong="wrong result")])[0]
 
 
 # Inputs
@@ -170,7 +175,7 @@ def test_cases_without_time_left_are_rows_and_a_wrong_result_is_an_exit_status()
 @pytest.mark.parametrize(
     "text", ["sparq:rank=8,local_window=32", "oracle_top_k:local_window=32", "streaming", "quest:top_k=64"]
 )
-def test_the_right_result_of_a_planted_problem_is_the_oracles(text: str, dtype: str) -> None:
+def test_planted_decode_problem_matches_the_oracle(text: str, dtype: str) -> None:
     (config,) = parse(text)
     problem = inputs.planted_problem(Case(dtype, Shape(8, 2, 64), 1, 600), config)
     names = ("rank", "top_k", "local_window", "page_size", "sink_tokens", "recent_tokens")
@@ -179,12 +184,12 @@ def test_the_right_result_of_a_planted_problem_is_the_oracles(text: str, dtype: 
     assert problem.wrong(run(problem.queries, problem.keys, problem.values, **settings)) is None
     dense = oracle.dense_attention(problem.queries, problem.keys, problem.values)
     assert str(problem.wrong(dense)).startswith("wrong result: error")
-    if "top_k" in settings:  # a key or a page too few
+    if "top_k" in settings:  # one key or one page less
         settings["top_k"] -= settings.get("page_size", 1)
         assert problem.wrong(run(problem.queries, problem.keys, problem.values, **settings))
 
 
-def test_the_right_result_of_saap_is_the_oracles() -> None:
+def test_saap_problem_matches_the_oracle() -> None:
     (config,) = parse("saap:recent_tokens=100")
     case = Case("float32", Shape(4, 2, 32), 1, 2000)
     index = inputs.Index.of(case, config, 64)
@@ -202,11 +207,11 @@ def test_the_right_result_of_saap_is_the_oracles() -> None:
         return_stats=True,
     )
     assert problem.wrong(out) is None
-    assert stats.selectivity == pytest.approx(inputs.UNEVEN * config.probes / inputs.BUCKETS, rel=0.05)
+    assert stats.selectivity == pytest.approx(inputs.LOAD_FACTOR * config.probes / inputs.BUCKETS, rel=0.05)
 
 
 @pytest.mark.parametrize("text", ["sample:alpha_column=0.6,alpha_slash=0.6,block_size=32", "bigbird"])
-def test_the_right_result_of_a_prompt_is_the_oracles(text: str) -> None:
+def test_prefill_problem_matches_the_oracle(text: str) -> None:
     (config,) = parse(text)
     prompt = inputs.Prompt(Case("float32", Shape(4, 2, 32), 1, 700, 400))
     assert prompt.chunks == [(0, 400), (400, 700)]
@@ -220,7 +225,7 @@ def test_the_right_result_of_a_prompt_is_the_oracles(text: str) -> None:
         assert str(prompt.wrong(spoil(out), config)).startswith("wrong result: error")
 
 
-def test_rounding_to_bfloat16_is_to_the_nearest() -> None:
+def test_bfloat16_rounds_to_nearest() -> None:
     numbers = np.float32([1, 1 + 2**-8, 1 + 2**-8 + 2**-20, -3.14159])
     assert inputs.rounded(numbers, "bfloat16").tolist() == [1, 1, 1 + 2**-7, -3.140625]
 
@@ -232,78 +237,34 @@ ENGINES = pytest.mark.parametrize("engine", command.ENGINES)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the one line of a refusal."""
+    """Return the one-line error of a command that fails."""
     assert cli.main(["bench", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("mlx-sparse: error: ") and error.count("\n") == 1
     return error.removeprefix("mlx-sparse: error: ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lengths", "1k,much"], "--lengths: expected numbers such as 1k,2k,3000, got 'much'."),
-        (["--shapes", "3x2x64"], "--shapes: expected query heads x KV heads x head dim such as 32x8x128, got"),
-        (["--repeat", "0"], "--repeat: expected an integer of at least 1, got 0."),
-        (["--batches", "1,all"], "--batches: expected an integer of at least 1, got 'all'."),
-        (["--dtype", "half"], "--dtype: expected some of float32, float16, bfloat16, got 'half'."),
-        (["--budget-s", "0"], "--budget-s: expected seconds, got 0."),
-        (["--backend", "gpu"], "--backend: expected one of "),
-        (["--attn", "streaming,"], "methods: expected a list such as sparq:rank=16,streaming, got 'streaming,'."),
-        (["--attn", "dense"], "--attn: expected methods of "),
-        (["--attn", "sample+sparq"], "--attn: expected methods of "),
-        (["-o", "result.md"], "-o: expected one of md, json, jsonl, got 'result.md'. --out names a file."),
-        (["--out", "no/folder/x"], "--out: expected a file in a folder that exists, got no/folder/x."),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), DATA["every_engine"])
 @pytest.mark.parametrize("stage", ["step", "prefill"])
 @ENGINES
-def test_wrong_options_are_refused_in_one_line(engine, stage, arguments, message, capsys) -> None:
+def test_wrong_options_are_refused(engine, stage, arguments, message, capsys) -> None:
     assert refused(capsys, stage, "--engine", engine, *SMALL, *arguments).startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("step --attn sample", "--attn: expected methods of decode steps such as sparq:rank=16,streaming, got sample."),
-        ("prefill --attn sparq", "--attn: expected methods of prefill such as sample,minference, got sparq."),
-        ("step --attn sparq:rank=33", "rank: expected at most the head dim D=32, got 33."),
-        ("step --attn h2o", "--attn: expected a method that selects keys or blocks by scores, got h2o."),
-        ("prefill --attn hash_sparse", "--attn: expected a method that selects keys or blocks by scores, got hash"),
-        (
-            "step --attn saap:mode=online,buckets=32",
-            "probes: expected an integer of at least 1 and at most 31, got 32.",
-        ),
-        ("step --backend onnx", "--backend: expected one that has sparq here, got onnx (it runs exported"),
-        ("step --kv-bits 7 --shapes 4x2x64", "--kv-bits: expected some of 2, 3, 4, 5, 6, 8 with head dims"),
-        ("step --kv-bits 4", "--kv-bits: expected some of 2, 3, 4, 5, 6, 8 with head dims"),
-        ("step --threads 2", "--threads: expected none with --engine mlx, got 2."),
-        ("prefill --steps 512,none", "--steps: expected numbers such as 1k,2k,3000, got 'none'."),
-        ("step --engine onnx --threads many", "--threads: expected an integer of at least 1, got 'many'."),
-        ("step --engine onnx --kv-bits 4", "--kv-bits: expected none with --engine onnx, got 4."),
-        ("step --engine onnx --attn quest", "--attn: expected sparq, saap, sample without mode=online on this engine"),
-        (
-            "step --engine onnx --attn saap:probes=1025",
-            "probes: expected an integer of at least 1 and at most 1023, got",
-        ),
-        ("step --engine onnx --batches 2", "--engine onnx: expected batch 1 in float32 or float16"),
-        ("prefill --engine cuda --steps 512", "--steps: expected none with --engine cuda, got 512."),
-        ("step --engine cuda --attn streaming", "--attn: expected sparq, saap, sample without mode=online on this"),
-    ],
-)
-def test_each_engine_refuses_what_it_does_not_have(arguments: str, message: str, capsys) -> None:
+@pytest.mark.parametrize(("arguments", "message"), DATA["one_engine"])
+def test_unsupported_options_of_an_engine_are_refused(arguments: str, message: str, capsys) -> None:
     stage, *more = arguments.split()
     assert refused(capsys, stage, *SMALL, *more).startswith(message)
 
 
 @pytest.mark.parametrize("what", [[], ["step"], ["prefill"], ["generate"]])
-def test_each_command_has_a_help_of_its_own(what: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(what: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["bench", *what, "--help"])
     assert capsys.readouterr().out.startswith(" ".join(["usage: mlx-sparse bench", *what]))
 
 
-def test_the_command_runs_without_mlx_torch_onnx_and_an_installation(tmp_path: Path) -> None:
+def test_command_starts_without_optional_packages(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "for name in ('mlx', 'mlx_lm', 'torch', 'triton', 'onnx', 'onnxruntime', 'tqdm'):\n"
@@ -334,7 +295,7 @@ DECODE = ["sparq", "sparq:key_bits=16", "quest:top_k=32", "streaming", "flexgen"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_decode_steps_of_every_method_are_right_and_timed(dtype: str) -> None:
+def test_decode_steps_of_every_method_are_correct_and_timed(dtype: str) -> None:
     methods = [*DECODE, "saap:recent_tokens=63", "saap:mode=online,probes=8,recent_tokens=63", "saap"]
     rows = rows_of("step", *SMALL, "--batches", "2", "--dtype", dtype, "--attn", ",".join(methods))
     assert [(row["method"], row["backend"]) for row in rows] == [(str(parse(text)[0]), "ops") for text in methods]
@@ -348,42 +309,18 @@ def test_decode_steps_of_every_method_are_right_and_timed(dtype: str) -> None:
         )
 
 
-def test_quantized_kv_caches_are_timed_as_well() -> None:
-    rows = rows_of(
-        "step",
-        "--shapes",
-        "4x2x64",
-        "--lengths",
-        "300",
-        "--repeat",
-        "2",
-        "--kv-bits",
-        "4,8",
-        "--attn",
-        "sparq,sparq:score=copy",
-    )
+def test_quantized_kv_caches_are_timed() -> None:
+    sizes = "--shapes 4x2x64 --lengths 300 --repeat 2 --kv-bits 4,8"
+    rows = rows_of("step", *sizes.split(), "--attn", "sparq,sparq:score=copy")
     assert [row.get("kv_bits") for row in rows] == [None, 4, 8] * 2
     assert not any(row["note"] for row in rows)
     assert rows[1]["bytes_formula"] < rows[2]["bytes_formula"] < rows[0]["bytes_plain"]
 
 
-def test_prefill_in_chunks_and_at_once_is_right_and_timed() -> None:
+def test_chunked_prefill_is_correct_and_timed() -> None:
     attn = "sample:alpha_column=0.6,alpha_slash=0.6,block_size=32,minference:vertical_tokens=64,slash_tokens=64"
-    rows = rows_of(
-        "prefill",
-        "--shapes",
-        "4x2x32",
-        "--lengths",
-        "600",
-        "--repeat",
-        "2",
-        "--dtype",
-        "float32",
-        "--steps",
-        "350,all",
-        "--attn",
-        attn,
-    )
+    sizes = "--shapes 4x2x32 --lengths 600 --repeat 2 --dtype float32 --steps 350,all"
+    rows = rows_of("prefill", *sizes.split(), "--attn", attn)
     assert [(row["step"], row["method"].partition(":")[0]) for row in rows] == [
         (n, name) for n in (350, 600) for name in ("sample", "minference")
     ]
@@ -392,7 +329,7 @@ def test_prefill_in_chunks_and_at_once_is_right_and_timed() -> None:
 
 
 @pytest.mark.parametrize("stage", ["step", "prefill"])
-def test_no_time_beside_a_wrong_result_of_mlx(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_mlx_results_are_not_timed(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlx_sparse.tools.bench import mlx_variants
 
     kind = mlx_variants.MlxStep if stage == "step" else mlx_variants.MlxPrefill
@@ -403,7 +340,7 @@ def test_no_time_beside_a_wrong_result_of_mlx(stage: str, monkeypatch: pytest.Mo
     assert row["dense_us"] is row["sparse_us"] is row["ratio"] is row["plain_read_us"] is None
 
 
-def test_the_metal_kernels_pass_the_check(metal: Any) -> None:
+def test_metal_kernels_pass_the_check(metal: Any) -> None:
     from mlx_sparse.tools.bench import mlx_variants
 
     methods = [parse(text)[0] for text in ("sparq", "saap:recent_tokens=100", "quest:top_k=64")]
@@ -412,10 +349,10 @@ def test_the_metal_kernels_pass_the_check(metal: Any) -> None:
     assert [row.note for row in core.measure(case, mlx_variants.variants(request, case), 1)] == [None] * 3
 
 
-def test_a_backend_or_a_case_that_cannot_run_is_a_row() -> None:
+def test_unavailable_backends_and_large_cases_are_rows() -> None:
     rows = rows_of("step", *SMALL, "--backend", "auto,ops,onnx")
     assert [row["note"] for row in rows if row["backend"] == "ops"] == [None]  # auto is ops here
     assert rows[1]["note"] == "onnx: it runs exported files: export-onnx, then mlx-sparse run-onnx"
     for stage, length in (("step", "1000000000"), ("prefill", "10000000")):
         (row,) = rows_of(stage, *SMALL, "--lengths", length, *(["--steps", "all"] if stage == "prefill" else []))
-        assert re.fullmatch(r"needs \d+ GB of the \d+ GB there are", row["note"])
+        assert re.fullmatch(r"needs \d+ GB of \d+ GB of memory", row["note"])

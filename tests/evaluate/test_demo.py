@@ -1,4 +1,4 @@
-"""The demo: reading the two runs, its refusals, and once the whole of it with the real commands."""
+"""Test the demo: the parser of the two runs, errors, and one complete run with the real commands."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tier
+from json_tables import read_tables
 from tiny_models import write
 
 from mlx_sparse import cli
@@ -16,19 +17,11 @@ from mlx_sparse.tools import demo
 from mlx_sparse.tools.demo import KEY, compare
 from mlx_sparse.tools.generate_command import Outcome, parse_outcome, parse_report
 
+DATA = read_tables(__file__)
+
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # the demo
 
-REPORT = {
-    "attn": "sparq:rank=32,top_k=128",
-    "backend": "ops",
-    "model_type": "llama",
-    "layers": 30,
-    "served_layers": 30,
-    "sparse_calls": 300,
-    "dense_calls": {"prompt": 60},
-    "sparse_bytes": 100_000_000,
-    "dense_bytes": 400_000_000,
-}
+REPORT = DATA["report"]
 OUT = (
     "==========\nThe pass key is 71853.\n==========\nPrompt: 2434 tokens, 101.331 tokens-per-sec\n"
     "Generation: 12 tokens, 10.291 tokens-per-sec\nPeak memory: 1.972 GB\n"
@@ -39,7 +32,7 @@ def err(reports: object) -> str:
     return "a warning\n" + json.dumps({"mlx_sparse_report": reports}) + "\n"
 
 
-def test_read_a_run() -> None:
+def test_output_of_a_run_is_parsed() -> None:
     assert parse_outcome((OUT, "")) == Outcome("The pass key is 71853.", 2434, 101.331, 12, 10.291, peak_memory=1.972)
     assert parse_outcome((OUT, err([REPORT]))).report == REPORT
     with pytest.raises(ArtefactError, match="usual output"):
@@ -47,23 +40,23 @@ def test_read_a_run() -> None:
 
 
 @pytest.mark.parametrize("reports", [[], {}, [{"attn": "sparq"}], 3])
-def test_refuse_a_report_without_its_counts(reports: object) -> None:
+def test_report_without_counts_is_refused(reports: object) -> None:
     with pytest.raises(ArtefactError, match="expected counts"):
         parse_report(err(reports))
 
 
-def test_compare(smollm2: Path) -> None:
+def test_runs_are_compared(smollm2: Path) -> None:
     dense = Outcome("The pass key is 71853.", 2434, 100.0, 12, 10.0)
     sparse = Outcome("The pass key is 71863! Yes", 2434, 100.0, 12, 10.0, REPORT)
     result = compare(smollm2, KEY, "sparq", dense, sparse)
-    # The first four words, a blank, five digits and the mark are a token each; the longer answer has one more word.
+    # The first four words, the space, each of the five digits and the punctuation are one token each.
     assert (result["same_tokens"], result["tokens"]) == (9, 12)
     assert result["dense"]["right"] and not result["sparse"]["right"]
     assert result["bytes_ratio"] == 0.25
     assert result["sparse"]["bytes_per_token"] == 100_000_000 / 300 * 30
 
 
-def test_the_table_fits_a_terminal(smollm2: Path) -> None:
+def test_table_fits_a_terminal(smollm2: Path) -> None:
     outcome = Outcome("71853", 2434, 100.0, 12, 10.0, REPORT)
     for attn in ("sparq", "sparq:rank=16,top_k=256,component_score=query_key"):
         table = demo._table(compare(smollm2, KEY, attn, outcome, outcome))
@@ -72,21 +65,7 @@ def test_the_table_fits_a_terminal(smollm2: Path) -> None:
     assert "0 sparse" in demo._table(compare(smollm2, KEY, "sparq", outcome, none))
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--attn", "sparkle"], "sparkle"),
-        (["--max-tokens", "0"], "--max-tokens: expected at least 1, got 0."),
-        (["--model", "/nowhere"], "--model: expected a model directory"),
-    ],
-)
-def test_a_mistake_is_one_line(argv: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", *argv]) != 0
-    out, line = capfd.readouterr()
-    assert message in line and line.count("\n") == 1 and not out
-
-
-def test_a_failing_command_is_shown(demo_cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failing_command_is_shown(demo_cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "tiny")
     (tmp_path / "tiny" / "config.json").write_text("{}")
     assert cli.main(["demo", "--model", str(tmp_path / "tiny"), "--cache-dir", str(demo_cache)]) != 0
@@ -102,14 +81,14 @@ def test_a_failing_command_is_shown(demo_cache: Path, tmp_path: Path, capfd: pyt
         ("sparq:top_k=16", "sparq:top_k=16"),
     ],
 )
-def test_a_threshold_that_the_user_leaves_open_is_0(attn: str, expected: str) -> None:
+def test_open_thresholds_are_zero(attn: str, expected: str) -> None:
     assert demo.sparse_at_once(attn) == (expected, attn != expected)
 
 
-def test_the_demo(
+def test_demo_with_the_default_model(
     demo_cache: Path, smollm2: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text that a user sees with ``--every``; otherwise its beginning, in which the model finds the key too."""
+    """Run the demo on the full text with ``--every``, and else on its beginning, which also holds the key."""
     if not tier.every:
         monkeypatch.setattr(demo, "CHARACTERS", 2_000)
     options = ["--attn", "sparq:dense_below=0", "--fast-blas", "--json"]
@@ -121,4 +100,4 @@ def test_the_demo(
     report = result["report"]
     assert report["served_layers"] == report["layers"] == 30
     assert report["sparse_calls"] > 0 and 0 < result["bytes_ratio"] < 0.5
-    assert not result["forced"]  # the user decided
+    assert not result["forced"]  # the user set the threshold

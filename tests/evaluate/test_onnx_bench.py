@@ -1,4 +1,4 @@
-"""`mlx-sparse bench --engine onnx`: every variant is right, and a wrong one gets no time."""
+"""Test `mlx-sparse bench --engine onnx`: every variant is correct, and a wrong one is not timed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def need_native() -> None:
 
 @pytest.mark.parametrize("shape", ["4x2x32", "3x3x64", "6x1x80"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_decode_steps_are_right_and_timed(shape: str, dtype: str, capsys: Any) -> None:
+def test_decode_steps_are_correct_and_timed(shape: str, dtype: str, capsys: Any) -> None:
     need_native()
     rows = rows_of(capsys, *STEP, "--shapes", shape, "--dtype", dtype, "--lengths", "300,1k", "--threads", "2")
     assert [(row["S"], row["backend"]) for row in rows] == [
@@ -56,7 +56,7 @@ def test_decode_steps_are_right_and_timed(shape: str, dtype: str, capsys: Any) -
         assert row["dense"] == (None if coded else "CachedAttention")
 
 
-def test_the_same_sets_of_caches_come_again_late_and_differ_from_no_other() -> None:
+def test_cache_copies_are_distinct_and_equal() -> None:
     case = Case("float32", Shape(4, 2, 32), 1, 200)
     caches = bench.Caches(case)
     assert caches.count * 2 * case.keys >= 500_000
@@ -70,7 +70,7 @@ def test_the_same_sets_of_caches_come_again_late_and_differ_from_no_other() -> N
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_prefill_is_right_and_timed(dtype: str, capsys: Any) -> None:
+def test_prefill_is_correct_and_timed(dtype: str, capsys: Any) -> None:
     need_native()
     sizes = ["--lengths", "600", "--shapes", "4x2x32", "--dtype", dtype, "--threads", "1"]
     rows = rows_of(capsys, "prefill", "--attn", "sample:alpha_column=0.6,alpha_slash=0.6,block_size=32", *sizes)
@@ -85,7 +85,7 @@ def test_prefill_is_right_and_timed(dtype: str, capsys: Any) -> None:
     "arguments", [[*STEP, "--lengths", "300"], ["prefill", "--lengths", "300"]], ids=["step", "prefill"]
 )
 @pytest.mark.parametrize("wrong", [lambda out: out + 0.1, lambda out: out * np.nan], ids=["off", "nan"])
-def test_no_time_beside_a_wrong_result(arguments: list[str], wrong: Any, monkeypatch: Any, capsys: Any) -> None:
+def test_wrong_results_are_not_timed(arguments: list[str], wrong: Any, monkeypatch: Any, capsys: Any) -> None:
     kind = bench.OrtStep if arguments[0] == "step" else bench.OrtPrefill
     right = kind.output
     monkeypatch.setattr(kind, "output", lambda self: wrong(right(self)))
@@ -100,7 +100,7 @@ def test_no_time_beside_a_wrong_result(arguments: list[str], wrong: Any, monkeyp
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model."""
+    """Return the folder of a tiny model."""
     return tiny_models.write(tmp_path_factory.mktemp("models") / "llama", max_position_embeddings=512)
 
 
@@ -110,7 +110,7 @@ def generated(capsys: Any, model: Path, attn: str, code: int = 0) -> list[dict[s
 
 
 @pytest.mark.parametrize("method", [f"{SPARQ},component_score=query_key,reallocate=true", SPARQ, "saap"])
-def test_exported_models_decode_from_every_length(method: str, model: Path, tmp_path: Path, capsys: Any) -> None:
+def test_exported_models_decode_at_every_length(method: str, model: Path, tmp_path: Path, capsys: Any) -> None:
     need_native()
     if method == "saap":
         file = artefact(tmp_path / "index.safetensors", tiny_models.build(max_position_embeddings=512))
@@ -128,7 +128,7 @@ def test_exported_models_decode_from_every_length(method: str, model: Path, tmp_
         assert row["note"] == ("its steps are dense below 64 keys" if early else None)
 
 
-def test_a_model_whose_backends_differ_gets_no_speed(model: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_models_with_differing_backends_are_not_timed(model: Path, monkeypatch: Any, capsys: Any) -> None:
     need_native()
     right = bench_generate.Decoder._first
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What SAAP's query networks are trained with, against the oracle: k-means, targets, the gradient, batch norm."""
+"""Test the training of SAAP's query networks against the oracle: k-means, targets, gradient and batch norm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_sparse.checks import ConfigError
 from mlx_sparse.ops import kmeans
 from mlx_sparse.tools.train import network
 from mlx_sparse.tools.train.layers import POINTS, fit_centroids, losses
-from mlx_sparse.tools.train.network import FEWEST_ROWS, Training, _batch, train_layer
+from mlx_sparse.tools.train.network import MIN_ROWS, Training, _batch, train_layer
 from mlx_sparse.tools.train.rows import Distances, Rows, Texts, best_distance, bucket_mass, long_range_rows
 
 Array = npt.NDArray[Any]
@@ -25,14 +25,14 @@ D, BUCKETS = 16, 12
 
 
 def clustered(n: int, seed: int = 0, *, groups: int = 20) -> Array:
-    """Keys of different lengths around a few directions, off the origin as a model's are."""
+    """Return keys of different norms around a few directions with a common offset, like a model's keys."""
     random = np.random.default_rng(seed)
     centres = random.normal(size=(groups, D)) + 2 * random.normal(size=D)
     keys = centres[random.integers(groups, size=n)] + 0.4 * random.normal(size=(n, D))
     return (keys * random.uniform(0.5, 2.0, (n, 1))).astype(np.float32)
 
 
-def test_heads_and_chunks_of_keys_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_and_chunks_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = np.stack([clustered(101, seed) for seed in range(6)]).reshape(2, 3, 101, D)
     centroids = np.stack([clustered(BUCKETS, 10 + seed) for seed in range(3)])
     expected = oracle.saap_assign(keys, centroids)
@@ -47,7 +47,7 @@ def test_heads_and_chunks_of_keys_are_apart(monkeypatch: pytest.MonkeyPatch) -> 
     np.testing.assert_allclose(fitted[1, 2], np.array(kmeans.fit(mx.array(keys[1, 2]), BUCKETS, seed=3)), atol=1e-6)
 
 
-def test_a_bucket_that_no_key_wants_keeps_its_centroid() -> None:
+def test_empty_buckets_keep_their_centroid() -> None:
     keys = clustered(50)
     centroids = np.concatenate([keys[:3], -keys.mean(axis=0, keepdims=True)])
     moved = np.array(kmeans.move(mx.array(keys), mx.array(centroids)))
@@ -56,7 +56,7 @@ def test_a_bucket_that_no_key_wants_keeps_its_centroid() -> None:
 
 
 @pytest.mark.parametrize("n", [2000, POINTS * BUCKETS + 500])
-def test_centroids_equal_those_of_faiss_from_the_same_start(n: int) -> None:
+def test_centroids_match_faiss(n: int) -> None:
     keys = clustered(n)
     found = fit_centroids(keys, BUCKETS, seed=5)
     if n > POINTS * BUCKETS:
@@ -84,7 +84,7 @@ DISTANCES = Distances(sink_tokens=2, recent_tokens=40, farthest_top=20)
 
 
 def texts(seed: int = 0, *, every: int = 1) -> Texts:
-    """Random texts in which "before RoPE" is told from "after"; float16, as on disk."""
+    """Return random float16 texts with different pre-RoPE and post-RoPE rows."""
     random = np.random.default_rng(seed)
 
     def array(heads: int, n: int) -> Array:
@@ -99,47 +99,47 @@ def bucket_ids(seed: int = 0) -> Array:
     return np.random.default_rng(seed).integers(0, BUCKETS, (WINDOWS, HEADS, S)).astype(np.int32)
 
 
-def test_targets_are_the_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_match_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_sparse.tools.train.rows.CHUNK", 64 * S)  # several chunks
     data, ids = texts(), bucket_ids()
     options = {"sink_tokens": 2, "recent_tokens": 40, "farthest_top": 20, "scale": 0.6, "causal": True}
     for head in range(HEADS):
-        found = long_range_rows(data, ids, head, buckets=BUCKETS, distances=DISTANCES, most=10**6)
+        found = long_range_rows(data, ids, head, buckets=BUCKETS, distances=DISTANCES, max_rows=10**6)
         queries, mass = [], []
         for window, query_head in np.ndindex(WINDOWS, GROUP):
-            rows = data.queries_after[window, head * GROUP + query_head]
+            rows = data.rope_queries[window, head * GROUP + query_head]
             target = oracle.saap_target(
-                rows, data.keys_after[window, head], ids[window, head], buckets=BUCKETS, **options
+                rows, data.rope_keys[window, head], ids[window, head], buckets=BUCKETS, **options
             )
-            queries.append(data.queries_before[window, head * GROUP + query_head][target.rows])
+            queries.append(data.pre_rope_queries[window, head * GROUP + query_head][target.rows])
             mass.append(target.mass)
         assert 10 < len(found.target) < found.seen == WINDOWS * GROUP * S
         np.testing.assert_array_equal(found.queries, np.concatenate(queries))
-        # float16: half a unit in the last place of a number below 1, and float32 scores before it
+        # half a float16 ulp below 1, plus the float32 error of the scores
         np.testing.assert_allclose(found.target, np.concatenate(mass), atol=2**-12 + 1e-5)
 
 
-def test_a_sample_of_queries_in_any_order_has_the_targets_that_they_have_among_all() -> None:
+def test_targets_do_not_depend_on_the_sample() -> None:
     data, ids = texts(), bucket_ids()
-    queries, positions = data.queries_after[0, 0], data.positions[0]
+    queries, positions = data.rope_queries[0, 0], data.positions[0]
     some = np.random.default_rng(0).permutation(S)[:31]
     options = {"buckets": BUCKETS, "distances": DISTANCES, "scale": 0.6}
     whole, found = (
-        bucket_mass(queries[rows], data.keys_after[0, 0], ids[0, 0], positions[rows], **options)
+        bucket_mass(queries[rows], data.rope_keys[0, 0], ids[0, 0], positions[rows], **options)
         for rows in (np.arange(S), some)
     )
     np.testing.assert_allclose(found, whole[some], atol=1e-6)
     far, near = (
-        best_distance(queries[rows], data.keys_after[0, 0], positions[rows], distances=DISTANCES)
+        best_distance(queries[rows], data.rope_keys[0, 0], positions[rows], distances=DISTANCES)
         for rows in (np.arange(S), some)
     )
     np.testing.assert_array_equal(near, far[some])
     assert (far[: DISTANCES.sink_tokens] == -1).all() and (far[DISTANCES.sink_tokens :] >= 0).all()
 
 
-def test_rows_are_bounded_and_the_same_for_the_same_seed() -> None:
+def test_rows_are_bounded_and_deterministic() -> None:
     data, ids = texts(), bucket_ids()
-    options = {"buckets": BUCKETS, "distances": DISTANCES, "most": 40}
+    options = {"buckets": BUCKETS, "distances": DISTANCES, "max_rows": 40}
     first, second, other = (long_range_rows(data, ids, 1, seed=seed, **options) for seed in (0, 0, 1))
     assert len(first.queries) == len(first.target) == 40
     np.testing.assert_array_equal(first.queries, second.queries)
@@ -152,7 +152,7 @@ EVEN = mx.ones((HEADS, BUCKETS))
 
 
 def long_tailed_rows(n: int, seed: int = 0, *, heads: int = HEADS) -> list[Rows]:
-    """Queries and targets that a query determines, but not by the inner products with centroids alone."""
+    """Return queries and targets that are a nonlinear function of the queries, beyond what centroids predict."""
     random = np.random.default_rng(seed)
     truth = np.random.default_rng(99).normal(size=(heads, D, BUCKETS))
     found = []
@@ -181,7 +181,7 @@ def started(rows: list[Rows], *, at_random: bool = False) -> network.Params:
 
 
 def plain_loss(params: dict[str, Array], queries: Array, target: Array) -> float:
-    """`network.loss` in float64, head by head, as one would write it down."""
+    """Compute `network.loss` in float64, head by head."""
     total = 0.0
     for head in range(len(queries)):
         x = queries[head] @ params["hidden_weight"][head]
@@ -193,7 +193,7 @@ def plain_loss(params: dict[str, Array], queries: Array, target: Array) -> float
     return total
 
 
-def test_the_gradient_is_that_of_the_loss_in_float64() -> None:
+def test_gradient_matches_finite_differences() -> None:
     rows = long_tailed_rows(9)
     params = started(rows, at_random=True)
     queries, target = np.stack([r.queries for r in rows]), np.stack([r.target for r in rows]).astype(np.float32)
@@ -216,7 +216,7 @@ def test_the_gradient_is_that_of_the_loss_in_float64() -> None:
 
 
 def folded_probabilities(layer: Layer, queries: Array) -> Array:
-    """``(Hkv, n, C)`` by the oracle, of ``queries (Hkv, n, D)``."""
+    """Return the oracle's probabilities ``(Hkv, n, C)`` for ``queries (Hkv, n, D)``."""
     arrays = {name: np.array(array.astype(mx.float32)) for name, array in layer.arrays().items()}
     del arrays["centroids"]
     return np.stack(
@@ -228,7 +228,7 @@ def folded_probabilities(layer: Layer, queries: Array) -> Array:
     )
 
 
-def test_batch_norm_is_folded_in_as_the_oracle_does() -> None:
+def test_batch_norm_folding_matches_the_oracle() -> None:
     rows = long_tailed_rows(50)
     spread = network.Spread.of([found.queries for found in rows])
     params = started(rows, at_random=True)
@@ -265,14 +265,14 @@ def test_training_starts_at_the_kmeans_router() -> None:
 TRAINING = Training(HIDDEN, steps=60, batch=64, rate=1e-2, seed=2)
 
 
-def test_a_trained_network_predicts_queries_it_has_not_seen_better_than_kmeans() -> None:
+def test_trained_network_beats_kmeans_on_new_queries() -> None:
     layer = train_layer(long_tailed_rows(2000), unit_centroids(), TRAINING, scale=SCALE)
     for head, rows in enumerate(long_tailed_rows(300, seed=1)):
         found = losses(rows, layer, head, SCALE, rows)
         assert 0 < found["trained"] < 0.7 * found["kmeans"]
 
 
-def test_the_file_holds_attention_per_key_and_the_report_speaks_of_attention_per_bucket() -> None:
+def test_file_is_per_key_and_report_per_bucket() -> None:
     rows = long_tailed_rows(200)
     even = [dataclasses.replace(found, share=np.full(BUCKETS, 1 / BUCKETS, np.float32)) for found in rows]
     per_key, per_bucket = (train_layer(each, unit_centroids(), TRAINING, scale=SCALE) for each in (rows, even))
@@ -283,44 +283,44 @@ def test_the_file_holds_attention_per_key_and_the_report_speaks_of_attention_per
         assert a["trained"] == pytest.approx(b["trained"], abs=1e-5)
 
 
-def test_the_share_of_keys_leaves_out_sinks_and_knows_no_zero() -> None:
+def test_key_shares_exclude_sinks_and_are_positive() -> None:
     data, ids = texts(), bucket_ids()
     ids[ids == 3] = 4
-    found = long_range_rows(data, ids, 0, buckets=BUCKETS, distances=DISTANCES, most=10)
+    found = long_range_rows(data, ids, 0, buckets=BUCKETS, distances=DISTANCES, max_rows=10)
     counted = ids[:, 0, DISTANCES.sink_tokens :]
     expected = [(counted == c).mean() for c in range(BUCKETS)]
     expected[3] = 1 / counted.size
     np.testing.assert_allclose(found.share, expected, rtol=1e-6)
 
 
-def test_the_loss_that_is_reported_is_the_divergence() -> None:
+def test_reported_loss_is_the_divergence() -> None:
     rows, centroids = long_tailed_rows(40), mx.array(unit_centroids())
     layer = Layer(centroids, **network.router(centroids, HIDDEN, SCALE))
     logits = SCALE * rows[1].queries.astype(np.float64) @ unit_centroids()[1].T.astype(np.float64)
     f = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     target = rows[1].target.astype(np.float64)
     expected = np.where(target > 0, target * np.log(np.maximum(target, 1e-30) / f), 0).sum(axis=1).mean()
-    # targets are float16: their sums are 1 within half a thousandth
+    # targets are float16, so their sums are 1 to within 0.0005
     assert losses(rows[1], layer, 1, SCALE, rows[1])["kmeans"] == pytest.approx(expected, abs=2e-3)
     none = Rows(rows[0].queries[:0], rows[0].target[:0], 5, SHARE)
     assert losses(none, layer, 0, SCALE, rows[0]) == {}
 
 
-def test_the_rate_falls_to_nothing() -> None:
+def test_learning_rate_decays_to_zero() -> None:
     rates = [Training(2 * D, steps=8, rate=0.5).rate_at(step) for step in range(9)]
     np.testing.assert_allclose([rates[0], rates[4], rates[8]], [0.5, 0.25, 0], atol=1e-12)
     assert (np.diff(rates) < 0).all()
 
 
-def test_every_step_sees_other_rows_and_the_same_ones_again() -> None:
+def test_batches_differ_by_step_and_are_deterministic() -> None:
     rows = long_tailed_rows(500)
     first, second, again = (np.array(_batch(rows, TRAINING, step)[0]) for step in (0, 1, 0))
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, second)
 
 
-def test_a_head_with_too_few_rows_keeps_the_kmeans_router() -> None:
-    many, few = long_tailed_rows(500)[0], long_tailed_rows(FEWEST_ROWS - 1)[1]
+def test_heads_with_few_rows_keep_the_kmeans_router() -> None:
+    many, few = long_tailed_rows(500)[0], long_tailed_rows(MIN_ROWS - 1)[1]
     layer = train_layer([many, few], unit_centroids(), TRAINING, scale=SCALE)
     found = losses(many, layer, 0, SCALE, many), losses(few, layer, 1, SCALE, few)
     assert found[0]["trained"] < 0.8 * found[0]["kmeans"]

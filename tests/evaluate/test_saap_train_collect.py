@@ -1,4 +1,4 @@
-"""What `mlx-sparse train-saap` collects: the model's own queries and keys, of the layers that SAAP serves."""
+"""Test the rows that `mlx-sparse train-saap` collects: the model's queries and keys in the layers that SAAP serves."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from mlx_lm.models.cache import make_prompt_cache
 from repository_paths import FIXTURES
 from tiny_models import build
 
-from mlx_sparse.tools.train.collect import collect, find_places
+from mlx_sparse.tools.train.collect import collect, find_layer_shapes
 
 TOKENS = tokens(1200)
 
 
-def test_collected_rows_are_those_of_the_model(tmp_path: Path) -> None:
+def test_collected_rows_match_the_model(tmp_path: Path) -> None:
     model = build(num_hidden_layers=3)
     windows = [TOKENS[:600], TOKENS[600:1200]]
     options = {"queries": 50, "first": 100, "seed": 3, "key": "k", "progress": Progress()}
-    found = collect(model, find_places(model, 1), windows, tmp_path, **options)
-    assert list(found.places) == [1, 2]
+    found = collect(model, find_layer_shapes(model, 1), windows, tmp_path, **options)
+    assert list(found.layer_shapes) == [1, 2]
     caches = make_prompt_cache(model)
     mx.eval(model(mx.array([windows[1]]), cache=caches))
     positions = found.positions[1]
     assert (np.diff(positions) > 0).all() and positions[0] >= 100
-    for number in found.places:
+    for number in found.layer_shapes:
         texts = found.texts(number)
         attention = model.layers[number].self_attn
         keys = np.array(caches[number].keys[0, :, :600])
-        # The model ran in chunks here, so its sums were in another order; then half precision.
-        np.testing.assert_allclose(texts.keys_after[1], keys, rtol=2**-10, atol=2e-3)
-        rotated = attention.rope(mx.array(texts.keys_before[1].astype(np.float32))[None])[0]
+        # The collector runs in chunks, which changes the order of sums, and stores float16.
+        np.testing.assert_allclose(texts.rope_keys[1], keys, rtol=2**-10, atol=2e-3)
+        rotated = attention.rope(mx.array(texts.pre_rope_keys[1].astype(np.float32))[None])[0]
         np.testing.assert_allclose(np.array(rotated), keys, rtol=2**-9, atol=1e-2)
-        queries = mx.array(texts.queries_before[1].astype(np.float32))
+        queries = mx.array(texts.pre_rope_queries[1].astype(np.float32))
         for row, position in enumerate(positions[:5]):
             again = np.array(attention.rope(queries[None, :, [row]], offset=int(position)))[0, :, 0]
-            np.testing.assert_allclose(texts.queries_after[1][:, row], again, rtol=2**-9, atol=1e-2)
+            np.testing.assert_allclose(texts.rope_queries[1][:, row], again, rtol=2**-9, atol=1e-2)
 
 
-def test_layers_above_those_that_are_collected_do_not_run(tmp_path: Path) -> None:
+def test_higher_layers_do_not_run(tmp_path: Path) -> None:
     model = build(num_hidden_layers=4)
-    places = find_places(model, 1)
+    places = find_layer_shapes(model, 1)
     above = model.layers[3].self_attn
     project, seen = above.q_proj, []
     above.q_proj = lambda x: seen.append(x.shape[1]) or project(x)
     options = {"queries": 50, "first": 100, "seed": 3, "key": "k", "progress": Progress()}
     found = collect(model, {1: places[1], 2: places[2]}, [TOKENS[:600]], tmp_path, **options)
-    assert set(seen) == {1}  # one token each, to find where rows come from
+    assert set(seen) == {1}  # one token each, for the trace that finds the source of the rows
     for layer in (1, 2):
-        assert found.texts(layer).keys_after[0].any(axis=-1).all()
+        assert found.texts(layer).rope_keys[0].any(axis=-1).all()
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_layers_above_those_that_are_collected_do_not_run(tmp_path: Path) -> Non
         ("gpt_oss", [1]),
     ],
 )
-def test_layers_with_a_sliding_window_are_left_out(family: str, layers: list[int]) -> None:
-    assert list(find_places(build(family), 0)) == layers
+def test_sliding_window_layers_are_excluded(family: str, layers: list[int]) -> None:
+    assert list(find_layer_shapes(build(family), 0)) == layers
 
 
-def test_the_first_layers_are_counted_among_those_that_attend() -> None:
-    """As a decoder counts them, of a model that begins with a convolution."""
+def test_dense_layers_count_attention_layers_only() -> None:
+    """Count only attention layers in a model that begins with a convolution."""
     layers = {"layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": [1, 3], "num_hidden_layers": 4}
     block = {
         "block_dim": 64,
@@ -80,24 +80,24 @@ def test_the_first_layers_are_counted_among_those_that_attend() -> None:
         "block_auto_adjust_ff_dim": False,
     }
     model = build("lfm2", **layers, **block, norm_eps=1e-5, conv_bias=False, conv_L_cache=3)
-    assert [list(find_places(model, dense)) for dense in (0, 1)] == [[1, 3], [3]]
+    assert [list(find_layer_shapes(model, dense)) for dense in (0, 1)] == [[1, 3], [3]]
 
 
-def test_memory_does_not_grow_with_the_texts(
+def test_memory_is_independent_of_the_text_length(
     tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
 ) -> None:
-    """Four times the texts, which are much larger than the model, in hardly more memory."""
+    """Collect four times the text, much larger than the model, with at most a quarter of its size as extra memory."""
     script = """
 import resource, sys
 sys.path[:0] = {folders!r}
 from pathlib import Path
 from tiny_models import build
 from commands import Progress
-from mlx_sparse.tools.train.collect import collect, find_places
+from mlx_sparse.tools.train.collect import collect, find_layer_shapes
 model = build(head_dim=256)
 windows = [[1 + (i * i + i // 7 + w) % 95 for i in range(1024)] for w in range(int(sys.argv[1]))]
 options = dict(queries=1000, first=0, seed=0, key="k", progress=Progress())
-found = collect(model, find_places(model, 0), windows, Path(sys.argv[2]), **options)
+found = collect(model, find_layer_shapes(model, 0), windows, Path(sys.argv[2]), **options)
 print(found.bytes, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
     script = script.format(folders=[str(FIXTURES)])

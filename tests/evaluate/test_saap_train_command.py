@@ -1,4 +1,4 @@
-"""`mlx-sparse train-saap`: what it collects and writes, what it refuses, and runs that were killed."""
+"""Test the command `mlx-sparse train-saap`: files, errors and killed runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ import commands
 import mlx.core as mx
 import numpy as np
 import pytest
-from commands import files_of_at_most
+from commands import file_size_limit
+from json_tables import read_tables
 from tiny_models import build, greedy, write
 
 from mlx_sparse import cli
 from mlx_sparse.artefact import Artefact, load
 from mlx_sparse.artefact.tensors import write_tensors
 from mlx_sparse.lm import sparse
-from mlx_sparse.tools.train.collect import alone
+from mlx_sparse.tools.train.collect import locked
 from mlx_sparse.tools.train.rows import Distances
 from mlx_sparse.tools.train.run import _texts
+
+DATA = read_tables(__file__)
 
 pytestmark = pytest.mark.slow  # commands
 
@@ -63,13 +66,13 @@ def same(a: Artefact, b: Artefact) -> bool:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The work folder and the artefact of one whole run."""
+    """Return the folder with the artefact and the work folder of one complete run."""
     place = tmp_path_factory.mktemp("trained")
     assert cli.main(arguments(folder, place / "a.safetensors", "--work", str(place / "work"))) == 0
     return place
 
 
-def test_the_file_is_for_the_model_and_has_every_layer_but_the_dense_ones(folder: Path, trained: Path) -> None:
+def test_artefact_has_every_sparse_layer(folder: Path, trained: Path) -> None:
     made = load(trained / "a.safetensors")
     made.check_model(build(num_hidden_layers=3))
     assert (list(made.layers), made.buckets, made.hidden) == ([1, 2], 8, 32)
@@ -82,7 +85,7 @@ def test_the_file_is_for_the_model_and_has_every_layer_but_the_dense_ones(folder
 
 
 class Numbers:
-    """A tokenizer of numbers, for a model that expects a 7 before a text."""
+    """Tokenizer of numbers that begins every text with a 7."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [7] * add_special_tokens + [*map(int, text.split())]
@@ -91,7 +94,7 @@ class Numbers:
 @pytest.mark.parametrize(
     ("windows", "trained_on", "held_out"), [(1, 1, 1), (3, 2, 1), (8, 2, 1), (100, 2, 1), (1000, 76, 25)]
 )
-def test_text_that_is_held_out_is_not_trained_on(windows: int, trained_on: int, held_out: int, tmp_path: Path) -> None:
+def test_held_out_text_is_not_trained_on(windows: int, trained_on: int, held_out: int, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(map(str, range(1000, 1320 if windows < 1000 else 1000 + 100 * 101))))
     options = {"context": 101, "windows": windows, "text": [str(text)], "held_out": None}
@@ -104,17 +107,26 @@ def test_text_that_is_held_out_is_not_trained_on(windows: int, trained_on: int, 
     assert len(learnt) >= 100 * trained_on - 1 and len(tested) == 100 * held_out
 
 
-def test_json_reports_every_head(folder: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments(folder, trained / "a.safetensors", "--work", str(trained / "work"), "--json")) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_report_covers_every_head_and_the_printed_option_works(folder: Path, trained: Path, capsys: Any) -> None:
+    out = trained / "used.safetensors"
+    assert cli.main(arguments(folder, out, "--work", str(trained / "work"), "--json")) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
     assert [(head["layer"], head["head"]) for head in found["heads"]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert found["selectivities"] == [0.05, 0.1, 0.2]
     for head in found["heads"]:
         assert head["recall"].keys() == {"trained", "kmeans"}
         assert head["imbalance"] >= 1
+    option = re.search(r"Use it with --attn (\S+)", printed.err)
+    assert option is not None
+    model = build(num_hidden_layers=3)
+    with sparse(model, option[1]) as report:
+        greedy(model, TOKENS[:300], 5)
+    assert report.sparse_calls == 2 * 5, str(report)
+    out.unlink()
 
 
-def test_collected_texts_are_shared_by_runs_with_other_settings(folder: Path, trained: Path) -> None:
+def test_collected_texts_are_shared_between_runs(folder: Path, trained: Path) -> None:
     work = trained / "work"
     collected = {path: path.stat().st_mtime_ns for path in work.glob("collected-*/*.f16")}
     out = trained / "b.safetensors"
@@ -125,7 +137,7 @@ def test_collected_texts_are_shared_by_runs_with_other_settings(folder: Path, tr
     assert len(list(work.glob("trained-*"))) == 2
 
 
-def test_only_some_layers_and_no_work_folder_left(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_selected_layers_leave_no_work_folder(folder: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "one.safetensors"
     assert cli.main(arguments(folder, out, "--layers", "2", "--steps", "2")) == 0
     assert list(load(out).layers) == [2]
@@ -134,7 +146,7 @@ def test_only_some_layers_and_no_work_folder_left(folder: Path, tmp_path: Path, 
     assert "| 2 | 1 |" in table and "kmeans 10%" in table and "trained 10%" in table
 
 
-def test_what_somebody_else_has_in_the_usual_work_folder_stays(folder: Path, tmp_path: Path) -> None:
+def test_foreign_files_in_the_work_folder_stay(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "one.safetensors"
     mine = tmp_path / "one.safetensors.work" / "mine.txt"
     mine.parent.mkdir()
@@ -143,19 +155,7 @@ def test_what_somebody_else_has_in_the_usual_work_folder_stays(folder: Path, tmp
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted([mine.name, mine.parent.name, out.name])
 
 
-def test_the_file_is_used_as_the_command_says(folder: Path, trained: Path, capsys: Any) -> None:
-    out = trained / "used.safetensors"
-    assert cli.main(arguments(folder, out, "--work", str(trained / "work"))) == 0
-    out_and_use = re.search(r"Use it with --attn (\S+)", capsys.readouterr().err)
-    assert out_and_use is not None
-    model = build(num_hidden_layers=3)
-    with sparse(model, out_and_use[1]) as report:
-        greedy(model, TOKENS[:300], 5)
-    assert report.sparse_calls == 2 * 5, str(report)
-    out.unlink()
-
-
-def test_no_model_of_which_tensors_before_rope_are_unknown(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_models_without_pre_rope_tensors_are_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
     write(tmp_path / "model", "mamba")
     argv = arguments(folder, tmp_path / "a.safetensors", "--model", str(tmp_path / "model"))
     assert cli.main(argv) == 2
@@ -163,7 +163,7 @@ def test_no_model_of_which_tensors_before_rope_are_unknown(folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize("factor", [float("nan"), 1e6])
-def test_keys_that_float16_does_not_hold_are_refused(factor: float, folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_keys_beyond_float16_are_refused(factor: float, folder: Path, tmp_path: Path, capsys: Any) -> None:
     shutil.copytree(folder / "model", tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     weights = {name: array * factor if "1.self_attn.k" in name else array for name, array in mx.load(str(path)).items()}
@@ -174,41 +174,11 @@ def test_keys_that_float16_does_not_hold_are_refused(factor: float, folder: Path
     assert not out.exists()
 
 
-REFUSED = {
-    "text shorter than the window": (["--text", "short.txt"], r"--text: expected at least 2 x 512 tokens, got 700"),
-    "held-out text too": (["--held-out", "short.txt", "--context", "1024"], "--held-out: expected at least 1 x 1,024"),
-    "window shorter than what is attended": (["--recent-tokens", "600"], "--context: expected at least twice the 601"),
-    "longer than the model's context": (["--context", "9000"], "--context: expected an integer of .* at most 4096"),
-    "unknown text": (["--text", "none.txt"], "--text: expected readable UTF-8 text files"),
-    "unknown model": (["--model", "none"], "none"),
-    "more buckets than keys": (
-        ["--buckets", "2000"],
-        "--buckets: expected at most the 1,533 keys there are, got 2,000",
-    ),
-    "more buckets than kernels take": (["--buckets", "5000"], "--buckets: expected an integer of .* at most 4096"),
-    "hidden too small": (["--hidden", "16"], "--hidden: expected an integer of at least 32"),
-    "unknown layer": (["--layers", "0"], r"--layers: expected some of 1, 2, got 0"),
-    "no training": (["--steps", "0"], "--steps: expected an integer of at least 1"),
-    "context of nothing": (["--context", "0"], "--context: expected an integer of at least 1"),
-    "seed that MLX does not take": (["--seed", str(1 << 70)], "--seed: expected an integer of .* at most 4294967295"),
-    "distance": (["--farther-than", "-1"], "--farther-than: expected an integer of at least 0"),
-    "a folder of held-out text": (
-        ["--held-out", "model"],
-        "--held-out: expected readable .* text files or .*, got .*model",
-    ),
-    "text in another encoding": (
-        ["--text", "latin.txt"],
-        r"--text: expected readable .* files or .*, got latin\.txt: ",
-    ),
-    "no folder": (["-o", "/nowhere/a.safetensors"], "--out: expected a name in .safetensors in a folder that exists"),
-    "another suffix": (["-o", "a.npz"], "--out: expected a name in .safetensors"),
-    "somebody else's file": (["-o", "model/model.safetensors"], "got a safetensors file of something else"),
-    "all layers dense": (["--dense-layers", "3"], "got 3 that stay dense"),
-}
+REFUSED = DATA["refused"]
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_gets_one_line_and_writes_nothing(
+def test_bad_input_is_a_one_line_error(
     case: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
@@ -221,26 +191,26 @@ def test_bad_input_gets_one_line_and_writes_nothing(
     assert sorted(folder.rglob("*")) == before
 
 
-def test_the_file_of_another_model_is_not_overwritten(folder: Path, trained: Path, tmp_path: Path, capsys: Any) -> None:
+def test_files_of_other_models_are_not_overwritten(folder: Path, trained: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "a.safetensors"
     shutil.copy(trained / "a.safetensors", out)
     before = out.read_bytes()
     assert cli.main(arguments(folder, out, "--model", str(folder / "other"))) == 2
-    assert "--out: expected a new file or one for this model" in capsys.readouterr().err
+    assert "--out: expected a new file or a file for this model" in capsys.readouterr().err
     assert out.read_bytes() == before
 
 
 @pytest.mark.parametrize(
     ("size", "file"),
-    [(20_000, r"layer-001\.keys_before\.f16"), (100_000, r"layer-001\.safetensors|a\.safetensors")],
+    [(20_000, r"layer-001\.pre_rope_keys\.f16"), (100_000, r"layer-001\.safetensors|a\.safetensors")],
 )
-def test_a_disk_that_is_full_gets_one_line_and_the_same_command_goes_on(
+def test_full_disk_is_an_error_and_resumes(
     size: int, file: str, folder: Path, trained: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "a.safetensors"
-    # Networks so large that they do not fit where the texts do.
+    # The networks are larger than the limit, the texts are not.
     argv = arguments(folder, out, *(["--hidden", "640"] if size > 50_000 else []))
-    with files_of_at_most(size):
+    with file_size_limit(size):
         assert cli.main(argv) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mlx-sparse: error: ")]
     assert re.search(f"({file}): expected to read or write it, got: ", line), line
@@ -251,7 +221,7 @@ def test_a_disk_that_is_full_gets_one_line_and_the_same_command_goes_on(
         assert same(load(out), load(trained / "a.safetensors"))
 
 
-def test_a_disk_without_room_is_noticed_before_the_model_runs(
+def test_free_space_is_checked_first(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usage = namedtuple("usage", "total used free")
@@ -260,7 +230,7 @@ def test_a_disk_without_room_is_noticed_before_the_model_runs(
     assert "--work: expected 0.00 GB free" in capsys.readouterr().err
 
 
-def test_a_command_that_was_killed_while_it_collected_and_while_it_trained_gives_the_same_file(
+def test_killed_runs_resume_to_the_same_file(
     folder: Path, tmp_path: Path, trained: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
 ) -> None:
     def start(argv: list[str]) -> subprocess.Popen[str]:
@@ -272,7 +242,7 @@ def test_a_command_that_was_killed_while_it_collected_and_while_it_trained_gives
     assert process.wait(120) == 0, process.stderr
     argv = arguments(folder, out, *more, str(work))
     ends = {
-        "collected-*/layer-002.keys_after.f16": signal.SIGKILL,
+        "collected-*/layer-002.rope_keys.f16": signal.SIGKILL,
         "trained-*/lock": signal.SIGKILL,
         "trained-*/layer-001.safetensors": signal.SIGINT,
     }
@@ -291,21 +261,17 @@ def test_a_command_that_was_killed_while_it_collected_and_while_it_trained_gives
 
 
 @pytest.mark.parametrize("kind", ["collected", "trained"])
-def test_two_runs_do_not_work_in_one_folder(
-    kind: str, folder: Path, trained: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_work_folder_is_locked(kind: str, folder: Path, trained: Path, tmp_path: Path, capsys: Any) -> None:
     argv = arguments(folder, tmp_path / "a.safetensors", "--work", str(trained / "work"))
     with ExitStack() as others:
         for path in trained.glob(f"work/{kind}-*"):
-            others.enter_context(alone(path))
+            others.enter_context(locked(path))
         assert cli.main(argv) == 2
-        assert "--work: expected a folder that no other run is working in" in capsys.readouterr().err
+        assert "--work: expected a folder that no other run uses" in capsys.readouterr().err
     assert cli.main(argv) == 0
 
 
-def test_what_somebody_else_left_in_the_work_folder_is_refused(
-    folder: Path, trained: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_damaged_work_folder_is_refused(folder: Path, trained: Path, tmp_path: Path, capsys: Any) -> None:
     work = tmp_path / "work"
     shutil.copytree(trained / "work", work)
     argv = arguments(folder, tmp_path / "a.safetensors", "--work", str(work))
@@ -319,10 +285,10 @@ def test_what_somebody_else_left_in_the_work_folder_is_refused(
         assert message in capsys.readouterr().err
     for path in work.glob("trained-*"):
         shutil.rmtree(path)
-    (rows,) = {path for path in work.glob("collected-*/layer-002.keys_after.f16") if path.stat().st_size > 50_000}
+    (rows,) = {path for path in work.glob("collected-*/layer-002.rope_keys.f16") if path.stat().st_size > 50_000}
     rows.write_bytes(rows.read_bytes()[:-2])
     assert cli.main(argv) == 2
-    assert "expected what was collected there" in capsys.readouterr().err
+    assert "expected the collected files" in capsys.readouterr().err
     for path in work.glob("collected-*/windows.jsonl"):
         path.write_text("[" * 100_000 + "\n")
     assert cli.main(argv) == 2

@@ -1,4 +1,4 @@
-"""What the report of a training says: recall against selectivity, counted key by key, and routers that are known."""
+"""Test the report of a training: recall against selectivity, counted key by key, for known routers."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from mlx_sparse.tools.train.rows import Distances
 RECIPE = Recipe(BUCKETS, DISTANCES, Training(2 * D, steps=5, batch=16), 10**6, 0)
 
 
-def test_the_keys_of_a_bucket_are_those_that_a_decode_step_would_find_there() -> None:
+def test_keys_per_bucket_match_a_decode_step() -> None:
     ids, positions = bucket_ids()[0, 0], np.arange(0, 150, 7)
     found = keys_per_bucket(ids, positions, BUCKETS, DISTANCES)
     for row, position in enumerate(positions):
-        S = position + 1  # the current token included
+        S = position + 1  # includes the current token
         covered = max(S - DISTANCES.recent_tokens, 0)
         offsets, _ = oracle.saap_index(ids[None, None, :covered], buckets=BUCKETS, sink_tokens=DISTANCES.sink_tokens)
         np.testing.assert_array_equal(found[row], np.diff(offsets[0, 0]))
 
 
-def test_mass_is_that_of_dense_attention_on_the_keys_of_each_bucket() -> None:
+def test_mass_matches_dense_attention() -> None:
     data, ids = texts(every=9), bucket_ids()
     found = index(data, ids, 1, buckets=BUCKETS, distances=DISTANCES)
     n = data.positions.shape[1]
     assert found.mass.shape == (WINDOWS * n, GROUP, BUCKETS)
     for window, row, query_head in ((0, 8, 0), (1, n - 1, 2)):
         position = data.positions[window, row]
-        keys = data.keys_after[window, 1, : position + 1].astype(np.float64)
-        logits = data.scale * keys @ data.queries_after[window, GROUP + query_head, row].astype(np.float64)
+        keys = data.rope_keys[window, 1, : position + 1].astype(np.float64)
+        logits = data.scale * keys @ data.rope_queries[window, GROUP + query_head, row].astype(np.float64)
         attention = np.exp(logits - logits.max())
         attention /= attention.sum()
         far = np.arange(position + 1) <= position - DISTANCES.recent_tokens
@@ -66,7 +66,7 @@ def test_mass_is_that_of_dense_attention_on_the_keys_of_each_bucket() -> None:
         assert found.distance[window * n + row, query_head] == position - best
 
 
-def test_a_curve_counts_keys_and_recall_in_the_order_of_the_scores() -> None:
+def test_curve_follows_the_order_of_the_scores() -> None:
     mass = np.array([[[0.1, 0.3, 0.0], [0.2, 0.0, 0.2]]])
     keys, distance = np.array([[10, 30, 60]]), np.array([[900, 900]])
     selectivity, recall = curve(Indexed(mass, keys, distance), np.array([[0.2, 0.5, 0.1]]), DISTANCES)
@@ -74,7 +74,7 @@ def test_a_curve_counts_keys_and_recall_in_the_order_of_the_scores() -> None:
     np.testing.assert_allclose(recall, [0, (0.75 + 0) / 2, (1 + 0.5) / 2, 1])
 
 
-def test_recall_is_that_of_queries_that_look_far_away_where_there_are_enough() -> None:
+def test_recall_uses_long_range_queries_if_enough() -> None:
     n = 40
     mass, keys = np.zeros((n, 1, 2)), np.full((n, 2), 5)
     mass[:, 0, 0] = 1
@@ -86,7 +86,7 @@ def test_recall_is_that_of_queries_that_look_far_away_where_there_are_enough() -
     assert curve(Indexed(mass, keys, few), scores, DISTANCES)[1][1] == 0.5
 
 
-def test_visiting_everything_finds_everything_and_nothing_nothing() -> None:
+def test_curve_starts_at_zero_and_ends_at_one() -> None:
     found = index(texts(every=9), bucket_ids(), 0, buckets=BUCKETS, distances=DISTANCES)
     line = curve(found, np.random.default_rng(0).random(found.keys.shape), DISTANCES)
     for values in line:
@@ -95,7 +95,7 @@ def test_visiting_everything_finds_everything_and_nothing_nothing() -> None:
         assert (np.diff(values) >= 0).all()
 
 
-def test_routers_are_the_oracles() -> None:
+def test_routers_match_the_oracle() -> None:
     data = texts(every=50)
     layer, _ = make_layer(data, RECIPE)
     arrays = {name: np.array(array.astype(mx.float32)) for name, array in layer.arrays().items()}
@@ -104,7 +104,7 @@ def test_routers_are_the_oracles() -> None:
     every = [router_scores(grouped_queries(data, head), layer, head) for head in range(HEADS)]
     linear = [centroid_scores(grouped_queries(data, head), layer, head, scale=0.6) for head in range(HEADS)]
     for window, row in np.ndindex(WINDOWS, n):
-        queries = data.queries_before[window, :, row].astype(np.float32)[None, :, None]
+        queries = data.pre_rope_queries[window, :, row].astype(np.float32)[None, :, None]
         expected = oracle.query_network(queries, **arrays)[0].sum(axis=1)
         of_kmeans = oracle.query_network(queries, out_weight=0.6 * centroids.swapaxes(1, 2))[0].sum(axis=1)
         for head in range(HEADS):
@@ -112,7 +112,7 @@ def test_routers_are_the_oracles() -> None:
             np.testing.assert_allclose(linear[head][window * n + row], of_kmeans[head], atol=1e-5)
 
 
-def test_the_report_covers_every_head_and_router() -> None:
+def test_report_covers_every_head_and_router() -> None:
     train, held_out = texts(), texts(seed=1, every=3)
     layer, rows = make_layer(train, RECIPE)
     heads = report_layer(5, held_out, layer, rows, RECIPE)
@@ -122,13 +122,13 @@ def test_the_report_covers_every_head_and_router() -> None:
         assert found.loss.keys() == {"trained", "kmeans"}
         assert 0 < found.long_range < 1 and found.rows > 64
         assert all(0 <= a <= b <= c <= 1 for a, b, c in found.recall.values())
-        ids = assign_all(held_out.keys_before, np.array(layer.centroids.astype(mx.float32)))
+        ids = assign_all(held_out.pre_rope_keys, np.array(layer.centroids.astype(mx.float32)))
         expected = oracle.imbalance(ids[:, found.head, DISTANCES.sink_tokens :], BUCKETS)
         assert found.imbalance == pytest.approx(expected)
     assert imbalance(np.zeros((1, 9), np.int32), RECIPE) == BUCKETS
 
 
-def test_every_router_is_reported_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routers_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     train, held_out = texts(), texts(seed=1, every=3)
     layer, rows = make_layer(train, RECIPE)
     whole = report_layer(5, held_out, layer, rows, RECIPE)
@@ -137,30 +137,30 @@ def test_every_router_is_reported_under_its_own_name(monkeypatch: pytest.MonkeyP
     for trained, untrained in zip(whole, linear, strict=True):
         assert untrained.recall["kmeans"] == trained.recall["kmeans"] != trained.recall["trained"]
         np.testing.assert_allclose(untrained.recall["trained"], trained.recall["kmeans"], atol=1e-6)
-    # Many texts are looked at with few queries of each.
-    monkeypatch.setattr("mlx_sparse.tools.train.layers.MOST_REPORTED", 5 * WINDOWS)
+    # The report thins the queries of many texts.
+    monkeypatch.setattr("mlx_sparse.tools.train.layers.MAX_REPORTED", 5 * WINDOWS)
     assert report_layer(5, held_out, layer, rows, RECIPE) == report_layer(5, held_out.thinned(5), layer, rows, RECIPE)
 
 
-def test_thinned_texts_have_fewer_queries_and_all_keys() -> None:
+def test_thinned_texts_keep_all_keys() -> None:
     data = texts(every=2)  # 75 queries
     few = data.thinned(30)
     np.testing.assert_array_equal(few.positions, data.positions[:, ::3])
-    np.testing.assert_array_equal(few.queries_before[1], data.queries_before[1][:, ::3])
-    np.testing.assert_array_equal(few.queries_after[0], data.queries_after[0][:, ::3])
-    assert few.keys_after is data.keys_after
+    np.testing.assert_array_equal(few.pre_rope_queries[1], data.pre_rope_queries[1][:, ::3])
+    np.testing.assert_array_equal(few.rope_queries[0], data.rope_queries[0][:, ::3])
+    assert few.rope_keys is data.rope_keys
     assert data.thinned(75).positions.shape == data.positions.shape
 
 
-def test_sinks_are_no_keys_of_the_clusters() -> None:
+def test_sinks_are_not_clustered() -> None:
     data = texts()
     recipe = replace(RECIPE, distances=Distances(sink_tokens=20, recent_tokens=40, farthest_top=20))
     found = make_centroids(data, recipe)
-    data.keys_before[:, :, :20] *= 1000
+    data.pre_rope_keys[:, :, :20] *= 1000
     np.testing.assert_array_equal(make_centroids(data, recipe), found)
 
 
-# Five texts of Python's language reference, two layers: less than a minute of one core.
+# Five texts of Python's language reference and two layers take less than a minute on one core.
 ARGUMENTS = (
     "--context 1024 --windows 3 --queries 600 --buckets 32 --recent-tokens 127 --farther-than 64 --layers 20 24 "
     "--steps 150 --json"
@@ -168,7 +168,7 @@ ARGUMENTS = (
 
 
 @pytest.mark.slow  # a real model
-def test_routers_find_the_far_attention_of_a_real_model(
+def test_routers_find_long_range_attention_of_a_real_model(
     smollm2: Path, tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
 ) -> None:
     out = tmp_path / "smollm2.safetensors"
@@ -180,10 +180,10 @@ def test_routers_find_the_far_attention_of_a_real_model(
     found = json.loads(done.stdout)
     recall = found["mean"]["recall"]
     at_20 = 2
-    # Buckets at random would find 0.05, 0.1 and 0.2.
+    # Random buckets would have recalls of 0.05, 0.1 and 0.2.
     assert all(recall["kmeans"][i] > 2.5 * share for i, share in enumerate(found["selectivities"]))
     assert all(recall["trained"][i] > 2.5 * share for i, share in enumerate(found["selectivities"]))
     assert recall["trained"][at_20] > recall["kmeans"][at_20]
-    # The networks know where attention goes, on text they have not seen, in every head.
+    # The networks beat k-means on held-out text in every head.
     assert all(head["loss"]["trained"] < 0.7 * head["loss"]["kmeans"] for head in found["heads"])
     assert mean(head["rows"] for head in found["heads"]) > 1000

@@ -1,6 +1,6 @@
-"""`mlx-sparse bench --engine cuda`: every variant is right, and a wrong one gets no time.
+"""Test `mlx-sparse bench --engine cuda`: every variant is correct, and a wrong one is not timed.
 
-On a GPU it runs there; elsewhere in Triton's interpreter, where its times mean nothing and all else is the same.
+Without a GPU, kernels run in Triton's interpreter, where only the times are meaningless.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rows_of(capsys: Any, stage: str, *arguments: str, code: int = 0) -> list[dic
 @pytest.mark.parametrize(
     "sizes", ["--shapes 4x2x32 --batches 2", "--shapes 3x3x64 --dtype bfloat16"], ids=["grouped", "bfloat16"]
 )
-def test_triton_decode_steps_are_right_and_timed(sizes: str, capsys: Any) -> None:
+def test_triton_decode_steps_are_correct_and_timed(sizes: str, capsys: Any) -> None:
     rows = rows_of(capsys, "step", "--attn", METHODS, *sizes.split())
     assert [(row["method"].partition(":")[0], row["backend"]) for row in rows] == [
         ("sparq", "triton"),
@@ -45,7 +45,7 @@ def test_triton_decode_steps_are_right_and_timed(sizes: str, capsys: Any) -> Non
         assert 0 < row["bytes_formula"] and row["bytes_plain"] > 0
 
 
-def test_triton_prefill_is_right_and_timed(capsys: Any) -> None:
+def test_triton_prefill_is_correct_and_timed(capsys: Any) -> None:
     (row,) = rows_of(
         capsys, "prefill", "--attn", "sample:block_size=32,alpha_column=0.6,alpha_slash=0.6", "--shapes", "2x1x32"
     )
@@ -54,7 +54,7 @@ def test_triton_prefill_is_right_and_timed(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", ["step", "prefill"])
-def test_triton_no_time_beside_a_wrong_result(stage: str, monkeypatch: Any, capsys: Any) -> None:
+def test_triton_wrong_results_are_not_timed(stage: str, monkeypatch: Any, capsys: Any) -> None:
     kind = bench.SparqStep if stage == "step" else bench.SamplePrefill
     right = kind.attend
     monkeypatch.setattr(kind, "attend", lambda self, *given: right(self, *given) + 0.1)
@@ -62,7 +62,7 @@ def test_triton_no_time_beside_a_wrong_result(stage: str, monkeypatch: Any, caps
     assert row["failed"] and row["note"].startswith("wrong result: error ") and row["sparse_us"] is None
 
 
-def test_triton_errors_of_ours_are_failures_and_those_of_torch_are_not(monkeypatch: Any, capsys: Any) -> None:
+def test_only_our_errors_are_failures(monkeypatch: Any, capsys: Any) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no kernel\nand a long story")
 
@@ -77,7 +77,7 @@ def test_triton_errors_of_ours_are_failures_and_those_of_torch_are_not(monkeypat
     ]
 
 
-def test_triton_caches_are_enough_that_l2_keeps_none(monkeypatch: Any) -> None:
+def test_cache_copies_exceed_l2(monkeypatch: Any) -> None:
     monkeypatch.setattr(bench, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("H200", (), {"L2_cache_size": 60 << 20}))
     for S in (4096, 32768, 131072):

@@ -1,8 +1,8 @@
-"""Kernels compiled for GPUs that are not here, exactly as a launch would compile them, on two versions of Triton.
+"""Test the machine code of the Triton kernels for GPUs that this machine does not have, on two versions of Triton.
 
-Every launch of `CASES` is compiled for the architectures of `configs.METHODS` in a process without the interpreter, and
-its machine code is read: what Triton's interpreter cannot show, spills, tiles that do not fit, scalar loads, missing
-matrix instructions and barriers, is looked for there.
+A process without the interpreter compiles every launch of `CASES` exactly as a real launch would. The tests look for
+faults that the interpreter cannot show: spills, tiles that do not fit, scalar loads, missing matrix instructions and
+missing barriers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from json_tables import read_tables
 from require import needs_triton
 from tier import some
 from triton_aot import PROCESSORS, PROMPTS, Case, Compiled
@@ -18,13 +19,13 @@ from triton_compiled import (
     MATRIX,
     TARGETS,
     VERSIONS,
+    assert_barrier_before_atomic,
     assert_fits,
-    assert_writes_before_its_ticket,
     compiled,
     count,
     itemsize,
     programs_at_once,
-    running,
+    start_compiler,
 )
 
 pytestmark = pytest.mark.slow  # compiling for GPUs that are not here
@@ -34,53 +35,18 @@ needs_triton()
 LAYERS = ("saap_hidden", "saap_route")
 SCORES = ("sparq_scores", "sparq_code_scores")
 BLOCKS = ("sample_scores", "attend_blocks")
-IN_FLIGHT = 26 * 1024  # bytes of a processor that keep 4.3 TB/s busy on 132 of them at a latency of 0.8 microseconds
+IN_FLIGHT = 26 * 1024  # bytes in flight per SM for 4.3 TB/s on 132 SMs at a latency of 0.8 microseconds
 
-EVERYWHERE = [  # on every version and its architectures
-    Case("sparq", 0, padded=True),
-    Case("dense", 0),
-    Case("saap", 0, S=131072),  # the paper's network
-    Case("sample", 0),
-]
-CODED = Case("sparq", 90, key_bits=4, padded=True)  # on every version
-ODD = [Case("sparq", 90, D=80, S=4097, odd=True), Case("sample", 90, D=80, odd=True)]
-DECODE = [  # on the version of the environment
-    # What needs most shared memory, where there is least and where there is most.
-    *(Case("sparq", a, "float32", G=8, Hkv=4, D=256, rank=64, top_k=512, weighted=True) for a in (80, 90)),
-    *(Case("dense", a, "float32", D=256, G=8, Hkv=4) for a in (80, 100)),
-    Case("sparq", 90, "bfloat16", G=1, Hkv=32, D=64, rank=16, reallocate=True),
-    Case("sparq", 80, G=16, Hkv=2, D=96, rank=128, S=4096, B=8, top_k=512, reallocate=True),
-    Case("sparq", 90, "float32", G=16, Hkv=2, rank=128),
-    Case("dense", 100, "bfloat16", D=80, G=1, Hkv=32, B=8, padded=True),
-    Case("dense", 80, D=256, G=1, Hkv=8),
-    Case("dense", 90, "float32"),
-    Case("select", 90, S=500_000, top_k=4096),
-    Case("sparq", 80, "bfloat16", G=16, Hkv=2, D=96, S=16385, key_bits=4),
-    Case("sparq", 100, G=1, Hkv=32, rank=16, S=4096, key_bits=4, weighted=True, reallocate=True),
-    Case("sparq", 90, "float32", rank=64, D=256, S=16384, key_bits=4),
-]
-SAAP = [
-    Case("saap", 90, "bfloat16", hidden=0, buckets=256, padded=True),
-    Case("saap", 80, "bfloat16", G=16, Hkv=2, buckets=4096, probes=128, weights="float16"),
-    Case("saap", 90, "float32", buckets=4096, weights="float32"),
-    Case("saap", 100, B=64, D=64, weights="float32"),
-]
-PREFILL = [
-    Case("blocks", 90, D=128, block_size=32),
-    Case("blocks", 90, D=128, block_size=64),
-    Case("blocks", 100, D=256),
-    Case("blocks", 80, D=256, block_size=64),  # most shared memory of the least
-    Case("blocks", 90, D=64),
-    Case("sample", 80, "float32", D=256, G=1),
-    Case("sample", 90, "bfloat16", D=96, block_size=64),
-    Case("prompt", 100, "float32", block_size=32),
-]
-ONCE = [*some(DECODE, 1), *some(SAAP, 1), *some(PREFILL, 1), *ODD]
+# "everywhere" is compiled by every version for its architectures, "coded" by every version for sm_90, the others by the
+# version of the environment. "decode" and "prefill" hold the cases that need the most shared memory.
+CASES = {group: [Case(**row) for row in rows] for group, rows in read_tables(__file__).items()}
+ODD = CASES["odd"]
+ONCE = [*some(CASES["decode"], 1), *some(CASES["saap"], 1), *some(CASES["prefill"], 1), *ODD]
 
 
 def cases(version: str) -> tuple[Case, ...]:
-    everywhere = [replace(case, architecture=a) for case in EVERYWHERE for a in TARGETS[version]]
-    return *everywhere, CODED, *(ONCE if VERSIONS[version] is None else [])
+    everywhere = [replace(case, architecture=a) for case in CASES["everywhere"] for a in TARGETS[version]]
+    return *everywhere, *CASES["coded"], *(ONCE if VERSIONS[version] is None else [])
 
 
 ALL = [(version, case) for version in VERSIONS for case in cases(version)]
@@ -102,20 +68,20 @@ def kernels(case: Case) -> list[str]:
 
 
 def launches(version: str, case: Case) -> list[Compiled]:
-    for other in VERSIONS:  # both at once
-        running(other, cases(other))
+    for other in VERSIONS:  # start both processes before reading one
+        start_compiler(other, cases(other))
     found = compiled(version, cases(version))[case]
     assert list(dict.fromkeys(launch.kernel for launch in found)) == kernels(case)
     return found
 
 
 def bits(launch: Compiled) -> int:
-    """Return the bits of a component of a key, as the launch reads it."""
+    """Return the bits per key component that the launch reads."""
     return 4 if launch.kernel == "sparq_code_scores" else 8 * itemsize(launch.case)
 
 
 def tile_bytes(launch: Compiled) -> int:
-    """Return what a program loads at a time: components or rows of keys, rows of keys and values, or weights."""
+    """Return the bytes that a program loads per iteration: keys, keys and values, or weights."""
     constants = launch.constants
     if launch.kernel in LAYERS:
         return constants["BLOCK_K"] * constants["BLOCK_N"] * (4 if launch.case.weights == "float32" else 2)
@@ -124,18 +90,18 @@ def tile_bytes(launch: Compiled) -> int:
         return count * constants["BLOCK_S"] * bits(launch) // 8
     rows = 2 * constants["BLOCK_N"]
     if launch.kernel == "sample_scores":
-        rows = constants["BLOCK_SIZE"]  # tiles of a turn of the loop; no values
+        rows = constants["BLOCK_SIZE"]  # tiles of one loop iteration, without values
     return rows * constants["BLOCK_D"] * bits(launch) // 8
 
 
 @by_case
-def test_nothing_spills_and_a_program_fits_on_a_processor(version: str, case: Case) -> None:
+def test_kernels_fit_without_spilling(version: str, case: Case) -> None:
     for launch in launches(version, case):
         assert_fits(launch)
 
 
 @fast
-def test_keys_values_and_weights_come_in_loads_of_16_bytes(version: str, case: Case) -> None:
+def test_loads_are_16_bytes_wide(version: str, case: Case) -> None:
     for launch in launches(version, case):
         wide = count(launch, r"\bLDGSTS\S*\.128\b")
         if launch.kernel in (*BLOCKS, *LAYERS):
@@ -143,12 +109,12 @@ def test_keys_values_and_weights_come_in_loads_of_16_bytes(version: str, case: C
             short = launch.kernel in LAYERS and launch.numbers["K"] <= launch.constants["BLOCK_K"]
             wanted = tile_bytes(launch) * (1 if short else launch.stages - 1)
         elif launch.kernel in (*SCORES, "attend"):
-            wanted = tile_bytes(launch) * launch.stages  # all but one before the loop
+            wanted = tile_bytes(launch) * launch.stages  # all stages but one are loaded before the loop
         elif launch.kernel == "top_k_select" and launch.constants["TILE"]:
-            assert count(launch, r"\bLDG\S*\.[US]8\b") == 0  # bytes come four at a time
+            assert count(launch, r"\bLDG\S*\.[US]8\b") == 0  # bytes are loaded in groups of four
             continue
         elif launch.kernel == "top_k_select":
-            heads = launch.constants["G"] if launch.constants["G"] <= 8 else 1  # more in a loop
+            heads = launch.constants["G"] if launch.constants["G"] <= 8 else 1  # more heads need a loop
             wanted, wide = launch.constants["BLOCK"] * 4 * heads, count(launch, r"\bLDG\S*\.128\b")
         else:
             continue
@@ -156,35 +122,37 @@ def test_keys_values_and_weights_come_in_loads_of_16_bytes(version: str, case: C
 
 
 @pytest.mark.parametrize("case", ODD, ids=str)
-def test_the_check_of_loads_sees_caches_that_are_not_aligned(case: Case) -> None:
+def test_unaligned_caches_have_no_wide_loads(case: Case) -> None:
     for launch in launches("triton", case):
         if launch.kernel != "top_k_select":
             assert count(launch, r"\bLDGSTS\S*\.128\b") == 0
 
 
 @by_case
-def test_matrix_units_multiply_16_bits_and_nothing_rounds_float32(version: str, case: Case) -> None:
+def test_matrix_instructions_match_the_dtype(version: str, case: Case) -> None:
     for launch in launches(version, case):
         constants, products, name = launch.constants, count(launch, MATRIX), launch.kernel
-        if name in LAYERS:  # a product of TF32 numbers would round what is not of 16 bits; the sum of three does not
+        if name in LAYERS:  # one TF32 product would round float32 inputs; the sum of three products does not
             tiles = constants["BLOCK_M"] // 16 * constants["BLOCK_N"] // 8 * constants["BLOCK_K"] // 8
             assert products == count(launch, "TF32")
             assert products >= 3 * tiles / launch.warps
             continue
         assert count(launch, "TF32") == 0
-        # Codes are multiplied in float32: products rounded to 16 bits would select other keys.
+        # int4 codes are multiplied in float32, because 16-bit products would select other keys.
         units = name in ("sparq_scores", "attend", *BLOCKS) and itemsize(case) == 2
         assert (products > 0) == units, name
         if name == "sparq_code_scores":
-            least = case.rank * constants["BLOCK_S"] * case.G // (32 * launch.warps) // 2  # an FFMA2 makes two
+            least = (
+                case.rank * constants["BLOCK_S"] * case.G // (32 * launch.warps) // 2
+            )  # an FFMA2 is two multiplications
             assert count(launch, r"\bFFMA2?\b") >= least
         elif name in ("sparq_scores", "attend", *BLOCKS) and not units:
             assert count(launch, r"\bFFMA2?\b") >= 128
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_blocks_of_64_and_more_run_on_the_warpgroup_units(version: str) -> None:
-    """Check that sm_90 and sm_100 do not fall back to the instruction of sm_80, which halves their speed."""
+def test_large_blocks_use_warpgroup_instructions(version: str) -> None:
+    """Check that sm_90 and sm_100 do not use the instruction of sm_80, which would halve the speed."""
     for case in cases(version):
         wide = case.architecture >= 90 and itemsize(case) == 2 and case.block_size >= 64
         if wide and case.launcher in PROMPTS:
@@ -193,16 +161,16 @@ def test_blocks_of_64_and_more_run_on_the_warpgroup_units(version: str) -> None:
 
 
 @by_case
-def test_all_threads_have_written_before_the_ticket_is_drawn(version: str, case: Case) -> None:
+def test_stores_precede_the_atomic(version: str, case: Case) -> None:
     for launch in launches(version, case):
-        assert_writes_before_its_ticket(launch, launch.kernel in ("top_k_select", "attend", "saap_route"))
+        assert_barrier_before_atomic(launch, launch.kernel in ("top_k_select", "attend", "saap_route"))
 
 
 @pytest.mark.parametrize(
     ("version", "case"), [pair for pair in ALL if pair[1].launcher in ("sparq", "dense", "select")], ids=str
 )
-def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case: Case) -> None:
-    """Bytes of each program from the parameters of the launch: together the formula of `mlx_sparse.methods.stats`."""
+def test_programs_split_the_reads_and_saturate_memory(version: str, case: Case) -> None:
+    """Compare the bytes of all programs, from their launch parameters, with the formula of `methods.stats`."""
     if case.odd:
         return
     for launch in launches(version, case):
@@ -223,7 +191,7 @@ def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case
         assert len(shares) + tail == launch.grid[0]
         assert min(shares) > 0
         assert sum(shares) * width * rows == items * width * case.B * case.Hkv
-        # Scores from codes ask for few bytes, and for all of them at once.
+        # Kernels that score int4 codes read few bytes and request all of them at once.
         if items == case.S and launch.kernel != "sparq_code_scores":
             at_once = min(programs_at_once(launch), prod(launch.grid) // PROCESSORS[case.architecture])
             assert at_once * (launch.stages - 1) * tile_bytes(launch) >= IN_FLIGHT, launch.kernel
@@ -231,11 +199,11 @@ def test_programs_share_what_is_read_and_keep_the_memory_busy(version: str, case
 
 @pytest.mark.parametrize(
     ("version", "case"),
-    # One sequence of 8 KV heads; a small layer has too few columns.
+    # One sequence with 8 KV heads; small layers have too few columns to fill a GPU.
     [pair for pair in ALL if pair[1].launcher == "saap" and pair[1].B * pair[1].Hkv == 8 and pair[1].buckets >= 1024],
     ids=str,
 )
-def test_every_launch_of_saap_uses_the_whole_gpu_whose_memory_is_kept_busy(version: str, case: Case) -> None:
+def test_saap_launches_fill_the_gpu(version: str, case: Case) -> None:
     for launch in launches(version, case):
         programs, processors = prod(launch.grid), PROCESSORS[case.architecture]
         if launch.kernel != "saap_hidden" or case.hidden >= 1024:

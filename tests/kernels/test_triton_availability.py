@@ -1,4 +1,4 @@
-"""Where Triton's kernels can run, and what is said where they cannot."""
+"""Test where Triton kernels can run, and the reasons where they cannot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_sparse.methods import registry, table
 
 
 def run(code: str, **env: str) -> str:
-    """What a fresh interpreter prints."""
+    """Return the output of a new Python process."""
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, timeout=120, check=False
     )
@@ -26,9 +26,7 @@ def run(code: str, **env: str) -> str:
 
 
 @pytest.mark.parametrize("missing", [("torch",), ("triton",), ("torch", "triton")], ids=" and ".join)
-def test_what_is_not_installed_is_named_with_the_command(
-    missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_packages_are_named(missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     for name in ("torch", "triton"):
         found = None if name in missing else importlib.util.find_spec("json")
@@ -37,13 +35,13 @@ def test_what_is_not_installed_is_named_with_the_command(
     assert availability.unavailable() == registry.unavailable("triton") == expected
 
 
-def test_no_command_is_named_where_triton_has_no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_hint_where_triton_has_no_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(sys, "platform", "darwin")
     assert availability.unavailable() == "triton has packages for Linux only"
 
 
-def test_without_the_interpreter_a_gpu_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_is_needed_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_triton()
     import torch
 
@@ -56,7 +54,7 @@ def test_without_the_interpreter_a_gpu_is_needed(monkeypatch: pytest.MonkeyPatch
     assert (reason or "None") in str(availability.unavailable())
 
 
-def test_a_gpu_that_the_kernels_are_not_made_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_triton()
     import torch
 
@@ -70,7 +68,7 @@ def test_a_gpu_that_the_kernels_are_not_made_for_is_named(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("setting", ["1", "true", "ON", "yes", "y", "0", "no", ""])
-def test_the_interpreter_is_on_when_triton_says_so(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_setting_matches_triton(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_triton()
     from triton import knobs
 
@@ -78,15 +76,15 @@ def test_the_interpreter_is_on_when_triton_says_so(setting: str, monkeypatch: py
     assert availability.interpreted() == knobs.runtime.interpret
 
 
-def test_a_torch_that_does_not_load_is_a_reason_and_no_traceback(tmp_path: Path) -> None:
+def test_broken_torch_is_a_reason(tmp_path: Path) -> None:
     needs_triton()
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
     code = "from mlx_sparse.methods import registry; print(registry.unavailable('triton'))"
-    told = run(code, PYTHONPATH=str(tmp_path), TRITON_INTERPRET="0")
-    assert told == "torch does not work here: libcudart.so.13: cannot open shared object file\n"
+    output = run(code, PYTHONPATH=str(tmp_path), TRITON_INTERPRET="0")
+    assert output == "torch does not work here: libcudart.so.13: cannot open shared object file\n"
 
 
-def test_the_table_of_backends_and_the_package_load_neither_torch_nor_triton_nor_mlx() -> None:
+def test_package_imports_no_optional_package() -> None:
     code = """
 import sys
 sys.modules.update(dict.fromkeys(("torch", "triton", "mlx", "mlx.core"), None))

@@ -1,4 +1,4 @@
-"""The guard of every test that runs a Triton kernel in the interpreter (triton_bytes.py) finds what would go wrong."""
+"""Test that the memory checker of the Triton interpreter (triton_bytes.py) finds planted faults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlx_sparse.cuda_ref.availability import interpreted, unavailable
 from require import absent
 
 if not interpreted():
-    absent("triton-interpreter", "on a GPU nothing is watched")
+    absent("triton-interpreter", "on a GPU nothing is checked_launches")
 if reason := unavailable():
     absent("triton", reason)
 
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from mlx_sparse.cuda_ref.launchers import configs
-from triton_bytes import shuffled, watched
+from triton_bytes import checked_launches, shuffled
 
 
 @triton.jit
@@ -53,42 +53,42 @@ def scatter(target, COUNT: tl.constexpr, SLOTS: tl.constexpr):
     tl.store(target + i % SLOTS, i)
 
 
-def test_an_address_outside_is_found() -> None:
-    with watched():
+def test_out_of_bounds_accesses_are_found() -> None:
+    with checked_launches():
         copy[(1,)](torch.zeros(64), torch.empty(64), 64, BLOCK=64)
     with (
-        watched(),
+        checked_launches(),
         pytest.raises(Exception, match="loads outside of its arguments: element 60 of 60 of source"),
     ):
         copy[(1,)](torch.zeros(80)[:60].clone(), torch.empty(64), 64, BLOCK=64)
-    with watched(), pytest.raises(Exception, match="stores outside of its arguments: element 60 of 60 of target"):
+    with (
+        checked_launches(),
+        pytest.raises(Exception, match="stores outside of its arguments: element 60 of 60 of target"),
+    ):
         copy[(1,)](torch.zeros(64), torch.empty(64)[:60], 64, BLOCK=64)
 
 
-def test_memory_that_nothing_has_written_is_found() -> None:
-    with watched(), pytest.raises(Exception, match="loads element 0 of source, which nothing has written"):
+def test_uninitialized_loads_are_found() -> None:
+    with checked_launches(), pytest.raises(Exception, match="loads element 0 of source, which nothing has written"):
         copy[(1,)](torch.empty(64), torch.empty(64), 64, BLOCK=64)
-
-
-def test_bytes_that_nothing_has_written_are_found() -> None:
-    with watched(), pytest.raises(Exception, match="loads element 48 of source, which nothing has written"):
+    with checked_launches(), pytest.raises(Exception, match="loads element 48 of source, which nothing has written"):
         made = torch.empty(80, dtype=torch.uint8)
         copy[(1,)](torch.zeros(64, dtype=torch.uint8), made[:64], 64, BLOCK=64)
         copy[(1,)](made[16:], torch.empty(64, dtype=torch.uint8), 64, BLOCK=64)
 
 
-def test_a_store_to_an_argument_of_the_user_is_found() -> None:
+def test_stores_to_inputs_are_found() -> None:
     given = torch.zeros(64)
-    with watched(), pytest.raises(Exception, match="stores to target, which its launcher did not allocate"):
+    with checked_launches(), pytest.raises(Exception, match="stores to target, which its launcher did not allocate"):
         copy[(1,)](torch.zeros(64), given, 64, BLOCK=64)
 
 
 @pytest.mark.parametrize("order", [None, shuffled])
-def test_a_ticket_orders_programs(order: Any) -> None:
+def test_atomics_order_programs(order: Any) -> None:
     source = torch.ones(64)
 
     def launch(barrier: bool, sem: str) -> float:
-        with watched(order):
+        with checked_launches(order):
             out = torch.empty(1)
             total[(4,)](source, torch.empty(4), out, torch.zeros(1, dtype=torch.int32), 16, 4, barrier, sem)
         return out.item()
@@ -100,21 +100,24 @@ def test_a_ticket_orders_programs(order: Any) -> None:
         launch(True, "relaxed")
 
 
-def test_threads_of_one_program_need_a_barrier() -> None:
-    with watched(), pytest.raises(Exception, match=r"loads element \d+ of data, unordered with itself"):
+def test_missing_barriers_are_found() -> None:
+    with checked_launches(), pytest.raises(Exception, match=r"loads element \d+ of data, unordered with itself"):
         shift[(1,)](torch.empty(16, dtype=torch.int32), 16, False)
 
 
-def test_two_programs_and_two_lanes_that_store_to_one_address_are_found() -> None:
-    with watched(), pytest.raises(Exception, match="program 0 stores an element of target twice at once"):
+def test_conflicting_stores_are_found() -> None:
+    with checked_launches(), pytest.raises(Exception, match="program 0 stores an element of target twice at once"):
         scatter[(1,)](torch.empty(16, dtype=torch.int32), 16, 8)
-    with watched(), pytest.raises(Exception, match="program 1 stores element 0 of target, unordered with program 0"):
+    with (
+        checked_launches(),
+        pytest.raises(Exception, match="program 1 stores element 0 of target, unordered with program 0"),
+    ):
         scatter[(2,)](torch.empty(16, dtype=torch.int32), 16, 16)
 
 
-def test_the_interpreter_is_left_as_it_was() -> None:
+def test_interpreter_is_restored() -> None:
     before = (torch.empty, triton.runtime.interpreter.GridExecutor.__call__)
-    with pytest.raises(Exception, match="unordered"), watched():
+    with pytest.raises(Exception, match="unordered"), checked_launches():
         shift[(1,)](torch.empty(16, dtype=torch.int32), 16, False)
     assert before == (torch.empty, triton.runtime.interpreter.GridExecutor.__call__)
     assert configs.processors(torch.device("cpu")) == configs.WITHOUT_A_GPU

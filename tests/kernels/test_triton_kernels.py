@@ -1,4 +1,4 @@
-"""The launchers of the Triton backend: launches, operators of torch, tensors; tests/conformance compares numbers."""
+"""Test the Triton launchers: launches, torch operators and errors; tests/conformance compares numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_arrays import DEVICE, component_major, padding, to_numpy, to_torch
 from mlx_sparse import BackendUnavailable, ConfigError, ShapeError, cuda_ref, oracle
 from mlx_sparse.methods.sparq import Selection
 
-pytestmark = pytest.mark.usefixtures("guarded")
+pytestmark = pytest.mark.usefixtures("checked_memory")
 SMALL = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
 
 
@@ -25,7 +25,7 @@ def tensors(case: Case, *given: Array) -> list[torch.Tensor]:
     return [to_torch(array, case.dtype) for array in given]
 
 
-def test_a_program_adds_up_the_softmax_of_all_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_softmax_statistics_cover_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "processors", lambda device: 1)
     case = Case(2, 4, 2, 1100, 64, "f32", padding=(0, 600))
     queries, keys, _ = tensors(case, *case.inputs())
@@ -38,12 +38,12 @@ def test_a_program_adds_up_the_softmax_of_all_its_blocks(monkeypatch: pytest.Mon
     np.testing.assert_allclose(to_numpy(scores.softmax), expected, rtol=1e-5)
 
 
-def test_weights_are_not_rounded_to_the_type_of_the_values() -> None:
+def test_weights_are_not_rounded_to_half_precision() -> None:
     case = Case(2, 8, 2, 127, 64, "f16")
     q, k, v = case.inputs()
     expected = oracle.dense_attention(q, k, v)
     error = np.abs(to_numpy(cuda_ref.dense_attention(*tensors(case, q, k, v))) - expected)
-    # The rounding of the result, and what is below the smallest number of the type in every weight; the largest is 1.
+    # Rounding of the result, plus the underflow of each weight relative to a largest weight of 1.
     allowed = np.spacing(np.abs(expected).astype(np.float16)) / 2 + case.S * 2.0**-25 * np.abs(v).max()
     assert (error <= allowed).all()
 
@@ -67,18 +67,18 @@ def test_keys_t_may_have_any_strides(layout: str) -> None:
 
 
 @pytest.mark.parametrize("S", [31, 32, 33])
-def test_rows_are_read_beyond_their_end_only_where_there_is_room(S: int) -> None:
+def test_rows_are_read_past_their_end_only_within_storage(S: int) -> None:
     whole = torch.zeros(1, 2, 8, 48, device=DEVICE)
     assert sparq.readable_beyond(whole[..., :S])
     exact = torch.zeros(1, 2, 8, S, device=DEVICE)
     assert sparq.readable_beyond(exact) == (S % 16 == 0)
-    # The last row ends with its storage, though rows start 48 apart.
+    # The last row ends at the end of the storage, although rows are 48 elements apart.
     last = torch.zeros(15 * 48 + S, device=DEVICE).as_strided((1, 2, 8, S), (8 * 48, 8 * 48, 48, 1))
     assert sparq.readable_beyond(last) == (S % 16 == 0)
 
 
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names of the kernels that are started from now on."""
+    """Record the names of all kernels that are launched after this call."""
     names: list[str] = []
     run = sparq.Launch.run
 
@@ -92,7 +92,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize(("S", "top_k"), [(40, 16), (3000, 128), (3000, 2500)])
 @pytest.mark.parametrize("key_bits", [16, 4])
-def test_a_step_of_sparq_is_three_launches(monkeypatch: pytest.MonkeyPatch, S: int, top_k: int, key_bits: int) -> None:
+def test_sparq_step_is_three_launches(monkeypatch: pytest.MonkeyPatch, S: int, top_k: int, key_bits: int) -> None:
     case = Case(1, 4, 2, S, 64, "f16")
     q, k, v = tensors(case, *case.inputs())
     scored = [component_major(k)] if key_bits == 16 else list(cuda_ref.code_keys(k))
@@ -102,9 +102,7 @@ def test_a_step_of_sparq_is_three_launches(monkeypatch: pytest.MonkeyPatch, S: i
 
 
 @pytest.mark.parametrize("hidden", [32, None])
-def test_a_step_of_saap_is_four_launches_and_three_without_a_hidden_layer(
-    monkeypatch: pytest.MonkeyPatch, hidden: int | None
-) -> None:
+def test_saap_step_is_three_or_four_launches(monkeypatch: pytest.MonkeyPatch, hidden: int | None) -> None:
     names = started(monkeypatch)
     network = [torch.randn(2, hidden or 64, 20), None, torch.randn(2, 64, hidden) if hidden else None, None]
     network = [None if array is None else array.to(DEVICE) for array in network]
@@ -114,7 +112,7 @@ def test_a_step_of_saap_is_four_launches_and_three_without_a_hidden_layer(
     assert names == [*(["saap_hidden"] if hidden else []), "saap_route", "saap_expand", "attend"]
 
 
-def test_a_padded_row_is_scored_as_it_is_alone() -> None:
+def test_padded_rows_score_like_single_rows() -> None:
     case = Case(5, 4, 2, 1400, 64, "f16", padding=(0, 9, 700, 1337, 1400))
     q, k, _ = tensors(case, *case.inputs())
 
@@ -160,7 +158,7 @@ def with_codes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, 
     return q, k, v, list(cuda_ref.code_keys(k)), 8, 16, 4, 0.1
 
 
-# What each operator is called with.
+# Arguments of each operator.
 OPERATORS: dict[str, tuple[Any, Callable[[], Sequence[Any]]]] = {
     "sparq": (sparq.sparq_decode, lambda: with_keys_t(*step())),
     "sparq-codes": (sparq.sparq_decode, lambda: with_codes(*step())),
@@ -182,17 +180,17 @@ OPERATORS: dict[str, tuple[Any, Callable[[], Sequence[Any]]]] = {
     "sample select": (sample.sample_select, lambda: (*prompt()[:2], 0.8, 0.7, 2, 32, 0.1)),
     "blocks": (blocks.attend_blocks, lambda: (*prompt(), integers([[[[0, 0]] * 3] * 2]), 32, 0.1)),
 }
-NETWORK = ((32, 20), (0, 0), (64, 32), (0, 0))  # weights of a hidden layer of 32, and no bias
+NETWORK = ((32, 20), (0, 0), (64, 32), (0, 0))  # weights with a hidden layer of 32, and no biases
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_an_operator_of_torch_keeps_its_promises_and_compiles(name: str) -> None:
-    """Its schema, its fake and its results under `torch.compile` agree with what it does when called."""
+def test_torch_operators_pass_opcheck_and_compile(name: str) -> None:
+    """Check the schema, the fake implementation and the result under `torch.compile`."""
     torch.manual_seed(0)
     operator, make = OPERATORS[name]
     arguments = tuple(make())
     torch.library.opcheck(operator, arguments)
-    # Dynamo compiles all operators of a process through one function, of which it keeps eight versions at most.
+    # Dynamo caches at most eight versions of the function through which it compiles all operators.
     torch.compiler.reset()
     found = torch.compile(operator._opoverload, backend="aot_eager", fullgraph=True)(*arguments)
     expected = operator(*arguments)
@@ -201,7 +199,7 @@ def test_an_operator_of_torch_keeps_its_promises_and_compiles(name: str) -> None
         assert torch.equal(got, wanted)
 
 
-def test_what_is_no_tensor_or_has_no_memory_is_refused() -> None:
+def test_wrong_tensors_are_refused() -> None:
     arrays = [torch.zeros(1, 2, 1, 64, device=DEVICE)] * 2
     with pytest.raises(ConfigError, match="queries: expected a tensor of torch, got ndarray"):
         cuda_ref.sparq_attention(np.zeros((1, 2, 1, 64)), *arrays)
@@ -223,7 +221,7 @@ def test_what_is_no_tensor_or_has_no_memory_is_refused() -> None:
         ("centre", torch.float16, "keys_t.centre: expected float32, got float16."),
     ],
 )
-def test_codes_of_other_types_are_refused(part: str, dtype: torch.dtype, message: str) -> None:
+def test_codes_of_other_dtypes_are_refused(part: str, dtype: torch.dtype, message: str) -> None:
     case = Case(1, 4, 2, 130, 64, "f16")
     q, k, v = tensors(case, *case.inputs())
     coded = cuda_ref.code_keys(k)
@@ -232,14 +230,14 @@ def test_codes_of_other_types_are_refused(part: str, dtype: torch.dtype, message
         cuda_ref.sparq_attention(q, k, v, top_k=32, key_bits=4, keys_t=coded)
 
 
-def test_a_gradient_is_refused_and_not_left_out() -> None:
+def test_gradients_are_refused() -> None:
     queries, keys, values = tensors(SMALL, *SMALL.inputs())
     for method in (cuda_ref.sparq_attention, cuda_ref.dense_attention):
         with pytest.raises(RuntimeError, match="no autograd formula"):
             method(queries.requires_grad_(), keys, values).sum().backward()
 
 
-def test_types_and_head_dims_without_a_kernel_are_refused() -> None:
+def test_unsupported_dtypes_and_head_dims_are_refused() -> None:
     arrays = [torch.zeros(1, 2, 1, 64, dtype=torch.float64, device=DEVICE)] * 3
     with pytest.raises(ConfigError, match="queries: expected float32, float16 or bfloat16, got float64"):
         cuda_ref.sparq_attention(*arrays)
@@ -252,12 +250,12 @@ def test_types_and_head_dims_without_a_kernel_are_refused() -> None:
             method(torch.zeros(1, G, 1, 64, device=DEVICE), rows, rows)
 
 
-def test_recall_of_a_padded_prompt_is_measured_against_the_valid_keys() -> None:
+def test_recall_ignores_padding() -> None:
     case = Case(3, 6, 2, 150, 64, "f32", padding=(0, 145, 150))
     q, k, v = case.inputs(L=9)
     arrays = tensors(case, q, k, v)
     given = {"rank": 8, "top_k": 40, "left_padding": padding(case), "return_stats": "recall"}
-    _, stats = cuda_ref.sparq_attention(*arrays, **given)  # dense, so that all of the mass is retained
+    _, stats = cuda_ref.sparq_attention(*arrays, **given)  # a dense call, so the attention recall is 1
     assert torch.equal(stats.recall, torch.ones(3, 6, 9, device=DEVICE))
     lse = to_numpy(torch_functions.dense_lse(*arrays[:2], scale=0.125, left_padding=padding(case)))
     position = np.arange(150)
@@ -273,7 +271,7 @@ def test_recall_of_a_padded_prompt_is_measured_against_the_valid_keys() -> None:
 
 
 @pytest.mark.parametrize("nan", [torch.nan, -torch.nan], ids=["positive", "negative"])
-def test_a_score_that_is_nan_counts_as_infinity(nan: float) -> None:
+def test_nan_scores_count_as_infinity(nan: float) -> None:
     scores = torch.arange(40.0, device=DEVICE).expand(1, 1, 40).clone()
     scores[..., [3, 5]], scores[..., 4] = nan, torch.inf
     got = cuda_ref.top_k_select(scores, top_k=5, local_window=1)
@@ -283,7 +281,7 @@ def test_a_score_that_is_nan_counts_as_infinity(nan: float) -> None:
 
 
 @pytest.mark.parametrize("top_k", [2**31, 2**70])
-def test_more_keys_than_there_are_may_be_asked_for(top_k: int) -> None:
+def test_top_k_may_exceed_the_keys(top_k: int) -> None:
     scores = torch.arange(40.0, device=DEVICE)[None, None]
     chosen = cuda_ref.top_k_select(scores, top_k=top_k, local_window=top_k)
     assert chosen.flatten().tolist() == list(range(40))
@@ -291,7 +289,7 @@ def test_more_keys_than_there_are_may_be_asked_for(top_k: int) -> None:
 
 @pytest.mark.parametrize("S", [1, 1024, 4096, 16384, 65536, 1 << 19])
 @pytest.mark.parametrize("top_k", [1, 128, 4096, 100_000])
-def test_candidates_of_all_tiles_fit_into_one_block_where_that_can_be(S: int, top_k: int) -> None:
+def test_candidates_fit_into_one_block(S: int, top_k: int) -> None:
     block = select.block_size(S, top_k)
     assert block in configs.SELECT_WARPS
     candidates = -(-S // block) * min(top_k, block)

@@ -1,4 +1,4 @@
-"""SampleAttention's Triton launchers one by one, and lists of key blocks; tests/conformance has the cases."""
+"""Test SampleAttention's Triton launchers and lists of key blocks; tests/conformance compares numbers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from triton_prompts import tensors
 from mlx_sparse import BackendUnavailable, cuda_ref, oracle
 from mlx_sparse.methods.block_layout import Layout
 
-pytestmark = pytest.mark.usefixtures("guarded")
+pytestmark = pytest.mark.usefixtures("checked_memory")
 SMALL = SampleCase(2, 4, 2, 150, 230, 64, "f32", 32, chunks=2)
 
 
-def test_the_end_of_a_long_list_is_found_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_lists_are_read_in_several_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_LIST", 16)
     layout, arrays = SMALL.layout, tensors(SMALL)
     listed = np.full((2, 4, layout.row_blocks, 40), -1, dtype=np.int32)
@@ -29,7 +29,7 @@ def test_the_end_of_a_long_list_is_found_in_several_turns(monkeypatch: pytest.Mo
     assert_attends(to_numpy(out), to_numpy(lse), SMALL, listed)
 
 
-def test_without_a_list_every_block_is_attended() -> None:
+def test_missing_list_attends_every_block() -> None:
     case = SampleCase(1, 3, 1, 100, 170, 80, "f16", 32)
     queries, keys, values = tensors(case)
     everything = np.broadcast_to(np.arange(6, dtype=np.int32), (1, 3, case.layout.row_blocks, 6))
@@ -38,9 +38,9 @@ def test_without_a_list_every_block_is_attended() -> None:
 
 
 @pytest.mark.parametrize("processors", [1, 40])
-def test_keys_may_be_split_between_any_number_of_programs(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+def test_keys_split_between_any_number_of_programs(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
     monkeypatch.setattr(configs, "processors", lambda device: processors)
-    monkeypatch.setattr(sample, "BLOCK_SPLITS", 2)  # so that their statistics are read in several turns
+    monkeypatch.setattr(sample, "BLOCK_SPLITS", 2)  # statistics are read in several iterations
     q, k, _ = SMALL.inputs()
     found = cuda_ref.sample_scores(*tensors(SMALL)[:2], **SMALL.sampling)
     expected = selection(SMALL)
@@ -48,7 +48,7 @@ def test_keys_may_be_split_between_any_number_of_programs(monkeypatch: pytest.Mo
         assert_same_scores(to_numpy(got), scores, logit_error(q, k, SMALL.scale))
 
 
-def test_lists_are_made_for_as_many_row_blocks_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_are_built_within_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = tensors(SMALL)
     at_once = cuda_ref.sample_attention(*arrays, **SMALL.parameters, return_stats=True)
     made: list[int] = []
@@ -70,7 +70,7 @@ def test_lists_are_made_for_as_many_row_blocks_as_memory_allows(monkeypatch: pyt
 
 @pytest.mark.parametrize("entry", [1, 100, 1000, 10**9])
 @pytest.mark.parametrize(("L", "S"), [(1 << 20, 1 << 20), (2048, 1 << 20), (1, 1), (100, 300)])
-def test_portions_cover_every_row_block_once_the_last_first(L: int, S: int, entry: int) -> None:
+def test_portions_cover_every_row_block_once(L: int, S: int, entry: int) -> None:
     layout = Layout(L, S, 1, 128)
     found = list(sample.portions(layout, entry))
     assert [row for first, stop in reversed(found) for row in range(first, stop)] == list(range(layout.row_blocks))
@@ -79,10 +79,8 @@ def test_portions_cover_every_row_block_once_the_last_first(L: int, S: int, entr
 
 
 @pytest.mark.parametrize(("L", "S", "chunks"), [(600, 700, 3), (130, 191, 1), (1, 40, 1), (70, 106, 9)])
-def test_lists_are_those_of_the_oracle_for_any_flags(
-    monkeypatch: pytest.MonkeyPatch, L: int, S: int, chunks: int
-) -> None:
-    """Also where the first block is not kept, and a list is made in several turns."""
+def test_merged_lists_match_the_oracle(monkeypatch: pytest.MonkeyPatch, L: int, S: int, chunks: int) -> None:
+    """Include flags without the first block, and lists that need several iterations."""
     monkeypatch.setattr(sample, "MERGED", 16)
     layout = Layout(L, S, chunks, 32)
     flags = np.random.default_rng(0).random((2, 1, 2, len(layout.regions), layout.key_blocks)) < 0.2

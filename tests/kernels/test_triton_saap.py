@@ -1,4 +1,4 @@
-"""SAAP's Triton kernels one by one: networks of any size, lists of any length; tests/conformance has the cases."""
+"""Test SAAP's Triton kernels with networks of any size and lists of any length; tests/conformance compares numbers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torch_arrays import DEVICE, cached, padding, to_numpy, to_torch
 
 from mlx_sparse import cuda_ref, oracle
 
-pytestmark = pytest.mark.usefixtures("guarded")
+pytestmark = pytest.mark.usefixtures("checked_memory")
 TRITON = ADAPTERS["triton"]
 by_case = pytest.mark.parametrize("case", SAAP_CASES, ids=str)
 SMALL = SaapCase(Case(2, 6, 2, 200, 64, "f32", padding=(0, 60)), "random")
 
 
 def tensors(case: SaapCase) -> list[torch.Tensor]:
-    """Queries, and keys and values as slices of a cache."""
+    """Return queries, and keys and values as slices of a cache."""
     queries, *rows = TRITON.arrays(case.step)
     return [queries, *map(TRITON.cached, rows)]
 
@@ -37,7 +37,7 @@ def integers(array: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def index(case: SaapCase, covered: int) -> dict[str, Any]:
-    """Arguments of `saap_indices` that come from an index of ``covered`` keys."""
+    """Return the arguments of `saap_indices` for an index of ``covered`` keys."""
     ids = integers(case.bucket_ids()[..., :covered])
     window = {"sink_tokens": case.sink_tokens, "left_padding": case.step.padding}
     offsets, key_ids = cuda_ref.saap_index(ids, buckets=case.buckets, **window)
@@ -46,7 +46,7 @@ def index(case: SaapCase, covered: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("B", [3, 9])
 @pytest.mark.parametrize("G", [4, 5, 16])
-def test_sequences_share_what_is_read_of_the_network(B: int, G: int) -> None:
+def test_large_batches_route_correctly(B: int, G: int) -> None:
     case = SaapCase(Case(B, 2 * G, 2, 60, 64, "f16"), "random", buckets=40, weights="f16")
     assert_same_buckets(TRITON.route(case), case)
 
@@ -57,7 +57,7 @@ def test_any_number_of_buckets_and_probes(buckets_: int, probes: int) -> None:
     assert_same_buckets(TRITON.route(case), case)
 
 
-def test_buckets_that_tie_are_visited_from_the_lowest() -> None:
+def test_ties_go_to_the_lowest_bucket() -> None:
     weight = torch.zeros(2, 64, 50, device=DEVICE)
     weight[:, :, 7] = weight[:, :, 30] = weight[:, :, 49] = 1
     queries = torch.ones(1, 4, 1, 64, device=DEVICE)
@@ -66,8 +66,8 @@ def test_buckets_that_tie_are_visited_from_the_lowest() -> None:
 
 
 @pytest.mark.parametrize(("size", "weight"), [(1e-5, 1e4), (1e6, 1e-6)])
-def test_activations_are_not_rounded_to_the_type_of_the_weights(size: float, weight: float) -> None:
-    """float16 has few numbers as small as the first, and none as large as the second."""
+def test_activations_are_not_rounded_to_half_precision(size: float, weight: float) -> None:
+    """The first size is subnormal in float16, and the second one overflows."""
     rng = np.random.default_rng(5)
     hidden, out = rng.normal(size=(1, 64, 40)), weight * rng.normal(size=(1, 40, 60))
     queries = np.float32(rng.normal(size=(1, 4, 1, 64)) * size)
@@ -78,8 +78,8 @@ def test_activations_are_not_rounded_to_the_type_of_the_weights(size: float, wei
 
 
 @pytest.mark.parametrize(("processors", "most"), [(1, 1024), (4, 1), (4, 2), (132, 1024)])
-def test_rows_of_any_length_are_shared_out(monkeypatch: pytest.MonkeyPatch, processors: int, most: int) -> None:
-    """Long rows get more programs, rows without entries zeros, and what is behind a count is never read."""
+def test_rows_of_any_length_are_split(monkeypatch: pytest.MonkeyPatch, processors: int, most: int) -> None:
+    """Long rows get more programs, empty rows are zero, and slots past a count are never read."""
     monkeypatch.setattr(configs, "processors", lambda device: processors)
     monkeypatch.setattr(attend, "MOST_ROWS", most)
     case = Case(3, 4, 2, 700, 64, "f32")
@@ -90,14 +90,14 @@ def test_rows_of_any_length_are_shared_out(monkeypatch: pytest.MonkeyPatch, proc
     used = np.arange(700) < counts[..., None]
     expected, expected_lse = oracle.attend_indices(q, k, v, np.where(used, order, -1), scale=0.1)
     given = [cached(to_torch(array, "f32")) if n else to_torch(array, "f32") for n, array in enumerate((q, k, v))]
-    behind = integers(np.where(used, order, 3))  # a key, but not one to attend
+    behind = integers(np.where(used, order, 3))  # a valid key that must not be attended
     out, lse = attend.attend_indices(*given, behind, 0.1, integers(counts))
     np.testing.assert_allclose(to_numpy(out), expected, rtol=0, atol=1e-5)
     np.testing.assert_allclose(to_numpy(lse), expected_lse, rtol=0, atol=1e-5)
 
 
-def test_offsets_that_lie_beyond_the_keys_read_nothing() -> None:
-    """Nor the keys of another head."""
+def test_offsets_beyond_the_keys_read_nothing() -> None:
+    """Wrong offsets must not read the keys of another head either."""
     offsets = integers([[[0, 5, 90, -3], [-4, 2, 2, 2]]])
     key_ids = integers([[[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]]])
     sizes = {"length": 20, "covered": 15, "sink_tokens": 1, "capacity": 128}
@@ -106,8 +106,8 @@ def test_offsets_that_lie_beyond_the_keys_read_nothing() -> None:
         assert set(row.tolist()) <= {-1, 0, *range(first, first + 6), *range(15, 20)}
 
 
-def test_a_number_that_is_no_buckets_is_an_empty_slot_of_the_kernel() -> None:
-    """The offset behind a head's last one is another head's."""
+def test_invalid_bucket_numbers_are_empty_slots() -> None:
+    """The offset after a head's last one belongs to another head."""
     given = index(SMALL, SMALL.covered)
     sizes = {name: given[name] for name in ("offsets", "key_ids", "covered", "sink_tokens")}
     sizes |= {"length": SMALL.step.S, "capacity": SMALL.step.S, "left_padding": padding(SMALL.step)}
@@ -116,7 +116,7 @@ def test_a_number_that_is_no_buckets_is_an_empty_slot_of_the_kernel() -> None:
         assert torch.equal(got, expected)
 
 
-def test_keys_are_assigned_to_buckets_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_assigned_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, centroids = torch.randn(2, 3, 70, 64, device=DEVICE), torch.randn(3, 20, 64, device=DEVICE)
     whole = cuda_ref.saap_assign(keys, centroids)
     monkeypatch.setattr(torch_functions, "ASSIGNED_AT_ONCE", 2 * 3 * 20 * 16)

@@ -163,7 +163,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, without_torch: Any) -> It
     artefact = write_artefact(folder / "model", build())
     write_artefact(folder / "other", build(seed=5))
     (folder / "saap.toml").write_text(
-        f'[saap]\nartefact = "{artefact.name}"\nrecent_tokens = 16\nfold_every = 4\ndense_layers = 0\n'
+        f'[saap]\nartefact = "{artefact.name}"\nrecent_tokens = 16\nmerge_every = 4\ndense_layers = 0\n'
     )
     prompt = words(prompt_of(PROMPT))
     bad = {f"bad: {name}": [["mlx_lm.generate", "--model", "llama", *argv]] for name, (argv, _) in BAD.items()}

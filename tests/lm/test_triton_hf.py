@@ -1,4 +1,4 @@
-"""transformers models with ``attn_implementation="sparq"``: which calls are sparse, and what their cache keeps."""
+"""Test transformers models with ``attn_implementation="sparq"``: sparse calls, dense calls and the cache."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from cache_rows import padded, states
 from cases import Array
+from json_tables import read_tables
 from mlx_sparse.cuda_ref import hf, torch_functions
 from mlx_sparse.cuda_ref.hf import attention
 from mlx_sparse.cuda_ref.hf.buffers import Buffers
@@ -31,23 +32,15 @@ from mlx_sparse import cuda_ref
 from mlx_sparse.checks import BackendUnavailable, ConfigError
 from mlx_sparse.methods import ENOUGH_SAVED, SparQ, Step, parse
 
+DATA = read_tables(__file__)
+
 pytestmark = pytest.mark.slow  # models of transformers
 
 SIZES = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-ALTERNATING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "llama-one-head-each": {"num_key_value_heads": 4},
-    "llama-one-head-for-all": {"num_key_value_heads": 1},
-    "llama-many-heads": {"num_attention_heads": 17, "num_key_value_heads": 1, "head_dim": 16, "hidden_size": 272},
-    "qwen3": {},  # with q/k-norm
-    "gemma3_text": {**ALTERNATING, "query_pre_attn_scalar": 48},  # with q/k-norm and a scale of its own
-    "gpt_oss": {**ALTERNATING, "num_local_experts": 2, "num_experts_per_tok": 1},  # with attention sinks
-    "gemma2": ALTERNATING,  # with soft-capped scores
-}
+MODELS: dict[str, dict[str, Any]] = DATA["models"]
 PROMPT = 40
-CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}  # running statistics are summed in another order
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}  # running statistics add in another order
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,7 +59,7 @@ _models: dict[str, Any] = {}
 
 
 def model(name: str) -> Any:
-    """A tiny random model whose attention is peaked, so that the choice of keys matters."""
+    """Return a tiny random model with peaked attention, so that the selection of keys matters."""
     if name not in _models:
         family = name.partition("-")[0]
         config = AutoConfig.for_model(
@@ -77,7 +70,7 @@ def model(name: str) -> Any:
         _models[name] = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(DEVICE).eval()
         for parameter, data in _models[name].named_parameters():
             if parameter.endswith("sinks"):
-                data.data += 30  # as large as the logits, or they would not matter
+                data.data += 30  # sinks must be as large as the logits to matter
     return _models[name]
 
 
@@ -88,7 +81,7 @@ def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
 def decode(
     model: Any, implementation: str, cache: Any, prompt: torch.Tensor, then: torch.Tensor, mask: Any = None
 ) -> Array:
-    """Logits behind the prompt and behind each token of ``then (B, n)``, fed one by one: ``(B, n + 1, vocabulary)``."""
+    """Return the logits after the prompt and after each token of ``then (B, n)``: ``(B, n + 1, vocabulary)``."""
     model.set_attn_implementation(implementation)
     logits = []
     with torch.no_grad():
@@ -100,7 +93,7 @@ def decode(
 
 
 def reference(config: SparQ) -> str:
-    """Register attention over a plain cache, whose decode steps recompute what a `SparQCache` keeps.
+    """Register attention over a plain cache that recomputes the state of a `SparQCache` in every decode step.
 
     The numbers of the steps themselves are compared with the oracle in tests/conformance.
     """
@@ -141,22 +134,11 @@ def sparq_cache(name: str, attn: str | SparQ) -> hf.SparQCache:
     return hf.SparQCache(model(name).config, attn)
 
 
-STEPS = [
-    ("llama", "sparq:rank=16,top_k=12,key_bits=16", None),
-    ("llama", "sparq:rank=8,top_k=8,local_window=0,key_bits=16", (0, 17)),
-    ("llama", "sparq:rank=16,top_k=8,component_score=query_key,reallocate=true,key_bits=16", (9, 0)),
-    ("llama-one-head-for-all", f"sparq:rank=64,top_k={PROMPT}", None),
-    ("llama-one-head-each", "sparq:rank=16,top_k=8", None),  # reallocates: scores in float32
-    ("qwen3", "sparq:rank=16,top_k=12,key_bits=16", (0, 11)),
-    ("gemma3_text", "sparq:rank=16,top_k=8,key_bits=16", None),
-    ("gpt_oss", "sparq:rank=16,top_k=8,key_bits=16", (0, 5)),
-    ("llama", "sparq:rank=16,top_k=12,key_bits=4", (0, 70)),
-    ("qwen3", "sparq:rank=8,top_k=12,key_bits=4", None),
-]
+STEPS = DATA["steps"]
 
 
 @pytest.mark.parametrize(("name", "attn", "first"), some(STEPS, 4))
-def test_each_step_attends_as_if_the_cache_kept_nothing(name: str, attn: str, first: tuple[int, ...] | None) -> None:
+def test_decode_steps_match_recomputed_state(name: str, attn: str, first: tuple[int, ...] | None) -> None:
     B, n = len(first or (0,)), 2
     length = 126 if "key_bits" in attn else PROMPT  # the second step fills a group
     prompt, then, mask = tokens(B, length), tokens(B, n, seed=1), padded(*first, length=length) if first else None
@@ -167,11 +149,11 @@ def test_each_step_attends_as_if_the_cache_kept_nothing(name: str, attn: str, fi
     assert cache.report.sparse_calls == n * cache.report.served_layers
     dense = decode(model(name), "eager", DynamicCache(config=model(name).config), prompt, then, mask)
     if cache.attn.top_k < PROMPT:
-        assert not np.allclose(dense, wanted, **CLOSE)  # or the comparison above would show nothing
+        assert not np.allclose(dense, wanted, **CLOSE)  # otherwise the comparison above would be empty
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "-" not in name])
-def test_greedy_tokens_are_the_dense_ones_while_every_key_is_attended(name: str) -> None:
+def test_selecting_every_key_generates_dense_tokens(name: str) -> None:
     prompt, settings = tokens(1, PROMPT), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     model(name).set_attn_implementation("eager")
     dense = model(name).generate(prompt, **settings)
@@ -180,55 +162,12 @@ def test_greedy_tokens_are_the_dense_ones_while_every_key_is_attended(name: str)
     assert cache.report.sparse_calls == 0
 
 
-def test_a_left_padded_batch_is_generated_as_its_sequences_alone() -> None:
-    prompt, mask = tokens(2, PROMPT), padded(0, 13, length=PROMPT)
-    settings = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
-    attn = "sparq:rank=16,top_k=12,component_score=query_key,reallocate=true"
-    batch = sparq_cache("llama", attn)
-    together = model("llama").generate(prompt, attention_mask=mask, **settings, past_key_values=batch)
-    assert batch.report.sparse_calls == 2 * 2
-    for row, first in ((0, 0), (1, 13)):
-        alone = model("llama").generate(
-            prompt[row : row + 1, first:], **settings, past_key_values=sparq_cache("llama", attn)
-        )
-        assert torch.equal(together[row, first:], alone[0])
-
-
-def test_beam_search_finds_the_beams_as_if_the_cache_kept_nothing() -> None:
-    attn = "sparq:rank=16,top_k=12,component_score=query_key,reallocate=true"
-    settings = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 4, "do_sample": False}
-    prompt = tokens(1, PROMPT)
-    cache = sparq_cache("llama", attn)
-    found = model("llama").generate(prompt, **settings, past_key_values=cache)
-    model("llama").set_attn_implementation(reference(parse(attn)[0]))  # type: ignore[arg-type]
-    assert torch.equal(found, model("llama").generate(prompt, **settings))
-    assert len({tuple(beam) for beam in found.tolist()}) == 2
-    assert cache.report.sparse_calls == 3 * 2
-
-
-@pytest.mark.parametrize(
-    ("attn", "length"),
-    [
-        ("sparq:rank=16,top_k=12,component_score=query_key,reallocate=true", PROMPT),
-        ("sparq:rank=16,top_k=12,component_score=query_key,key_bits=4", 126),
-    ],
-)
-def test_a_cropped_cache_goes_on_with_other_tokens(attn: str, length: int) -> None:
-    prompt, then = tokens(1, length), tokens(1, 2, seed=2)
-    cache = sparq_cache("llama", attn)
-    decode(model("llama"), "sparq", cache, prompt, tokens(1, 3, seed=1))
-    cache.crop(-3)
-    assert cache.get_seq_length() == length
-    got = decode(model("llama"), "sparq", cache, then[:, :1], then[:, 1:])
-    np.testing.assert_allclose(got, expected("llama", attn, prompt, then)[:, 1:], **CLOSE)
-
-
-def test_copies_of_a_prompts_cache_go_on_independently() -> None:
+def test_cache_copies_are_independent() -> None:
     attn = "sparq:rank=16,top_k=12,component_score=query_key"
     prompt, cache = tokens(1, PROMPT), sparq_cache("llama", attn)
     with torch.inference_mode():
         model("llama")(prompt, past_key_values=cache)
-        model("llama")(tokens(1, 1, seed=3), past_key_values=cache)  # makes what a SparQ step reads
+        model("llama")(tokens(1, 1, seed=3), past_key_values=cache)  # builds the state of a SparQ step
     results = []
     for seed in (4, 5, 4):
         branch = copy.deepcopy(cache)
@@ -239,14 +178,14 @@ def test_copies_of_a_prompts_cache_go_on_independently() -> None:
     assert cache.get_seq_length() == PROMPT + 1
 
 
-def test_what_a_step_made_is_freed_with_its_last_user() -> None:
+def test_decode_state_is_freed() -> None:
     ours = {hf.SparQCache, Buffers, attention.Padding}
 
     def alive() -> int:
         return sum(type(thing) in ours for thing in gc.get_objects())
 
     gc.collect()
-    gc.disable()  # what waits for the collector keeps its memory on the GPU until then
+    gc.disable()  # objects that wait for the collector would occupy GPU memory
     try:
         before = alive()
         decode(
@@ -265,7 +204,7 @@ def test_what_a_step_made_is_freed_with_its_last_user() -> None:
 def call(
     name: str = "llama", attn: str = "sparq:rank=16,top_k=8", L: int = 1, cache: Any = None, **given: Any
 ) -> tuple[Any, Any]:
-    """A prompt, then one call of the model with ``given``; the cache of both."""
+    """Run a prompt and one more call with ``given``; return the cache and the logits."""
     cache = cache or sparq_cache(name, attn)
     model(name).set_attn_implementation("sparq")
     B = given.pop("B", 1)
@@ -294,11 +233,11 @@ DENSE: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("reason", "given"), DENSE, ids=[reason for reason, _ in DENSE])
-def test_what_cannot_be_sparse_is_dense_and_counted(reason: str, given: dict[str, Any]) -> None:
+def test_unsupported_calls_are_dense_and_counted(reason: str, given: dict[str, Any]) -> None:
     cache, logits = call(**given)
     counts = only(cache.report)
     sliding = counts.pop("with a sliding window (DynamicSlidingWindowLayer)", 0)
-    own = reason.endswith(("scores", "sinks"))  # what sdpa cannot do, in prompts either
+    own = reason.endswith(("scores", "sinks"))  # sdpa cannot do this in prefill either
     prompts = 2 if own or "query heads" in reason else 1
     served = cache.report.served_layers
     assert (counts, sliding) == ({reason: prompts * served}, 2 * (2 - served))
@@ -313,7 +252,7 @@ def test_what_cannot_be_sparse_is_dense_and_counted(reason: str, given: dict[str
     assert torch.equal(logits, dense)
 
 
-def test_without_our_cache_attention_is_dense_counted_and_warned_of() -> None:
+def test_other_caches_are_dense_with_a_warning() -> None:
     before = hf.report().dense_calls["without a SparQCache"]
     attention._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="past_key_values=SparQCache"):
@@ -323,7 +262,7 @@ def test_without_our_cache_attention_is_dense_counted_and_warned_of() -> None:
     assert np.array_equal(logits.cpu().numpy()[:, -1:], dense[:, -1:])
 
 
-def test_the_report_says_what_ran() -> None:
+def test_report_text() -> None:
     cache, _ = call("gemma3_text")
     assert hf.report(cache) is cache.report
     lines = str(cache.report).splitlines()
@@ -336,7 +275,7 @@ def test_the_report_says_what_ran() -> None:
     assert "1 in prefill" in lines[4]
 
 
-def test_keys_that_a_model_has_changed_are_not_taken_for_the_caches() -> None:
+def test_changed_keys_are_not_the_cached_keys() -> None:
     cache, _ = call()
     module = model("llama").model.layers[1].self_attn
     query, (keys, values) = torch.ones(1, 4, 1, 64, device=DEVICE), cache.update(*states(1, 2, 1, D=64), 1)
@@ -347,14 +286,14 @@ def test_keys_that_a_model_has_changed_are_not_taken_for_the_caches() -> None:
     assert only(cache.report) == {"with keys or values that are not the cache's": 1}
     attention.attention(module, query, keys, values, None)
     assert cache.report.sparse_calls == 3
-    cache.update(*states(1, 2, 1, D=64), 1)  # from now on they are one token short
+    cache.update(*states(1, 2, 1, D=64), 1)  # keys and values are now one token short
     attention.attention(module, query, keys, values, None)
     assert only(cache.report) == {"with keys or values that are not the cache's": 2}
 
 
 @pytest.mark.parametrize(("D", "reason"), [(32, "32, less than the rank"), (72, "72"), (20, "20"), (264, "264")])
-def test_head_dims_that_do_not_fit_are_attended_densely(D: int, reason: str) -> None:
-    # Some configurations name a head dim that is not the one of the keys; the cache cannot see that.
+def test_unsupported_head_dims_are_dense(D: int, reason: str) -> None:
+    # Some configurations state a wrong head dim, which the cache cannot detect.
     cache = sparq_cache("llama", "sparq:rank=64,top_k=8")
     rows = cache.update(*states(1, 2, PROMPT, D=D), 0)
     attention.attention(model("llama").model.layers[0].self_attn, torch.ones(1, 4, 1, D, device=DEVICE), *rows, None)
@@ -363,7 +302,7 @@ def test_head_dims_that_do_not_fit_are_attended_densely(D: int, reason: str) -> 
     assert cache.report.sparse_calls == fits
 
 
-def test_dropout_and_gradients_keep_attention_dense() -> None:
+def test_dropout_and_gradients_are_dense() -> None:
     cache, _ = call()
     module = model("llama").model.layers[1].self_attn
     query, (keys, values) = torch.ones(1, 4, 1, 64, device=DEVICE), cache.update(*states(1, 2, 1, D=64), 1)
@@ -372,7 +311,7 @@ def test_dropout_and_gradients_keep_attention_dense() -> None:
     assert only(cache.report) == {"with dropout": 1, "with gradients": 1}
 
 
-def test_the_kind_of_gpu_is_the_nearest_known_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_kind_is_the_nearest_lower_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def kind(capability: int) -> str:
         monkeypatch.setattr(configs, "capability", lambda device: capability)
         return attention.gpu_kind(torch.device("cuda"))
@@ -383,7 +322,7 @@ def test_the_kind_of_gpu_is_the_nearest_known_below(monkeypatch: pytest.MonkeyPa
     assert attention.gpu_kind(torch.device("cpu")) == ""
 
 
-def test_the_documented_model_or_the_user_decides_from_where_steps_are_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threshold_comes_from_the_user_or_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def outlook(attn: str, G: int = 2, D: int = 64) -> list[str]:
         cache = sparq_cache("llama", attn)
         with torch.no_grad():
@@ -433,14 +372,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_refused_in_one_line(mistake: str) -> None:
+def test_mistakes_are_refused(mistake: str) -> None:
     do, message = MISTAKES[mistake]
     with pytest.raises(ConfigError, match=f"^{message}") as raised:
         do()
     assert "\n" not in str(raised.value)
 
 
-def test_without_triton_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for use in (hf.register, lambda: hf.SparQCache(_config())):
@@ -449,7 +388,7 @@ def test_without_triton_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("version", ["none", "4.57.1", "5.16.2"])
-def test_transformers_is_needed_when_used(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_version_is_checked_on_use(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def installed(name: str) -> str:
         if version == "none":
             raise metadata.PackageNotFoundError
@@ -460,10 +399,10 @@ def test_transformers_is_needed_when_used(version: str, monkeypatch: pytest.Monk
         _ = hf.SparQCache
 
 
-def test_what_a_user_needs_is_at_the_top() -> None:
+def test_public_names_are_at_the_top() -> None:
     assert (cuda_ref.register, cuda_ref.SparQCache) == (hf.register, hf.SparQCache)
 
 
-def test_transformers_is_not_imported_before_it_is_used() -> None:
+def test_transformers_is_imported_lazily() -> None:
     code = "import sys, mlx_sparse.cuda_ref.hf; print(*{'transformers', 'torch'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"

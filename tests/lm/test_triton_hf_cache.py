@@ -1,4 +1,4 @@
-"""What a layer of `SparQCache` keeps for a SparQ step, against the rows in use, whatever happens to the cache."""
+"""Test the auxiliary state of a `SparQCache` layer against its rows after every change of the cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlx_sparse.methods.scoring_keys import GROUP
 
 
 def assert_reads_its_rows(layer: hf.SparQLayer, first: tuple[int, ...] | None = None) -> None:
-    """What a SparQ step reads is what the rows in use say."""
+    """Check that the state of a SparQ step matches the rows in use."""
     S = layer.get_seq_length()
     padding = attention.Padding(padded(*first, length=S)[:, None, None]) if first else None
     keys_t, mean, deviation = layer.read(mean=True, spread=True, padding=padding)
@@ -32,14 +32,14 @@ def assert_reads_its_rows(layer: hf.SparQLayer, first: tuple[int, ...] | None = 
     keys, values = (rows.cpu().double().numpy() for rows in (layer.keys, layer.values))
     for b, start in enumerate(first or (0,) * len(keys)):
         rows = keys[b, :, start:]
-        # The running mean is a float32 number, so what is left of a row and it is known to its last bit and no better.
+        # The running mean is float32, so a difference from it is exact only to the last bit of a row.
         assert np.abs(deviation[b].cpu().numpy() - rows.std(axis=1)).max() <= ulp(rows, "f32")
         middle = values[b, :, start:].mean(axis=1)
         assert np.abs(mean[b].cpu().numpy() - middle).max() <= 4 * ulp(middle, "f32")
 
 
 def assert_codes(layer: hf.SparQLayer, first: tuple[int, ...] | None = None) -> None:
-    """What a step with few bits reads is the oracle's of the rows in use, to the last bit."""
+    """Check that quantized scoring keys equal the oracle's for the rows in use, bit for bit."""
     S = layer.get_seq_length()
     padding = attention.Padding(padded(*first, length=S)[:, None, None]) if first else None
     coded, _, spread = layer.read(mean=True, spread=True, padding=padding, coded=True)
@@ -49,7 +49,7 @@ def assert_codes(layer: hf.SparQLayer, first: tuple[int, ...] | None = None) -> 
         assert found.shape == array.shape, name
         place = {"codes": GROUP // 2, "lo": 1, "step": 1}.get(name)
         for b, start in enumerate(first or (0,) * len(rows)):
-            full = slice(place and place * (max(0, S - start) // GROUP))  # what lies behind is never read
+            full = slice(place and place * (max(0, S - start) // GROUP))  # later columns are never read
             np.testing.assert_array_equal(to_numpy(found[b, ..., full]), array[b, ..., full], err_msg=name)
     expected = oracle.key_spread(wanted, rows, left_padding=first)
     np.testing.assert_allclose(to_numpy(spread), expected, rtol=1e-4)
@@ -88,14 +88,16 @@ PADDING = {"reorder": (12, 12), "repeat": (5, 5, 12, 12), "select": (12,), "sele
 
 @pytest.mark.parametrize("first", [None, (5, 12)], ids=["", "padded"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_step_reads_follows_the_cache(change: str, first: tuple[int, ...] | None) -> None:
+def test_decode_state_follows_the_cache(change: str, first: tuple[int, ...] | None) -> None:
     layer, plain = hf.SparQLayer(), transformers.cache_utils.DynamicLayer()
     for each in (layer, plain):
         each.update(*states(2, 2, 100))
     assert_reads_its_rows(layer, first)
     CHANGES[change](layer)
     if change == "reset":
-        plain = transformers.cache_utils.DynamicLayer()  # its own reset kept the length up to transformers 5.17
+        plain = (
+            transformers.cache_utils.DynamicLayer()
+        )  # DynamicLayer.reset did not reset the length up to transformers 5.17
     else:
         CHANGES[change](plain)
     assert layer.get_seq_length() == plain.get_seq_length()
@@ -115,7 +117,7 @@ def test_codes_follow_the_cache(change: str, first: tuple[int, ...] | None) -> N
     with torch.inference_mode():
         layer.update(*states(2, 2, 200))
         assert_codes(layer, first)
-        layer.update(*states(2, 2, 70, seed=2))  # beyond the buffers
+        layer.update(*states(2, 2, 70, seed=2))  # beyond the capacity of the buffers
         assert_codes(layer, first)
     CHANGES[change](layer)
     after = swapped.get(change, first) if first else None
@@ -125,18 +127,20 @@ def test_codes_follow_the_cache(change: str, first: tuple[int, ...] | None) -> N
 
 
 @pytest.mark.parametrize("first", [None, (5, 140)], ids=["", "padded"])
-def test_a_prompt_is_coded_in_pieces(first: tuple[int, ...] | None) -> None:
+def test_prefill_is_quantized_in_chunks(first: tuple[int, ...] | None) -> None:
     layer = hf.SparQLayer()
     layer.update(*states(2, 2, PIECE + 300))
     assert_codes(layer, first)
 
 
-def test_codes_take_the_place_of_keys_and_give_it_back() -> None:
+def test_codes_and_keys_replace_each_other() -> None:
     layer = hf.SparQLayer()
     layer.update(*states(2, 2, 300))
     assert_codes(layer)
     few = layer.buffers.codes.nbytes
-    assert few == layer.buffers.keys.nbytes // 8 * 9 // 8 + 2 * 2 * 32 * 4  # 4.5 bits of each 32, and the centre
+    assert (
+        few == layer.buffers.keys.nbytes // 8 * 9 // 8 + 2 * 2 * 32 * 4
+    )  # 4.5 of 32 bits per number, and the float32 centre
     assert layer.buffers.keys_t is None
     assert_codes(layer, first=(0, 70))
     assert_reads_its_rows(layer)
@@ -144,7 +148,7 @@ def test_codes_take_the_place_of_keys_and_give_it_back() -> None:
 
 
 def bad_steps(layer: hf.SparQLayer, bad: float, first: tuple[int, ...] | None, count: int = 5) -> None:
-    """Steps that write bad rows and are read."""
+    """Write bad rows and read the state after each one."""
     for _ in range(count):
         rows = torch.full_like(layer.keys[:, :, :1], bad)
         layer.update(rows, rows)
@@ -155,9 +159,7 @@ def bad_steps(layer: hf.SparQLayer, bad: float, first: tuple[int, ...] | None, c
 @pytest.mark.parametrize("first", [None, (5, 112)], ids=["", "padded"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e6, 1e12])
 @pytest.mark.parametrize("rows", [40, BLOCK - 2, 2 * BLOCK + 3])
-def test_rows_that_were_cropped_or_are_padding_are_forgotten(
-    rows: int, bad: float, first: tuple[int, ...] | None
-) -> None:
+def test_cropped_rows_and_padding_leave_no_trace(rows: int, bad: float, first: tuple[int, ...] | None) -> None:
     layer = hf.SparQLayer()
     keys, values = states(2, 2, 120)
     for b, start in enumerate(first or ()):
@@ -176,12 +178,12 @@ def test_rows_that_were_cropped_or_are_padding_are_forgotten(
         each.crop(-5)
         assert_reads_its_rows(each, swapped)
         bad_steps(each, bad, swapped)
-        each.crop(-rows)  # behind what blocks were summed to
+        each.crop(-rows)  # below the last summed block
         assert_reads_its_rows(each, swapped)
 
 
 @pytest.mark.parametrize("first", [None, (5, 12)], ids=["", "padded"])
-def test_what_began_in_inference_mode_goes_on_outside(first: tuple[int, ...] | None) -> None:
+def test_inference_mode_state_is_usable_outside(first: tuple[int, ...] | None) -> None:
     layer = hf.SparQLayer()
     with torch.inference_mode():
         layer.update(*states(2, 2, 50))
@@ -194,7 +196,7 @@ def test_what_began_in_inference_mode_goes_on_outside(first: tuple[int, ...] | N
         assert_reads_its_rows(layer, first)
 
 
-def test_other_padding_than_before_is_noticed() -> None:
+def test_changed_padding_is_noticed() -> None:
     layer = hf.SparQLayer()
     layer.update(*states(2, 2, 50))
     for first in ((0, 3), (0, 4), None, (7, 4)):
@@ -216,7 +218,7 @@ def test_padding_is_read_from_the_mask_once() -> None:
 @pytest.mark.parametrize(
     ("B", "Hkv", "D", "dtype"), [(1, 2, 32, None), (2, 1, 32, None), (2, 2, 1, None), (2, 2, 32, torch.float16)]
 )
-def test_rows_of_another_batch_or_model_are_refused(B: int, Hkv: int, D: int, dtype: torch.dtype | None) -> None:
+def test_rows_of_other_shapes_are_refused(B: int, Hkv: int, D: int, dtype: torch.dtype | None) -> None:
     layer = hf.SparQLayer()
     layer.update(*states(2, 2, 5))
     with pytest.raises(

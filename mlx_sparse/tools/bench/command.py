@@ -1,6 +1,7 @@
-"""``mlx-sparse bench step | prefill | generate``: the options, and the loop over the cases of all engines.
+"""``mlx-sparse bench step | prefill | generate``: options, and the loop over all cases.
 
-An engine is a module with ``check(request)``, ``machine()`` and ``variants(request, case)``. This one needs only NumPy.
+A value of ``--engine`` is a module with ``check(request)``, ``machine()`` and ``variants(request, case)``. This module
+needs only NumPy.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ from ...checks import ConfigError, Parser, SparseAttentionError, check_int, read
 from ...extras import naming_missing
 from ...methods import Method, parse, split_methods
 from .. import formats
-from .core import ITEM_SIZES, Case, Request, Row, Shape, collect, measure, say, text
+from .core import ITEM_SIZES, Case, Request, Row, Shape, collect, log, measure, text
 
-ENGINES = {  # each is imported when it is named
+ENGINES = {  # modules, imported on request
     "mlx": "mlx_sparse.tools.bench.mlx_variants",
     "onnx": "mlx_sparse.onnx_export.bench",
     "cuda": "mlx_sparse.cuda_ref.bench",
 }
 GENERATE = "mlx_sparse.tools.bench.generate"
-STAGES = {  # whose methods they are, examples, and the defaults: method, lengths, turns
+STAGES = {  # stage of the methods, examples, and the defaults of --attn, --lengths and --repeat
     "step": ("decode", "decode steps such as sparq:rank=16,streaming", "sparq", "4k,16k,64k", 9),
     "prefill": ("prefill", "prefill such as sample,minference", "sample", "4k,8k", 3),
 }
 SHAPES = "32x8x128"
 BACKENDS = {"mlx": "auto", "onnx": "native,standard", "cuda": "triton"}
-WARM_UP = 2  # turns of decode steps
-ONLY = {  # options of one engine and stage
-    "--kv-bits": ("mlx", "step", "each method over quantized KV caches of so many bits as well"),
-    "--steps": ("mlx", "prefill", "tokens of a chunk (default: 2048,all)"),
+WARM_UP = 2  # turns before the timing of decode steps
+ONLY = {  # options of one --engine and stage
+    "--kv-bits": ("mlx", "step", "also time each method with quantized KV caches of N bits"),
+    "--steps": ("mlx", "prefill", "tokens of a prefill chunk (default: 2048,all)"),
     "--threads": ("onnx", "", "threads of ONNX Runtime (default: 2)"),
 }
 
 
 @naming_missing()
 def main(argv: Sequence[str]) -> int:
-    """Run a benchmark. Return the exit code: 1 if a result was wrong."""
+    """Run a benchmark. Return the exit code, 1 if a result is wrong."""
     args = _parser(argv).parse_args(argv)
     args.command = shlex.join(["mlx-sparse", "bench", *argv])
     formats.check_options(args)
@@ -58,14 +59,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(request: Request, engine: object, printer: formats.Printer) -> bool:
-    """Measure every case within the budget and print its rows when they are known. Return True if all are right."""
+    """Measure every case within the time budget and print its rows. Return True if all results are correct."""
     end, rows = time.monotonic() + request.budget, list[Row]()
     for number, case in enumerate(request.cases):
-        say(f"[{number + 1}/{len(request.cases)}] {case}")
+        log(f"[{number + 1}/{len(request.cases)}] {case}")
         now = time.monotonic()
-        # Cases grow: the time that is left is shared with the next one only.
+        # Later cases take longer, so share the remaining time only with the next case.
         until = now + (end - now) / min(2, len(request.cases) - number)
-        found = [Row(case, "", note=f"left out: the {request.budget:g} s were over")]
+        found = [Row(case, "", note=f"skipped: the time budget of {request.budget:g} s was used up")]
         if now < end:
             made = engine.variants(request, case)  # type: ignore[attr-defined]
             found = measure(case, made, request.repeat, WARM_UP if case.step is None else 0, until)
@@ -78,31 +79,34 @@ def run(request: Request, engine: object, printer: formats.Printer) -> bool:
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse bench",
-        description="Time sparse attention against dense attention in turns, after checking that every result is "
-        "right. Rows appear as they are measured, on standard error, or with -o jsonl on standard output.",
+        description="Check the result of every variant, then time sparse and dense attention in turns. Each row is "
+        "printed when it is measured: on standard error, or with -o jsonl on standard output.",
     )
     stages = parser.add_subparsers(dest="stage", metavar="WHAT", required=True)
-    for stage, about in (("step", "a decode step of one layer"), ("prefill", "the attention of a prompt in one layer")):
+    for stage, about in (
+        ("step", "a decode step of one layer"),
+        ("prefill", "a prefill of one layer"),
+    ):
         _add_options(stages.add_parser(stage, help=about, description=f"Time {about}."), stage)
     about = "tokens per second of mlx_lm.generate, or of an exported model"
     generate = stages.add_parser("generate", help=about)
-    if "generate" in argv:  # its module needs more packages
+    if "generate" in argv:  # this module needs more packages
         importlib.import_module(GENERATE).add_arguments(generate)
     return parser
 
 
 def _add_options(parser: argparse.ArgumentParser, stage: str) -> None:
     _, examples, method, lengths, repeat = STAGES[stage]
-    parser.add_argument("--engine", choices=ENGINES, default="mlx", help="what computes (default: mlx)")
+    parser.add_argument("--engine", choices=ENGINES, default="mlx", help="backend library (default: mlx)")
     parser.add_argument("--attn", metavar="METHOD,...", default=method, help=f"{examples} (default: {method})")
     parser.add_argument("--lengths", metavar="S,...", default=lengths, help=f"numbers of keys (default: {lengths})")
     about = f"query heads x KV heads x head dim (default: {SHAPES})"
     parser.add_argument("--shapes", metavar="QxKxD,...", default=SHAPES, help=about)
     parser.add_argument("--batches", metavar="B,...", default="1", help="sequences (default: 1)")
     parser.add_argument("--dtype", metavar="TYPE,...", default="float16", help=f"{', '.join(ITEM_SIZES)}")
-    parser.add_argument("--repeat", metavar="N", type=int, default=repeat, help=f"turns (default: {repeat})")
+    parser.add_argument("--repeat", metavar="N", type=int, default=repeat, help=f"timed turns (default: {repeat})")
     parser.add_argument("--backend", metavar="NAME,...", help=f"mlx: auto, ops, metal; onnx: {BACKENDS['onnx']}")
-    parser.add_argument("--budget-s", metavar="N", type=float, default=math.inf, help="end after so many seconds")
+    parser.add_argument("--budget-s", metavar="N", type=float, default=math.inf, help="time budget in seconds")
     for option, (engine, of, about) in ONLY.items():
         if of in ("", stage):
             parser.add_argument(option, metavar="N" if of == "" else "N,...", help=f"with {engine}: {about}")
@@ -113,7 +117,7 @@ def read(args: argparse.Namespace) -> Request:
     """Return the request of the options.
 
     Raises:
-        ConfigError: an option is wrong, or the engine does not have it.
+        ConfigError: an option is wrong, or not available with this ``--engine``.
     """
     own: dict[str, str | None] = {option: getattr(args, option[2:].replace("-", "_"), None) for option in ONLY}
     for option, value in own.items():
@@ -157,7 +161,7 @@ def _number(option: str, typed: str) -> int:
     return check_int(option, int(typed) if typed.isdecimal() else typed, 1)
 
 
-if __name__ == "__main__":  # where this package is not installed: scripts/gpu_check.sh
+if __name__ == "__main__":  # scripts/gpu_check.sh runs this module without an installation
     try:
         sys.exit(main(sys.argv[1:]))
     except SparseAttentionError as error:

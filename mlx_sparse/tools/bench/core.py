@@ -1,4 +1,4 @@
-"""Check the result of every variant, time the right ones in turns, and make one row for each sparse variant."""
+"""Check the result of every variant, time the correct variants in turns, and make a row for each sparse variant."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ...methods import Method
 from ..formats import Printer, table
 
 MICRO = 1e-6
-LONGEST_NOTE = 240  # characters
-FEWEST_TURNS = 3  # when time is short
+MAX_NOTE = 240  # characters of a note
+MIN_TURNS = 3  # turns if the time budget is short
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -39,9 +39,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes that all variants of one comparison share: ``B`` sequences of ``S`` keys in one layer.
+    """Sizes of one comparison: ``B`` sequences of ``S`` keys in one layer.
 
     Attributes:
+        dtype: type of queries, keys and values.
+        shape: heads and head dim.
+        B, S: batch size and number of keys.
         step: tokens of a prefill chunk; None for a decode step.
     """
 
@@ -53,17 +56,17 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """KV heads of all sequences."""
+        """Number of KV heads of all sequences."""
         return self.B * self.shape.Hkv
 
     @property
     def item(self) -> int:
-        """Bytes of an element."""
+        """Bytes of one element."""
         return ITEM_SIZES[self.dtype]
 
     @property
     def keys(self) -> int:
-        """Bytes of the keys. The values take as many."""
+        """Bytes of all keys, which equal the bytes of all values."""
         return self.rows * self.S * self.shape.D * self.item
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,12 +81,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Request:
-    """The options of ``mlx-sparse bench step`` or ``prefill``, checked.
+    """Checked options of ``mlx-sparse bench step`` or ``prefill``.
 
     Attributes:
-        stage: step or prefill.
-        kv_bits: with MLX, sizes of quantized KV caches to time as well.
-        threads: with ONNX Runtime.
+        stage: "step" or "prefill".
+        methods, backends, cases: the variants to run on each case.
+        repeat: number of timed turns.
+        budget: time budget in seconds.
+        kv_bits: bits of quantized KV caches to time in addition (MLX only).
+        threads: threads of ONNX Runtime.
     """
 
     stage: str
@@ -98,7 +104,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Spread:
-    """First quartile, median and third quartile of some samples."""
+    """First quartile, median and third quartile of samples."""
 
     low: float
     median: float
@@ -106,12 +112,12 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float], unit: float = 1.0) -> Spread:
-        """Summarize samples in units of ``unit``."""
+        """Return the quartiles of samples in units of ``unit``."""
         some = samples if len(samples) > 1 else [*samples, *samples]
         return cls(*(value / unit for value in quantiles(some, method="inclusive")))
 
     def text(self, digits: int = 1, factor: float = 1.0) -> str:
-        """Return the median with both quartiles."""
+        """Format the median with both quartiles."""
         low, middle, high = (f"{factor * value:,.{digits}f}" for value in (self.low, self.median, self.high))
         return f"{middle} ({low} to {high})"
 
@@ -125,12 +131,14 @@ class Row:
     """The result of one variant on one case.
 
     Attributes:
-        method: as typed for ``--attn``; "" for a note on the whole case, "dense" for a baseline that cannot run.
+        case: the case.
+        method: the method as typed for ``--attn``; "" for a note on the whole case, "dense" for a failed baseline.
+        backend: name of the backend.
         details: further fields, such as the bytes that the method moves.
-        spreads: times, speeds and ratios by name; None until they are known.
-        turns: how many were timed.
-        note: why there are no times, or a remark.
-        failed: the result was wrong, or our code raised an error.
+        spreads: times, speeds and ratios by name; None before the measurement.
+        turns: number of timed turns.
+        note: reason for missing times, or a remark.
+        failed: True if the result is wrong or this package raised an error.
     """
 
     case: Any
@@ -143,7 +151,7 @@ class Row:
     failed: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row for programs. Unknown figures are None."""
+        """Return the row as plain data. Missing values are None."""
         found = {"kind": "row", **self.case.as_dict(), "method": self.method, "backend": self.backend, **self.details}
         for name, spread in self.spreads.items():
             found |= {f"{name}{end}": getattr(spread, of, None) for end, of in ENDS.items()}
@@ -155,13 +163,13 @@ class Row:
 
 
 class Variant(ABC):
-    """One way to do the work of a case.
+    """An implementation of the work of a case.
 
     Attributes:
-        role: "sparse", "dense" (a baseline) or "read" (a read of keys and values without arithmetic).
+        role: "sparse", "dense" (baseline) or "read" (a read of keys and values without arithmetic).
         row: the result. The row of a baseline is printed only if the baseline cannot be timed.
-        ours: an error of this variant is a failure of this package. Otherwise another library lacks the feature.
-        upkeep: seconds per step of work that the timed step leaves for later.
+        ours: True if an error of this variant is a failure of this package and not a missing feature of a library.
+        upkeep: seconds per step of deferred work that is not part of the timed step.
     """
 
     role = "sparse"
@@ -169,29 +177,29 @@ class Variant(ABC):
     upkeep = 0.0
 
     def __init__(self, case: Any, method: str, backend: str = "", **details: Any) -> None:
-        """Name the variant; ``details["dense"]`` is the name of a baseline, which has the method dense."""
+        """Create the row. ``details["dense"]`` is the name of a baseline, whose method is "dense"."""
         self.case = case
         self.row = Row(case, method, backend)
         self.row.details |= {"layers": 1} | details
 
-    def prepare(self) -> None:  # noqa: B027 most have nothing to prepare
-        """Build what a step needs. This is not timed."""
+    def prepare(self) -> None:  # noqa: B027 most variants need no preparation
+        """Build the inputs of a step. This is not timed."""
 
     @abstractmethod
     def check(self) -> str | None:
-        """Return what is wrong with the result, or None."""
+        """Return a description of a wrong result, or None."""
 
     @abstractmethod
     def run(self, turn: int) -> float:
-        """Take one step and return its seconds."""
+        """Run one step and return its time in seconds."""
 
 
 def measure(
     case: Any, variants: Iterable[Variant], repeat: int, warm_up: int = 0, until: float = float("inf")
 ) -> list[Row]:
-    """Check every variant, then time the right ones in turns.
+    """Check every variant, then time the correct variants in turns.
 
-    An error while the variants are made becomes a row of the case; the variants before it are timed.
+    If ``variants`` raises an error, it becomes a row of the case, and the variants before it are timed.
     """
     every: list[Variant] = []
     rows: list[Row] = []
@@ -199,23 +207,23 @@ def measure(
         every.extend(variants)
     except Exception as error:
         rows.append(Row(case, "", note=reason(error), failed=not expected(error)))
-    entered = [variant for variant in every if enter(variant)]
-    sparse = [variant for variant in entered if variant.role == "sparse"]
-    samples = take_turns(entered, repeat, warm_up, until) if sparse else {}
+    ready = [variant for variant in every if prepare_and_check(variant)]
+    sparse = [variant for variant in ready if variant.role == "sparse"]
+    samples = take_turns(ready, repeat, warm_up, until) if sparse else {}
     for variant in sparse:
         compare(variant, samples)
     return [variant.row for variant in every if variant.role == "sparse" or variant.row.note] + rows
 
 
-def enter(variant: Variant) -> bool:
-    """Prepare a variant and check its result. Return False, with the reason in its row, if it must not be timed."""
+def prepare_and_check(variant: Variant) -> bool:
+    """Prepare a variant and check its result. If it must not be timed, store the reason in its row and return False."""
     row = variant.row
     if row.note is None:
         try:
             variant.prepare()
             row.note = variant.check()
             row.failed = row.note is not None
-        # Whatever a library raises, the other variants can still be measured.
+        # After any error of a library, continue with the other variants.
         except Exception as error:
             row.note, row.failed = reason(error), variant.ours and not expected(error)
     return row.note is None
@@ -229,7 +237,7 @@ def take_turns(
     for turn in range(warm_up + repeat):
         for variant, seconds in samples.items():
             seconds.append(variant.run(turn))
-        if time.monotonic() > until and turn + 1 >= warm_up + FEWEST_TURNS:
+        if time.monotonic() > until and turn + 1 >= warm_up + MIN_TURNS:
             break
     return {variant: seconds[warm_up:] for variant, seconds in samples.items()}
 
@@ -243,47 +251,49 @@ def compare(variant: Variant, samples: Mapping[Variant, Sequence[float]]) -> Non
     ours = [seconds + variant.upkeep for seconds in samples[variant]]
     row.turns, row.spreads["sparse_us"] = len(ours), Spread.of(ours, unit)
     found = {other: times for other, times in samples.items() if other.row.backend in ("", row.backend)}
-    ways = {other: times for other, times in found.items() if other.role == "dense"}
-    row.details["dense_ways_us"] = {other.row.details["dense"]: median(times) / unit for other, times in ways.items()}
-    if ways:
-        best = min(ways, key=lambda other: median(ways[other]))
+    implementations = {other: times for other, times in found.items() if other.role == "dense"}
+    row.details["dense_ways_us"] = {
+        other.row.details["dense"]: median(times) / unit for other, times in implementations.items()
+    }
+    if implementations:
+        best = min(implementations, key=lambda other: median(implementations[other]))
         row.details["dense"] = best.row.details["dense"]
-        row.spreads["dense_us"] = Spread.of(ways[best], unit)
-        row.spreads["ratio"] = Spread.of([dense / own for dense, own in zip(ways[best], ours, strict=True)])
+        row.spreads["dense_us"] = Spread.of(implementations[best], unit)
+        row.spreads["ratio"] = Spread.of([dense / own for dense, own in zip(implementations[best], ours, strict=True)])
     for other, times in found.items():
         if other.role == "read":
             row.spreads["plain_read_us"] = Spread.of(times, unit)
 
 
 def expected(error: Exception) -> bool:
-    """Return True if the case is too large or the method refuses it, which is no failure."""
+    """Return True if the error is no failure: the case is too large, or the method does not support it."""
     return isinstance(error, (MemoryError, SparseAttentionError)) or type(error).__name__ == "OutOfMemoryError"
 
 
 def reason(error: Exception) -> str:
     """Return the first line of an error."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return text if len(text) <= LONGEST_NOTE else text[: LONGEST_NOTE - 3] + "..."
+    return text if len(text) <= MAX_NOTE else text[: MAX_NOTE - 3] + "..."
 
 
-def check_memory(needed: float, there: float, share: float) -> None:
-    """Raise `MemoryError` if a case needs more than a share of the memory."""
-    if needed > share * there:
-        raise MemoryError(f"needs {needed / 1e9:.0f} GB of the {there / 1e9:.0f} GB there are")
+def check_memory(needed: float, available: float, share: float) -> None:
+    """Raise `MemoryError` if a case needs more than ``share`` of the ``available`` bytes."""
+    if needed > share * available:
+        raise MemoryError(f"needs {needed / 1e9:.0f} GB of {available / 1e9:.0f} GB of memory")
 
 
 def collect(found: Iterable[Row], printer: Printer) -> list[Row]:
-    """Print rows when they are known, and return them."""
+    """Print each row when it is measured, and return all rows."""
     rows = []
     for row in found:
         rows.append(row)
         printer.line(row.as_dict())
         if not printer.at_once:
-            say(f"  {row}")
+            log(f"  {row}")
     return rows
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print progress on standard error."""
     print(text, file=sys.stderr, flush=True)
 
@@ -307,6 +317,6 @@ def text(rows: Sequence[Row]) -> str:
         kind = f"{found['kv_bits']} bits" if found.get("kv_bits") else case.dtype
         cells = [row.method, row.backend, kind, case.shape, case.B, f"{case.S:,}", dense, found.get("dense") or ""]
         lines.append([*cells, sparse, ratio.text(2) if ratio else "", about])
-    what = "The attention of a prompt" if prefill else "A decode step"
-    title = f"{what} in one layer in {unit}, median (first to third quartile); the ratio is that of paired turns:"
+    work = "The attention of a prefill" if prefill else "A decode step"
+    title = f"{work} in one layer in {unit}, median (first to third quartile); ratios are of paired turns:"
     return f"{title}\n\n{table(HEADER, lines)}"

@@ -1,6 +1,6 @@
-"""``mlx-sparse bench generate``: tokens per second of ``mlx_lm.generate`` or of an exported model, in turns with dense.
+"""``mlx-sparse bench generate``: time ``mlx_lm.generate`` or an exported model, in turns with dense attention.
 
-The variants of MLX run the command itself on real text. Those of ONNX Runtime are in `onnx_export.bench_generate`.
+The MLX variants run the command on real text. The variants for ONNX Runtime are in `onnx_export.bench_generate`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ..assets.models import add_model_options, check_model, find_model
 from ..environment import machine
 from ..evaluate import texts
 from ..generate_command import generate_command, parse_outcome, run_command
-from .core import Row, Spread, Variant, collect, enter, take_turns
+from .core import Row, Spread, Variant, collect, prepare_and_check, take_turns
 
-ONNX = "mlx_sparse.onnx_export.bench_generate"  # a name: mlx_sparse runs without onnx
+ONNX = "mlx_sparse.onnx_export.bench_generate"  # imported by name, because mlx_sparse does not require onnx
 ENGINES = ("mlx", "onnx")
 LENGTHS, MAX_TOKENS, REPEAT = "2k,4k", 32, 3
 DENSE = "dense"
-LONG_TOKEN = 16  # characters: more than a token of text has on average
-SLACK = 64  # characters beyond the shortest prefix of enough tokens, among which one has them exactly
+LONG_TOKEN = 16  # characters; more than the average length of a token
+SLACK = 64  # extra characters to try for a prefix with the exact number of tokens
 
 Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
 class Context:
-    """A context of ``S`` tokens; ``text`` is the prompt, where there is a real one."""
+    """A context of ``S`` tokens. ``text`` is the prompt, or empty if the prompt is not a text."""
 
     S: int
     text: str = ""
@@ -53,8 +53,8 @@ class Generation(Variant):
     """A model that generates tokens with one method.
 
     Attributes:
-        speeds: tokens per second of each turn, by name.
-        remark: a note on a right result.
+        speeds: tokens per second of each turn, by stage.
+        remark: a note on a correct result.
     """
 
     remark: str | None = None
@@ -65,7 +65,7 @@ class Generation(Variant):
         self.speeds: dict[str, list[float]] = {"prompt": [], "generation": []}
 
     def finish(self, dense: Generation) -> None:
-        """Put the speeds into the row, and their ratios to dense attention in the same turns."""
+        """Store the speeds in the row, and their ratios to dense attention in the same turns."""
         for name, ours in ((name, speeds) for name, speeds in self.speeds.items() if speeds):
             ratios = [own / other for own, other in zip(ours, dense.speeds[name], strict=True)]
             self.row.spreads |= {name: Spread.of(ours), f"{name}_ratio": Spread.of(ratios)}
@@ -73,18 +73,18 @@ class Generation(Variant):
 
 
 def measure(variants: Sequence[Generation], repeat: int) -> Iterator[Row]:
-    """Check the variants of one context, run the right ones in turns, and yield their rows."""
-    entered = [variant for variant in variants if enter(variant)]
-    take_turns(entered, repeat)
-    dense = {variant.row.backend: variant for variant in entered if variant.role == "dense"}
+    """Check the variants of one context, run the correct variants in turns, and yield their rows."""
+    ready = [variant for variant in variants if prepare_and_check(variant)]
+    take_turns(ready, repeat)
+    dense = {variant.row.backend: variant for variant in ready if variant.role == "dense"}
     for variant in variants:
-        if variant in entered and variant.row.backend in dense:
+        if variant in ready and variant.row.backend in dense:
             variant.finish(dense[variant.row.backend])
         yield variant.row
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark. Return the exit code: 1 if a result was wrong."""
+    """Run the benchmark. Return the exit code, 1 if a result is wrong."""
     from ...lm.model import select_methods
 
     methods = [text for text in split_methods(args.attn) if text != DENSE]
@@ -98,14 +98,14 @@ def run(args: argparse.Namespace) -> int:
     threads = check_int("--threads", 1 if args.threads is None else args.threads, 1)
     lengths = [read_length(text) for text in args.lengths.split(",")]
     cache, load, where = cache_directory(args.cache_dir), os.getloadavg()[0], machine()
-    check_model(args.model, cache, args.accept_licence)
+    check_model(args.model, cache, args.accept_license)
     texts.check([args.text or texts.DEFAULT])
     if args.engine == "onnx":
         make = partial(importlib.import_module(ONNX).variants, threads=threads)
     else:
         (source,) = texts.read([args.text or texts.DEFAULT], cache=cache)
         make = partial(commands, text=source)
-    model = find_model(args.model, cache, args.accept_licence)
+    model = find_model(args.model, cache, args.accept_license)
     facts: dict[str, Any] = {"command": args.command, "date": date.today().isoformat(), "machine": where}
     printer = formats.Printer(args, facts | {"load average": f"{load:.1f} before, {os.cpu_count()} processors"})
     rows = list[Row]()
@@ -124,16 +124,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of generation. With --engine onnx, decode with the model that export-onnx makes of it in float32."
     )
     add_model_options(parser)
-    parser.add_argument("--engine", choices=ENGINES, default="mlx", help="what generates (default: mlx)")
+    parser.add_argument("--engine", choices=ENGINES, default="mlx", help="backend library (default: mlx)")
     parser.add_argument("--attn", metavar="METHOD,...", default="sparq", help="such as sparq,sample+sparq")
-    parser.add_argument("--lengths", metavar="S,...", default=LENGTHS, help=f"of the prompt (default: {LENGTHS})")
+    parser.add_argument("--lengths", metavar="S,...", default=LENGTHS, help=f"prompt lengths (default: {LENGTHS})")
     about = f"tokens to generate in each turn (default: {MAX_TOKENS})"
     parser.add_argument("--max-tokens", metavar="N", type=int, default=MAX_TOKENS, help=about)
     parser.add_argument("--repeat", metavar="N", type=int, default=REPEAT, help=f"turns (default: {REPEAT})")
     names = f"a file or one of {', '.join(texts.NAMES)} (default: {texts.DEFAULT})"
     parser.add_argument("--text", metavar="TEXT", help=f"with mlx: the prompts are the start of {names}")
-    parser.add_argument("--cache-dir", metavar="DIR", help="where a named model goes (default: user's cache)")
-    parser.add_argument("--threads", metavar="N", type=int, help="with onnx (default: 1)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="folder of a named model (default: user's cache)")
+    parser.add_argument("--threads", metavar="N", type=int, help="with onnx: threads (default: 1)")
     formats.add_options(parser)
 
 
@@ -143,10 +143,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def commands(
     model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, text: texts.Text
 ) -> Iterator[list[Generation]]:
-    """Yield for each length the command with each method.
+    """Yield the variants of each prompt length.
 
     Raises:
-        ConfigError: the text is too short, or has no beginning of exactly so many tokens.
+        ConfigError: the text is too short, or no prefix has exactly this number of tokens.
     """
     encode = _encoder(model)
     for context in [Context(S, prompt_of(text.text, S, encode)) for S in lengths]:
@@ -154,7 +154,7 @@ def commands(
 
 
 class Command(Generation):
-    """``mlx_lm.generate`` with one method; every turn runs it once more."""
+    """``mlx_lm.generate`` with one method. Every turn runs the command."""
 
     def __init__(self, context: Context, method: str, model: str, tokens: int, encode: Encode) -> None:
         super().__init__(context, method, "mlx", peak_memory=0.0)
@@ -163,7 +163,7 @@ class Command(Generation):
         self._encode, self._what = encode, f"{method}, {context.S} tokens,"
 
     def check(self) -> str | None:
-        return None  # what a run generates is compared with dense attention in the row
+        return None  # `finish` compares the generated tokens with dense attention
 
     def run(self, turn: int) -> float:
         out = parse_outcome(run_command(self._what, self._command, self.case.text, dict(os.environ)))
@@ -186,10 +186,10 @@ class Command(Generation):
 
 
 def prompt_of(text: str, S: int, encode: Encode) -> str:
-    """Return the beginning of ``text`` that has exactly ``S`` tokens.
+    """Return a prefix of ``text`` with exactly ``S`` tokens.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such prefix.
     """
     enough = range(min(len(text), LONG_TOKEN * S) + 1)
     shortest = bisect.bisect_left(enough, S, key=lambda n: len(encode(text[:n])))
@@ -197,16 +197,16 @@ def prompt_of(text: str, S: int, encode: Encode) -> str:
         if len(encode(text[:n])) == S:
             return text[:n]
     raise ConfigError(
-        f"--lengths: expected prompts that the text is long enough for, got {S} of {len(encode(text))} tokens. "
+        f"--lengths: expected prompts that are shorter than the text, got {S} of {len(encode(text))} tokens. "
         "Give a longer --text."
     )
 
 
 def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
-    """Return a note if a part of a method was never sparse, by the report of a run.
+    """Return a note if a stage of a method was never sparse in the report of a run, or None.
 
     Raises:
-        ArtefactError: a sparse run has no report.
+        ArtefactError: a run with a method has no report.
     """
     if method == DENSE:
         return None
@@ -222,7 +222,7 @@ def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
 
 
 def _encoder(model: str) -> Encode:
-    """Return the tokenizer as ``mlx_lm.generate`` uses it for a text that is no chat."""
+    """Return the encoder of ``mlx_lm.generate`` for a text without a chat template."""
     from mlx_lm import utils
 
     from ...lm.loading import loading

@@ -1,6 +1,6 @@
-"""Inputs of a case in NumPy and the right result in float64: the same for all engines.
+"""Make the inputs of a case in NumPy and the expected result in float64, for all values of ``--engine``.
 
-An engine repeats the one sequence of a problem for a batch.
+A problem has one sequence. For a batch, each variant repeats the sequence.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ import numpy.typing as npt
 from ... import oracle
 from ...checks import ConfigError, check_choice, check_int
 from ...methods import Method
+from ...methods.block_patterns import bigbird_pattern, streaming_pattern
 from ...methods.stats import saap_elements
 from .core import Case, Request
 
 Array = npt.NDArray[Any]
 
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-DISTINCT = 4096  # keys that are drawn at random. Longer contexts repeat them.
-NOISE = 1 / 32  # size of the other keys beside planted ones: less than the fewest components can tell apart
-# Logits by which planted keys stand out: enough that a few components find them, and so few that the other keys keep a
-# visible share of dense attention; but nearly none where a method estimates that share.
-GAP, SURE = 3.0, 60.0
-FOREIGN = ("sparq", "saap", "sample")  # methods of the engines other than MLX
-BUCKETS = 1024  # of SAAP's index if no option sets them
-UNEVEN = 2  # visited buckets hold this many times their share of the keys
-FAVOR = 100.0  # the logit by which the buckets of a problem are certain to be visited
-PEAK = 14.0  # logits by which some keys of a prompt stand out
-CHECKED = 8  # queries of a prompt whose result is compared with float64
-# A float32 sum may move a block of keys across a threshold: so many of the checked rows may differ, by so much.
-DIFFERENT, MOST_DIFFERENT = 1 / 16, 0.1
+DISTINCT = 4096  # distinct random keys; longer contexts repeat them
+NOISE = 1 / 32  # scale of the keys that are not planted, so small that even few components rank them lower
+# Difference in logits between planted and other keys. With GAP, few components find the planted keys, and the other
+# keys keep a measurable softmax mass. With LARGE_GAP that mass is nearly 0, for methods that estimate it.
+GAP, LARGE_GAP = 3.0, 60.0
+SHARED_METHODS = ("sparq", "saap", "sample")  # methods on ONNX Runtime and CUDA
+BUCKETS = 1024  # default number of buckets of SAAP's index
+LOAD_FACTOR = 2  # keys per visited bucket over the average
+VISIT_LOGIT = 100.0  # bias of the visited buckets, large enough to determine the routing
+PEAK = 14.0  # logit of the important keys of a prompt
+PATTERNS: dict[str, Any] = {"bigbird": bigbird_pattern, "streaming_prefill": streaming_pattern}
+CHECKED = 8  # queries of a prompt that are compared with float64
+# Rounding of a float32 sum may change the selection of a block. Limits: share of the checked rows, relative error.
+SHARE_DIFFERENT, MAX_DIFFERENCE = 1 / 16, 0.1
 
 
 def rounded(array: Array, dtype: str) -> Array:
-    """Round float32 numbers to a type of storage; other names round nothing."""
+    """Round float32 numbers to a storage type. Other names change nothing."""
     if dtype == "float16":
         return array.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":
@@ -49,10 +51,10 @@ def rounded(array: Array, dtype: str) -> Array:
 
 
 def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask: Array | None = None) -> Array:
-    """Attend ``queries (n, D)`` to ``keys (N, D)`` where ``mask (n, N)`` is True.
+    """Compute the attention of ``queries (n, D)`` to ``keys (N, D)`` where ``mask (n, N)`` is True.
 
-    Without a type this is the right result, in float64. With one it is a float32 computation that rounds scores,
-    weights and result to the type.
+    Without ``dtype``, compute in float64. With ``dtype``, compute in float32 and round scores, weights and result to
+    the type.
     """
     q, k, v = (array if dtype else array.astype(np.float64) for array in (queries, keys, values))
     scores = rounded(q @ k.swapaxes(-1, -2) * np.asarray(k.shape[-1] ** -0.5, k.dtype), dtype)
@@ -63,24 +65,25 @@ def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask:
 
 
 def allowed_error(exact: Array, plain: Array, values: Array, dtype: str) -> float:
-    """Return twice the error of a computation that rounds every step, a unit in the last place, and float32's sums."""
+    """Return the tolerance: twice the error of ``plain``, one unit in the last place, and the error of float32 sums."""
     units = EPSILON[dtype] * float(np.abs(exact).max()) + 8 * EPSILON["float32"] * float(np.abs(values).max())
     return 2 * float(np.abs(plain - exact).max()) + units
 
 
 def wrong(error: float, allowed: float) -> str | None:
-    """Return what is wrong with a result; a NaN is never right."""
+    """Return a description of an error above ``allowed`` or NaN, or None."""
     return None if error <= allowed else f"wrong result: error {error:.1e}, allowed {allowed:.1e}"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One decode step whose selected keys are known, numbers rounded to the type of the case.
+    """A decode step with known selected keys. Numbers are rounded to the type of the case.
 
     Attributes:
+        dtype: name of the type.
         queries: float32 ``(1, Hq, 1, D)``.
         keys, values: float32 ``(1, Hkv, S, D)``.
-        selected: by KV head the keys that are attended; None for all.
+        selected: indices of the attended keys of each KV head; None for all keys.
     """
 
     dtype: str
@@ -91,7 +94,7 @@ class Problem:
 
     @cached_property
     def expected(self) -> tuple[Array, float]:
-        """Attention in float64, ``(1, Hq, 1, D)``, and the largest allowed error."""
+        """Attention in float64, ``(1, Hq, 1, D)``, and the tolerance."""
         grouped = self.queries.reshape(self.keys.shape[1], -1, self.keys.shape[3])
         exact, plain = [], []
         for h, q in enumerate(grouped):
@@ -103,13 +106,13 @@ class Problem:
         return both[0], allowed_error(both[0], both[1], self.values, self.dtype)
 
     def wrong(self, out: Array) -> str | None:
-        """Return what is wrong with an output ``(B, Hq, 1, D)``."""
+        """Return a description of a wrong output ``(B, Hq, 1, D)``, or None."""
         exact, allowed = self.expected
         return wrong(float(np.abs(out.astype(np.float64) - exact).max()), allowed)
 
 
 def normal(case: Case, heads: int, length: int, seed: int = 0) -> Array:
-    """Draw rows ``(1, heads, length, D)``. Beyond `DISTINCT` they repeat."""
+    """Return normal random rows ``(1, heads, length, D)``, of which `DISTINCT` are distinct."""
     drawn = np.random.default_rng(seed).standard_normal((1, heads, min(length, DISTINCT), case.shape.D), np.float32)
     return np.take(drawn, np.arange(length) % DISTINCT, axis=2)
 
@@ -123,7 +126,7 @@ def random_problem(case: Case) -> Problem:
 
 
 def planted_problem(case: Case, config: Method) -> Problem:
-    """Plant as many keys as a method can select beside those that it always attends."""
+    """Plant as many large keys as a method selects in addition to the keys that it always attends."""
     S, Hkv, D = case.S, case.shape.Hkv, case.shape.D
     base = normal(case, Hkv, 1, seed=3)
     queries = base + 0.5 * normal(case, case.shape.Hq, 1).reshape(1, Hkv, -1, D)
@@ -134,7 +137,7 @@ def planted_problem(case: Case, config: Method) -> Problem:
     count = config.attended // together - np.unique(unit[always]).size
     selected = np.isin(unit, [i * np.unique(unit[~always]).size // count for i in range(count)])
     rows = np.flatnonzero(selected | always)
-    gap = GAP if config.serves_sinks(case.shape.G) else SURE
+    gap = GAP if config.serves_sinks(case.shape.G) else LARGE_GAP
     keys = NOISE * normal(case, Hkv, S, seed=1)
     planted = selected | (position == rows[-1])
     keys[:, :, planted] += base * (gap * D**0.5 / (base**2).sum(axis=-1, keepdims=True))
@@ -145,13 +148,13 @@ def planted_problem(case: Case, config: Method) -> Problem:
 
 @dataclass(frozen=True)
 class Index:
-    """SAAP's index over the keys of a problem, with a router whose biases decide which buckets are visited.
+    """SAAP's index over the keys of a problem, with a router whose biases determine the visited buckets.
 
     Attributes:
-        visited: int64 ``(Hkv, probes)``, ascending.
+        visited: ascending int64 buckets ``(Hkv, probes)``.
         bucket_ids: int16 ``(Hkv, S)``.
         network: float16 ``hidden_weight (Hkv, D, H)``, ``hidden_bias``, ``out_weight (Hkv, H, C)``, ``out_bias``. With
-            H = 0 there is no hidden layer, and the features of the output layer are the components of the query.
+            H = 0 there is no hidden layer, and the output layer reads the query.
     """
 
     visited: Array
@@ -160,10 +163,10 @@ class Index:
 
     @classmethod
     def of(cls, case: Case, config: Any, hidden: int) -> Index:
-        """Make an index whose visited buckets hold `UNEVEN` times their share of the keys."""
+        """Make an index whose visited buckets have `LOAD_FACTOR` times the average number of keys."""
         C, (Hkv, D), rng = buckets_of(config), (case.shape.Hkv, case.shape.D), np.random.default_rng(4)
         visited = np.stack([np.sort(rng.permutation(C)[: config.probes]) for _ in range(Hkv)])
-        every, key = max(C // (UNEVEN * config.probes), 2), np.arange(case.S)
+        every, key = max(C // (LOAD_FACTOR * config.probes), 2), np.arange(case.S)
         ids = np.empty((Hkv, case.S), np.int16)
         for row, own in zip(ids, visited, strict=True):
             others = np.setdiff1d(np.arange(C), own)
@@ -174,7 +177,7 @@ class Index:
             for name, shape in shapes.items()
         }
         network["out_bias"] = np.zeros((Hkv, C), np.float16)
-        np.put_along_axis(network["out_bias"], visited, np.float16(FAVOR), axis=1)
+        np.put_along_axis(network["out_bias"], visited, np.float16(VISIT_LOGIT), axis=1)
         return cls(visited, ids, network)
 
     def problem(self, case: Case, config: Any, merge_every: int = 1) -> Problem:
@@ -188,7 +191,7 @@ class Index:
         return Problem(case.dtype, random.queries, random.keys, random.values, selected)
 
     def bytes(self, problem: Problem, case: Case) -> int:
-        """Return the bytes of one step: the network, and the keys that are attended."""
+        """Return the bytes of one step: the network and the attended keys."""
         assert problem.selected is not None
         attended = sum(map(len, problem.selected)) // case.shape.Hkv
         network = sum(array.nbytes for array in self.network.values())
@@ -196,25 +199,27 @@ class Index:
 
 
 def buckets_of(config: Any) -> int:
-    """Return the buckets of SAAP's index. The benchmark reads no artefact."""
+    """Return the number of buckets of SAAP's index. The benchmark reads no artefact."""
     return config.fitted_buckets if config.mode == "online" else BUCKETS
 
 
-def check_request(request: Request, backends: tuple[str, ...], foreign: bool = True) -> None:
-    """Refuse what the variants of an engine cannot do.
+def check_request(request: Request, backends: tuple[str, ...], shared_only: bool = True) -> None:
+    """Check backends, methods and shapes of a request.
 
     Args:
-        foreign: whether the engine has the methods of `FOREIGN` only.
+        request: the request.
+        backends: the known backends.
+        shared_only: True if only the methods of `SHARED_METHODS` are available.
 
     Raises:
-        ConfigError: an unknown backend, or a method that does not fit.
+        ConfigError: a backend is unknown, or a method is not available or does not support a shape.
     """
     for name in request.backends:
         check_choice("--backend", name, backends)
     for config, shape in product(request.methods, {case.shape for case in request.cases}):
-        if foreign and (config.name not in FOREIGN or getattr(config, "mode", "") == "online"):
+        if shared_only and (config.name not in SHARED_METHODS or getattr(config, "mode", "") == "online"):
             raise ConfigError(
-                f"--attn: expected {', '.join(FOREIGN)} without mode=online on this engine, got {config}."
+                f"--attn: expected {', '.join(SHARED_METHODS)} without mode=online with this --engine, got {config}."
             )
         if config.observes_prefill or (request.stage == "prefill" and getattr(config, "block_size", 1) == 1):
             raise ConfigError(f"--attn: expected a method that selects keys or blocks by scores, got {config.name}.")
@@ -224,13 +229,13 @@ def check_request(request: Request, backends: tuple[str, ...], foreign: bool = T
 
 
 def prompt(case: Case) -> tuple[Array, Array, Array]:
-    """Make a prompt whose heads attend to the first keys, a few others, nearby keys, or keys at a distance.
+    """Make a prompt whose heads attend to the first keys, to a few random keys, and to keys at a fixed distance.
 
-    Half of the components are waves of the position, shifted by each head's distance: the product peaks there. Along
-    one direction of the other half the first keys and a few more stand out.
+    Half of the components are waves of the position. In the queries they are shifted by the distance of the head, so
+    that the logits peak there. In the other half, the first keys and a few random keys are large along one direction.
 
     Returns:
-        queries ``(1, Hq, S, D)``, keys and values ``(1, Hkv, S, D)``, float32 numbers of the type of the case.
+        Queries ``(1, Hq, S, D)``, keys and values ``(1, Hkv, S, D)``: float32, rounded to the type of the case.
     """
     (Hq, Hkv, D), S = (case.shape.Hq, case.shape.Hkv, case.shape.D), case.S
     rng = np.random.default_rng(0)
@@ -257,7 +262,7 @@ def prompt(case: Case) -> tuple[Array, Array, Array]:
 
 
 class Prompt:
-    """A prompt in chunks of ``case.step`` tokens, and the right result of its last chunk."""
+    """A prompt in chunks of ``case.step`` tokens, and the check of its last chunk."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -265,7 +270,7 @@ class Prompt:
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """First token of each chunk, and the one after its last."""
+        """Start and stop of each chunk."""
         step = self.case.step or self.case.S
         return [(start, min(start + step, self.case.S)) for start in range(0, self.case.S, step)]
 
@@ -279,21 +284,27 @@ class Prompt:
         return attended / causal
 
     def _masks(self, config: Any, start: int, stop: int) -> Iterator[tuple[Array, Any]]:
-        """Yield the oracle's selection for the query heads of each KV head: bool ``(G, row blocks, key blocks)``."""
-        select, G = getattr(oracle, f"{config.name}_select"), self.case.shape.G
-        layout = config.layout(stop - start, stop)
+        """Yield the oracle's selection of each KV head: bool ``(G, row blocks, key blocks)`` and the layout."""
+        layout, G, settings = config.layout(stop - start, stop), self.case.shape.G, config.parameters()
+        if config.name in PATTERNS:  # the same blocks for every head
+            del settings["block_size"]
+            pattern = PATTERNS[config.name](layout, **settings)
+            yield from [(np.broadcast_to(pattern, (G, *pattern.shape)), layout)] * self.case.shape.Hkv
+            return
+        select = getattr(oracle, f"{config.name}_select")
         for h in range(self.case.shape.Hkv):
             queries = self.queries[:, h * G : (h + 1) * G, start:stop].astype(np.float64)
-            found = select(queries, self.keys[:, h : h + 1, :stop].astype(np.float64), **config.parameters())
+            found = select(queries, self.keys[:, h : h + 1, :stop].astype(np.float64), **settings)
             listed = getattr(found, "blocks", found)[0]
             mask = np.zeros((*listed.shape[:2], layout.key_blocks + 1), bool)
             np.put_along_axis(mask, np.where(listed < 0, layout.key_blocks, listed), True, axis=2)
             yield mask[..., :-1], layout
 
     def wrong(self, out: Array, config: Any = None) -> str | None:
-        """Return what is wrong with an output ``(B, Hq, L, D)`` of the last chunk; without a method it is dense.
+        """Return a description of a wrong output ``(B, Hq, L, D)`` of the last chunk, or None.
 
-        Some queries of all heads are compared with float64 attention to the blocks that the oracle selects.
+        `CHECKED` queries of each head are compared with float64 attention to the blocks that the oracle selects.
+        Without ``config``, all blocks are attended.
         """
         start, S = self.chunks[-1]
         row = np.unique(np.linspace(start, S - 1, CHECKED).astype(int))
@@ -317,6 +328,6 @@ class Prompt:
             )
         error = np.concatenate(errors)
         off = float((~(error <= allowed)).mean())
-        if config is None or off > DIFFERENT:
+        if config is None or off > SHARE_DIFFERENT:
             return wrong(float(error.max()), allowed)
-        return wrong(float(error.max()), max(allowed, MOST_DIFFERENT * largest))
+        return wrong(float(error.max()), max(allowed, MAX_DIFFERENCE * largest))

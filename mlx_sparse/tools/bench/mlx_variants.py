@@ -30,23 +30,23 @@ from .inputs import Index, Problem, Prompt, buckets_of, check_request, planted_p
 
 Attend = Callable[[mx.array, SparseKVCache], mx.array]
 
-LARGEST_SHARE = 0.6  # of the memory of the machine
-WORKING_SET = 256 << 20  # bytes of keys and values that a step goes through: more than a last-level cache
-MOST_LAYERS = 32
-GROUP = 64  # components that share a scale, as with mlx_lm's --kv-bits
-FOLDS = 3  # rebuilds of SAAP's lists that are timed; their median counts
+LARGEST_SHARE = 0.6  # share of the machine's memory for one case
+WORKING_SET = 256 << 20  # bytes of keys and values per step, more than a last-level cache
+MAX_LAYERS = 32
+GROUP = 64  # group size of quantized KV caches, as in mlx-lm
+REBUILDS = 3  # timed rebuilds of SAAP's lists
 
 __all__ = ["check", "machine", "variants"]
 
 
 def check(request: Request) -> None:
-    """Refuse a request before anything runs.
+    """Check a request before anything runs.
 
     Raises:
-        ConfigError: a method does not fit a shape, or has no benchmark.
+        ConfigError: a method does not support a shape, or has no benchmark.
         BackendUnavailable: no backend can run any of the methods.
     """
-    check_request(request, ("auto", *table.BACKENDS), foreign=False)
+    check_request(request, ("auto", *table.BACKENDS), shared_only=False)
     for config, case, bits in product(request.methods, request.cases, request.kv_bits):
         if bits not in BITS or case.shape.D % GROUP or config.pre_rope:
             sizes = f"{', '.join(map(str, BITS))} with head dims that are multiples of {GROUP} and methods but saap"
@@ -80,14 +80,17 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
         count = len(request.methods) * len(request.backends) * (1 + len(request.kv_bits))
         needed = 2 * case.keys * layers_of(case) * (1 + 0.5 * count)
     else:
-        # On a CPU dense attention holds all scores of a chunk. The prompt is made in float32, in a few parts.
+        # On a CPU, dense attention stores all scores of a chunk. The prompt is made in float32 with temporary arrays.
         scores = 4 * B * shape.Hq * case.step * S if on_cpu else 0
         needed = 1.2 * scores + 16 * B * S * shape.D * (shape.Hq + shape.Hkv)
     check_memory(needed, memory(), LARGEST_SHARE)
     kind: Any = MlxStep if case.step is None else MlxPrefill
     shared: Any = Layers(case) if case.step is None else Chunks(case)
-    yield from (kind(case, shared, name=name, way=way) for name, way in dense_ways(case, on_cpu).items())
-    yield kind(case, shared, name="read", way=read)
+    yield from (
+        kind(case, shared, name=name, implementation=implementation)
+        for name, implementation in dense_implementations(case, on_cpu).items()
+    )
+    yield kind(case, shared, name="read", implementation=read)
     for config, backend, why in serving(request, case):
         made = (SaapStep if config.pre_rope else kind)(case, shared, config, backend)
         made.row.note = made.row.note or (f"{backend}: {why}" if why else None)
@@ -96,25 +99,25 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """Return the seconds until the arrays of a step are evaluated."""
+    """Return the seconds for the evaluation of a step."""
     start = time.perf_counter()
     mx.eval(run())
     return time.perf_counter() - start
 
 
 def to_mlx(array: Any, dtype: str) -> mx.array:
-    """Return a NumPy array as MLX's."""
+    """Convert a NumPy array to MLX."""
     found: mx.array = mx.array(array).astype(getattr(mx, dtype))
     return found
 
 
 def to_numpy(array: mx.array) -> Any:
-    """Return an MLX array as float32 in NumPy."""
+    """Convert an MLX array to float32 in NumPy."""
     return np.array(array.astype(mx.float32))
 
 
 def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> SparseKVCache:
-    """Return a cache that holds the first ``length`` of these rows, or all."""
+    """Return a cache with the first ``length`` of these rows, or with all rows."""
     cache = SparseKVCache()  # type: ignore[no-untyped-call]
     cache.keys, cache.values, cache.offset = keys, values, length or keys.shape[2]
     mx.eval(keys, values)
@@ -124,28 +127,28 @@ def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> Spa
 # Dense attention
 
 
-def dense_ways(case: Case, on_cpu: bool) -> dict[str, Attend]:
-    """Return the ways to attend densely on this device; the fastest of a run counts.
+def dense_implementations(case: Case, on_cpu: bool) -> dict[str, Attend]:
+    """Return the implementations of dense attention on this device. The fastest one is the baseline.
 
-    On a CPU plain products are faster than MLX's own attention for one query.
+    On a CPU, plain matrix products are faster than MLX's attention for one query.
     """
-    ways: dict[str, Attend] = {"mlx": fused}
+    implementations: dict[str, Attend] = {"mlx": fused}
     if on_cpu and case.step is None:
-        ways["products"] = products
+        implementations["products"] = products
         if case.dtype != "float32":
-            ways["float32 products"] = partial(products, dtype=mx.float32)
-    return ways
+            implementations["float32 products"] = partial(products, dtype=mx.float32)
+    return implementations
 
 
 def fused(queries: mx.array, cache: SparseKVCache) -> mx.array:
-    """Attend as mlx-lm does."""
+    """Compute attention as mlx-lm does."""
     keys, values, _ = cache.rows("ops")
     mask = "causal" if queries.shape[2] > 1 else None
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
 
 
 def products(queries: mx.array, cache: SparseKVCache, dtype: mx.Dtype | None = None) -> mx.array:
-    """Attend by two matrix products and a softmax, for one query per head."""
+    """Compute attention by two matrix products and a softmax, for one query per head."""
     B, _, _, D = queries.shape
     q, k, v = (array.astype(dtype or array.dtype) for array in (queries, *cache.rows("ops")[:2]))
     scores = (q.reshape(B, k.shape[1], -1, D) * D**-0.5) @ k.swapaxes(-1, -2)
@@ -153,7 +156,7 @@ def products(queries: mx.array, cache: SparseKVCache, dtype: mx.Dtype | None = N
 
 
 def read(queries: mx.array, cache: SparseKVCache) -> mx.array:
-    """Look at every byte of the keys and values in use: the sum of their words."""
+    """Read every byte of the keys and values in use, and return the sum of their words."""
     kind = mx.uint32 if cache.keys.shape[-1] * cache.keys.itemsize % 4 == 0 else mx.uint16
     keys, values = (array.view(kind)[:, :, : cache.length].sum() for array in (cache.keys, cache.values))
     return mx.add(keys, values)
@@ -163,12 +166,12 @@ def read(queries: mx.array, cache: SparseKVCache) -> mx.array:
 
 
 def layers_of(case: Case) -> int:
-    """Return the number of layers that a step goes through."""
-    return max(1, min(MOST_LAYERS, WORKING_SET // (2 * case.keys)))
+    """Return the number of layers of a step."""
+    return max(1, min(MAX_LAYERS, WORKING_SET // (2 * case.keys)))
 
 
 class Layers:
-    """A query ``(B, Hq, 1, D)``, and the caches of all layers without auxiliary state, made when they are needed."""
+    """A query ``(B, Hq, 1, D)`` and the caches of all layers without auxiliary state, made on first use."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -188,28 +191,35 @@ class Layers:
 
 
 class MlxVariant(Variant):
-    """A method on a backend, or without a method a way to attend that needs no auxiliary state."""
+    """A method on a backend or, without a method, an implementation of dense attention."""
 
     def __init__(
-        self, case: Case, shared: Any, config: Any = None, backend: str = "", *, name: str = "", way: Any = None
+        self,
+        case: Case,
+        shared: Any,
+        config: Any = None,
+        backend: str = "",
+        *,
+        name: str = "",
+        implementation: Any = None,
     ) -> None:
         super().__init__(case, str(config or "dense"), backend, dense=name or None)
-        self.role = "sparse" if config else "read" if way is read else "dense"
+        self.role = "sparse" if config else "read" if implementation is read else "dense"
         self.shared, self.config, self.backend = shared, config, backend
-        self.way: Attend = way or self.attend
+        self.implementation: Attend = implementation or self.attend
 
     def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
-        """Attend by the method, as an enabled model does."""
+        """Compute attention with the method, as an enabled model does."""
         raise NotImplementedError
 
 
 class MlxStep(MlxVariant):
-    """A decode step through all layers; with ``bits`` over quantized KV caches made from the plain ones."""
+    """A decode step through all layers. With ``bits``, the KV caches are quantized."""
 
     def __init__(
-        self, case: Case, layers: Layers, config: Any = None, backend: str = "", bits: int = 0, **way: Any
+        self, case: Case, layers: Layers, config: Any = None, backend: str = "", bits: int = 0, **implementation: Any
     ) -> None:
-        super().__init__(case, layers, config, backend, **way)
+        super().__init__(case, layers, config, backend, **implementation)
         self.bits = bits
         self.row.details["layers"] = layers_of(case)
         if config is not None:
@@ -226,23 +236,23 @@ class MlxStep(MlxVariant):
             return None
         problem = self.problem()
         queries, *rows = (self.batch(array) for array in (problem.queries, problem.keys, problem.values))
-        out = to_numpy(self.way(queries, self.cache(*rows)))
-        if self.bits:  # the right result is that over the dequantized rows
+        out = to_numpy(self.implementation(queries, self.cache(*rows)))
+        if self.bits:  # the expected result uses the dequantized rows
             packed = (mx.quantize(array, group_size=GROUP, bits=self.bits) for array in rows)
             keys, values = (to_numpy(mx.dequantize(*one, group_size=GROUP, bits=self.bits))[:1] for one in packed)
             problem = replace(problem, keys=keys, values=values)
         return problem.wrong(out)
 
     def problem(self) -> Problem:
-        """Make the problem of the check."""
+        """Return the problem of the check."""
         return random_problem(self.case) if self.config is None else planted_problem(self.case, self.config)
 
     def batch(self, array: Any) -> mx.array:
-        """Return an array of a problem, once for each sequence."""
+        """Repeat an array of a problem for each sequence."""
         return mx.contiguous(mx.repeat(to_mlx(array, self.case.dtype), self.case.B, axis=0))
 
     def cache(self, keys: mx.array, values: mx.array) -> SparseKVCache:
-        """Return a cache over these rows with the auxiliary state that a first step does not make itself."""
+        """Return a cache over these rows, with the auxiliary state that a step does not build."""
         if not self.bits:
             return cache_of(keys, values)
         cache: SparseKVCache = cache_of(keys, values).to_quantized(group_size=GROUP, bits=self.bits)
@@ -251,12 +261,12 @@ class MlxStep(MlxVariant):
         return cache
 
     def run(self, turn: int) -> float:
-        """Go through all layers. The result of one is the query of the next."""
+        """Run all layers. The output of a layer is the query of the next layer."""
 
         def step() -> list[mx.array]:
             found = [self.shared.queries]
             for cache in self.caches:
-                found.append(self.way(found[0] if self.role == "read" else found[-1], cache))
+                found.append(self.implementation(found[0] if self.role == "read" else found[-1], cache))
             return found
 
         return timed(step)
@@ -265,17 +275,17 @@ class MlxStep(MlxVariant):
         return cache.attend(queries, self.config, scale=self.case.shape.D**-0.5, backend=self.backend)[0]
 
     def bytes(self) -> int:
-        """Return the bytes that a layer's step moves by the method's formula."""
+        """Return the bytes that a step moves in one layer, by the method's formula."""
         case, D = self.case, self.case.shape.D
         row = Step(case.rows, case.shape.G, D, case.item, packed=(self.bits, GROUP) if self.bits else None).row_bytes
         return int(case.rows * self.config.step_bytes(case.S, D, itemsize=case.item, row_bytes=row))
 
 
 class SaapStep(MlxStep):
-    """A decode step of SAAP with a router of random weights: route, list and attend in every layer.
+    """A decode step of SAAP with random router weights: route, list keys and attend in every layer.
 
-    The router is a network of 2 D hidden units, as `mlx-sparse train-saap` makes it, or routes by centroids in the
-    online mode. The share of a step in listing the keys anew is its upkeep.
+    The router is a network of 2 D hidden units, as `mlx-sparse train-saap` makes it. In online mode it routes by
+    centroids. The upkeep is the time of a rebuild of the lists per step.
     """
 
     def __init__(self, case: Case, layers: Layers, config: Any, backend: str) -> None:
@@ -288,14 +298,14 @@ class SaapStep(MlxStep):
 
     def prepare(self) -> None:
         super().prepare()
-        seconds = (timed(partial(rebuild_lists, list(self.caches), self.case.S, self.config)) for _ in range(FOLDS))
+        seconds = (timed(partial(rebuild_lists, list(self.caches), self.case.S, self.config)) for _ in range(REBUILDS))
         self.upkeep = median(seconds) / self.config.merge_every
 
     def cache(self, keys: mx.array, values: mx.array) -> SparseKVCache:
         case, C = self.case, buckets_of(self.config)
         weights = {name: mx.array(array) for name, array in self.index.network.items() if array.size}
         centroids = mx.random.normal((case.shape.Hkv, C, case.shape.D), dtype=keys.dtype)
-        nothing: Any = None  # keys before RoPE are not looked up: all of them have buckets
+        nothing: Any = None  # no source of pre-RoPE keys, because all keys have buckets
         index = BucketIndex(Router(nothing, case.shape.D**-0.5, C, centroids, weights))
         index.ids = mx.array(np.broadcast_to(self.index.bucket_ids, (case.B, *self.index.bucket_ids.shape)))
         cache = cache_of(keys, values)
@@ -304,7 +314,7 @@ class SaapStep(MlxStep):
         return cache
 
     def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
-        """Attend as an enabled model does between two rebuilds of the lists."""
+        """Compute attention as an enabled model does between two rebuilds of the lists."""
         index = index_of(cache)
         assert index is not None
         indices, counts = attended_keys(index, queries, cache.length, self.config, None, self.backend)
@@ -322,7 +332,7 @@ class SaapStep(MlxStep):
 
 
 class Chunks(Prompt):
-    """The chunks of a prompt: their queries, and a cache of the keys and values up to the last of them."""
+    """The chunks of a prompt: queries of each chunk, and a cache with all keys up to its end."""
 
     @cached_property
     def all(self) -> list[tuple[mx.array, SparseKVCache]]:
@@ -336,17 +346,17 @@ class Chunks(Prompt):
 
 
 class MlxPrefill(MlxVariant):
-    """The attention of all chunks of a prompt, one after the other."""
+    """Attention of all chunks of a prompt in order."""
 
     def prepare(self) -> None:
         self.row.details["density"] = self.shared.density(self.config) if self.config else None
 
     def check(self) -> str | None:
         last = self.shared.all[-1]
-        return None if self.role == "read" else self.shared.wrong(to_numpy(self.way(*last)), self.config)
+        return None if self.role == "read" else self.shared.wrong(to_numpy(self.implementation(*last)), self.config)
 
     def run(self, turn: int) -> float:
-        return sum(timed(partial(self.way, *chunk)) for chunk in self.shared.all)
+        return sum(timed(partial(self.implementation, *chunk)) for chunk in self.shared.all)
 
     def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
         config = self.config.at(cache.length)

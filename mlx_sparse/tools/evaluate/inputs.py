@@ -1,4 +1,4 @@
-"""The model and the texts of a command that runs examples."""
+"""Options and loaders for commands that run examples of a model on texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tasks import encode
 
 
 def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """Add the options that every command with examples has. With ``positional`` the model is an argument."""
+    """Add the options of all commands with examples. With ``positional``, the model is an argument."""
     add_model_options(parser, positional=positional)
     parser.add_argument(
         "--text",
@@ -28,26 +28,26 @@ def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) ->
         nargs="+",
         help=f"files, or {', '.join(texts.NAMES)} (default: {texts.DEFAULT}, its language reference)",
     )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random places and names (default: 0)")
-    parser.add_argument("--cache-dir", metavar="DIR", help="where the default model goes (default: user's cache)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random positions and names (default: 0)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="folder of the default model (default: user's cache)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse a model and texts that are not available, before anything is fetched or loaded.
+    """Check the model and the texts before anything is fetched or loaded.
 
     Raises:
-        ConfigError, PackageMissing: as `check_model` and `texts.check`.
+        ConfigError, PackageMissing: as in `check_model` and `texts.check`.
     """
-    check_model(args.model, cache_directory(args.cache_dir), args.accept_licence)
+    check_model(args.model, cache_directory(args.cache_dir), args.accept_license)
     texts.check(args.text)
 
 
-def load_model(name: str | None, cache: str | None, licence: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
-    """Load a model, its tokenizer and its ``config.json``; SmolLM2 by default. The user accepts ``licence``."""
+def load_model(name: str | None, cache: str | None, license: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
+    """Return a model (default: SmolLM2), its tokenizer and its ``config.json``. The user has accepted ``license``."""
     from mlx_lm import load
 
-    path = find_model(name, cache_directory(cache), licence)
+    path = find_model(name, cache_directory(cache), license)
     with loading(path):
         model, tokenizer, config = load(path, return_config=True)  # type: ignore[misc]
     return model, tokenizer, config
@@ -55,19 +55,19 @@ def load_model(name: str | None, cache: str | None, licence: str | None = None) 
 
 def encode_texts(tokenizer: Any, read: Sequence[texts.Text]) -> list[list[int]]:
     """Return the tokens of each text, without opening tokens. An empty line separates texts."""
-    # transformers warns about texts longer than the context, but only parts of them are used here.
+    # Suppress the warning of transformers about long texts, because only parts of the texts are used.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return [encode(tokenizer, ("\n\n" if i else "") + text.text) for i, text in enumerate(read)]
 
 
 def read_tokens(tokenizer: Any, names: list[str] | None, cache: str | None, option: str = "--text") -> list[int]:
-    """Return the tokens of the texts ``names``, given to ``option``, one after the other."""
+    """Return the concatenated tokens of the texts ``names``, the values of ``option``."""
     found = texts.read(names, option, cache_directory(cache))
     return [token for tokens in encode_texts(tokenizer, found) for token in tokens]
 
 
 def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
-    """Return a hash of what results depend on: the model, the text, the options, the versions and the device."""
+    """Return a hash of the model, the text, the options, the versions and the device, which determine the results."""
     import numpy as np
 
     chip = environment.hardware()["chip"]
@@ -80,7 +80,7 @@ def head_dim(model: Any) -> int:
     """Return the head dim of the first layer with a KV cache.
 
     Raises:
-        ConfigError: no layer does.
+        ConfigError: no layer has a KV cache.
     """
     shape = next(filter(None, kv_shapes(model)), None)
     if shape is None:

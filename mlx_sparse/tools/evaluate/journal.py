@@ -1,4 +1,4 @@
-"""Results as lines of JSON: records read back with their types checked, and a file that an interrupted run resumes."""
+"""Store results as JSON lines. Reading checks all types, and an interrupted run resumes from the file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ...files import naming, replace_file
 
 T = TypeVar("T")
 FORMAT = 2
-LARGEST = 1 << 63  # no count, size or seed reaches it, and Python cannot divide much larger integers as floats
-# What code that reads a damaged line raises.
+LARGEST = 1 << 63  # limit for numbers; Python cannot convert much larger integers to floats
+# Errors of code that reads a damaged line.
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 def as_json(record: Any) -> dict[str, Any]:
-    """Return a dataclass as plain data for JSON, with null for NaN. `from_json` reads it back."""
+    """Return a dataclass as plain data for JSON, with null for NaN. `from_json` is the inverse."""
     data: dict[str, Any] = _without_nan(asdict(record))
     return data
 
@@ -36,10 +36,10 @@ def _without_nan(value: Any) -> Any:
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """Return JSON data as a ``kind``: a dataclass, whose unknown keys are ignored, or the type of one of its fields.
+    """Convert JSON data to the type ``kind``: a dataclass or the type of one of its fields. Unknown keys are ignored.
 
     Raises:
-        ValueError, TypeError, LookupError, OverflowError: the data is something else.
+        ValueError, TypeError, LookupError, OverflowError: the data does not have this type.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind):
@@ -66,10 +66,17 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: str, first: int = 1) -> list[T]:
-    """Apply ``read`` to the JSON data of each line of ``path``, which ``command`` should have written.
+    """Return the results of ``read`` for the JSON data of each line.
+
+    Args:
+        content: the lines.
+        read: converts the data of one line.
+        path: file of the lines, for the message.
+        command: the command that writes such files, for the message.
+        first: number of the first line, for the message.
 
     Raises:
-        ArtefactError: a line is something else; lines of ``content`` are counted from ``first``.
+        ArtefactError: a line is damaged.
     """
     found = []
     for number, line in enumerate(content.splitlines(), first):
@@ -77,27 +84,29 @@ def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: st
             found.append(read(json.loads(line)))
         except DAMAGED:
             raise ArtefactError(
-                f"{path}: expected what {command} of this version wrote, got something else in line {number}. Move the "
-                "file away."
+                f"{path}: expected the output of {command} of this version, got something else in line {number}. Move "
+                "the file away."
             ) from None
     return found
 
 
 class Journal(Generic[T]):
-    """Results by name, appended to a file of JSON lines where a path is given.
+    """Results by name, in memory and, if there is a path, in a file of JSON lines.
 
-    A last line that the end of a process cut off is dropped. The file of another command or of other inputs is refused.
+    An incomplete last line is dropped. A file of another command or of other inputs raises an error.
     """
 
     def __init__(self, path: Path | None, command: str, key: str, kind: type[T]) -> None:
         """Open or create the file.
 
         Args:
-            key: a hash of the command's inputs.
-            kind: the dataclass of the results.
+            path: the file; None to keep results in memory only.
+            command: name of the command.
+            key: hash of the command's inputs.
+            kind: dataclass of the results.
 
         Raises:
-            ArtefactError: the file is damaged, or another command's.
+            ArtefactError: the file is damaged, or belongs to another command or to other inputs.
         """
         self.path = path
         self.results: dict[str, T] = {}
@@ -110,7 +119,7 @@ class Journal(Generic[T]):
             replace_file(path, lambda new: new.write_text(header, encoding="utf-8"))
 
     def add(self, name: str, result: T) -> None:
-        """Store ``result`` under ``name``, and append it to the file at once."""
+        """Store ``result`` under ``name``, and append it to the file immediately."""
         self.results[name] = result
         if self.path is not None:
             line = json.dumps({"name": name, "result": as_json(result)}, allow_nan=False)
@@ -122,7 +131,7 @@ class Journal(Generic[T]):
         whole = content[: content.rfind(b"\n") + 1]
         if not whole.startswith(header):
             ours = whole.startswith(json.dumps({"mlx_sparse": command})[:-1].encode())
-            found = "those of other inputs (model, text, options or version)" if ours else "another file"
+            found = "results of other inputs (model, text, options or version)" if ours else "another file"
             raise ArtefactError(
                 f"{path}: expected the results of an interrupted run of this command, got {found}. Move it away, or "
                 "choose another file."

@@ -1,4 +1,4 @@
-"""Draw quality against what a method reads, as in figure 1 of the SparQ paper: one panel for each context."""
+"""Draw quality against bytes read, as in figure 1 of the SparQ paper, with one panel per context length."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_PANELS, MOST_LINES, LONGEST = 12, 40, 80  # panels, methods, and characters of a name
-ACROSS, PANEL = 3, (3.8, 3.0)  # panels side by side, and their size in inches
-SMALLEST = 2.0**-12  # share that is drawn
-DASHES = ("-", "--", ":", "-.")  # of methods of one kind
+MAX_PANELS, MAX_LINES, MAX_NAME = 12, 40, 80  # limits: panels, methods, characters of a name
+COLUMNS, PANEL = 3, (3.8, 3.0)  # panels side by side, and their size in inches
+SMALLEST = 2.0**-12  # smallest share in a picture
+DASHES = ("-", "--", ":", "-.")  # line styles of variants of one method
 RC = {
     "axes.grid": True,
     "axes.spines.right": False,
@@ -31,16 +31,16 @@ RC = {
     "grid.alpha": 0.3,
     "legend.frameon": False,
     "svg.fonttype": "none",
-    "svg.hashsalt": "mlx-sparse",  # the same ids for the same figure
+    "svg.hashsalt": "mlx-sparse",  # makes ids reproducible
     "text.parse_math": False,  # a name may contain dollars
 }
-FIELDS = {"bits_per_byte": ("bits", "bits per byte (less is better)"), RECALL: ("recall", "mean attention recall")}
-OTHERS = ("accuracy", "accuracy: share of tokens right")
+FIELDS = {"bits_per_byte": ("bits", "bits per byte (lower is better)"), RECALL: ("recall", "mean attention recall")}
+OTHERS = ("accuracy", "accuracy: share of correct tokens")
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw with our settings only, so that a user's matplotlibrc changes no picture. Also a decorator."""
+    """Use our settings only, so that a user's matplotlibrc has no effect. This is also a decorator."""
     from matplotlib import style
 
     with style.context(RC, after_reset=True), warnings.catch_warnings():
@@ -50,9 +50,9 @@ def styled() -> Iterator[None]:
 
 @styled()
 def draw(rows: Sequence[Row]) -> Figure | None:
-    """Draw the rows of one task; return None if nothing ran sparsely.
+    """Draw the rows of one task. Return None if no row ran sparsely.
 
-    A line joins the budgets of one method. Points are hollow where some calls ran densely. Bars are one standard error
+    A line connects the budgets of one method. A point is hollow if some calls were dense. Bars are one standard error
     of the paired difference to dense attention.
     """
     from matplotlib.figure import Figure
@@ -61,16 +61,16 @@ def draw(rows: Sequence[Row]) -> Figure | None:
     for row in rows:
         if row.served in ("sparse", "partly") and (row.task != RECALL or row.recall):
             panels.setdefault((row.of_prompt, row.prefill, row.context), []).append(row)
-    shown = sorted(panels.items())[:MOST_PANELS]
+    shown = sorted(panels.items())[:MAX_PANELS]
     if not shown:
         return None
-    looks = _looks([row.method for _, of in shown for row in of])
-    down, across = math.ceil(len(shown) / ACROSS), min(len(shown), ACROSS)
-    figure = Figure(figsize=(PANEL[0] * across, PANEL[1] * down + 0.16 * len(looks)), layout="constrained")
+    styles = _styles([row.method for _, of in shown for row in of])
+    down, across = math.ceil(len(shown) / COLUMNS), min(len(shown), COLUMNS)
+    figure = Figure(figsize=(PANEL[0] * across, PANEL[1] * down + 0.16 * len(styles)), layout="constrained")
     for i, ((of_prompt, prefill, context), of) in enumerate(shown, 1):
         ax = figure.add_subplot(down, across, i)
         dense = next((r for r in rows if r.served == "dense" and (r.context, r.prefill) == (context, prefill)), None)
-        _draw_panel(ax, of, dense, looks)
+        _draw_panel(ax, of, dense, styles)
         ax.set_title(f"{context:,} tokens, n = {of[0].examples}")
         ax.set_xlabel(f"{'block pairs attended' if of_prompt else 'bytes read'}, share of dense attention's")
         if of_prompt:
@@ -86,7 +86,7 @@ def draw(rows: Sequence[Row]) -> Figure | None:
 
 
 def svg(figure: Figure) -> str:
-    """Return the figure as SVG, the same text for the same figure."""
+    """Return the figure as reproducible SVG."""
     file = io.StringIO()
     with styled():
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
@@ -94,15 +94,15 @@ def svg(figure: Figure) -> str:
 
 
 def share(row: Row) -> float:
-    """Return what the method read, or attended of the prompt, as a share of dense attention's."""
+    """Return the bytes or, for a prefill method, the block pairs of a row over dense attention's."""
     return max(mean(row.density) if row.of_prompt and row.density else row.compression, SMALLEST)
 
 
-def _looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the color, marker and dashes of each method: the color is its kind's in every picture."""
+def _styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the color, marker and line style of each method. A method has the same color in every picture."""
     found: dict[str, dict[str, Any]] = {}
     kinds: list[str] = []
-    for method in list(dict.fromkeys(methods))[:MOST_LINES]:
+    for method in list(dict.fromkeys(methods))[:MAX_LINES]:
         kind = method.rpartition("+")[2].partition(":")[0].partition(" ")[0]
         color, marker = METHODS[kind].look if kind in METHODS else ("#666666", "X")
         found[method] = {"color": color, "marker": marker, "linestyle": DASHES[kinds.count(kind) % len(DASHES)]}
@@ -110,19 +110,19 @@ def _looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _draw_panel(ax: Axes, rows: Sequence[Row], dense: Row | None, looks: dict[str, dict[str, Any]]) -> None:
+def _draw_panel(ax: Axes, rows: Sequence[Row], dense: Row | None, styles: dict[str, dict[str, Any]]) -> None:
     field, label = FIELDS.get(rows[0].task, OTHERS)
     ax.set_ylabel(label)
     if dense is not None and field != "recall":
         ax.axhline(getattr(dense.mean, field), color="black", linestyle="--", linewidth=1, label="dense attention")
-    for method, look in looks.items():
+    for method, look in styles.items():
         of = sorted((row for row in rows if row.method == method), key=share)
         across = [share(row) for row in of]
         up = [row.recall[-1] if field == "recall" else getattr(row.mean, field) for row in of]
         errors = [0.0 if field == "recall" else abs(getattr(row.error, field)) for row in of]
         bars = [0.0 if math.isnan(error) else error for error in errors]
         if of:
-            ax.errorbar(across, up, bars, capsize=2, elinewidth=1, label=clean(method, LONGEST), **look)
+            ax.errorbar(across, up, bars, capsize=2, elinewidth=1, label=clean(method, MAX_NAME), **look)
         for row, x, y in zip(of, across, up, strict=True):
             if row.served == "partly":
                 ax.plot([x], [y], **look, mfc="white", zorder=5)

@@ -1,4 +1,4 @@
-"""``mlx-sparse report``: one HTML page, which needs no other file, of the results of ``mlx-sparse eval --out``."""
+"""``mlx-sparse report``: write one HTML page of the results of ``mlx-sparse eval --out``."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def main(argv: Sequence[str]) -> int:
     """Write the report; return the exit code."""
     parser = Parser(
         prog="mlx-sparse report",
-        description=f"Write {PAGE} again from the results of mlx-sparse eval --out DIR. Nothing is run.",
+        description=f"Write {PAGE} again from the results of mlx-sparse eval --out DIR, without running the model.",
     )
-    parser.add_argument("folder", metavar="DIR", type=Path, help=f"the folder, with {RESULTS} in it")
+    parser.add_argument("folder", metavar="DIR", type=Path, help=f"folder with {RESULTS}")
     folder = parser.parse_args(argv).folder
     check()
     write(folder, *read(folder / RESULTS))
@@ -41,10 +41,10 @@ def check() -> None:
 
 
 def read(path: Path) -> tuple[list[Row], Facts]:
-    """Read the rows and the facts of the results that ``mlx-sparse eval --out`` wrote.
+    """Return the rows and the facts in a file of ``mlx-sparse eval --out``.
 
     Raises:
-        ArtefactError: there are none, or they are damaged, of another version, or of several runs.
+        ArtefactError: the file is missing, damaged, of another version, or has the results of several runs.
     """
 
     def read_line(line: dict[str, Any]) -> tuple[Facts, Row]:
@@ -56,16 +56,16 @@ def read(path: Path) -> tuple[list[Row], Facts]:
     command = "mlx-sparse eval --out"
     content = path.read_bytes() if path.is_file() else b""
     if not content:
-        raise ArtefactError(f"{path}: expected what {command} wrote, got no such file or an empty one.")
+        raise ArtefactError(f"{path}: expected the output of {command}, got no file or an empty file.")
     lines = read_lines(content, read_line, path, command)
     facts = lines[0][0]
     if any(of_row != facts for of_row, _ in lines):
-        raise ArtefactError(f"{path}: expected the results of one run, got several. Report each on its own.")
+        raise ArtefactError(f"{path}: expected the results of one run, got several runs. Report each run separately.")
     return [row for _, row in lines], facts
 
 
 def write(folder: Path, rows: Sequence[Row], facts: Facts) -> None:
-    """Write the page into ``folder``. The same arguments make the same file, byte by byte."""
+    """Write the page into ``folder``. The same arguments give the same bytes."""
     sections = []
     for task in dict.fromkeys(row.task for row in rows):
         figure = draw([row for row in rows if row.task == task])
@@ -83,7 +83,7 @@ def write(folder: Path, rows: Sequence[Row], facts: Facts) -> None:
 
 
 def _printable(value: Any) -> Any:
-    """Replace the control characters of a text, which no page may contain."""
-    if type(value) is not str:  # text from the template itself is markup
+    """Replace the control characters of a text, which HTML forbids."""
+    if type(value) is not str:  # markup of the template
         return value
     return "".join(letter if letter.isprintable() or letter == "\n" else REPLACEMENT for letter in value)

@@ -1,4 +1,4 @@
-"""Results of an evaluation: of one method on one example, rows over several examples, and the facts of the run."""
+"""Results of an evaluation: trials of one method on one example, rows over all examples, and facts of the run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .texts import Text
 
 @dataclass(frozen=True)
 class Outcome:
-    """One example under one method.
+    """Quality of one method on one example.
 
     Attributes:
         bits: negative log2-likelihood of the target per byte of its text.
-        accuracy: share of the scored target tokens that were the most likely ones.
-        agreement: share of the scored positions where the most likely token is dense attention's.
-        kl: mean Kullback-Leibler divergence from dense attention's distribution, nats.
-        matched: characters of the target before the first token that was not the most likely one: what greedy decoding
-            would have got right (SparQ paper, section 5).
-        exact: 1 if every scored token was the most likely one, else 0.
+        accuracy: share of the scored target tokens that are the most likely tokens.
+        agreement: share of the scored positions at which dense attention has the same most likely token.
+        kl: mean Kullback-Leibler divergence from dense attention's distribution, in nats.
+        matched: characters of the target before the first token that is not the most likely token, which greedy
+            decoding would reproduce (SparQ paper, section 5).
+        exact: 1 if every scored token is the most likely token, else 0.
     """
 
     bits: float
@@ -42,15 +42,16 @@ class Trial:
     """An outcome, and counts of the method's attention calls.
 
     Attributes:
-        attn: the method as text, every automatic setting resolved.
-        sparse_calls, dense_calls: attention calls; of examples that were decoded together, each one's.
+        outcome: quality of the method on the example.
+        attn: the method as text, with all automatic settings resolved.
+        sparse_calls, dense_calls: number of attention calls. A call on a batch counts for each example.
         sparse_bytes, dense_bytes: bytes of K and V moved by the sparse calls, and by dense attention in their place.
-        dense_reasons: number of the dense calls by reason.
-        selectivity: (saap.12) share of the keys outside the exact part that were attended; None but for SAAP.
-        density: of a prompt, by served layer: share of the causal block pairs attended, mean over the query heads.
-        sampled: share of a prompt's rows that were scored to select the blocks.
-        recall: attention recall over all layers, heads and rows of a prompt: least, 1st percentile, mean; empty if it
-            was not measured.
+        dense_reasons: number of dense calls by reason.
+        selectivity: share of the keys outside the exact part that were attended (saap.12); None except for SAAP.
+        density: share of a prompt's causal block pairs attended, for each served layer, averaged over query heads.
+        sampled: share of a prompt's query rows that were scored for the selection.
+        recall: minimum, 1st percentile and mean of the attention recall over all layers, heads and rows of a prompt;
+            empty if it was not measured.
     """
 
     outcome: Outcome
@@ -68,17 +69,24 @@ class Trial:
 
 @dataclass(frozen=True)
 class Row:
-    """A task under one method: means over the examples, with standard errors (NaN with one example).
+    """Results of one method on one task: means over the examples, with standard errors (NaN for one example).
 
     Attributes:
-        method: as the user wrote it; ``attn`` is what ran, every automatic setting resolved.
-        budget: the share of dense attention's transfers that the settings were made for, such as "1/8".
+        task: name of the task.
+        method: the method as the user wrote it.
+        attn: the method with all automatic settings resolved.
+        budget: the share of dense attention's transfers that determined the settings, such as "1/8", or None.
+        context: tokens of the prompt.
+        examples: number of examples.
+        mean, mean_error: means and their standard errors.
         delta, error: means and standard errors of the differences to dense attention on the same examples.
-        formula: elements moved by the method's transfer formula at this context, over dense attention's.
+        formula: elements that the method moves by its formula at this context, over dense attention's.
         compression: bytes moved by the sparse calls of the run, over dense attention's.
-        prefill: whether tokens inside the prompt were scored, not decode steps after it.
-        selectivity, density, sampled, recall: as in `Trial`, means over the examples; of the least recall the least.
-        depths: accuracy by depth of the answer, such as "50%", for tasks where it stands at one.
+        sparse_calls, dense_calls, dense_reasons: sums over the examples.
+        prefill: True if tokens inside the prompt were scored, False for decode steps after it.
+        selectivity, density, sampled, recall: as in `Trial`, averaged over the examples; the minimum recall is the
+            minimum over the examples.
+        depths: accuracy by depth of the answer, such as "50%", for tasks with a depth.
     """
 
     task: str
@@ -105,7 +113,7 @@ class Row:
 
     @property
     def served(self) -> str:
-        """Kind of run: "dense" (the baseline), "sparse", "partly" (not all calls were) or "fell back" (none was)."""
+        """Kind of run: "dense" (baseline), "sparse", "partly" (some dense calls) or "fell back" (all dense)."""
         if self.method == "dense":
             return "dense"
         if not self.sparse_calls:
@@ -127,11 +135,12 @@ FIGURES = tuple(Outcome.__annotations__)
 
 
 def row_of(trials: Sequence[Trial], dense: Sequence[Trial], depths: Sequence[float | None], **about: Any) -> Row:
-    """Return one row of ``trials``.
+    """Average ``trials`` to one row.
 
     Args:
-        dense: the same examples under dense attention.
-        depths: of the examples' answers.
+        trials: trials of one method.
+        dense: trials of dense attention on the same examples.
+        depths: depths of the answers.
         about: ``task``, ``method``, ``budget``, ``context``, ``formula`` and ``prefill`` of the row.
     """
     outcomes, reference = ([vars(trial.outcome) for trial in of] for of in (trials, dense))
@@ -182,7 +191,7 @@ def _depths(trials: Sequence[Trial], depths: Iterable[float | None]) -> dict[str
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The model and its attention. KV heads and head dims that differ between layers are lists."""
+    """Facts of the model. KV heads and head dims are lists if they differ between layers."""
 
     name: str
     type: str
@@ -195,7 +204,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class TextFacts:
-    """A text that examples were made of: its name, the hash and number of its bytes, and its tokens."""
+    """Name, SHA-256, number of bytes and number of tokens of a text."""
 
     name: str
     sha256: str
@@ -205,7 +214,7 @@ class TextFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Inputs and machine of a run. Paths stay as they were typed; no environment variable is read."""
+    """Inputs and machine of a run. Paths are stored as typed. No environment variable is read."""
 
     command: str
     date: str
@@ -222,8 +231,10 @@ def run_facts(command: str, name: str, model: Any, texts: Sequence[tuple[Text, i
     """Return the facts of ``command``.
 
     Args:
-        name: the model as the user named it.
-        texts: each with its number of tokens.
+        command: the command line.
+        name: the value of ``--model``.
+        model: the loaded model.
+        texts: texts with their numbers of tokens.
         options: ``seed``, ``prefill_step_size`` and ``batch``.
     """
     shapes = [shape for shape in kv_shapes(model) if shape is not None]

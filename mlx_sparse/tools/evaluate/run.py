@@ -1,4 +1,4 @@
-"""``mlx-sparse eval``: what a method costs in quality, on the user's model and text."""
+"""``mlx-sparse eval``: measure the quality of methods on the user's model and text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .journal import Journal, as_json
 from .results import Facts, Row, Trial, run_facts
 from .runner import Prompt, Steps, observed_by, run
 from .tasks import PASSAGES, RECALL, SHORTEST, TASKS
-from .variants import Variant, quantised, read_budget, read_methods, variants_of
+from .variants import Variant, quantized_variants, read_budget, read_methods, variants_of
 
 NAMES = (*TASKS, RECALL)
 DEFAULT_TASKS = ("repetition", "bits_per_byte")
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         rows = list(evaluation.rows())
     except KeyboardInterrupt:
-        rest = f"the same command resumes from {args.out}" if args.out else "without --out nothing is stored"
+        rest = f"the same command resumes from {args.out}" if args.out else "without --out, nothing is stored"
         print(f"\nmlx-sparse eval: interrupted; {rest}", file=sys.stderr)
         return 130
     if args.json:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(folder: Path, rows: list[Row], facts: Facts) -> None:
-    """Write every row with the facts of the run, which `mlx-sparse report` reads, and the report."""
+    """Write the rows with the facts of the run for `mlx-sparse report`, and the report."""
     run_of = {"run": as_json(facts)}
     lines = [json.dumps(as_json(row) | run_of, allow_nan=False) for row in rows]
     replace_file(folder / report.RESULTS, lambda new: new.write_text("\n".join(lines) + "\n", encoding="utf-8"))
@@ -63,9 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse eval",
         description="Compare methods with dense attention on real text, teacher-forced. A decode method runs the "
-        "decode steps after a dense prefill. A prefill method runs the prompt: bits_per_byte, repetition and "
-        "attention_recall predict tokens inside it, the other tasks the answer after it. METHOD+METHOD is sparse in "
-        "the prompt and in the decode steps. Lists take commas or spaces, --text takes spaces.",
+        "decode steps after a dense prefill. A prefill method runs the prefill. Then bits_per_byte, repetition and "
+        "attention_recall score tokens inside the prompt, and the other tasks score the answer after it. METHOD+METHOD "
+        "is sparse in prefill and decode. Lists are separated by commas or spaces, --text by spaces.",
         epilog="Example:\n  mlx-sparse eval --methods sparq,h2o,streaming --tasks repetition --budget 1/2,1/8 "
         "--limit 50 --out results",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -79,42 +79,41 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(name, metavar="N", type=int, default=default, help=f"{text} (default: {default})")
 
     add_list("--methods", "METHOD,...", [], "such as sparq:rank=16,h2o,sample:dense_below=0")
-    add_list("--tasks", "TASK,...", DEFAULT_TASKS, f"of {', '.join(NAMES)} (default: {','.join(DEFAULT_TASKS)})")
+    add_list("--tasks", "TASK,...", DEFAULT_TASKS, f"some of {', '.join(NAMES)} (default: {','.join(DEFAULT_TASKS)})")
     add_list(
         "--budget",
         "SHARE,...",
         [],
-        "shares of dense attention's transfers, such as 1/2,1/8: settings that METHOD does not name follow from the "
-        "papers' formulae (default: the methods as they are)",
+        "shares of dense attention's transfers, such as 1/2,1/8; the formulas of the papers determine the parameters "
+        "that METHOD omits (default: the methods as they are)",
     )
     add_list(
         "--kv-bits",
         "N,...",
         [],
-        "also run the decode steps after dense prompts over KV caches quantized to N bits, densely and with each "
-        "decode method",
+        "after a dense prefill, also decode from KV caches quantized to N bits, densely and with each decode method",
     )
     add_list("--context", "N,...", ["2k"], "prompt tokens (default: 2k)")
     add_number("--limit", 6, "examples per task")
-    add_number("--batch", 8, "examples decoded together")
-    add_number("--prefill-step-size", 2048, "tokens per chunk of a sparse prompt")
+    add_number("--batch", 8, "examples per batch")
+    add_number("--prefill-step-size", 2048, "tokens per chunk of a sparse prefill")
     parser.add_argument(
         "--out",
         metavar="DIR",
         type=Path,
-        help="write results.jsonl and report.html there, and every result as it is found: the same command resumes "
+        help="write results.jsonl and report.html there, and every trial immediately, so that the same command resumes "
         "after an interruption",
     )
     return parser
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what is wrong before anything is fetched or loaded, and read the lists."""
+    """Read the lists, and raise an error for wrong options before anything is fetched or loaded."""
     args.methods = read_methods(args.methods)
-    args.tasks = _pieces(args.tasks)
-    args.budget = [read_budget(share) for share in _pieces(args.budget)]
-    args.kv_bits = [_bits(text) for text in _pieces(args.kv_bits)]
-    args.context = list(dict.fromkeys(read_length(length, "--context") for length in _pieces(args.context)))
+    args.tasks = _split_lists(args.tasks)
+    args.budget = [read_budget(share) for share in _split_lists(args.budget)]
+    args.kv_bits = [_bits(text) for text in _split_lists(args.kv_bits)]
+    args.context = list(dict.fromkeys(read_length(length, "--context") for length in _split_lists(args.context)))
     for name in args.tasks:
         if name not in NAMES:
             raise ConfigError(f"--tasks: expected some of {', '.join(NAMES)}, got {name!r}.{did_you_mean(name, NAMES)}")
@@ -139,14 +138,14 @@ def _bits(text: str) -> int:
     return int(text)
 
 
-def _pieces(texts: Sequence[str]) -> list[str]:
-    """Split lists at commas, and drop repetitions."""
+def _split_lists(texts: Sequence[str]) -> list[str]:
+    """Split lists at commas, and remove duplicates."""
     return list(dict.fromkeys(piece.strip() for text in texts for piece in text.split(",")))
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A task at one context: its examples, or with ``prefill`` its passages, and the variants that run them."""
+    """A task at one context length: its examples (with ``prefill`` its passages) and the variants to run."""
 
     task: str
     context: int
@@ -160,7 +159,7 @@ class _Evaluation:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.model, self.tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_licence)
+        self.model, self.tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_license)
         for bits in args.kv_bits:
             refuse_unquantizable(self.model, {"bits": bits})
         self.texts = texts.read(args.text, cache=cache_directory(args.cache_dir))
@@ -171,7 +170,7 @@ class _Evaluation:
         self.key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size, args.batch)
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows of all contexts and tasks, each as soon as its examples have run."""
+        """Yield the rows of all context lengths and tasks, each when its examples have run."""
         from tqdm import tqdm
 
         args, step = self.args, self.args.prefill_step_size
@@ -188,12 +187,12 @@ class _Evaluation:
                 yield from run(plan.task, subjects, plan.variants, progress, journal, **about)
 
     def plans(self) -> list[_Plan]:
-        """Make the examples of all tasks before anything runs, so that an unsuitable text is refused at once."""
+        """Make the examples of all tasks before anything runs, so that an unsuitable text raises an error early."""
         args, plans = self.args, []
         for context in args.context:
             variants, left_out = variants_of(args.methods, args.budget, context, self.D)
             print(*left_out, sep="\n", end="\n" if left_out else "", file=sys.stderr)
-            variants += quantised(variants, args.kv_bits)
+            variants += quantized_variants(variants, args.kv_bits)
             for task in args.tasks:
                 for prefill, chosen in zip((False, True), split(task, variants), strict=True):
                     if chosen:
@@ -201,7 +200,7 @@ class _Evaluation:
                         made = make(self.tokens, self.tokenizer, context=context, limit=args.limit, seed=args.seed)
                         plans.append(_Plan(task, context, prefill, list(made), chosen))
         if not plans:
-            raise ConfigError("--budget: expected a share within reach of a method, got none. Name a larger one.")
+            raise ConfigError("--budget: expected a share that a method can meet, got none. Use a larger share.")
         return plans
 
     def _steps(self, plan: _Plan) -> Iterator[Any]:
@@ -211,7 +210,7 @@ class _Evaluation:
             yield Steps(self.model, self.tokenizer, batch, self.args.prefill_step_size, observed=observed)
 
     def facts(self) -> Facts:
-        """Return the facts that the figures depend on."""
+        """Return the facts of the run."""
         args = self.args
         read = list(zip(self.texts, self.lengths, strict=True))
         options = {"seed": args.seed, "prefill_step_size": args.prefill_step_size, "batch": args.batch}
@@ -219,8 +218,8 @@ class _Evaluation:
 
 
 def split(task: str, variants: Sequence[Variant]) -> tuple[list[Variant], list[Variant]]:
-    """Return the variants that ``task`` scores in decode steps after a prompt, and those that it scores in prompts."""
-    if task == RECALL:  # of prompts, whatever method decodes after them
+    """Return the variants that ``task`` scores in decode steps, and the variants that it scores inside prompts."""
+    if task == RECALL:  # scored inside prompts, independent of the decode method
         return [], [variant for variant in variants if variant.stages[0] is not None]
     of_prompts = [one for one in variants if task in PASSAGES and one.stages[0] is not None and one.stages[1] is None]
     return [one for one in variants if task in TASKS and one not in of_prompts], of_prompts

@@ -1,4 +1,4 @@
-"""Run examples densely and under methods, and compare what the model predicts with the tokens that follow."""
+"""Run examples with dense attention and with methods, and score the predictions of the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .tasks import Example, Passage, digest
 from .variants import DENSE, Variant
 
 Array = npt.NDArray[np.float64]
-SLICE = 128  # positions compared at a time
+SLICE = 128  # positions compared at once
 
 
 def log_softmax(logits: mx.array) -> mx.array:
@@ -37,38 +37,39 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 
 def figures_of(logp: mx.array, dense: mx.array, targets: mx.array) -> Array:
-    """Return per position: nats of the target, whether it was the most likely token, whether that is dense's, the KL.
+    """Compare the predictions of a method and of dense attention at each position.
 
     Args:
         logp, dense: log-probabilities ``(..., vocabulary)`` of the method and of dense attention.
         targets: tokens ``(...)``.
 
     Returns:
-        float64 ``(..., 4)``.
+        float64 ``(..., 4)``: negative log-likelihood of the target in nats; 1 if the target is the most likely token;
+        1 if dense attention has the same most likely token; KL divergence from dense attention in nats.
     """
     best = logp.argmax(axis=-1)
     nats = -mx.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
-    # Tokens of probability 0 under dense attention add nothing, even where the logit is -inf.
+    # Tokens with probability 0 under dense attention add 0, even if their logit is -inf.
     kl = mx.where(mx.exp(dense) > 0, mx.exp(dense) * (dense - logp), 0.0).sum(axis=-1)
     columns = [nats, best == targets, best == dense.argmax(axis=-1), kl]
     return np.array(mx.stack([column.astype(mx.float32) for column in columns], axis=-1), np.float64)
 
 
 def outcome(figures: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
-    """Return the outcome of the scored positions' ``figures (scored, 4)``, whose text has ``n_bytes``.
+    """Return the outcome of ``figures (scored, 4)`` at the scored positions, whose text has ``n_bytes``.
 
     Raises:
         ConfigError: the model's logits are not finite.
     """
     if not np.isfinite(figures).all():
-        raise ConfigError("--model: expected logits that are finite, got others. Use a copy in bfloat16 or float32.")
+        raise ConfigError("--model: expected finite logits, got infinity or NaN. Use a copy in bfloat16 or float32.")
     nats, right, agreed, kl = figures.sum(axis=0).tolist()
     n = len(figures)
     return Outcome(nats / (math.log(2) * n_bytes), right / n, agreed / n, kl / n, matched, float(right == n))
 
 
 def step_outcome(figures: Array, example: Example, tokenizer: Any) -> Outcome:
-    """Return the outcome of an example, whose target's tokens have ``figures (len(target), 4)``."""
+    """Return the outcome of an example with ``figures (len(target), 4)`` of its target tokens."""
     scored = range(len(example.target)) if example.scored is None else example.scored
     wrong = next((position for position in scored if not figures[position, 1]), len(example.target))
     text: str = tokenizer.decode([example.target[position] for position in scored])
@@ -77,38 +78,40 @@ def step_outcome(figures: Array, example: Example, tokenizer: Any) -> Outcome:
 
 
 def prompt_outcome(logits: mx.array, dense: mx.array, targets: Sequence[int], n_bytes: float) -> Outcome:
-    """Return the outcome of ``logits (scored, vocabulary)`` in a prompt; ``dense`` are dense attention's."""
+    """Return the outcome of ``logits (scored, vocabulary)`` in a prompt. ``dense`` are dense attention's logits."""
     rows = [slice(start, start + SLICE) for start in range(0, len(targets), SLICE)]
     parts = [figures_of(log_softmax(logits[r]), log_softmax(dense[r]), mx.array(list(targets[r]))) for r in rows]
     return outcome(np.concatenate(parts), n_bytes)
 
 
-DENSE_STEP = 512  # tokens at a time of a prompt that is processed densely
+DENSE_STEP = 512  # tokens per chunk of a dense prefill
 
 
 class Steps:
-    """Prompts of one length and the teacher-forced decode steps after them, one token of each example at a time.
+    """A batch of prompts of one length and the teacher-forced decode steps after them.
 
     Attributes:
-        depths: for each example, where its answer stands in the prompt; None for tasks without a depth.
-        digests: of each example (`tasks.digest`).
+        depths: depth of each example's answer in the prompt; None for tasks without a depth.
+        digests: hash of each example (`tasks.digest`).
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, examples: Sequence[Example], step: int, *, observed: str | None = None
     ) -> None:
-        """Take examples that are decoded together.
+        """Store examples that are decoded as one batch.
 
         Args:
-            step: tokens per chunk of prompts that are processed sparsely.
-            observed: a method that must observe the dense prompts, whose caches all methods continue from.
+            model, tokenizer: the model and its tokenizer.
+            examples: examples with prompts of one length.
+            step: tokens per chunk of a sparse prefill.
+            observed: a method that must observe the dense prefill. All methods decode from copies of its caches.
         """
         self.model, self.tokenizer, self.examples, self.step = model, tokenizer, examples, step
         self.observed = observed
         self.depths = [example.depth for example in examples]
         self.digests = list(map(digest, examples))
         longest = max(len(example.target) for example in examples)
-        # Rows of shorter targets go on to the longest one's end; what they predict there is left out.
+        # Shorter targets are padded to the longest target. Predictions in the padding are ignored.
         padded = [example.target + example.target[-1:] * (longest - len(example.target)) for example in examples]
         self.prompts = mx.array([example.prompt for example in examples])
         self.targets = mx.array(padded)
@@ -116,21 +119,21 @@ class Steps:
 
     @cached_property
     def cache(self) -> list[Any]:
-        """The KV caches of the prompts, processed densely."""
+        """KV caches of the prompts after a dense prefill."""
         with sparse(self.model, self.observed) if self.observed else nullcontext():
             return prefill(self.model, self.prompts[:, :-1], DENSE_STEP)
 
     @cached_property
     def reference(self) -> mx.array:
-        """Dense attention's log-probabilities ``(examples, steps, vocabulary)``, all steps in one causal call."""
+        """Log-probabilities ``(examples, steps, vocabulary)`` of dense attention, computed in one causal call."""
         logp = log_softmax(self.model(self.inputs, cache=copy.deepcopy(self.cache)))
         mx.eval(logp)
         return logp
 
     def trials(self, variant: Variant) -> list[Trial]:
-        """Return the trial of a method on each example; `DENSE` is the reference."""
+        """Return the trial of a variant on each example. `DENSE` is the reference."""
         if variant == DENSE:
-            each = zip(self.reference, self.targets, strict=True)  # one at a time: a vocabulary can be large
+            each = zip(self.reference, self.targets, strict=True)  # one example at a time, to limit memory
             return [Trial(found) for found in self._outcomes([figures_of(logp, logp, tokens) for logp, tokens in each])]
         reference, figures = self.reference, []
         with_prompt = variant.stages[0] is not None
@@ -150,25 +153,25 @@ class Steps:
 
 
 class Prompt:
-    """A passage processed by the method's own prefill; one example with the attributes of `Steps`."""
+    """A passage that the method's prefill processes. It is one example with the attributes of `Steps`."""
 
     def __init__(self, model: Any, tokenizer: Any, passage: Passage, step: int, *, recall: bool = False) -> None:
-        """Take a passage. ``recall`` also measures attention recall, which computes every score."""
+        """Store a passage. With ``recall``, also measure attention recall, which computes all scores."""
         self.model, self.passage, self.step, self.recall = model, passage, step, recall
         self.depths: list[float | None] = [None]
         self.digests = [digest(passage)]
         first, last = passage.scored[0], passage.scored[-1]
-        # Single tokens need not be whole characters: take the bytes per token of the stretch they come from.
+        # A token may be a part of a character, so use the bytes per token of the scored span.
         stretch = tokenizer.decode(passage.tokens[first + 1 : last + 2]).encode()
         self.n_bytes = len(stretch) * len(passage.scored) / (last + 1 - first)
 
     @cached_property
     def reference(self) -> mx.array:
-        """Dense attention's float32 logits ``(scored, vocabulary)``."""
+        """Float32 logits ``(scored, vocabulary)`` of dense attention."""
         return passage_logits(self.model, self.passage, self.step)[0]
 
     def trials(self, variant: Variant) -> list[Trial]:
-        """Return a list with the trial of a method on the passage."""
+        """Return a list with the trial of a variant on the passage."""
         targets = self.passage.targets
         if variant == DENSE:
             return [Trial(prompt_outcome(self.reference, self.reference, targets, self.n_bytes))]
@@ -188,7 +191,21 @@ def run(
     D: int,
     prefill: bool = False,
 ) -> list[Row]:
-    """Run every subject under dense attention and every variant, except for trials that the journal has."""
+    """Run every subject with dense attention and every variant, except for trials in the journal.
+
+    Args:
+        task: name of the task.
+        subjects: batches of examples, or passages.
+        variants: the variants to run.
+        progress: a progress bar that counts trials.
+        journal: stored trials.
+        context: tokens of the prompt.
+        D: head dim for the formulas.
+        prefill: True if the subjects are passages.
+
+    Returns:
+        the row of dense attention and one row for each variant.
+    """
     found: dict[Variant, list[Trial]] = {variant: [] for variant in (DENSE, *variants)}
     keys = {variant: variant.key for variant in found}
     depths: list[float | None] = []
@@ -214,13 +231,13 @@ def run(
 
 
 def observed_by(variants: Sequence[Variant]) -> str | None:
-    """Return the method among ``variants`` that must observe dense prompts, because its selection begins there."""
+    """Return the name of a variant's decode method that must observe the dense prefill, or None."""
     decode = (variant.stages[1] for variant in variants)
     return next((method.name for method in decode if method is not None and method.observes_prefill), None)
 
 
 def prefill(model: Any, tokens: mx.array, step: int) -> list[Any]:
-    """Process ``tokens (examples, length)``, ``step`` at a time; return the cache."""
+    """Process ``tokens (examples, length)`` in chunks of ``step`` tokens, and return the caches."""
     cache: list[Any] = make_prompt_cache(model)
     for start in range(0, tokens.shape[1], step):
         model(tokens[:, start : start + step], cache=cache)
@@ -229,7 +246,7 @@ def prefill(model: Any, tokens: mx.array, step: int) -> list[Any]:
 
 
 def passage_logits(model: Any, passage: Passage, step: int) -> tuple[mx.array, float]:
-    """Return float32 logits ``(scored, vocabulary)`` at the scored positions, and the seconds that the prefill took."""
+    """Return float32 logits ``(scored, vocabulary)`` at the scored positions, and the seconds of the prefill."""
     cache: list[Any] = make_prompt_cache(model)
     rows = []
     began = time.perf_counter()
@@ -243,14 +260,14 @@ def passage_logits(model: Any, passage: Passage, step: int) -> tuple[mx.array, f
 
 
 def trial_of(outcome: Outcome, report: Report, examples: int = 1) -> Trial:
-    """Return an outcome with the counts of its run's report. ``examples`` were decoded together."""
+    """Return a trial from an outcome and the report of its run. ``examples`` is the batch size."""
     figures = report.prefill
     prompt: dict[str, Any] = {}
     if figures is not None and figures.calls:
         prompt = {"density": [mean(heads) for heads in figures.density.values()], "sampled": figures.sampled}
         if (recall := figures.recall) is not None:
             prompt["recall"] = [recall["min"], recall["low"], recall["mean"]]
-    # Layers that the method cannot serve, and a stage for which there is none, did not fall back.
+    # Calls of layers that the method cannot serve, and of a stage without a method, are no fallback.
     reasons = Counter({reason: n for reason, n in report.dense_calls.items() if reason not in report.dense_layers})
     del reasons[NO_DECODE]
     calls = report.sparse_calls + (figures.calls if figures is not None else 0)

@@ -1,4 +1,4 @@
-"""Rows as tables, the same for a terminal and for the report."""
+"""Format rows as tables for the terminal and the report."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .. import formats
 from .results import Row
 from .tasks import TASKS
 
-LONGEST = 400  # characters of a cell
+MAX_CELL = 400  # largest number of characters in a cell
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text. ``kinds`` has a word for each row: what ran (`Row.served`)."""
+    """A table of text. ``kinds`` has the kind of run of each row (`Row.served`)."""
 
     caption: str
     header: list[str]
@@ -34,7 +34,7 @@ def all_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def tables(rows: Sequence[Row], task: str) -> list[Table]:
-    """Return the tables of ``task``: the decode steps after a prompt, and tokens inside sparse prompts."""
+    """Return the tables of ``task``: decode steps after the prompt, and tokens inside a sparse prompt."""
     found = []
     for prefill, caption in ((False, "decode steps after the prompt"), (True, "tokens inside a sparse prompt")):
         chosen = [row for row in rows if row.task == task and row.prefill == prefill]
@@ -42,26 +42,26 @@ def tables(rows: Sequence[Row], task: str) -> list[Table]:
             cells = list(map(_cells, chosen))
             columns = dict.fromkeys(name for row in sorted(cells, key=len, reverse=True) for name in row)
             header = [name for name in columns if any(row.get(name) for row in cells)]
-            lines = [[clean(row.get(name, ""), LONGEST) for name in header] for row in cells]
+            lines = [[clean(row.get(name, ""), MAX_CELL) for name in header] for row in cells]
             found.append(Table(f"{task}: {caption}", header, lines, [row.served for row in chosen]))
     return found
 
 
 def clean(text: str, longest: int) -> str:
-    """Return ``text`` on one line, without unprintable characters, and without its middle if it is too long."""
+    """Return ``text`` as one line. Replace unprintable characters, and cut out the middle of a long text."""
     line = "".join(letter if letter.isprintable() else REPLACEMENT for letter in text)
     half = (longest - 1) // 2
     return line if len(line) <= longest else f"{line[:half]}…{line[-half:]}"
 
 
 def plus_minus(value: float, error: float, digits: int, *, signed: bool = False) -> str:
-    """Format a mean with its standard error, if there is one."""
+    """Format a mean and, unless it is NaN, its standard error."""
     text = f"{value:{'+' if signed else ''}.{digits}f}"
     return text if math.isnan(error) else f"{text} ± {error:.{digits}f}"
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """Return what is known of a row, by column."""
+    """Return the cells of a row by column."""
     mean, delta, error = row.mean, row.delta, row.error
     cells = {
         "method": row.method,
@@ -91,7 +91,7 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def _calls(row: Row) -> str:
-    """Report how many calls were sparse, and why the others were not."""
+    """Return the number of sparse calls and the reasons of the dense calls."""
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(row.dense_reasons.items()))
     return {
         "dense": "the baseline",

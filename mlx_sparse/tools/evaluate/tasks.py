@@ -1,4 +1,4 @@
-"""Tasks made from real text, teacher-forced: a prompt and the tokens after it, or one passage run as a whole."""
+"""Make teacher-forced tasks from real text: a prompt with the tokens after it, or one passage."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from typing import Any, Protocol, TypeVar
 
 from ...checks import ConfigError
 
-SHORTEST = 512  # tokens of the shortest context that every task has room in
+SHORTEST = 512  # tokens of the shortest context that fits every task
 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids: ``prompt`` is given, ``target`` is what follows it.
+    """Token ids of a prompt and of the text after it.
 
     Attributes:
-        scored: positions of ``target``, ascending, that count; None means all.
-        depth: where in the prompt the answer stands, from 0 (its beginning) to 1 (its end), where that is a question.
+        prompt: tokens of the prompt.
+        target: tokens after the prompt.
+        scored: ascending positions in ``target`` that are scored; None for all.
+        depth: depth of the answer in the prompt, from 0 (start) to 1 (end); None for tasks without a depth.
     """
 
     prompt: list[int]
@@ -33,19 +35,19 @@ class Example:
 
 @dataclass(frozen=True)
 class Passage:
-    """Token ids that are processed as one prompt; at the positions ``scored``, ascending, the next one is predicted."""
+    """Token ids of one prompt. At the ascending positions ``scored``, the prediction of the next token is scored."""
 
     tokens: list[int]
     scored: list[int]
 
     @property
     def targets(self) -> list[int]:
-        """The tokens that the scored positions have to predict."""
+        """The next tokens of the scored positions."""
         return [self.tokens[position + 1] for position in self.scored]
 
 
 def digest(example: Example | Passage) -> str:
-    """Return a hash of the tokens and the scored positions, to which results belong, not to a task's name."""
+    """Return a hash of the tokens and the scored positions, the key of stored results."""
     return hashlib.sha256(json.dumps(vars(example)).encode()).hexdigest()[:16]
 
 
@@ -53,19 +55,19 @@ M_co = TypeVar("M_co", Example, Passage, covariant=True)
 
 
 class Maker(Protocol[M_co]):
-    """A function that makes examples or passages from a text, the same ones for the same ``seed``."""
+    """A function that makes examples or passages from a text. The same ``seed`` gives the same result."""
 
     def __call__(self, tokens: list[int], tokenizer: Any, /, *, context: int, limit: int, seed: int) -> Iterator[M_co]:
         """Yield ``limit`` examples or passages, ``context`` tokens each, from different parts of ``tokens``.
 
         Raises:
-            ConfigError: there is too little text.
+            ConfigError: the text is too short.
         """
         ...
 
 
 def opening(tokenizer: Any) -> list[int]:
-    """Return the tokens that the model expects before a text: none, or one of its own."""
+    """Return the tokens that the model requires before a text, such as BOS."""
     ids: list[int] = tokenizer.encode("")
     return ids
 
@@ -77,7 +79,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def starts(tokens: list[int], length: int, limit: int, rng: random.Random) -> list[int]:
-    """Return ``limit`` random places in different parts of the text."""
+    """Return ``limit`` random start positions of ``length`` tokens in different parts of the text."""
     part = len(tokens) // limit
     if part < length:
         raise ConfigError(
@@ -88,15 +90,15 @@ def starts(tokens: list[int], length: int, limit: int, rng: random.Random) -> li
 
 # Predict ordinary text, and copy an excerpt of the context.
 
-BITS_TOKENS = 128  # scored tokens of one bits-per-byte example
-MOST_SCORED = 1024  # positions of a passage, to bound the memory that logits take
-COPY_PROMPT = 64  # tokens of the excerpt that the model is shown again ...
-COPY_TARGET = 80  # ... and tokens that it then has to copy
-COPY_EVERY, MOST_COPIES = 512, 4  # copies in a passage: one in so many tokens of its second half
+BITS_TOKENS = 128  # scored tokens of a bits-per-byte example
+MAX_SCORED = 1024  # scored positions of a passage, to limit the memory of the logits
+COPY_PROMPT = 64  # tokens of the repeated excerpt in the prompt
+COPY_TARGET = 80  # tokens of the excerpt to copy
+COPY_EVERY, MAX_COPIES = 512, 4  # tokens of the second half of a passage per copy; largest number of copies
 
 
 def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Continue the text: ``context`` tokens from a random place, then the next `BITS_TOKENS`."""
+    """Continue the text: the prompt starts at a random position, and the next `BITS_TOKENS` tokens are scored."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     length = context - len(first) + BITS_TOKENS
@@ -106,17 +108,17 @@ def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int
 
 
 def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Predict the second half of a text, at up to `MOST_SCORED` positions in equal distances."""
+    """Predict the second half of a text, at up to `MAX_SCORED` equidistant positions."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     for start in starts(tokens, context - len(first), limit, rng):
         passage = first + tokens[start : start + context - len(first)]
         positions = range(context // 2, context - 1)
-        yield Passage(passage, list(positions[:: -(-len(positions) // MOST_SCORED)]))
+        yield Passage(passage, list(positions[:: -(-len(positions) // MAX_SCORED)]))
 
 
 def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Copy an excerpt from a random place in the middle eight tenths of the text, which begins again at the end."""
+    """Copy an excerpt from a random position in the middle 80 % of the text. Its start is repeated at the end."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     room = context - len(first) - COPY_PROMPT
@@ -128,16 +130,16 @@ def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, s
 
 
 def copy_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Repeat excerpts of the first half in the second, at random places; predict all but their beginnings."""
+    """Repeat excerpts of the first half at random positions in the second half. All but their starts are scored."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     half, length = context // 2, COPY_PROMPT + COPY_TARGET
-    copies = max(1, min(half // COPY_EVERY, MOST_COPIES))
+    copies = max(1, min(half // COPY_EVERY, MAX_COPIES))
     for start in starts(tokens, context, limit, rng):
         text = iter(tokens[start : start + context])
         passage, scored = list(first), list[int]()
         for copy in range(copies):
-            # Not at a fixed place, nor always at the end: rows that were sampled are attended in full.
+            # Random positions, because sampled rows have exact attention.
             place = half + copy * half // copies + rng.randrange(half // copies - length)
             passage += [next(text) for _ in range(place - len(passage))]
             source = rng.randrange(len(first), half - length)
@@ -148,7 +150,7 @@ def copy_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
 
 # Ask about a long text: find a needle, one of several keys or a line of a list, or complete a sentence.
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the examples in turn
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # depths of consecutive examples
 CITIES = ("Cairo", "Lisbon", "Oslo", "Quito", "Dakar", "Hanoi", "Lima", "Perth")
 DEEDS = ("eat grilled sardines", "read old letters", "paint small boats", "listen to street music")
 PLACES = ("on the harbour wall", "behind the town hall", "under the stone bridge", "in the walled garden")
@@ -160,28 +162,28 @@ KEYS = (
     *("pearl", "raven"),
 )
 
-Hidden = tuple[list[tuple[float, str]], str, str]  # statements with their depths, the question, the answer
+Statements = tuple[list[tuple[float, str]], str, str]  # statements with their depths, the question, the answer
 
 
 @dataclass(frozen=True)
 class Question:
-    """Tokens of a question, of its answer, and the positions in the answer that are more than a blank."""
+    """Tokens of a question and of its answer. ``scored`` are the positions in the answer that are more than a space."""
 
     tokens: list[int]
     answer: list[int]
     scored: list[int]
 
 
-def ask(tokenizer: Any, question: str, answer: str) -> Question:
-    """Encode both as one text, so that the answer has the tokens that it has after those words in any text."""
+def make_question(tokenizer: Any, question: str, answer: str) -> Question:
+    """Encode a question and its answer as one text, because the tokens of the answer depend on the text before it."""
     asked, whole = encode(tokenizer, question), encode(tokenizer, question + answer)
     same = next((i for i, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), min(len(asked), len(whole)))
     target = whole[same:]
-    # Not the blank before the answer, where it is a token of its own.
+    # The space before the answer is not scored if it is a separate token.
     return Question(whole[:same], target, [i for i, token in enumerate(target) if tokenizer.decode([token]).strip()])
 
 
-def hide(
+def insert_statements(
     tokenizer: Any,
     text: list[int],
     statements: Sequence[tuple[float, str]],
@@ -189,10 +191,10 @@ def hide(
     context: int,
     depth: float,
 ) -> Example:
-    """Make an example of ``context`` tokens: as much of ``text`` as fits, the statements at their depths, the question.
+    """Make an example of ``context`` tokens: the start of ``text`` with statements at their depths, and a question.
 
     Raises:
-        ConfigError: there is no room for the statements.
+        ConfigError: ``context`` is too small for the statements.
     """
     first = opening(tokenizer)
     pieces = [(place, encode(tokenizer, statement)) for place, statement in sorted(statements)]
@@ -207,7 +209,7 @@ def hide(
 
 
 def numbers(rng: random.Random, count: int, text: str) -> list[str]:
-    """Return different numbers of five digits that ``text`` does not contain."""
+    """Return ``count`` different numbers of five digits that ``text`` does not contain."""
     found: list[str] = []
     while len(found) < count:
         drawn = str(rng.randrange(10_000, 100_000))
@@ -217,12 +219,12 @@ def numbers(rng: random.Random, count: int, text: str) -> list[str]:
 
 
 def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """State a pass key or, by turns, a sentence once in a text, at one of `DEPTHS` in turn, and ask for it at the end.
+    """Insert one statement, a pass key or a sentence in turn, at one of `DEPTHS` in turn, and ask for it at the end.
 
-    The key's five digits are scored, or the sentence's last words.
+    The five digits of the key or the last words of the sentence are scored.
     """
 
-    def make(rng: random.Random, i: int, text: str, depth: float) -> Hidden:
+    def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
         if i % 2 == 0:
             asked, stem = "What is the pass key?", "The pass key is"
             (answer,) = numbers(rng, 1, text)
@@ -236,9 +238,9 @@ def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed:
 
 
 def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """State the pass keys of eight cities in a text, and ask for one (multi-key needles of RULER)."""
+    """Insert the pass keys of eight cities, and ask for one of them (multi-key needles of RULER)."""
 
-    def make(rng: random.Random, i: int, text: str, depth: float) -> Hidden:
+    def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
         wanted = rng.choice(CITIES)
         keys = dict(zip(CITIES, numbers(rng, len(CITIES), text), strict=True))
         statements = [
@@ -251,12 +253,12 @@ def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
 
 
 def key_value(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """State a list of `PAIRS` lines ``key: value`` at one of `DEPTHS` in turn, and repeat one key at the end.
+    """Insert `PAIRS` lines ``key: value`` at one of `DEPTHS` in turn, and repeat one key at the end.
 
-    Keys are words, values are five digits, of which each is scored.
+    Keys are words. Values have five digits, which are all scored.
     """
 
-    def make(rng: random.Random, i: int, text: str, depth: float) -> Hidden:
+    def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
         values = numbers(rng, PAIRS, text)
         pairs = dict(zip(rng.sample(KEYS, PAIRS), values, strict=True))
         lines = "".join(f"{key}: {value}\n" for key, value in pairs.items())
@@ -267,7 +269,7 @@ def key_value(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
 
 
 def _examples(
-    make: Callable[[random.Random, int, str, float], Hidden],
+    make: Callable[[random.Random, int, str, float], Statements],
     tokens: list[int],
     tokenizer: Any,
     context: int,
@@ -278,16 +280,18 @@ def _examples(
     for i, start in enumerate(starts(tokens, context, limit, rng)):
         text, depth = tokens[start : start + context], DEPTHS[i % len(DEPTHS)]
         statements, question, answer = make(rng, i, tokenizer.decode(text), depth)
-        yield hide(tokenizer, text, statements, ask(tokenizer, question, f" {answer}"), context, depth)
+        yield insert_statements(
+            tokenizer, text, statements, make_question(tokenizer, question, f" {answer}"), context, depth
+        )
 
 
-PARTS = 8  # one that holds the answer, the others to confuse (SparQ paper, section 5: SQuAD)
+PARTS = 8  # the passage with the answer and the distractors (SparQ paper, section 5: SQuAD)
 REQUEST = "Complete this sentence of the text:"
-CANDIDATES = 200  # places that the others are chosen from
-BEFORE = range(6, 19)  # words of a sentence before its answer
+CANDIDATES = 200  # random candidates for the distractors
+WORDS_BEFORE = range(6, 19)  # number of words before the answer
 SENTENCE = re.compile(r"(?:(?<=[.!?]\s)|(?<=[.!?]\s\s)|(?<=\n\n))[A-Z][^.!?\n]*(?:\n[^.!?\n]+)*[.!?]")
 WORD = re.compile(r"[A-Za-z]{4,}|[0-9]+")
-ALONE = re.compile(rf"({WORD.pattern})\W*")  # no part of a longer one, such as `run-time`
+WHOLE_WORD = re.compile(rf"({WORD.pattern})\W*")  # excludes parts of words such as `run-time`
 
 
 @dataclass(frozen=True)
@@ -299,26 +303,26 @@ class Cloze:
 
 
 def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Complete a sentence of one of eight passages: SQuAD among confusion contexts, as real text can have it.
+    """Complete a sentence of one of eight passages, like SQuAD with confusion contexts.
 
-    A sentence is quoted up to one of its words: its first number, else its first word with a capital, else its longest
-    word, which has at least six words before it and stands nowhere else in the prompt. That word is the answer. The
-    seven other passages do not contain it, and share most words with the quotation among `CANDIDATES` random
-    passages. The passage with the answer is the first, the second, ... of the eight in turn.
+    The prompt quotes a sentence up to the answer. The answer is the first number in the sentence, else its first word
+    with a capital letter, else its longest word. At least six words precede it, and it occurs only once in the prompt.
+    The seven other passages do not contain it. Among `CANDIDATES` random passages, they share the most words with the
+    quotation. The position of the passage with the answer rotates.
     """
     rng = random.Random(seed)
     first, gap = opening(tokenizer), encode(tokenizer, "\n\n")
-    most = context // PARTS  # tokens of the question, and of a passage
-    least = (context - len(first) - most) // PARTS - len(gap)  # of a passage, if the question has that many
+    most = context // PARTS  # upper limit for the tokens of the question and of a passage
+    least = (context - len(first) - most) // PARTS - len(gap)  # lower limit for the tokens of a passage
     for i, start in enumerate(starts(tokens, most, limit, rng)):
         for place, cloze in _clozes(tokens, tokenizer, start, least, most):
-            asked = ask(tokenizer, f"{REQUEST} {cloze.words}", f" {cloze.answer}")
+            asked = make_question(tokenizer, f"{REQUEST} {cloze.words}", f" {cloze.answer}")
             room = context - len(first) - len(asked.tokens) - PARTS * len(gap)
-            places = _confusing(tokens, tokenizer, cloze, -(-room // PARTS), place, rng)
+            places = _distractors(tokens, tokenizer, cloze, -(-room // PARTS), place, rng)
             if len(places) == PARTS - 1 and len(asked.tokens) <= most:
                 break
         else:
-            raise ConfigError("--text: expected sentences with a word to ask for, got none. Give another --text.")
+            raise ConfigError("--text: expected sentences with a word that occurs once, got none. Give another --text.")
         places.insert(i % PARTS, place)
         prompt, cuts = list(first), [room * j // PARTS for j in range(PARTS + 1)]
         for at, (before, after) in zip(places, pairwise(cuts), strict=True):
@@ -327,7 +331,7 @@ def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, see
 
 
 def _clozes(tokens: list[int], tokenizer: Any, start: int, least: int, most: int) -> Iterator[tuple[int, Cloze]]:
-    """Yield the passages from ``start`` on, with a question about each."""
+    """Yield passages from ``start`` on, each with a cloze."""
     places = len(tokens) - most + 1
     for step in range(0, places, least):
         place = (start + step) % places
@@ -339,7 +343,7 @@ def _clozes(tokens: list[int], tokenizer: Any, start: int, least: int, most: int
 
 
 def _cloze(words: list[str], around: str) -> Cloze | None:
-    whole = {i: match.group(1) for i in BEFORE if i < len(words) and (match := ALONE.fullmatch(words[i]))}
+    whole = {i: match.group(1) for i in WORDS_BEFORE if i < len(words) and (match := WHOLE_WORD.fullmatch(words[i]))}
     once = [(i, word) for i, word in whole.items() if _count(word, around) == 1]
     if not once:
         return None
@@ -351,10 +355,10 @@ def _count(word: str, text: str) -> int:
     return len(re.findall(re.escape(word), text, re.IGNORECASE))
 
 
-def _confusing(
+def _distractors(
     tokens: list[int], tokenizer: Any, cloze: Cloze, length: int, place: int, rng: random.Random
 ) -> list[int]:
-    """Return the places of the other passages: at most `PARTS` - 1, fewer if the text has no more."""
+    """Return the start positions of at most `PARTS` - 1 distractors."""
     quoted = {token for token in encode(tokenizer, cloze.words) if WORD.search(tokenizer.decode([token]))}
     drawn = rng.sample(range(len(tokens) - length + 1), min(CANDIDATES, len(tokens) - length + 1))
     drawn.sort(key=lambda other: -len(quoted.intersection(tokens[other : other + length])))

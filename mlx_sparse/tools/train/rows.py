@@ -1,4 +1,4 @@
-"""Make the training rows of a layer's query networks: long-range queries, and their attention by bucket.
+"""Make the training rows of a layer's query networks: long-range queries and their attention by bucket.
 
 docs/spec/saap.md, (saap.3), (saap.4).
 """
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ...checks import check_int
 
 Array = npt.NDArray[Any]
-CHUNK = 1 << 23  # scores at a time: 32 MiB, held a few times over
+CHUNK = 1 << 23  # scores in memory at a time; 32 MiB for each temporary array
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Distances:
     """Distances from which keys and queries are long-range.
 
     Attributes:
-        sink_tokens, recent_tokens: the part that is always attended: a key counts for a query if it is at least
-            ``recent_tokens`` positions away and no sink.
-        farthest_top: a query is a training row if its best key, sinks aside, is more than this many positions away.
+        sink_tokens, recent_tokens: sizes of the exact part. A key is far from a query if it is no sink and at least
+            ``recent_tokens`` positions away.
+        farthest_top: a query is long-range if its best key without sinks is more than ``farthest_top`` positions away.
     """
 
     sink_tokens: int = 1
@@ -40,51 +40,53 @@ class Distances:
 
     @property
     def exact(self) -> int:
-        """Number of tokens that are always attended."""
+        """Number of tokens in the exact part."""
         return self.sink_tokens + self.recent_tokens
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Queries and keys of one layer in some texts ("windows"), each array in memory or mapped from disk.
+    """Queries and keys of one layer in several texts ("windows"). Arrays are in memory or mapped from disk.
 
     Attributes:
-        keys_before, keys_after: ``(W, Hkv, S, D)`` before and after RoPE.
-        queries_before, queries_after: ``(W, Hq, n, D)``, a sample of each text's.
-        positions: ``(W, n)`` where in the text they stand, ascending.
-        scale: of the scores.
+        pre_rope_keys, rope_keys: keys ``(W, Hkv, S, D)`` before and after RoPE.
+        pre_rope_queries, rope_queries: sampled queries ``(W, Hq, n, D)`` before and after RoPE.
+        positions: ascending positions ``(W, n)`` of the queries in their text.
+        scale: scale of the scores.
     """
 
-    keys_before: Array
-    keys_after: Array
-    queries_before: Array
-    queries_after: Array
+    pre_rope_keys: Array
+    rope_keys: Array
+    pre_rope_queries: Array
+    rope_queries: Array
     positions: Array
     scale: float
 
     @property
     def heads(self) -> int:
         """Number of KV heads."""
-        return int(self.keys_before.shape[1])
+        return int(self.pre_rope_keys.shape[1])
 
-    def thinned(self, most: int) -> Texts:
-        """Return the same texts with at most ``most`` queries of each, evenly from all of them."""
-        every = slice(None, None, -(-self.positions.shape[1] // most))
-        before, after = (array[:, :, every] for array in (self.queries_before, self.queries_after))
-        return replace(self, queries_before=before, queries_after=after, positions=self.positions[:, every])
+    def thinned(self, max_rows: int) -> Texts:
+        """Return the same texts with at most ``max_rows`` queries of each text, at equal distances."""
+        every = slice(None, None, -(-self.positions.shape[1] // max_rows))
+        before, after = (array[:, :, every] for array in (self.pre_rope_queries, self.rope_queries))
+        return replace(self, pre_rope_queries=before, rope_queries=after, positions=self.positions[:, every])
 
     def group(self, array: Array, window: int, head: int) -> Array:
-        """Return float32 ``(G, n, D)``, the queries that share a KV head."""
+        """Return the queries of one KV head as float32 ``(G, n, D)``."""
         G = array.shape[1] // self.heads
         return np.asarray(array[window, head * G : (head + 1) * G], np.float32)
 
 
 def best_distance(queries: Array, keys: Array, positions: Array, *, distances: Distances) -> Array:
-    """Return ``(n,)`` int32, the distance of each query to its best key, sinks aside; -1 where there is none.
+    """Return the int32 distance ``(n,)`` of each query to its best key without sinks, or -1 if there is no such key.
 
     Args:
-        queries: ``(n, D)`` at ``positions (n,)``; each sees the keys before it.
-        keys: ``(S, D)`` of a whole text, after RoPE as the queries are.
+        queries: ``(n, D)`` after RoPE, at ``positions (n,)``. Each query attends to the keys up to its position.
+        keys: ``(S, D)`` of a whole text, after RoPE.
+        positions: ``(n,)``.
+        distances: definition of sinks.
     """
 
     def distance(at: mx.array, behind: mx.array, logits: mx.array) -> mx.array:
@@ -98,10 +100,10 @@ def best_distance(queries: Array, keys: Array, positions: Array, *, distances: D
 def bucket_mass(
     queries: Array, keys: Array, ids: Array, positions: Array, *, buckets: int, distances: Distances, scale: float
 ) -> Array:
-    """Return ``(n, C)`` float32, the share of each query's whole attention that is on the far keys of each bucket.
+    """Return the share of each query's softmax mass on the far keys of each bucket, float32 ``(n, C)``.
 
     Args:
-        queries, keys, positions: as of `best_distance`.
+        queries, keys, positions: as in `best_distance`.
         ids: ``(S,)`` bucket of each key.
     """
     bucket = mx.array(np.asarray(ids, np.int32))
@@ -111,7 +113,7 @@ def bucket_mass(
         attention = mx.softmax(logits, axis=1)
         far = (behind >= distances.recent_tokens) & (mx.arange(logits.shape[1]) >= distances.sink_tokens)
         attention = mx.where(far, attention, 0.0)
-        # One row of the sum per bucket, so that each key adds a whole row of it.
+        # The sum has one row per bucket, so that each key adds a contiguous row.
         total = mx.zeros((buckets, len(logits))).at[bucket[: logits.shape[1]]].add(mx.contiguous(attention.T))
         return total.T
 
@@ -124,9 +126,9 @@ def _by_chunks(
     positions: Array,
     of_chunk: Callable[[mx.array, mx.array, mx.array], mx.array],
 ) -> Array:
-    """Apply ``of_chunk`` to positions, distances to the keys and inner products, a few rows at a time.
+    """Apply ``of_chunk`` to positions, distances to the keys and inner products, one chunk of rows at a time.
 
-    Rows are taken by position, so that a chunk is multiplied with no keys behind its last one.
+    Rows are sorted by position, so that a chunk is not multiplied with keys after its last position.
     """
     every = mx.array(np.asarray(keys, np.float32))
     order = np.argsort(positions, kind="stable")
@@ -148,10 +150,10 @@ class Rows:
     """Training rows of one query network.
 
     Attributes:
-        queries: ``(N, D)`` float32 before RoPE.
-        target: ``(N, C)`` float16 share of the far attention in each bucket; rows add up to 1.
+        queries: float32 queries ``(N, D)`` before RoPE.
+        target: float16 ``(N, C)``: share of the far attention in each bucket. Each row sums to 1.
         seen: number of queries from which the rows were selected.
-        share: ``(C,)`` float32 share of the texts' keys in each bucket; an empty one counts as if it had one key.
+        share: float32 ``(C,)``: share of the texts' keys in each bucket. An empty bucket counts as one key.
     """
 
     queries: Array
@@ -167,24 +169,30 @@ def long_range_rows(
     *,
     buckets: int,
     distances: Distances,
-    most: int,
+    max_rows: int,
     seed: int = 0,
 ) -> Rows:
-    """Return the rows of one KV head, from all its query heads and texts, at most ``most`` of them.
+    """Return at most ``max_rows`` training rows of one KV head, from all its query heads and texts.
 
-    Unlike the paper's, queries see no later keys: a model that was trained to look back attends to them at random, and
-    what is learnt from that is worse (docs/results/saap.md).
+    Queries attend only to earlier keys, unlike in the paper. A causal model attends to later keys at random, and
+    training on that attention gives worse networks (docs/results/saap.md).
 
     Args:
+        texts: the collected texts.
         ids: ``(W, Hkv, S)`` bucket of each key.
+        head: index of the KV head.
+        buckets: number of buckets.
+        distances: definition of long-range keys and queries.
+        max_rows: largest number of rows.
+        seed: seed of the sample.
     """
-    windows, G = len(texts.keys_after), texts.queries_after.shape[1] // texts.heads
-    share = -(-most // windows)
+    windows, G = len(texts.rope_keys), texts.rope_queries.shape[1] // texts.heads
+    share = -(-max_rows // windows)
     queries, targets, seen = [], [], 0
     for window in range(windows):
-        before, after = (texts.group(a, window, head) for a in (texts.queries_before, texts.queries_after))
+        before, after = (texts.group(a, window, head) for a in (texts.pre_rope_queries, texts.rope_queries))
         before, after = (array.reshape(-1, array.shape[-1]) for array in (before, after))
-        keys, positions = texts.keys_after[window, head], np.tile(texts.positions[window], G)
+        keys, positions = texts.rope_keys[window, head], np.tile(texts.positions[window], G)
         distance = best_distance(after, keys, positions, distances=distances)
         rows = np.flatnonzero((distance > distances.farthest_top) & (positions >= distances.exact))
         seen += len(distance)
@@ -197,7 +205,7 @@ def long_range_rows(
         far = mass.sum(axis=1)
         queries.append(before[rows][far > 0])
         targets.append((mass[far > 0] / far[far > 0, None]).astype(np.float16))
-    D = texts.keys_before.shape[-1]
+    D = texts.pre_rope_keys.shape[-1]
     queries, targets = queries or [np.empty((0, D), np.float32)], targets or [np.empty((0, buckets), np.float16)]
     sizes = np.bincount(ids[:, head, distances.sink_tokens :].ravel(), minlength=buckets)
     share = (np.maximum(sizes, 1) / sizes.sum()).astype(np.float32)

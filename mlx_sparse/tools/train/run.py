@@ -1,4 +1,4 @@
-"""``mlx-sparse train-saap``: centroids and query networks of SAAP for a model, from text."""
+"""``mlx-sparse train-saap``: train the centroids and query networks of SAAP for a model on text."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ...methods import SAAP
 from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from ..evaluate.journal import DAMAGED, as_json, from_json
 from ..evaluate.texts import check as check_texts
-from .collect import Collection, Place, alone, clear, collect, find_places
+from .collect import Collection, LayerShape, collect, find_layer_shapes, locked, remove_files
 from .layers import HeadReport, Recipe, as_dict, make_layer, report_layer, table
 from .network import Training
 from .rows import Distances
 
-LONGEST = 32768  # tokens of a text, unless more are asked for
-REPORT = "report"  # key of the metadata of a layer's file
+LONGEST = 32768  # default upper limit of the tokens of a text
+REPORT = "report"  # metadata key in the file of a layer
 LIMITS: dict[str, tuple[int, int | None]] = {
     "buckets": (2, MAX_BUCKETS),
     "seed": (0, (1 << 32) - 1),
@@ -46,14 +46,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"\nmlx-sparse train-saap: interrupted; the same command resumes from {work}", file=sys.stderr)
         return 130
     if args.work is None:
-        clear(work)
+        remove_files(work)
     print(json.dumps({"artefact": str(args.out), **as_dict(heads)}) if args.json else table(heads))
     print(f"Wrote {args.out}. Use it with --attn {_advice(args)}", file=sys.stderr)
     return 0
 
 
 def _advice(args: argparse.Namespace) -> str:
-    """Return the ``--attn`` text for the file, with the settings that differ from the defaults."""
+    """Return the ``--attn`` text for the file, with all settings that differ from the defaults."""
     usual = SAAP()
     own: dict[str, Any] = {"probes": min(usual.probes, max(args.buckets // 16, 1))}
     own |= {"sink_tokens": args.sink_tokens, "recent_tokens": args.recent_tokens, "dense_layers": args.dense_layers}
@@ -64,55 +64,55 @@ def _advice(args: argparse.Namespace) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse train-saap",
-        description="Train SAAP for a model: run it on text, cluster the keys of every layer and KV head before RoPE, "
-        "and train a network that predicts from a query in which clusters its far attention lies. Writes one file for "
-        "--attn saap:artefact=FILE, and reports per head what is found on text that was held out.",
-        epilog="Example, for texts that are shorter than the paper's: mlx-sparse train-saap --model MODEL --text A.txt "
+        description="Train SAAP for a model. The command runs the model on text, clusters the pre-RoPE keys of every "
+        "layer and KV head, and trains networks that predict the attention per cluster from a query. It writes one "
+        "file for --attn saap:artefact=FILE, and reports the recall of each head on held-out text.",
+        epilog="Example for texts that are shorter than the paper's: mlx-sparse train-saap --model MODEL --text A.txt "
         "B.txt -o model.saap.safetensors --context 8192 --recent-tokens 511 --farther-than 256 --buckets 128. "
-        "Memory: the model and its cache of one text; later, per KV head of one layer, --rows x --buckets x 2 bytes, "
-        "and --buckets x 1 KiB x head dim while clustering. What the model sees goes to disk, which is checked for "
-        "room first. The same command resumes after an interruption.",
+        "Memory: first the model and its cache of one text. Then, per KV head of one layer, --rows x --buckets x 2 "
+        "bytes, and --buckets x 1 KiB x head dim during clustering. Queries and keys are stored on disk. The command "
+        "checks the free space first. The same command resumes after an interruption.",
     )
     number: dict[str, Any] = {"metavar": "N", "type": int}
     add_options(parser)
-    parser.add_argument("--held-out", metavar="FILE", nargs="+", help="text for the report (default: the text's end)")
-    parser.add_argument("-o", "--out", metavar="FILE.safetensors", type=Path, required=True, help="what to write")
+    parser.add_argument("--held-out", metavar="FILE", nargs="+", help="text for the report (default: end of --text)")
+    parser.add_argument("-o", "--out", metavar="FILE.safetensors", type=Path, required=True, help="output file")
     parser.add_argument("--buckets", default=1024, help="clusters of keys per KV head (default: 1024)", **number)
     parser.add_argument("--hidden", help="hidden units per network (default: twice the head dim)", **number)
-    parser.add_argument("--steps", default=300, help="of training (default: 300)", **number)
+    parser.add_argument("--steps", default=300, help="training steps (default: 300)", **number)
     parser.add_argument(
         "--context", help=f"tokens per text (default: the model's context, at most {LONGEST:,})", **number
     )
-    parser.add_argument("--windows", default=8, help="texts to train on, at most (default: 8)", **number)
-    parser.add_argument("--queries", default=4096, help="queries to keep of each text (default: 4096)", **number)
+    parser.add_argument("--windows", default=8, help="largest number of training texts (default: 8)", **number)
+    parser.add_argument("--queries", default=4096, help="sampled queries of each text (default: 4096)", **number)
     parser.add_argument(
-        "--rows", default=32768, help="long-range queries per KV head, at most (default: 32768)", **number
+        "--rows", default=32768, help="largest number of long-range queries per KV head (default: 32768)", **number
     )
-    parser.add_argument("--sink-tokens", default=1, help="first keys, attended always (default: 1)", **number)
-    parser.add_argument("--recent-tokens", default=2047, help="last keys, attended always (default: 2047)", **number)
+    parser.add_argument("--sink-tokens", default=1, help="first keys, always attended (default: 1)", **number)
+    parser.add_argument("--recent-tokens", default=2047, help="last keys, always attended (default: 2047)", **number)
     parser.add_argument(
         "--farther-than",
         default=1024,
         help="train on queries whose best key is more than N tokens away (default: 1024)",
         **number,
     )
-    parser.add_argument("--dense-layers", default=1, help="first layers to leave dense (default: 1)", **number)
+    parser.add_argument("--dense-layers", default=1, help="first layers that stay dense (default: 1)", **number)
     parser.add_argument("--layers", nargs="+", help="only these layers (default: all)", **number)
     parser.add_argument(
         "--work",
         metavar="FOLDER",
         type=Path,
-        help="keep what is collected and trained there (default: only until done)",
+        help="keep the collected and trained files there (default: a folder that is removed at the end)",
     )
     return parser
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what is wrong before anything is fetched or loaded."""
+    """Raise an error for wrong options before anything is fetched or loaded."""
     if args.out.suffix != ".safetensors" or not args.out.parent.is_dir():
         raise ConfigError(f"--out: expected a name in .safetensors in a folder that exists, got {args.out}.")
     if args.out.exists():
-        load(args.out)  # raises where it is anything else
+        load(args.out)  # raises an error for a foreign file
     for name, limits in LIMITS.items():
         check_int(f"--{name.replace('_', '-')}", getattr(args, name), *limits)
     args.distances = Distances(args.sink_tokens, args.recent_tokens, args.farther_than)
@@ -126,27 +126,27 @@ def _check_context(context: int, exact: int, most: int | None = None) -> None:
     check_int("--context", context, 1, most)
     if context < 2 * exact:
         raise ConfigError(
-            f"--context: expected at least twice the {exact:,} tokens that are attended always, got {context:,}. Give "
-            "less --recent-tokens for short texts."
+            f"--context: expected at least twice the {exact:,} tokens that are always attended, got {context:,}. Use "
+            "fewer --recent-tokens for short texts."
         )
 
 
 def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
-    model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_licence)
+    model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_license)
     of_model = identity(model)
     if args.out.exists() and dict(load(args.out).model) != of_model:
-        raise ConfigError(f"--out: expected a new file or one for this model, got one for another: {args.out}.")
+        raise ConfigError(f"--out: expected a new file or a file for this model, got {args.out} for another.")
     texts = _texts(args, tokenizer, config)
-    places = _places(args, model)
-    recipe = _recipe(args, places, texts[0])
-    collections = _collect(args, work, model, places, texts)
+    layer_shapes = _select_layers(args, model)
+    recipe = _recipe(args, layer_shapes, texts[0])
+    collections = _collect(args, work, model, layer_shapes, texts)
     del model
     mx.clear_cache()
     options = asdict(recipe)
     about = json.dumps([*(collection.folder.name for collection in collections), options], sort_keys=True)
     key = hashlib.sha256(about.encode()).hexdigest()
     folder = work / f"trained-{key[:12]}"
-    with alone(folder):
+    with locked(folder):
         layers, heads = _layers(folder, collections, recipe)
     exact = args.sink_tokens, args.recent_tokens
     options |= {"texts": len(texts[0]), "context": len(texts[0][0])}
@@ -156,11 +156,11 @@ def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
 
 
 def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the texts to train on and those held out, all of ``--context`` tokens."""
+    """Return the training texts and the held-out texts, each of ``--context`` tokens."""
     limit = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
     context: int = min(limit or LONGEST, LONGEST) if args.context is None else args.context
     _check_context(context, args.distances.exact, limit)
-    opening = tokenizer.encode("")  # tokens that the model expects before a text
+    opening = tokenizer.encode("")  # tokens that the model requires before a text
     length = context - len(opening)
     tokens = read_tokens(tokenizer, args.text, args.cache_dir)
     beside = read_tokens(tokenizer, args.held_out, args.cache_dir, "--held-out") if args.held_out else None
@@ -173,34 +173,34 @@ def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> 
         )
     held = max(args.windows // 4, 1)
     if beside is None:
-        held = max(min(args.windows, len(tokens) // length - 1) // 4, 1)  # most of a short text is to learn from
+        held = max(min(args.windows, len(tokens) // length - 1) // 4, 1)  # use most of a short text for training
         tokens, beside = tokens[: -held * length], tokens[-held * length :]
     return _cut(tokens, length, args.windows, opening), _cut(beside, length, held, opening)
 
 
 def _cut(tokens: list[int], length: int, most: int, opening: list[int]) -> list[list[int]]:
-    """Return up to ``most`` texts of equal length, spread over the tokens."""
+    """Return up to ``most`` texts of ``length`` tokens at equal distances, each after the tokens ``opening``."""
     count = min(len(tokens) // length, most)
     starts = [i * (len(tokens) - length) // max(count - 1, 1) for i in range(count)]
     return [opening + tokens[start : start + length] for start in starts]
 
 
-def _places(args: argparse.Namespace, model: Any) -> dict[int, Place]:
-    places = find_places(model, args.dense_layers)
+def _select_layers(args: argparse.Namespace, model: Any) -> dict[int, LayerShape]:
+    layer_shapes = find_layer_shapes(model, args.dense_layers)
     if args.layers is None:
-        return places
+        return layer_shapes
     for layer in args.layers:
-        if layer not in places:
-            listed = ", ".join(map(str, places))
+        if layer not in layer_shapes:
+            listed = ", ".join(map(str, layer_shapes))
             raise ConfigError(f"--layers: expected some of {listed}, got {layer}.")
-    return {layer: places[layer] for layer in sorted(set(args.layers))}
+    return {layer: layer_shapes[layer] for layer in sorted(set(args.layers))}
 
 
-def _recipe(args: argparse.Namespace, places: dict[int, Place], texts: list[list[int]]) -> Recipe:
-    D = max(place.D for place in places.values())
+def _recipe(args: argparse.Namespace, layer_shapes: dict[int, LayerShape], texts: list[list[int]]) -> Recipe:
+    D = max(shape.D for shape in layer_shapes.values())
     keys = len(texts) * (len(texts[0]) - args.sink_tokens)
     if args.buckets > keys:
-        raise ConfigError(f"--buckets: expected at most the {keys:,} keys there are, got {args.buckets:,}.")
+        raise ConfigError(f"--buckets: expected at most the number of keys, {keys:,}, got {args.buckets:,}.")
     hidden = check_int("--hidden", 2 * D if args.hidden is None else args.hidden, 2 * D, MAX_HIDDEN)
     training = Training(hidden, args.steps, seed=args.seed)
     return Recipe(args.buckets, args.distances, training, args.rows, args.seed)
@@ -210,38 +210,38 @@ def _collect(
     args: argparse.Namespace,
     work: Path,
     model: Any,
-    places: dict[int, Place],
+    layer_shapes: dict[int, LayerShape],
     texts: tuple[list[list[int]], list[list[int]]],
 ) -> tuple[Collection, Collection]:
     from tqdm import tqdm
 
     exact = args.distances.exact
     length = len(texts[0][0])
-    options = [args.queries, args.seed, exact, sorted(places)]
+    options = [args.queries, args.seed, exact, sorted(layer_shapes)]
     total = sum(len(windows) * length for windows in texts)
     found = []
     with tqdm(total=total, unit="token", desc="running the model", disable=None) as progress:
-        # A network learns from all queries that have far keys; a report wants them to have many.
+        # Training uses all queries with far keys. The report uses queries with many far keys.
         for windows, first in zip(texts, (exact, max(exact, length // 2)), strict=True):
             key = fingerprint(model, [token for window in windows for token in window], *options, first)
             folder = work / f"collected-{key[:12]}"
             queries = min(args.queries, length - first)
             own = {"queries": queries, "first": first, "seed": args.seed, "key": key, "progress": progress}
-            with alone(folder):
-                found.append(collect(model, places, windows, folder, **own))
+            with locked(folder):
+                found.append(collect(model, layer_shapes, windows, folder, **own))
     return found[0], found[1]
 
 
 def _layers(
     folder: Path, collections: tuple[Collection, Collection], recipe: Recipe
 ) -> tuple[dict[int, Layer], list[HeadReport]]:
-    """Train every layer and report on it. A layer whose file exists was finished by an interrupted command."""
+    """Train and report every layer. Load a layer whose file an interrupted command has finished."""
     from tqdm import tqdm
 
     train, held_out = collections
     steps, layers, heads = recipe.training.steps, {}, list[HeadReport]()
-    with tqdm(total=steps * len(train.places), unit="step", smoothing=0, disable=None) as progress:
-        for number in train.places:
+    with tqdm(total=steps * len(train.layer_shapes), unit="step", smoothing=0, disable=None) as progress:
+        for number in train.layer_shapes:
             progress.set_description(f"layer {number}")
             path = folder / f"layer-{number:03}.safetensors"
             if path.exists():
@@ -261,5 +261,5 @@ def _load(path: Path) -> tuple[Layer, list[HeadReport]]:
         return Layer(**tensors), from_json(list[HeadReport], json.loads(metadata[REPORT]))
     except DAMAGED:
         raise ArtefactError(
-            f"{path}: expected a layer that this command has trained, got another file. Delete it."
+            f"{path}: expected a layer that this command has trained, got another file. Delete the file."
         ) from None
