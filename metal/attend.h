@@ -1,8 +1,9 @@
 // Attend: exact softmax attention of a group of query heads over a list of keys. Shared by every method.
 //
-// A threadgroup takes the list in tiles of ATTEND_TILE keys. Each row of K and of V is read once for the whole group:
-// score all keys of a tile, turn the scores into weights under a running maximum, add up the weighted values. SIMD groups
-// share the keys of a tile among them; their sums meet once, at the end. All arithmetic is float32.
+// A threadgroup processes the list in tiles of ATTEND_TILE keys and reads each row of K and V once for the whole group.
+// For each tile it scores all keys, turns the scores into weights under a running maximum and adds the weighted values.
+// The SIMD groups divide the keys of a tile among themselves and add their sums once, at the end. All arithmetic is
+// float32.
 #pragma once
 
 #include "parts.h"
@@ -10,7 +11,7 @@
 
 constant constexpr int EMPTY = -1;  // a slot of a list without a key
 
-// The fewest lanes that can read a row of d components at once, four each; all of them for longer rows.
+// Number of lanes that read a row of d components together, four components each; at most all lanes of a SIMD group.
 constexpr uint shared_lanes(uint d) {
   uint lanes = LANES;
   while (lanes / 2 >= d / 4) {
@@ -41,7 +42,7 @@ struct AttendSizes {
   };
 };
 
-// The approximate attention that the chosen keys had when they were chosen (sparq.4), for (sparq.8).
+// Approximate attention of the selected keys (sparq.4), which (sparq.8) sums.
 template <int G, typename Logits, typename Softmax>
 struct ChosenMass {
   Logits logits;    // (S, G), at the row
@@ -56,14 +57,14 @@ struct NoMass {
   float operator()(int, uint) const { return 0.0f; }
 };
 
-// The softmax of one query head over the tiles seen so far; the same in all lanes of its SIMD group.
+// Softmax of one query head over the tiles processed so far; equal in all lanes of its SIMD group.
 struct Running {
   float largest;
   float total;
   float mass;
 };
 
-// Rows of keys or values of one tile, as this lane reads them.
+// The part of the key or value rows of one tile that this lane reads.
 template <typename Rows, int D, int SIMDGROUPS>
 struct TileRows {
   Rows rows;  // of the head: see rows.h
@@ -75,7 +76,7 @@ struct TileRows {
   }
   uint chunk(uint c) const { return c * RowLayout<D>::lanes + place.lane % RowLayout<D>::lanes; }
 
-  // False for lanes that the row is too short for.
+  // False if the row has no components for this lane.
   bool has(uint c) const { return D / 4 % RowLayout<D>::lanes == 0 || chunk(c) < D / 4; }
 
   // Chunk c of the row in `slot`; zeros for an empty one.
@@ -87,7 +88,7 @@ struct TileRows {
     return rows.read(uint(key), chunk(c));
   }
 
-  // What this lane reads in BATCH passes, all under way at once.
+  // Load the chunks of BATCH passes; all loads are in flight at once.
   template <uint BATCH>
   void load_batch(uint pass, thread float4 (&loaded)[BATCH][RowLayout<D>::chunks]) const {
 #pragma clang loop unroll(full)
@@ -130,7 +131,7 @@ void score_tile(
   }
 }
 
-// Scores of one query head become weights under the new maximum; returns the factor for the sums so far.
+// Turn the scores of one query head into weights under the new maximum. Return the factor for the earlier sums.
 template <typename Mass>
 float weigh_tile(
     threadgroup float* scores,  // of the head
@@ -198,8 +199,8 @@ void add_values(
   }
 }
 
-// What each SIMD group has summed for the query heads [first, first + heads): D floats per head and SIMD group. Ends with
-// a barrier.
+// Store the sums of each SIMD group for the query heads [first, first + heads): D floats per head and SIMD group. Ends
+// with a barrier.
 template <int D, int G, int SIMDGROUPS>
 void gather_sums(
     thread float4 (&sums)[G][RowLayout<D>::chunks], uint first, uint heads, threadgroup float4* parts, Place place) {
@@ -223,7 +224,7 @@ void gather_sums(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// One threadgroup's part of a list, and what is shared within the threadgroup while it is worked off.
+// The part of a list that one threadgroup processes, and its threadgroup memory.
 template <int D, int G, int SIMDGROUPS>
 struct AttendShared {
   threadgroup float4* scratch;  // AttendSizes::scratch floats
@@ -232,8 +233,8 @@ struct AttendShared {
   threadgroup Running* softmax; // G
 };
 
-// Attend the keys indices[0 .. count): sums of weighted values stay in the lanes, the softmax of each head goes to
-// shared.softmax. Ends with a barrier.
+// Attend to the keys indices[0 .. count). The sums of weighted values stay in the lanes; the softmax of each head is
+// written to shared.softmax. Ends with a barrier.
 template <
     int D, int G, int SIMDGROUPS, typename Keys, typename Values, typename Queries, typename Indices, typename Mass>
 void attend_list(
@@ -301,8 +302,8 @@ void attend_list(
   }
 }
 
-// (sparq.7) of a part of a list: normalised sums and their log-sum-exp, 0 and -inf without a key.
-// finish(g, d, y, softmax) turns a sum into what is stored.
+// Attention over a part of a list (sparq.7): normalized sums and their log-sum-exp; 0 and -inf without a key.
+// finish(g, d, y, softmax) converts a sum to the stored value.
 template <int D, int G, int SIMDGROUPS, typename Out, typename Finish>
 void store_sums(
     thread float4 (&sums)[G][RowLayout<D>::chunks],
@@ -337,7 +338,7 @@ void store_sums(
   }
 }
 
-// A part without entries, without a look at anything.
+// Write the results of a part without entries; no input is read.
 template <int D, int G, typename Out>
 void store_nothing(device Out* out, device float* lse, Place place) {
   for (uint i = place.index(); i < G * D; i += place.threads()) {
@@ -348,7 +349,7 @@ void store_nothing(device Out* out, device float* lse, Place place) {
   }
 }
 
-// What is stored: the attended values as they are ...
+// Store the attended values unchanged ...
 struct Attended {
   float operator()(uint, uint, float y, float) const { return y; }
 };

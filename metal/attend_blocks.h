@@ -1,14 +1,14 @@
 // Attend to lists of key blocks: exact causal attention of row blocks on the matrix units.
 //
-// Built as MLX's own prefill kernel ("steel"): a threadgroup takes ROWS query rows, eight per SIMD group, with the queries
-// staged once and KEYS rows of K, then of V, staged in turn in the same threadgroup memory for all SIMD groups; a lane
-// keeps D / 4 sums. What differs is which tiles there are: those of the listed blocks, up to the last row of the
-// threadgroup. As with any tiled kernel a value that is not finite spoils rows of its own tile above it.
+// The structure is the one of MLX's prefill kernel ("steel"). A threadgroup processes ROWS query rows, eight per SIMD
+// group. It stages the queries once, and KEYS rows of K, then of V, in the same threadgroup memory for all SIMD groups;
+// a lane keeps D / 4 sums. Unlike MLX's kernel it visits only the tiles of the listed blocks, up to its last row. As in
+// any tiled kernel, a value that is not finite also affects the earlier rows of its own tile.
 #pragma once
 
 #include "attend_tiles.h"
 
-// The query rows of one threadgroup: positions [first, first + ROWS), of which those in [offset, end) exist.
+// The query rows of one threadgroup: positions [first, first + ROWS). Only positions in [offset, end) exist.
 struct RowTile {
   uint first;
   uint offset;  // position of query 0
@@ -27,10 +27,10 @@ struct TileQueries {
   const device T* at(uint row) const { return queries + size_t(rows.first + row - rows.offset) * D; }
 };
 
-// The keys up to a row's own position.
+// Keys at or before the position of a row.
 struct UpTo {
   uint position;
-  bool causal;  // whether some row of the threadgroup lies before some key of the tile
+  bool causal;  // true if the tile holds a key behind the position of a row of the threadgroup
 
   bool operator()(uint key) const { return !causal || key <= position; }
 };
@@ -44,10 +44,11 @@ struct StagedQuery {
   float2 operator()(int, int d) const { return staged(rows + d * SIDE, padded<T>(D), spot); }
 };
 
-// The rows of one threadgroup over `list`, up to its first negative entry; entries above the diagonal do not count.
+// Attend to the blocks of `list` with the rows of one threadgroup, up to the first negative entry. Entries above the
+// diagonal are ignored.
 template <int D, int BLOCK, int ROWS, int KEYS, typename T, typename List>
 void attend_list(
-    const device T* queries,  // of the head; so is what follows
+    const device T* queries,  // of the head, like the pointers below
     const device T* keys,
     const device T* values,
     List list,
@@ -62,7 +63,7 @@ void attend_list(
   enum : int { simdgroups = ROWS / SIDE };
   const Spot spot = spot_of(place.lane);
   const uint position = rows.first + place.simdgroup * SIDE + spot.row;
-  const uint end = min(rows.first + ROWS, rows.end);  // keys that some row of the threadgroup sees
+  const uint end = min(rows.first + ROWS, rows.end);  // keys that at least one row of the threadgroup attends
   stage_rows<D, ROWS, simdgroups>(TileQueries<D, T>{queries, rows}, query_tile, place);
   const StagedQuery<D, T> query = {query_tile + place.simdgroup * SIDE * padded<T>(D), spot};
   for (uint n = 0; n < entries && list[n] >= 0; ++n) {

@@ -1,5 +1,5 @@
-// attend_blocks: exact causal attention of every query over the listed key blocks of its row block (sample.8). What it
-// reads is given for lists in which every block occurs.
+// attend_blocks: exact causal attention of every query over the listed key blocks of its row block (sample.8). A
+// threadgroup processes ROWS query rows of one head. The bytes below are for lists that contain every causal block.
 //
 // inputs       queries (B, Hq, L, D) T at positions length - L ..; keys, values (B, Hkv, capacity, D) T;
 //              blocks (B, Hq, R, N) int, ascending, then negative; length () int; scale () float
@@ -18,7 +18,7 @@ const uint3 at = threadgroup_position_in_grid;
 const uint Hq = threadgroups_per_grid.y, L = uint(queries_shape[2]), R = uint(blocks_shape[2]);
 const size_t head = size_t(at.z) * Hq + at.y, kv = head / (Hq / uint(keys_shape[1]));
 const size_t rows_at = kv * size_t(keys_shape[2]) * D;
-// The last row blocks have most to do and start first.
+// The last row blocks have most keys and start first.
 const uint tile_of_rows = threadgroups_per_grid.x - 1 - at.x, row_block = tile_of_rows / (BLOCK / ROWS);
 const uint offset = uint(length) - L;
 const RowTile rows = {(offset / BLOCK + row_block) * BLOCK + tile_of_rows % (BLOCK / ROWS) * ROWS, offset, uint(length)};

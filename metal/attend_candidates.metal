@@ -1,6 +1,6 @@
-// attend_candidates: the best keys of what the tiles of a long context left (sparq.6), and exact attention of the group over
-// them (sparq.7): top_k_candidates and attend_indices in one launch, for lists that one threadgroup works off. Where
-// several share the heads of a group, each finds the keys for itself.
+// attend_candidates: select the best keys from the candidates of all tiles (sparq.6) and attend to them exactly
+// (sparq.7): top_k_candidates and attend_indices in one launch, for lists that one threadgroup processes. A threadgroup
+// has HEADS query heads of a KV head. If several threadgroups share a KV head, each repeats the selection.
 //
 // inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity, D) T; candidate_bits (B, Hkv, N) uint;
 //              candidate_indices (B, Hkv, N) int; length () int; scale () float

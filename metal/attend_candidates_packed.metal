@@ -1,4 +1,5 @@
-// attend_candidates_packed: attend_candidates over packed rows (quantized.1), which are read as in attend_indices_packed.
+// attend_candidates_packed: attend_candidates for a quantized KV cache (quantized.1), whose rows are read as in
+// attend_indices_packed.
 //
 // inputs       queries (B, Hq, 1, D) T; key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint;
 //              key_scales, key_biases (B, Hkv, capacity, D / ROW_GROUP) T; value_codes (like key_codes) uint;

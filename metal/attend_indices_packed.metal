@@ -1,6 +1,6 @@
-// attend_indices_packed: attend_indices over packed rows (quantized.1): codes, scales and biases of a listed row are read
-// once for the heads of a threadgroup and become numbers in registers. Of each of the three that is a line of memory at
-// least, so that rows that lie apart cost more than is said here.
+// attend_indices_packed: attend_indices for a quantized KV cache (quantized.1). The codes, scales and biases of a
+// listed row are read once for the heads of a threadgroup and dequantized in registers. Each of the three reads at
+// least one memory line, so that scattered rows read more than the bytes below.
 //
 // inputs       queries (B, Hq, 1, D) T; key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint;
 //              key_scales, key_biases (B, Hkv, capacity, D / ROW_GROUP) T; value_codes (like key_codes) uint;

@@ -1,4 +1,5 @@
-// attend_reallocate_packed: attend_reallocate over packed rows (quantized.1), which are read as in attend_indices_packed.
+// attend_reallocate_packed: attend_reallocate for a quantized KV cache (quantized.1), whose rows are read as in
+// attend_indices_packed.
 //
 // inputs       queries (B, Hq, 1, D) T; key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint;
 //              key_scales, key_biases (B, Hkv, capacity, D / ROW_GROUP) T; value_codes (like key_codes) uint;

@@ -1,13 +1,13 @@
-// Attend densely with many query rows of a KV head at once: several queries of all query heads of its group.
+// Dense attention of a large query group: several queries of all query heads of a KV head.
 //
-// A threadgroup has up to 128 rows, eight per SIMD group, whose queries and sums stay in the lanes' registers. Each row of K
-// and V comes from memory once for all of them (attend_tiles.h).
+// A threadgroup has up to 128 query rows, eight per SIMD group. Their queries and sums stay in the registers of the
+// lanes. Each row of K and V is read from memory once for all of them (attend_tiles.h).
 #pragma once
 
 #include "attend_tiles.h"
 #include "parts.h"
 
-// The eight rows of a SIMD group, of `count` that the group has.
+// The eight rows of a SIMD group; `count` rows exist.
 struct GroupRows {
   uint first;
   uint count;
@@ -16,10 +16,10 @@ struct GroupRows {
   bool valid(uint, Spot spot) const { return row(0, spot) < count; }
 };
 
-// A part of all keys, of which this lane's row attends the first `seen`.
+// A part of all keys. The row of this lane attends the first `seen` of them.
 template <int D, typename T>
 struct KeyRange {
-  const device T* keys;  // from the part's first on; so are values
+  const device T* keys;  // at the first key of the part, like values
   const device T* values;
   uint count;
   uint seen;
@@ -29,7 +29,7 @@ struct KeyRange {
   bool operator()(uint key) const { return key < seen; }
 };
 
-// The rows of one threadgroup over one part: out (rows, D) and lse (rows) of the part.
+// Attend to one part of the keys with the rows of one threadgroup: write out (rows, D) and lse (rows) of the part.
 template <int D, int ROWS, int KEYS, typename T, typename Query, typename Keys, typename Out>
 void attend_part(
     const device Query* queries,  // (rows, D)

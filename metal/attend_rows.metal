@@ -1,6 +1,6 @@
-// attend_rows: exact causal attention of a few queries to all keys. Row r of a KV head's group is query r % L of its head
-// r / L. A threadgroup attends one part of the keys, with ROWS of the rows: with all, where registers hold them, and else
-// with one of `shares` shares of them, each of which reads the keys.
+// attend_rows: exact causal attention of a few queries over all keys. Row r of a KV head's group is query r % L of its
+// head r / L. A threadgroup attends one part of the keys with ROWS rows. If the registers do not hold all rows of the
+// group, they are divided among `shares` threadgroups, and each of them reads the keys.
 //
 // inputs       queries (B, Hq, L, D) T at positions length - L ..; keys, values (B, Hkv, capacity, D) T;
 //              left_padding (B) int; length () int; scale () float

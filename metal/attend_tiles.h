@@ -1,27 +1,27 @@
-// Softmax attention over tiles of keys and values on the matrix units: what kernels share that stage KEYS rows of K, then
-// of V, in the same threadgroup memory for all their SIMD groups, of which each has eight query rows.
+// Softmax attention over tiles of keys and values on the matrix units. A threadgroup stages KEYS rows of K, then of V,
+// in the same threadgroup memory for all its SIMD groups. Each SIMD group has eight query rows.
 #pragma once
 
 #include "matrix.h"
 
-// Elements of the staged keys, then values.
+// Number of staged elements: keys first, then values.
 template <typename T>
 constexpr int tile_size(int d, int keys) {
   return d * padded<T>(keys) > keys * padded<T>(d) ? d * padded<T>(keys) : keys * padded<T>(d);
 }
 
-// Softmax of this lane's row over the tiles seen so far; the sum is of this lane's elements only.
+// Softmax of this lane's row over the tiles processed so far. The sum covers the elements of this lane only.
 struct Running {
   float largest;
   float sum;
 };
 
-// Scores of a tile of keys become weights under the new maximum; returns the factor for the sums so far.
+// Turn the scores of a tile of keys into weights under the new maximum. Return the factor for the earlier sums.
 template <int KEYS, typename Visible>
 float weigh_tile(
     thread float2 (&scores)[KEYS / SIDE],
     uint start,
-    Visible visible,  // whether this lane's row attends a key: of the tile's, those from `start` on
+    Visible visible,  // true if this lane's row attends key `start + n` of the tile
     float scale,
     thread Running& running,
     Spot spot) {
@@ -41,7 +41,7 @@ float weigh_tile(
   for (int n = 0; n < KEYS / SIDE; ++n) {
 #pragma clang loop unroll(full)
     for (uint e = 0; e < 2; ++e) {
-      // Rounded once, where the score has become small.
+      // The difference is rounded once, after the score has become small.
       const float weight = fast::exp2(fma(scores[n][e], scale, -shift));
       scores[n][e] = visible(start + n * SIDE + spot.column + e) ? weight : 0.0f;
       running.sum += scores[n][e];
@@ -64,8 +64,8 @@ void add_values(
   }
 }
 
-// Attend one tile of keys, whose rows `keys` and `values` find. Begins with a barrier, before which other threads may
-// still be at the tile before.
+// Attend to one tile of keys; `keys` and `values` return its rows. Begins with a barrier, because other threads may
+// still read the previous tile.
 template <int D, int KEYS, int SIMDGROUPS, typename T, typename Rows, typename Query, typename Visible>
 void attend_tile(
     Rows keys,
@@ -95,7 +95,7 @@ void attend_tile(
   add_values<D, KEYS>(scores[0], tile, sums, spot);
 }
 
-// This lane's part of its row: normalised sums and their log-sum-exp, 0 and -inf without a key.
+// Store this lane's part of its row: normalized sums and their log-sum-exp; 0 and -inf without a key.
 template <int D, typename Out>
 void store_row(
     thread float2 (&sums)[D / SIDE],

@@ -1,9 +1,9 @@
-// One score per item for all queries of a group: what SparQ and SAAP select by.
+// One score per item for all queries of a group. SparQ and SAAP select by it.
 #pragma once
 
 #include "top_k_select.h"
 
-// Source of a row: the sum of the softmaxes of a group (sparq.5).
+// Source of a row: sum of the softmaxes of a group (sparq.5).
 template <int G, typename Logits>
 struct GroupScores {
   Logits logits;  // (S, G), at the row

@@ -1,7 +1,7 @@
 // 8x8 matrices in registers, and tiles of keys and values that a threadgroup stages once for all its SIMD groups.
 //
-// A lane holds two neighbours of one row of a matrix; a row lies in four lanes, which differ in bits 0 and 3. This is the
-// layout that MLX's own attention relies on. All products and sums are float32, whatever the type of the tiles.
+// A lane holds two adjacent elements of one row of a matrix. Four lanes, which differ in bits 0 and 3, hold a row.
+// MLX's attention relies on the same layout. All products and sums are float32 for every type of the tiles.
 #pragma once
 
 #include <metal_simdgroup_matrix>
@@ -11,7 +11,7 @@
 constant constexpr int SIDE = 8;
 constant constexpr float LOG2_E = 1.44269504088896340736f;
 
-// Where a lane's two elements are in a matrix.
+// Position of a lane's two elements in a matrix.
 struct Spot {
   uint row;
   uint column;
@@ -29,11 +29,11 @@ inline void multiply_add(thread float2& sum, float2 a, float2 b) {
   sum = reinterpret_cast<thread float2&>(result.thread_elements());
 }
 
-// Keeps the compiler from moving loads of later matrices up to here, where they would only take registers: MLX's kernel
-// has the same. It orders no memory.
+// Prevents the compiler from moving loads of later matrices before this point, where they would occupy registers. MLX's
+// kernel does the same. The barrier orders no memory.
 inline void settle() { simdgroup_barrier(mem_flags::mem_none); }
 
-// Largest and sum over a row, in all of its lanes.
+// Maximum and sum over a row, in all lanes of the row.
 inline float row_max(float x) {
   x = max(x, simd_shuffle_xor(x, ushort(1)));
   return max(x, simd_shuffle_xor(x, ushort(8)));
@@ -44,26 +44,26 @@ inline float row_sum(float x) {
   return x + simd_shuffle_xor(x, ushort(8));
 }
 
-// The number that scores are compared with before exp2; 0 for a row that has seen no key, so that nothing becomes NaN.
+// The number that is subtracted from scores before exp2; 0 for a row without a key, so that no result becomes NaN.
 inline float shift_of(float largest) { return largest == -INFINITY ? 0.0f : largest; }
 
 // log2 of a sum of exp2(score - shift_of(largest))
 inline float log2_sum(float largest, float sum) { return sum == 0.0f ? -INFINITY : shift_of(largest) + log2(sum); }
 inline float natural(float logarithm) { return logarithm / LOG2_E; }
 
-// Elements from one row of a tile to the next: 16 bytes more than a row, so that neighbours lie in different banks.
+// Stride between the rows of a tile in elements: 16 bytes more than a row, so that adjacent rows use different banks.
 template <typename T>
 constexpr int padded(int length) {
   return length + 16 / int(sizeof(T));
 }
 
-// Threadgroup memory for so many elements, in a type that is aligned to what lanes load at once.
+// Threadgroup memory for a number of elements, in a type with the alignment of the widest load.
 template <typename T>
 constexpr int vectors(int elements) {
   return elements * int(sizeof(T)) / int(sizeof(float4));
 }
 
-// Rows that lie one after the other, from `rows` on.
+// Consecutive rows that begin at `rows`.
 template <int D, typename T>
 struct FirstRows {
   const device T* rows;
@@ -73,8 +73,8 @@ struct FirstRows {
   const device T* at(uint row) const { return rows + size_t(row) * D; }
 };
 
-// ROWS rows of D components as columns: tile[d * padded(ROWS) + row]; zeros where there is none. Eight rows and four chunks
-// of four components per SIMD group at a time.
+// Stage ROWS rows of D components as columns: tile[d * padded(ROWS) + row]; zeros for rows that do not exist. A SIMD
+// group stages eight rows and four chunks of four components at a time.
 template <int D, int ROWS, int SIMDGROUPS, typename T, typename Rows>
 void stage_columns(Rows rows, threadgroup T* tile, Place place) {
   const uint row_at = place.lane / 4, chunk_at = place.lane % 4;
@@ -93,7 +93,7 @@ void stage_columns(Rows rows, threadgroup T* tile, Place place) {
   }
 }
 
-// Rows as rows: tile[row * padded(D) + d].
+// Stage rows as rows: tile[row * padded(D) + d].
 template <int D, int ROWS, int SIMDGROUPS, typename T, typename Rows>
 void stage_rows(Rows rows, threadgroup T* tile, Place place) {
 #pragma clang loop unroll(full)
@@ -107,7 +107,7 @@ void stage_rows(Rows rows, threadgroup T* tile, Place place) {
   }
 }
 
-// This lane's two elements of a staged matrix, from the address of its upper left corner.
+// Load this lane's two elements of the staged matrix at the address of its upper left corner.
 template <typename T>
 float2 staged(const threadgroup T* corner, int stride, Spot spot) {
   return float2(*reinterpret_cast<const threadgroup vec<T, 2>*>(corner + spot.row * stride + spot.column));
@@ -136,7 +136,7 @@ void multiply_keys(
   }
 }
 
-// Eight rows each of the queries, kept in registers.
+// Load eight rows of the queries for each fragment into registers.
 template <int D, int FRAGMENTS>
 struct QueryRows {
   float2 at[FRAGMENTS][D / SIDE];

@@ -1,4 +1,4 @@
-// Exact merge of attention over the parts of a list: the second half of attend where a list is split.
+// Exact merge of attention over the parts of a list: the second launch of attend for a list that is split.
 #pragma once
 
 #include <metal_stdlib>
@@ -16,10 +16,10 @@ float merged_lse(Lse lse, uint splits, uint stride) {
   for (uint s = 0; s < splits; ++s) {
     total += largest == -INFINITY ? 0.0f : exp(lse[s * stride] - largest);
   }
-  return total == 0.0f ? -INFINITY : largest + log(total);  // NaN is to be seen
+  return total == 0.0f ? -INFINITY : largest + log(total);  // a NaN is kept
 }
 
-// One component of the merged output: each part weighs exp(its lse - the merged lse).
+// One component of the merged output: the weight of a part is exp(lse of the part - merged lse).
 template <typename Parts, typename Lse>
 float merged_component(Parts parts, Lse lse, float total, uint splits, uint parts_stride, uint lse_stride) {
   float sum = 0.0f;

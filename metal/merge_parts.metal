@@ -1,4 +1,5 @@
-// merge_parts: the parts of a split attend_indices, merged exactly. A thread merges one component of one query head.
+// merge_parts: exact merge of the parts of a split list or context. A threadgroup has one query head, a thread one
+// component.
 //
 // inputs       part_out (B, Hkv, splits, G, D) float; part_lse (B, Hkv, splits, G) float
 // outputs      out (B, Hq, 1, D) O; lse (B, Hq, 1) float

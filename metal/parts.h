@@ -1,4 +1,4 @@
-// How a list of keys, or all of them, are shared out among threadgroups.
+// Partition of a list of keys, or of all keys, among threadgroups.
 #pragma once
 
 #include <metal_stdlib>
@@ -7,8 +7,8 @@ using namespace metal;
 
 constant constexpr uint ATTEND_TILE = 128;
 
-// The entries of a list, or the keys, that one of `splits` threadgroups attends: whole tiles, but for the last; the last
-// ones may have none.
+// The entries of a list, or the keys, that one of `splits` threadgroups attends: whole tiles, except for the last part.
+// The last parts may be empty.
 struct Part {
   uint first;
   uint count;

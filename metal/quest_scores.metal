@@ -1,6 +1,7 @@
-// quest_scores: what a key of each page can score at most with any query of the group (quest.2), (quest.3). The current page
-// of a row, in which key length - 1 is, has +inf, and no other page has; pages behind it have -inf. Only the bounds of pages
-// before it are read. Eight lanes share a page; all heads take it from registers.
+// quest_scores: upper bound of the score of a key of each page with any query of the group (quest.2), (quest.3). Only
+// the current page of a row, which holds key length - 1, has +inf; pages behind it have -inf. Only the bounds of
+// earlier pages are read. A threadgroup scores 64 pages of a KV head. Eight lanes share a page, which all heads read
+// from registers.
 //
 // inputs       queries (B, Hq, 1, D) Q; page_min, page_max (B, Hkv, capacity, D) T; left_padding (B,) int; length () int;
 //              page_size () int
@@ -33,7 +34,7 @@ for (uint page = at.x * 64 + place.index() / sharing; page < at.x * 64 + 64; pag
 #pragma clang loop unroll(full)
     for (uint g = 0; g < G; ++g) {
       const float4 own = q[g * (D / 4) + c];
-      const bool4 positive = own > 0.0f;  // max and min would pass over NaN
+      const bool4 positive = own > 0.0f;  // max and min would ignore NaN
       bounds[g] += dot(select(float4(0.0f), own, positive), most) + dot(select(own, float4(0.0f), positive), least);
     }
   }

@@ -1,4 +1,4 @@
-// Rows of keys or values of one head, as they lie in a cache: read four components at a time, a chunk.
+// Rows of keys or values of one head in a cache, read in chunks of four components.
 #pragma once
 
 #include "threadgroup.h"
@@ -19,7 +19,8 @@ PlainRows<D, T> plain_rows(const device T* rows, size_t first) {
   return {rows + first * D};
 }
 
-// A chunk of codes of BITS each, lowest bits first in `words`. With 2, 4 or 8 bits it lies within one word.
+// Load a chunk of codes of BITS bits each, lowest bits first in `words`. With 2, 4 or 8 bits a chunk is within one
+// word.
 template <uint BITS, typename Words>
 float4 unpacked_codes(Words words, uint chunk) {
   const uint bit = chunk * 4 * BITS;
@@ -32,8 +33,8 @@ float4 unpacked_codes(Words words, uint chunk) {
   return float4(uint4(codes, codes >> BITS, codes >> (2 * BITS), codes >> (3 * BITS)) & MASK);
 }
 
-// (S, D) in few bits, as `mx.quantize` packs them: GROUP components share a scale and a bias. Pointers to whatever address
-// space MLX has put a buffer into.
+// Quantized rows (S, D), packed by `mx.quantize`: GROUP components share a scale and a bias. The pointers may have any
+// address space, because MLX selects it by the size of a buffer.
 template <int D, uint BITS, uint GROUP, typename Codes, typename Scales>
 struct PackedRows {
   enum : uint { words = D * BITS / 32, groups = D / GROUP };

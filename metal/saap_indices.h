@@ -1,8 +1,8 @@
 // SAAP's list of a step: the sinks, the keys at the end, and the keys of the visited buckets (saap.10).
 //
-// The buckets' stretches are laid end to end, and threadgroups take equal parts of the list that results: a bucket that
-// holds half of the keys is many threadgroups' work. Each of them finds the ends of all stretches for itself, so that
-// nobody waits.
+// The ranges of the visited buckets form one list, and the threadgroups process equal parts of it, so that a bucket
+// with half of the keys is divided among many threadgroups. Each threadgroup computes the ends of all ranges itself, so
+// that no threadgroup waits for another.
 #pragma once
 
 #include "threadgroup.h"
@@ -11,7 +11,7 @@ constant constexpr uint LIST_TILE = 1024;  // entries of a threadgroup
 
 constant constexpr int NO_KEY = -1;
 
-// The keys of a bucket: from where, and how many.
+// The range of a bucket: first entry and number of keys.
 struct Stretch {
   uint first;
   uint count;
@@ -20,10 +20,10 @@ struct Stretch {
 // The visited buckets of one KV head.
 template <typename Visited, typename Offsets>
 struct Stretches {
-  Visited visited;  // numbers that are no bucket's hold no key
+  Visited visited;  // a number that is no bucket has no keys
   Offsets offsets;  // (buckets + 1)
   uint buckets;
-  uint keys;  // that are listed at most
+  uint keys;  // maximum number of listed keys
 
   Stretch operator()(uint slot) const {
     const int bucket = visited[slot];
@@ -36,7 +36,7 @@ struct Stretches {
   }
 };
 
-// ends[slot] = keys in the stretches up to and with this one. Ends with a barrier.
+// ends[slot] = number of keys in the ranges 0 .. slot. Ends with a barrier.
 template <typename All>
 void stretch_ends(
     All stretches,
@@ -64,10 +64,10 @@ void stretch_ends(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Key `at` of all stretches together.
+// Return key `at` of the concatenated ranges.
 template <typename All, typename KeyIds>
 int bucket_key(uint at, All stretches, uint slots, KeyIds key_ids, const threadgroup uint* ends) {
-  uint low = 0, high = slots - 1;  // the first stretch that ends behind it
+  uint low = 0, high = slots - 1;  // the first range that ends after it
   while (low < high) {
     const uint middle = (low + high) / 2;
     if (ends[middle] > at) {
@@ -81,7 +81,7 @@ int bucket_key(uint at, All stretches, uint slots, KeyIds key_ids, const threadg
   return offset < stretch.count ? key_ids[stretch.first + offset] : NO_KEY;
 }
 
-// What is attended wherever it is: keys at both ends that no bucket holds.
+// Keys that are always attended: sinks and the keys that are not in the index.
 struct ExactKeys {
   uint first;  // sink
   uint sinks;

@@ -1,5 +1,5 @@
-// saap_indices: the keys of a decode step, packed, and -1 behind them (saap.10). A threadgroup writes LIST_TILE entries,
-// after it has looked up how many keys each visited bucket holds.
+// saap_indices: list the keys of a decode step without gaps, then -1 (saap.10). A threadgroup reads the sizes of the
+// visited buckets and writes LIST_TILE entries.
 //
 // inputs       visited (B, Hkv, SLOTS) int; offsets (B, Hkv, C + 1) int; key_ids (B, Hkv, n) int; left_padding (B,) int;
 //              covered (B,) int; length, sink_tokens, capacity () int

@@ -1,17 +1,18 @@
-// SAAP's router: a network of one KV head sees the queries of its group and chooses buckets (saap.5), (saap.8).
+// SAAP's router: the network of a KV head scores the buckets for the queries of its group (saap.5), (saap.8).
 //
-// One threadgroup takes a KV head through both layers, so that each weight is read once for the whole group. What passes
-// from layer to layer, one float32 per unit and query head, goes through memory: at 16 query heads and 4,096 buckets it
-// fits into no threadgroup. It is laid out (units, G), as a thread writes it and the selection reads it.
+// One threadgroup computes both layers of a KV head, so that each weight is read once for the whole group. The
+// activations between the layers, one float32 per unit and query head, go through device memory: with 16 query heads
+// and 4,096 buckets they do not fit into threadgroup memory. Their layout is (units, G), in which threads write and the
+// selection reads.
 #pragma once
 
 #include "group_scores.h"
 
-constant constexpr uint INPUT_TILE = 128;  // units of the layer below that are staged together
-constant constexpr uint ROUTE_BATCH = 8;   // rows of weights whose loads a lane has in flight
+constant constexpr uint INPUT_TILE = 128;  // input units that are staged together
+constant constexpr uint ROUTE_BATCH = 8;   // rows of weights that a lane loads at once
 constant constexpr uint MOST_SHARES = 8;
 
-// The units below the first layer: components of the queries ...
+// Input units of the first layer: components of the queries ...
 template <int G, typename Queries>
 struct QueryUnits {
   Queries queries;  // (G, units)
@@ -20,7 +21,7 @@ struct QueryUnits {
   float operator()(uint i) const { return float(queries[i % G * units + i / G]); }
 };
 
-// ... and what a layer has written.
+// ... and of the second layer: outputs of the first.
 template <int G>
 struct HiddenUnits {
   const device float* hidden;  // (units, G)
@@ -34,10 +35,10 @@ struct Linear {
 };
 
 struct Relu {
-  float operator()(float x) const { return x > 0.0f || isnan(x) ? x : 0.0f; }  // max would drop a NaN
+  float operator()(float x) const { return x > 0.0f || isnan(x) ? x : 0.0f; }  // max would replace a NaN
 };
 
-// WIDTH neighbours of a row of weights as float32.
+// WIDTH adjacent weights of a row as float32.
 template <int WIDTH>
 struct Weights {
   float at[WIDTH];
@@ -56,17 +57,17 @@ template <>
 struct Weights<1> {
   float at[1];
 
-  template <typename Row>  // of any address space
+  template <typename Row>  // in any address space
   void load(Row row) {
     at[0] = float(*row);
   }
 };
 
-// out[unit * G + g] = finish(below_g . weight[:, unit] + bias[unit]) in float32. Begins with a barrier that waits for what
-// the layer below wrote.
+// out[unit * G + g] = finish(below_g . weight[:, unit] + bias[unit]) in float32. Begins with a barrier that waits for
+// the outputs of the layer below.
 //
-// A lane takes WIDTH neighbouring units. Where there are fewer units than that, 2, 4 or 8 lanes of a SIMD group share
-// them by rows, so that all have loads under way.
+// A lane computes WIDTH adjacent units. If a layer has too few units for all lanes, 2, 4 or 8 lanes of a SIMD group
+// share the units and divide the rows of weights, so that all lanes load.
 template <int G, int WIDTH, typename Below, typename Matrix, typename Bias, typename Finish>
 void layer(
     Below below,
@@ -133,8 +134,8 @@ void layer(
   }
 }
 
-// Largest logit and 1 / sum of exp(logit - largest) for each query of the group; 0 where a logit is NaN or +inf. Ends
-// with a barrier.
+// Largest logit and 1 / sum of exp(logit - largest) for each query of the group; the latter is 0 if a logit is NaN or
+// +inf. Ends with a barrier.
 template <int G>
 void softmax_statistics(const device float* logits, uint buckets, threadgroup float2* softmax, Place place) {
   for (uint g = place.simdgroup; g < G; g += place.simdgroups) {

@@ -1,8 +1,8 @@
-// saap_route: the buckets that the group of one KV head visits (saap.5), (saap.8): both layers of its network, the sum of
-// the group's softmaxes, and the best buckets in ascending order, ties to the lower.
+// saap_route: select the buckets that the group of a KV head visits (saap.5), (saap.8): both layers of its network, the
+// sum of the group's softmaxes, and the best buckets in ascending order; ties go to the lower bucket.
 //
-// A threadgroup takes one KV head of one sequence and reads each of its weights once. `units` holds what is on its way:
-// of each query the hidden units, then the logits of the buckets.
+// A threadgroup processes one KV head of one sequence and reads each of its weights once. `units` holds intermediate
+// results: for each query the hidden units, then the logits of the buckets.
 //
 // inputs       queries (B, Hq, 1, D) T; hidden_weight (Hkv, D, H) W; hidden_bias (Hkv, H) W;
 //              out_weight (Hkv, I, C) W, I = H or D; out_bias (Hkv, C) W; probes () int

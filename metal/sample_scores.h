@@ -1,17 +1,17 @@
-// SampleAttention's scores: how much attention the sampled rows of a region pay to each key block and to each offset bin.
+// SampleAttention's scores: attention mass of the sampled rows of a region on each key block and each offset bin.
 //
-// K is read once. A row that has seen only a part of its keys cannot be normalised, so what is kept of each row and key
-// block is two numbers: the log2 of its sums of exp2 over keys at or before the row's place in a block, whose offset bin is
-// (row block - key block), and over those after it, which are one bin nearer. Eight bytes for the BLOCK keys of a block.
-// sample_sums.metal takes the rows' log-sum-exps together and adds up shares of rows.
+// K is read once. A row cannot be normalized before all its keys are processed. For each row and key block the kernel
+// therefore stores two numbers, eight bytes for the BLOCK keys of a block: the log2 of the sum of exp2 over the keys at
+// or before the row's place in a block, whose offset bin is (row block - key block), and over the keys after that
+// place, whose bin is smaller by one. sample_sums.metal merges the log-sum-exps of the rows and adds the shares.
 #pragma once
 
 #include "matrix.h"
 
-// One row's sums over a part of the keys that one lane has seen.
+// Sums of one row over the keys that one lane has processed.
 struct Seen {
   float largest;
-  float near;  // keys at or before the row's place within a block
+  float near;  // keys at or before the row's place in a block
   float far;
 };
 
@@ -26,7 +26,7 @@ struct SampleRows {
   uint position(uint f, Spot spot) const { return offset + row(f, spot); }
 };
 
-// Add the keys [start, start + KEYS) of a tile to what this lane has seen of its rows.
+// Add the keys [start, start + KEYS) of a tile to the sums of this lane's rows.
 template <int BLOCK, int FRAGMENTS, int KEYS>
 void see(
     thread float2 (&scores)[FRAGMENTS][KEYS / SIDE],
@@ -66,7 +66,7 @@ void see(
   }
 }
 
-// The key blocks [first, stop) for the rows of one threadgroup: partials[block][row] and totals[row].
+// Score the key blocks [first, stop) for the rows of one threadgroup: write partials[block][row] and totals[row].
 template <int D, int BLOCK, int FRAGMENTS, int SIMDGROUPS, int KEYS, typename T>
 void score_blocks(
     const device T* queries,   // of the sample
@@ -76,7 +76,7 @@ void score_blocks(
     uint stop,
     float scale,
     SampleRows rows,
-    uint end,                  // position after the threadgroup's last row, 0 if it has none
+    uint end,                  // position after the last row of the threadgroup; 0 without rows
     uint padded_rows,
     device float2* partials,   // of the sample
     device float* totals,      // of the sample and split

@@ -1,7 +1,8 @@
-// sample_scores: what each sampled row pays to each key block, before the row's sum is known (sample.3).
+// sample_scores: unnormalized attention mass of each sampled row on each key block (sample.3). A threadgroup scores one
+// of `splits` ranges of key blocks with one tile of the sample of a query head.
 //
-// inputs       queries (B, Hq, L, D) T; keys (B, Hkv, capacity, D) T; samples (max(C, 4), 2) int, first row and the one
-//              after the last; regions, length, first_head () int; scale () float
+// inputs       queries (B, Hq, L, D) T; keys (B, Hkv, capacity, D) T; samples (max(C, 4), 2) int, first row
+//              and end; regions, length, first_head () int; scale () float
 // outputs      partials (B, heads, G, C, Nk, ROWS, 2) float; totals (B, heads, G, C, splits, ROWS) float
 // template     T, D, G, BLOCK, FRAGMENTS, SIMDGROUPS, KEYS
 // grid         tiles * G * C * SIMDGROUPS * 32, splits, B * heads
@@ -13,7 +14,7 @@ threadgroup T* tile = reinterpret_cast<threadgroup T*>(tile_memory);
 const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};
 const uint3 at = threadgroup_position_in_grid;
 const uint C = uint(regions), S = uint(length), L = uint(queries_shape[2]);
-// Threadgroups that read the same keys follow each other.
+// Consecutive threadgroups read the same keys.
 const uint tiles = threadgroups_per_grid.x / (G * C), tile_rows = SIMDGROUPS * FRAGMENTS * SIDE;
 const uint c = at.x / tiles % C, g = at.x / tiles / C, first_row = at.x % tiles * tile_rows;
 const uint heads = uint(keys_shape[1]), per_batch = threadgroups_per_grid.z / uint(queries_shape[0]);

@@ -1,11 +1,11 @@
-// SampleAttention's scores: from what single rows pay to shares of the whole.
+// SampleAttention's scores: from the sums of single rows to shares of the attention mass.
 #pragma once
 
 #include "matrix.h"
 
 constant constexpr uint SUMMED_BLOCKS = 32;  // per threadgroup
 
-// The log2 of each row's sum over all keys; infinite for rows that are not there, so that their share is nothing.
+// Return the log2 of the sum of a row over all keys; +inf for rows that do not exist, so that their share is 0.
 inline void merge_totals(
     const device float* totals, uint splits, uint rows, threadgroup float* merged, Place place) {
   for (uint row = place.index(); row < rows; row += place.threads()) {

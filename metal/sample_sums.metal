@@ -1,4 +1,5 @@
-// sample_sums: the attention that a region's sampled rows pay to key blocks (sample.4) and to offset bins (sample.5).
+// sample_sums: attention mass of the sampled rows of a region on key blocks (sample.4) and offset bins (sample.5). A
+// threadgroup sums 32 key blocks of one sample.
 //
 // inputs       partials (B, heads, G, C, Nk, ROWS, 2) float; totals (B, heads, G, C, splits, ROWS) float;
 //              samples (max(C, 4), 2) int; regions, offset () int, the position of query 0
@@ -24,7 +25,7 @@ for (uint block = first + place.simdgroup; block < stop; block += place.simdgrou
   for (uint row = place.lane; row < ROWS; row += LANES) {
     const float2 pair = pairs[size_t(block) * ROWS + row];
     of_block += exp2(pair.x - sums[row]) + exp2(pair.y - sums[row]);
-    // The bin's keys: those near in the block that many before the row's, and those far in the one before that.
+    // Keys of the bin: the near keys of the block at this distance, and the far keys of the block before it.
     const int near = int((position + row) / BLOCK) - int(block), far = near - 1;
     if (near >= 0 && uint(near) < blocks) {
       of_bin += exp2(pairs[size_t(near) * ROWS + row].x - sums[row]);

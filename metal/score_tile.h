@@ -1,12 +1,12 @@
-// The keys of a threadgroup that scores them.
+// The keys that one threadgroup scores.
 #pragma once
 
 #include "threadgroup.h"
 
-constant constexpr uint GROUP_KEYS = 64;  // that share lo and step
+constant constexpr uint GROUP_KEYS = 64;  // keys that share lo and step
 constant constexpr uint SCORE_TILE = 1024;  // coded keys of one threadgroup
 
-// The valid keys of one threadgroup: a tile of those in full groups, or, the last along x, of the tail.
+// The valid keys of one threadgroup: a tile of the keys in full groups, or, for the last threadgroup along x, the tail.
 struct ScoreTile {
   uint index;
   bool is_tail;

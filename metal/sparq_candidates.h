@@ -1,4 +1,4 @@
-// SparQ's second step: one score per key of the group, and the best keys.
+// SparQ's second launch: one score per key for the group, and the best keys.
 #pragma once
 
 #include "group_scores.h"

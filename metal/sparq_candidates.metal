@@ -1,4 +1,5 @@
-// sparq_candidates: one score per key for the group (sparq.5) and the best keys of each tile (sparq.6).
+// sparq_candidates: one score per key for the group (sparq.5), and the best keys of each tile (sparq.6). A threadgroup
+// processes one tile of a KV head; the first also writes the softmax of the logits (sparq.4).
 //
 // inputs       logits (B, Hkv, stride, G) float; statistics (B, Hkv, score_tiles, G, 2) float; left_padding (B,) int;
 //              length, local_window, top_k () int

@@ -1,15 +1,15 @@
-// SparQ's second step over scores in 8 bits.
+// SparQ's second launch for 8-bit scores.
 #pragma once
 
 #include "sparq_candidates.h"
 #include "sparq_codes.h"
 
-// Source of a row: the group's sum over softmaxes (sparq.5) of narrowed logits.
+// Source of a row: sum of the softmaxes of a group (sparq.5) from 8-bit logits.
 template <int G, typename Scores, typename Statistics>
 struct NarrowedScores {
   Scores scores;  // (S, G), at the row
   Statistics tiles;  // (tiles, G, 2), at the row
-  uint last;  // tile: the tail's
+  uint last;  // tile of the tail
   const threadgroup float2* softmax;
   Window window;
   uint first;  // key of item 0

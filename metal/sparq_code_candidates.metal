@@ -1,5 +1,4 @@
-// sparq_code_candidates: one score per key for the group (sparq.5), of narrowed logits, and the best keys of each tile
-// (sparq.6).
+// sparq_code_candidates: sparq_candidates for 8-bit logits.
 //
 // inputs       logits (B, Hkv, stride, G) uchar; statistics (B, Hkv, score_tiles, G, 2) float; left_padding (B,) int;
 //              length, local_window, top_k () int

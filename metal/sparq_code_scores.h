@@ -1,11 +1,11 @@
-// SparQ's first step over keys in few bits.
+// SparQ's first launch for quantized scoring keys (int4).
 #pragma once
 
 #include "rows.h"
 #include "sparq_scores.h"
 
-// (sparq.21) without its factor for KEYS consecutive coded keys: one pass over `rank` rows of codes, each a load of
-// KEYS / 2 bytes. No key is decoded: q lo is summed once for all keys, q step times code for each.
+// Logits (sparq.21) without their factor for KEYS consecutive coded keys: one pass over `rank` rows of codes, each a
+// load of KEYS / 2 bytes. No key is decoded: q * lo is summed once for all keys, q * step * code for each key.
 template <int G, uint KEYS, typename Word, typename Halves>
 void coded_logits(
     const device uint* codes,  // (D, words)
@@ -52,7 +52,7 @@ void coded_logits(
   }
 }
 
-// (sparq.21) without its factor for row j, a key of the tail.
+// Logits (sparq.21) without their factor for row j, a key of the tail.
 template <int G, typename Rows, typename Centre>
 void tail_logits(
     Rows rows,  // of keys: rows.h

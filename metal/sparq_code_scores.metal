@@ -1,11 +1,12 @@
-// sparq_code_scores: approximate logits of all keys from codes (sparq.21) and, for the softmax, each tile's statistics
-// (sparq.4). The last threadgroup along x has the tail, keys of a group that is not full.
+// sparq_code_scores: approximate logits of all keys from int4 codes (sparq.21), and the statistics of each tile for the
+// softmax (sparq.4). A threadgroup scores a tile of 1,024 coded keys; the last one along x scores the tail, the keys of
+// the unfilled group.
 //
 // inputs       queries (B, Hq, 1, D) T; component_weight (B, Hkv, D) float; codes (B, Hkv, D, words) uint;
 //              lo, step (B, Hkv, D, groups) half; centre (B, Hkv, D) float; keys (B, Hkv, capacity, D) T;
 //              left_padding (B,) int; rank, length () int; scale () float
 // outputs      logits (B, Hkv, stride, G) O, stride = S up to a multiple of 8: float, -inf for invalid keys, or uchar, see
-//              narrowed; statistics (B, Hkv, tiles, G, 2) float
+//              to_eight_bits; statistics (B, Hkv, tiles, G, 2) float
 // template     D, G, WEIGHTED, KEYS
 // grid         tiles * (1024 // KEYS), Hkv, B
 // threadgroup  1024 // KEYS, 1, 1
@@ -21,7 +22,7 @@ const uint3 at = threadgroup_position_in_grid;
 const size_t row = at.z * threadgroups_per_grid.y + at.y;
 const ScoreTile tile = make_score_tile(at.x, threadgroups_per_grid.x, length, left_padding[at.z]);
 const uint first = tile.first + place.index() * (tile.is_tail ? 1 : KEYS);  // valid key of this thread
-const uint count = first < tile.stop ? (tile.is_tail ? 1 : KEYS) : 0;       // of its keys
+const uint count = first < tile.stop ? (tile.is_tail ? 1 : KEYS) : 0;       // number of its keys
 
 choose_components<D, G, WEIGHTED>(
     queries + row * G * D, component_weight + (WEIGHTED ? row * D : 0), uint(rank),

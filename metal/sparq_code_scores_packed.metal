@@ -1,11 +1,11 @@
-// sparq_code_scores_packed: sparq_code_scores, with a tail of packed rows (quantized.1).
+// sparq_code_scores_packed: sparq_code_scores with a tail in a quantized KV cache (quantized.1).
 //
 // inputs       queries (B, Hq, 1, D) T; component_weight (B, Hkv, D) float; codes (B, Hkv, D, words) uint;
 //              lo, step (B, Hkv, D, groups) half; centre (B, Hkv, D) float;
 //              key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint; key_scales, key_biases (B, Hkv, capacity,
 //              D / ROW_GROUP) T; left_padding (B,) int; rank, length () int; scale () float
 // outputs      logits (B, Hkv, stride, G) O, stride = S up to a multiple of 8: float, -inf for invalid keys, or uchar, see
-//              narrowed; statistics (B, Hkv, tiles, G, 2) float
+//              to_eight_bits; statistics (B, Hkv, tiles, G, 2) float
 // template     D, G, WEIGHTED, KEYS, ROW_BITS, ROW_GROUP
 // grid         tiles * (1024 // KEYS), Hkv, B
 // threadgroup  1024 // KEYS, 1, 1
@@ -22,7 +22,7 @@ const uint3 at = threadgroup_position_in_grid;
 const size_t row = at.z * threadgroups_per_grid.y + at.y;
 const ScoreTile tile = make_score_tile(at.x, threadgroups_per_grid.x, length, left_padding[at.z]);
 const uint first = tile.first + place.index() * (tile.is_tail ? 1 : KEYS);  // valid key of this thread
-const uint count = first < tile.stop ? (tile.is_tail ? 1 : KEYS) : 0;       // of its keys
+const uint count = first < tile.stop ? (tile.is_tail ? 1 : KEYS) : 0;       // number of its keys
 
 choose_components<D, G, WEIGHTED>(
     queries + row * G * D, component_weight + (WEIGHTED ? row * D : 0), uint(rank),

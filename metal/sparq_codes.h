@@ -1,8 +1,8 @@
-// Keys in few bits, and their scores in 8: what both of SparQ's first two kernels know of them.
+// Quantized scoring keys (int4) and 8-bit scores, shared by SparQ's first two kernels.
 #pragma once
 
 #include "score_tile.h"
 
-// A logit as sixteenths of a nat below the largest of its tile.
-constant constexpr uint NO_WEIGHT = 254;   // -inf, or too far below
+// An 8-bit logit counts sixteenths of a nat below the largest logit of its tile.
+constant constexpr uint NO_WEIGHT = 254;   // -inf, or outside the range
 constant constexpr uint NO_SOFTMAX = 255;  // NaN or +inf: see merge_statistics

@@ -1,9 +1,9 @@
-// Which components count most.
+// Selection of components.
 #pragma once
 
 #include "threadgroup.h"
 
-// How many of D components are to be taken before d: ties to the lower one.
+// Number of the D components that rank before component d; ties go to the lower component.
 inline uint larger_components(const threadgroup uint* component, uint d, uint D) {
   const uint own = component[d];
   uint larger = 0;

@@ -1,12 +1,12 @@
-// SparQ's first step over packed rows: logits of all keys from all of their components, of which none is dequantised.
+// SparQ's first launch for a quantized KV cache: logits of all keys from all components, without dequantizing them.
 #pragma once
 
 #include "rows.h"
 #include "sparq_tiles.h"
 
-constant constexpr uint UNIT = 32;  // components that a lane takes of a row: BITS words, of one scale
+constant constexpr uint UNIT = 32;  // components of a row that a lane reads: BITS words with one scale
 
-// The fewest lanes, a power of 2, that share a row of d components.
+// Number of lanes that share a row of d components, a power of 2.
 constexpr uint unit_lanes(uint d) {
   uint lanes = 1;
   while (lanes * UNIT < d) {
@@ -15,13 +15,14 @@ constexpr uint unit_lanes(uint d) {
   return lanes;
 }
 
-// How lanes share rows, and how many rows each has in flight.
+// Number of lanes per row, and of rows that a lane loads at once.
 template <int D, int G, uint KEYS>
 struct UnitLayout {
   enum : uint { units = D / UNIT, lanes = unit_lanes(D), batch = G <= 4 ? KEYS : G <= 8 ? KEYS / 2 : KEYS / 4 };
 };
 
-// The queries so that lanes that share a row read neighbours, and the sum of each unit. Ends with a barrier.
+// Store the queries so that lanes that share a row read adjacent numbers, and the sum of each unit. Ends with a
+// barrier.
 template <int D, int G, typename Queries>
 void load_units(
     Queries queries,       // (G, D)
@@ -43,13 +44,13 @@ void load_units(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// (quantized.2) for KEYS consecutive keys of each thread. Lanes that share rows go through the keys of one of them after
-// the other's; the sums go to that one.
+// Logits (quantized.2) for KEYS consecutive keys of each thread. Lanes that share rows process the keys of one lane
+// after the other; that lane receives the sums.
 template <int D, int G, uint KEYS, uint BITS, uint GROUP, typename Codes, typename Scales>
 void row_logits(
     PackedRows<D, BITS, GROUP, Codes, Scales> rows,
     uint first,  // key of this thread
-    uint stop,   // keys from here on are left alone
+    uint stop,   // end of the keys to score
     const threadgroup float4* q,
     const threadgroup float* totals,
     thread float (&logits)[KEYS][G],

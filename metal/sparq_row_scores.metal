@@ -1,11 +1,11 @@
-// sparq_row_scores: logits of all keys from all components of packed rows (quantized.2) and, for the softmax, each tile's
-// statistics (sparq.4). Tiles and results are those of sparq_code_scores.
+// sparq_row_scores: logits of all keys from all components of a quantized KV cache (quantized.2), and the statistics of
+// each tile for the softmax (sparq.4). Tiles and outputs are as in sparq_code_scores.
 //
 // inputs       queries (B, Hq, 1, D) T; key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint;
 //              key_scales, key_biases (B, Hkv, capacity, D / ROW_GROUP) T; left_padding (B,) int; length () int;
 //              scale () float
 // outputs      logits (B, Hkv, stride, G) O, stride = S up to a multiple of 8: float, -inf for invalid keys, or uchar, see
-//              narrowed; statistics (B, Hkv, tiles, G, 2) float
+//              to_eight_bits; statistics (B, Hkv, tiles, G, 2) float
 // template     D, G, ROW_BITS, ROW_GROUP, KEYS
 // grid         tiles * (1024 // KEYS), Hkv, B
 // threadgroup  1024 // KEYS, 1, 1
@@ -19,7 +19,7 @@ const uint3 at = threadgroup_position_in_grid;
 const size_t row = at.z * threadgroups_per_grid.y + at.y;
 const ScoreTile tile = make_score_tile(at.x, threadgroups_per_grid.x, length, left_padding[at.z]);
 const uint first = tile.first + place.index() * KEYS;                           // valid key of this thread
-const uint count = first < tile.stop ? min(uint(KEYS), tile.stop - first) : 0;  // of its keys
+const uint count = first < tile.stop ? min(uint(KEYS), tile.stop - first) : 0;  // number of its keys
 
 load_units<D, G>(queries + row * G * D, reinterpret_cast<threadgroup float*>(q), totals, place);
 float own[KEYS][G];

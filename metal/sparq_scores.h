@@ -1,4 +1,4 @@
-// SparQ's first step: approximate logits of all keys from the few components that matter most to this query.
+// SparQ's first launch: approximate logits of all keys from the selected components.
 #pragma once
 
 #include "sparq_components.h"
@@ -6,10 +6,10 @@
 
 constant constexpr uint SCORE_KEYS = 4;  // consecutive keys per thread
 
-// (sparq.1), (sparq.2): the `rank` components with the largest summed |q| of the group, times `weight` if WEIGHTED, and
-// the queries there. Every threadgroup finds them for itself: D numbers against thousands of keys.
-// component: D sums as bits, which are in the same order, as they are not negative, and with which NaN counts as +inf;
-// chosen: D; q_r: D rows of G, of which `rank` are filled. Ends with a barrier.
+// Select the `rank` components with the largest |q| summed over the group, times `weight` if WEIGHTED (sparq.1),
+// (sparq.2), and gather the queries there. Every threadgroup repeats the selection, which is cheap beside its keys.
+// component: D sums as unsigned bits, which have the order of the sums, as no sum is negative; NaN counts as +inf.
+// chosen: D. q_r: D rows of G, of which `rank` are written. Ends with a barrier.
 template <int D, int G, bool WEIGHTED, typename Queries, typename Weights>
 void choose_components(
     Queries queries,  // (G, D)
@@ -41,7 +41,7 @@ void choose_components(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// c / t_g of (sparq.3) for each query of the group. Ends with a barrier.
+// Factor c / t_g of (sparq.3) for each query of the group. Ends with a barrier.
 template <int D, int G, bool WEIGHTED, typename Queries>
 void coverage_factors(
     Queries queries, uint rank, float scale, const threadgroup float* q_r, threadgroup float* factor, Place place) {
@@ -65,14 +65,14 @@ void coverage_factors(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// (sparq.3) for SCORE_KEYS keys: one pass over `rank` rows of component-major keys. ALIGNED: rows start at a multiple of
-// SCORE_KEYS, so that a thread's keys are one load and the stale ones past the end are there to be read.
+// Logits (sparq.3) of SCORE_KEYS keys: one pass over `rank` rows of component-major keys. ALIGNED: rows begin at a
+// multiple of SCORE_KEYS, so that a thread loads its keys at once; unused columns behind the last key may be read.
 template <int G, bool ALIGNED, typename T>
 void approximate_logits(
     const device T* keys_t,  // (D, capacity), at the thread's first key
     size_t capacity,
     uint rank,
-    uint keys,  // of SCORE_KEYS that exist
+    uint keys,  // number of keys that exist, at most SCORE_KEYS
     const threadgroup int* chosen,
     const threadgroup float* q_r,
     thread float (&logits)[SCORE_KEYS][G]) {

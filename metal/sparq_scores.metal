@@ -1,8 +1,10 @@
-// sparq_scores: approximate logits of all keys (sparq.3) and, for the softmax, each tile's statistics (sparq.4).
+// sparq_scores: approximate logits of all keys (sparq.3), and the statistics of each tile for the softmax (sparq.4). A
+// threadgroup scores a tile of 1,024 keys of a KV head.
 //
 // inputs       queries (B, Hq, 1, D) T; component_weight (B, Hkv, D) float; keys_t (B, Hkv, D, capacity) T;
 //              left_padding (B,) int; rank, length () int; scale () float
-// outputs      logits (B, Hkv, stride, G) float, -inf for invalid keys, stride = S up to a multiple of 4; statistics (B, Hkv, tiles, G, 2) float
+// outputs      logits (B, Hkv, stride, G) float, -inf for invalid keys, stride = S up to a multiple of 4;
+//              statistics (B, Hkv, tiles, G, 2) float
 // template     D, G, WEIGHTED, ALIGNED
 // grid         tiles * 256, Hkv, B
 // threadgroup  256, 1, 1

@@ -1,10 +1,10 @@
-// What a threadgroup of SparQ's first step leaves for the second: statistics of its tile of keys, and their scores.
+// Outputs of SparQ's first launch for the second: the statistics of each tile of keys, and the scores of its keys.
 #pragma once
 
 #include "sparq_codes.h"
 
-// Largest logit and sum of exp(logit - largest) of a tile for each query of the group; -inf and 0 without a valid key,
-// a sum of NaN where a logit is NaN or +inf.
+// Largest logit and sum of exp(logit - largest) of a tile for each query of the group; -inf and 0 without a valid key.
+// The sum is NaN if a logit is NaN or +inf.
 // largest: the same for every thread; partial: MAX_SIMDGROUPS floats for each query.
 template <int G, uint KEYS>
 void tile_statistics(
@@ -15,7 +15,7 @@ void tile_statistics(
     Place place) {
 #pragma clang loop unroll(full)
   for (uint g = 0; g < G; ++g) {
-    float own = -INFINITY;  // max passes over NaN
+    float own = -INFINITY;  // max ignores NaN
 #pragma clang loop unroll(full)
     for (uint v = 0; v < KEYS; ++v) {
       own = max(own, logits[v][g]);
@@ -52,16 +52,16 @@ void tile_statistics(
   }
 }
 
-inline uint narrowed(float logit, float largest) {
+inline uint to_eight_bits(float logit, float largest) {
   if (isnan(logit) || logit == INFINITY) {
     return NO_SOFTMAX;
   }
-  const float below = (largest - logit) * 16.0f;  // +inf where there is none
+  const float below = (largest - logit) * 16.0f;  // +inf if the logit is -inf
   return below < float(NO_WEIGHT) - 0.5f ? uint(rint(below)) : NO_WEIGHT;
 }
 
-// The scores of a thread's keys, `count` of them, as logits or narrowed. All KEYS are written 16 or 4 bytes at a time where
-// they are aligned so.
+// Write the scores of a thread's `count` keys as float32 logits or in 8 bits. All KEYS are written 16 or 4 bytes at a
+// time if their address is aligned.
 template <int G, uint KEYS>
 void store_scores(
     device float* scores,
@@ -96,14 +96,14 @@ void store_scores(
       uint packed = 0;
 #pragma clang loop unroll(full)
       for (uint b = 0; b < 4; ++b) {
-        packed |= narrowed(logits[(i + b) / G][(i + b) % G], largest[(i + b) % G]) << (8 * b);
+        packed |= to_eight_bits(logits[(i + b) / G][(i + b) % G], largest[(i + b) % G]) << (8 * b);
       }
       reinterpret_cast<device uint*>(scores)[i / 4] = packed;
     }
     return;
   }
   for (uint i = 0; i < count * G; ++i) {
-    scores[i] = uchar(narrowed(logits[i / G][i % G], largest[i % G]));
+    scores[i] = uchar(to_eight_bits(logits[i / G][i % G], largest[i % G]));
   }
 }
 
@@ -124,7 +124,7 @@ void store_none(device uchar* scores) {
   }
 }
 
-// Statistics and scores of a tile, of which this thread has `written` from valid key `first` on, and those of its columns
+// Write the statistics and scores of a tile. This thread owns `written` keys from valid key `first` on, and columns
 // before the first valid key.
 template <int G, uint KEYS, typename Score>
 void store_tile(

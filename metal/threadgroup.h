@@ -6,10 +6,10 @@
 using namespace metal;
 
 constant constexpr uint LANES = 32;
-constant constexpr uint MAX_SIMDGROUPS = 16;  // 512 threads: what a pipeline with many registers still allows
+constant constexpr uint MAX_SIMDGROUPS = 16;  // 512 threads: the limit for a kernel with many registers
 static_assert(MAX_SIMDGROUPS <= LANES, "of_simdgroup gives each a lane");
 
-// Where a thread stands in its threadgroup.
+// Position of a thread in its threadgroup.
 struct Place {
   uint lane;       // in its SIMD group
   uint simdgroup;  // in the threadgroup
@@ -19,8 +19,8 @@ struct Place {
   uint threads() const { return simdgroups * LANES; }
 };
 
-// One value per lane, the lanes of SIMD groups that do not exist hold `otherwise`: what a row of `partial` looks like
-// to every SIMD group after a barrier.
+// Load one value of `partial` per lane; lanes without a SIMD group receive `otherwise`. Every SIMD group can call this
+// after a barrier.
 template <typename T>
 T of_simdgroup(const threadgroup T* partial, Place place, T otherwise) {
   return place.lane < place.simdgroups ? partial[place.lane] : otherwise;

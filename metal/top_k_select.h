@@ -1,9 +1,9 @@
 // Select: the k largest scores of a row, exactly, without sorting. Shared by every method.
 //
-// Scores become unsigned integers in the same order. The k-th largest is found two bits at a time by counting; what lies
-// above it, and the first of what equals it, is written in order of index. A row that fits into the registers of one
-// threadgroup is read once. The launcher cuts longer rows into tiles and runs the best k of each as a shorter row; only
-// where k is too large for that, a row is read again in every round.
+// Scores are mapped to unsigned integers in the same order. The k-th largest is found two bits at a time by counting.
+// All items above it, and the first items equal to it, are written in order of index. A row that fits into the
+// registers of one threadgroup is read once. The launcher divides longer rows into tiles and processes the best k of
+// each tile as a shorter row. If k is too large for that, the row is read again in every round.
 #pragma once
 
 #include "threadgroup.h"
@@ -13,7 +13,7 @@ constant constexpr uint TOP_K_PARTIAL = 3 * MAX_SIMDGROUPS;
 constant constexpr uint NEVER = 0;              // bits of an item that is never chosen: invalid or -inf
 constant constexpr uint ALWAYS = 0xFFFFFFFF;    // bits of an item of the local window, above every score
 
-// a < b exactly if ordered_bits(a) < ordered_bits(b). NaN counts as +inf.
+// a < b if and only if ordered_bits(a) < ordered_bits(b). NaN counts as +inf.
 inline uint ordered_bits(float score) {
   if (score == -INFINITY) {
     return NEVER;
@@ -22,18 +22,18 @@ inline uint ordered_bits(float score) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The part of one row that a threadgroup looks at, and where its result goes.
+// The part of a row that one threadgroup processes, and the position of its result.
 struct Tile {
   uint b;      // sequence
   uint row;    // b * H + head
   uint first;  // item of the row
   uint count;  // of items
-  uint k;      // how many are wanted
-  uint slots;  // how many each tile can hold
+  uint k;      // number of items to select
+  uint slots;  // capacity of a tile's result
   size_t out;  // its first slot
 };
 
-// A grid of one threadgroup along x leaves the whole row to it; otherwise a tile is what its registers hold.
+// With one threadgroup along x the tile is the whole row; otherwise it has as many items as the registers hold.
 inline Tile make_tile(uint3 at, uint3 grid, uint row_length, uint top_k, Place place) {
   Tile tile;
   tile.b = at.z;
@@ -47,13 +47,13 @@ inline Tile make_tile(uint3 at, uint3 grid, uint row_length, uint top_k, Place p
   return tile;
 }
 
-// The keys of a row that are there, and those that are always chosen.
+// The valid keys of a row, and the keys that are always selected.
 struct Window {
   uint padding;  // first valid key
   uint local;    // first key of the local window
   uint length;   // number of keys
 
-  // True if the score of key j need not be looked at; its bits are in `bits`.
+  // True if the score of key j is not needed; its bits are then in `bits`.
   bool decides(uint j, thread uint& bits) const {
     bits = j < padding ? NEVER : ALWAYS;
     return j < padding || j >= local;
@@ -64,7 +64,7 @@ inline Window make_window(int length, int padding, int local_window) {
   return {uint(max(padding, 0)), uint(max(length - local_window, 0)), uint(length)};
 }
 
-// Source of a row: what the caller scored.
+// Source of a row: scores of the caller.
 template <typename Scores>
 struct ScoredKeys {
   Scores scores;  // pointer to the row
@@ -89,8 +89,8 @@ struct Candidates {
   int index(uint item) const { return candidate_indices[item]; }
 };
 
-// A row as one lane sees it: item i of a block is item `first + 32 i` of the row, so that the items of a SIMD group are
-// consecutive and its loads coalesce.
+// The part of a row that one lane processes: item i of a block is item `first + 32 i` of the row. The items of a SIMD
+// group are consecutive, so that its loads coalesce.
 template <typename Source>
 struct Items {
   Source source;
@@ -128,8 +128,8 @@ Items<Source> make_items(Source source, uint count, Place place) {
   return items;
 }
 
-// Sum over the threadgroup of what each SIMD group counted, known to every thread. `round` alternates between two halves
-// of `partial`, so that one barrier per sum is enough.
+// Return the sum of the SIMD groups' counts to every thread. `round` alternates between two halves of `partial`, so
+// that one barrier per sum is enough.
 inline uint3 threadgroup_sum(uint3 counts, threadgroup uint3* partial, uint round, Place place) {
   threadgroup uint3* side = partial + (round & 1) * MAX_SIMDGROUPS;
   if (place.lane == 0) {
@@ -140,7 +140,7 @@ inline uint3 threadgroup_sum(uint3 counts, threadgroup uint3* partial, uint roun
   return uint3(simd_sum(all.x), simd_sum(all.y), simd_sum(all.z));
 }
 
-// How many items of the row, among those that agree with `threshold` above `shift`, have the digits 1, 2 and 3 there.
+// Number of items with the digits 1, 2 and 3 at `shift`, among the items that equal `threshold` above `shift`.
 template <typename Source>
 uint3 count_digits(
     thread Items<Source>& items, uint threshold, uint shift, threadgroup uint3* partial, uint round, Place place) {
@@ -159,7 +159,7 @@ uint3 count_digits(
   return threadgroup_sum(counts, partial, round, place);
 }
 
-// The largest bits that at least k items of the row reach; NEVER if fewer than k items can be chosen.
+// The largest bits that at least k items of the row reach; NEVER if fewer than k items can be selected.
 template <typename Source>
 uint kth_largest(thread Items<Source>& items, uint k, threadgroup uint3* partial, Place place) {
   uint threshold = 0;
@@ -185,13 +185,13 @@ uint kth_largest(thread Items<Source>& items, uint k, threadgroup uint3* partial
     }
     threshold |= digit << shift;
     if (reached == k) {
-      break;  // exactly these k; all threads know it
+      break;  // exactly k items; uniform in the threadgroup
     }
   }
   return threshold;
 }
 
-// Write the best k of a tile in order of index, ties to the lower one, then empty slots.
+// Write the best k items of a tile in order of index, then empty slots. Ties go to the lower index.
 template <typename Source, typename Bits, typename Indices>
 void select_best(Source source, Tile tile, Bits bits, Indices indices, threadgroup uint3* partial, Place place) {
   Items<Source> items = make_items(source, tile.count, place);
@@ -199,7 +199,7 @@ void select_best(Source source, Tile tile, Bits bits, Indices indices, threadgro
   const auto chosen_bits = bits + tile.out;
   const auto chosen_indices = indices + tile.out;
 
-  // Items above the threshold and items equal to it, here, in earlier SIMD groups, and in all.
+  // Items above the threshold and items equal to it: in this lane, in earlier SIMD groups, and in total.
   uint above = 0;
   uint equal = 0;
   for (uint block = 0; block < items.blocks; ++block) {

@@ -18,12 +18,12 @@ HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
 
 # Subcommands that parse their own arguments, with the module of their main().
 OWN_PARSERS = {
-    "demo": "mlx_sparse.tools.demo.run",
-    "advise": "mlx_sparse.tools.advise.command",
+    "demo": "mlx_sparse.tools.demo",
+    "advise": "mlx_sparse.tools.advise",
     "calibrate": "mlx_sparse.tools.measure",
     "eval": "mlx_sparse.tools.evaluate.run",
     "report": "mlx_sparse.tools.evaluate.report",
-    "tune-sample": "mlx_sparse.tools.tune.run",
+    "tune-sample": "mlx_sparse.tools.tune",
     "train-saap": "mlx_sparse.tools.train.run",
     "bench": "mlx_sparse.tools.bench.command",
     "export-onnx": "mlx_sparse.onnx_export.exporter.command",

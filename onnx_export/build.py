@@ -11,8 +11,7 @@ import onnx
 from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, check_share
 
 from .compose import bodies, operator
-from .domain import DEFAULT, DOMAIN, SPEC, VERSION, Profile
-from .formal import Tensor
+from .domain import DEFAULT, DOMAIN, SPEC, VERSION, Profile, Tensor
 from .schemas import registered
 
 TYPES = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}

@@ -1,8 +1,8 @@
 """Build the bodies of operators: model-local functions of standard operators.
 
-A step and an append are ONNX text in bodies/, with the constants of constants.onnxtxt. The operators that append to
-caches and then attend are composed here, by calls of those functions: a call takes the values that have the names of
-its inputs, and passes on attributes by name.
+Decode steps and appends are ONNX text in bodies/, one file per method; shared.onnxtxt begins with the constants. The
+operators that append to caches and then attend are composed here from calls of these functions. A call takes the
+values that have the names of its inputs, and passes attributes on by name.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from onnx.inliner import inline_local_functions
 
 from mlx_sparse.checks import ConfigError, did_you_mean
 
-from .domain import DEFAULT, DOMAIN, VERSION, Profile
-from .formal import Operator
+from .domain import DEFAULT, DOMAIN, VERSION, Operator, Profile
 from .operators import FUNCTIONS, OPERATORS, PROMPTS
 
 BODIES = Path(__file__).parent / "bodies"
+CONSTANTS = "constants"
 # What an operator that attends to caches calls to append, and then for a decode step over enough keys, if it has one.
 COMPOSED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "CachedAttention": ("Append", ()),
@@ -63,15 +63,30 @@ def function(name: str, profile: Profile = DEFAULT) -> FunctionProto:
 
 @cache
 def _parsed(name: str) -> FunctionProto:
-    head, brace, body = _text(name).partition("{\n")
+    head, brace, body = _texts()[name][1].partition("{\n")
     used = set(re.findall(r"\w+", body))
-    constants = [line for line in _text("constants").splitlines() if line.partition(" ")[0] in used]
+    constants = [line for line in _texts()[CONSTANTS][1].splitlines() if line.partition(" ")[0] in used]
     return onnx.parser.parse_function("\n".join([head, brace, *constants, body]))
 
 
-def _text(name: str) -> str:
-    """Return a text without its comments."""
-    return re.sub(r"#.*", "", (BODIES / f"{name}.onnxtxt").read_text(encoding="utf-8"))
+def file_of(name: str) -> str:
+    """Return the name of the file in bodies/ that has the text of a function."""
+    return _texts()[name][0]
+
+
+@cache
+def _texts() -> dict[str, tuple[str, str]]:
+    """Return the file and the text without comments of each function, and of the constants."""
+    found = {}
+    for file in sorted(BODIES.glob("*.onnxtxt")):
+        constants, *functions = re.split(r"(?m)^(?=<opset_import)", re.sub(r"#.*", "", file.read_text("utf-8")))
+        if constants.strip():
+            found[CONSTANTS] = file.name, constants
+        for text in functions:
+            name = re.search(r"^\w+", text, re.MULTILINE)
+            assert name, file
+            found[name[0]] = file.name, text
+    return found
 
 
 def _attention(made: Operator, profile: Profile) -> FunctionProto:

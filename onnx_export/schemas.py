@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import onnx
 from onnx.defs import OpSchema
 
-from .domain import DOMAIN, VERSION
-from .formal import Operator, T, Tensor, W
+from .domain import DOMAIN, VERSION, Operator, T, Tensor, W
 from .operators import OPERATORS
 
 

@@ -1,8 +1,8 @@
-"""What scripts/mac_check.sh or scripts/gpu_check.sh found, as files to send back.
+"""Collect the results of scripts/mac_check.sh or scripts/gpu_check.sh in files to send back.
 
 python scripts/check_report.py mac|gpu FOLDER FILE
-python scripts/check_report.py passed FILE.json      whether the tests of a Mac's report ran and passed
-python scripts/check_report.py validation FILE.log   whether Metal's validation said nothing
+python scripts/check_report.py passed FILE.json      check that the tests of a Mac's report ran and passed
+python scripts/check_report.py validation FILE.log   check that Metal's validation reported nothing
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ GPU = {
     "saap": "the benchmark of SAAP's steps",
     "prefill": "the benchmark of prefill",
 }
-VIRTUAL = "meaningless: the GPU is one of a virtual machine"
+VIRTUAL = "meaningless: the GPU belongs to a virtual machine"
 MOST_MESSAGES, LAST_CHARACTERS = 100, 10_000
-MOST_FAILURES = 20  # that the Markdown lists; the other file has all
+MOST_FAILURES = 20  # failures in the Markdown file; the JSON lines have all
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report of what is in FOLDER, or say what a file holds; 0 if all ran and nothing failed."""
+    """Write the report of FOLDER, or check one file; return 0 if everything ran and nothing failed."""
     kind, *paths = argv
     if kind in ("passed", "validation"):
         path = Path(paths[0])
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def mac(folder: Path, target: Path) -> int:
-    """One JSON file."""
+    """Write the report of a Mac as one JSON file."""
     found = {
         "machine": machine() | facts(folder / "machine.txt"),
         "tests": {run: junit(folder / f"{run}.xml") for run in RUNS},
@@ -59,7 +59,7 @@ def mac(folder: Path, target: Path) -> int:
 
 
 def mac_problems(found: Mapping[str, Any]) -> list[str]:
-    """One sentence for each thing that is missing or wrong."""
+    """Return one sentence for each missing or wrong result."""
     wrong = tests_failed(found)
     if found["validation"]:
         wrong.append(f"Metal's validation reports {len(found['validation'])} lines")
@@ -72,7 +72,7 @@ def mac_problems(found: Mapping[str, Any]) -> list[str]:
 
 
 def tests_failed(found: Mapping[str, Any]) -> list[str]:
-    """One sentence for each run of a Mac's tests that is missing, failed or tested nothing."""
+    """Return one sentence for each test run on a Mac that is missing, failed or ran no test."""
     wrong = []
     for run in RUNS:
         tests = found.get("tests", {}).get(run)
@@ -81,7 +81,7 @@ def tests_failed(found: Mapping[str, Any]) -> list[str]:
 
 
 def gpu(folder: Path, target: Path) -> int:
-    """FILE.jsonl, and FILE.md for people. Runs without mlx."""
+    """Write FILE.jsonl, and FILE.md for people. This works without mlx."""
     untested = text(folder / "no_tests").strip()
     tests = None if untested else junit(folder / "tests.xml")
     if tests is not None:
@@ -102,7 +102,7 @@ def gpu(folder: Path, target: Path) -> int:
 def gpu_problems(
     tests: Mapping[str, Any] | None, untested: str, benchmarks: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[str]:
-    """One sentence for each thing that is missing or wrong."""
+    """Return one sentence for each missing or wrong result."""
     wrong = _failures(tests) if tests else [] if untested else ["the tests did not finish"]
     if tests and tests["status"] > 1:  # 1: tests failed
         wrong.append(f"the tests were ended after {tests['tests']} of them (status {tests['status']})")
@@ -118,19 +118,19 @@ def gpu_problems(
 
 
 def _failures(tests: Mapping[str, Any], which: str = "") -> list[str]:
-    """What is wrong with a pytest run that ended."""
+    """Return the problem of a pytest run that ended, if there is one."""
     if failed := len(tests["failed"]):
         return [f"{failed} of {tests['tests']} tests{which} failed"]
     return [f"no test{which} ran"] if tests["tests"] == tests["skipped"] else []
 
 
 def _rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    # A benchmark that was ended may have left half a line.
+    # A benchmark that was stopped may leave an incomplete last line.
     return [json.loads(line) for line in text(folder / f"{name}.jsonl").splitlines() if line.endswith("}")]
 
 
 def _text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The report of a benchmark that came to its end, under its command."""
+    """Return the command and the table of a benchmark that finished; an empty text otherwise."""
     return next((f"    {row['run']['command']}\n\n{row['text']}" for row in rows if row["kind"] == "end"), "")
 
 
@@ -144,7 +144,7 @@ def _head(check: Mapping[str, Any], summary: str) -> str:
 
 
 def junit(path: Path) -> dict[str, Any] | None:
-    """Counts and failures of a pytest run; None if it did not end."""
+    """Return the counts and failures of a pytest run, or None if it did not end."""
     try:
         suite = ElementTree.parse(path).getroot().find("testsuite")
     except (OSError, ElementTree.ParseError):
@@ -161,18 +161,18 @@ def junit(path: Path) -> dict[str, Any] | None:
 
 
 def messages(log: str) -> list[str]:
-    """What Metal's validation layers had to say, without their announcing themselves."""
+    """Return the messages of Metal's validation layers, without the lines that announce them."""
     lines = [line for line in log.splitlines() if "validation" in line.lower() or "invalid" in line.lower()]
     return [line for line in lines if "Validation Enabled" not in line][:MOST_MESSAGES]
 
 
 def facts(path: Path) -> dict[str, str]:
-    """The lines ``name: value`` of a file."""
+    """Return the lines ``name: value`` of a file as a dictionary."""
     return dict(line.split(": ", 1) for line in text(path).splitlines() if ": " in line)
 
 
 def text(path: Path) -> str:
-    """What a file holds; nothing if it is not there."""
+    """Return the text of a file, or an empty text if there is no file."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 

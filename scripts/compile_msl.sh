@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# On a Mac with Xcode: compile every text of a folder of scripts/dump_msl.py with Apple's compiler, warnings as errors,
-# for each language version that its SDK has. The flags are MLX's own; its header counts as a system header.
+# On a Mac with Xcode: compile every source that scripts/dump_msl.py wrote with Apple's compiler, for each language
+# version of the SDK. Warnings are errors. The flags are MLX's flags, and its header is a system header.
 #
 #   scripts/compile_msl.sh FOLDER [VERSION...]
 set -euo pipefail
 
 if (($# < 1)) || [[ ! -f $1/manifest.json ]]; then
-  echo "compile_msl.sh: error: expected a folder of scripts/dump_msl.py, got ${1:-none}." >&2
+  echo "compile_msl.sh: error: expected a folder that scripts/dump_msl.py wrote, got ${1:-none}." >&2
   exit 2
 fi
 folder=$1
@@ -16,7 +16,7 @@ versions=("$@")
 
 metal=(xcrun -sdk macosx metal)
 if ! "${metal[@]}" --version; then
-  xcodebuild -downloadComponent MetalToolchain # Xcode 26 comes without: actions/runner-images#13014
+  xcodebuild -downloadComponent MetalToolchain # not part of Xcode 26: actions/runner-images#13014
   "${metal[@]}" --version
 fi
 
@@ -24,7 +24,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 echo 'kernel void nothing() {}' >"$work/nothing.metal"
 
-# As MLX builds its own kernels, and -Werror. Not every SDK knows -Wmetal-addr-spaces.
+# The flags of MLX's own kernels, and -Werror. Some SDKs lack -Wmetal-addr-spaces.
 flags=(-x metal -c -fno-fast-math -Wall -Wextra -Werror -Wno-c++17-extensions -Wno-c++20-extensions)
 if "${metal[@]}" "${flags[@]}" -Wmetal-addr-spaces "$work/nothing.metal" -o /dev/null 2>"$work/why"; then
   flags+=(-Wmetal-addr-spaces)
@@ -37,12 +37,12 @@ for std in "${versions[@]}"; do
     continue
   fi
   compiled=$((compiled + 1))
-  # A message names the lines of the kernel's own files, so say which text it was. The last argument is the text.
+  # A message refers to lines of the original kernel files, so print the name of the source, the last argument.
   # shellcheck disable=SC2016 # the inner shell expands these
   if find "$folder" -name '*.metal' -print0 | xargs -0 -n 1 -P "$(getconf _NPROCESSORS_ONLN)" \
     bash -c '"${@:2}" -o /dev/null || { echo "$1 refuses ${*: -1}"; exit 1; }' \
     bash "$std" "${metal[@]}" "-std=$std" "${flags[@]}" -isystem "$folder" -include mlx_utils.h; then
-    echo "$std: $(find "$folder" -name '*.metal' | wc -l | tr -d ' ') texts compile"
+    echo "$std: $(find "$folder" -name '*.metal' | wc -l | tr -d ' ') sources compile"
   else
     status=1
   fi

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""One command for each thing a newcomer wants. Needs Python 3.10 or newer and nothing else.
+"""Run the demo, the tests or the checks of this project. This script needs only Python 3.10 or newer.
 
   python3 scripts/dev.py demo     generate with a small real model, dense and sparse
-  python3 scripts/dev.py test     lint, then the fast tests: a few of every backend. --all runs all
+  python3 scripts/dev.py test     lint, then the fast tests of every backend; with --all, all tests
   python3 scripts/dev.py lint     ruff, mypy and codespell
   python3 scripts/dev.py doctor   versions, devices and problems of this machine
-  python3 scripts/dev.py setup    install what the tests need, and run nothing
-  python3 scripts/dev.py size     lines and files beside their budgets, and what three entry points import
+  python3 scripts/dev.py setup    install the requirements of the tests, and run nothing
+  python3 scripts/dev.py size     lines and files with their budgets, and the import closures of three entry points
 
-The first run makes .venv in the project and installs the project into it, for test and lint with everything that the
-tests need (3 GB); later runs find it ready. uv is used where it is installed. What follows demo, test and doctor is
-passed on: python3 scripts/dev.py test -k sparq runs all tests with that name.
+The first run creates .venv in the project and installs the project into it. For test and lint it also installs the
+requirements of the tests (3 GB). If uv is installed, the script uses it. Further arguments of demo, test and doctor
+are passed on: python3 scripts/dev.py test -k sparq runs all tests with that name.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
-STAMP = ROOT / ".venv" / "dev-stamp"  # what was installed: its extras, pyproject.toml, native kernels, modules
+STAMP = ROOT / ".venv" / "dev-stamp"  # state of the installation: extras, pyproject.toml, native kernels, modules
 KERNELS = ROOT / "onnx_export" / "ort_ops"
 PACKAGES = ("mlx_sparse", "metal", "cuda_ref", "onnx_export")
 BASE, TEST = ".", ".[test]"
@@ -48,7 +48,7 @@ LINES = {
     "scripts": 1_800,
 }
 PRODUCT = ("mlx_sparse", "metal", "onnx_export", "cuda_ref", "scripts")
-TOTALS = {"product lines": 40_000, "product files": 340, "test lines": 29_000, "words of Markdown": 60_000}
+TOTALS = {"product lines": 40_000, "product files": 340, "test lines": 29_000, "words of Markdown": 35_000}
 CLOSURES = {"mlx_sparse/lm/model.py": 50, "onnx_export/exporter/export.py": 70, "cuda_ref/api/__init__.py": 25}
 NOT_CODE = {".svg", ".png", ".json", ".jsonl"}
 
@@ -66,7 +66,7 @@ def make_venv(uv):
     if uv:
         run(uv, "venv", "--python", sys.executable, ".venv")
     elif importlib.util.find_spec("ensurepip"):
-        run(sys.executable, "-m", "venv", "--upgrade-deps", ".venv")  # a new pip takes half the time of Python 3.11's
+        run(sys.executable, "-m", "venv", "--upgrade-deps", ".venv")  # a new pip is twice as fast as Python 3.11's
     elif importlib.util.find_spec("pip"):  # Debian without python3-venv
         run(sys.executable, "-m", "venv", "--without-pip", ".venv")
         run(sys.executable, "-m", "pip", "--python", BIN / "python", "install", "pip")
@@ -82,11 +82,11 @@ def setup(wanted):
     installed, _, known = STAMP.read_text().partition(" ") if STAMP.is_file() else ("", "", "")
     if known == state and installed in (wanted, TEST):
         return
-    wanted = TEST if TEST in (wanted, installed) else wanted  # what is there stays
+    wanted = TEST if TEST in (wanted, installed) else wanted  # keep an installation with the test extra
     uv = shutil.which("uv")
     if not (BIN / "python").exists():
         make_venv(uv)
-    # Python compiles what it imports, once; all of 3 GB would take minutes, which uv does not take either.
+    # Python compiles modules on first import. Compiling all 3 GB now would take minutes.
     pip = [BIN / "python", "-m", "pip", "install", "--no-compile"]
     install = [uv, "pip", "install", "--python", BIN / "python"] if uv else pip
     run(*install, "-e", wanted)
@@ -96,23 +96,23 @@ def setup(wanted):
 def lint():
     run(BIN / "ruff", "check", ".")
     run(BIN / "ruff", "format", "--check", ".")
-    # What onnx_export needs left Python 3.10 behind.
+    # The dependencies of onnx_export do not support Python 3.10.
     run(BIN / "mypy", *([] if sys.version_info >= (3, 11) else ["mlx_sparse", "cuda_ref"]))
     run(BIN / "codespell")
 
 
 def tests(args):
-    """What pytest is given: no arguments mean the fast tier, --all means everything, and others are passed on."""
+    """Return the arguments of pytest: the fast tier by default, all tests with --all, or the given arguments."""
     if args not in ([], ["--all"]):
         return args
-    # To all processors, file by file, so that fixtures of a file are made once; slow files first.
+    # Distribute whole files, so that the fixtures of a file are made once. Slow files come first.
     return ["-n", "logical", "--dist", "loadfile", "--no-loadscope-reorder", *([] if args else ["--fast"])]
 
 
 def imported_by(path, root=ROOT, *, everything=False):
     """Return the dotted names that a file imports, `from a import b` as a.b, without blocks for type checkers.
 
-    ``everything`` includes imports inside functions, which run later, and calls of import_module.
+    With ``everything``, also return imports inside functions and calls of import_module.
     """
     package = list(path.relative_to(root).parent.parts)
     names, todo = [], [ast.parse(path.read_text(encoding="utf-8"))]
@@ -165,7 +165,7 @@ def closure(entry):
 
 
 def size():
-    """Print lines and files per package beside their budgets, import closures and the largest files."""
+    """Print the lines and files of each package with their budgets, the import closures and the largest files."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=str(ROOT), check=True, stdout=subprocess.PIPE).stdout
     tracked = [ROOT / name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
     texts = {path: path.read_text(encoding="utf-8") for path in tracked if path.suffix not in NOT_CODE}
@@ -198,9 +198,9 @@ def main():
         sys.exit(f"mlx-sparse-attention needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=["demo", "test", "lint", "doctor", "setup", "size"])
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="passed on to the command that the verb runs")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="further arguments of the command")
     options = parser.parse_args()
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or hundreds of programs would compile the same modules each
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or hundreds of processes each compile the same modules
     if options.verb in ("lint", "setup", "size") and options.args:
         parser.error(f"{options.verb} takes no arguments")
     if options.verb == "size":
@@ -211,7 +211,7 @@ def main():
     if options.verb == "test":
         run(BIN / "python", "-m", "pytest", *tests(options.args))
     elif options.verb in ("demo", "doctor"):
-        # MLX's own BLAS would take minutes for the demo on a Linux CPU.
+        # With MLX's own BLAS, the demo takes minutes on a Linux CPU.
         fast = ["--fast-blas"] if options.verb == "demo" and sys.platform == "linux" else []
         run(BIN / "mlx-sparse", options.verb, *fast, *options.args)
 

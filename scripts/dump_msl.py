@@ -1,10 +1,11 @@
-"""Write every MSL text that the launchers generate for the lists of cases of the tests.
+"""Write every MSL source that the launchers generate for the cases of the tests.
 
 python scripts/dump_msl.py --out FOLDER [--compile]
 
-FOLDER gets one file per text, mlx_utils.h, and manifest.json. MLX compiles mlx_utils.h and a text as one string: that
-header is its own, which it puts before every custom kernel, in the order of its make_compiled_preamble.sh. A text is
-what MLX's export callback hands out, to the byte. Runs on Linux; with --compile it needs a clang or the test extra.
+FOLDER gets one file per source, mlx_utils.h and manifest.json. mlx_utils.h is the header that MLX puts before every
+custom kernel, in the order of its make_compiled_preamble.sh. MLX compiles the header and a source as one string. Each
+source equals the text of MLX's export callback byte for byte. The script runs on Linux. --compile needs clang or the
+`test` extra.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from tqdm import tqdm
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 UTILS = "mlx/backend/metal/kernels/utils.h"
 HEADER, MANIFEST = "mlx_utils.h", "manifest.json"
-THREADS = 2  # clang runs beside Python
+THREADS = 2  # threads that run clang
 
 
 @dataclass
 class Text:
-    """One text, of which there may have been many launches.
+    """An MSL source and the launches that use it.
 
     Attributes:
-        name: of its file, without the suffix; kernel and template instance.
-        kernel: in metal/.
-        host_name: of its function in a Metal library.
-        sha256: of mlx_utils.h and the text together.
-        size: bytes of the text alone.
-        template: arguments by name; types by MLX's name.
-        inputs, outputs: types.
-        threads: most in a threadgroup of any launch.
+        name: file name without the suffix: kernel and template instance.
+        kernel: name of the kernel in metal/.
+        host_name: name of the function in a Metal library.
+        sha256: hash of mlx_utils.h and the source together.
+        size: bytes of the source alone.
+        template: template arguments by name; types have MLX's names.
+        outputs: output types.
+        threads: largest number of threads in a threadgroup of any launch.
         threadgroup_memory: bytes of the threadgroup arrays, counted by clang; None without --compile.
-        call: the first that generated it.
+        call: name of the first call that generated the source.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Text:
 
 
 def utils() -> str:
-    """What MLX puts before every custom kernel: utils.h of the installed MLX and what it includes, each once."""
+    """Return the header of every custom kernel: utils.h of the installed MLX and its includes, each once."""
     root = Path(mx.__file__).parent / "include"
     parts: dict[str, str] = {}
 
@@ -80,12 +81,12 @@ def utils() -> str:
 
 
 def plain(value: Any) -> Any:
-    """A template argument for JSON."""
+    """Return a template argument as a JSON value."""
     return value if isinstance(value, int | bool) else str(value).removeprefix("mlx.core.")
 
 
 def texts(calls: Iterable[Any], header: str) -> list[Text]:
-    """The distinct texts of these calls, in the order in which they come."""
+    """Return the distinct sources of these calls, in the order of generation."""
     import msl
 
     found: dict[str, Text] = {}
@@ -99,7 +100,7 @@ def texts(calls: Iterable[Any], header: str) -> list[Text]:
             known.threads = max(known.threads, threads)
             return
         name = launch.host_name.removeprefix("custom_kernel_")
-        names[name] = names.get(name, 0) + 1  # MLX adds a hash: a name stands for inputs of several sizes
+        names[name] = names.get(name, 0) + 1  # one name covers inputs of several sizes; MLX adds a hash
         found[launch.text] = Text(
             name=name if names[name] == 1 else f"{name}-{names[name]}",
             kernel=generated.kernel,
@@ -121,7 +122,7 @@ def texts(calls: Iterable[Any], header: str) -> list[Text]:
 
 
 def check(text: Text) -> list[str]:
-    """What the harness says of the text in its strict mode: lint and typed compilation by clang. Notes its memory."""
+    """Lint a source and compile it with clang in strict mode; return the findings and store its threadgroup memory."""
     import msl
 
     try:
@@ -133,7 +134,7 @@ def check(text: Text) -> list[str]:
 
 
 def write(folder: Path, header: str, found: Sequence[Text]) -> None:
-    """Fill a new folder, which takes the place of an older dump when it is complete."""
+    """Write a new folder, and replace an older dump with it when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -156,13 +157,13 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="dump_msl.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="a new folder, or one of this script")
-    parser.add_argument("--compile", action="store_true", help="lint each text and compile it with clang")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="a new folder, or an older dump")
+    parser.add_argument("--compile", action="store_true", help="lint each source and compile it with clang")
     args = parser.parse_args(argv)
     if sys.platform != "linux":
         parser.error(f"expected Linux, where the harness of tests/msl runs, got {sys.platform}.")
     if args.out.exists() and not (args.out / MANIFEST).is_file():
-        parser.error(f"--out: expected a new folder or one of this script, got {args.out}. Name another.")
+        parser.error(f"--out: expected a new folder or an older dump, got {args.out}. Name another.")
     sys.path[:0] = [str(TESTS), str(TESTS / "fixtures")]
     from metal_calls import metal_calls
 
@@ -172,14 +173,14 @@ def main(argv: Sequence[str]) -> int:
     if args.compile:
         with ThreadPoolExecutor(THREADS) as pool:
             results = tqdm(pool.map(check, found), "clang", len(found), unit="text", disable=None)
-            complaints = {text.name: said for text, said in zip(found, results, strict=True) if said}
+            complaints = {text.name: errors for text, errors in zip(found, results, strict=True) if errors}
     write(args.out, header, found)
     kernels, size = len({text.kernel for text in found}), sum(text.size for text in found)
-    print(f"{len(found)} texts of {kernels} kernels, {size:,} bytes, and a header of {len(header.encode()):,} for each")
+    print(f"{len(found)} sources of {kernels} kernels, {size:,} bytes, each with a header of {len(header.encode()):,}")
     if args.compile:
         print(f"{len(found) - len(complaints)} of {len(found)} compile with clang in the harness's strict mode")
-    for name, said in complaints.items():
-        print(f"{name}:", *said, sep="\n  ", file=sys.stderr)
+    for name, errors in complaints.items():
+        print(f"{name}:", *errors, sep="\n  ", file=sys.stderr)
     return 1 if complaints else 0
 
 

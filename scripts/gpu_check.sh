@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: run the tests of the Triton kernels and the benchmarks on it, within 10 minutes,
-# and write FILE.jsonl and FILE.md to send back. python3 needs numpy, torch 2.11 and triton 3.6 or newer, and pytest
-# for the tests (those of transformers run where it is installed); mlx, an installation of this project and a network
-# are not needed.
+# On a machine with an NVIDIA GPU: run the tests of the Triton kernels and the benchmarks within 10 minutes, and write
+# FILE.jsonl and FILE.md to send back. python3 needs numpy, torch 2.11 and triton 3.6 or newer, and pytest for the
+# tests. The tests of transformers run if it is installed. The script needs neither mlx, nor an installation of this
+# project, nor a network.
 #
 #   scripts/gpu_check.sh [--dry-run] [-o FILE.jsonl]
 set -euo pipefail
@@ -32,7 +32,7 @@ fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 
-# Whether python3 has a package.
+# Succeed if python3 has a package.
 has() {
   python3 -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" 2>"$work/has.log"
 }
@@ -43,7 +43,7 @@ run() {
   $dry_run || "$@"
 }
 
-# Show a command and run it, its output into FILE: save FILE COMMAND...
+# Show a command and write its output to FILE: save FILE COMMAND...
 save() {
   local file=$1
   shift
@@ -51,7 +51,7 @@ save() {
   $dry_run || "$@" >"$file"
 }
 
-# What the report should say of the machine; no serial numbers, no names.
+# Print the facts of the machine for the report, without serial numbers and names.
 describe() {
   echo "gpu: $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
   echo "driver: $(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)"
@@ -61,16 +61,16 @@ describe() {
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# The package is this checkout, as links: what is installed, if anything is, may be another.
+# Import this checkout through links, because another version may be installed.
 mkdir -p "$work/tree/mlx_sparse"
 ln -s "$root"/mlx_sparse/* "$root/cuda_ref" "$work/tree/mlx_sparse/"
 ln -s "$root/tests" "$root/scripts" "$root/docs" "$root/pyproject.toml" "$work/tree/"
 cd "$work/tree"
 export PYTHONPATH="$work/tree"
-export TRITON_INTERPRET=0 # on the GPU, whatever the caller's environment says
+export TRITON_INTERPRET=0 # run on the GPU even if the environment requests the interpreter
 $dry_run || describe | tee "$work/machine.txt"
 
-# A failing test does not end the script; the report will say so. Kernels compile for every test: on several cores.
+# A failing test does not end the script; the report lists it. Tests run in parallel because kernels compile slowly.
 parallel=()
 if has xdist; then
   parallel=(-n 8)
@@ -83,7 +83,7 @@ if has pytest || $dry_run; then
   run timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/kernels/test_triton_kernels.py \
     tests/kernels/test_triton_saap.py tests/kernels/test_triton_prompts.py tests/evaluate/test_triton_bench.py \
     "${transformers[@]}" \
-    tests/conformance/test_decode.py tests/conformance/test_select.py tests/conformance/test_prompts.py tests/conformance/test_buckets.py -k triton \
+    tests/conformance/test_decode.py tests/conformance/test_select.py tests/conformance/test_prefill.py tests/conformance/test_buckets.py -k triton \
     --import-mode=importlib -o "pythonpath=tests tests/fixtures" -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" ||
     echo "status: $?" | tee "$work/tests_status.txt"
 else

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a Mac with Apple silicon: run the kernel tests and the benchmarks on its GPU, and write one JSON file to send
-# back. Everything it needs goes into .venv.
+# back. The script installs its requirements into .venv.
 #
 #   scripts/mac_check.sh [--dry-run] [-o FILE.json]
 set -euo pipefail
@@ -34,7 +34,7 @@ run() {
   $dry_run || "$@"
 }
 
-# Show a command and run it, its output into FILE: save FILE COMMAND...
+# Show a command and write its output to FILE: save FILE COMMAND...
 save() {
   local file=$1
   shift
@@ -42,13 +42,13 @@ save() {
   $dry_run || "$@" >"$file"
 }
 
-# Run the kernel tests: tests NAME COMMAND... A failing test does not end the script; the report will say so.
-# Metal writes its findings to the process's own standard error, which pytest must not swallow.
+# Run the kernel tests: tests NAME COMMAND... A failing test does not end the script; the report lists it.
+# Metal writes its findings to the standard error of the process, so pytest must not capture that stream.
 tests() {
   local name=$1 status=0
   shift
   run "$@" .venv/bin/python -m pytest tests/kernels/test_metal_kernels.py tests/kernels/test_metal_prefill.py \
-    tests/conformance/test_decode.py tests/conformance/test_select.py tests/conformance/test_prompts.py \
+    tests/conformance/test_decode.py tests/conformance/test_select.py tests/conformance/test_prefill.py \
     tests/conformance/test_buckets.py -k metal --capture=sys \
     --junitxml="$work/$name.xml" 2>"$work/$name.log" || status=$?
   if ((status)); then
@@ -57,7 +57,7 @@ tests() {
   fi
 }
 
-# What the report should say of the machine; no serial numbers, no names.
+# Print the facts of the machine for the report, without serial numbers and names.
 describe() {
   echo "model: $(sysctl -n hw.model)"
   echo "macos: $(sw_vers -productVersion)"
@@ -69,7 +69,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 run python3 scripts/dev.py setup
-run .venv/bin/mlx-sparse doctor || echo "The doctor found problems." # go on with what it finds
+run .venv/bin/mlx-sparse doctor || echo "The doctor found problems." # continue in spite of problems
 if ! $dry_run; then
   describe | tee "$work/machine.txt"
 fi
@@ -78,7 +78,7 @@ tests validated env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHA
 tests plain env
 save "$work/bench.json" .venv/bin/mlx-sparse bench step --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k \
   --shapes 32x8x128,32x32x128,9x3x64,8x1x256,16x2x128 -o json || echo "The benchmark failed."
-# From few blocks to all: how fast the kernel is beside MLX's own.
+# From few blocks to nearly all blocks, to compare the kernel with MLX's own attention.
 alphas=()
 for alpha in 0.5 0.9 0.999; do
   alphas+=("sample:alpha_column=$alpha,alpha_slash=$alpha")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run tests on the Metal GPU under the validation that the environment asks for, and fail if the tests do or if the
-# validation says anything. Writes metal_tests_NAME.xml and .log.
+# Run tests on the Metal GPU with the validation that the environment enables. Fail if a test fails or if the validation
+# reports anything. The script writes metal_tests_NAME.xml and metal_tests_NAME.log.
 #
 #   scripts/metal_tests.sh NAME PYTEST_ARGUMENT...
 set -euo pipefail
@@ -12,7 +12,7 @@ fi
 name=$1 status=0
 shift
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# Metal writes its findings to the process's own standard error, which pytest must not swallow.
+# Metal writes its findings to the standard error of the process, so pytest must not capture that stream.
 .venv/bin/python -m pytest "$@" --capture=sys --junitxml="metal_tests_$name.xml" 2>"metal_tests_$name.log" || status=$?
 cat "metal_tests_$name.log" >&2
 .venv/bin/python scripts/check_report.py validation "metal_tests_$name.log" || status=1

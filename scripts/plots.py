@@ -1,4 +1,4 @@
-"""Draw docs/bytes.svg, the bytes that one decoded token reads by formula. Needs matplotlib.
+"""Draw docs/bytes.svg: the bytes that a decode step reads, by formula. This script needs matplotlib.
 
 python scripts/plots.py
 """
@@ -14,8 +14,8 @@ import matplotlib
 from mlx_sparse.methods.stats import dense_elements, sparq_elements
 
 matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "mlx-sparse"  # the same file from the same numbers
-from matplotlib import pyplot as plt  # noqa: E402 - after the choice of renderer
+matplotlib.rcParams["svg.hashsalt"] = "mlx-sparse"  # makes the file reproducible
+from matplotlib import pyplot as plt  # noqa: E402 - the renderer is selected first
 
 TARGET = Path(__file__).parents[1] / "docs" / "bytes.svg"
 LAYERS, KV_HEADS, D, ITEM = 32, 8, 128, 2  # Llama 3.1 8B, float16
@@ -35,9 +35,9 @@ def _bytes() -> Any:
 
     figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
     axes.plot(CONTEXTS, [gigabytes(dense_elements(S, D)) for S in CONTEXTS], "o-", color="0.45", label="dense")
-    for rank, colour in ((32, "tab:blue"), (16, "tab:cyan")):
+    for rank, color in ((32, "tab:blue"), (16, "tab:cyan")):
         moved = [gigabytes(sparq_elements(S, D, rank=rank, top_k=128)) for S in CONTEXTS]
-        axes.plot(CONTEXTS, moved, "o-", color=colour, label=f"sparq:rank={rank},top_k=128")
+        axes.plot(CONTEXTS, moved, "o-", color=color, label=f"sparq:rank={rank},top_k=128")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(CONTEXTS, [f"{S // 1024}k" for S in CONTEXTS])

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Check a built site: every link and anchor inside it exists, and no page loads anything from elsewhere.
+"""Check a built site: every internal link and anchor exists, and no page loads external files.
 
-python3 scripts/site_check.py [FOLDER], by default build/site. Prints what is wrong, and ends with 1 if anything is.
+python3 scripts/site_check.py [FOLDER], by default build/site. Prints the problems; the exit status is 1 if any.
 """
 
 import sys
@@ -14,7 +14,7 @@ SHOWN = {"stylesheet", "icon", "preload", "preconnect"}
 
 
 class Html(HTMLParser):
-    """The anchors of a page, where its links lead, what it loads and its own address, if it names one."""
+    """Anchors, links, loaded files and canonical address of a page."""
 
     def __init__(self, text):
         super().__init__()
@@ -34,7 +34,7 @@ class Html(HTMLParser):
 
 
 def check(site):
-    """What is wrong with the site in this folder, as lines; and the number of its pages and of its links."""
+    """Return the problems of the site in this folder, the number of its pages and the number of its links."""
     pages = {path: Html(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     home = pages[site / "index.html"].address or "http://site/"
     wrong, count = [], 0

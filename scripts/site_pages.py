@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: pages that lie outside docs/, links that leave it, and the pages of the API."""
+"""Hooks of mkdocs.yml: pages and links outside docs/, and the pages of the API."""
 
 import posixpath
 import re
@@ -21,9 +21,9 @@ from mlx_sparse.methods import METHODS
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 CODE = re.compile("`[^`]*`")
-# Written out in a class of `functions`; the baselines are made from the classes of `METHODS`.
+# Defined in a class of `functions`. The functions of the baselines are generated from `METHODS`.
 WRITTEN = {name: getattr(functions.Functions, name) for name in public_functions("ops")}
-# Where the functions are that packages look up when they are asked for.
+# Modules of the functions that packages import on first use.
 HOMES = {
     "mlx_sparse": {name: f"{function.__module__}.{function.__qualname__}" for name, function in WRITTEN.items()},
     "cuda_ref": {name: f"cuda_ref.api.parts.{name}" for name in cuda_ref._HOMES["api.parts"].split()},
@@ -31,7 +31,7 @@ HOMES = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what the navigation names and docs/ has not: files of the project, and the pages of the API."""
+    """Add the pages of the navigation that are not in docs/: files of the project and the pages of the API."""
     made = {"api/mlx_sparse.md": _api(), "api/methods.md": _methods(), "api/cuda_ref.md": _cuda_ref()}
     for path in _paths(config.nav):
         if path in made:
@@ -42,9 +42,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links lead to pages of the site wherever their files lie, and to the repository for files that are no pages.
+    """Rewrite links to the site's pages, and links to other files of the project to the repository.
 
-    Without a `repo_url` the latter become text that names the file.
+    Without a `repo_url`, a link to another file becomes the name of the file.
     """
     if page.file.abs_src_path is None:
         return markdown
@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if (uri := known.get(str(path))) is not None:
             return f"{image}[{text}]({posixpath.relpath(uri, posixpath.dirname(url) or '.')}{anchor})"
         if not path.exists():
-            return link[0]  # for mkdocs to report
+            return link[0]  # mkdocs reports it
         name = path.relative_to(ROOT).as_posix()
         if config.repo_url:
             return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{name}{anchor})"
@@ -66,14 +66,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"`{name}`"
         return text if name in text else f"{text} (`{name}`)"
 
-    # In the code of a table's cell, forges read \| as |, and Python-Markdown reads it as it stands.
+    # In the code of a table cell, GitHub renders \| as |, and Python-Markdown keeps the backslash.
     rows = re.compile(r"^\|.*\|$", re.MULTILINE)
     markdown = rows.sub(lambda row: CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), markdown)
     return LINK.sub(led, markdown)
 
 
 def on_page_content(html: str, page: Page, files: Files, **kwargs: Any) -> str:
-    """Break no option or command at its hyphens and no figure at its error, and link the pages that docstrings name."""
+    """Prevent line breaks in options and before ±, and link the pages that docstrings name."""
     html = html.replace(" ± ", "&nbsp;±&nbsp;")
     html = re.sub(r"(?<=[>\s])([\w.]*-[\w.-]{1,24})(?=(?:\s[^<]*)?</code>)", r'<span class="whole">\1</span>', html)
     if not page.file.src_uri.startswith("api/"):
@@ -87,7 +87,7 @@ def on_page_content(html: str, page: Page, files: Files, **kwargs: Any) -> str:
 
 
 def on_post_page(output: str, **kwargs: Any) -> str:
-    """Keep the theme's script from asking the forge how many stars the repository has."""
+    """Prevent the theme's script from requesting the number of stars of the repository."""
     return output.replace('data-md-component="source"', "")
 
 
@@ -95,13 +95,13 @@ on_post_template = on_post_page  # 404.html
 
 
 class PublicNames(griffe.Extension):
-    """Shows griffe, which runs no code, the functions of `HOMES`."""
+    """Add the functions of `HOMES` to griffe's model, because griffe runs no code."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         for name, home in HOMES.get(pkg.name, {}).items():
             pkg.set_member(name, griffe.Alias(name, home, parent=pkg))
             parameters = pkg[home.removeprefix(f"{pkg.name}.")].parameters
-            if "self" in parameters:  # they are methods where they are written
+            if "self" in parameters:  # the functions are defined as methods
                 del parameters["self"]
 
 
@@ -126,7 +126,7 @@ def _api() -> str:
         parts += [f"## {cleandoc(kind.__doc__)}".rstrip("."), *map(_entry, names)] if names else []
     parts += [f"## Baselines\n\n{', '.join(made)} take the settings of their [methods](methods.md) as arguments."]
     values += ["mlx_sparse.api.call_report.Report", "mlx_sparse.calibrate.Calibration"]
-    parts += ["## What they take and return", *map(_entry, values), "## Errors", *map(_entry, errors)]
+    parts += ["## Parameters and results", *map(_entry, values), "## Errors", *map(_entry, errors)]
     return "\n\n".join(parts)
 
 

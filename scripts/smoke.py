@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Does what was installed work? For a wheel or sdist in an environment of its own, whose Python runs this.
+"""Test an installed wheel or sdist. Run this script with the Python of its environment.
 
-  python scripts/smoke.py             commands, the start-up hook, and a sparse answer of a tiny random model
-  python scripts/smoke.py --native    the same; native ONNX kernels have to be there, and run that model (extra onnx)
+  python scripts/smoke.py             test commands, the start-up hook, and a tiny random model with sparse attention
+  python scripts/smoke.py --native    also require the native ONNX kernels, and run the model with them (extra onnx)
 
-Nothing is fetched, and nothing of the checkout is imported but the tiny model of the tests.
+The script fetches nothing. From the checkout it imports only the tiny model of the tests.
 """
 
 import argparse
@@ -23,7 +23,7 @@ PROMPT = " ".join(f"w{1 + i % 90}" for i in range(40))
 
 
 def run(*command):
-    """What a command of this environment prints; ends with its exit status, and what it said, if it fails."""
+    """Return the output of a command of this environment; if it fails, print its output and exit."""
     print("$", *command[:3], flush=True)
     done = subprocess.run(
         [str(BIN / command[0]), *command[1:]],
@@ -34,7 +34,7 @@ def run(*command):
     )
     if done.returncode:
         print(done.stdout, done.stderr)
-        sys.exit(f"{command[0]}: expected it to end well, got exit status {done.returncode}")
+        sys.exit(f"{command[0]}: expected success, got exit status {done.returncode}")
     return done.stdout, done.stderr
 
 
@@ -68,11 +68,11 @@ def main():
     os.chdir(tempfile.mkdtemp())
     tiny_models.write(Path("model"))
     ask = ["--prompt", PROMPT, "--max-tokens", "8"]
-    _, said = run(
+    _, errors = run(
         "python", "-m", "mlx_lm", "generate", "--model", "model", *ask, "--attn", SPARSE, "--attn-report", "json"
     )
-    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    expect(lines and lines[-1]["mlx_sparse_report"][0]["sparse_calls"], "sparse calls in mlx_lm generate", said)
+    lines = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
+    expect(lines and lines[-1]["mlx_sparse_report"][0]["sparse_calls"], "sparse calls in mlx_lm generate", errors)
 
     if importlib.util.find_spec("onnxruntime"):
         run("mlx-sparse", "export-onnx", "--model", "model", "--method", SPARSE, "--max-length", "64", "-o", "onnx")

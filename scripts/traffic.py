@@ -5,7 +5,7 @@ python scripts/traffic.py [--json] [METHOD ...]
 
 METHOD is sparq, sparq4 (int4 scoring keys), quest, saap or sample; without one, all are counted.
 The harness runs on Linux and needs clang, which the `test` extra brings.
-Bytes are cache lines of 128 bytes, counted once per launch.
+Each launch counts every cache line of 128 bytes once.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ def test_every_text_is_compiled_for_the_versions_that_the_sdk_has(dump: Path) ->
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "-downloadComponent MetalToolchain",
-        "metal3.1: 2 texts compile",
+        "metal3.1: 2 sources compile",
         "metal3.2: not in this SDK (invalid value 'metal3.2')",
-        "metal4.0: 2 texts compile",
+        "metal4.0: 2 sources compile",
     ]
     asked = [line.split() for line in (dump.parent / "bin" / "xcrun.log").read_text().splitlines()]
     texts = [line for line in asked if str(dump / "good.metal") in line]
@@ -60,8 +60,8 @@ def test_a_text_that_is_refused_is_named_and_fails_the_step(dump: Path) -> None:
     assert f"metal4.0 refuses {dump / 'bad.metal'}" in done.stdout
     assert "good.metal" not in done.stdout
     assert "attend.h:3: error" in done.stderr
-    assert "metal3.1: 2 texts compile" in done.stdout
-    assert "metal4.0: 2 texts compile" not in done.stdout
+    assert "metal3.1: 2 sources compile" in done.stdout
+    assert "metal4.0: 2 sources compile" not in done.stdout
 
 
 @pytest.mark.parametrize("folder", ["", "none"])

@@ -206,7 +206,7 @@ def test_the_reader_of_asked_classes():
     "file",
     [
         *("cache/sparse_cache.py", "cache/kv_cache.py", "cache/state.py"),
-        *("lm/plan.py", "lm/call.py", "lm/hooks.py", "lm/session.py"),
+        *("lm/plan.py", "lm/call.py", "lm/hooks.py", "lm/command.py"),
     ],
 )
 def test_what_serves_all_methods_names_none(file):

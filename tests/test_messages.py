@@ -33,9 +33,9 @@ from mlx_sparse.methods.text import split_methods
 from mlx_sparse.tools import formats
 from mlx_sparse.tools.assets import blas
 from mlx_sparse.tools.assets.store import build_directory, check_directory
-from mlx_sparse.tools.demo.command import parse_report
 from mlx_sparse.tools.evaluate.journal import FORMAT, Journal
 from mlx_sparse.tools.evaluate.results import Outcome
+from mlx_sparse.tools.generate_command import parse_report
 
 HUGE = 100_000
 PLAIN, SPACED = "x" * HUGE, "x y " * (HUGE // 4)
@@ -68,7 +68,7 @@ ECHOING: dict[str, tuple[Callable[[str], Any], str]] = {
     "TOML file": (load_toml, "attn-config: expected a readable TOML file, got "),
     "form": (
         lambda text: formats.check_options(argparse.Namespace(output=text, out=None)),
-        "-o: expected one of md, json, jsonl, csv, got ",
+        "-o: expected one of md, json, jsonl, got ",
     ),
 }
 

@@ -50,8 +50,8 @@ def test_the_notes_are_the_section_of_a_tag_or_what_is_unreleased(
     [
         ("pyproject.toml", "1.2.3", "1.2.4", None, "CITATION.cff: expected version 1.2.4, as "),
         ("CITATION.cff", "1.2.3", "1.2.2", "v1.2.3", "CITATION.cff: expected version 1.2.3, as "),
-        ("CITATION.cff", "", "", "v1.2.4", "tag: expected v1.2.3, as pyproject.toml says, got v1.2.4."),
-        ("CITATION.cff", "", "", "1.2.3", "tag: expected v1.2.3, as pyproject.toml says, got 1.2.3."),
+        ("CITATION.cff", "", "", "v1.2.4", "tag: expected v1.2.3, as in pyproject.toml, got v1.2.4."),
+        ("CITATION.cff", "", "", "1.2.3", "tag: expected v1.2.3, as in pyproject.toml, got 1.2.3."),
         ("CHANGELOG.md", "", "", "v1.2.3", "CHANGELOG.md: expected a section [1.2.3], got none."),
         ("CHANGELOG.md", "[Unreleased]", "New", None, "CHANGELOG.md: expected a section [Unreleased] or [1.2.3]"),
     ],

@@ -70,17 +70,17 @@ def pages(repo_url: str) -> dict[str, tuple[str, str]]:
 
 
 def test_links_that_leave_it_lead_to_the_repository_once_there_is_one() -> None:
-    body, forge = "onnx_export/bodies/SparQ.onnxtxt", "https://forge.example/project"
+    body, forge = "onnx_export/bodies/sparq.onnxtxt", "https://forge.example/project"
     for repo_url in ("", forge):
         given = {path: text for path, (_, text) in pages(repo_url).items()}
         link = f"[{body}]({forge}/blob/HEAD/{body})" if repo_url else f"`{body}`"
-        assert f"\n{link}: " in given["spec/operators.md"]
+        assert f"\n**Body**: {link}: " in given["spec/operators.md"]
         notebook = "examples/quality_vs_bytes.ipynb"
         link = f"[{Path(notebook).name}]({forge}/blob/HEAD/{notebook})" if repo_url else f"`{notebook}`"
         assert f"| {link} |" in given["examples.md"]
         # Pages of the site are linked as such, wherever their files lie.
-        assert "](spec/sparq.md)" in given["README.md"]
-        assert "](tests/msl/README.md)" in given["methods.md"]
+        assert "](spec/sparq.md)" in given["index.md"]
+        assert "](tests/msl/README.md)" in given["limits.md"]
         assert "](../quality.svg)" in given["results/quality.md"]
 
 

@@ -23,8 +23,8 @@ from mlx_sparse.methods.stats import dense_elements
 from ..availability import interpreted
 from ..launchers import configs
 from . import require
+from .buffers import Padding, mask, padding_of
 from .cache import Origin, SparQCache, dense_layer, origin_of
-from .padding import Padding, mask, padding_of
 
 NAME = "sparq"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -16,8 +16,7 @@ from mlx_sparse.methods.scoring_keys import KeyCodes
 
 from ..launchers.sparq import sparq_attention
 from . import require
-from .buffers import Buffers
-from .padding import Padding
+from .buffers import Buffers, Padding
 
 _NAME = "_mlx_sparse_origin"
 

@@ -9,7 +9,7 @@ import torch
 
 from mlx_sparse.methods.block_layout import Layout
 
-from ..kernels.merge_blocks import merge_blocks as merge_kernel
+from ..kernels.sample_scores import merge_blocks as merge_kernel
 from ..kernels.sample_scores import sample_scores as parts_kernel
 from ..kernels.sample_scores import sample_sums as sums_kernel
 from . import configs

@@ -4,7 +4,7 @@ Shapes: ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)`` with t
 is at position ``S - L + i``. ``left_padding (B,)`` int is the first valid key of each row.
 
 Every function returns ``out (B, Hq, L, D)`` in the type of ``queries``. With ``return_stats=True`` it also returns a
-`Stats`. ``return_stats="mass"`` adds the attention recall, which costs one dense pass over the keys. Decode methods
+`Stats`. ``return_stats="recall"`` adds the attention recall, which costs one dense pass over the keys. Decode methods
 attend densely if they would skip no key, and for more than one query (``L > 1``).
 
 All functions raise `ShapeError` for arrays that do not fit together, `ConfigError` for parameters out of range, and

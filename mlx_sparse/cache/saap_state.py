@@ -237,9 +237,6 @@ class BucketIndex(State):
             self.ids = mx.take_along_axis(self.ids, mx.broadcast_to(place[:, None], self.ids.shape), axis=2)
         return self
 
-    def extract(self, sequence: int, length: int, start: int) -> BucketIndex:
-        return self.alone(sequence, start, length)
-
     def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> BucketIndex | None:
         return self.merge([(self, cache), (theirs, other)])
 
@@ -284,30 +281,15 @@ class BucketIndex(State):
         assert self.ids is not None
         return mx.pad(self.ids, [(0, 0), (0, 0), (length - cache.length, 0)])
 
-    def alone(self, sequence: int, first: int, stop: int) -> BucketIndex:
-        """Return the index of rows ``[first, stop)`` of one sequence. `put` stores its fitted centroids here."""
+    def extract(self, sequence: int, length: int, start: int) -> BucketIndex:
         self._assign_pending()
         one, part = BucketIndex(self.router), slice(sequence, sequence + 1)
-        if self.ids is not None and stop <= self.assigned:
-            one.ids = self.ids[part, :, first:stop]
+        if self.ids is not None and length <= self.assigned:
+            one.ids = self.ids[part, :, start:length]
         if self.centroids is not None and self.router.centroids is None:
             one._own(self.centroids[part])
-        one.fitted = {0: self.fitted[sequence] - first} if sequence in self.fitted else {}
+        one.fitted = {0: self.fitted[sequence] - start} if sequence in self.fitted else {}
         return one
-
-    def put(self, sequence: int, one: BucketIndex, first: int, sequences: int) -> None:
-        """Store the centroids and ids that the index from `alone` fitted for one of the ``sequences``."""
-        if sequence in self.fitted or not one.fitted:
-            return
-        assert one.centroids is not None
-        assert one.ids is not None
-        if self.centroids is None:
-            self.centroids = mx.zeros((sequences, *one.centroids.shape[1:]), one.centroids.dtype)
-        self.centroids[sequence] = one.centroids[0]
-        self._own(self.centroids)
-        self.fitted = self.fitted | {sequence: first + one.fitted[0]}
-        if self.ids is not None:
-            self.ids[sequence, :, first : first + one.assigned] = one.ids[0]
 
     def _own(self, centroids: mx.array) -> None:
         self.centroids, self.network = centroids, kmeans_network(centroids, self.router.scale)

@@ -1,4 +1,4 @@
-"""Attend on the GPU: exact attention over an index list, shared by every method (metal/attend.h)."""
+"""Exact attention over an index list on the GPU, shared by every decode method (metal/attend.h)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .launch import KEPT, LANES, Form, Kernel, Launch, integer, parts_of, real, 
 from .merge import GROUPS, UNSPLIT, merging
 from .select import ITEMS
 
-TILE = 128  # list entries worked off together: ATTEND_TILE
+TILE = 128  # list entries per tile: ATTEND_TILE
 
 _ROWS = ("keys", "values")
 _PACKED = ("key_codes", "key_scales", "key_biases", "value_codes", "value_scales", "value_biases")
@@ -32,11 +32,11 @@ CANDIDATES_PACKED = Kernel(
 
 
 class Reallocation(NamedTuple):
-    """What mixing in the mean value needs.
+    """Inputs for mixing in the mean value (sparq.10).
 
     Attributes:
         logits: float32 ``(B, Hkv, stride, G)`` approximate logits (sparq.3) of ``stride >= S`` keys.
-        softmax: float32 ``(B, Hkv, G, 2)``, their largest and one over the sum of ``exp(logit - largest)``.
+        softmax: float32 ``(B, Hkv, G, 2)``, largest logit and ``1 / sum(exp(logit - largest))``.
         value_mean: float32 ``(B, Hkv, D)``.
     """
 
@@ -46,7 +46,7 @@ class Reallocation(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Sizes and numbers that every launch over a list of keys depends on."""
+    """Sizes and numbers that determine a launch over a list of keys."""
 
     B: int
     Hq: int
@@ -59,7 +59,7 @@ class Listed(NamedTuple):
 
 
 def splits_of(N: int, lists: int) -> int:
-    """Threadgroups that share a list of ``N`` entries when there are ``lists`` of them."""
+    """Return the number of threadgroups per list, for ``lists`` lists of ``N`` entries."""
     if N <= UNSPLIT:
         return 1
     part = max(2 * TILE, -(-N * lists // GROUPS // TILE) * TILE)
@@ -68,11 +68,11 @@ def splits_of(N: int, lists: int) -> int:
 
 @cache
 def heads_of(D: int, G: int) -> tuple[int, int]:
-    """Query heads per threadgroup and its SIMD groups, so that what a lane keeps stays in registers.
+    """Return query heads and SIMD groups per threadgroup, so that the sums of a lane fit into registers.
 
-    A lane keeps four float32 sums per head and 128 components, and four rows in flight. Metal refuses to launch more
-    threads than the registers of a kernel allow: 512 threads leave about 100 each. A group too large for 256 threads
-    is shared out; its keys and values are then read once per part.
+    A lane holds four float32 sums per head and 128 components, and four rows in flight. Metal does not launch more
+    threads than the registers of a kernel allow: with 512 threads each has about 100. A group that is too large for 256
+    threads is divided among threadgroups, and each of them reads the keys and values.
     """
     chunks = -(-D // 128)
     heads = next(n for n in range(G, 0, -1) if G % n == 0 and (n == 1 or 4 * chunks * (n + 4) <= 96))
@@ -80,7 +80,7 @@ def heads_of(D: int, G: int) -> tuple[int, int]:
 
 
 def _narrow(indices: mx.array, keys: int) -> mx.array:
-    """As int32; 64-bit numbers past its range must not come back as keys."""
+    """Convert to int32. A 64-bit number outside its range becomes -1, so that it does not wrap to a key."""
     if indices.dtype == mx.int32:
         return indices
     if indices.itemsize > 4:
@@ -99,16 +99,16 @@ def attend_indices(
     counts: mx.array | None = None,
     reallocation: Reallocation | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Exact attention of one query per head over the listed keys (sparq.7).
+    """Compute exact attention of one query per head over the listed keys (sparq.7).
 
     Args:
         queries: ``(B, Hq, 1, D)``.
-        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied. Either
-            none or both are packed, in the same form.
-        indices: ``(B, Hkv, N)`` int32; ``-1``, or any number that is no key's, = empty slot.
-        counts: ``(B, Hkv)`` slots of each list that are in use: only those are shared out among the threadgroups.
-            None: all.
-        reallocation: mix in the mean value (sparq.10); not with ``counts``.
+        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied. Both
+            are arrays, or both are quantized in the same form.
+        indices: ``(B, Hkv, N)`` int32; -1 or any number that is not a key = empty slot.
+        counts: ``(B, Hkv)`` number of slots of each list that are in use; only these are divided among the
+            threadgroups. None = all.
+        reallocation: inputs for mixing in the mean value (sparq.10); not together with ``counts``.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot
@@ -139,10 +139,10 @@ def attend_indices(
 
 @lru_cache(maxsize=KEPT)
 def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
-    """Build the launch over ``N`` entries; each of ``splits`` threadgroups attends its part of the list.
+    """Build the launch over ``N`` entries; each of ``splits`` threadgroups attends one part of the list.
 
-    Its outputs are ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``, float32, of a single split what
-    `attend_indices` returns; with a reallocation also ``alpha``, like ``lse``, and a single split is mixed already.
+    The outputs are float32 ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``; with reallocation also
+    ``alpha`` of the shape of ``lse``. A single split writes the results of `attend_indices`, the mean value included.
     """
     B, Hq, Hkv, D, dtype, length, scale, form = n
     G, splits = Hq // Hkv, splits_of(N, B * Hkv)
@@ -161,12 +161,12 @@ def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
 
 
 def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
-    """Whether `attend_candidates` reads so many candidates once, and one threadgroup works off the list."""
+    """Return True if `attend_candidates` reads the candidates once and one threadgroup processes the list."""
     return top_k <= UNSPLIT and candidates <= ITEMS * LANES * heads_of(D, G)[1]
 
 
 def attend_candidates(n: Listed, top_k: int) -> Launch:
-    """Build the launch that attends to the best ``top_k`` of what a `select.listing` left, as `attend_indices` does."""
+    """Build the launch that selects the best ``top_k`` candidates of a `select.listing` and attends to them."""
     B, Hq, Hkv, D, dtype, length, scale, form = n
     G = Hq // Hkv
     heads, simdgroups = heads_of(D, G)

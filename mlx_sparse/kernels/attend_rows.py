@@ -1,4 +1,4 @@
-"""Attend many query rows of a KV head at once, on the matrix units (metal/attend_rows.h)."""
+"""Dense attention of a large query group on the matrix units (metal/attend_rows.h)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from .launch import KEPT, LANES, Kernel, Launch, integer, of_one_type, padding_o
 from .merge import GROUPS, UNSPLIT, merging
 
 SIDE = 8  # rows of a SIMD group
-# A split's results are a float32 row for each query row, written and read again, where each of its keys takes two rows
-# to read: with so many keys per row, results in float16 are an eighth more to move.
+# A split writes a float32 row for each query row, which the merge reads again. Each of its keys is two rows to read.
+# With this many keys per query row, the results of the splits add an eighth to the bytes moved in float16.
 KEYS_PER_ROW = 16
 
 _ROWS = ("queries", "keys", "values")
 ROWS = Kernel("attend_rows", "attend_rows.h", (*_ROWS, "left_padding", "length", "scale"), ("out", "lse"))
 
 
-def takes(D: int, rows: int) -> bool:
-    """Whether the kernels take so many rows of a group: they stage 16 components at a time."""
+def supports(D: int, rows: int) -> bool:
+    """Return True if the kernels support ``D`` and a query group of ``rows``. They stage 16 components at a time."""
     return D % 16 == 0 and D <= 256 and rows <= METAL_ROWS
 
 
 def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
-    """Rows of a threadgroup, and keys that it stages.
+    """Return the query rows of a threadgroup and the keys that it stages.
 
-    A lane keeps D / 4 numbers of its query and D / 4 sums: up to D = 128 that leaves enough for 512 threads, beyond for
-    256, and more than 64 rows are shared out. Of keys, as many as leave room for a second threadgroup on a core.
+    A lane holds D / 4 numbers of its query and D / 4 sums. Up to D = 128 the registers suffice for 512 threads, above
+    for 256; more than 64 rows are then divided among threadgroups. The staged keys leave room for a second threadgroup
+    on a core.
     """
     shares = -(-rows // (METAL_ROWS if D <= 128 else METAL_ROWS // 2))
     padding = 16 // itemsize
@@ -37,7 +38,7 @@ def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
 
 
 def splits_of(N: int, lists: int, rows: int) -> int:
-    """Threadgroups that share ``N`` keys when there are ``lists`` groups of ``rows``."""
+    """Return the number of threadgroups per query group, for ``lists`` groups of ``rows`` over ``N`` keys."""
     return min(-(-N // max(UNSPLIT, -(-N * lists // GROUPS))), max(N // (KEYS_PER_ROW * rows), 1))
 
 
@@ -50,10 +51,10 @@ def attend_rows(
     length: int | None = None,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Exact causal attention of a few queries over all valid keys.
+    """Compute exact causal attention of a few queries over all valid keys.
 
     Args:
-        queries: ``(B, Hq, L, D)``, at positions ``length - L ..``; `takes` ``D`` and ``Hq // Hkv * L`` rows.
+        queries: ``(B, Hq, L, D)``, at positions ``length - L ..``; `supports` must accept ``D`` and ``Hq // Hkv * L``.
         keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied if both
             have one type.
         left_padding: ``(B,)`` first valid key of each sequence.
@@ -80,7 +81,7 @@ def _attending(
 ) -> Launch:
     """Build the launch over ``length`` keys.
 
-    Its outputs are ``out (B, Hkv, splits, rows, D)``, in float32 if there are several splits, and float32
+    The outputs are ``out (B, Hkv, splits, rows, D)``, float32 if there are several splits, and float32
     ``lse (B, Hkv, splits, rows)``.
     """
     splits, (in_group, staged) = splits_of(length, B * Hkv, rows), shape_of(D, row_type.size, rows)

@@ -1,4 +1,4 @@
-"""Attend to lists of key blocks on the GPU, shared by every prefill method (metal/attend_blocks.h)."""
+"""Attention over lists of key blocks on the GPU, shared by every prefill method (metal/attend_blocks.h)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..methods.block_layout import Layout
 from .launch import Kernel, integer, of_one_type, real
-from .launch_split import attend_in_pieces
+from .launch_split import attend_in_launches
 
 THREADGROUP_MEMORY = 32 << 10
 
@@ -18,7 +18,7 @@ ATTEND = Kernel(
 
 
 def tile_of(D: int, itemsize: int) -> tuple[int, int]:
-    """Query rows and keys that a threadgroup stages: as MLX's own prefill kernel, or the largest that fit."""
+    """Return the query rows and keys that a threadgroup stages: those of MLX's prefill kernel, or the most that fit."""
 
     def fits(rows: int, keys: int) -> bool:
         padding = 16 // itemsize
@@ -39,25 +39,25 @@ def attend_blocks(
     scale: float,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Exact causal attention of every query over the listed key blocks of its row block (sample.8).
+    """Compute exact causal attention of every query over the listed key blocks of its row block (sample.8).
 
     Args:
         queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
         keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied if all
             three have one type.
-        blocks: ``(B, Hq, R, N)`` int32, R touched row blocks; ``-1``, or any number that is no block's, = empty slot.
+        blocks: ``(B, Hq, R, N)`` int32, R touched row blocks; -1 or any number that is not a block = empty slot.
 
     Returns:
-        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries with
-        nothing to attend.
+        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries
+        without a key.
     """
     S = keys.shape[2] if length is None else length
-    lists = _tidy(blocks, Layout(queries.shape[2], S, 1, block_size))
+    lists = _sorted_lists(blocks, Layout(queries.shape[2], S, 1, block_size))
     return attend_lists(queries, keys, values, lists, block_size=block_size, scale=scale, length=S)
 
 
-def _tidy(blocks: mx.array, layout: Layout) -> mx.array:
-    """Ascending lists without empty slots in between and no block twice, as int32."""
+def _sorted_lists(blocks: mx.array, layout: Layout) -> mx.array:
+    """Sort the lists, remove duplicate blocks and gaps, and return them as int32."""
     if blocks.shape[3] == 0:
         return mx.full((*blocks.shape[:3], 1), -1, mx.int32)
     none = layout.key_blocks
@@ -77,12 +77,12 @@ def attend_lists(
     scale: float,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """`attend_blocks` for lists that ascend and end at their first -1."""
+    """Compute `attend_blocks` for ascending lists that end at their first -1."""
     S, dtype = keys.shape[2] if length is None else length, queries.dtype
     queries, keys, values = of_one_type(queries, keys, values)
     attend = partial(_attend, keys=keys, values=values, block_size=block_size, scale=scale)
-    out, lse = attend_in_pieces(
-        lambda piece, lists, end: attend(piece, blocks=lists, length=end),
+    out, lse = attend_in_launches(
+        lambda rows, lists, end: attend(rows, blocks=lists, length=end),
         queries,
         blocks,
         S=S,
@@ -101,7 +101,7 @@ def _attend(
     scale: float,
     length: int,
 ) -> tuple[mx.array, mx.array]:
-    """One launch."""
+    """Launch the kernel once."""
     B, Hq, L, D = queries.shape
     rows, staged = tile_of(D, keys.itemsize)
     inputs = {

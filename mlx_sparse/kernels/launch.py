@@ -1,4 +1,4 @@
-"""From the files of metal/ to launches: the one place that calls `mx.fast.metal_kernel`."""
+"""Build launches from the files of metal/. Only this module calls `mx.fast.metal_kernel`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import mlx.core as mx
 from ..ops.packed_rows import PackedRows, Rows
 
 LANES = 32
-KEPT = 64  # launches of a kind: sizes of layers, in all of which a step has one length
+KEPT = 64  # cached launches of a kind: one per layer size, as all layers of a step have one length
 Outputs = Sequence[tuple[tuple[int, ...], mx.Dtype]]  # shapes and types
 
 INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 
 
 def text(name: str) -> str:
-    """A file of metal/."""
+    """Return the text of a file in metal/."""
     return files("mlx_sparse.metal").joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
 def flattened(name: str) -> str:
-    """A header of metal/ with the headers it includes, each once and before its users; MLX compiles a single text."""
+    """Return a header of metal/ after the headers that it includes, each once. MLX compiles a single text."""
     parts: dict[str, str] = {}
 
     def add(name: str) -> None:
@@ -43,9 +43,9 @@ def flattened(name: str) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: metal/NAME.metal after the templates of a header.
+    """One kernel: the body metal/NAME.metal and the templates of a header.
 
-    The comment at the top of the body says what each input and output holds, the grid and the bytes that move.
+    The comment at the top of the body describes the inputs, the outputs, the grid and the bytes that it moves.
     """
 
     name: str
@@ -72,16 +72,16 @@ class Kernel:
         groups: tuple[int, int, int],
         threads: int,
     ) -> list[mx.array]:
-        """Launch over ``groups`` threadgroups of ``threads`` threads; ``outputs`` gives shapes and types."""
+        """Launch ``groups`` threadgroups of ``threads`` threads; ``outputs`` lists shapes and types."""
         launch = Launch(self, outputs, template=template, groups=groups, threads=threads)
         return launch(*(inputs[name] for name in self.inputs))
 
 
 class Launch:
-    """A kernel with all but its arrays.
+    """A kernel with everything except its input arrays.
 
-    Building a step costs host time in every layer, so what sizes decide is worked out once for all of them: launches
-    are kept by the sizes, in a `lru_cache`.
+    Building a launch costs host time in every layer. Everything that depends on sizes only is therefore built once and
+    cached by the sizes, in a `lru_cache`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Launch:
         groups: tuple[int, int, int],
         threads: int,
     ) -> None:
-        """As for `Kernel.__call__`; ``numbers`` are the last of the kernel's inputs."""
+        """Prepare the launch. The arguments are those of `Kernel.__call__`; ``numbers`` are the last kernel inputs."""
         self.kernel, self.numbers, self.template = kernel, tuple(numbers), template
         self._run = partial(
             kernel.compiled,
@@ -106,44 +106,44 @@ class Launch:
         )
 
     def __call__(self, *arrays: mx.array) -> list[mx.array]:
-        """Launch it on the first of the kernel's inputs, in their order."""
+        """Launch the kernel with its first inputs, in order; the numbers follow them."""
         launched: list[mx.array] = self._run(inputs=[*arrays, *self.numbers])
         return launched
 
 
 @lru_cache(maxsize=256)
 def integer(value: int) -> mx.array:
-    """A 0-d int32: the length of a cache, which all layers of a step share. Nothing recompiles when it changes."""
+    """Return a 0-d int32, shared by all layers of a step. A new value does not recompile a kernel."""
     return mx.array(value, mx.int32)
 
 
 @lru_cache(maxsize=16)
 def real(value: float) -> mx.array:
-    """A 0-d float32."""
+    """Return a 0-d float32."""
     return mx.array(value, mx.float32)
 
 
 def of_one_type(*arrays: mx.array) -> list[mx.array]:
-    """The arrays in the type that holds all their numbers: kernels of the matrix units stage rows in one."""
+    """Convert the arrays to their common type: the kernels for matrix units stage rows in one type."""
     dtype = mx.result_type(*arrays)
     return [array if array.dtype == dtype else array.astype(dtype) for array in arrays]
 
 
-Form = tuple[int, int] | None  # bits and group size of packed rows; None of others
+Form = tuple[int, int] | None  # bits and group size of quantized rows; None for other rows
 
 
 def parts_of(rows: Rows) -> tuple[tuple[mx.array, ...], Form]:
-    """Keys or values as a kernel takes them."""
+    """Return the arrays of keys or values that a kernel reads, and their form."""
     return (rows.parts, (rows.bits, rows.group_size)) if isinstance(rows, PackedRows) else ((rows,), None)
 
 
 def row_template(form: Form) -> dict[str, int]:
-    """Template parameters of a kernel of packed rows; none of others."""
+    """Return the template parameters of a kernel for quantized rows; none for other rows."""
     return {} if form is None else {"ROW_BITS": form[0], "ROW_GROUP": form[1]}
 
 
 def padding_or_zeros(left_padding: mx.array | None, B: int) -> mx.array:
-    """First valid keys as int32 ``(B,)``."""
+    """Return the first valid key of each sequence as int32 ``(B,)``."""
     return _zeros(B) if left_padding is None else left_padding.astype(mx.int32)
 
 

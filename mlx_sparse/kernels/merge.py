@@ -1,4 +1,4 @@
-"""The parts of a split attention on the GPU, merged exactly (metal/merge.h)."""
+"""Exact merge of the parts of a split attention on the GPU (metal/merge.h)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from .launch import KEPT, Kernel, Launch
 
-UNSPLIT = 512  # a list up to this length is not worth a second launch
+UNSPLIT = 512  # longest list that is attended without a second launch
 GROUPS = 512  # threadgroups that fill the largest GPU several times
 
 MERGE = Kernel("merge_parts", "merge.h", ("part_out", "part_lse"), ("out", "lse"))
@@ -19,9 +19,10 @@ MERGE_REALLOCATE = Kernel(
 
 @lru_cache(maxsize=KEPT)
 def merging(B: int, Hkv: int, G: int, D: int, dtype: mx.Dtype, mixed: bool = False) -> Launch:
-    """What makes ``out (B, Hkv * G, 1, D)`` and ``lse (B, Hkv * G, 1)`` of float32 parts ``(B, Hkv, splits, G)``.
+    """Build the launch that merges float32 parts ``(B, Hkv, splits, G)``.
 
-    ``mixed``: with a reallocation, the mean value mixed in.
+    The outputs are ``out (B, Hkv * G, 1, D)`` and ``lse (B, Hkv * G, 1)``. If ``mixed``, the launch also mixes in the
+    mean value (sparq.10).
     """
     Hq = Hkv * G
     statistic = ((B, Hq, 1), mx.float32)

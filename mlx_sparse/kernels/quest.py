@@ -1,6 +1,6 @@
 """Quest on the GPU: docs/spec/quest.md, equations (quest.2) to (quest.5).
 
-The scores of all pages, the best pages, MLX's own operations from them to their keys, and attention over those.
+Launches score all pages, select the best pages and attend to their keys. MLX's operations convert pages to keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def quest_select(
     page_max: mx.array,
     length: int | None = None,
 ) -> mx.array:
-    """The keys of one decode step (quest.5): ``(B, Hkv, K * page_size)`` int32, of more than K pages.
+    """Select the keys of one decode step (quest.5): ``(B, Hkv, K * page_size)`` int32, if there are more than K pages.
 
     Args:
         page_min, page_max: ``(B, Hkv, capacity, D)`` bounds of the pages before the current one; whole buffers.
@@ -67,7 +67,7 @@ def quest_select(
 def quest_attention(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, length: int | None = None, **selection: Any
 ) -> tuple[mx.array, mx.array]:
-    """One decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
+    """Run one decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
 
     Args:
         keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.

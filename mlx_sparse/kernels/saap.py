@@ -1,7 +1,7 @@
 """SAAP on the GPU: docs/spec/saap.md, equations (saap.5) to (saap.10).
 
-A decode step is three launches or four: the router, the list of keys, and attention over it; one more merges the parts
-of a list of more than 512 keys.
+A decode step has three launches: the router, the list of keys, and attention over it. A fourth merges the parts of a
+list of more than 512 keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..ops.saap import list_keys
 from .attend import attend_indices
 from .launch import LANES, Kernel, integer, padding_or_zeros
 
-THREADS, SHARES = 512, 8
+MAX_THREADS, LANES_PER_UNIT = 512, 8
 LIST_TILE, LIST_THREADS = 1024, 256
 
 ROUTE = Kernel(
@@ -34,13 +34,13 @@ INDICES = Kernel(
 
 
 def shape_of(G: int, *layers: int) -> tuple[int, int]:
-    """Neighbouring units per lane and threads, for layers of so many units.
+    """Return the adjacent units per lane and the threads, for the numbers of units of the ``layers``.
 
-    A lane keeps one float32 sum per unit and query head: at most 32. Up to eight lanes share a unit.
+    A lane holds one float32 sum per unit and query head, at most 32. Up to eight lanes share a unit.
     """
     width = next(n for n in (4, 2, 1) if n * G <= 32 and all(units % n == 0 for units in layers))
-    simdgroups = -(-SHARES * max(layers) // (width * LANES))
-    return width, min(simdgroups * LANES, THREADS)
+    simdgroups = -(-LANES_PER_UNIT * max(layers) // (width * LANES))
+    return width, min(simdgroups * LANES, MAX_THREADS)
 
 
 def saap_route(
@@ -52,7 +52,7 @@ def saap_route(
     hidden_bias: mx.array | None = None,
     probes: int,
 ) -> mx.array:
-    """The buckets that each KV head visits (saap.8).
+    """Select the buckets that each KV head visits (saap.8).
 
     Args:
         queries: ``(B, Hq, 1, D)`` before RoPE.
@@ -66,7 +66,7 @@ def saap_route(
     Hkv, _, C = out_weight.shape
     G = Hq // Hkv
     hidden = () if hidden_weight is None else (hidden_weight.shape[2],)
-    # Fewer than eight elements would come in another address space, where they are read one by one.
+    # MLX passes fewer than eight elements in another address space, from which the kernel reads one weight at a time.
     width, threads = shape_of(G, C, *hidden) if out_weight.size >= 8 else (1, LANES)
     inputs = {
         "queries": queries,
@@ -98,13 +98,13 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """The keys of a decode step (saap.10): sinks, keys from ``covered`` on, keys of the visited buckets.
+    """List the keys of a decode step (saap.10): sinks, keys at ``covered`` and behind, keys of the visited buckets.
 
     Args:
-        visited: ``(B, Hkv, n)`` int32, no bucket twice; any number that is no bucket's = empty slot.
-        offsets, key_ids: of `saap_index` over the first ``covered`` keys.
+        visited: ``(B, Hkv, n)`` int32, without duplicates; any number that is not a bucket = empty slot.
+        offsets, key_ids: results of `saap_index` for the first ``covered`` keys.
         covered: one number, or int32 ``(B,)``.
-        capacity: room of a list; keys beyond it are left out.
+        capacity: length of a list; further keys are omitted.
 
     Returns:
         ``indices (B, Hkv, capacity)`` int32, -1 behind the keys, and their number ``counts (B, Hkv)`` int32.
@@ -120,7 +120,7 @@ def saap_indices(
         "key_ids": key_ids,
         "left_padding": padding_or_zeros(left_padding, B),
         "length": integer(length),
-        "covered": _alike(B, covered) if isinstance(covered, int) else covered,
+        "covered": _constant(B, covered) if isinstance(covered, int) else covered,
         "sink_tokens": integer(min(sink_tokens, length)),
         "capacity": integer(capacity),
     }
@@ -150,11 +150,11 @@ def saap_attention(
 
 
 @lru_cache(maxsize=256)
-def _alike(B: int, number: int) -> mx.array:
+def _constant(B: int, number: int) -> mx.array:
     return mx.array([number] * B, mx.int32)
 
 
 @lru_cache(maxsize=64)
 def _zeros(*shape: int) -> mx.array:
-    """What stands for weights that are not there."""
+    """Return a placeholder for weights that a network does not have."""
     return mx.array(np.zeros(shape, np.float16))

@@ -1,6 +1,6 @@
 """SampleAttention on the GPU: docs/spec/sample.md, equations (sample.1) to (sample.8).
 
-Two launches score the sampled rows, array operations choose the blocks, one launch attends to them.
+Two launches score the sampled rows, array operations select the blocks, and one launch attends to them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..methods.block_layout import Layout
 from ..ops import block_select
 from .blocks import THREADGROUP_MEMORY, attend_lists
 from .launch import LANES, Kernel, integer, of_one_type, real
-from .launch_split import PIECE
+from .launch_split import MAX_WORK
 
 SIDE = 8  # rows of a matrix
 SUM_THREADS, SUMMED_BLOCKS = 256, 32
@@ -32,9 +32,9 @@ SUMS = Kernel(
 
 
 def shape_of(rows: int, D: int, itemsize: int) -> dict[str, int]:
-    """How a sample of ``rows`` is shared out: matrices per SIMD group, SIMD groups, and keys that are staged together.
+    """Return the matrices per SIMD group, the SIMD groups and the staged keys for a sample of ``rows``.
 
-    A lane keeps its share of the queries in registers, two float32 for each matrix: at most 64.
+    A lane holds its part of the queries in registers, two float32 per matrix, at most 64.
     """
     fragments = 2 if D <= 128 and rows > 32 else 1
     simdgroups = min(8, -(-rows // (SIDE * fragments)))
@@ -52,7 +52,7 @@ def sample_scores(
     rows: int | None = None,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Attention mass of each region's sample by key block and by offset bin (sample.3) to (sample.5).
+    """Compute the attention mass of each region's sample by key block and by offset bin (sample.3) to (sample.5).
 
     Args:
         queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
@@ -69,11 +69,11 @@ def sample_scores(
     layout = Layout(L, capacity if length is None else length, chunks, block_size, rows)
     sampled = max(stop - start for start, stop in (region.sample for region in layout.regions))
     work = B * Hq // Hkv * len(layout.regions) * sampled * layout.S * D
-    heads = max(PIECE // work, 1)
+    heads = max(MAX_WORK // work, 1)
     done: list[list[mx.array]] = []
     for first in range(0, Hkv, heads):
         if done:
-            mx.async_eval(*done[-1])  # type: ignore[no-untyped-call]  # ends the command buffer without waiting for it
+            mx.async_eval(*done[-1])  # type: ignore[no-untyped-call]  # ends the command buffer without waiting
         done.append(_scores(queries, keys, layout, sampled, scale, (first, min(first + heads, Hkv))))
     shape = (B, Hq, len(layout.regions), layout.key_blocks)
     column, slash = (mx.concatenate(list(parts), axis=1).reshape(shape) for parts in zip(*done, strict=True))
@@ -83,7 +83,7 @@ def sample_scores(
 def _scores(
     queries: mx.array, keys: mx.array, layout: Layout, sampled: int, scale: float, heads: tuple[int, int]
 ) -> list[mx.array]:
-    """Both launches for a run of KV heads: ``column`` and ``slash``, ``(B, heads, G, C, Nk)``."""
+    """Score a range of KV heads in two launches: ``column`` and ``slash``, ``(B, heads, G, C, Nk)``."""
     B, Hq, _, D = queries.shape
     G, count, C = Hq // keys.shape[1], heads[1] - heads[0], len(layout.regions)
     shape = shape_of(sampled, D, queries.itemsize)
@@ -120,7 +120,7 @@ def _scores(
 
 @lru_cache(maxsize=64)
 def _samples(samples: tuple[tuple[int, int], ...]) -> mx.array:
-    """First rows and ends, int32 ``(max(C, 4), 2)``: MLX passes fewer than eight elements in another address space."""
+    """Return first rows and ends as int32 ``(max(C, 4), 2)``. MLX passes fewer than eight elements differently."""
     numbers = [*samples, *[(0, 0)] * (4 - len(samples))]
     return mx.array(numbers, mx.int32)
 
@@ -136,7 +136,7 @@ def sample_select(
     scale: float,
     length: int | None = None,
 ) -> mx.array:
-    """Key blocks of each row block (sample.7): ``(B, Hq, R, Nk)`` int32, ascending, then -1. Waits for nothing."""
+    """Select the key blocks of each row block (sample.7): ``(B, Hq, R, Nk)`` int32, ascending, then -1; lazily."""
     layout = Layout(queries.shape[2], keys.shape[2] if length is None else length, chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale, length=layout.S)
     return block_select.select(

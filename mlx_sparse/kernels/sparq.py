@@ -1,7 +1,8 @@
 """SparQ attention on the GPU: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21).
 
-Three launches: the logits of all keys, the best keys of each tile, and attention over the best of those. One more finds
-these where the mean value is mixed in or a list of more than 512 keys is shared out, and one merges its parts.
+A decode step has three launches: the logits of all keys, the best keys of each tile, and attention over the best of
+these. If the mean value is mixed in or more than 512 keys are selected, another launch selects the keys. One more
+merges the parts of a split list.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ CODE_CANDIDATES = Kernel(
 
 
 class Sizes(NamedTuple):
-    """Everything that the launches of a decode step depend on, except the numbers in its arrays.
+    """Everything that determines the launches of a decode step, except its arrays.
 
     Attributes:
         dtype: type of the queries and of the output.
         length: keys in use.
         weighted: the components have a weight.
-        scored: source of the scores: the "columns" of component-major keys, their "codes", or packed "rows".
-        exact: the logits have to be float32, as reallocation reads them. Logits from columns always are.
+        scored: source of the scores: "columns" of component-major keys, int4 "codes", or quantized "rows".
+        exact: the logits must be float32, because reallocation reads them. Logits from columns always are.
         aligned: each column holds a multiple of 4 keys.
-        form: form of packed rows.
+        form: form of quantized rows.
     """
 
     B: int
@@ -87,19 +88,19 @@ class Sizes(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """The logits are written in 8 bits: sixteenths of a nat below the largest of their tile."""
+        """True if the logits are written in 8 bits: sixteenths of a nat below the largest of their tile."""
         return self.scored != "columns" and not self.exact
 
     @property
     def code_tiles(self) -> int:
-        """Tiles of keys in full groups, and one for the tail."""
+        """Number of tiles: those of the keys in full groups, and one for the tail."""
         return -(-(self.length // GROUP * GROUP) // CODE_TILE) + 1
 
 
 def sparq_scores(n: Sizes) -> Launch:
     """Build the launch that writes approximate logits of all keys from ``rank`` components (sparq.3).
 
-    Its outputs are float32 ``logits (B, Hkv, stride, G)``, -inf for invalid keys, with ``stride`` the next multiple of
+    The outputs are float32 ``logits (B, Hkv, stride, G)``, -inf for invalid keys, with ``stride`` the next multiple of
     4, and ``statistics (B, Hkv, tiles, G, 2)``: largest logit and sum of ``exp(logit - largest)`` of each tile of 1,024
     keys.
     """
@@ -116,12 +117,12 @@ def sparq_scores(n: Sizes) -> Launch:
 
 
 def sparq_code_scores(n: Sizes) -> Launch:
-    """Build the launch that writes approximate logits of all keys from codes of ``rank`` components (sparq.21).
+    """Build the launch that writes approximate logits (sparq.21) of all keys from int4 codes.
 
-    Its outputs are those of `sparq_scores` with a stride of a multiple of 8 and one more tile, the tail; `narrow`
-    logits are uint8.
+    The outputs are those of `sparq_scores`, with a stride that is a multiple of 8 and one more tile for the tail.
+    `narrow` logits are uint8.
     """
-    per_thread = 8 if n.G <= 4 else 4  # more would not fit into the registers
+    per_thread = 8 if n.G <= 4 else 4  # more do not fit into the registers
     template = {"D": n.D, "G": n.G, "WEIGHTED": n.weighted, "KEYS": per_thread}
     return Launch(
         CODE_SCORES_PACKED if n.form else CODE_SCORES,
@@ -134,7 +135,7 @@ def sparq_code_scores(n: Sizes) -> Launch:
 
 
 def sparq_row_scores(n: Sizes) -> Launch:
-    """Build the launch that scores packed rows by all their components (quantized.2), as `sparq_code_scores` does."""
+    """Build the launch that scores quantized rows with all components (quantized.2); outputs as `sparq_code_scores`."""
     return Launch(
         ROW_SCORES,
         _scored(n),
@@ -146,7 +147,7 @@ def sparq_row_scores(n: Sizes) -> Launch:
 
 
 def _scored(n: Sizes) -> Outputs:
-    """Logits and statistics of `code_tiles`."""
+    """Return shapes and types of the logits and statistics of `code_tiles`."""
     logits = (n.B, n.Hkv, -(-n.length // 8) * 8, n.G)
     return [(logits, mx.uint8 if n.narrow else mx.float32), ((n.B, n.Hkv, n.code_tiles, n.G, 2), mx.float32)]
 
@@ -154,8 +155,8 @@ def _scored(n: Sizes) -> Outputs:
 def sparq_candidates(n: Sizes) -> Launch:
     """Build the launch that lists the best keys of each tile (sparq.6) and the softmax of the logits (sparq.4).
 
-    Its outputs are ``bits`` and ``indices`` of a `select.listing`, and float32 ``softmax (B, Hkv, G, 2)``: largest
-    logit and one over the sum of ``exp(logit - largest)``.
+    The outputs are ``bits`` and ``indices`` of a `select.listing`, and float32 ``softmax (B, Hkv, G, 2)``: largest
+    logit and ``1 / sum(exp(logit - largest))``.
     """
     return listing(
         CODE_CANDIDATES if n.narrow else CANDIDATES,
@@ -176,7 +177,7 @@ class Launches(NamedTuple):
     """Launches of a decode step.
 
     Attributes:
-        attend: None where one launch cannot attend to the best of all tiles.
+        attend: selects the best keys of all tiles and attends to them; None if that needs several launches.
     """
 
     scores: Launch
@@ -198,10 +199,10 @@ class Candidates(NamedTuple):
     """Results of the first two launches of a decode step.
 
     Attributes:
-        bits, indices: of a `select.listing`.
-        logits: of `sparq_scores`, `sparq_code_scores` or `sparq_row_scores`.
-        softmax: of `sparq_candidates`.
-        attend: of `launches`.
+        bits, indices: outputs of a `select.listing`.
+        logits: output of `sparq_scores`, `sparq_code_scores` or `sparq_row_scores`.
+        softmax: output of `sparq_candidates`.
+        attend: see `Launches`.
     """
 
     bits: mx.array
@@ -217,9 +218,9 @@ def find_candidates(
     """Find the best keys of each tile from ``rank`` components.
 
     Args:
-        how: of its ``keys_t (B, Hkv, D, capacity)`` the codes have at least the full groups. Without ``keys_t`` packed
-            keys are scored by their rows if ``rank`` is D, and others transposed first, which costs more than dense
-            attention.
+        how: parameters. Codes in ``keys_t (B, Hkv, D, capacity)`` include at least all full groups. Without ``keys_t``,
+            quantized keys are scored by their rows if ``rank`` is D. Other keys are transposed first, which costs more
+            than dense attention.
         exact: see `Sizes`.
         length: keys in use; all of them when None.
     """
@@ -229,7 +230,7 @@ def find_candidates(
     arrays: tuple[mx.array, ...]
     aligned = True
     if isinstance(how.keys_t, KeyCodes):
-        scored, arrays = "codes", (weight, *_some(how.keys_t), *rows)
+        scored, arrays = "codes", (weight, *_not_empty(how.keys_t), *rows)
     elif form is not None and how.keys_t is None and how.rank == D:
         scored, arrays = "rows", rows
     else:
@@ -244,8 +245,8 @@ def find_candidates(
     return Candidates(bits, indices, logits, softmax, step.attend)
 
 
-def _some(coded: KeyCodes) -> KeyCodes:
-    """The codes, with room for a group: a kernel takes no empty arrays."""
+def _not_empty(coded: KeyCodes) -> KeyCodes:
+    """Return codes that have room for one group at least, because a kernel does not accept empty arrays."""
     if coded.lo.shape[-1] > 0:
         return coded
     codes, lo, step = (mx.pad(array, [(0, 0)] * 3 + [(0, WORDS)]) for array in coded[:3])
@@ -255,7 +256,7 @@ def _some(coded: KeyCodes) -> KeyCodes:
 def sparq_select(
     queries: mx.array, keys: Rows, how: Selection, *, exact: bool = False, length: int | None = None
 ) -> mx.array:
-    """Select the keys of one decode step: ``(B, Hkv, min(top_k, S))`` int32, ascending, -1 in slots of no key."""
+    """Select the keys of one decode step: ``(B, Hkv, min(top_k, S))`` int32, ascending, -1 in empty slots."""
     found = find_candidates(queries, keys, how, exact=exact, length=length)
     return merge(found.bits, found.indices, how.top_k)
 

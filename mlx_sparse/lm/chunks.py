@@ -1,32 +1,132 @@
-"""Multi-token calls of an enabled model: prefill chunks, ragged batches and verification steps."""
+"""Multi-token calls of an enabled model (prefill chunks, ragged batches, verification steps), and dense attention."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from ..cache.kv_cache import SparseBatchKVCache
 from ..cache.sparse_cache import SparseCache
+from ..kernels import attend_rows as metal
 from ..methods import reasons, registry
+from ..ops.blocks import batch_size, wait_for
 from ..ops.packed_rows import PackedRows, Rows
-from .dense import attend_alone, attend_packed
+from . import seam
 
 if TYPE_CHECKING:
     from .call import Call
 
+# Limits of MLX's attention kernel for few queries: queries, query rows of a KV head (query heads x queries), head dims.
+QUERIES, ROWS, HEAD_DIMS = 8, 32, (64, 96, 128, 256)
 
-def attend_chunk(
-    call: Call, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, place: int
-) -> tuple[mx.array, mx.array] | None:
-    """Attend a prefill chunk by the prefill method.
+
+def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
+    """Return the largest number of query rows of a KV head that one dense kernel attends on a GPU."""
+    ours = (
+        backend != "ops" and not packed and metal.supports(D, registry.METAL_ROWS) and not registry.unavailable("metal")
+    )
+    return registry.METAL_ROWS if ours else ROWS
+
+
+def drafts_per_kernel(G: int, rows: int = ROWS) -> int:
+    """Return the number of drafts, at least 1, that one GPU kernel can check.
+
+    With more drafts, MLX writes the scores to memory.
 
     Args:
-        place: of the layer, for the report.
+        G: query heads per KV head.
+        rows: largest number of query rows of a KV head that the kernel attends.
+    """
+    return max(min(QUERIES, rows // G) - 1, 1)
+
+
+def large_group(backend: str, queries: mx.array, keys: Rows) -> bool:
+    """Return True if the Metal kernel for large query groups can attend a verification step and MLX's kernel cannot."""
+    _, heads, L, D = queries.shape
+    G = heads // keys.shape[1]
+    if L <= QUERIES and G * L <= ROWS and D in HEAD_DIMS:
+        return False
+    return isinstance(keys, mx.array) and ROWS < rows_at_once(backend, D, packed=False) >= G * L
+
+
+def attend_check(
+    backend: str, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
+) -> mx.array | None:
+    """Attend a verification step ``(1, Hq, L, D)`` causally with the kernel for large query groups.
+
+    Return None if MLX's own attention is used.
+    """
+    if not large_group(backend, queries, keys):
+        return None
+    rows, values, _ = cache.rows("metal")
+    out, lse = metal.attend_rows(queries, rows, values, scale=scale, length=cache.length)
+    return out if sinks is None else with_sinks(out, lse, sinks)
+
+
+FUSED_HEAD_DIMS = (64, 80, 128)  # head dims for which MLX's GPU kernel for prefill writes no scores to memory
+
+
+def attend_sequence(queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None) -> mx.array:
+    """Attend the last queries ``(1, Hq, L, D)`` of a cache of one sequence with mlx-lm's attention."""
+    keys, values, _ = cache.rows("ops")
+    mask: Any = "causal" if queries.shape[2] > 1 else None
+    return seam.original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.array:
+    """Attend a prefill chunk ``(B, Hq, L, D)`` causally over a quantized KV cache.
+
+    mlx-lm would store the scores of all queries and keys. This function dequantizes the rows by heads and calls MLX's
+    fused kernel. If MLX has no fused kernel for the head dim, it attends a few queries at a time.
+    """
+    fused = mx.default_device().type == mx.gpu and queries.shape[3] in FUSED_HEAD_DIMS
+
+    def attend(heads: slice, queries: mx.array, keys: mx.array, values: mx.array, length: Any) -> tuple[mx.array]:
+        (B, Hq, L, _), S = queries.shape, keys.shape[2]
+        step = L if fused else batch_size(B * Hq * S)
+        outs: list[mx.array] = []
+        for first in range(0, L, step):
+            stop = min(first + step, L)
+            end = S - L + stop
+            part = wait_for(outs, queries[:, :, first:stop])
+            given = part, keys[:, :, :end], values[:, :, :end]
+            outs.append(mx.fast.scaled_dot_product_attention(*given, scale=scale, mask="causal"))
+        return (mx.concatenate(outs, axis=2),)
+
+    (out,) = cache.by_heads(attend, queries, "ops")
+    return out
+
+
+def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:
+    """Return ``out (B, Hq, L, D)`` with one more logit ``sinks (Hq,)`` in the softmax of each head, without a value."""
+    share = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
+    return (out.astype(mx.float32) * share[..., None]).astype(out.dtype)
+
+
+def replace_with_dense(
+    out: mx.array, sequences: list[int], queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None
+) -> mx.array:
+    """Return ``out (B, Hq, 1, D)`` of a decode step with dense attention for these sequences of the batch."""
+    first_rows, batch = cache.first_rows(), mx.array(sequences)
+    start = min(first_rows[sequence] for sequence in sequences)
+    keys, values = (rows[:, :, start:][batch] for rows in cache.rows("ops")[:2])  # as long as the longest of them
+    own = mx.array([first_rows[sequence] - start for sequence in sequences])[:, None, None, None]
+    mask = mx.arange(cache.length - start) >= own
+    out[batch] = seam.original(queries[batch], keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    return out
+
+
+def attend_chunk(
+    call: Call, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, layer_index: int
+) -> tuple[mx.array, mx.array] | None:
+    """Attend a prefill chunk with the prefill method.
+
+    Args:
+        layer_index: position of the layer's cache, for the report.
 
     Returns:
-        ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; None if the sample keeps too many blocks.
+        ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; None if too many blocks are selected.
     """
     plan = call.plan
     assert plan.prefill is not None
@@ -41,76 +141,59 @@ def attend_chunk(
         if blocks is None:
             return None
     out, lse, blocks = cache.attend_prefill(queries, config, scale=scale, backend=backend, blocks=blocks)
-    call.figures.add(place, blocks, config.layout(L, S))
-    if plan.mass:
+    call.figures.add(layer_index, blocks, config.layout(L, S))
+    if plan.recall:
         dense = registry.load("dense_lse", backend)(queries, keys, scale=scale, left_padding=None)
-        call.figures.add_mass(place, mx.exp(lse - dense))
+        call.figures.add_recall(layer_index, mx.exp(lse - dense))
     return out, lse
-
-
-def apart(call: Call, L: int, cache: SparseBatchKVCache) -> bool:
-    """Return True if a call of ``L`` queries may be sparse for one sequence of a batch and dense for another.
-
-    Without a method for prompts, chunks of a single token are: alone they are decode steps.
-    """
-    if L == 1:
-        return False
-    prefills = call.plan.prefill is not None
-    ends = cache.prompt_ends or [cache.length]
-    if not prefills and len(cache.first_rows(call.caches)) == 1 and min(ends) >= cache.length:
-        return False  # what is kept beside the only sequence is kept
-    before = cache.length - L
-    return prefills or any(min(end - before, L) == 1 for end in ends)
 
 
 def attend_each(
     call: Call, queries: mx.array, cache: SparseBatchKVCache, scale: float, mask: Any, sinks: mx.array | None
 ) -> mx.array | None:
-    """Attend the prompts of a batch, each as it would be alone; None if all are dense.
+    """Attend a prefill chunk of a padded batch, one sequence after the other; None if all sequences are dense.
 
-    mlx-lm cuts the prompts of a batch into the chunks that each would have alone. What is selected for a chunk, and
-    whether it is dense, then follows from the sequence's own rows, so that no answer depends on others.
+    mlx-lm cuts each prompt of a batch into the same chunks as a single prompt. The selection for a chunk, and whether
+    it is dense, depend on the sequence's own rows only. A sequence with one token in the chunk is dense.
     """
     before = cache.length - queries.shape[2]
     extents = cache.extents(call.caches)
     if extents is None:
         call.counts.dense_calls[reasons.UNKNOWN_PADDING] += 1
         return None
-    place = call.place(cache)
-    pieces = []
+    layer_index = call.layer_index(cache)
+    parts = []
     outs: list[Any] = []
     for sequence, (first, stop) in enumerate(extents):
         one = cache.alone(sequence, first, stop)
         start, end = max(first - before, 0), max(stop - before, 0)
-        piece, out = queries[sequence : sequence + 1, :, start:end], None
-        if start < end:
+        part, out = queries[sequence : sequence + 1, :, start:end], None
+        if end - start == 1:
+            call.counts.dense_calls[reasons.A_FEW] += 1
+        elif start < end:
             keys, _, _ = one.rows("ops")
-            lending: Any = contextlib.nullcontext()
-            if end - start == 1 and call.hooks is not None:
-                lending = call.hooks.lending(cache, sequence, one, first, queries, piece)
-            with lending:
-                out = call.attend_one(piece, keys, one, scale, mask, sinks, place)
+            out = call.attend_one(part, keys, one, scale, mask, sinks, layer_index)
             cache.keep(sequence, one)
-        pieces.append((piece, one, start))
+        parts.append((part, one, start))
         outs.append(out)
     if all(out is None for out in outs):
         return None
-    for sequence, (piece, one, start) in enumerate(pieces):
-        n, out = piece.shape[2], outs[sequence]
+    for sequence, (part, one, start) in enumerate(parts):
+        n, out = part.shape[2], outs[sequence]
         if out is None:
-            out = attend_alone(piece, one, scale, sinks)
+            out = attend_sequence(part, one, scale, sinks)
         outs[sequence] = mx.pad(out, [(0, 0), (0, 0), (start, queries.shape[2] - start - n), (0, 0)])
     return mx.concatenate(outs)
 
 
-def dense(
+def attend_dense(
     call: Call, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array | None:
-    """Attend causally where MLX would read keys more than once or unpack all of them; None elsewhere."""
+    """Attend densely if MLX would read keys more than once or dequantize all of them; None for mlx-lm's attention."""
     plan = call.plan
-    if plan.attend_check is not None and call.checks:
-        return plan.attend_check(plan.backend, queries, keys, cache, scale, sinks)
-    # In a lossless model MLX's own attention gives several queries the bits that its steps give them one by one.
+    if call.checks:
+        return attend_check(plan.backend, queries, keys, cache, scale, sinks)
+    # In a lossless model, MLX's own attention returns the same bits for several queries as for single ones.
     if plan.lossless is not None or sinks is not None or not isinstance(keys, PackedRows):
         return None
     return attend_packed(queries, cache, scale)

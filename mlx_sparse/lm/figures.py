@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import mlx.core as mx
@@ -13,27 +13,24 @@ import numpy as np
 
 from ..methods.block_layout import Layout
 
-BINS = 1000  # of the histogram of retained mass
+BINS = 1000  # of the histogram of attention recall
 LOW_QUANTILE = 0.01
 
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """Sums of one layer.
+    """Sums over the sparse prefill calls of one layer.
 
     Attributes:
         pairs: causal pairs of a row block and a key block, of all sequences.
-        kept: attended pairs of each query head.
-        low, high: smallest and largest density of a head in a call.
-        rows: queries whose retained mass was measured.
-        lost: sum of one less retained mass.
-        least: smallest retained mass; NaN where one is.
+        attended: attended pairs of each query head.
+        rows: queries whose attention recall was measured.
+        lost: sum of 1 - recall over these queries.
+        least: smallest recall; NaN if a recall is NaN.
     """
 
     pairs: int
-    kept: tuple[int, ...]
-    low: float
-    high: float
+    attended: tuple[int, ...]
     rows: int = 0
     lost: float = 0.0
     least: float = 1.0
@@ -41,17 +38,16 @@ class LayerFigures:
     def __add__(self, other: LayerFigures) -> LayerFigures:
         return LayerFigures(
             self.pairs + other.pairs,
-            tuple(a + b for a, b in zip(self.kept, other.kept, strict=True)),
-            min(self.low, other.low),
-            max(self.high, other.high),
+            tuple(a + b for a, b in zip(self.attended, other.attended, strict=True)),
             self.rows + other.rows,
             self.lost + other.lost,
-            float(np.minimum(self.least, other.least)),  # which keeps NaN
+            float(np.minimum(self.least, other.least)),  # keeps NaN
         )
 
     @property
     def density(self) -> list[float]:
-        return [count / self.pairs for count in self.kept]
+        """Attended share of the causal block pairs, by query head."""
+        return [count / self.pairs for count in self.attended]
 
 
 @dataclass(frozen=True)
@@ -59,11 +55,11 @@ class PrefillFigures:
     """Counts of sparse prefill calls.
 
     Attributes:
-        calls: sparse calls.
-        queries: of them, one per position.
-        sampled_queries: those of them that were scored to choose the blocks.
-        layers: by the position of a layer's cache.
-        histogram: queries by bin of retained mass.
+        calls: number of sparse calls.
+        queries: queries of these calls, one for each position.
+        sampled_queries: queries that were scored to select the blocks.
+        layers: sums by the position of a layer's cache.
+        histogram: number of queries in each bin of attention recall.
     """
 
     calls: int = 0
@@ -86,7 +82,7 @@ class PrefillFigures:
 
     @property
     def density(self) -> dict[int, list[float]]:
-        """The density of every query head over all calls, by layer: the position of its cache."""
+        """Density of every query head over all calls, by the position of the layer's cache."""
         return {index: layer.density for index, layer in sorted(self.layers.items())}
 
     @property
@@ -95,59 +91,50 @@ class PrefillFigures:
         return self.sampled_queries / self.queries if self.queries else 0.0
 
     @property
-    def mass_mean(self) -> float | None:
-        """Mean retained mass over layers, heads and queries; None if it was not measured."""
-        rows = sum(layer.rows for layer in self.layers.values())
-        return 1.0 - sum(layer.lost for layer in self.layers.values()) / rows if rows else None
+    def recall(self) -> dict[str, float] | None:
+        """Attention recall over all layers, heads and queries; None if it was not measured.
 
-    @property
-    def mass_min(self) -> float | None:
-        """Smallest retained mass of a query; None if it was not measured."""
-        return min((layer.least for layer in self.layers.values() if layer.rows), default=None)
-
-    @property
-    def mass_low(self) -> float | None:
-        """Attention recall that 99 % of the queries reach, rounded down to 0.001; None if it was not measured."""
-        left = LOW_QUANTILE * self.histogram.total()
-        for index, count in sorted(self.histogram.items()):
-            left -= count
-            if left <= 0:
-                return index / BINS
-        return None
+        "mean", "min", and "low": 99 % of the queries reach this recall, rounded down to 0.001.
+        """
+        measured = [layer for layer in self.layers.values() if layer.rows]
+        if not measured:
+            return None
+        mean = 1.0 - sum(layer.lost for layer in measured) / sum(layer.rows for layer in measured)
+        bins = sorted(self.histogram)
+        below = accumulate(self.histogram[place] for place in bins)
+        enough = LOW_QUANTILE * self.histogram.total()
+        low = next(place for place, count in zip(bins, below, strict=True) if count >= enough)
+        return {"mean": mean, "low": low / BINS, "min": min(layer.least for layer in measured)}
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         layers = []
         for index, layer in sorted(self.layers.items()):
-            heads = layer.density
-            spread = _spread(_mean(heads), layer.low, layer.high)
-            entry: dict[str, Any] = {"layer": index, "density": spread, "heads": heads}
+            entry: dict[str, Any] = {"layer": index, "density": _mean(layer.density), "heads": layer.density}
             if layer.rows:
-                entry["retained_mass"] = {"mean": 1.0 - layer.lost / layer.rows, "min": layer.least}
+                entry["recall"] = {"mean": 1.0 - layer.lost / layer.rows, "min": layer.least}
             layers.append(entry)
         found: dict[str, Any] = {"calls": self.calls, "sampled": self.sampled, "layers": layers}
         if layers:
-            means, lows, highs = ([entry["density"][name] for entry in layers] for name in ("mean", "min", "max"))
-            found["density"] = _spread(_mean(means), min(lows), max(highs))
-        if self.mass_mean is not None:
-            found["retained_mass"] = {"mean": self.mass_mean, "low": self.mass_low, "min": self.mass_min}
+            densities = [entry["density"] for entry in layers]
+            found["density"] = {"mean": _mean(densities), "min": min(densities), "max": max(densities)}
+        if (recall := self.recall) is not None:
+            found["recall"] = recall
         return found
 
     def lines(self) -> list[str]:
         """Return the figures as text."""
         if not self.calls:
             return ["  sparse prefill calls: none"]
-        figures = self.as_dict()
-        layers = [entry["density"]["mean"] for entry in figures["layers"]]
+        densities = [_mean(layer.density) for layer in self.layers.values()]
         lines = [
             f"  sparse prefill calls: {self.calls:,}, {self.sampled:.1%} of the queries sampled",
-            f"  density: {figures['density']['mean']:.1%}, by layer {min(layers):.1%} to {max(layers):.1%}, "
-            f"by call and head {figures['density']['min']:.1%} to {figures['density']['max']:.1%}",
+            f"  density: {_mean(densities):.1%}, by layer {min(densities):.1%} to {max(densities):.1%}",
         ]
-        if self.mass_mean is not None:
+        if (recall := self.recall) is not None:
             lines.append(
-                f"  retained mass: {self.mass_mean:.4f}, at least {self.mass_low:.3f} for 99% of the queries and "
-                f"{self.mass_min:.4f} for all"
+                f"  attention recall: {recall['mean']:.4f}, at least {recall['low']:.3f} for 99% of the queries and "
+                f"{recall['min']:.4f} for all"
             )
         return lines
 
@@ -157,56 +144,56 @@ class PrefillCounts:
 
     def __init__(self) -> None:
         self._layers: list[tuple[int, Layout, mx.array]] = []
-        self._masses: list[tuple[int, int, list[mx.array]]] = []
+        self._recalls: list[tuple[int, int, list[mx.array]]] = []
 
     def add(self, layer: int, blocks: mx.array, layout: Layout) -> None:
         """Count a call of ``layer`` that attended ``blocks (B, Hq, R, N)``."""
         self._layers.append((layer, layout, (blocks >= 0).sum(axis=(2, 3))))
 
-    def add_mass(self, layer: int, mass: mx.array) -> None:
-        """Count retained mass ``(B, Hq, L)`` of a call that has been added."""
-        # A model that overflows has NaN here: no number that a bin may have.
-        bins = mx.clip(mx.where(mx.isnan(mass), 0.0, mass) * BINS, 0, BINS - 1).astype(mx.int32).flatten()
+    def add_recall(self, layer: int, recall: mx.array) -> None:
+        """Count the attention recall ``(B, Hq, L)`` of a call that has been added."""
+        # The recall is NaN if the model overflows: count it as 0.
+        bins = mx.clip(mx.where(mx.isnan(recall), 0.0, recall) * BINS, 0, BINS - 1).astype(mx.int32).flatten()
         counts = mx.zeros(BINS, mx.int32).at[bins].add(1)
-        self._masses.append((layer, mass.size, [(1.0 - mass).sum(), mass.min(), counts]))
+        self._recalls.append((layer, recall.size, [(1.0 - recall).sum(), recall.min(), counts]))
 
     def figures(self) -> PrefillFigures | None:
         """Wait for the counts and return plain numbers; None if there are none.
 
-        Only the thread that counted may call this. It costs a chunk nothing: mlx-lm waits for the same work after the
-        call, because it evaluates the caches after each chunk.
+        Only the thread that counted may call this. The wait costs no time, because mlx-lm evaluates the caches after
+        each chunk and waits for the same work.
         """
         if not self._layers:
             return None
-        mx.eval([kept for *_, kept in self._layers], [arrays for *_, arrays in self._masses])
+        mx.eval([attended for *_, attended in self._layers], [arrays for *_, arrays in self._recalls])
         found = PrefillFigures()
         for index, layout, array in self._layers:
             found += PrefillFigures(1, layout.L, layout.L * layout.sampled_share, {index: _of_call(array, layout)})
-        for index, rows, (lost, least, counts) in self._masses:
-            # No further pairs: the rest of the layer's sums stays as it is.
-            mass = LayerFigures(0, (0,) * len(found.layers[index].kept), 1.0, 0.0, rows, _float(lost), _float(least))
+        for index, rows, (lost, least, counts) in self._recalls:
+            # No further pairs: the other sums of the layer do not change.
+            heads = (0,) * len(found.layers[index].attended)
+            recall = LayerFigures(0, heads, rows, _float(lost), _float(least))
             histogram = Counter({place: int(count) for place, count in enumerate(np.array(counts)) if count})
-            found += PrefillFigures(layers={index: mass}, histogram=histogram)
+            found += PrefillFigures(layers={index: recall}, histogram=histogram)
         return found
 
 
 def _of_call(array: mx.array, layout: Layout) -> LayerFigures:
-    """Return the figures of the numbers of blocks ``(B, Hq)`` that a call attended."""
-    kept = np.array(array)
-    pairs = layout.causal_pairs
-    heads = tuple(int(count) for count in kept.sum(axis=0, dtype=np.int64))
-    return LayerFigures(kept.shape[0] * pairs, heads, float(kept.min() / pairs), float(kept.max() / pairs))
+    """Return the figures of a call that attended so many blocks ``(B, Hq)``."""
+    attended = np.array(array)
+    heads = tuple(int(count) for count in attended.sum(axis=0, dtype=np.int64))
+    return LayerFigures(attended.shape[0] * layout.causal_pairs, heads)
 
 
 @dataclass(frozen=True)
 class BucketFigures:
-    """Figures of SAAP's decode steps, of all sequences and KV heads together.
+    """Counts of SAAP's decode steps, summed over sequences and KV heads.
 
     Attributes:
-        valid: keys there were, padding aside.
-        listed: those of them that had a bucket to be visited in; the rest is attended exactly.
-        attended: how many were attended.
-        bytes: what reading the attended keys and values, and the lists of them, moved.
+        valid: number of keys without padding.
+        listed: number of keys in the lists of buckets; all other keys are attended.
+        attended: number of attended keys.
+        bytes: bytes of the attended keys and values and of their lists.
     """
 
     valid: int = 0
@@ -215,39 +202,34 @@ class BucketFigures:
     bytes: int = 0
 
     def __add__(self, other: BucketFigures) -> BucketFigures:
-        return BucketFigures(
-            self.valid + other.valid,
-            self.listed + other.listed,
-            self.attended + other.attended,
-            self.bytes + other.bytes,
-        )
+        return BucketFigures(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     @property
     def selectivity(self) -> float:
-        """(saap.12) attended share of the keys that are not attended exactly; 0 where there were none."""
+        """Attended share of the keys in the lists of buckets (saap.12); 0 if there are none."""
         visited = self.attended - (self.valid - self.listed)
         return visited / self.listed if self.listed else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {"attended": self.attended, "keys": self.valid, "selectivity": self.selectivity}
 
 
 class BucketCounts:
-    """Counts of SAAP's steps in one call of the model, on the device until `figures` is called."""
+    """Counts of SAAP's decode steps in one call of the model, on the device until `figures` is called."""
 
     def __init__(self) -> None:
         self._lists: list[tuple[mx.array, int]] = []
-        self._known = BucketFigures()  # what the host knows of them
+        self._known = BucketFigures()  # counts on the host
 
     def add(self, counts: mx.array, key_bytes: int, *, valid: int, listed: int) -> None:
-        """Count a step whose lists are ``counts (B, Hkv)`` long; an attended key moves ``key_bytes``."""
-        # An array of its own over the same numbers, which costs the device nothing: see `figures`.
+        """Count a step with lists of ``counts (B, Hkv)`` keys; each attended key moves ``key_bytes`` bytes."""
+        # A new array without a copy, so that no other graph has it: see `figures`.
         self._lists.append((counts.flatten(), key_bytes))
         self._known += BucketFigures(valid, listed)
 
     def submit(self) -> BucketCounts | None:
-        """Start computing the counts, without waiting, on the thread that counted; None where there are none."""
+        """Start to compute the counts, without a wait, on the thread that counted. Return None if there are none."""
         if not self._lists:
             return None
         mx.async_eval([counts for counts, _ in self._lists])  # type: ignore[no-untyped-call]
@@ -256,8 +238,8 @@ class BucketCounts:
     def figures(self) -> BucketFigures:
         """Wait for the counts and return plain numbers.
 
-        Any thread may call this after `submit`, one at a time: it waits for submitted arrays and evaluates nothing, and
-        these arrays are in no graph that another thread evaluates.
+        Any thread may call this after `submit`, one thread at a time. It only waits for submitted arrays, and no graph
+        that another thread evaluates has these arrays.
         """
         found = self._known
         for counts, key_bytes in self._lists:
@@ -271,12 +253,14 @@ class DraftFigures:
     """Counts of drafted and checked tokens.
 
     Attributes:
-        checks: dense calls that checked drafts. Each gave one token more than it accepted.
-        alone: tokens of dense steps without drafts.
-        examined, accepted: drafts by position: those before which all were accepted, and those accepted themselves.
-        draft_seconds, check_seconds: of the ``timed`` checks among them.
-        alone_seconds: of the ``timed_alone`` steps without drafts.
-        pauses: how many times drafts did not pay and were left out for a while.
+        checks: dense calls that checked drafts. Each returns the accepted drafts and one more token.
+        alone: tokens of dense decode steps without drafts.
+        examined: drafts by position whose predecessors were all accepted.
+        accepted: accepted drafts by position.
+        drafted: all drafts.
+        draft_seconds, check_seconds: time of the ``timed`` checks.
+        alone_seconds: time of the ``timed_alone`` dense steps.
+        pauses: number of times that drafting was slower than dense decoding and was paused.
     """
 
     checks: int = 0
@@ -301,7 +285,7 @@ class DraftFigures:
 
     @property
     def tokens(self) -> int:
-        """All tokens that were given."""
+        """Number of generated tokens."""
         return self.alone + self.checks + sum(self.accepted)
 
     def as_dict(self) -> dict[str, Any]:
@@ -319,7 +303,7 @@ class DraftFigures:
                 f"{(self.checks + taken) / self.checks:.1f} tokens for each of {self.checks:,} checks"
             )
         if self.alone:
-            pauses = f"; drafts did not pay and paused {self.pauses:,} times" if self.pauses else ""
+            pauses = f"; drafting was slower and paused {self.pauses:,} times" if self.pauses else ""
             found.append(f"  without drafts: {self.alone:,} tokens{pauses}")
         if self.timed:
             parts = {
@@ -329,12 +313,8 @@ class DraftFigures:
             }
             whole = sum(parts.values())
             shares = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts.items() if seconds)
-            found.append(f"  time: {shares} (of {self.timed:,} checks that were timed)")
+            found.append(f"  time: {shares} (measured in {self.timed:,} checks)")
         return found
-
-
-def _spread(mean: float, low: float, high: float) -> dict[str, float]:
-    return {"mean": mean, "min": low, "max": high}
 
 
 def _mean(numbers: list[float]) -> float:

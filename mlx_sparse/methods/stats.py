@@ -20,8 +20,8 @@ class Stats:
         elements: elements moved per KV head and decode step, or per query head in prefill.
         dense_elements: elements that dense attention moves for the same shapes.
         density: share of the keys, or of the causal block pairs in prefill (sample.9), that were attended.
-        retained_mass: attention recall of the attended keys, ``exp(lse_sparse - lse_dense)``, float32 ``(B, Hq, L)``;
-            None without ``return_stats="mass"``.
+        recall: attention recall, the share of the softmax mass on the attended keys, ``exp(lse_sparse - lse_dense)``,
+            float32 ``(B, Hq, L)``; None without ``return_stats="recall"``.
         head_density: ``density`` of each head in prefill, ``(B, Hq)``; None for a decode step.
         sampled: share of the queries that were scored to select the blocks, in prefill.
         selectivity: share of the keys outside SAAP's exact part that are in visited buckets (saap.12).
@@ -30,7 +30,7 @@ class Stats:
     elements: int
     dense_elements: int
     density: float
-    retained_mass: Any = None
+    recall: Any = None
     head_density: Any = None
     sampled: float = 0.0
     selectivity: float = 0.0

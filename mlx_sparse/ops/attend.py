@@ -1,24 +1,24 @@
-"""Attend: exact softmax attention over all keys or over an index list, shared by every method."""
+"""Exact softmax attention over all keys or over an index list, shared by every method."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 
-from .blocks import after, causal_scores, most
+from .blocks import batch_size, causal_scores, wait_for
 from .packed_rows import PackedRows, Rows
 from .select import take_rows, valid_keys
 
 
 def group_queries(queries: mx.array, Hkv: int) -> mx.array:
-    """``(B, Hq, 1, D)`` to float32 ``(B, Hkv, G, D)``."""
+    """Convert ``(B, Hq, 1, D)`` to float32 ``(B, Hkv, G, D)``."""
     B, Hq, _, D = queries.shape
     return queries.reshape(B, Hkv, Hq // Hkv, D).astype(mx.float32)
 
 
 def softmax_lse(scores: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Softmax over the last axis where ``mask``, and its log-sum-exp; a row with nothing to attend gives 0 and -inf.
+    """Return the softmax over the last axis where ``mask`` is True, and its log-sum-exp.
 
-    A row that holds NaN or +inf has no softmax: it is NaN there and 0 elsewhere.
+    A row without a key gives 0 and -inf. A row with NaN or +inf has no softmax: those keys get NaN, the others 0.
     """
     if mask is not None:
         scores = mx.where(mask, scores, -mx.inf)
@@ -31,7 +31,7 @@ def softmax_lse(scores: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.a
 
 
 def exact_logits(queries: mx.array, keys: Rows) -> mx.array:
-    """``queries . keys``: float32 ``(B, Hkv, G, S)`` of float32 ``queries (B, Hkv, G, D)``; nothing is unpacked."""
+    """Return float32 logits ``(B, Hkv, G, S)`` of float32 ``queries (B, Hkv, G, D)`` without dequantizing keys."""
     if isinstance(keys, PackedRows):
         group_size, bits = keys.group_size, keys.bits
         return mx.quantized_matmul(queries, *keys.parts, transpose=True, group_size=group_size, bits=bits)
@@ -47,13 +47,13 @@ def attend_indices(
     scale: float,
     counts: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Exact attention of one query per head over the listed keys (sparq.7).
+    """Compute exact attention of one query per head over the listed keys (sparq.7).
 
     Args:
         queries: ``(B, Hq, 1, D)``.
-        keys, values: ``(B, Hkv, S, D)``; of packed rows only the listed ones are unpacked.
-        indices: ``(B, Hkv, N)`` int32; ``-1``, or any number that is no key's, = empty slot.
-        counts: ``(B, Hkv)`` slots of each list that are in use; those behind are empty. None: all.
+        keys, values: ``(B, Hkv, S, D)``; only the listed rows of a quantized cache are dequantized.
+        indices: ``(B, Hkv, N)`` int32; -1 or any number that is not a key = empty slot.
+        counts: ``(B, Hkv)`` number of slots of each list that are in use; the others are empty. None = all.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot
@@ -65,7 +65,7 @@ def attend_indices(
     rows = mx.where(filled, indices, 0)
     keys_n = take_rows(keys, rows).astype(mx.float32)
     values_n = take_rows(values, rows).astype(mx.float32)
-    # An empty slot gathers row 0, which may be an uninitialised or padded row: it must not reach the sum.
+    # An empty slot gathers row 0, which may be uninitialized or padding. The row must not enter the sum.
     values_n = mx.where(filled[..., None], values_n, 0.0)
     q = group_queries(queries, keys.shape[1]) * scale
     weights, lse = softmax_lse(q @ keys_n.swapaxes(-1, -2), filled[:, :, None, :])
@@ -76,7 +76,7 @@ def attend_indices(
 def dense_attention(
     queries: mx.array, keys: Rows, values: Rows, *, scale: float, left_padding: mx.array | None
 ) -> mx.array:
-    """Causal attention of ``queries (B, Hq, L, D)`` at positions ``S - L ..`` by MLX's own kernel, in their type."""
+    """Compute causal attention of ``queries (B, Hq, L, D)`` at positions ``S - L ..`` with MLX's kernel."""
     keys, values = keys[:], values[:]
     L, S, dtype = queries.shape[2], keys.shape[2], queries.dtype
     if left_padding is None:
@@ -84,24 +84,24 @@ def dense_attention(
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask).astype(dtype)
     valid = valid_keys(S, left_padding)
     seen = causal_mask(L, S, left_padding)[:, None]
-    # Padded rows may hold anything, and 0 * inf is NaN.
+    # Padding may hold any number, and 0 * inf is NaN.
     keys, values = (mx.where(valid[:, None, :, None], rows, 0) for rows in (keys, values))
     out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen)
     return mx.where(seen.any(axis=-1, keepdims=True), out, 0).astype(dtype)
 
 
 def dense_lse(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Float32 log-sum-exp of dense causal attention, ``(B, Hq, L)``: what retained mass is measured against."""
+    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention, the reference of attention recall."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale
     keys = keys[:][:, :, None].astype(mx.float32)
-    step = most(B * Hq * S)
+    step = batch_size(B * Hq * S)
     done: list[mx.array] = []
     for first in range(0, L, step):
         stop = min(first + step, L)
         end = S - L + stop
-        scores = causal_scores(after(done, grouped[..., first:stop, :]), keys[..., :end, :])
+        scores = causal_scores(wait_for(done, grouped[..., first:stop, :]), keys[..., :end, :])
         if left_padding is not None:
             scores = mx.where(valid_keys(end, left_padding)[:, None, None, None], scores, -mx.inf)
         done.append(mx.logsumexp(scores, axis=-1))
@@ -111,12 +111,12 @@ def dense_lse(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.a
 def attend_rows(
     queries: mx.array, keys: Rows, values: Rows, *, scale: float, causal: bool
 ) -> tuple[mx.array, mx.array]:
-    """Exact attention over all of some rows, a part of those that a softmax is over.
+    """Compute exact attention over a part of the keys; `merge` combines the parts.
 
     Args:
         queries: ``(B, Hq, L, D)``.
         keys, values: ``(B, Hkv, n, D)``; ``n`` may be 0.
-        causal: whether the queries are those of the last ``L`` rows; otherwise each attends all rows.
+        causal: True if the queries belong to the last ``L`` rows; otherwise each query attends all rows.
 
     Returns:
         float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``; 0 and -inf without rows.
@@ -125,16 +125,16 @@ def attend_rows(
     Hkv, n = keys.shape[1:3]
     if n == 0 or L == 0:
         return mx.zeros((B, Hq, L, values.shape[3])), mx.full((B, Hq, L), -mx.inf)
-    # Without a mask the queries of a group are rows like any others.
+    # Without a mask the queries of a group are independent rows.
     rows = (Hq // Hkv, L) if causal else (1, Hq // Hkv * L)
     grouped = queries.reshape(B, Hkv, *rows, D).astype(mx.float32) * scale
-    step = most(B * Hkv * rows[0] * n)
+    step = batch_size(B * Hkv * rows[0] * n)
     outs: list[mx.array] = []
     lses = []
     for first in range(0, rows[1], step):
         stop = min(first + step, rows[1])
         end = n - L + stop if causal else n
-        q, k = after(outs, grouped[..., first:stop, :]), keys[:, :, None, :end].astype(mx.float32)
+        q, k = wait_for(outs, grouped[..., first:stop, :]), keys[:, :, None, :end].astype(mx.float32)
         weights, lse = softmax_lse(causal_scores(q, k) if causal else q @ k.swapaxes(-1, -2), None)
         outs.append(weights @ values[:, :, None, :end].astype(mx.float32))
         lses.append(lse)
@@ -143,13 +143,13 @@ def attend_rows(
 
 
 def merge(*parts: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
-    """Attention over all keys from ``out (..., D)`` and ``lse (...)`` over some each: float32 both."""
+    """Merge float32 ``out (..., D)`` and ``lse (...)`` of attention over disjoint parts of the keys."""
     outs, lses = (mx.stack(list(arrays)) for arrays in zip(*parts, strict=True))
     weights, lse = softmax_lse(mx.moveaxis(lses, 0, -1), None)
     return (mx.moveaxis(weights, -1, 0)[..., None] * outs).sum(axis=0), lse
 
 
 def causal_mask(L: int, S: int, left_padding: mx.array | None) -> mx.array:
-    """``(B or 1, L, S)`` bool: True = attend."""
+    """Return a bool mask ``(B or 1, L, S)``; True = attend."""
     causal = mx.arange(S) <= mx.arange(S - L, S)[:, None]
     return causal[None] if left_padding is None else causal & valid_keys(S, left_padding)[:, None, :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .attend import attend_indices, exact_logits, group_queries, softmax_lse
-from .blocks import after, causal_scores, most
+from .blocks import batch_size, causal_scores, wait_for
 from .packed_rows import Rows
 from .select import take_rows, top_k_select, valid_keys
 
@@ -20,7 +20,7 @@ def streaming_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """The first ``sink_tokens`` and the last ``recent_tokens`` valid keys; ``S > sink_tokens + recent_tokens``."""
+    """Attend the first ``sink_tokens`` and last ``recent_tokens`` valid keys; S is larger than their sum."""
     B, Hkv, S, _ = keys.shape
     first = mx.zeros((B, 1), mx.int32) if left_padding is None else left_padding[:, None].astype(mx.int32)
     slots = mx.concatenate([first + mx.arange(sink_tokens), mx.arange(S - recent_tokens, S) + 0 * first], axis=1)
@@ -43,7 +43,7 @@ def oracle_top_k_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """SparQ's choice made from the exact scores."""
+    """Attend the keys that SparQ selects from exact scores."""
     weights, _ = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
     indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=local_window, left_padding=left_padding)
     return attend_indices(queries, keys, values, indices, scale=scale)
@@ -58,9 +58,9 @@ def flexgen_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Exact softmax over all keys; values of the ``top_k`` largest group-summed weights; not renormalised.
+    """Sum the values of the ``top_k`` largest group-summed softmax weights, without renormalization.
 
-    The second result is the log of the kept mass plus the dense log-sum-exp, so that retained mass reads as elsewhere.
+    The second result is the dense log-sum-exp plus the log of the attention recall, as for the other methods.
     """
     weights, lse = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
     indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
@@ -84,7 +84,7 @@ def h2o_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Attend local keys and heavy hitters: ``out``, ``lse`` and the new scores, -inf for what was evicted."""
+    """Attend local keys and heavy hitters: ``out``, ``lse`` and the new scores, -inf for evicted keys."""
     B, Hkv, S = scores.shape
     scores = scores.astype(mx.float32)
     indices = top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
@@ -94,27 +94,27 @@ def h2o_attention(
     keys_n = take_rows(keys, rows).astype(mx.float32)
     weights, _ = softmax_lse((group_queries(queries, Hkv) * scale) @ keys_n.swapaxes(-1, -2), filled[:, :, None, :])
     received = mx.take_along_axis(scores, rows, axis=-1) + weights.mean(axis=2)
-    # One slot past the end takes what empty slots write.
+    # Empty slots write to one additional slot at the end.
     updated = mx.full((B, Hkv, S + 1), -mx.inf)
     updated = mx.put_along_axis(updated, mx.where(filled, indices, S), received, axis=-1)
     return out, lse, updated[..., :S]
 
 
 def h2o_scores(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Attention each key has received from ``L`` causal queries, mean over the group: float32 ``(B, Hkv, S)``."""
+    """Return the attention that each key received from ``L`` causal queries: the group mean, float32 (B, Hkv, S)."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale
     keys = keys[:][:, :, None].astype(mx.float32)
-    step = most(B * Hq * S)
+    step = batch_size(B * Hq * S)
     received = mx.zeros((B, Hkv, S))
     for first in range(0, L, step):
         stop = min(first + step, L)
         end = S - L + stop
-        scores = causal_scores(after([received], grouped[..., first:stop, :]), keys[..., :end, :])
+        scores = causal_scores(wait_for([received], grouped[..., first:stop, :]), keys[..., :end, :])
         if left_padding is not None:
             scores = mx.where(valid_keys(end, left_padding)[:, None, None, None], scores, -mx.inf)
-        # As `softmax_lse`, but normalised by a product: the exponentials are all that is held.
+        # This is `softmax_lse`, normalized by a matrix product to avoid a second array of that size.
         top = mx.max(scores, axis=-1, keepdims=True)
         top = mx.where(top == -mx.inf, 0.0, mx.where(mx.isnan(top), mx.inf, top))
         exps = mx.exp(scores - top)

@@ -1,6 +1,6 @@
-"""From the scores of SampleAttention to block lists, in array operations: docs/spec/sample.md, (sample.6), (sample.7).
+"""Block lists from the scores of SampleAttention: docs/spec/sample.md, (sample.6), (sample.7).
 
-A leaf that the `ops` and `metal` backends share; all arrays here are small beside the keys.
+The `ops` and `metal` backends share this module. All of its arrays are much smaller than the keys.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from ..methods.block_layout import Layout
 
 
 def keep(scores: mx.array, alpha: float) -> mx.array:
-    """(sample.6) the fewest of the largest ``scores (..., Nk)`` whose share of their sum reaches ``alpha - 1e-6``.
+    """Keep the fewest largest ``scores (..., Nk)`` whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
     Returns:
-        Bool; scores are float32, ties go to the lower index. Shares that are NaN reach nothing: everything is kept.
+        Bool of the shape of the float32 scores; ties go to the lower index. If a share is NaN, every score is kept.
     """
     ordered = -mx.sort(-scores, axis=-1)
     reached = mx.cumsum(ordered, axis=-1)
-    # Each one is needed if those before it do not reach it.
+    # A score is needed if the larger scores do not reach alpha.
     enough = reached >= (alpha - 1e-6) * reached[..., -1:]
     count = 1 + enough.shape[-1] - mx.sum(enough, axis=-1, keepdims=True)
-    return _first(scores, ordered, mx.minimum(count, scores.shape[-1]))
+    return _largest(scores, ordered, mx.minimum(count, scores.shape[-1]))
 
 
 def best(scores: mx.array, count: int) -> mx.array:
-    """The ``count`` largest of ``scores (..., Nk)``: bool; ties go to the lower index. Scores with a NaN keep all."""
+    """Keep the ``count`` largest of ``scores (..., Nk)``; ties go to the lower index. With a NaN, keep all."""
     ordered = -mx.sort(-scores, axis=-1)
-    return _first(scores, ordered, mx.full((*scores.shape[:-1], 1), min(count, scores.shape[-1]), mx.int32))
+    return _largest(scores, ordered, mx.full((*scores.shape[:-1], 1), min(count, scores.shape[-1]), mx.int32))
 
 
-def _first(scores: mx.array, ordered: mx.array, count: mx.array) -> mx.array:
-    """The ``count (..., 1)`` largest; without relying on an order that a sort gives to equal scores."""
+def _largest(scores: mx.array, ordered: mx.array, count: mx.array) -> mx.array:
+    """Keep the ``count (..., 1)`` largest scores; the result does not depend on the order of equal scores in a sort."""
     last = mx.take_along_axis(ordered, count - 1, axis=-1)
     above, level = scores > last, scores == last
     room = count - mx.sum(above, axis=-1, keepdims=True)
@@ -40,12 +40,15 @@ def _first(scores: mx.array, ordered: mx.array, count: mx.array) -> mx.array:
 
 
 def merge(column_kept: mx.array, slash_kept: mx.array, layout: Layout, *, sampled_in_full: bool) -> mx.array:
-    """(sample.7) kept columns and bins ``(B, Hq, C, Nk)`` over each region's row blocks: bool ``(B, Hq, R, Nk)``.
+    """Extend kept columns and bins ``(B, Hq, C, Nk)`` over the row blocks of each region (sample.7).
 
     Args:
-        sampled_in_full: row blocks that hold a sampled row attend everything, as SampleAttention's do.
+        sampled_in_full: attend every causal block in row blocks with a sampled row, as SampleAttention does.
+
+    Returns:
+        Bool ``(B, Hq, R, Nk)``; True = attend.
     """
-    # A bin reaches two diagonals: offsets m * block_size .. cross a block border in most rows.
+    # A bin covers two block diagonals, because its offsets cross a block border in most rows.
     slash_kept = slash_kept | mx.pad(slash_kept, [*[(0, 0)] * 3, (1, 0)])[..., :-1]
     region = mx.array(layout.region_of)
     row = mx.arange(layout.first_block, layout.key_blocks)[:, None]
@@ -60,17 +63,17 @@ def merge(column_kept: mx.array, slash_kept: mx.array, layout: Layout, *, sample
 
 
 def block_lists(mask: mx.array, width: int | None = None) -> mx.array:
-    """Bool ``(B, Hq, R, Nk)`` as ascending int32 lists ``(B, Hq, R, width)``, then -1.
+    """Convert a mask ``(B, Hq, R, Nk)`` to ascending int32 lists ``(B, Hq, R, width)``, padded with -1.
 
     Args:
-        width: at least the longest list; None finds that out, which waits for the GPU.
+        width: at least the length of the longest list. None = that length, which waits for the GPU.
     """
     if width is None:
         longest = mx.max(mx.sum(mask, axis=-1)).item()
         assert isinstance(longest, int)
         width = longest
     lists = mx.full((*mask.shape[:3], width + 1), -1, mx.int32)
-    # What is not kept lands in the last slot, which is cut off.
+    # Blocks that are not kept are written to an additional last slot, which is removed.
     slot = mx.where(mask, mx.cumsum(mask.astype(mx.int32), axis=-1) - 1, width)
     block = mx.broadcast_to(mx.arange(mask.shape[-1], dtype=mx.int32), mask.shape)
     return mx.put_along_axis(lists, slot, block, axis=-1)[..., :width]
@@ -85,6 +88,6 @@ def select(
     alpha_slash: float,
     width: int | None = None,
 ) -> mx.array:
-    """Block lists ``(B, Hq, R, width)`` of SampleAttention from its scores ``(B, Hq, C, Nk)``."""
+    """Select block lists ``(B, Hq, R, width)`` from the scores ``(B, Hq, C, Nk)`` of SampleAttention."""
     kept = keep(column, alpha_column), keep(slash, alpha_slash)
     return block_lists(merge(*kept, layout, sampled_in_full=True), width)

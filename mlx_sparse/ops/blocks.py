@@ -1,7 +1,7 @@
-"""Attend over lists of key blocks, shared by every prefill method: docs/spec/sample.md, (sample.8).
+"""Attention over lists of key blocks, shared by every prefill method: docs/spec/sample.md, (sample.8).
 
-Row blocks whose lists are equally long are packed into one batch: nothing is padded, and nothing but the diagonal block
-needs a mask.
+Row blocks with lists of equal length form a batch, so that lists need no padding and only the diagonal block needs a
+mask.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from ..methods.block_layout import Layout
 
 Array = npt.NDArray[Any]
 
-# Scores of a batch, unless one row block has more: what fits into a CPU's cache, what keeps a GPU busy.
-MOST_SCORES = {mx.cpu: 1 << 20, mx.gpu: 1 << 24}
+# Maximum number of scores per batch, unless one row block has more: they fit into the cache of a CPU, or occupy a GPU.
+MAX_SCORES = {mx.cpu: 1 << 20, mx.gpu: 1 << 24}
 
 
 def attend_blocks(
     queries: mx.array, keys: mx.array, values: mx.array, blocks: mx.array, *, block_size: int, scale: float
 ) -> tuple[mx.array, mx.array]:
-    """Exact causal attention of every query over the listed key blocks of its row block. Waits for ``blocks``.
+    """Compute exact causal attention of every query over the listed key blocks of its row block.
+
+    The call waits for ``blocks``.
 
     Args:
         queries: ``(B, Hq, L, D)``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int32; ``-1``, or any number that is no block's, = empty slot.
+        blocks: ``(B, Hq, R, N)`` int32; -1 or any number that is not a block = empty slot.
 
     Returns:
-        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries with
-        nothing to attend.
+        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries
+        without a key.
     """
     B, Hq, L, D = queries.shape
     S = keys.shape[2]
@@ -42,7 +44,7 @@ def attend_blocks(
     lead, tail = (S - L) % block_size, -S % block_size
     rows = _in_blocks(queries, lead, tail, block_size).reshape(B * Hq * R, block_size, D)
     keys, values = (_in_blocks(array, 0, tail, block_size) for array in (keys, values))
-    # On a CPU MLX has no kernel of its own for attention.
+    # MLX has no attention kernel for CPUs.
     attend = _plain if mx.default_device().type == mx.cpu else _fused
 
     order, outs, lses = [], [], []
@@ -55,8 +57,8 @@ def attend_blocks(
         b, h = (mx.array(axis[:, None]) for axis in np.divmod(items // R, Hq))
         at = (b, h // (Hq // keys.shape[1]), mx.array(listed))
         q, (k, v) = rows[mx.array(items)], (array[at].reshape(len(items), -1, D) for array in (keys, values))
-        outs.append(attend(after(outs, q), k, v, scale, diagonal).astype(queries.dtype))
-        lses.append(_lse(after(lses, q), k, scale, diagonal))
+        outs.append(attend(wait_for(outs, q), k, v, scale, diagonal).astype(queries.dtype))
+        lses.append(_lse(wait_for(lses, q), k, scale, diagonal))
     back = mx.array(np.argsort(np.concatenate(order)))
 
     def gather(parts: list[mx.array], *tail_shape: int) -> mx.array:
@@ -66,18 +68,18 @@ def attend_blocks(
     return gather(outs, D), gather(lses)
 
 
-def after(done: list[mx.array], array: mx.array) -> mx.array:
-    """``array``, there once all that is ``done`` is: MLX would begin with everything at once, and hold it all."""
+def wait_for(done: list[mx.array], array: mx.array) -> mx.array:
+    """Return ``array``, computed after the last of ``done``. Otherwise MLX computes all batches at once in memory."""
     return mx.depends(array, done[-1]) if done else array
 
 
-def most(scores: int) -> int:
-    """How many pieces of so many scores make a batch."""
-    return max(1, MOST_SCORES[mx.default_device().type] // scores)
+def batch_size(scores: int) -> int:
+    """Return how many items with ``scores`` scores each form a batch."""
+    return max(1, MAX_SCORES[mx.default_device().type] // scores)
 
 
 def causal_scores(queries: mx.array, keys: mx.array) -> mx.array:
-    """``queries @ keys^T`` ``(..., n, N)`` of queries that are the last n of N positions; -inf above the diagonal."""
+    """Return ``queries @ keys^T`` ``(..., n, N)`` for queries at the last n of N positions; -inf above the diagonal."""
     n, N = queries.shape[-2], keys.shape[-2]
     causal = mx.arange(n) <= mx.arange(n)[:, None]
     edge = mx.where(causal, queries @ keys[..., N - n :, :].swapaxes(-1, -2), -mx.inf)
@@ -87,7 +89,7 @@ def causal_scores(queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _in_blocks(array: mx.array, lead: int, tail: int, block_size: int) -> mx.array:
-    """``(B, H, length, D)`` as whole blocks ``(B, H, blocks, block_size, D)``: zeros before and behind."""
+    """Split ``(B, H, length, D)`` into blocks ``(B, H, blocks, block_size, D)``, padded with zeros at both ends."""
     B, H, _, D = array.shape
     if lead or tail:
         array = mx.pad(array, [(0, 0), (0, 0), (lead, tail), (0, 0)])
@@ -95,15 +97,15 @@ def _in_blocks(array: mx.array, lead: int, tail: int, block_size: int) -> mx.arr
 
 
 def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool]]:
-    """Row blocks whose lists are equally long and agree on whether they hold the diagonal, some at a time.
+    """Group the row blocks by the length of their lists and by whether the list contains the diagonal block.
 
     Yields:
-        Row blocks ``(M,)`` of all heads, counted through; ascending key blocks ``(M, n)``; whether the last is the
-        diagonal.
+        Row blocks ``(M,)``, numbered over all heads; ascending key blocks ``(M, n)``; True if the last one is the
+        diagonal block.
     """
     row_block = np.tile(np.arange(layout.first_block, layout.key_blocks), blocks.shape[0] * blocks.shape[1])
     lists = blocks.reshape(len(row_block), -1)
-    # By way of a mask a list may come in any order and name a block twice; a last column takes what is no block's.
+    # The mask permits lists in any order with duplicates. Its last column receives numbers that are not a block.
     mask = np.zeros((len(row_block), layout.key_blocks + 1), dtype=bool)
     causal = (lists >= 0) & (lists <= row_block[:, None])
     mask[np.arange(len(lists))[:, None], np.where(causal, lists, layout.key_blocks)] = True
@@ -112,25 +114,25 @@ def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool
     for n, with_diagonal in sorted(set(zip(count.tolist(), diagonal.tolist(), strict=True))):
         items = np.flatnonzero((count == n) & (diagonal == with_diagonal))
         listed = np.nonzero(mask[items])[1].reshape(len(items), n).astype(np.int32)
-        step = most(max(n, 1) * layout.block_size**2)
+        step = batch_size(max(n, 1) * layout.block_size**2)
         for start in range(0, len(items), step):
             yield items[start : start + step], listed[start : start + step], with_diagonal
 
 
 def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """A batch by MLX's own kernel: packed as they are, the last query may attend the last key."""
+    """Attend a batch with MLX's kernel. In a packed batch the last query attends the last key."""
     q, k, v = (array[:, None] for array in (queries, keys, values))
     mask = "causal" if diagonal else None
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)[:, 0]
 
 
 def _plain(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """A batch by float32 products, which on a CPU are faster than products in 16 bits."""
+    """Attend a batch with float32 products, which are faster than 16-bit products on a CPU."""
     return mx.softmax(_scores(queries, keys, scale, diagonal), axis=-1) @ values.astype(mx.float32)
 
 
 def _lse(queries: mx.array, keys: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """A graph of its own, so that nobody who does not ask for it pays."""
+    """Return the log-sum-exp of a batch in a separate graph, which MLX computes only if it is used."""
     return mx.logsumexp(_scores(queries, keys, scale, diagonal), axis=-1)
 
 

@@ -1,6 +1,6 @@
-"""Keys in bucket order, in array operations: docs/spec/saap.md, (saap.9).
+"""Lists of keys by bucket (CSR), in array operations: docs/spec/saap.md, (saap.9).
 
-A leaf that the `ops` and `metal` backends share; a cache rebuilds it every few hundred tokens.
+The `ops` and `metal` backends share this module. A cache rebuilds its lists every few hundred tokens.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import mlx.core as mx
 def saap_index(
     bucket_ids: mx.array, *, buckets: int, sink_tokens: int, left_padding: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """(saap.9) the keys behind the sinks in order of bucket, ascending inside one.
+    """List the keys behind the sinks by bucket, ascending within a bucket (saap.9).
 
     Args:
-        bucket_ids: ``(B, Hkv, n)`` int; any number outside ``0 .. buckets - 1`` = in no bucket.
+        bucket_ids: ``(B, Hkv, n)`` int; a number outside ``0 .. buckets - 1`` = in no bucket.
 
     Returns:
         ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)``, int32: bucket c holds the keys
-        ``key_ids[offsets[c] : offsets[c + 1]]``; slots from ``offsets[buckets]`` on hold anything.
+        ``key_ids[offsets[c] : offsets[c + 1]]``; slots at ``offsets[buckets]`` and behind are undefined.
     """
     B, Hkv, n = bucket_ids.shape
     if n == 0:
@@ -30,7 +30,7 @@ def saap_index(
     counts = mx.zeros((B, Hkv, buckets + 1), mx.int32)
     counts = counts.at[mx.arange(B)[:, None, None], mx.arange(Hkv)[:, None], ids].add(1)[..., :buckets]
     offsets = mx.pad(mx.cumsum(counts, axis=-1), [(0, 0), (0, 0), (1, 0)])
-    # Bucket and key in one number: no order that a sort gives to equal buckets is relied on.
+    # The number combines bucket and key, so that the result does not depend on the order of equal numbers in a sort.
     wide = mx.uint32 if (buckets + 1) * n <= 2**32 else mx.int64
     order = mx.sort(ids.astype(wide) * n + mx.arange(n).astype(wide), axis=-1)
     return offsets, (order % n).astype(mx.int32)

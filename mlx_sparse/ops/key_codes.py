@@ -1,4 +1,4 @@
-"""Keys in few bits: docs/spec/sparq.md, equations (sparq.17) to (sparq.22)."""
+"""Quantized scoring keys (int4): docs/spec/sparq.md, equations (sparq.17) to (sparq.22)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .select import take_rows
 
 
 def code_keys(keys: Rows, left_padding: mx.array | None) -> KeyCodes:
-    """Code the full groups of each row of ``keys (B, Hkv, S, D)``; 0 behind a row's last.
+    """Code the full groups of each sequence of ``keys (B, Hkv, S, D)``; further slots are 0.
 
     Args:
-        left_padding: ``(B,)`` first valid key of each row, from which its groups are counted.
+        left_padding: ``(B,)`` first valid key of each sequence, where its first group begins.
     """
     keys = keys[:]
     if left_padding is None:
@@ -28,10 +28,10 @@ def code_keys(keys: Rows, left_padding: mx.array | None) -> KeyCodes:
 
 
 def code_groups(keys: mx.array, centre: mx.array | None = None) -> KeyCodes:
-    """Code the full groups of valid ``keys (B, Hkv, S, D)``, the first of which begins with the first key.
+    """Code the full groups of valid ``keys (B, Hkv, S, D)``; the first group begins with the first key.
 
     Args:
-        centre: float32 ``(B, Hkv, D)`` of the groups before these; None where there are none.
+        centre: float32 ``(B, Hkv, D)`` of the earlier groups; None if these groups are the first.
     """
     B, Hkv, S, D = keys.shape
     groups = S // GROUP
@@ -41,7 +41,7 @@ def code_groups(keys: mx.array, centre: mx.array | None = None) -> KeyCodes:
         # (sparq.17)
         middle = least[:, :, 0] * 0.5 + most[:, :, 0] * 0.5 if groups else mx.zeros((B, Hkv, D))
         centre = mx.where(mx.isfinite(middle), middle, 0)
-    # (sparq.18): rounding keeps the order, so the least of the differences is that of the least
+    # (sparq.18): rounding keeps the order, so the smallest difference belongs to the smallest key
     least, most = least - centre[:, :, None], most - centre[:, :, None]
     # (sparq.19)
     odd = ~(mx.isfinite(least) & mx.isfinite(most))
@@ -58,12 +58,12 @@ def code_groups(keys: mx.array, centre: mx.array | None = None) -> KeyCodes:
 
 
 def _full_groups(S: int, left_padding: mx.array) -> mx.array:
-    """Which groups a row has: ``(B, 1, 1, S // GROUP)``."""
+    """Return a bool mask ``(B, 1, 1, S // GROUP)`` of the full groups of each sequence."""
     return (mx.arange(S // GROUP) < (S - left_padding)[:, None] // GROUP)[:, None, None]
 
 
 def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None) -> mx.array:
-    """(sparq.22) of each component over the valid ones of ``keys (B, Hkv, S, D)``: float32 ``(B, Hkv, D)``."""
+    """Return the deviation of each component over the valid keys (sparq.22): float32 ``(B, Hkv, D)``."""
     from .sparq import deviation
 
     S = keys.shape[2]
@@ -79,15 +79,16 @@ def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None) -> mx
         return mx.where(there, array, 0).sum(axis=-1, keepdims=True) / count
 
     found = mx.sqrt(mean((middle - mean(middle)) ** 2) + mean(width**2) / 16).squeeze(-1)
-    # Where nothing is coded, all valid keys are among the last.
+    # A sequence without a coded group has all its valid keys at the end.
     last = S - GROUP
     return mx.where(there.any(axis=-1), found, deviation(keys[:, :, last:], left_padding - last))
 
 
 def group_moments(coded: KeyCodes) -> mx.array:
-    """What (sparq.22) takes of some groups, float32 ``(3, B, Hkv, D)``.
+    """Return the running statistics of some groups for (sparq.22), float32 ``(3, B, Hkv, D)``.
 
-    They are the mean of the middles, the sum of their squared distances from it, and that of the squared widths.
+    They are the mean of the middles, the sum of their squared distances from the mean, and the sum of the squared
+    widths.
     """
     middle, width = _middles(coded)
     mean = middle.mean(axis=-1)
@@ -95,7 +96,7 @@ def group_moments(coded: KeyCodes) -> mx.array:
 
 
 def _middles(coded: KeyCodes) -> tuple[mx.array, mx.array]:
-    """Middle and width of each group, as its codes have them: float32 ``(B, Hkv, D, groups)``."""
+    """Return middle and width of the range of each coded group: float32 ``(B, Hkv, D, groups)``."""
     width = coded.step.astype(mx.float32) * LARGEST_CODE
     return coded.lo.astype(mx.float32) + width / 2, width
 
@@ -107,12 +108,12 @@ def approximate_logits(
     coded: KeyCodes,
     left_padding: mx.array | None,
 ) -> mx.array:
-    """(sparq.21) without its factor, or with it if the queries have it: float32 ``(B, Hkv, G, S)``.
+    """Return approximate logits (sparq.21), float32 ``(B, Hkv, G, S)``; the caller scales the queries.
 
     Args:
-        queries: float32 ``(B, Hkv, G, r)``, of these components.
+        queries: float32 ``(B, Hkv, G, r)`` at these components.
         components: ``(B, Hkv, r)`` int32.
-        keys: ``(B, Hkv, S, D)``, of which only the last are read, those that a tail may have.
+        keys: ``(B, Hkv, S, D)``; only the keys of the unfilled group are read.
     """
     S = keys.shape[2]
     groups = S // GROUP
@@ -126,7 +127,7 @@ def approximate_logits(
     found = mx.quantized_matmul(queries, codes, step, lo, transpose=False, group_size=GROUP, bits=CODE_BITS)
     if left_padding is None:
         return mx.concatenate([found, tail], axis=-1)
-    # Codes of a row begin at its first valid key.
+    # The codes of a sequence begin at its first valid key.
     first = left_padding[:, None]
     place = mx.arange(S) - first
     found = mx.take_along_axis(found, mx.clip(place, 0, groups * GROUP - 1)[:, None, None], axis=-1)

@@ -10,13 +10,13 @@ import numpy as np
 from ..checks import ConfigError
 
 ITERATIONS = 10
-CHUNK = 1 << 25  # products at a time: 128 MiB
+CHUNK = 1 << 25  # products per chunk: 128 MiB
 
 
 def assign(keys: mx.array, centroids: mx.array) -> mx.array:
-    """(saap.1) int32 ``(..., n)``: which of the ``centroids (..., C, D)`` points most like each key ``(..., n, D)``.
+    """Assign each key ``(..., n, D)`` to the centroid ``(..., C, D)`` with the largest product (saap.1).
 
-    Ties go to the lower bucket, and keys that hold NaN or inf to bucket 0.
+    The result is int32 ``(..., n)``. Ties go to the lower bucket, and keys that hold NaN or inf to bucket 0.
     """
     *heads, n, _ = keys.shape
     if n == 0:
@@ -34,7 +34,7 @@ def assign(keys: mx.array, centroids: mx.array) -> mx.array:
 
 
 def fit(keys: mx.array, buckets: int, *, seed: int = 0, iterations: int = ITERATIONS) -> mx.array:
-    """Unit centroids ``(..., C, D)``, float32, of keys ``(..., n, D)``; it starts at random ones of the keys.
+    """Fit float32 unit centroids ``(..., C, D)`` to keys ``(..., n, D)``, starting from random keys.
 
     Raises:
         ConfigError: more buckets than keys.
@@ -48,9 +48,9 @@ def fit(keys: mx.array, buckets: int, *, seed: int = 0, iterations: int = ITERAT
 
 
 def move(keys: mx.array, centroids: mx.array) -> mx.array:
-    """(saap.2) one iteration: the direction of each bucket's sum of keys.
+    """Run one iteration: each centroid becomes the normalized sum of the keys in its bucket (saap.2).
 
-    An empty bucket keeps its centroid, and so does one whose sum is no number.
+    An empty bucket keeps its centroid, and so does a bucket whose sum is not finite.
     """
     *heads, C, D = centroids.shape
     ids = assign(keys, centroids).reshape(-1, keys.shape[-2])
@@ -60,7 +60,7 @@ def move(keys: mx.array, centroids: mx.array) -> mx.array:
 
 
 def start_points(n: int, buckets: int, seed: int) -> np.ndarray:
-    """``buckets`` of ``n`` keys at random, ascending.
+    """Return the ascending indices of ``buckets`` random keys out of ``n``.
 
     Raises:
         ConfigError: more buckets than keys.

@@ -1,6 +1,7 @@
-"""The baselines for prompts that hash queries and keys: docs/spec/sample.md, section "Baselines".
+"""Prefill baselines that hash queries and keys: docs/spec/sample.md, section "Baselines".
 
-To compare with, not to be fast: every pair of a query and a key is scored, some query rows at a time, and masked.
+They exist for comparison and are slow: every pair of a query and a key is scored, some query rows at a time, and
+masked.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ import numpy as np
 
 from ..methods.lsh_spans import Span, pieces, sampled, signs
 from .block_select import block_lists
-from .blocks import after, most
+from .blocks import batch_size, wait_for
 
 Result = tuple[mx.array, mx.array, mx.array]
 
 
 def hash_codes(vectors: mx.array, buckets: int) -> mx.array:
-    """(sample.15) the end of a random direction that each of ``vectors (..., D)`` is nearest to, 0..buckets - 1."""
+    """Hash ``vectors (..., D)`` to the nearest end of ``buckets / 2`` random directions, 0..buckets - 1 (sample.15)."""
     along = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], buckets // 2))
     return mx.argmax(mx.concatenate([along, -along], axis=-1), axis=-1)
 
 
 def hash_sparse_attention(queries: mx.array, keys: mx.array, values: mx.array, *, buckets: int, scale: float) -> Result:
-    """(sample.15) the keys with the query's hash: ``out``, ``lse`` and the keys ``(B, Hq, L, N)``."""
+    """Attend the keys with the hash of the query (sample.15): ``out``, ``lse`` and the keys ``(B, Hq, L, N)``."""
     L, S = queries.shape[2], keys.shape[2]
     code_q, code_k = hash_codes(queries, buckets), _by_head(hash_codes(keys, buckets), queries, keys)
-    lost = _not_numbers(queries, keys)
+    lost = _nan_keys(queries, keys)
 
     def choose(start: int, stop: int) -> tuple[mx.array, None]:
         same = code_q[:, :, start - (S - L) : stop - (S - L), None] == code_k[:, :, None, :stop]
@@ -38,12 +39,12 @@ def hash_sparse_attention(queries: mx.array, keys: mx.array, values: mx.array, *
 
 
 def sort_ranks(vectors: mx.array, hash_bits: int) -> mx.array:
-    """(sample.17) the place of each of ``vectors (..., M, D)`` in an order by hash, 0..M - 1."""
+    """Return the rank of each of ``vectors (..., M, D)`` in the order of their hashes, 0..M - 1 (sample.17)."""
     positive = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], hash_bits)) > 0
-    # What a Gray code counts: each digit is the parity of the signs up to it.
+    # Gray code to number: each digit is the parity of the signs up to it.
     digits = mx.cumsum(positive.astype(mx.int32), axis=-1) % 2
     code = (digits * mx.array(1 << np.arange(hash_bits)[::-1])).sum(axis=-1)
-    # MLX's sorts need not keep the order of equals: no two of these are equal.
+    # MLX's sorts are not stable; the index makes all numbers different.
     M = code.shape[-1]
     order = mx.argsort(code.astype(mx.int64) * M + mx.arange(M), axis=-1)
     return mx.argsort(order, axis=-1)
@@ -60,12 +61,12 @@ def hyperattention_attention(
     exact_rows: int,
     scale: float,
 ) -> Result:
-    """(sample.16) to (sample.18): ``out``, ``lse`` of the attended keys without weights, the keys ``(B, Hq, L, N)``."""
+    """Run HyperAttention (sample.16) to (sample.18): ``out``, unweighted ``lse`` and the keys ``(B, Hq, L, N)``."""
     L, S = queries.shape[2], keys.shape[2]
     cut = list(pieces(L, S, exact_rows))
     spans = {span for _, _, before in cut for span in before}
-    found = {span: _of_span(queries, keys, span, bucket_size, sampled_keys, hash_bits) for span in spans}
-    lost = _not_numbers(queries, keys)
+    found = {span: _span_pairs(queries, keys, span, bucket_size, sampled_keys, hash_bits) for span in spans}
+    lost = _nan_keys(queries, keys)
     before = {start: spans for start, _, spans in cut}
     starts = sorted(before)
 
@@ -86,34 +87,34 @@ def hyperattention_attention(
     return _attend(queries, keys, values, steps, choose, scale)
 
 
-def _of_span(
+def _span_pairs(
     queries: mx.array, keys: mx.array, span: Span, bucket_size: int, sampled_keys: int, hash_bits: int
 ) -> Callable[[int, int], tuple[mx.array, mx.array]]:
-    """(sample.17), (sample.18): tells of some rows of a span which keys share their bucket, and which are drawn."""
+    """Return a function of a row range: which keys of a span share its buckets, and which are sampled (sample.18)."""
     P, M, offset = span.stop - span.start, span.last - span.first, keys.shape[2] - queries.shape[2]
     if bucket_size + sampled_keys >= M:
         return lambda start, stop: (mx.ones((1, 1, 1, M), mx.bool_), mx.zeros((M,), mx.bool_))
-    of_query = (
+    query_bucket = (
         sort_ranks(queries[:, :, span.start - offset : span.stop - offset], hash_bits) * -(-M // bucket_size) // P
     )
-    of_key = _by_head(sort_ranks(keys[:, :, span.first : span.last], hash_bits) // bucket_size, queries, keys)
+    key_bucket = _by_head(sort_ranks(keys[:, :, span.first : span.last], hash_bits) // bucket_size, queries, keys)
     drawn = mx.array(np.isin(np.arange(span.first, span.last), sampled(span.first, span.last, sampled_keys)))
-    return lambda start, stop: (of_query[:, :, start:stop, None] == of_key[:, :, None], drawn)
+    return lambda start, stop: (query_bucket[:, :, start:stop, None] == key_bucket[:, :, None], drawn)
 
 
 def _by_head(array: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
-    """What is known of the keys of each KV head, for each query head."""
+    """Repeat an array of KV heads for each query head."""
     return mx.repeat(array, queries.shape[1] // keys.shape[1], axis=1)
 
 
-def _not_numbers(queries: mx.array, keys: mx.array) -> mx.array:
-    """Keys that no hash can place, which everybody attends, so that they show: bool ``(B, Hq, 1, S)``."""
+def _nan_keys(queries: mx.array, keys: mx.array) -> mx.array:
+    """Return True for keys with NaN, which have no hash: every query attends them. Bool ``(B, Hq, 1, S)``."""
     return _by_head(mx.isnan(keys.astype(mx.float32).sum(axis=-1)), queries, keys)[:, :, None]
 
 
 def _steps(queries: mx.array, keys: mx.array, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Positions ``[start, stop)``, as many at a time as have so many scores."""
-    rows = most(queries.shape[0] * queries.shape[1] * keys.shape[2])
+    """Split the positions ``[start, stop)`` into batches of bounded size."""
+    rows = batch_size(queries.shape[0] * queries.shape[1] * keys.shape[2])
     for first in range(start, stop, rows):
         yield first, min(first + rows, stop)
 
@@ -126,7 +127,7 @@ def _attend(
     choose: Callable[[int, int], tuple[mx.array, mx.array | None]],
     scale: float,
 ) -> Result:
-    """Attention of the queries at each step's positions over the keys that ``choose`` says, with ``exp(weight)``."""
+    """Attend the keys that ``choose`` returns for the positions of each step, weighted by ``exp(weight)``."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     k, v = (array.astype(mx.float32)[:, :, None] for array in (keys, values))
@@ -135,7 +136,7 @@ def _attend(
     for start, stop in steps:
         kept, weight = choose(start, stop)
         kept = kept & (mx.arange(stop) <= mx.arange(start, stop)[:, None])
-        q = after(outs, queries[:, :, start - (S - L) : stop - (S - L)]).astype(mx.float32) * scale
+        q = wait_for(outs, queries[:, :, start - (S - L) : stop - (S - L)]).astype(mx.float32) * scale
         grouped = q.reshape(B, Hkv, Hq // Hkv, stop - start, D)
         scores = (grouped @ k[..., :stop, :].swapaxes(-1, -2)).reshape(B, Hq, stop - start, stop)
         scores = mx.where(kept, scores, -mx.inf)

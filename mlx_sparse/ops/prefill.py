@@ -22,7 +22,7 @@ def minference_attention(
     block_size: int,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """(sample.12) the best columns and bins of the last rows: ``out``, ``lse`` and the blocks as `sample_attention`."""
+    """Attend the best columns and bins of the last rows (sample.12): ``out``, ``lse`` and the blocks."""
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, MINFERENCE_ROWS)
     scores = sample_scores(queries, keys, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
     budgets = (-(-tokens // block_size) for tokens in (vertical_tokens, slash_tokens))
@@ -42,7 +42,7 @@ def bigbird_attention(
     block_size: int,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """(sample.13) a window, the first keys and random blocks: ``out``, ``lse`` and the blocks."""
+    """Attend a window, the first keys and random blocks (sample.13): ``out``, ``lse`` and the blocks."""
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, rows=0)
     pattern = bigbird_pattern(layout, window=window, global_share=global_share, random_blocks=random_blocks)
     return _static(queries, keys, values, pattern, block_size, scale)
@@ -58,7 +58,7 @@ def streaming_prefill_attention(
     block_size: int,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """(sample.14) the first keys and a window: ``out``, ``lse`` and the blocks."""
+    """Attend the first keys and a window (sample.14): ``out``, ``lse`` and the blocks."""
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, rows=0)
     pattern = streaming_pattern(layout, sink_tokens=sink_tokens, window=window)
     return _static(queries, keys, values, pattern, block_size, scale)
@@ -67,7 +67,7 @@ def streaming_prefill_attention(
 def _static(
     queries: mx.array, keys: mx.array, values: mx.array, pattern: Pattern, block_size: int, scale: float
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Attention over the same blocks for every head."""
+    """Attend the blocks of one pattern in every head."""
     mask = mx.array(np.broadcast_to(pattern, (*queries.shape[:2], *pattern.shape)))
     blocks = block_select.block_lists(mask)
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks

@@ -14,7 +14,7 @@ SECOND_LARGEST = 3.4028232635611926e38  # of float32: `top_k_select` takes the c
 
 
 def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) -> tuple[mx.array, mx.array]:
-    """(quest.1) smallest and largest of each component over the keys of each page.
+    """Return the minimum and maximum of each component over the keys of each page (quest.1).
 
     Args:
         keys: ``(B, Hkv, S, D)``.
@@ -47,7 +47,7 @@ def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
 
 
 def page_scores(queries: mx.array, page_min: mx.array, page_max: mx.array) -> mx.array:
-    """Float32 ``(B, Hkv, P)`` bounds of pages for the group (quest.3); NaN has become +inf."""
+    """Return upper bounds of the page scores for the group (quest.3): float32 ``(B, Hkv, P)``; NaN becomes +inf."""
     q = group_queries(queries, page_min.shape[1])
     # (quest.2)
     bounds = mx.maximum(q, 0) @ page_max.swapaxes(-1, -2).astype(mx.float32)
@@ -56,7 +56,7 @@ def page_scores(queries: mx.array, page_min: mx.array, page_max: mx.array) -> mx
 
 
 def page_keys(pages: mx.array, left_padding: mx.array | None, *, page_size: int, length: int) -> mx.array:
-    """(quest.5) the keys of ``pages (B, Hkv, K)``: ``(B, Hkv, K * page_size)`` int32, -1 in empty slots."""
+    """List the keys of ``pages (B, Hkv, K)`` (quest.5): int32 ``(B, Hkv, K * page_size)``, -1 in empty slots."""
     listed = pages[..., None] * page_size + mx.arange(page_size)
     if left_padding is not None:
         listed = listed + left_padding[:, None, None, None]
@@ -74,11 +74,11 @@ def quest_select(
     page_min: mx.array,
     page_max: mx.array,
 ) -> mx.array:
-    """The keys of one decode step (quest.5): ``(B, Hkv, K * page_size)`` int32, of more than K pages."""
+    """Select the keys of one decode step with more than K pages (quest.5): int32 ``(B, Hkv, K * page_size)``."""
     S = keys.shape[2]
     before = (S - 1) // page_size
     scores = page_scores(queries, page_min[:, :, :before], page_max[:, :, :before])
-    # The current page of each row has +inf and every other page less, so it is always selected.
+    # Only the current page of each sequence has +inf, so it is always selected.
     scores = mx.pad(mx.minimum(scores, SECOND_LARGEST), [(0, 0), (0, 0), (0, 1)])
     first = 0 if left_padding is None else left_padding[:, None, None]
     current, page = (S - 1 - first) // page_size, mx.arange(before + 1)
@@ -90,7 +90,7 @@ def quest_select(
 def quest_attention(
     queries: mx.array, keys: Rows, values: Rows, *, scale: float, **selection: Any
 ) -> tuple[mx.array, mx.array]:
-    """One decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
+    """Run one decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
 
     Args:
         selection: the other parameters of `quest_select`. Page bounds that are absent are computed from all keys.

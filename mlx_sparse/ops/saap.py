@@ -20,7 +20,7 @@ def saap_route(
     hidden_bias: mx.array | None = None,
     probes: int,
 ) -> mx.array:
-    """The ``probes`` buckets that each group visits (saap.5), (saap.8).
+    """Select the ``probes`` buckets that each group visits (saap.5), (saap.8).
 
     Args:
         queries: ``(B, Hq, 1, D)`` before RoPE.
@@ -56,16 +56,17 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """The keys of one step: sinks, keys from ``covered`` on, keys of the visited buckets (saap.10).
+    """List the keys of one decode step: sinks, keys at ``covered`` and behind, keys of the visited buckets (saap.10).
 
     Args:
-        visited: ``(B, Hkv, n)`` int, distinct; numbers that are no bucket's are empty slots.
-        offsets: ``(B, Hkv, C + 1)``; key_ids: ``(B, Hkv, m)``, as `saap_index` gives them for keys 0..covered-1.
+        visited: ``(B, Hkv, n)`` int, without duplicates; a number that is not a bucket = empty slot.
+        offsets: ``(B, Hkv, C + 1)``; key_ids: ``(B, Hkv, m)``, results of `saap_index` for keys 0..covered-1.
         covered: one number, or int ``(B,)``.
-        capacity: slots of a list; keys that do not fit are left out.
+        capacity: slots of a list; further keys are omitted.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)``, packed in this order, then -1, and ``counts (B, Hkv)`` of those used.
+        int32 ``indices (B, Hkv, capacity)``, in this order without gaps, then -1, and their number ``counts
+        (B, Hkv)``.
     """
     B, Hkv, n = visited.shape
     C = offsets.shape[2] - 1
@@ -84,7 +85,7 @@ def saap_indices(
     begin = mx.concatenate([mx.broadcast_to(exact_begin, (B, Hkv, 2)), begin], axis=-1).astype(mx.int32)
     size = mx.concatenate([mx.broadcast_to(exact_size, (B, Hkv, 2)), size], axis=-1).astype(mx.int32)
     stop = mx.cumsum(size, axis=-1)
-    # The run of each slot: how many runs have stopped at or before it.
+    # The run of a slot is the number of runs that end at or before it.
     rows, heads = mx.arange(B)[:, None, None], mx.arange(Hkv)[None, :, None]
     ends = mx.zeros((B, Hkv, capacity + 1), mx.int32).at[rows, heads, mx.minimum(stop, capacity)].add(1)
     run = mx.minimum(mx.cumsum(ends[..., :capacity], axis=-1), n + 1)
@@ -124,11 +125,11 @@ def list_keys(
     recent_tokens: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Build an index of ``S`` keys and list those that one decode step attends, by a backend's `saap_indices`.
+    """Build an index of ``S`` keys and list the keys of one decode step with the `saap_indices` of a backend.
 
     Args:
-        bucket_ids: ``(B, Hkv, S or more)`` int; any number that is no bucket's = attended in the exact part only.
-        visited: ``(B, Hkv, n)`` int, distinct.
+        bucket_ids: ``(B, Hkv, S or more)`` int; a number that is not a bucket = attended in the exact part only.
+        visited: ``(B, Hkv, n)`` int, without duplicates.
     """
     window: dict[str, Any] = {"sink_tokens": sink_tokens, "left_padding": left_padding}
     covered = max(S - recent_tokens, 0)

@@ -8,13 +8,13 @@ import mlx.core as mx
 
 from ..methods.block_layout import Layout
 from . import block_select
-from .blocks import after, attend_blocks, causal_scores, most
+from .blocks import attend_blocks, batch_size, causal_scores, wait_for
 
 
 def sample_scores(
     queries: mx.array, keys: mx.array, *, chunks: int, block_size: int, scale: float, rows: int | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Attention mass of each region's sample by key block and by offset bin: two float32 ``(B, Hq, C, Nk)``.
+    """Compute the attention mass of each region's sample by key block and by offset bin: float32 ``(B, Hq, C, Nk)``.
 
     Args:
         rows: query rows sampled per region; None means ``block_size``.
@@ -25,12 +25,12 @@ def sample_scores(
     done: list[mx.array] = []
     for start, stop in (region.sample for region in layout.regions):
         end = S - L + stop
-        step = most(B * (stop - start) * end)
+        step = batch_size(B * (stop - start) * end)
         for first in range(0, Hq, step):
             heads = range(first, min(first + step, Hq))
             q = queries[:, first : first + step, start:stop]
             k = mx.take(keys[:, :, :end], mx.array([head // (Hq // Hkv) for head in heads]), axis=1)
-            done.append(_masses(after(done, q), k, layout, scale))
+            done.append(_masses(wait_for(done, q), k, layout, scale))
     masses = mx.concatenate(done, axis=1).reshape(B, -1, Hq, 2, layout.key_blocks)
     return masses[:, :, :, 0].swapaxes(1, 2), masses[:, :, :, 1].swapaxes(1, 2)
 
@@ -45,10 +45,10 @@ def sample_select(
     block_size: int,
     scale: float,
 ) -> mx.array:
-    """The key blocks that each row block attends: ``(B, Hq, R, Nk)`` int32, ascending, then -1."""
+    """Select the key blocks that each row block attends: ``(B, Hq, R, Nk)`` int32, ascending, then -1."""
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale)
-    # Rows that were sampled attend everything, so the longest list nearly always is as long as this.
+    # Row blocks with sampled rows attend every block, so that the longest list is usually this long.
     return block_select.select(
         column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, width=layout.key_blocks
     )
@@ -73,14 +73,14 @@ def sample_attention(
 
 
 def _masses(queries: mx.array, keys: mx.array, layout: Layout, scale: float) -> mx.array:
-    """Both masses ``(B, H, 2, Nk)`` of ``queries (B, H, n, D)`` at the last n positions of ``keys (B, H, N, D)``."""
+    """Return both masses ``(B, H, 2, Nk)`` of ``queries (B, H, n, D)`` at the last n of the N positions of ``keys``."""
     # (sample.3) the sample's attention
     scores = causal_scores(queries.astype(mx.float32) * scale, keys.astype(mx.float32))
     return masses_of(mx.softmax(scores, axis=-1), layout)
 
 
 def masses_of(weights: mx.array, layout: Layout) -> mx.array:
-    """Both masses ``(B, H, 2, Nk)`` of the attention ``(B, H, n, N)`` of the last n of N positions."""
+    """Return both masses ``(B, H, 2, Nk)`` of attention weights ``(B, H, n, N)`` of the last n of N positions."""
     B, H, n, end = weights.shape
     first = end - n
     column = mx.zeros((B, H, layout.key_blocks))
@@ -92,16 +92,16 @@ def masses_of(weights: mx.array, layout: Layout) -> mx.array:
         behind = layout.key_blocks - row_block - 1
         # (sample.4) by key block
         column = column + _pad(near + far, behind)
-        # (sample.5) by offset: of the key block m away these rows see a part at offsets of bin m, the rest of bin m - 1
+        # (sample.5) by offset: the key block m away has a part at offsets of bin m, and the rest in bin m - 1
         slash = slash + _pad(near[..., ::-1], behind) + _pad(far[..., ::-1], behind + 1)[..., 1:]
     return mx.stack([column, slash], axis=2)
 
 
 def _by_block(weights: mx.array, first: int, size: int) -> tuple[mx.array, mx.array]:
-    """Sums of ``weights (B, H, n, N)`` by key block: of the keys up to each row's own place in a block, of the others.
+    """Sum ``weights (B, H, n, N)`` by key block: keys up to the place of the row in its block, and later keys.
 
     Args:
-        first: position of the first row; all are in one row block, and the last is that of key N - 1.
+        first: position of the first row. All rows are in one row block; the last row is at position N - 1.
     """
     B, H, n, N = weights.shape
     blocks = _pad(weights, -N % size).reshape(B, H, n, -1, size)
@@ -112,5 +112,5 @@ def _by_block(weights: mx.array, first: int, size: int) -> tuple[mx.array, mx.ar
 
 
 def _pad(array: mx.array, behind: int) -> mx.array:
-    """``array`` with that many zeros behind the last of its last axis."""
+    """Append ``behind`` zeros along the last axis."""
     return mx.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, behind)]) if behind else array

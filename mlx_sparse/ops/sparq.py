@@ -15,9 +15,10 @@ from .select import take_rows, top_k_select, valid_keys
 
 
 def sparq_logits(queries: mx.array, keys: Rows, how: Selection) -> mx.array:
-    """Approximate logits of every key from ``rank`` components, float32 ``(B, Hkv, G, S)``; those of padding are any.
+    """Return approximate logits of every key from ``rank`` components, float32 ``(B, Hkv, G, S)``.
 
-    Without ``keys_t`` scores come from the rows of ``keys``: with a ``rank`` of D nothing of packed rows is unpacked.
+    Logits of padding are undefined. Without ``keys_t`` the rows of ``keys`` are scored; if ``rank`` is D, quantized
+    rows are not dequantized.
     """
     rank, keys_t = how.rank, how.keys_t
     B = queries.shape[0]
@@ -97,7 +98,7 @@ def sparq_attention(
 
 
 def masked_mean(rows: Rows, left_padding: mx.array | None) -> mx.array:
-    """(sparq.9) float32 mean of ``rows (B, Hkv, S, D)`` over the valid keys: ``(B, Hkv, D)``."""
+    """Return the float32 mean ``(B, Hkv, D)`` of ``rows (B, Hkv, S, D)`` over the valid keys (sparq.9)."""
     rows = rows[:].astype(mx.float32)
     if left_padding is None:
         return rows.mean(axis=2)
@@ -107,6 +108,6 @@ def masked_mean(rows: Rows, left_padding: mx.array | None) -> mx.array:
 
 
 def deviation(keys: Rows, left_padding: mx.array | None) -> mx.array:
-    """(sparq.1) float32 standard deviation of each component over the valid keys: ``(B, Hkv, D)``."""
+    """Return the float32 standard deviation ``(B, Hkv, D)`` of each component over the valid keys (sparq.1)."""
     centred = keys[:].astype(mx.float32) - masked_mean(keys, left_padding)[:, :, None, :]
     return mx.sqrt(masked_mean(centred**2, left_padding))

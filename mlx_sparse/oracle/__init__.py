@@ -17,11 +17,9 @@ from .key_codes import code_keys, key_spread
 from .lsh import hash_sparse_attention, hyperattention_attention
 from .prefill import (
     bigbird_attention,
-    bigbird_select,
     minference_attention,
     minference_select,
     streaming_prefill_attention,
-    streaming_prefill_select,
 )
 from .quest import page_bounds, quest_attention, quest_select
 from .saap import (
@@ -51,7 +49,6 @@ __all__ = [
     "attend_blocks",
     "attend_indices",
     "bigbird_attention",
-    "bigbird_select",
     "block_lists",
     "block_mask",
     "code_keys",
@@ -90,7 +87,6 @@ __all__ = [
     "sparq_select",
     "streaming_attention",
     "streaming_prefill_attention",
-    "streaming_prefill_select",
     "top_k_select",
     "valid_keys",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import BackendUnavailable, ShapeError, check_qkv, check_shape
+from ..checks import BackendUnavailable, ShapeError, Sizes, check_qkv, check_shape
 from ..methods.stats import Stats, dense_elements
 from .select import valid_keys
 
@@ -20,10 +20,19 @@ def float64(array: npt.ArrayLike) -> Array:
     return promoted
 
 
-def check_backend(backend: str) -> None:
-    """The oracle is one backend: only "auto" and "oracle" name it."""
+def checked(
+    queries: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike, backend: str
+) -> tuple[Array, Array, Array, Sizes]:
+    """Return queries, keys and values in float64 and their sizes.
+
+    Raises:
+        BackendUnavailable: ``backend`` is neither "auto" nor "oracle".
+        ShapeError: the shapes do not fit each other.
+    """
     if backend not in ("auto", "oracle"):
         raise BackendUnavailable(f"backend: expected auto or oracle for mlx_sparse.oracle, got {backend!r}.")
+    q, k, v = float64(queries), float64(keys), float64(values)
+    return q, k, v, check_qkv(q, k, v)
 
 
 def logits(queries: Array, keys: Array, scale: float) -> Array:
@@ -51,11 +60,11 @@ def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
     return weights, lse
 
 
-def retained_mass(lse: Array, dense_lse: Array) -> Array:
-    """Share of the dense attention mass behind ``lse``; 1 for a row that has nothing to attend and so loses nothing."""
+def attention_recall(lse: Array, dense_lse: Array) -> Array:
+    """Return the share of the softmax mass on the attended keys of ``lse``; 1 for a row without valid keys."""
     some = dense_lse != -np.inf
-    mass: Array = np.exp(np.where(some, lse, 0.0) - np.where(some, dense_lse, 0.0))
-    return mass
+    recall: Array = np.exp(np.where(some, lse, 0.0) - np.where(some, dense_lse, 0.0))
+    return recall
 
 
 def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
@@ -116,13 +125,13 @@ def dense_attention(
     Returns:
         ``out (B, Hq, L, D)``; with ``return_stats`` also a `Stats`.
     """
-    check_backend(backend)
-    out, lse = dense_with_lse(queries, keys, values, scale=scale, left_padding=left_padding)
+    q, k, v, _ = checked(queries, keys, values, backend)
+    out, lse = dense_with_lse(q, k, v, scale=scale, left_padding=left_padding)
     if not return_stats:
         return out
-    S, D = np.shape(keys)[2:]
-    mass = np.ones_like(lse) if return_stats == "mass" else None
-    return out, Stats(dense_elements(S, D), dense_elements(S, D), 1.0, mass)
+    S, D = k.shape[2:]
+    recall = np.ones_like(lse) if return_stats == "recall" else None
+    return out, Stats(dense_elements(S, D), dense_elements(S, D), 1.0, recall)
 
 
 def dense_with_lse(
@@ -162,7 +171,7 @@ def with_stats(
     if not return_stats:
         return out
     S, D = qkv[1].shape[2:]
-    mass = None
-    if return_stats == "mass":
-        mass = retained_mass(lse, dense_with_lse(*qkv, scale=scale, left_padding=left_padding)[1])
-    return out, Stats(moved, dense_elements(S, D), min(top_k, S) / S, mass)
+    recall = None
+    if return_stats == "recall":
+        recall = attention_recall(lse, dense_with_lse(*qkv, scale=scale, left_padding=left_padding)[1])
+    return out, Stats(moved, dense_elements(S, D), min(top_k, S) / S, recall)

@@ -17,7 +17,7 @@ from ..methods.stats import (
 )
 from .attend import (
     attend_indices,
-    check_backend,
+    checked,
     dense_attention,
     float64,
     logits,
@@ -43,9 +43,7 @@ def streaming_attention(
     return_stats: bool | str = False,
 ) -> Any:
     """The first ``sink_tokens`` and the last ``recent_tokens`` valid keys; positions stay as they are."""
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     check_int("sink_tokens", sink_tokens, 0)
     check_int("recent_tokens", recent_tokens, 1)
     top_k = sink_tokens + recent_tokens
@@ -76,9 +74,7 @@ def oracle_top_k_attention(
     return_stats: bool | str = False,
 ) -> Any:
     """SparQ's choice made from the exact scores: what ``rank = D`` gives, renormalised, no reallocation."""
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)
     window = check_local_window(local_window, top_k)
     if n.L > 1:
@@ -103,9 +99,7 @@ def flexgen_attention(
     return_stats: bool | str = False,
 ) -> Any:
     """Exact softmax over all keys; values of the ``top_k`` largest group-summed weights; not renormalised."""
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)
     if n.L > 1:
         return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
@@ -117,11 +111,11 @@ def flexgen_attention(
     out = weighted_values(kept, v, mask).reshape(q.shape)
     if not return_stats:
         return out
-    mass = None
-    if return_stats == "mass":
-        mass = np.where(mask.any(axis=-1), kept.sum(axis=-1), 1.0).reshape(q.shape[:3])
+    recall = None
+    if return_stats == "recall":
+        recall = np.where(mask.any(axis=-1), kept.sum(axis=-1), 1.0).reshape(q.shape[:3])
     moved = flexgen_elements(n.S, n.D, top_k=top_k)
-    return out, Stats(moved, dense_elements(n.S, n.D), min(top_k, n.S) / n.S, mass)
+    return out, Stats(moved, dense_elements(n.S, n.D), min(top_k, n.S) / n.S, recall)
 
 
 def h2o_scores(
@@ -168,9 +162,7 @@ def h2o_attention(
     Returns:
         ``out, scores``; with ``return_stats`` also a `Stats`. The new scores hold -inf for what this step evicted.
     """
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     check_decode_step(n, "h2o")
     check_int("top_k", top_k, 1)
     window = check_local_window(local_window, top_k)

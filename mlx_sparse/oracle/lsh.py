@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..checks import check_qkv
 from ..methods.block_layout import Layout
 from ..methods.lsh_spans import Span, pieces, sampled, signs
-from .attend import check_backend, float64, logits, softmax_lse, weighted_values
+from .attend import checked, logits, softmax_lse, weighted_values
 from .blocks import block_lists, prefill_stats
 
 Array = npt.NDArray[Any]
@@ -34,9 +34,7 @@ def hash_sparse_attention(
     return_stats: bool | str = False,
 ) -> Any:
     """Attention of every query over the keys up to it that have its hash, and itself (sample.15)."""
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     code_q, code_k = hash_codes(q, buckets), np.repeat(hash_codes(k, buckets), n.G, axis=1)
     same = code_q[..., :, None] == code_k[..., None, :]
     position, key = np.arange(n.S - n.L, n.S)[:, None], np.arange(n.S)
@@ -69,9 +67,7 @@ def hyperattention_attention(
     return_stats: bool | str = False,
 ) -> Any:
     """HyperAttention: buckets of a sort by hash and a weighted sample of keys (sample.16) to (sample.18)."""
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     offset = n.S - n.L
     mask, weight = np.zeros((n.B, n.Hq, n.L, n.S), dtype=bool), np.zeros((n.B, n.Hq, n.L, n.S))
     for start, stop, spans in pieces(n.L, n.S, exact_rows):

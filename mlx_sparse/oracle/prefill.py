@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import check_block_size, check_int, check_qkv, check_share
+from ..checks import check_block_size, check_int, check_share
 from ..methods.block_layout import MINFERENCE_ROWS, Layout
 from ..methods.block_patterns import bigbird_pattern, streaming_pattern
-from .attend import check_backend, float64
+from .attend import checked, float64
 from .blocks import block_lists, prefill_result
 from .sample import merge, sample_scores
 
@@ -56,9 +56,7 @@ def minference_attention(
     return_stats: bool | str = False,
 ) -> Any:
     """Vertical-slash attention with fixed budgets (MInference), at block granularity."""
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     check_int("vertical_tokens", vertical_tokens, 1)
     check_int("slash_tokens", slash_tokens, 1)
     check_block_size(block_size)
@@ -67,21 +65,6 @@ def minference_attention(
     )
     layout = Layout(n.L, n.S, 1, block_size, MINFERENCE_ROWS)
     return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
-
-
-def bigbird_select(
-    queries: npt.ArrayLike,
-    keys: npt.ArrayLike,
-    *,
-    window: float = 0.08,
-    global_share: float = 0.08,
-    random_blocks: int = 1,
-    block_size: int = 64,
-) -> Array:
-    """(sample.13) block lists, the same for every head."""
-    layout, heads = _sizes(queries, keys, block_size)
-    pattern = bigbird_pattern(layout, window=window, global_share=global_share, random_blocks=random_blocks)
-    return block_lists(np.broadcast_to(pattern, (*heads, *pattern.shape)))
 
 
 def bigbird_attention(
@@ -97,28 +80,16 @@ def bigbird_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """A window and the first keys, both shares of S, and random blocks (BigBird)."""
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    """Attend a window and the first keys, both shares of S, and random blocks (BigBird, sample.13)."""
+    q, k, v, n = checked(queries, keys, values, backend)
     check_share("window", window)
     check_share("global_share", global_share)
     check_int("random_blocks", random_blocks, 0)
     check_block_size(block_size)
-    blocks = bigbird_select(
-        q, k, window=window, global_share=global_share, random_blocks=random_blocks, block_size=block_size
-    )
     layout = Layout(n.L, n.S, 1, block_size, rows=0)
+    pattern = bigbird_pattern(layout, window=window, global_share=global_share, random_blocks=random_blocks)
+    blocks = block_lists(np.broadcast_to(pattern, (n.B, n.Hq, *pattern.shape)))
     return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
-
-
-def streaming_prefill_select(
-    queries: npt.ArrayLike, keys: npt.ArrayLike, *, sink_tokens: int = 4, window: float = 0.08, block_size: int = 64
-) -> Array:
-    """(sample.14) block lists, the same for every head."""
-    layout, heads = _sizes(queries, keys, block_size)
-    pattern = streaming_pattern(layout, sink_tokens=sink_tokens, window=window)
-    return block_lists(np.broadcast_to(pattern, (*heads, *pattern.shape)))
 
 
 def streaming_prefill_attention(
@@ -133,19 +104,12 @@ def streaming_prefill_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """The first tokens and a window that is a share of S (StreamingLLM for prefill)."""
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    """Attend the first tokens and a window that is a share of S (StreamingLLM for prefill, sample.14)."""
+    q, k, v, n = checked(queries, keys, values, backend)
     check_int("sink_tokens", sink_tokens, 0)
     check_share("window", window)
     check_block_size(block_size)
-    blocks = streaming_prefill_select(q, k, sink_tokens=sink_tokens, window=window, block_size=block_size)
     layout = Layout(n.L, n.S, 1, block_size, rows=0)
+    pattern = streaming_pattern(layout, sink_tokens=sink_tokens, window=window)
+    blocks = block_lists(np.broadcast_to(pattern, (n.B, n.Hq, *pattern.shape)))
     return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
-
-
-def _sizes(queries: npt.ArrayLike, keys: npt.ArrayLike, block_size: int) -> tuple[Layout, tuple[int, int]]:
-    """Where sizes alone choose: the blocks, and how many sequences and query heads there are."""
-    B, Hq, L, _ = np.shape(queries)
-    return Layout(L, np.shape(keys)[2], 1, block_size, rows=0), (B, Hq)

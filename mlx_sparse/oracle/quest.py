@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import check_int, check_qkv, check_shape
+from ..checks import check_int, check_shape
 from ..methods.stats import quest_elements
-from .attend import attend_indices, check_backend, dense_attention, float64, with_stats
+from .attend import attend_indices, checked, dense_attention, float64, with_stats
 from .select import ranked, top_k_select
 
 Array = npt.NDArray[Any]
@@ -91,9 +91,7 @@ def quest_attention(
     return_stats: bool | str = False,
 ) -> Any:
     """`mlx_sparse.quest_attention` in float64."""
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     check_int("page_size", page_size, 1)
     check_int("top_k", top_k, 1)
     pages = -(-n.S // page_size)

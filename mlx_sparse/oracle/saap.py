@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import check_int, check_qkv, check_saap, check_shape
+from ..checks import check_int, check_saap, check_shape
 from ..methods.stats import saap_elements
-from .attend import attend_indices, check_backend, dense_attention, float64, softmax_lse, with_stats
+from .attend import attend_indices, checked, dense_attention, float64, softmax_lse, with_stats
 from .select import ranked, valid_keys
 
 Array = npt.NDArray[Any]
@@ -268,9 +268,7 @@ def saap_attention(
     Returns:
         ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.
     """
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     ids, chosen = np.asarray(bucket_ids), np.asarray(visited)
     check_saap(n, ids, chosen, sink_tokens, recent_tokens)
     check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..checks import check_qkv, check_sample
 from ..methods.block_layout import Layout
 from ..methods.stats import as_prefill
-from .attend import check_backend, dense_attention, float64, logits, softmax_lse
+from .attend import checked, dense_attention, float64, logits, softmax_lse
 from .blocks import block_lists, prefill_result
 
 Array = npt.NDArray[Any]
@@ -137,9 +137,7 @@ def sample_attention(
     Returns:
         ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.
     """
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     check_sample(alpha_column, alpha_slash, chunks, block_size)
     layout = Layout(n.L, n.S, chunks, block_size)
     if alpha_column >= 1 or alpha_slash >= 1 or layout.all_sampled:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import check_choice, check_int, check_local_window, check_qkv, check_rank, check_shape
+from ..checks import check_choice, check_int, check_local_window, check_rank, check_shape
 from ..methods.scoring_keys import KEY_BITS, KeyCodes, check_keys_t
 from ..methods.stats import dense_elements, sparq_elements
-from .attend import attend_indices, check_backend, dense_attention, float64, softmax_lse, with_stats
+from .attend import attend_indices, checked, dense_attention, float64, softmax_lse, with_stats
 from .key_codes import approximate_keys, code_keys, key_spread
 from .select import ranked, top_k_select, valid_keys
 
@@ -117,9 +117,7 @@ def sparq_attention(
     Returns:
         ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.
     """
-    check_backend(backend)
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
+    q, k, v, n = checked(queries, keys, values, backend)
     check_rank(rank, n.D)
     check_int("top_k", top_k, 1)
     check_local_window(local_window, top_k)

@@ -1,10 +1,8 @@
-"""Print results: Markdown for people; JSON, JSON lines or CSV for programs."""
+"""Print results: Markdown for people; JSON or JSON lines for programs."""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +13,7 @@ from ..checks import ConfigError
 from ..files import replace_file
 from ..methods import load_toml
 
-FORMS = ("md", "json", "jsonl", "csv")
+FORMS = ("md", "json", "jsonl")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +75,7 @@ class Printer:
 
     Args:
         args: of `add_options`.
-        facts: of the run; its ``command`` stands above the Markdown. Each line of JSON or CSV repeats the facts.
+        facts: of the run; its ``command`` stands above the Markdown. Each JSON line repeats the facts.
 
     Attributes:
         lines: results so far.
@@ -105,10 +103,8 @@ class Printer:
             self.line({"kind": "end", "right": right, "text": text})
         elif self._form == "md":
             self._print(f"    {self._facts['command']}\n\n{text}")
-        elif self._form == "json":
-            self._print(json.dumps({**self._facts, "rows": self.lines}, indent=1, default=str))
         else:
-            self._print(_csv([{**line, "run": self._facts} for line in self.lines]))
+            self._print(json.dumps({**self._facts, "rows": self.lines}, indent=1, default=str))
         if self._target:  # last: a disk that is full must not cost what was measured
             write(self._target, "\n".join(self._printed))
 
@@ -126,23 +122,3 @@ def table(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
 def write(path: Path, text: str) -> None:
     """Replace a file at once or not at all."""
     replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))
-
-
-def _csv(lines: Sequence[Mapping[str, Any]]) -> str:
-    flat = [_flat(line) for line in lines]
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, list(dict.fromkeys(key for line in flat for key in line)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return stream.getvalue().rstrip("\n")
-
-
-def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested mappings; nested keys are joined by a dot."""
-    cells: dict[str, Any] = {}
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            cells |= {f"{key}.{inner}": cell for inner, cell in _flat(value).items()}
-        else:
-            cells[str(key)] = json.dumps(value, default=str) if isinstance(value, (list, tuple)) else value
-    return cells

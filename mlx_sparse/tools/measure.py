@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-
 from ..calibrate import MODELLED, SECONDS, Calibration, Layer, describe, device_kind
-from ..checks import ConfigError, Parser, check_choice, check_int, read_shape
+from ..checks import ConfigError, Parser, check_int
 from ..lm.loading import loading
 from ..lm.model import disable, enable, plan_of
-from ..methods import Method, Prefill, Step, parse, registry
+from ..methods import Method
+from .bench.core import say
 
 Served = dict[tuple[Method, Layer], int]  # layers that are alike are counted
 
@@ -31,12 +29,7 @@ def main(argv: Sequence[str]) -> int:
         "from which each method is faster on this machine. --attn does the same the first time that a context is long "
         "enough.",
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", metavar="DIR_OR_REPO", help="a model that mlx-lm can load")
-    what.add_argument("--shapes", metavar="QxKxD,...", help="instead: query heads x KV heads x head dim of its layers")
-    parser.add_argument(
-        "--dtype", metavar="TYPE", help="with --shapes: float32, float16 or bfloat16 (default: float16)"
-    )
+    parser.add_argument("--model", metavar="DIR_OR_REPO", required=True, help="a model that mlx-lm can load")
     parser.add_argument("--attn", metavar="METHOD", default="sample+sparq", help="as for --attn (default: %(default)s)")
     parser.add_argument("--attn-backend", default="auto", metavar="NAME", help="as for --attn-backend (default: auto)")
     parser.add_argument(
@@ -51,34 +44,15 @@ def main(argv: Sequence[str]) -> int:
     if not 0 < seconds <= 3600:
         raise ConfigError(f"--seconds: expected a number from 0 to 3600, got {args.seconds:g}.")
     check_int("--prefill-step-size", args.prefill_step_size, 1)
-    calibration = Calibration(seconds=seconds, chunk=args.prefill_step_size, say=_say)
-    if args.model is None:
-        served = _layers(args.shapes.split(","), args.dtype or "float16", args.attn, args.attn_backend, calibration)
-        rows = rows_of(served, calibration, measures=True)
-    elif args.dtype is not None:
-        raise ConfigError(f"--dtype: expected none with --model, which has its own, got {args.dtype}.")
-    else:
-        rows = thresholds(args.model, args.attn, args.attn_backend, calibration, measures=True)
+    calibration = Calibration(seconds=seconds, chunk=args.prefill_step_size, say=say)
+    with planned(args.model, args.attn, args.attn_backend, calibration) as plan:
+        rows = rows_of(plan.layers, calibration, measures=True)
     if args.json:
         print(json.dumps(rows, indent=2))
     else:
         for row in rows:
-            count = "" if args.model is None else f"{row['layers']} layers, "
-            print(f"{count}{row['shape']}: {row['attn']} {row['outlook']}")
+            print(f"{row['layers']} layers, {row['shape']}: {row['attn']} {row['outlook']}")
     return 0 if all(row["how"] != MODELLED for row in rows) else 1
-
-
-def thresholds(
-    name: str, attn: str, backend: str, calibration: Calibration, *, measures: bool = False
-) -> list[dict[str, Any]]:
-    """Return when the layers of a model are sparse, one row for equal layers.
-
-    Args:
-        name: of a model that mlx-lm can load.
-        measures: measure everything that can be measured, even if it was measured before.
-    """
-    with planned(name, attn, backend, calibration) as plan:
-        return rows_of(plan.layers, calibration, measures=measures)
 
 
 @contextlib.contextmanager
@@ -99,7 +73,7 @@ def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Ite
 
 
 def rows_of(served: Served, calibration: Calibration, *, measures: bool = False) -> list[dict[str, Any]]:
-    """Return a row for each kind of layers: see `thresholds`."""
+    """Return the crossover length of each kind of layers; with ``measures`` measure all that can be measured."""
     rows = []
     for (config, layer), count in served.items():
         found = calibration.measure(config, layer) if measures and config.measurable else None
@@ -107,22 +81,3 @@ def rows_of(served: Served, calibration: Calibration, *, measures: bool = False)
         row = {"attn": str(config), "backend": layer.backend, "shape": str(layer), "layers": count}
         rows.append(row | {"value": found.value, "how": found.how, "outlook": describe(config, found)})
     return rows
-
-
-def _layers(shapes: Sequence[str], dtype: str, attn: str, backend: str, calibration: Calibration) -> Served:
-    """Return one layer of each shape."""
-    check_choice("--dtype", dtype, ("float32", "float16", "bfloat16"))
-    kind = getattr(mx, dtype)
-    served: Served = {}
-    for text in shapes:
-        Hq, Hkv, D = read_shape(text)
-        for config in parse(attn):
-            config.check_head_dim(D)
-            runs = registry.resolve(backend, config.name, D=D, G=Hq // Hkv)
-            step = Step(Hkv, Hq // Hkv, D, kind.size, registry.gpu_kind() if runs == "metal" else "")
-            served[config, Layer(runs, step, kind, calibration.chunk if isinstance(config, Prefill) else 1)] = 1
-    return served
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

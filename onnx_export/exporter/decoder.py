@@ -16,7 +16,7 @@ from onnx import TensorProto
 from mlx_sparse.methods import Sample
 
 from .. import build
-from ..formal import Tensor
+from ..domain import Tensor
 from ..operators import OPERATORS, SAMPLING
 from .families import Family, Rope, head_dim, rope_of, window_of
 from .graph import Graph

@@ -7,7 +7,6 @@
 
 #include "kernels.h"
 #include "runtime.h"
-#include "types.h"
 
 namespace sparse {
 

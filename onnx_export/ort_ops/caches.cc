@@ -1,6 +1,6 @@
 #include "caches.h"
 
-#include "dispatch.h"
+#include "kernels.h"
 
 namespace sparse {
 

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "attention.h"
-#include "dispatch.h"
+#include "kernels.h"
 
 namespace sparse {
 

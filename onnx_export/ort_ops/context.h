@@ -7,7 +7,7 @@
 #include <string>
 
 #include "ort_abi.h"
-#include "types.h"
+#include "kernels.h"
 
 namespace sparse {
 

@@ -1,4 +1,4 @@
-#include "dispatch.h"
+#include "kernels.h"
 
 #include <atomic>
 #include <cstring>

@@ -4,7 +4,6 @@
 
 #include "approximate.h"
 #include "lanes.h"
-#include "tiles.h"
 
 namespace {
 

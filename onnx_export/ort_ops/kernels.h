@@ -5,7 +5,16 @@
 
 namespace sparse {
 
-struct Tiles;  // tiles.h
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+enum Type { kTypeFloat, kTypeHalf, kTypeBFloat16 };
+
+inline int64_t size_of(Type type) { return type == kTypeFloat ? 4 : 2; }
 
 constexpr int kBlock = 128;        // keys that `attend` takes at a time
 constexpr int kScoreBlock = 1024;  // keys that `approximate` takes at a time
@@ -71,6 +80,31 @@ struct TypeKernels {
   void (*approximate)(const Columns&, const float* q, float* a, int64_t stride);
 };
 
+// The inner loops of prefill. Vectors lie along query rows: a tile has one line of `width` numbers per key or per
+// component, so that neither logits nor softmax ever sum within a vector.
+constexpr int kTileLanes = 16;  // a width is a multiple of it
+
+struct Tiles {
+  // c (m, width) = a (m, k) b (k, width), or += with `add`. Element (i, t) of a is at a[i * row + t * column].
+  void (*multiply)(const float* a, int64_t row, int64_t column, const float* b, float* c, int m, int k, int width,
+                   bool add);
+  // The running softmax of each row over n more logits (n, width), which become exp(logit - top). What was summed
+  // before is to be multiplied by `faded`.
+  void (*weigh)(float* logits, int n, int width, float* top, float* sum, float* faded);
+  // c (m, width) *= factor (width).
+  void (*scale)(float* c, int m, int width, const float* factor);
+  // Of each row's logits (n, width) the largest, and the sums of exp(logit - largest) where `near` (n, width) is 1 and
+  // where it is 0.
+  void (*masses)(const float* logits, const float* near, int n, int width, float* top, float* inside, float* outside);
+  // a and b (width) times exp(top - most) * inverse.
+  void (*share)(const float* top, const float* most, const float* inverse, int width, float* a, float* b);
+};
+
+extern const Tiles kScalarTiles;
+extern const Tiles kAvx2Tiles;
+extern const Tiles kAvx512Tiles;
+extern const Tiles kNeonTiles;
+
 struct Kernels {
   const char* name;
   TypeKernels type[3];  // float, float16, bfloat16
@@ -91,5 +125,11 @@ extern const Kernels kScalar;
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 extern const Kernels kNeon;
+
+// The fastest kernels that this machine runs and that are not above the limit.
+const Kernels& kernels();
+
+// Uses the kernels of that name, or the fastest for null; false where this machine has none of that name.
+bool limit_kernels(const char* name);
 
 }  // namespace sparse

@@ -1,8 +1,32 @@
-// Vectors of which a part is there, numbers of one type in place of another, and lines that are read ahead.
+// The vectors of the instruction set that is compiled for: partial loads and stores, type conversions, prefetching.
+//
+// A file that includes this must not call a function template or an inline function of another header: the linker
+// keeps one copy for all instruction sets, perhaps one that this machine cannot run.
 #pragma once
 
 #include "kernels.h"
-#include "simd.h"
+
+#if defined(SPARSE_AVX512)
+#include "simd_avx512.h"
+#define SPARSE_SIMD kAvx512
+#define SPARSE_TILES kAvx512Tiles
+#define SPARSE_NAME "avx512"
+#elif defined(SPARSE_AVX2)
+#include "simd_avx2.h"
+#define SPARSE_SIMD kAvx2
+#define SPARSE_TILES kAvx2Tiles
+#define SPARSE_NAME "avx2"
+#elif defined(SPARSE_NEON)
+#include "simd_neon.h"
+#define SPARSE_SIMD kNeon
+#define SPARSE_TILES kNeonTiles
+#define SPARSE_NAME "neon"
+#else
+#include "simd_scalar.h"
+#define SPARSE_SIMD kScalar
+#define SPARSE_TILES kScalarTiles
+#define SPARSE_NAME "scalar"
+#endif
 
 namespace {
 

@@ -5,7 +5,7 @@
 #include <mutex>
 #include <vector>
 
-#include "dispatch.h"
+#include "kernels.h"
 #include "operators.h"
 #include "runtime.h"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention.h"
-#include "tiles.h"
+#include "kernels.h"
 
 namespace sparse {
 

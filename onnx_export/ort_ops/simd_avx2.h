@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "types.h"
+#include "kernels.h"
 
 namespace {
 

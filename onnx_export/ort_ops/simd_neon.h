@@ -3,7 +3,7 @@
 
 #include <arm_neon.h>
 
-#include "types.h"
+#include "kernels.h"
 
 namespace {
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "types.h"
+#include "kernels.h"
 
 namespace {
 

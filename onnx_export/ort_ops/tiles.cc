@@ -1,8 +1,8 @@
 // The inner loops of prompts, for the instruction set that SPARSE_TILES names.
 
-#include "tiles.h"
+#include "kernels.h"
 
-#include "simd.h"
+#include "lanes.h"
 
 namespace {
 

@@ -13,14 +13,11 @@ from cases import (
     CODED,
     Array,
     Case,
-    assert_as_good_as_plain,
-    assert_chosen_within,
     assert_same_choice,
     covering,
-    every_parameter,
-    plain_sparq,
     round_to,
 )
+from expected import assert_coded_step, coded_parameters
 
 import mlx_sparse
 from mlx_sparse import ConfigError, ShapeError, oracle
@@ -89,29 +86,15 @@ ARMS = [(name, *arm) for name in CODING for arm in covering(CASES[3::4] if name 
 
 @pytest.mark.parametrize(("backend", "case", "setting"), ARMS, ids=str, indirect=["backend"])
 def test_a_backend_chooses_by_codes_as_the_oracle(backend: Any, setting: str, case: Case) -> None:
-    q, k, v = case.inputs()
-    params = {**every_parameter(case, "paper"), **CODED[setting]}
-    params["rank"] = params["rank"] or case.D
-    found = backend.sparq(case, params)
-    selection = {name: value for name, value in params.items() if name != "reallocate"}
-    wanted = oracle.sparq_select(q, k, left_padding=case.padding, **selection)
-    exact = params["reallocate"]
-    if backend.name in NARROWS and not exact:
-        assert_chosen_within(found.choice, wanted.indices, wanted.scores, 1 / 16)
-    else:
-        assert_same_choice(found.choice, wanted.indices, wanted.scores)
-    out = expected_from(found.choice, wanted, case, params)
-    plain = plain_sparq(case, {**params, "reallocate": False}, q, k, v, found.choice)
-    if params["reallocate"] and case.S > params["top_k"]:
-        plain = out + 2 * (plain - oracle.attend_indices(q, k, v, found.choice, scale=params["scale"])[0])
-    assert_as_good_as_plain(found.out, out, plain, case.dtype)
+    params = coded_parameters(case, setting)
+    assert_coded_step(backend.sparq(case, params), case, params, eight_bit_scores=backend.name in NARROWS)
 
 
 @pytest.mark.parametrize("setting", ["4-bits"])
 @pytest.mark.parametrize("case", ODD[:2], ids=str)
 @pytest.mark.parametrize("backend", [name for name in CODING if name not in NODES], indirect=True)
 def test_keys_that_are_no_numbers_come_first_with_their_groups(backend: Any, case: Case, setting: str) -> None:
-    params = {**every_parameter(case, "paper"), **CODED[setting], "rank": case.D, "top_k": 150}
+    params = {**coded_parameters(case, setting), "rank": case.D, "top_k": 150}
     found = backend.sparq(case, params).choice
     q, k, _ = case.inputs()
     selection = {name: value for name, value in params.items() if name != "reallocate"}
@@ -119,19 +102,6 @@ def test_keys_that_are_no_numbers_come_first_with_their_groups(backend: Any, cas
     most = np.where(np.isfinite(wanted.scores), np.abs(wanted.scores), 0).max()
     assert_same_choice(found, wanted.indices, np.where(wanted.scores < np.inf, wanted.scores, 2 * most + 1))
     assert {*range(GROUP, 2 * GROUP), 212} <= set(found[0, 0].tolist())
-
-
-def expected_from(choice: Array, wanted: Any, case: Case, params: dict[str, Any]) -> Array:
-    """The oracle's output for these keys."""
-    q, k, v = case.inputs()
-    out, lse = oracle.attend_indices(q, k, v, choice, scale=params["scale"])
-    if not params["reallocate"] or case.S <= params["top_k"]:
-        return out
-    valid = oracle.valid_keys(case.B, case.S, case.padding)
-    mean = np.where(valid[:, None, :, None], v, 0).sum(axis=2) / np.maximum(valid.sum(axis=1), 1)[:, None, None]
-    alpha = wanted.alpha[..., None, None]
-    mixed = alpha * out + (1 - alpha) * np.repeat(mean, case.Hq // case.Hkv, axis=1)[:, :, None]
-    return np.where(lse[..., None] == -np.inf, 0, mixed)
 
 
 # --- The oracle -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import Array
-from lm_prompts import generated, pairs_of, record_pieces
+from lm_prompts import causal_pairs, generated, record_prefill_calls
 from mlx_arrays import to_mlx, to_numpy
 from tiny_models import build, prompt_of
 
@@ -55,7 +55,7 @@ PROMPTS = [
 def test_array_operations_choose_and_attend_as_the_oracle(method: str, prompt: Prompt) -> None:
     arrays = prompt.inputs()
     settings = SETTINGS[method]
-    expected, stats = getattr(oracle, f"{method}_attention")(*arrays, **settings, return_stats="mass")
+    expected, stats = getattr(oracle, f"{method}_attention")(*arrays, **settings, return_stats="recall")
     on_mlx = [to_mlx(array, prompt.dtype) for array in arrays]
     run = registry.load(method, "ops")
     out, lse, keys = run(*on_mlx, **settings, scale=prompt.D**-0.5)
@@ -65,10 +65,10 @@ def test_array_operations_choose_and_attend_as_the_oracle(method: str, prompt: P
     np.testing.assert_array_equal((np.array(keys) >= 0).sum(axis=(2, 3)) / pairs, stats.head_density)
     step = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}[prompt.dtype]
     np.testing.assert_allclose(to_numpy(out), expected, atol=8 * step * np.abs(arrays[2]).max())
-    public, found = getattr(mlx_sparse, f"{method}_attention")(*on_mlx, **settings, return_stats="mass")
+    public, found = getattr(mlx_sparse, f"{method}_attention")(*on_mlx, **settings, return_stats="recall")
     np.testing.assert_array_equal(to_numpy(public), to_numpy(out))
-    np.testing.assert_allclose(np.array(found.retained_mass), stats.retained_mass, atol=1e-5)
-    assert np.array(found.retained_mass).max() <= 1 + 1e-5
+    np.testing.assert_allclose(np.array(found.recall), stats.recall, atol=1e-5)
+    assert np.array(found.recall).max() <= 1 + 1e-5
 
 
 def test_hash_sparse_attends_itself_and_the_keys_with_its_hash_up_to_it() -> None:
@@ -158,14 +158,14 @@ def test_a_key_that_is_not_a_number_shows(method: str) -> None:
     "attn", ["hash_sparse:buckets=4", f"hyperattention:{','.join(f'{k}={v}' for k, v in HYPER.items())}"]
 )
 def test_every_piece_of_a_models_prompt_is_the_oracles(attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = record_pieces(monkeypatch)
+    seen = record_prefill_calls(monkeypatch)
     model = build("llama")
     with mlx_sparse.sparse(model, attn) as report:
         generated(model, prompt_of(300), prefill_step_size=128)
     assert len(seen) == report.prefill.calls > 0
     for piece in seen:
         expected, stats = piece.expected(return_stats=True)
-        np.testing.assert_allclose((piece.blocks >= 0).sum(axis=(2, 3)) / pairs_of(piece), stats.head_density)
+        np.testing.assert_allclose((piece.blocks >= 0).sum(axis=(2, 3)) / causal_pairs(piece), stats.head_density)
         assert np.abs(piece.out - expected).max() < 64 * np.finfo(np.float32).eps * np.abs(piece.v).max()
     assert stats.density < 0.95
 

@@ -12,7 +12,7 @@ import pytest
 from cases import Array, covering, round_to, ulp
 from mlx_arrays import DTYPES, to_mlx, to_numpy
 from msl import Metal
-from sample_cases import SampleCase, assert_same_blocks, selection
+from sample_cases import SampleCase, selection
 
 import mlx_sparse
 from mlx_sparse import oracle
@@ -77,14 +77,6 @@ def test_lists_of_blocks_take_any_types(metal: Metal, backend: str, mix: tuple[s
     out, lse = mlx_sparse.attend_blocks(*given, mx.array(blocks), block_size=32, scale=PROMPT.scale, backend=backend)
     assert_attends_alike(out, expected, mix)
     np.testing.assert_allclose(np.array(lse), expected_lse, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(("backend", "mix"), [(backend, mix[:2]) for backend, mix in ARMS], ids=str)
-def test_selection_takes_any_types(metal: Metal, backend: str, mix: tuple[str, str]) -> None:
-    arrays = numbers(PROMPT.L)[:2]
-    given = [to_mlx(array, dtype) for array, dtype in zip(arrays, mix, strict=True)]
-    blocks = mlx_sparse.sample_select(*given, **PROMPT.parameters, backend=backend)
-    assert_same_blocks(blocks, PROMPT, oracle.sample_select(*arrays, **PROMPT.parameters))
 
 
 @with_functions(DECODE, ["dense_attention", "sparq_attention", "saap_attention"])

@@ -7,125 +7,100 @@ from typing import Any
 
 import numpy as np
 import pytest
-from naive import Array, every_method, make
+from naive import every_method, make
 
+from mlx_sparse import oracle
 from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError
-from mlx_sparse.oracle import (
-    attend_indices,
-    flexgen_attention,
-    h2o_attention,
-    oracle_top_k_attention,
-    sparq_attention,
-    streaming_attention,
-)
 
 
 def test_stats_are_the_formulae_of_the_shapes() -> None:
     qkv = make(G=4, S=40, D=16)
-    out, info = sparq_attention(*qkv, rank=4, top_k=9, return_stats=True)
-    assert (out == sparq_attention(*qkv, rank=4, top_k=9)).all()
+    out, info = oracle.sparq_attention(*qkv, rank=4, top_k=9, return_stats=True)
+    assert (out == oracle.sparq_attention(*qkv, rank=4, top_k=9)).all()
     assert info.elements == 40 * 4 + 2 * 9 * 16 + 4 * 16
     assert info.dense_elements == 2 * 40 * 16 + 2 * 16
     assert info.density == 9 / 40
-    assert info.retained_mass is None
-    info = sparq_attention(*qkv, rank=4, top_k=40, return_stats=True)[1]
-    assert (info.elements, info.density) == (info.dense_elements, 1), "nothing to choose"
+    assert info.recall is None
+    info = oracle.sparq_attention(*qkv, rank=4, top_k=40, return_stats=True)[1]
+    assert (info.elements, info.density) == (info.dense_elements, 1), "all keys are attended"
 
 
-# --- Errors ----------------------------------------------------------------------------------------------------------
+INDICES: dict[str, Any] = {"scale": 1.0}
+SAAP = {"bucket_ids": np.zeros((1, 2, 40), int), "visited": np.zeros((1, 2, 3), int)}
+H2O = {"scores": np.zeros((1, 2, 40))}
+# Function, its arguments besides queries, keys and values, those that are wrong, and the error.
+BAD: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception]]] = [
+    *(
+        ("sparq_attention", {"rank": 4, "top_k": 9}, {name: value}, error)
+        for name, value, error in [
+            *(("rank", wrong, ConfigError) for wrong in (0, 17, 2.0, True)),
+            *(("top_k", wrong, ConfigError) for wrong in (0, None)),
+            *(("local_window", wrong, ConfigError) for wrong in (-1, 10)),
+            *(("reallocate", wrong, ConfigError) for wrong in ("yes", 1)),
+            ("component_score", "auto", ConfigError),
+            ("key_bits", 5, ConfigError),
+            ("backend", "cuda", BackendUnavailable),
+            *(("queries", np.zeros(shape), ShapeError) for shape in ((4, 1, 16), (1, 3, 1, 16), (1, 4, 0, 16))),
+            ("values", np.zeros((1, 2, 39, 16)), ShapeError),
+            *(("left_padding", wrong, ShapeError) for wrong in (np.zeros(2), 3)),
+            ("keys_t", np.zeros((1, 2, 40, 16)), ShapeError),
+            ("value_mean", np.zeros((1, 4, 16)), ShapeError),
+        ]
+    ),
+    ("streaming_attention", {}, {"sink_tokens": -1}, ConfigError),
+    ("streaming_attention", {}, {"recent_tokens": 0}, ConfigError),
+    ("flexgen_attention", {}, {"top_k": 0}, ConfigError),
+    ("oracle_top_k_attention", {}, {"top_k": 0}, ConfigError),
+    ("oracle_top_k_attention", {"top_k": 4}, {"local_window": 5}, ConfigError),
+    ("h2o_attention", H2O, {"top_k": 0}, ConfigError),
+    ("h2o_attention", {**H2O, "top_k": 4}, {"local_window": 5}, ConfigError),
+    *(("h2o_attention", {}, {"scores": np.zeros(shape)}, ShapeError) for shape in ((1, 4, 40), (1, 2, 39), (2, 40))),
+    ("h2o_attention", H2O, {"queries": np.zeros((1, 2, 3, 16))}, ShapeError),
+    *(
+        ("attend_indices", INDICES, {"indices": np.zeros(shape, np.int32)}, ShapeError)
+        for shape in ((2, 3), (1, 4, 3), (2, 2, 3))
+    ),
+    ("saap_attention", SAAP, {"bucket_ids": SAAP["bucket_ids"][..., :8]}, ShapeError),
+    ("saap_attention", SAAP, {"visited": SAAP["visited"][0]}, ShapeError),
+    ("saap_attention", SAAP, {"recent_tokens": 0}, ConfigError),
+    *(("sample_attention", {}, {"alpha_column": wrong}, ConfigError) for wrong in (0, 1.01, np.nan, "0.9")),
+    ("sample_attention", {}, {"alpha_slash": 1.01}, ConfigError),
+    *(("sample_attention", {}, {"chunks": wrong}, ConfigError) for wrong in (0, 1.5)),
+    ("sample_attention", {}, {"block_size": 48}, ConfigError),
+]
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "argument"),
-    [
-        ({"rank": 0}, ConfigError, "rank"),
-        ({"rank": -1}, ConfigError, "rank"),
-        ({"rank": 17}, ConfigError, "rank"),
-        ({"rank": 2.0}, ConfigError, "rank"),
-        ({"rank": True}, ConfigError, "rank"),
-        ({"top_k": 0}, ConfigError, "top_k"),
-        ({"top_k": -4}, ConfigError, "top_k"),
-        ({"top_k": None}, ConfigError, "top_k"),
-        ({"local_window": -1}, ConfigError, "local_window"),
-        ({"local_window": 10}, ConfigError, "local_window"),
-        ({"reallocate": "yes"}, ConfigError, "reallocate"),
-        ({"reallocate": 1}, ConfigError, "reallocate"),
-        ({"component_score": "auto"}, ConfigError, "component_score"),
-        ({"backend": "cuda"}, BackendUnavailable, "backend"),
-        ({"queries": np.zeros((4, 1, 16))}, ShapeError, "queries"),
-        ({"queries": np.zeros((1, 3, 1, 16))}, ShapeError, "queries"),
-        ({"queries": np.zeros((1, 4, 0, 16))}, ShapeError, "queries"),
-        ({"queries": np.zeros((2, 4, 1, 16))}, ShapeError, "keys"),
-        ({"queries": np.zeros((1, 4, 1, 8))}, ShapeError, "keys"),
-        ({"queries": np.zeros((1, 4, 41, 16))}, ShapeError, "keys"),
-        ({"values": np.zeros((1, 2, 39, 16))}, ShapeError, "values"),
-        ({"left_padding": np.zeros(2)}, ShapeError, "left_padding"),
-        ({"left_padding": 3}, ShapeError, "left_padding"),
-        ({"keys_t": np.zeros((1, 2, 40, 16))}, ShapeError, "keys_t"),
-        ({"value_mean": np.zeros((1, 4, 16))}, ShapeError, "value_mean"),
-    ],
-    ids=lambda value: (
-        "-".join(f"{k}={getattr(v, 'shape', v)}" for k, v in value.items()) if type(value) is dict else ""
-    ),
+    ("function", "arguments", "wrong", "error"),
+    BAD,
+    ids=[f"{row[0]}-{n}-{next(iter(row[2]))}" for n, row in enumerate(BAD)],
 )
-def test_a_wrong_argument_is_named_in_one_line(change: dict[str, Any], error: type[Exception], argument: str) -> None:
+def test_a_wrong_argument_is_named_in_one_line(
+    function: str, arguments: dict[str, Any], wrong: dict[str, Any], error: type[Exception]
+) -> None:
     q, k, v = make(G=2)
-    with pytest.raises(error, match=rf"^{argument}: expected .*, got .*\.$") as caught:
-        sparq_attention(**{"queries": q, "keys": k, "values": v, "rank": 4, "top_k": 9, **change})
+    with pytest.raises(error, match=rf"^{next(iter(wrong))}: expected .*, got .*\.$") as caught:
+        getattr(oracle, function)(**{"queries": q, "keys": k, "values": v, **arguments, **wrong})
     assert "\n" not in str(caught.value)
 
 
 @every_method
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("change", "error", "argument"),
     [
-        ({"backend": "metal"}, BackendUnavailable),
-        ({"left_padding": np.zeros(3)}, ShapeError),
-        ({"keys": np.zeros((2, 40, 16))}, ShapeError),
+        ({"backend": "metal"}, BackendUnavailable, "backend"),
+        ({"left_padding": np.zeros(3)}, ShapeError, "left_padding"),
+        ({"keys": np.zeros((2, 40, 16))}, ShapeError, "keys"),
+        *(
+            ({"queries": np.zeros(shape)}, ShapeError, "keys")
+            for shape in ((2, 4, 1, 16), (1, 4, 1, 8), (1, 4, 41, 16))
+        ),
     ],
-    ids=["backend", "left_padding", "keys"],
+    ids=["backend", "left_padding", "keys", "batch", "head dim", "more queries than keys"],
 )
 def test_every_method_checks_its_arguments(
-    method: Callable[..., Any], options: dict[str, Any], change: dict[str, Any], error: type[Exception]
+    method: Callable[..., Any], options: dict[str, Any], change: dict[str, Any], error: type[Exception], argument: str
 ) -> None:
     q, k, v = make(G=2)
-    with pytest.raises(error, match=rf"^{next(iter(change))}: expected"):
+    with pytest.raises(error, match=rf"^{argument}: expected"):
         method(**{"queries": q, "keys": k, "values": v, **options, **change})
-
-
-@pytest.mark.parametrize(
-    ("method", "change"),
-    [
-        (streaming_attention, {"sink_tokens": -1}),
-        (streaming_attention, {"recent_tokens": 0}),
-        (flexgen_attention, {"top_k": 0}),
-        (oracle_top_k_attention, {"top_k": 0}),
-        (oracle_top_k_attention, {"top_k": 4, "local_window": 5}),
-        (h2o_attention, {"scores": np.zeros((1, 2, 40)), "top_k": 0}),
-        (h2o_attention, {"scores": np.zeros((1, 2, 40)), "top_k": 4, "local_window": 5}),
-    ],
-)
-def test_baseline_parameters_out_of_range_raise(method: Callable[..., Any], change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"expected .*, got "):
-        method(*make(G=2), **change)
-
-
-@pytest.mark.parametrize("shape", [(1, 4, 40), (1, 2, 39), (2, 40)])
-def test_h2o_scores_of_the_wrong_shape_raise(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ShapeError, match=r"^scores: expected"):
-        h2o_attention(*make(G=2), scores=np.zeros(shape))
-
-
-def test_h2o_takes_one_query_only() -> None:
-    _, k, v = make()
-    with pytest.raises(ShapeError, match=r"^queries: expected one query"):
-        h2o_attention(np.zeros((1, 2, 3, 16)), k, v, scores=np.zeros((1, 2, 40)))
-
-
-@pytest.mark.parametrize("indices", [np.zeros((2, 3)), np.zeros((1, 4, 3)), np.zeros((2, 2, 3))])
-def test_indices_that_do_not_fit_the_keys_raise(indices: Array) -> None:
-    with pytest.raises(ShapeError, match=r"^indices: expected"):
-        attend_indices(*make(), indices.astype(np.int32), scale=1.0)
-
-
-# --- Baselines -------------------------------------------------------------------------------------------------------

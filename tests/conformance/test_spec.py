@@ -19,7 +19,7 @@ SAAP, SAMPLE = ((SPEC / name).read_text(encoding="utf-8") for name in ("saap.md"
 def test_saaps_training_defaults_are_the_stated_ones() -> None:
     given = run._parser().parse_args(["-o", "x.safetensors"])
     training = Training(hidden=0)
-    assert (given.batch, given.rate) == (training.batch, training.rate)
+    assert given.steps == training.steps
     for row in (
         f"| texts | {given.windows} of the model's context, at most {run.LONGEST:,} tokens |",
         "| hidden units | 2 D |",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import io
 import json
 import math
@@ -128,7 +127,7 @@ def ran(form: str, made: Any, out: Path | None = None, budget: float = math.inf)
     return right, printed.getvalue()
 
 
-@pytest.mark.parametrize("form", ["md", "json", "jsonl", "csv"])
+@pytest.mark.parametrize("form", ["md", "json", "jsonl"])
 def test_each_form_has_the_same_rows(form: str, tmp_path: Path) -> None:
     target = tmp_path / "found"
     target.write_text("old")
@@ -137,9 +136,6 @@ def test_each_form_has_the_same_rows(form: str, tmp_path: Path) -> None:
     if form == "md":
         assert text.startswith("    mlx-sparse bench x\n\nA decode step in one layer")
         assert text.count("| a | ops | float16 | 4x2x32 | 1 | 200 |") == 2
-    elif form == "csv":
-        rows = list(csv.DictReader(io.StringIO(text)))
-        assert [(row["method"], row["dense"], row["run.machine.chip"]) for row in rows] == [("a", "mlx", "a")] * 2
     else:
         lines = [json.loads(line) for line in text.splitlines()] if form == "jsonl" else json.loads(text)["rows"]
         assert [line["kind"] for line in lines] == ["row", "row"] + ["end"] * (form == "jsonl")
@@ -256,7 +252,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--attn", "streaming,"], "methods: expected a list such as sparq:rank=16,streaming, got 'streaming,'."),
         (["--attn", "dense"], "--attn: expected methods of "),
         (["--attn", "sample+sparq"], "--attn: expected methods of "),
-        (["-o", "result.md"], "-o: expected one of md, json, jsonl, csv, got 'result.md'. --out names a file."),
+        (["-o", "result.md"], "-o: expected one of md, json, jsonl, got 'result.md'. --out names a file."),
         (["--out", "no/folder/x"], "--out: expected a file in a folder that exists, got no/folder/x."),
     ],
 )

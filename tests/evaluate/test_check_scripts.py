@@ -24,7 +24,7 @@ STEPS = {
         ".venv/bin/mlx-sparse doctor",
         "env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHADER_VALIDATION=1",
         "env .venv/bin/python -m pytest tests/kernels/test_metal_kernels.py tests/kernels/test_metal_prefill.py "
-        "tests/conformance/test_decode.py tests/conformance/test_select.py tests/conformance/test_prompts.py "
+        "tests/conformance/test_decode.py tests/conformance/test_select.py tests/conformance/test_prefill.py "
         "tests/conformance/test_buckets.py -k metal",
         ".venv/bin/mlx-sparse bench step --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k",
         ".venv/bin/mlx-sparse bench prefill --attn sample:alpha_column=0.5,alpha_slash=0.5,sample:alpha_column=0.9,",

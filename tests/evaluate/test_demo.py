@@ -12,9 +12,9 @@ from tiny_models import write
 
 from mlx_sparse import cli
 from mlx_sparse.checks import ArtefactError
-from mlx_sparse.tools.demo import run, settle
-from mlx_sparse.tools.demo.command import Outcome, compare, parse_outcome, parse_report
-from mlx_sparse.tools.demo.settle import KEY
+from mlx_sparse.tools import demo
+from mlx_sparse.tools.demo import KEY, compare
+from mlx_sparse.tools.generate_command import Outcome, parse_outcome, parse_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # the demo
 
@@ -46,18 +46,6 @@ def test_read_a_run() -> None:
         parse_outcome(("Please provide a prompt", ""))
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_an_answer_is_shown_as_it_comes(size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    out = OUT.replace("is 71853.", "is\n71853.")
-    shown = run._Answer(["mlx_lm.generate"])
-    seen = []
-    for stop in range(size, len(out) + size, size):
-        shown.say(out[:stop])
-        seen.append(capsys.readouterr().out)
-    assert "".join(seen) == "\n$ mlx_lm.generate\n  | The pass key is\n  | 71853.\n"
-    assert size > 7 or sum(map(bool, seen)) > 3
-
-
 @pytest.mark.parametrize("reports", [[], {}, [{"attn": "sparq"}], 3])
 def test_refuse_a_report_without_its_counts(reports: object) -> None:
     with pytest.raises(ArtefactError, match="expected counts"):
@@ -78,10 +66,10 @@ def test_compare(smollm2: Path) -> None:
 def test_the_table_fits_a_terminal(smollm2: Path) -> None:
     outcome = Outcome("71853", 2434, 100.0, 12, 10.0, REPORT)
     for attn in ("sparq", "sparq:rank=16,top_k=256,component_score=query_key"):
-        table = run._table(compare(smollm2, KEY, attn, outcome, outcome))
+        table = demo._table(compare(smollm2, KEY, attn, outcome, outcome))
         assert "25%" in table and max(map(len, table.splitlines())) < 80
     none = Outcome("71853", 20, 100.0, 12, 10.0, REPORT | {"sparse_calls": 0, "sparse_bytes": 0, "dense_bytes": 0})
-    assert "0 sparse" in run._table(compare(smollm2, KEY, "sparq", outcome, none))
+    assert "0 sparse" in demo._table(compare(smollm2, KEY, "sparq", outcome, none))
 
 
 @pytest.mark.parametrize(
@@ -98,17 +86,24 @@ def test_a_mistake_is_one_line(argv: list[str], message: str, capfd: pytest.Capt
     assert message in line and line.count("\n") == 1 and not out
 
 
-@pytest.mark.parametrize(
-    ("attn", "found"),
-    [("sparq", "calibrate: expected it to succeed with "), ("sparq:dense_below=0", "Error")],
-)
-def test_a_failing_command_is_shown(
-    attn: str, found: str, demo_cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_command_is_shown(demo_cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "tiny")
     (tmp_path / "tiny" / "config.json").write_text("{}")
-    assert cli.main(["demo", "--model", str(tmp_path / "tiny"), "--cache-dir", str(demo_cache), "--attn", attn]) != 0
-    assert found in capfd.readouterr().err.splitlines()[-1]
+    assert cli.main(["demo", "--model", str(tmp_path / "tiny"), "--cache-dir", str(demo_cache)]) != 0
+    assert "Error" in capfd.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("attn", "expected"),
+    [
+        ("sparq", "sparq:dense_below=0"),
+        ("sample+sparq:dense_below=100000", "sample:dense_below=0+sparq:dense_below=100000"),
+        ("sparq:dense_below=100000", "sparq:dense_below=100000"),
+        ("sparq:top_k=16", "sparq:top_k=16"),
+    ],
+)
+def test_a_threshold_that_the_user_leaves_open_is_0(attn: str, expected: str) -> None:
+    assert demo.sparse_at_once(attn) == (expected, attn != expected)
 
 
 def test_the_demo(
@@ -116,7 +111,7 @@ def test_the_demo(
 ) -> None:
     """The text that a user sees with ``--every``; otherwise its beginning, in which the model finds the key too."""
     if not tier.every:
-        monkeypatch.setattr(settle, "CHARACTERS", (2_000,))
+        monkeypatch.setattr(demo, "CHARACTERS", 2_000)
     options = ["--attn", "sparq:dense_below=0", "--fast-blas", "--json"]
     assert cli.main(["demo", "--cache-dir", str(demo_cache), *options]) == 0
     result: dict[str, Any] = json.loads(capfd.readouterr().out)
@@ -126,20 +121,4 @@ def test_the_demo(
     report = result["report"]
     assert report["served_layers"] == report["layers"] == 30
     assert report["sparse_calls"] > 0 and 0 < result["bytes_ratio"] < 0.5
-    assert (result["thresholds"], result["forced"]) == ([], False)  # the user decided
-
-
-def test_the_demo_of_another_model_measures_what_the_user_leaves_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert cli.main(["demo", "--model", str(write(tmp_path / "tiny")), "--attn", "sparq:rank=4", "--json"]) == 0
-    result: dict[str, Any] = json.loads(capfd.readouterr().out)
-    (row,), report = result["thresholds"], result["report"]
-    assert (row["attn"], row["layers"]) == ("sparq:rank=4,reallocate=false,component_score=query_key", 2)
-    assert (row["layers"], row["backend"]) == (report["layers"], report["backend"])
-    assert report["sparse_calls"] > 0 and row["outlook"].startswith("sparse from ")
-    assert ("dense_below=0" in report["attn"]) == result["forced"]
-    assert result["forced"] or result["dense"]["prompt_tokens"] > row["value"]
-    if row["how"].startswith("measured"):  # this machine is not always quiet enough
-        assert list((tmp_path / "cache").rglob("*.json"))
+    assert not result["forced"]  # the user decided

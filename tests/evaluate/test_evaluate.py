@@ -21,8 +21,7 @@ from mlx_sparse.tools.evaluate.journal import Journal
 from mlx_sparse.tools.evaluate.results import Outcome, Row, Trial
 from mlx_sparse.tools.evaluate.runner import Prompt, Steps
 from mlx_sparse.tools.evaluate.table import tables
-from mlx_sparse.tools.evaluate.tasks import Example, Passage
-from mlx_sparse.tools.evaluate.tasks.plain import BITS_TOKENS
+from mlx_sparse.tools.evaluate.tasks import BITS_TOKENS, Example, Passage
 from mlx_sparse.tools.evaluate.variants import DENSE, Variant, quantised
 
 CONTEXT = 400

@@ -12,8 +12,7 @@ import pytest
 from text_tokenizers import Letters, Pieces, Words
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.tools.evaluate.tasks import PASSAGES, SHORTEST, TASKS, Example
-from mlx_sparse.tools.evaluate.tasks.plain import BITS_TOKENS, COPY_PROMPT, COPY_TARGET
+from mlx_sparse.tools.evaluate.tasks import BITS_TOKENS, COPY_PROMPT, COPY_TARGET, PASSAGES, SHORTEST, TASKS, Example
 
 CONTEXT = 400
 TOKENS = commands.tokens(4 * (CONTEXT + BITS_TOKENS))

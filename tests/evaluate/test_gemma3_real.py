@@ -14,7 +14,7 @@ from mlx_sparse.files import cache_directory
 from mlx_sparse.lm import sparse
 from mlx_sparse.tools.assets import gemma3
 from mlx_sparse.tools.assets.models import find_model
-from mlx_sparse.tools.demo.settle import topics
+from mlx_sparse.tools.demo import topics
 
 PROSE = topics["compound"][:1200]
 

@@ -26,7 +26,7 @@ TESTS = (
     "lm/test_triton_hf_cache",
     "conformance/test_decode",
     "conformance/test_select",
-    "conformance/test_prompts",
+    "conformance/test_prefill",
     "conformance/test_buckets",
 )
 UNFINISHED = [f"the benchmark of {what} did not finish" for what in ("decode steps", "SAAP's steps", "prefill")]

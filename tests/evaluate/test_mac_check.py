@@ -21,7 +21,7 @@ FILES = [
     "kernels/test_metal_prefill",
     "conformance/test_decode",
     "conformance/test_select",
-    "conformance/test_prompts",
+    "conformance/test_prefill",
     "conformance/test_buckets",
 ]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from commands import Progress, tokens
 from mlx_lm.models.cache import make_prompt_cache
-from places import FIXTURES
+from repository_paths import FIXTURES
 from tiny_models import build
 
 from mlx_sparse.tools.train.collect import collect, find_places

@@ -16,18 +16,22 @@ from test_saap_train import BUCKETS, DISTANCES, GROUP, HEADS, WINDOWS, D, bucket
 from mlx_sparse import oracle
 from mlx_sparse.artefact import Layer, load
 from mlx_sparse.tools.train import network
-from mlx_sparse.tools.train.layers import Recipe, imbalance, make_centroids, make_layer, report_layer
-from mlx_sparse.tools.train.layers import bucket_ids as assign_all
-from mlx_sparse.tools.train.network import Training
-from mlx_sparse.tools.train.recall import (
+from mlx_sparse.tools.train.layers import (
     Indexed,
+    Recipe,
     centroid_scores,
     curve,
     grouped_queries,
+    imbalance,
     index,
     keys_per_bucket,
+    make_centroids,
+    make_layer,
+    report_layer,
     router_scores,
 )
+from mlx_sparse.tools.train.layers import bucket_ids as assign_all
+from mlx_sparse.tools.train.network import Training
 from mlx_sparse.tools.train.rows import Distances
 
 RECIPE = Recipe(BUCKETS, DISTANCES, Training(2 * D, steps=5, batch=16), 10**6, 0)
@@ -65,10 +69,9 @@ def test_mass_is_that_of_dense_attention_on_the_keys_of_each_bucket() -> None:
 def test_a_curve_counts_keys_and_recall_in_the_order_of_the_scores() -> None:
     mass = np.array([[[0.1, 0.3, 0.0], [0.2, 0.0, 0.2]]])
     keys, distance = np.array([[10, 30, 60]]), np.array([[900, 900]])
-    found = curve(Indexed(mass, keys, distance), np.array([[0.2, 0.5, 0.1]]), DISTANCES)
-    np.testing.assert_allclose(found.selectivity, [0, 0.3, 0.4, 1])
-    np.testing.assert_allclose(found.recall, [0, (0.75 + 0) / 2, (1 + 0.5) / 2, 1])
-    assert found.at(0.35) == pytest.approx((0.375 + 0.75) / 2)
+    selectivity, recall = curve(Indexed(mass, keys, distance), np.array([[0.2, 0.5, 0.1]]), DISTANCES)
+    np.testing.assert_allclose(selectivity, [0, 0.3, 0.4, 1])
+    np.testing.assert_allclose(recall, [0, (0.75 + 0) / 2, (1 + 0.5) / 2, 1])
 
 
 def test_recall_is_that_of_queries_that_look_far_away_where_there_are_enough() -> None:
@@ -78,15 +81,15 @@ def test_recall_is_that_of_queries_that_look_far_away_where_there_are_enough() -
     mass[:20, 0] = (0, 1)
     distance = np.where(np.arange(n) < 20, 900, DISTANCES.farthest_top)[:, None]
     scores = np.tile([1.0, 0.0], (n, 1))
-    assert curve(Indexed(mass, keys, distance), scores, DISTANCES).recall[1] == 0
+    assert curve(Indexed(mass, keys, distance), scores, DISTANCES)[1][1] == 0
     few = np.where(np.arange(n) < 5, 900, 3)[:, None]
-    assert curve(Indexed(mass, keys, few), scores, DISTANCES).recall[1] == 0.5
+    assert curve(Indexed(mass, keys, few), scores, DISTANCES)[1][1] == 0.5
 
 
 def test_visiting_everything_finds_everything_and_nothing_nothing() -> None:
     found = index(texts(every=9), bucket_ids(), 0, buckets=BUCKETS, distances=DISTANCES)
     line = curve(found, np.random.default_rng(0).random(found.keys.shape), DISTANCES)
-    for values in (line.selectivity, line.recall):
+    for values in line:
         assert values[0] == 0
         assert values[-1] == pytest.approx(1, abs=1e-6) or not found.keys.any(axis=1).all()
         assert (np.diff(values) >= 0).all()

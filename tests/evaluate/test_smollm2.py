@@ -27,7 +27,7 @@ from mlx_sparse.files import cache_directory
 from mlx_sparse.tools.assets import blas, store
 from mlx_sparse.tools.assets import smollm2 as converter
 from mlx_sparse.tools.assets.store import build_directory, file_hash
-from mlx_sparse.tools.demo.settle import topics
+from mlx_sparse.tools.demo import topics
 
 pytestmark = pytest.mark.slow  # a real model
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import commands
 import mlx.core as mx
@@ -21,8 +21,8 @@ from mlx_sparse.methods import Sample, SampleRange, load_toml
 from mlx_sparse.tools.evaluate.journal import FORMAT, Journal
 from mlx_sparse.tools.evaluate.runner import passage_logits
 from mlx_sparse.tools.formats import check_own, write_toml
-from mlx_sparse.tools.tune.run import FIRST_LINE, main, toml
-from mlx_sparse.tools.tune.search import (
+from mlx_sparse.tools.tune import (
+    FIRST_LINE,
     RETRIEVAL,
     Measured,
     Search,
@@ -30,8 +30,9 @@ from mlx_sparse.tools.tune.search import (
     Trial,
     Tuned,
     by_range,
+    main,
     select,
-    whole_grid,
+    toml,
 )
 
 pytestmark = pytest.mark.slow  # commands
@@ -86,21 +87,10 @@ def test_lengths_fall_into_the_ranges_of_the_paper() -> None:
     ]
 
 
-def search(journal: Journal[Trial] | None = None, **changes: Any) -> Search:
-    options = {
-        "model": build(),
-        "tokenizer": Words(),
-        "tokens": TOKENS,
-        "journal": journal or Journal(None, "", "", Trial),
-        "grid": whole_grid([1.0, 0.5], [0.6], [2]),
-        "examples": 1,
-        "seed": 0,
-        "step": 512,
-        "block_size": 32,
-        "backend": "auto",
-        "least_accuracy": 0.0,
-    }
-    return Search(**options | changes)
+def search(least_accuracy: float = 0.0) -> Search:
+    options = {"examples": 1, "seed": 0, "prefill_step_size": 512, "block_size": 32, "least_accuracy": least_accuracy}
+    args = argparse.Namespace(alpha_column=[1.0, 0.5], alpha_slash=[0.6], chunks=[2], **options)
+    return Search(build(), Words(), TOKENS, Journal(None, "", "", Trial), args)
 
 
 def test_a_passage_states_needles_once_and_asks_for_some_at_the_end() -> None:

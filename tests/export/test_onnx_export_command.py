@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -25,12 +26,13 @@ from mlx.utils import tree_flatten
 from mlx_sparse.onnx_export.exporter import command, decoder, export, weights
 from mlx_sparse.onnx_export.exporter.folder import emerging
 from mlx_sparse.onnx_export.exporter.methods.sparq import SparQDecoding
-from mlx_sparse.onnx_export.exporter.verify import compare, session
+from mlx_sparse.onnx_export.exporter.verify import compare
 
 from mlx_sparse import cli
 
 NAMES = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json", "genai_config.json"}
 SPARQ = "sparq:rank=4,top_k=4"
+TABLES = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -96,45 +98,7 @@ def test_parameters_come_from_a_file_too(run: Callable[..., str], llama: Path, t
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [
-        (["--method", "h2o"], r"--method: expected dense, sparq, .* or sample\+\w+, .*, got 'h2o'"),
-        (["--method", ""], "--method: expected dense, sparq"),
-        (["--method", "dense:rank=4"], "dense: expected one of the keys"),
-        (["--method", "sparq:rank=0"], "rank: expected an integer of at least 1, got 0"),
-        (["--method", "sparq:rank=17"], "rank: expected at most the head dim D=16, got 17"),
-        (["--method", "sparq:range=4"], "sparq: expected one of the keys"),
-        (["--method", "sparq:rank=4+dense"], "--method: expected dense, sparq"),
-        (["--method", "sample+minference"], "--method: expected dense, sparq"),
-        (["--method", "sample:alpha_slash=0"], "alpha_slash: expected a number above 0 and at most 1, got 0"),
-        (["--method", "sample:block_size=48"], "block_size: expected one of 32, 64, 128, got 48"),
-        (["--method", "sample:ranges=64:0.9:0.9:1/4096:0.8:0.8:1"], "ranges: expected one setting for all contexts"),
-        (["--attn-config", "missing.toml"], "attn-config: expected a readable TOML file, got missing.toml"),
-        (["--dtype", "int8"], "--dtype: expected one of float32, float16, bfloat16, got 'int8'"),
-        (["--max-length", "0"], "--max-length: expected an integer of at least 1 and .*, got 0"),
-        (["--max-length", "-3"], "--max-length: expected an integer of at least 1 and .*, got -3"),
-        (
-            ["--max-length", "4097"],
-            "--max-length: expected at most max_position_embeddings=4096 of the model, got 4097",
-        ),
-        (["--max-length", "9" * 30], "--max-length: expected an integer of at least 1 and at most 2147483647, got 999"),
-        (["--max-length", "many"], "--max-length: invalid int value: 'many'"),
-        (["--dense-below", "soon"], "--dense-below: invalid int value: 'soon'"),
-        (["--dense-below", "-1"], "--dense-below: expected an integer of at least 0 and at most 2147483647, got -1"),
-        (["--dense-below", "9", "--method", "dense"], "--dense-below: .* --method that decodes densely, got 9"),
-        (["--dense-below", "9", "--method", "sample"], "--dense-below: .* --method that decodes densely, got 9"),
-        (["--dense-below", "9", "--method", "sparq:dense_below=5"], "--dense-below: .* beside dense_below=5 .*, got 9"),
-        (["--dense-below", "auto"], "--dense-below: auto was removed: give a number"),
-        (["--dense-below=auto"], "--dense-below: auto was removed: give a number"),
-        (["--kv-bits", "4"], "--kv-bits: was removed: files have float caches"),
-        (["--static", "1,1"], "--static: was removed: run onnxruntime.tools.make_dynamic_shape_fixed"),
-        (["--method", "quest"], "--method: quest was removed: use sparq"),
-        (
-            ["--method", "sparq:key_bits=4"],
-            r"key_bits: expected 16 for a file .*, got 4\. Give --native",
-        ),
-        (["--method", "sparq:key_bits=4", "--native", "--inline"], "key_bits: expected 16 beside --inline, got 4"),
-        (["--fast"], "unrecognized arguments: --fast"),
-    ],
+    TABLES["wrong arguments"],
 )
 def test_wrong_arguments_are_refused(
     run: Callable[..., str], llama: Path, tmp_path: Path, options: list[str], expected: str
@@ -151,12 +115,17 @@ def test_dense_below_is_a_setting_of_the_method(run: Callable[..., str], llama: 
     assert {a.i for node in nodes for a in node.attribute if a.name == "dense_below"} == {33}
 
 
-def changed(folder: Path, **config: Any) -> Path:
-    """A tiny llama with another config.json."""
-    tiny_models.write(folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+def described(entry: dict[str, Any], folder: Path) -> Path:
+    """Write the model of an entry of the table: its family, sizes of its weights, changes of its config.json."""
+    tiny_models.write(folder, entry.get("family", "llama"), **entry.get("sizes", {}))
+    config = json.loads((folder / "config.json").read_text()) | entry.get("config", {})
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def changed(folder: Path, **config: Any) -> Path:
+    """Write a tiny llama with changes of its config.json."""
+    return described({"config": config}, folder)
 
 
 def with_weights(folder: Path, change: Callable[[dict[str, mx.array]], Any]) -> Path:
@@ -201,18 +170,7 @@ def quantised(folder: Path, **how: Any) -> Path:
 
 
 DOWN = "model.layers.1.mlp.down_proj"
-KNOWN = "expected one of the architectures gemma, gemma3_text, glm4, iquestcoder, llama, mistral, phi3, qwen2, qwen3, "
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "mamba": (lambda p: tiny_models.write(p, "mamba"), KNOWN + "smollm3, xverse, got mamba"),
-    "mixture of experts": (lambda p: tiny_models.write(p, "qwen3_moe"), KNOWN + ".*got qwen3_moe"),
-    "soft caps": (lambda p: tiny_models.write(p, "gemma2"), KNOWN + ".*got gemma2"),
-    "no architecture": (lambda p: changed(p, model_type=None), KNOWN + ".*got None"),
-    "dynamic rope": (
-        lambda p: changed(p, rope_scaling={"type": "dynamic", "factor": 2.0}),
-        "expected position encodings of type default.*got DynamicNTKScalingRoPE",
-    ),
-    "unknown rope": (lambda p: changed(p, rope_scaling={"type": "spiral"}), "Unsupported RoPE type spiral"),
-    "code of its own": (lambda p: changed(p, model_file="model.py"), KNOWN + ".*got llama"),
     "3 bits": (
         lambda p: quantised(p, bits=3, group_size=32),
         "model.embed_tokens: expected a weight of 4 or 8 bits, got 3. Export with --dtype float32",
@@ -234,32 +192,10 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "--model: expected a model that mlx-lm can load",
     ),
-    "heads that do not divide": (
-        lambda p: tiny_models.write(p, num_key_value_heads=3),
-        "n_heads must be a multiple of n_kv_heads",
-    ),
-    "text for a number": (lambda p: changed(p, rope_theta="10000"), "--model: expected a model that mlx-lm can load"),
-    "a position encoding that never turns": (
-        lambda p: changed(p, rope_theta=-1.0),
-        "--model: expected rope_theta above 0",
-    ),
-    "fewer layers than their pattern": (
-        lambda p: tiny_models.write(p, "gemma3_text", num_hidden_layers=2, sliding_window_pattern=6),
-        "--model: expected a model that mlx-lm can load",
-    ),
-    "an end in words": (
-        lambda p: changed(p, eos_token_id=[0, "end"]),
-        "expected eos_token_id to be the number of a token, got .*end",
-    ),
-    "padding in words": (
-        lambda p: changed(p, pad_token_id="pad"),
-        "expected pad_token_id to be the number of a token, got 'pad'",
-    ),
     "missing folder": (lambda p: p / "nowhere/at/all", "--model: expected a model that mlx-lm can load"),
     "repository that cannot be reached": (lambda p: "nobody/nothing", "--model: expected a model.*nobody/nothing"),
     "no config": (lambda p: without(p, "config.json"), "--model: expected a model.*config.json"),
     "broken config": (lambda p: (changed(p) / "config.json").write_text("{") and p, "--model: expected a model"),
-    "missing argument": (lambda p: changed(p, hidden_size=None), "--model: expected a model"),
     "no weights": (lambda p: without(p, "model.safetensors"), "No safetensors found"),
     "weights cut in the header": (lambda p: cut(p, 100), "--model: expected a model that mlx-lm can load"),
     "weights cut in the data": (lambda p: cut(p, 60_000), "--model: expected "),
@@ -277,10 +213,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: with_weights(p, lambda w: w.update({"model.norm.weight": w["model.norm.weight"] * np.nan})),
         "model.norm.weight: expected finite weights, got NaN or infinity",
     ),
-    "a sliding window of nothing": (
-        lambda p: changed(p, layer_types=["sliding_attention", "full_attention"]),
-        "sliding_window to be at least 1, got None",
-    ),
+    **{name: (functools.partial(described, entry), entry["message"]) for name, entry in TABLES["models"].items()},
 }
 
 
@@ -399,7 +332,7 @@ def test_caches_beyond_memory_are_refused(
     def fail(*args: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(session, "zeros", fail)
+    monkeypatch.setattr(compare, "zeros", fail)
     model = changed(tmp_path / "model", max_position_embeddings=None)
     message = run(model, "--method", SPARQ, "--max-length", "1000000")
     assert_refused(message, "--max-length: expected caches that fit into memory", tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime_genai as og
@@ -81,29 +82,25 @@ def test_tokens_are_those_of_mlx(method: str, layers: int, with_kernels: bool, t
 
 
 @pytest.mark.parametrize(
-    ("method", "layers"),
-    [(SPARQ, 2), (SAMPLE, 3), (SAAP_FILE, 3), (SAMPLE_SAAP, 2)],
-    ids=["sparq", "sample+sparq", "saap", "sample+saap"],
+    ("method", "changes"),
+    [
+        (SPARQ, {}),
+        (SAMPLE, {"num_hidden_layers": 3}),
+        (SAAP_FILE, {"num_hidden_layers": 3}),
+        (SAMPLE_SAAP, {}),
+        *((method, {"dtype": dtype}) for method in ("dense", SPARQ) for dtype in ("float16", "bfloat16")),
+    ],
+    ids=str,
 )
-def test_files_of_other_methods_say_what_they_say_in_the_runner(
-    method: str, layers: int, with_kernels: bool, tmp_path: Path
+def test_tokens_equal_those_of_the_runner(
+    method: str, changes: dict[str, Any], with_kernels: bool, tmp_path: Path
 ) -> None:
-    folder = copy_of(exported(method, num_hidden_layers=layers), tmp_path, with_kernels)
-    piece = 2048 if "sample" in method else 512
-    assert json.loads((folder / genai.CONFIG).read_text())["search"]["chunk_size"] == piece
+    folder = copy_of(exported(method, **changes), tmp_path, with_kernels)
+    chunk = 2048 if "sample" in method else 512
+    assert json.loads((folder / genai.CONFIG).read_text())["search"]["chunk_size"] == chunk
     runner = Runner(folder, native="auto" if with_kernels else "off")
     prompt = tiny_models.prompt_of(200)
     assert Generator(folder).say([prompt], STEPS) == said_in_steps(runner, [prompt], STEPS)
-
-
-@by_method
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_tokens_are_those_of_the_runner_with_half_precision_caches(
-    method: str, dtype: str, with_kernels: bool, tmp_path: Path
-) -> None:
-    folder = copy_of(exported(method, dtype=dtype), tmp_path, with_kernels)
-    runner = Runner(folder, native="auto" if with_kernels else "off")
-    assert Generator(folder).say([PROMPT], STEPS) == said_in_steps(runner, [PROMPT], STEPS)
 
 
 @by_method
@@ -119,14 +116,6 @@ def test_rows_of_unequal_length_are_refused_rather_than_mixed_up(method: str) ->
     rows = [PROMPT[:6], [*PROMPT[:4], tiny_models.EOS, tiny_models.EOS]]  # genai pads on the right
     with pytest.raises(RuntimeError):
         Generator(exported(method), rows=2).say(rows, 2)
-
-
-@by_method
-def test_a_prompt_can_be_appended_in_parts(method: str) -> None:
-    generator = Generator(exported(method))
-    generator.say([PROMPT[:40]], 0)
-    [tokens] = generator.say([PROMPT[40:]], STEPS)
-    assert tokens[1:] == said_after_a_dense_prompt(method, PROMPT, STEPS)
 
 
 @by_method

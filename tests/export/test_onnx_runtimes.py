@@ -37,7 +37,7 @@ from onnx_operators import (
     windowed_attention,
 )
 from packages import MINUTES, WEB, Package, fetched, web, wheel
-from places import FIXTURES
+from repository_paths import FIXTURES
 from require import absent
 from saap_cases import SaapCase
 from saap_cases import assert_attends as assert_lists

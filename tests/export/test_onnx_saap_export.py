@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -63,15 +64,6 @@ def test_quantised_models_keep_their_artefact(tmp_path: Path) -> None:
     assert result.agreement.sparse < FLOAT32 * result.agreement.largest
 
 
-def test_a_text_after_another_starts_anew(tmp_path: Path) -> None:
-    runner, prompts = Made(tmp_path, "llama", SAAP_FILE).runner(), [tiny_models.prompt_of(20, seed) for seed in (1, 2)]
-    told = []
-    for prompt in (*prompts, prompts[0]):
-        told.append(list(runner.generate(prompt, 8)))
-        runner.reset()
-    assert told[0] == told[2] != told[1]
-
-
 def test_queries_that_choose_after_rope_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = SaapDecoding.routing
     monkeypatch.setattr(SaapDecoding, "routing", lambda self, before, after: original(self, after, after))
@@ -115,27 +107,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], s
 
 @pytest.mark.parametrize(
     ("method", "message"),
-    [
-        ("saap", "artefact: expected a file that mlx-sparse train-saap wrote, got none"),
-        ("saap:mode=online", "mode: expected trained for a file, .*, got online"),
-        ("saap:artefact=FOLDER/no.safetensors", "no.safetensors: expected .*, got none that can be read"),
-        ("saap:artefact=FOLDER/cut.safetensors", "cut.safetensors: expected .*file not fully covered"),
-        ("saap:artefact=FOLDER/other.safetensors,probes=4", "artefact: expected one trained on this model"),
-        ("saap:artefact=FOLDER/family.safetensors,probes=4", "artefact: expected one for llama, got one for qwen3"),
-        (
-            "saap:artefact=FOLDER/own.safetensors,probes=9",
-            "probes: expected at most the 8 buckets of .*own.safetensors, got 9",
-        ),
-        (
-            "saap:artefact=FOLDER/own.safetensors,probes=4,dense_layers=2",
-            "dense_layers: expected a layer that SAAP serves",
-        ),
-        (
-            "sparq+saap:artefact=FOLDER/own.safetensors",
-            "--method: expected dense, sparq, saap, .*sample, sample.sparq.*sample.saap",
-        ),
-        ("saap:artefact=FOLDER/own.safetensors,prob=4", "saap: expected one of the keys"),
-    ],
+    json.loads(Path(__file__).with_suffix(".json").read_text())["refused methods"],
 )
 def test_what_cannot_be_exported_is_refused_in_one_line(
     run: Callable[[str], str], tmp_path: Path, method: str, message: str

@@ -18,7 +18,6 @@ from mlx_sparse.onnx_export.defaults import SAMPLE_BELOW
 from mlx_sparse.onnx_export.exporter import export as exporter
 from mlx_sparse.onnx_export.exporter.methods import sample
 from mlx_sparse.onnx_export.exporter.verify import compare
-from mlx_sparse.onnx_export.runtime import run
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import Sample, parse
@@ -75,16 +74,6 @@ def test_a_prompt_in_pieces_says_what_mlx_lm_says_with_pieces_of_that_size(
     assert steps[:4] == [96, 96, 37, 1]
     config = json.loads((made.folder / "genai_config.json").read_text())
     assert config["search"]["chunk_size"] == 96
-
-
-def test_the_command_runs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = Made(tmp_path, "llama", SAMPLE, max_length=320)
-    prompt = tiny_models.words(tiny_models.prompt_of(PROMPT))
-    assert run.main([str(made.folder), "--prompt", prompt, "--max-tokens", "4", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["attention"] == made.result.method
-    assert said["attention"].startswith("sample:block_size=32,alpha_column=0.4,alpha_slash=0.3,dense_below=0+sparq:")
-    assert said["prompt_tokens"] == PROMPT
 
 
 def test_one_setting_is_taken_from_ranges_of_which_no_other_begins_in_the_file() -> None:

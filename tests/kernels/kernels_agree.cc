@@ -9,8 +9,6 @@
 #include <vector>
 
 #include "kernels.h"
-#include "tiles.h"
-#include "types.h"
 
 using namespace sparse;
 
@@ -99,9 +97,9 @@ void scores_are_the_same(int type, int D, int G, int keys) {
   expect(std::abs(int(z[0].size()) - int(z[1].size())) <= 1, "collected");
 }
 
-void codes_give_the_same_scores(int bits, int rank, int G) {
-  const int groups = 3, record = kHeader + kGroup / 8 * bits, stride = groups * kGroup;
-  std::vector<uint8_t> stored(rank * groups * record);
+void codes_give_the_same_scores(int rank, int G) {
+  const int groups = 3, stride = groups * kGroup;
+  std::vector<uint8_t> stored(rank * groups * kRecord);
   for (uint8_t& byte : stored) byte = uint8_t(rand() % 0x3c);  // as numbers of half precision below 1
   std::vector<int32_t> components(rank);
   for (int i = 0; i < rank; i++) components[i] = rank - 1 - i;
@@ -109,33 +107,10 @@ void codes_give_the_same_scores(int bits, int rank, int G) {
   Floats a[2], work(4 * rank);
   for (int w = 0; w < 2; w++) {
     a[w].resize(G * stride);
-    const Codes codes{stored.data(), groups * record, components.data(), rank, G, bits, groups, 0};
+    const Codes codes{stored.data(), groups * kRecord, components.data(), rank, G, groups, 0};
     kBoth[w]->approximate_codes(codes, q.data(), work.data(), a[w].data(), stride);
   }
   expect_close(a[0], a[1], "scores from codes");
-}
-
-void packed_rows_are_the_same(int type, int bits, int group, int D, int G) {
-  const int count = 13, item = type == kTypeFloat ? 4 : 2, codes = D * bits / 8, stride = codes + D / group * 2 * item;
-  std::vector<uint8_t> stored(20 * stride);
-  for (uint8_t& byte : stored) byte = uint8_t(rand());
-  for (int i = 0; i < 20; i++) {
-    Floats ranges = random_floats(D / group * 2);
-    for (float& x : ranges) x /= 1024;  // so that sums stay small
-    kScalar.type[type].narrow(&stored[i * stride + codes], ranges.data(), D / group * 2);
-  }
-  const std::vector<int32_t> listed = {3, 1, 19, 4, 4, 0, 7, 9, 2, 6, 5, 3, 12};
-  const Floats q = random_floats(G * D);
-  Floats rows[2], a[2];
-  for (int w = 0; w < 2; w++) {
-    rows[w].resize(count * D), a[w].resize(G * 16);
-    const PackedRows packed{stored.data(), listed.data(), 0, stride, count, D, bits, group};
-    kBoth[w]->type[type].unpack(rows[w].data(), packed);
-    kBoth[w]->type[type].score_packed(packed, q.data(), G, a[w].data(), 16);
-    for (int g = 0; g < G; g++) std::fill(&a[w][g * 16 + count], &a[w][g * 16] + 16, 0.0f);
-  }
-  expect(rows[0] == rows[1], "unpacked rows");
-  expect_close(a[0], a[1], "scores from packed rows");
 }
 
 // Two blocks of keys through the running softmax, and the masses of the second.
@@ -182,17 +157,8 @@ int main() {
       }
     }
   }
-  for (const int bits : {8, 4}) {
-    for (const int rank : {1, 11}) {
-      for (const int G : {1, 2, 3, 4, 5, 8}) codes_give_the_same_scores(bits, rank, G);
-    }
-  }
-  for (int type = 0; type < 3; type++) {
-    for (const int bits : {8, 4}) {
-      for (const int group : {32, 64}) {
-        for (const int G : {1, 2, 3, 4, 7}) packed_rows_are_the_same(type, bits, group, 192, G);
-      }
-    }
+  for (const int rank : {1, 11}) {
+    for (const int G : {1, 2, 3, 4, 5, 8}) codes_give_the_same_scores(rank, G);
   }
   for (const int D : {1, 7, 64}) {
     for (const int width : {16, 48, 128}) {

@@ -110,7 +110,7 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (tmp_path / "precious").write_text("")
     with pytest.raises(SystemExit):
         dump_msl.main(["--out", str(tmp_path)])
-    assert "--out: expected a new folder or one of this script" in capsys.readouterr().err
+    assert "--out: expected a new folder or an older dump" in capsys.readouterr().err
     assert (tmp_path / "precious").exists()
 
 

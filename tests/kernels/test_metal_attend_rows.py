@@ -103,13 +103,13 @@ def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
 @pytest.mark.parametrize("rows", [2, 8, 9, 64, 65, 128])
 def test_every_head_dim_fits_and_reads_rows_once_up_to_128(rows: int, itemsize: int) -> None:
     for D in range(16, 257, 16):
-        assert attend_rows.takes(D, rows)
+        assert attend_rows.supports(D, rows)
         together, staged = attend_rows.shape_of(D, itemsize, rows)
         padding = 16 // itemsize
         assert max(D * (staged + padding), staged * (D + padding)) * itemsize + 4 * staged <= blocks.THREADGROUP_MEMORY
         assert together % 8 == 0 and together <= (128 if D <= 128 else 64)
         assert -(-rows // together) == (1 if D <= 128 or rows <= 64 else 2)
-    assert not attend_rows.takes(72, rows) and not attend_rows.takes(64, 129)
+    assert not attend_rows.supports(72, rows) and not attend_rows.takes(64, 129)
 
 
 def read(report: Report, level: str, *names: str) -> int:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import Case
+from adapters import ADAPTERS
+from cases import Case, every_parameter
 from msl import Fault, Metal
 from msl.mutation import barriers
+from quantized_cases import PackedCase, PackedMlx
+from saap_cases import SaapCase
 from sample_cases import SampleCase
 from tier import some
 
-from mlx_sparse.kernels import attend, attend_rows, quest, saap, sample, select, sparq
-from mlx_sparse.ops.csr import saap_index
-from mlx_sparse.ops.key_codes import code_keys
-from mlx_sparse.ops.packed_rows import PackedRows
-from mlx_sparse.ops.quest import page_bounds
+from mlx_sparse.kernels import attend, attend_rows, select
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,99 +25,64 @@ pytestmark = [
 ]  # kernels with a barrier taken away
 
 
-def arrays(case: Case) -> list[mx.array]:
-    return [mx.array(array) for array in case.inputs()]
+METAL = ADAPTERS["metal"]
 
 
-def decode(
-    S: int = 700, top_k: int = 300, *, key_bits: int = 16, reallocate: bool = False, heads: int = 4
-) -> list[mx.array]:
-    q, k, v = arrays(Case(1, heads, 2, S, 128, "f32"))
-    out, lse = sparq.sparq_attention(
-        q,
-        k,
-        v,
-        reallocate=reallocate,
-        scale=0.1,
-        value_mean=mx.ones((1, 2, 128)),
-        rank=16,
-        top_k=top_k,
-        local_window=8,
-        component_weight=None,
-        left_padding=None,
-        keys_t=mx.contiguous(k.swapaxes(-1, -2)) if key_bits == 16 else code_keys(k, None),
-    )
-    return [out, lse]
+def decode(S: int = 700, **settings: Any) -> Any:
+    case = Case(1, 4, 2, S, 128, "f32")
+    given = {"reallocate": False, "top_k": 300, "local_window": 8, **settings}
+    return METAL.sparq(case, {**every_parameter(case, "paper"), **given})
 
 
-def pages() -> list[mx.array]:
-    q, k, _ = arrays(Case(1, 8, 2, 700, 64, "f32"))
-    low, high = page_bounds(k, None, page_size=5)
-    given = {"top_k": 50, "left_padding": None, "page_min": low, "page_max": high}
-    return [quest.quest_select(q, k, page_size=5, **given)]
+def packed() -> Any:
+    case = PackedCase(1, 4, 2, 700, 128, "f32", bits=4)
+    return PackedMlx("metal").sparq(case, {**every_parameter(case, "rank-D"), "top_k": 300})
 
 
-def rows() -> list[mx.array]:
-    q, k, _ = arrays(Case(1, 4, 2, 700, 128, "f32"))
-    packed = PackedRows.of(k, bits=4)
-    form = (4, packed.group_size)
-    sizes = sparq.Sizes(1, 2, 2, 128, mx.float32, 700, 128, 300, 8, 0.1, False, "rows", True, True, form)
-    return sparq.sparq_row_scores(sizes)(q, *packed.parts, mx.array([0]))
-
-
-def choose() -> list[mx.array]:
+def top_k() -> Any:
     scores = mx.array(np.random.default_rng(1).normal(size=(1, 2, 9000)).astype(np.float32))
     return [select.top_k_select(scores, top_k=64, local_window=8, left_padding=None)]
 
 
-def prefill() -> list[mx.array]:
+def sample() -> Any:
     case = SampleCase(1, 2, 1, 70, 250, 64, "f32", 64)
-    out, lse, _ = sample.sample_attention(*(mx.array(array) for array in case.inputs()), **case.parameters)
-    return [out, lse, *sample.sample_scores(*(mx.array(array) for array in case.inputs()[:2]), **case.sampling)]
+    return [*METAL.sample(case), *METAL.sample_scores(case)]
 
 
-def many() -> list[mx.array]:
+def verify() -> Any:
     q, k, v = (mx.array(array) for array in Case(1, 48, 2, 100, 64, "f32").inputs(L=2))
-    return list(attend_rows.attend_rows(q, k, v, scale=0.1, left_padding=mx.array([7])))
+    return attend_rows.attend_rows(q, k, v, scale=0.1, left_padding=mx.array([7]))
 
 
-def route(heads: int = 4) -> list[mx.array]:
-    rng = np.random.default_rng(1)
-
-    def weights(*shape: int) -> mx.array:
-        return mx.array(rng.normal(size=shape).astype(np.float32))
-
-    hidden, out = weights(1, 160, 300), weights(1, 300, 1032)
-    return [saap.saap_route(weights(1, heads, 1, 160), hidden_weight=hidden, out_weight=out, probes=20)]
+def route() -> Any:
+    return [METAL.route(SaapCase(Case(1, 4, 1, 1, 160, "f32"), "random", buckets=1032, probes=20, hidden=300))]
 
 
-def listed() -> list[mx.array]:
-    ids = mx.array(np.random.default_rng(1).integers(0, 600, size=(1, 2, 3000)))
-    visited = mx.broadcast_to(mx.arange(0, 600, 2, dtype=mx.int32), (1, 2, 300))
-    index = saap_index(ids, buckets=600, sink_tokens=1)
-    return list(saap.saap_indices(visited, *index, length=3100, covered=3000, sink_tokens=1, capacity=2100))
+def lists() -> Any:
+    case = SaapCase(Case(1, 2, 2, 3100, 8, "f32"), "random", buckets=600)
+    return METAL.lists(case, np.broadcast_to(np.arange(0, 600, 2), (1, 2, 300)), 3000, 2100)[1]
 
 
 # A run of each kernel that has barriers, long enough for loops to come round again. Those named
 # _packed have the barriers of the ones without.
-RUNS: dict[str, Callable[[], list[mx.array]]] = {
+RUNS: dict[str, Callable[[], Any]] = {
     "sparq_scores": decode,
     "sparq_candidates": decode,
     "sparq_code_scores": lambda: decode(key_bits=4),
-    "sparq_row_scores": rows,
+    "sparq_row_scores": packed,
     "sparq_code_candidates": lambda: decode(key_bits=4),
-    "attend_candidates": lambda: decode(9000, 200, key_bits=4),
+    "attend_candidates": lambda: decode(9000, top_k=200, key_bits=4),
     "attend_indices": decode,
     "attend_reallocate": lambda: decode(reallocate=True),
-    "attend_rows": many,
-    "top_k_scores": choose,
-    "top_k_candidates": choose,
-    "sample_scores": prefill,
-    "sample_sums": prefill,
-    "attend_blocks": prefill,
+    "attend_rows": verify,
+    "top_k_scores": top_k,
+    "top_k_candidates": top_k,
+    "sample_scores": sample,
+    "sample_sums": sample,
+    "attend_blocks": sample,
     "saap_route": route,
-    "quest_scores": pages,
-    "saap_indices": listed,
+    "quest_scores": lambda: METAL.quest(Case(1, 8, 2, 700, 64, "f32"), {"page_size": 5, "top_k": 50}),
+    "saap_indices": lists,
 }
 
 
@@ -148,14 +113,15 @@ def test_three_schedules_give_the_same_bits(metal: Metal, kernel: str) -> None:
     for metal.seed in (0, 1, 2):
         results.append(RUNS[kernel]())
     for other in results[1:]:
-        assert all(mx.array_equal(a, b) for a, b in zip(results[0], other, strict=True))
+        for one, array in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(np.array(one), np.array(array))
 
 
 @pytest.mark.parametrize("counts", [None, (1300, 40), (0, 700)], ids=str)
 def test_a_split_attention_gives_the_same_bits_under_three_schedules(
     metal: Metal, counts: tuple[int, int] | None
 ) -> None:
-    q, k, v = arrays(Case(1, 4, 2, 2000, 64, "f32"))
+    q, k, v = METAL.arrays(Case(1, 4, 2, 2000, 64, "f32"))
     indices = mx.broadcast_to(mx.arange(1500), (1, 2, 1500)).astype(mx.int32)
     used = None if counts is None else mx.array([counts])
     results = []

@@ -11,10 +11,8 @@ from cases import Array, covering
 from mlx_arrays import DTYPES, to_mlx, to_numpy, whole
 from msl import Metal
 from sample_cases import (
-    SAMPLE_CASES,
     SampleCase,
     assert_attends,
-    assert_same_blocks,
     assert_same_scores,
     logit_error,
     selection,
@@ -43,30 +41,6 @@ def sent_off(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sent
 
 
-@pytest.mark.parametrize("case", [SAMPLE_CASES[3], SAMPLE_CASES[5], SAMPLE_CASES[13]], ids=str)
-def test_the_whole_method_reads_only_what_is_in_use(metal: Metal, case: SampleCase) -> None:
-    q, k, v = case.inputs()
-    results = []
-    for spare in (0, 45):
-        keys, values = (whole(array, case.S + spare, case.dtype) for array in (k, v))
-        results.append(sample.sample_attention(to_mlx(q, case.dtype), keys, values, length=case.S, **case.parameters))
-    out, lse, chosen = results[0]
-    assert all(mx.array_equal(a, b) for a, b in zip(*results, strict=True))
-    assert_same_blocks(chosen, case, selection(case))
-    assert_attends(to_numpy(out), np.array(lse), case, np.array(chosen))
-    if metal.emulated:
-        assert [report.kernel for report in metal.launches[:3]] == ["sample_scores", "sample_sums", "attend_blocks"]
-
-
-@pytest.mark.parametrize(("rows", "block_size"), [(64, 32), (64, 128), (1, 64), (200, 32)])
-def test_a_sample_may_have_any_number_of_rows(metal: Metal, rows: int, block_size: int) -> None:
-    case = SampleCase(1, 2, 1, 220, 300, 64, "f32", block_size)
-    q, k, _ = case.inputs()
-    expected = oracle.sample_scores(q, k, **case.sampling, rows=rows)
-    for got, scores in zip(scores_of(case, rows=rows), expected, strict=True):
-        assert_same_scores(got, scores, logit_error(q, k, case.scale))
-
-
 @pytest.mark.parametrize("groups", [1, 13])
 def test_a_threadgroup_may_have_many_blocks(metal: Metal, monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
     monkeypatch.setattr(sample, "GROUPS", groups)
@@ -79,7 +53,7 @@ def test_a_threadgroup_may_have_many_blocks(metal: Metal, monkeypatch: pytest.Mo
 def test_scores_of_many_heads_are_work_in_bounded_pieces(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
     together = scores_of(SMALL)
     work = SMALL.Hq * SMALL.B * 2 * 32 * SMALL.S * SMALL.D
-    monkeypatch.setattr(sample, "PIECE", work // 2)
+    monkeypatch.setattr(sample, "MAX_WORK", work // 2)
     sent = sent_off(metal, monkeypatch)
     metal.clear()
     apart = scores_of(SMALL)
@@ -153,7 +127,7 @@ def test_a_long_prompt_is_work_in_bounded_pieces(metal: Metal, monkeypatch: pyte
     lists = some_lists(case)
     together = attend_lists(case, lists)
     most = 2 * 4 * 64 * case.S * 64  # 64 rows
-    monkeypatch.setattr(launch_split, "PIECE", most)
+    monkeypatch.setattr(launch_split, "MAX_WORK", most)
     sent = sent_off(metal, monkeypatch)
     metal.clear()
     apart = attend_lists(case, lists)
@@ -165,16 +139,6 @@ def test_a_long_prompt_is_work_in_bounded_pieces(metal: Metal, monkeypatch: pyte
             rows = report.grid[0] // 4  # eight rows of a tile have a SIMD group
             heads = report.grid[1] * report.grid[2]
             assert 2 * rows * heads * case.S * case.D <= most + 2 * 32 * heads * case.S * case.D  # a tile may be ragged
-
-
-def test_no_list_recompiles_as_the_context_grows(metal: Metal) -> None:
-    texts: set[str] = set()
-    for L, S in ((40, 90), (64, 200), (33, 300)):
-        case = SampleCase(1, 4, 2, L, S, 64, "f16", 32)
-        attend_lists(case, some_lists(case), spare=7)
-        if metal.emulated:
-            texts.add(metal.texts["attend_blocks"])
-    assert len(texts) <= 1
 
 
 def test_head_dims_that_do_not_fit_are_left_to_ops(metal: Metal) -> None:

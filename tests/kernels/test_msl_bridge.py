@@ -1,12 +1,9 @@
 """`mx.fast.metal_kernel` replaced: the text, the launch and the memory are what MLX would hand to a GPU."""
 
 import mlx.core as mx
-import numpy as np
 import pytest
-from fixtures_msl import gpu_or_harness
 from msl import Fault, Metal, emulated
 from msl.bridge import capture
-from require import REQUIRED
 
 SCALE = {
     "name": "scale",
@@ -45,25 +42,6 @@ def test_kernel_computes(dtype: mx.Dtype, n: int, metal: Metal) -> None:
     assert mx.array_equal(out, x * mx.array(0.5, dtype))
     if metal.emulated:
         assert metal.last("scale").reads["x"].lane == x.nbytes
-
-
-def test_tests_take_the_gpu_where_there_is_one_and_the_harness_only_where_it_may(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a Mac that is asked to test its GPU, nothing may stand in for it."""
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    own = mx.fast.metal_kernel
-    with gpu_or_harness() as metal:
-        assert not metal.emulated
-        assert mx.fast.metal_kernel is own
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    monkeypatch.delenv(REQUIRED, raising=False)
-    with gpu_or_harness() as metal:
-        assert metal.emulated
-        assert mx.fast.metal_kernel is not own
-    monkeypatch.setenv(REQUIRED, "ort,metal")
-    with pytest.raises(pytest.fail.Exception, match="names metal, which is absent"), gpu_or_harness():
-        pass
 
 
 def test_mlx_looks_like_on_a_mac_inside_and_as_before_outside() -> None:
@@ -164,11 +142,3 @@ def test_texts_can_be_replaced_for_mutation_tests() -> None:
         text = metal.texts["scale"]
         metal.replaced[text] = text.replace("a * b", "a + b")
         assert scale(mx.ones(8), 2.0).tolist() == [3.0] * 8
-
-
-def test_seed_changes_no_result() -> None:
-    with emulated() as metal:
-        results = []
-        for metal.seed in range(3):
-            results.append(np.array(scale(mx.arange(1000).astype(mx.float32), 0.3)))
-    assert all((r == results[0]).all() for r in results)

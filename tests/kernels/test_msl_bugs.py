@@ -21,11 +21,14 @@ kernel void k(const device float* x [[buffer(0)]], device float* out [[buffer(1)
 
 @dataclass(frozen=True)
 class Case:
-    """One small kernel, its launch and (for a bug) what the harness must say."""
+    """One small kernel, its launch and (for a bug) the message of the harness.
+
+    In ``message``, ``@2`` stands for the location of line 2 and ``~`` for "without a barrier between by".
+    """
 
     name: str
     body: str
-    says: str = ""  # with @2 for the place of line 2, and ~ for "without a barrier between by"
+    message: str = ""
     thread: int | None = None
     line: int = 0
     group: int = 0
@@ -297,18 +300,18 @@ def test_bug_is_named(case: Case) -> None:
     """The whole message: kind, bytes, buffer, thread, threadgroup, simdgroup, lane, line and source."""
     lines = case.body.strip("\n").split("\n")
     at = [f"body:{number}: `{line.strip()}`" for number, line in enumerate(lines, 1)]
-    says = case.says.replace("~", "without a barrier between by")
-    says = re.sub(r"@(\d+)", lambda m: at[int(m[1]) - 1], says)
+    message = case.message.replace("~", "without a barrier between by")
+    message = re.sub(r"@(\d+)", lambda m: at[int(m[1]) - 1], message)
     where = ""
     if (t := case.thread) is not None:
         where = f", thread ({t},0,0) of threadgroup ({case.group},0,0), simdgroup {t // 32} lane {t % 32}"
     with pytest.raises(Fault) as caught:
         run(case)
-    assert str(caught.value) == f"{says} [kernel k{where}]" + (f" at {at[case.line - 1]}" if where else "")
-    assert says.startswith(caught.value.kind)
+    assert str(caught.value) == f"{message} [kernel k{where}]" + (f" at {at[case.line - 1]}" if where else "")
+    assert message.startswith(caught.value.kind)
 
 
-TWINS = [
+SOUND = [
     Case("copy", "out[i] = x[i];"),
     Case("vector copy", "((device float4*)out)[i] = ((const device float4*)x)[i];", grid=16, threadgroup=16),
     Case("exchange", """
@@ -401,7 +404,7 @@ if (i < 64) {
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", TWINS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SOUND, ids=lambda case: case.name)
 def test_sound_kernel_raises_nothing(case: Case) -> None:
     results = [run(case, seed) for seed in range(3)]
     assert all((out == results[0]).all() for out in results)

@@ -3,7 +3,6 @@
 import pytest
 from msl.compile import typed, typed_check
 from msl.lint import lint
-from msl.mutation import barriers
 
 KERNEL = """kernel void k(const device float* x [[buffer(0)]], device float* out [[buffer(1)]],
               constant uint& n [[buffer(2)]], uint i [[thread_position_in_grid]],
@@ -16,7 +15,7 @@ out[i] = x[i] + float(lane + sg + group + n);
 """
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 
-# One line of a kernel body, and what the lint says of it.
+# One line of a kernel body, and the finding of the lint.
 BODY = [
     ("double wide = 1.0f;", "MSL has no double"),
     ("float y = std::max(1.0f, x[i]);", "MSL has no namespace std"),
@@ -130,15 +129,6 @@ def test_harmless_line_of_a_kernel_is_not(line: str) -> None:
 @pytest.mark.parametrize(("text", "findings"), FILES)
 def test_declarations_and_calls(text: str, findings: list[str]) -> None:
     assert [str(f) for f in lint(text)] == [f"LINT {f}" for f in findings]
-
-
-def test_each_barrier_is_deleted_once_and_lines_stay() -> None:
-    text = f"a;\n{BARRIER}\n// {BARRIER}\nsimdgroup_barrier(\n  mem_flags::mem_none);\nb;"
-    mutants = barriers(text)
-    assert mutants == [
-        f"a;\n;\n// {BARRIER}\nsimdgroup_barrier(\n  mem_flags::mem_none);\nb;",
-        f"a;\n{BARRIER}\n// {BARRIER}\n\n;\nb;",
-    ]
 
 
 # One line of a kernel body that clang's plain C++ accepts and Metal's types do not.

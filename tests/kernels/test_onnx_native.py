@@ -31,7 +31,6 @@ from onnx_operators import (
     padding,
     parameters,
     select,
-    session,
     step,
     windowed_attention,
 )
@@ -230,29 +229,6 @@ def session_of(model: onnx.ModelProto, options: Any) -> Any:
     import onnxruntime
 
     return onnxruntime.InferenceSession(model.SerializeToString(), options)
-
-
-def test_a_type_without_a_kernel_is_an_error_of_the_runtime() -> None:
-    if reason := native.unavailable():
-        absent("ort", reason)
-    model = onnx_export.operator_model("DenseAttention", **DENSE)
-    for info in [*model.graph.input[:3], *model.graph.output]:
-        info.type.tensor_type.elem_type = onnx.TensorProto.DOUBLE
-    with pytest.raises(Exception, match=r"(?i)type"):
-        session(model, "auto")
-    model = onnx_export.operator_model("DenseAttention", **DENSE)
-    model.graph.input[1].type.tensor_type.elem_type = onnx.TensorProto.FLOAT16  # keys of another type than the query
-    with pytest.raises(Exception, match=r"(?i)type|kernel"):
-        session(model, "auto").run(
-            None,
-            {
-                "query": np.zeros((1, 2, 1, 8), np.float32),
-                "keys": np.zeros((1, 2, 4, 8), np.float16),
-                "values": np.zeros((1, 2, 4, 8), np.float32),
-                "left_padding": np.zeros(1, np.int64),
-                "length": np.ones(1, np.int64),
-            },
-        )
 
 
 def test_options_are_those_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

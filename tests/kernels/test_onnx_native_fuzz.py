@@ -10,8 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ninja
@@ -31,30 +31,11 @@ from mlx_sparse.methods.scoring_keys import GROUP
 pytestmark = pytest.mark.slow  # fuzzing, sanitizers
 
 
-@dataclass
-class Draw:
+class Draw(SimpleNamespace):
     """Sizes and contents; ``start`` tokens are in the caches of C slots, L more come."""
 
-    B: int
-    Hkv: int
-    G: int
-    L: int
-    D: int
-    C: int
-    dtype: str
-    start: list[int]
-    padding: list[int]
-    window: int
-    lanes: int
-    rank: int
-    top_k: int
-    local_window: int
-    component_score: int
-    poison: float
-    poisoned_key: bool
-    seed: int
-
-    def __post_init__(self) -> None:
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
         rng = np.random.default_rng(self.seed)
         kind = DTYPES[self.dtype]
         self.q = rng.normal(size=(self.B, self.Hkv * self.G, self.L, self.D)).astype(kind)
@@ -335,24 +316,11 @@ def test_unaligned_inputs_are_refused() -> None:
             attend(**given | {name: unaligned(array)})
 
 
-@dataclass
-class Prompt:
+class Prompt(SimpleNamespace):
     """Sizes and contents of a piece of a prompt; ``free`` slots of the buffers are NaN."""
 
-    B: int
-    Hkv: int
-    G: int
-    L: int
-    S: int
-    free: int
-    D: int
-    dtype: str
-    block_size: int
-    chunks: int
-    alphas: tuple[float, float]
-    seed: int
-
-    def __post_init__(self) -> None:
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
         rng = np.random.default_rng(self.seed)
         kind = DTYPES[self.dtype]
         self.q = (2 * rng.normal(size=(self.B, self.Hkv * self.G, self.L, self.D))).astype(kind)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from cases import Case, assert_same_choice
-from mlx_lm.models.base import create_causal_mask
 from onnx.inliner import inline_local_functions
 from onnx_operators import (
-    CACHES,
     LANES,
     Operator,
-    advance,
     assert_is_sparq,
     attributes,
     by_runtime,
-    empty_caches,
     padding,
     parameters,
     select,
@@ -51,17 +46,6 @@ def test_a_window_keeps_the_last_positions(runtime: str, L: int, window: int) ->
     np.testing.assert_array_equal(got["present_value"], values.astype(np.float32))
 
 
-@pytest.mark.parametrize("window", [1, 5, 40])
-def test_the_window_is_that_of_mlx_lm(window: int) -> None:
-    case = Case(1, 2, 1, 40, 64, "f32")
-    q, k, v = case.inputs(L=9)
-    mask = np.array(create_causal_mask(9, case.S - 9, window_size=window))
-    given = {"query": q, "keys": k, "values": v, "left_padding": padding(case), "length": np.full(1, case.S)}
-    attend = Operator("onnxruntime", "DenseAttention", "f32", scale=0.125, window=window)
-    expected = mx.fast.scaled_dot_product_attention(*map(mx.array, (q, k, v)), scale=0.125, mask=mx.array(mask))
-    np.testing.assert_allclose(attend(**given)["output"], np.array(expected), rtol=0, atol=1e-5)
-
-
 @by_runtime
 def test_windows_of_rows_of_different_length_do_not_meet(runtime: str) -> None:
     case = Case(2, 4, 2, 100, 64, "f32")
@@ -74,40 +58,6 @@ def test_windows_of_rows_of_different_length_do_not_meet(runtime: str) -> None:
         row = slice(b, b + 1)
         expected = windowed_attention(q[row], k[row, :, :S], v[row, :, :S], np.zeros(1), 8, 0.125)
         np.testing.assert_allclose(got[row], expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(("setting", "poison"), [("paper", float("nan")), ("reallocate", float("inf")), ("eval", 1e3)])
-@by_runtime
-def test_padded_rows_never_reach_the_output(runtime: str, setting: str, poison: float) -> None:
-    case = Case(2, 6, 2, 300, 64, "f32", padding=(290, 7))
-    q, k, v = case.inputs()
-    params = parameters(case, setting)
-    clean = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
-    for row, first in enumerate(case.padding or ()):
-        k[row, :, :first] = poison
-        v[row, :, :first] = poison
-    attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(params))
-    caches = empty_caches(case, 384, poison)
-    queries = np.repeat(q, case.S - 1, axis=2)
-    got = attend(query=queries, key=k[:, :, :-1], value=v[:, :, :-1], left_padding=padding(case), **caches)
-    caches = advance(caches, got, case.S - 1)
-    got = attend(query=q, key=k[:, :, -1:], value=v[:, :, -1:], left_padding=padding(case), **caches)
-    np.testing.assert_allclose(got["output"], clean, rtol=0, atol=1e-5)
-
-
-@by_runtime
-def test_queries_in_the_padding_give_zeros_and_what_is_not_written_is_not_read(runtime: str) -> None:
-    case = Case(2, 6, 2, 20, 64, "f32", padding=(0, 15))
-    q, k, v = case.inputs(L=12)
-    stale = np.full((2, 2, 8, 64), np.nan)
-    keys, values = (np.concatenate([array, stale], axis=2) for array in (k, v))
-    keys[1, :, :15], values[1, :, :15] = np.nan, np.nan
-    attend = Operator(runtime, "DenseAttention", "f32", scale=0.125, window=0)
-    got = attend(query=q, keys=keys, values=values, left_padding=padding(case), length=np.full(2, case.S))["output"]
-    expected = oracle.dense_attention(q, k, v, left_padding=case.padding)
-    assert (expected[1, :, :7] == 0).all()
-    assert (got[1, :, :7] == 0).all()
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
 @by_runtime

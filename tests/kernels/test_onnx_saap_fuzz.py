@@ -5,7 +5,7 @@ tests/kernels/test_onnx_native_fuzz.py runs this again on a library built with s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,30 +21,11 @@ from mlx_sparse.oracle.saap import route_scores, saap_keys
 pytestmark = pytest.mark.slow  # fuzzing
 
 
-@dataclass
-class Draw:
+class Draw(SimpleNamespace):
     """Sizes and contents; ``start`` tokens are in the caches of C slots, L more come."""
 
-    B: int
-    Hkv: int
-    G: int
-    L: int
-    D: int
-    C: int
-    N: int
-    H: int
-    dtype: str
-    weights: str
-    start: list[int]
-    padding: list[int]
-    probes: int
-    sink_tokens: int
-    recent_tokens: int
-    dense_below: int
-    poison: float
-    seed: int
-
-    def __post_init__(self) -> None:
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
         self._rng = np.random.default_rng(self.seed)
         B, Hkv, G, L, D, N, H = self.B, self.Hkv, self.G, self.L, self.D, self.N, self.H
         self.query, self.query_before = (self._normal(B, Hkv * G, L, D) for _ in range(2))

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from cases import Array, Case
 from onnx_operators import (
-    CACHES,
     LANES,
     Operator,
     advance,
-    assert_is_sparq,
     attributes,
     by_runtime,
     empty_caches,
@@ -74,17 +72,6 @@ def settings_of(case: SampleCase, below: int = 0) -> dict[str, Any]:
     return {**case.parameters, "dense_prompt_below": below}
 
 
-def pieces(case: SampleCase, sizes: list[int]) -> list[tuple[slice, SampleCase]]:
-    """Where the pieces of a prompt of these sizes lie, and each as a case of its own."""
-    ends = np.cumsum(sizes)
-    return [(slice(end - L, end), replace(case, L=L, S=int(end))) for L, end in zip(sizes, ends, strict=True)]
-
-
-def prompt(case: SampleCase) -> tuple[Array, Array, Array]:
-    """Queries for all keys."""
-    return replace(case, L=case.S).inputs()
-
-
 @pytest.mark.parametrize(
     ("name", "below", "padding", "past", "is_sampled"),
     [
@@ -120,31 +107,6 @@ def test_a_piece_is_dense_where_it_cannot_be_sampled(
         sampled = oracle.sample_attention(*given, **case.parameters)
         assert np.abs(expected - sampled).max() > 1e-2
         np.testing.assert_allclose(got[row], sampled if is_sampled else expected, rtol=0, atol=2e-5)
-
-
-@by_runtime
-def test_a_sampled_prompt_is_followed_by_sparq(runtime: str) -> None:
-    case = replace(SPARSE, S=400)
-    decode = Case(case.B, case.Hq, case.Hkv, 401, case.D, "f32")
-    q, k, v = prompt(replace(case, S=401))
-    params = {**parameters(decode, "robust"), "top_k": 16, "local_window": 4}
-    settings = {**CACHES, **attributes(params), **settings_of(case)}
-    attend = Operator(runtime, "SampleSparQAttention", "f32", **settings)
-    caches = empty_caches(decode, 401)
-    for at, piece in pieces(case, [200, 200]):
-        new = {"query": q[:, :, at], "key": k[:, :, at], "value": v[:, :, at]}
-        got = attend(**new, left_padding=np.zeros(case.B), **caches)
-        caches = advance(caches, got, piece.L)
-        keys, values = k[:, :, : piece.S], v[:, :, : piece.S]
-        expected = oracle.sample_attention(new["query"], keys, values, **piece.parameters)
-        assert np.abs(expected - oracle.dense_attention(new["query"], keys, values)).max() > 1e-2
-        np.testing.assert_allclose(got["output"], expected, rtol=0, atol=2e-5)
-    last = slice(400, 401)
-    got = attend(query=q[:, :, last], key=k[:, :, last], value=v[:, :, last], left_padding=np.zeros(case.B), **caches)
-    assert_is_sparq(got["output"], decode, params, q[:, :, last], k, v)
-    attend = Operator(runtime, "SampleSparQAttention", "f32", **{**settings, "dense_below": 402})
-    got = attend(query=q[:, :, last], key=k[:, :, last], value=v[:, :, last], left_padding=np.zeros(case.B), **caches)
-    np.testing.assert_allclose(got["output"], oracle.dense_attention(q[:, :, last], k, v), rtol=0, atol=2e-5)
 
 
 @by_runtime

@@ -1,7 +1,7 @@
-"""Measure what the start-up hook costs a Python program that does nothing: python tests/lm/hook_cost.py.
+"""Measure the cost of the start-up hook for an empty Python program: python tests/lm/hook_cost.py.
 
-Each turn starts Python once without the hook and once with each of its two files, in an environment of its own, and
-compares the processor time.
+Each turn starts Python in a separate environment, once without the hook and once with each of its two files, and
+compares the processor times.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PTH, START = (
         "generate"
     ]
 )
-# Python 3.15 imports the module of a .start file and calls the function; a line does the same on every Python.
+# Python 3.15 imports the module of a .start file and calls the function; the line here does the same on every Python.
 FILES = {"no hook": "", ".pth": PTH, ".start": "import {0}; {0}.{1}()\n".format(*START.strip().split(":"))}
 
 
 def environment(folder: Path) -> tuple[Path, Path]:
-    """Make an environment that holds what the hook reads; return its Python and its packages."""
+    """Create an environment with the modules that the hook imports; return its Python and its packages."""
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "mlx_sparse").mkdir()
@@ -44,7 +44,7 @@ def environment(folder: Path) -> tuple[Path, Path]:
 
 
 def start(python: Path) -> float:
-    """Return the processor milliseconds of one Python program."""
+    """Return the processor time of one Python program in milliseconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([python, "-c", "pass"], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -64,7 +64,7 @@ def starts(turns: int) -> dict[str, list[float]]:
 
 
 def report(turns: int) -> None:
-    """Print the cost of each file; other work on the machine delays single starts, so the fastest ones count too."""
+    """Print the cost of each file. The fastest starts are printed too, because other work delays single starts."""
     found = starts(turns)
     base = found.pop("no hook")
     print(f"milliseconds of processor time, {turns} pairs of starts:")

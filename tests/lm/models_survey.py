@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import inspect
 import pkgutil
-import sys
 import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,21 +14,19 @@ from typing import Any
 import family_models
 import mlx.core as mx
 import mlx_lm.models
-from mlx_lm.models import base
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_sparse.api.call_report import Report
-from mlx_sparse.lm import seam
 from mlx_sparse.lm.model import Attn, NothingServed, has_qk_norm, sparse
 from mlx_sparse.methods import SparQ, Step, reasons
 from mlx_sparse.model_info import leaves
 
 PROMPT, STEPS = 96, 4
-FEW = "sparq:rank=4,top_k=4,dense_below=0"  # keys: the answer is another
+FEW = "sparq:rank=4,top_k=4,dense_below=0"  # few keys change the logits
 SAMPLE = "sample:block_size=32,dense_below=0"
 SAAP = "saap:mode=online,buckets=4,probes=2,sink_tokens=1,recent_tokens=4,dense_layers=0,dense_below=0"
-CLOSE = 1e-3  # of the largest logit: float32, through a few layers
-STATES = {  # part of a class's name: what such layers keep in place of keys
+CLOSE = 1e-3  # relative to the largest logit: float32 through a few layers
+STATES = {  # part of a class name: state of such layers in place of keys
     "GatedDelta": "Gated DeltaNet",
     "Delta": "Kimi Delta Attention",
     "KDA": "Kimi Delta Attention",
@@ -44,12 +39,12 @@ STATES = {  # part of a class's name: what such layers keep in place of keys
     "ShortConv": "short convolutions",
     "Conv": "convolutions",
 }
-LATENT = ("kv_a_", "kv_b_", "embed_q")  # names of modules that make keys and values of a latent
+LATENT = ("kv_a_", "kv_b_", "embed_q")  # modules that compute keys and values from a latent vector
 
 
 @dataclass(frozen=True)
 class EveryStep(SparQ):
-    """SparQ that takes the sparse step even where it chooses every key, which dense attention has to equal."""
+    """SparQ with sparse steps even if every key is selected. Such a step must equal dense attention."""
 
     def shortest_context(self, step: Step | None = None) -> int:
         return 0
@@ -60,20 +55,21 @@ EVERY_KEY = EveryStep(rank=4, top_k=4096)
 
 @dataclass
 class Facts:
-    """What was found of a family.
+    """Result of the survey of one family.
 
     Attributes:
-        family: mlx-lm's module.
-        how: "run": a tiny model was run; "probed": only its layers were counted, because none is served; "read": only
-            its source was read. ``note`` gives the reason.
-        layers: of the tiny model; those of a loop, and halves with an attention each, count each time.
-        kinds: of attention, by the layers that have it.
-        served: layers that were sparse, by method: for each token, or with sample in a prompt.
-        dense: why others are not with sparq, by the number of layers.
-        qk_norm: whether queries or keys are normalised.
-        exact: whether the sparse step over every key gave dense attention's logits; None if it cannot be taken.
-        shows: whether few keys gave others.
-        note: what else there is to say.
+        family: name of mlx-lm's module.
+        how: "run": a tiny model was run. "probed": its layers were counted, because none is served. "not run":
+            the family cannot be run here.
+        layers: number of layers of the tiny model. Repeated layers of a loop, and halves with an attention each, count
+            each time.
+        kinds: number of layers by kind of attention.
+        served: number of sparse layers by method, per decode step, or per prefill for sample.
+        dense: number of dense layers with sparq, by reason.
+        qk_norm: True if queries or keys are normalized.
+        exact: True if a sparse step over every key gives the logits of dense attention; None without a sparse step.
+        shows: True if a sparse step over a few keys gives other logits.
+        note: error that prevented a run.
     """
 
     family: str
@@ -89,34 +85,34 @@ class Facts:
 
 
 def modules() -> list[str]:
-    """Names of everything in the installed mlx-lm's folder of models."""
+    """Return the names of all modules in the model folder of the installed mlx-lm."""
     return sorted(module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__))
 
 
 def installed() -> str:
-    """The version of mlx-lm that is surveyed."""
+    """Return the version of the installed mlx-lm."""
     return version("mlx-lm")
 
 
 def facts(family: str) -> Facts | None:
-    """Build and run a tiny model of a family and return what was found; None if the module is no language model."""
+    """Build and run a tiny model of a family and return the result, or None if the module has no model."""
     try:
         module = family_models.module_of(family)
     except ImportError as error:
-        return Facts(family, "read", note=_line(error))
+        return Facts(family, "not run", note=_shortened(error))
     if not hasattr(module, "Model"):
         return None
     try:
-        return _found(family, module)
-    # Its own code may raise anything of a config that was made up, or ask for a GPU.
+        return _survey(family, module)
+    # The code of a family may raise any error for an invented configuration, or require a GPU.
     except Exception as error:
-        return _read(family, module, _line(error))
+        return Facts(family, "not run", note=_shortened(error))
 
 
-def _found(family: str, module: ModuleType) -> Facts:
+def _survey(family: str, module: ModuleType) -> Facts:
     model = family_models.build(family)
     found = Facts(family, qk_norm=has_qk_norm(model))
-    report = _probed(model, FEW)
+    report = _probe(model, FEW)
     found.served, found.dense = {"sparq": report.served_layers}, dict(report.dense_layers)
     if report.served_layers:
         _run(model, found)
@@ -125,11 +121,11 @@ def _found(family: str, module: ModuleType) -> Facts:
     unseen = found.dense.pop(reasons.OWN_ATTENTION, 0)
     calls = found.served["sparq"] + sum(found.dense.values())
     caches = make_prompt_cache(model)
-    kept = [any(map(_keeps_keys, leaves(cache))) for cache in caches]
-    states = min(kept.count(False), len(model.layers) - kept.count(True))
+    with_keys = [any(map(_has_keys, leaves(cache))) for cache in caches]
+    states = min(with_keys.count(False), len(model.layers) - with_keys.count(True))
     names = {part for name, _ in model.named_modules() for part in name.split(".")}
     trained = hasattr(module, "Indexer") or any(name.startswith("index") for name in names)
-    own = kept.count(True) if not calls else 0 if trained else unseen - sum(map(_is_state, leaves(caches)))
+    own = with_keys.count(True) if not calls else 0 if trained else unseen - sum(map(_is_state, leaves(caches)))
     for reason, count in ((reasons.OWN_ATTENTION, own), (reasons.KEEPS_A_STATE, states)):
         if count > 0:
             found.dense[reason] = count
@@ -140,8 +136,8 @@ def _found(family: str, module: ModuleType) -> Facts:
     return found
 
 
-def _probed(model: Any, attn: Attn) -> Report:
-    """Which layers a method serves, and why not the others; nothing is computed."""
+def _probe(model: Any, attn: Attn) -> Report:
+    """Return the report of the served layers and of the reasons for dense layers, without a forward pass."""
     try:
         with sparse(model, attn) as report:
             return report
@@ -150,7 +146,7 @@ def _probed(model: Any, attn: Attn) -> Report:
 
 
 def _run(model: Any, found: Facts) -> None:
-    """Fill in what only a run can tell."""
+    """Run the model and add the measured fields to ``found``."""
     dense = _logits(model)
     largest = float(mx.abs(dense).max())
     with sparse(model, EVERY_KEY):
@@ -172,7 +168,7 @@ def _run(model: Any, found: Facts) -> None:
 
 
 def _logits(model: Any, report: Report | None = None) -> mx.array:
-    """Those of steps of one token after a prompt; ``report`` is of these steps alone."""
+    """Return the logits of decode steps after a prompt. ``report`` then counts the dense calls of these steps only."""
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([family_models.prompt_of(PROMPT)]), cache=cache))
     if report is not None:
@@ -182,26 +178,26 @@ def _logits(model: Any, report: Report | None = None) -> mx.array:
         rows.append(model(mx.array([[token]]), cache=cache)[:, -1].astype(mx.float32))
         mx.eval(rows)
     logits = mx.concatenate(rows)
-    return mx.where(logits == -mx.inf, 0, logits)  # of tokens that a family never says
+    return mx.where(logits == -mx.inf, 0, logits)  # logits of tokens that a family masks
 
 
-def _keeps_keys(cache: Any) -> bool:
-    """Whether a cache is of keys and values, or of what stands for them."""
+def _has_keys(cache: Any) -> bool:
+    """Return True if a cache stores keys and values, or latent vectors in their place."""
     return "KV" in type(cache).__name__ or type(cache).__name__ == "LayerCache"
 
 
 def _state(model: Any) -> str:
-    """What layers without keys keep."""
+    """Return the name of the state of layers without keys."""
     names = {type(module).__name__ for module in model.modules()}
     return next((what for part, what in STATES.items() if any(part in name for name in names)), "a state")
 
 
 def _is_state(cache: Any) -> bool:
-    return not _keeps_keys(cache)
+    return not _has_keys(cache)
 
 
 def _kinds(found: Facts, trained: bool, latent: bool, state: str) -> dict[str, int]:
-    """Layers by what they are: those that are served, and those that are not by the reason for it."""
+    """Return the number of layers by kind of attention. The kind of a dense layer follows from its reason."""
     kinds: Counter[str] = Counter({"full": found.served["sparq"]})
     for reason, count in found.dense.items():
         if "sliding" in reason:
@@ -219,30 +215,6 @@ def _kinds(found: Facts, trained: bool, latent: bool, state: str) -> dict[str, i
     return {kind: count for kind, count in kinds.items() if count}
 
 
-def _read(family: str, module: ModuleType, why: str) -> Facts:
-    """What the source says of a family that cannot be run here."""
-    called = _calls(module)
-    kinds = {"calls mlx-lm's attention": 1} if called else {"own attention": 1}
-    return Facts(family, "read", kinds=kinds, note=why)
-
-
-def _calls(module: ModuleType) -> bool:
-    """Whether a file, or one of mlx-lm's that it takes something from, calls mlx-lm's function."""
-    seen, left = {base}, [module]
-    while left:
-        one = left.pop()
-        seen.add(one)
-        for node in ast.walk(ast.parse(inspect.getsource(one))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == seam.NAME:
-                return True
-        named = {
-            str(getattr(value, "__module__", None) or getattr(value, "__name__", "")) for value in vars(one).values()
-        }
-        near = (sys.modules[name] for name in named if name.startswith(f"{mlx_lm.models.__name__}."))
-        left += [other for other in near if other not in seen]
-    return False
-
-
-def _line(error: BaseException) -> str:
-    """An error in one line."""
+def _shortened(error: BaseException) -> str:
+    """Return the message of an error, shortened to one line."""
     return textwrap.shorten(str(error) or type(error).__name__, 80, placeholder=" ...")

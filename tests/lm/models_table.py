@@ -1,6 +1,6 @@
 """Survey every model family of the installed mlx-lm, and write docs/models.jsonl and the table of docs/models.md.
 
-PYTHONPATH=tests/fixtures python tests/lm/models_table.py [FAMILY ...]    survey FAMILY only, and keep the rest
+PYTHONPATH=tests/fixtures python tests/lm/models_table.py [FAMILY ...]    survey FAMILY only, and keep the other rows
 """
 
 from __future__ import annotations
@@ -8,29 +8,40 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import models_notes as notes
 import models_survey as survey
 from mlx_lm.utils import MODEL_REMAPPING
 from models_survey import Facts
-from tiny_models import FAMILIES, MORE
 
-from mlx_sparse.lm.unfit_models import UNFIT
+from mlx_sparse.lm.loading import UNFIT
 from mlx_sparse.tools.formats import table, write
 
 ROOT = Path(__file__).parents[2]
 FACTS, PAGE = ROOT / "docs" / "models.jsonl", ROOT / "docs" / "models.md"
 SECTION = re.compile(r"(?<=<!-- models -->\n).*?(?=<!-- /models -->)", re.DOTALL)
 
-HEADER = ["family of mlx-lm", "models", "attention", "`sparq`", "stays dense", "seen"]
+# "checkpoints" helps readers to find a row; the ``config.json`` of a checkpoint names its family. "real" are weights
+# that were run here, "reported" are results of others, "absent" are models that this version of mlx-lm does not have.
+NOTES: dict[str, Any] = json.loads(Path(__file__).with_name("models_notes.json").read_text(encoding="utf-8"))
+
+HEADER = ["family of mlx-lm", "models", "`sparq`", "stays dense", "seen"]
+# Reasons of the report, as the table writes them.
+SHORT = {
+    "with a sliding window (RotatingKVCache)": "sliding window",
+    "that keep a state of fixed size and no keys": "state of fixed size",
+    "with keys or values that are not the cache's (MLA)": "MLA",
+    "with key and value head dims that differ (MLA)": "MLA",
+    "that compute attention themselves or have none": "own attention",
+}
 
 
 def main(argv: Sequence[str]) -> int:
     """Write both files; return 1 if a family decodes wrongly."""
-    known = {one.family: one for one in read(FACTS)[0]} if argv else {}
+    known = {row.family: row for row in read(FACTS)[0]} if argv else {}
     for name in argv or survey.modules():
         print(name, file=sys.stderr)
         if (found := survey.facts(name)) is not None:
@@ -39,84 +50,84 @@ def main(argv: Sequence[str]) -> int:
     lines = [{"mlx-lm": survey.installed()}, *map(asdict, every)]
     write(FACTS, "\n".join(map(json.dumps, lines)))
     write(PAGE, page(PAGE.read_text(encoding="utf-8"), *read(FACTS)).rstrip("\n"))
-    return 1 if any(one.exact is False or one.shows is False for one in every) else 0
+    return 1 if any(row.exact is False or row.shows is False for row in every) else 0
 
 
 def read(path: Path) -> tuple[list[Facts], str]:
-    """Return the facts that were written, and the version of mlx-lm that they are of."""
+    """Return the saved facts and their version of mlx-lm."""
     head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return [Facts(**line) for line in lines], head["mlx-lm"]
 
 
 def page(text: str, facts: Sequence[Facts], mlx_lm: str) -> str:
     """Return the page with the table of these facts."""
-    return SECTION.sub(lambda _: f"{markdown(facts, mlx_lm, {*FAMILIES, *MORE})}\n", text)
+    return SECTION.sub(lambda _: f"{markdown(facts, mlx_lm)}\n", text)
 
 
-def markdown(facts: Sequence[Facts], mlx_lm: str, suite: Collection[str] = ()) -> str:
-    """The table of docs/models.md.
-
-    Args:
-        mlx_lm: the version that was surveyed.
-        suite: families whose tiny models the tests decode with.
-    """
+def markdown(facts: Sequence[Facts], mlx_lm: str) -> str:
+    """Return the list and the table of docs/models.md."""
     known = {found.family for found in facts}
-    rows = [[f"`{one.family}`", _models(one.family), *_cells(one), _seen(one, suite)] for one in facts]
-    for absent in notes.ABSENT:
-        if absent.family not in known:
-            said = f"[reported]({absent.source})"
-            rows.append([f"not in mlx-lm {mlx_lm}", absent.models, absent.attention, "no", "all", said])
-    return f"{_summary(facts, mlx_lm)}\n\n{table(HEADER, rows)}"
+    simple = [row for row in facts if _simple(row)]
+    models = {row.family: _models(row.family) for row in simple}
+    names = "; ".join(f"`{family}`" + (f" ({names})" if names else "") for family, names in models.items())
+    rows = [[f"`{row.family}`", _models(row.family), *_cells(row), _seen(row)] for row in facts if row not in simple]
+    for absent in NOTES["absent"]:
+        if absent["family"] not in known:
+            seen = f"[reported]({absent['source']})"
+            rows.append([f"not in mlx-lm {mlx_lm}", absent["models"], "no", absent["attention"], seen])
+    whole = f"**Every layer can be sparse**, and was run: {names}."
+    return f"{_summary(facts, mlx_lm)}\n\n{whole}\n\n{table(HEADER, rows)}"
+
+
+def _simple(row: Facts) -> bool:
+    """Return True if every method serves all layers and nothing else is known of the family."""
+    special = row.family in NOTES["real"] or row.family in NOTES["reported"] or row.family in UNFIT
+    served = row.how == "run" and set(row.served.values()) == {row.layers}
+    return served and row.exact is True and row.shows is True and not special and not row.note
 
 
 def _summary(facts: Sequence[Facts], mlx_lm: str) -> str:
-    run = [one for one in facts if one.how == "run"]
-    right = sum(bool(one.exact) for one in run)
-    whole = sum(one.served.get("sparq") == one.layers for one in run)
-    none = sum(one.how == "probed" and not one.served.get("sparq") for one in facts)
-    read = sum(one.how == "read" for one in facts)
+    run = [row for row in facts if row.how == "run"]
+    right = sum(bool(row.exact) for row in run)
+    whole = sum(row.served.get("sparq") == row.layers for row in run)
+    none = sum(row.how == "probed" and not row.served.get("sparq") for row in facts)
+    rest = sum(row.how == "not run" for row in facts)
     return (
         f"mlx-lm {mlx_lm}: {len(facts)} families. Tiny models of {len(run)} were decoded sparsely, {whole} of them in "
         f"every layer. With every key selected, {right} of {len(run)} gave dense attention's logits. "
-        f"No layer of {none} can be served. Of {read} only the source was read."
+        f"No layer of {none} can be served. {rest} cannot be run here."
     )
 
 
 def _models(family: str) -> str:
-    """Names by which people know it, and those that a config.json may have in its place."""
+    """Return the names of checkpoints, and other names of the family in config.json files."""
     also = ", ".join(f"`{name}`" for name, target in MODEL_REMAPPING.items() if target == family)
-    return "; ".join(filter(None, (notes.CHECKPOINTS.get(family, ""), also)))
+    return "; ".join(filter(None, (NOTES["checkpoints"].get(family, ""), also)))
 
 
-def _cells(one: Facts) -> tuple[str, str, str]:
-    """Attention, layers served, and why the others are not."""
-    if one.how == "read":
-        return next(iter(one.kinds), ""), "not run", ""
-    kinds = ", ".join(kind if len(one.kinds) == 1 else f"{count} {kind}" for kind, count in one.kinds.items())
-    served = f"{one.served['sparq']} of {one.layers}"
-    others = [f"`{name}` {count}" for name, count in one.served.items() if count != one.served["sparq"]]
-    dense = "; ".join(f"{count} {reason}" for reason, count in one.dense.items())
-    return kinds, ", ".join([served, *others]), dense
+def _cells(row: Facts) -> tuple[str, str]:
+    """Return the number of served layers, and the reasons of dense layers."""
+    if row.how == "not run":
+        return "not run", ""
+    served = f"{row.served['sparq']} of {row.layers}"
+    others = [f"`{name}` {count}" for name, count in row.served.items() if count != row.served["sparq"]]
+    dense = "; ".join(f"{count} {SHORT.get(reason, reason)}" for reason, count in row.dense.items())
+    return ", ".join([served, *others]), dense
 
 
-def _seen(one: Facts, suite: Collection[str]) -> str:
-    """How it is known."""
-    how = {"run": "run", "probed": "probed", "read": "source read"}[one.how]
-    how += f" ({one.note})" if one.note else ""
-    if one.exact is False or one.shows is False:
+def _seen(row: Facts) -> str:
+    """Return the cell for the evidence; empty if the tiny model was run and nothing else is known."""
+    how = row.how + (f" ({row.note})" if row.note else "")
+    if row.exact is False or row.shows is False:
         how = "**run: wrong**"
-    seen = [f"{how}; in the tests" if one.family in suite else how]
-    if real := notes.REAL.get(one.family):
+    seen = [] if how == "run" else [how]
+    if real := NOTES["real"].get(row.family):
         seen.append(f"[{real[0]}]({real[1]})")
-    if said := notes.REPORTED.get(one.family):
-        seen.append(f"[{said[0]}]({said[1]})")
-    elif one.family in UNFIT:
-        seen.append(_warning(one.family))
+    if reported := NOTES["reported"].get(row.family):
+        seen.append(f"[{reported[0]}]({reported[1]})")
+    elif row.family in UNFIT:
+        seen.append(f"**unfit**: {UNFIT[row.family]}")
     return "; ".join(seen)
-
-
-def _warning(family: str) -> str:
-    return f"**unfit**: {UNFIT[family]}" if family in UNFIT else ""
 
 
 if __name__ == "__main__":

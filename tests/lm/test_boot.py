@@ -1,4 +1,4 @@
-"""The start-up hook costs every Python program next to nothing, and wraps some commands and nothing else."""
+"""Test the time of the start-up hook, and that it wraps only the commands of mlx-lm."""
 
 import importlib.util
 import re
@@ -18,7 +18,7 @@ COMMANDS = [f"mlx_lm.{name}" for name in NAMES]
 
 
 def python(code: str, *options: str) -> str:
-    """What a fresh interpreter prints."""
+    """Return the output of a fresh interpreter."""
     result = subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
@@ -29,8 +29,8 @@ IMPORTED = {".pth": [], ".start": ["mlx_sparse", "mlx_sparse._boot"]}
 
 
 @pytest.mark.parametrize("name", IMPORTED)
-def test_the_hook_imports_nothing_but_itself(name):
-    # -S keeps other packages' start-up files out of the count.
+def test_hook_imports_only_itself(name):
+    # -S excludes start-up files of other packages.
     code = f"""
 import sys
 sys.path.insert(0, {str(hook_cost.ROOT)!r})
@@ -41,8 +41,8 @@ print(*sorted(set(sys.modules) - before))
     assert python(code, "-I", "-S").split() == IMPORTED[name]
 
 
-def test_every_interpreter_has_the_hook_and_no_heavy_module():
-    """The .pth file of an editable install is the wheel's."""
+def test_every_interpreter_installs_the_hook_without_heavy_modules():
+    """An editable install has the .pth file of the wheel."""
     code = "import sys; print(type(sys.meta_path[0]).__name__, *sys.modules)"
     first, *modules = python(code).split()
     assert first == "CommandFinder"
@@ -50,7 +50,7 @@ def test_every_interpreter_has_the_hook_and_no_heavy_module():
 
 
 @pytest.mark.parametrize("name", IMPORTED)
-def test_the_hook_takes_less_than_half_a_millisecond(name):
+def test_hook_takes_less_than_half_a_millisecond(name):
     code = f"""
 import sys, time
 sys.path.insert(0, {str(hook_cost.ROOT)!r})
@@ -58,12 +58,12 @@ start = time.perf_counter()
 {FILES[name]}
 print(time.perf_counter() - start)
 """
-    deadline = time.monotonic() + 20  # other work on the machine delays a run, so the best of several counts
+    deadline = time.monotonic() + 20  # other work on the machine delays a run: the best of several counts
     while (seconds := float(python(code, "-I", "-S"))) >= 0.5e-3:
         assert time.monotonic() < deadline, f"{seconds * 1e3:.2f} ms"
 
 
-def test_the_report_of_the_cost_has_both_files(capsys):
+def test_hook_cost_prints_both_files(capsys):
     hook_cost.report(2)
     assert re.findall(r"^(\S+): median -?\d+\.\d\d", capsys.readouterr().out, re.MULTILINE) == [*IMPORTED]
 
@@ -80,7 +80,7 @@ def test_install_is_idempotent(monkeypatch):
 
 @pytest.fixture(params=[".pth", ".start", "both"])
 def fake_mlx_lm(request, tmp_path):
-    """A stand-in for mlx_lm and for mlx_sparse.lm.command, and the start of a script that uses them."""
+    """Create fake modules mlx_lm and mlx_sparse.lm.command; return the start of a script that uses them."""
     lines = FILES.get(request.param, "".join(FILES.values()))
     package = tmp_path / "mlx_lm"
     package.mkdir()
@@ -98,7 +98,7 @@ command.run = lambda main, name: "run " + name + " " + main()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_main_of_a_command_goes_through_run(fake_mlx_lm, name):
+def test_command_main_calls_run(fake_mlx_lm, name):
     code = f"""{fake_mlx_lm}
 module = importlib.import_module({name!r})
 assert not any(m == "mlx" or m.startswith("mlx_sparse.lm") for m in sys.modules)
@@ -114,7 +114,7 @@ def test_other_modules_keep_their_main(fake_mlx_lm, name):
     assert python(code) == f"{name}\n"
 
 
-def test_an_error_in_run_is_not_hidden(fake_mlx_lm):
+def test_error_in_run_is_raised(fake_mlx_lm):
     code = f"""{fake_mlx_lm}
 sys.modules["mlx_sparse.lm"] = None
 module = importlib.import_module("mlx_lm.generate")
@@ -126,7 +126,7 @@ except ImportError as error:
     assert python(code) == "mlx_sparse.lm.command\n"
 
 
-def test_a_module_without_main_and_a_missing_mlx_lm_are_left_alone(tmp_path):
+def test_module_without_main_and_missing_mlx_lm_are_unchanged(tmp_path):
     (tmp_path / "mlx_lm").mkdir()
     (tmp_path / "mlx_lm" / "generate.py").write_text("answer = 42\n")
     code = f"""

@@ -1,4 +1,4 @@
-"""SAAP's index beside a cache: after any history every key is attended exactly once, or skipped with its bucket."""
+"""Test the index of SAAP: every key is attended once, or skipped with its bucket, after any cache operation."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from mlx import nn
-from mlx_lm.models.cache import BatchKVCache, KVCache, load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_sparse import oracle
-from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache, adopt
+from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.cache.saap_lists import attended_keys, needs_rebuild, rebuild_lists
 from mlx_sparse.cache.saap_state import TOGETHER, BucketIndex, Router, kmeans_network
 from mlx_sparse.lm.rope import Source, rotate
@@ -36,7 +34,7 @@ def router(**changes: Any) -> Router:
 
 
 class Decoder:
-    """A cache, its index, and what it should hold: every key before RoPE."""
+    """A cache with its index, and the expected pre-RoPE keys."""
 
     def __init__(self, cache: Any, config: SAAP = CONFIG, **changes: Any) -> None:
         adopt(cache)
@@ -51,11 +49,11 @@ class Decoder:
         return self.cache.aux_states["saap"]
 
     def write(self, count: int) -> None:
-        """New keys: recorded, unless the plan could not record them."""
+        """Append keys. If ``records`` is true, their pre-RoPE rows are recorded."""
         cache, start = self.cache, self.cache.length
         self.before = self.before[:, :, :start]
         B = self.before.shape[0]
-        # Sequences drift, so that buckets fill unevenly and in runs.
+        # A drift makes buckets fill unevenly and in runs.
         drift = np.sin(np.arange(start, start + count)[:, None] / 50 + np.arange(D))
         before = (self.random.normal(size=(B, H, count, D)) + 2 * drift).astype(np.float32)
         offset = start if cache.padding is None else start - cache.padding
@@ -71,11 +69,11 @@ class Decoder:
         self.before = np.concatenate([self.before, before], axis=2)
 
     def queries(self) -> np.ndarray:
-        """Of a step, before RoPE."""
+        """Return the pre-RoPE queries of a decode step."""
         return self.random.normal(size=(self.before.shape[0], 2 * H, 1, D)).astype(np.float32)
 
     def lists(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The keys of a step at the present length, and how many there are."""
+        """Return the indices of the keys of a decode step, and their counts."""
         cache, S = self.cache, self.cache.length
         index, first_rows = self.index, cache.first_rows()
         if index.unfitted(range(len(first_rows))) or needs_rebuild(index, cache, first_rows, S, self.config):
@@ -85,10 +83,10 @@ class Decoder:
         return np.array(indices), np.array(counts)
 
     def check(self) -> None:
-        """The lists are what the oracle's rule says, each key once."""
+        """Compare the lists with the oracle. Every key must occur once."""
         cache, config, S = self.cache, self.config, self.cache.length
         if S <= config.attended:
-            return  # the plan attends densely
+            return  # such a step is dense
         queries, index = self.queries(), self.index
         indices, counts = self.lists(queries)
         network = {name: np.array(array) for name, array in index.network.items()}
@@ -115,7 +113,7 @@ class Decoder:
         assert index.lists.listed == [max(covered - first - config.sink_tokens, 0) * H for covered, first in ends]
 
     def check_ids(self) -> None:
-        """Every id is the oracle's, to within the rounding of keys that were turned back."""
+        """Compare the bucket ids with the oracle, up to the rounding of the inverse RoPE."""
         index, first = self.index, [0] if self.cache.padding is None else self.cache.padding.tolist()
         index.complete(self.cache, self.config)
         assert index.assigned == index.length == self.cache.length
@@ -140,19 +138,7 @@ def padded() -> Any:
 CACHES = pytest.mark.parametrize("make", [single, padded])
 
 
-def test_every_key_is_attended_once_at_every_length_to_5000():
-    """With every bucket visited a list is a permutation of the keys: of the window, the pending tail, the buckets."""
-    decoder = Decoder(KVCache(), EVERYTHING)
-    for S in range(1, 5001):
-        decoder.write(1)
-        if S > EVERYTHING.attended:
-            indices, counts = decoder.lists(decoder.queries())
-            assert (counts == S).all()
-            np.testing.assert_array_equal(np.sort(indices[..., :S], axis=-1), np.broadcast_to(np.arange(S), (1, H, S)))
-    decoder.check_ids()
-
-
-def test_the_oracles_keys_are_attended_around_every_fold_to_5000():
+def test_attended_keys_equal_the_oracle_around_every_rebuild():
     decoder, folds = Decoder(KVCache()), 0
     for S in range(1, 5001):
         decoder.write(1)
@@ -164,55 +150,12 @@ def test_the_oracles_keys_are_attended_around_every_fold_to_5000():
     decoder.check_ids()
 
 
-OPERATIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("write"), st.integers(1, 70)),
-        st.tuples(st.just("decode"), st.integers(1, 40)),
-        st.tuples(st.just("unrecorded"), st.integers(1, 20)),
-        st.tuples(st.just("trim"), st.integers(1, 60)),
-        st.tuples(st.just("copy"), st.just(0)),
-        st.tuples(st.just("reload"), st.just(0)),
-    ),
-    min_size=1,
-    max_size=12,
-)
-
-
-@CACHES
-@pytest.mark.parametrize("config", [EVERYTHING, CONFIG], ids=["all buckets", "some buckets"])
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(history=OPERATIONS)
-def test_every_key_is_attended_once_after_any_history(make: Any, config: SAAP, history: list[tuple[str, int]]):
-    decoder = Decoder(make(), config)
-    decoder.write(50)
-    for operation, count in history:
-        if operation in ("write", "unrecorded"):
-            decoder.records = operation == "write"
-            decoder.write(count)
-            decoder.records = True
-        elif operation == "trim":
-            # As mlx-lm does: not into the padding of a batch.
-            decoder.cache.trim(min(count, decoder.cache.length - 5))
-        elif operation == "copy":
-            decoder.cache = copy.deepcopy(decoder.cache)
-        elif operation == "reload":
-            index = decoder.index
-            decoder.cache.state = decoder.cache.state
-            assert not decoder.cache.aux_states, "another text may be in it"
-            decoder.cache.add_state("saap", BucketIndex(index.router))
-        for _ in range(count if operation == "decode" else 1):
-            decoder.write(1)
-            decoder.check()
-    if decoder.cache.length > config.attended:
-        decoder.check_ids()
-
-
-def test_decode_steps_get_their_ids_together():
+def test_bucket_ids_of_decode_steps_are_assigned_in_groups():
     decoder = Decoder(KVCache())
     decoder.write(100)
-    assert decoder.index.assigned == 100, "a piece of a prompt gets them when it is written"
+    assert decoder.index.assigned == 100, "the ids of a chunk are assigned when it is written"
     decoder.check()
-    for step in range(CONFIG.merge_every - 1):  # fewer than get them together anyway
+    for step in range(CONFIG.merge_every - 1):  # fewer than TOGETHER
         decoder.write(1)
         decoder.check()
         assert decoder.index.assigned == 100
@@ -223,7 +166,7 @@ def test_decode_steps_get_their_ids_together():
     assert not decoder.index.pending
 
 
-def test_decode_steps_before_the_first_fold_get_their_ids_together_too():
+def test_bucket_ids_are_assigned_in_groups_before_the_first_rebuild():
     decoder = Decoder(KVCache())
     for _ in range(2 * TOGETHER + 5):
         decoder.write(1)
@@ -232,24 +175,9 @@ def test_decode_steps_before_the_first_fold_get_their_ids_together_too():
     decoder.check_ids()
 
 
-def test_recorded_keys_are_indexed_without_turning_the_cache_back():
-    class Broken(Source):
-        def inverse_rope(self, rows: mx.array, offset: Any) -> mx.array:
-            raise AssertionError("every key was recorded")
-
-    decoder = Decoder(KVCache(), source=Broken(ROPE))
-    for count in (50, 1, 1, 60, 1):
-        decoder.write(count)
-        decoder.check()
-    decoder.cache.trim(40)
-    decoder.write(1)
-    decoder.check()
-    decoder.check_ids()
-
-
 @pytest.mark.parametrize("written", [1, CONFIG.recent_tokens + 3])
-def test_a_trim_to_any_row_forgets_what_was_behind_it_and_no_more(written: int):
-    """To before and behind what is listed, between rows that wait for their ids: no key is turned back after it."""
+def test_trim_to_any_row_keeps_the_index_of_the_remaining_rows(written: int):
+    """Trim to rows on both sides of the end of the lists and of the assigned ids. No key needs the inverse RoPE."""
 
     class Broken(Source):
         def inverse_rope(self, rows: mx.array, offset: Any) -> mx.array:
@@ -263,18 +191,19 @@ def test_a_trim_to_any_row_forgets_what_was_behind_it_and_no_more(written: int):
     assert decoder.index.assigned < length - 8
     for row in range(covered - 3, length):
         twin = copy.deepcopy(decoder)
+        assert twin.index.router is decoder.index.router, "copies share the model's weights"
         twin.cache.trim(length - row)
         twin.write(written)
         twin.check()
         twin.check_ids()
 
 
-def test_keys_of_unknown_history_are_turned_back_once():
+def test_unrecorded_keys_get_the_inverse_rope_once():
     decoder = Decoder(KVCache())
     decoder.records = False
     decoder.write(100)
     decoder.records = True
-    decoder.write(1)  # behind unknown rows
+    decoder.write(1)  # after unrecorded rows
     assert decoder.index.length == 0
     decoder.check()
     decoder.check_ids()
@@ -284,23 +213,23 @@ def test_keys_of_unknown_history_are_turned_back_once():
 
 @pytest.mark.parametrize("moves", ["filter", "extend", "extend by a trimmed one", "finalize"])
 @pytest.mark.parametrize("fitted", [False, True], ids=["trained", "online"])
-def test_ids_and_centroids_follow_rows_that_move(moves: str, fitted: bool):
-    """No key that was recorded is turned back."""
+def test_ids_and_centroids_follow_moved_rows(moves: str, fitted: bool):
+    """Move rows of a batch. Recorded keys must not need the inverse RoPE."""
 
     class Counting(Source):
         def inverse_rope(self, rows: mx.array, offset: Any) -> mx.array:
-            turned.append(rows.shape[2])
+            inverted.append(rows.shape[2])
             return super().inverse_rope(rows, offset)
 
-    turned: list[int] = []
+    inverted: list[int] = []
     own = {"centroids": None, "network": None} if fitted else {}
     decoder = Decoder(padded(), source=Counting(ROPE), **own)
     decoder.write(60)
     decoder.check()
-    del turned[:]
+    del inverted[:]
     cache = decoder.cache
     if moves == "filter":
-        cache.filter(mx.array([0, 2]))  # the padding that both share goes too
+        cache.filter(mx.array([0, 2]))  # removes the shared padding too
         decoder.before = decoder.before[[0, 2], :, 1:]
     elif moves.startswith("extend"):
         other = Decoder(BatchKVCache([0]))
@@ -312,7 +241,7 @@ def test_ids_and_centroids_follow_rows_that_move(moves: str, fitted: bool):
             other.write(5)
             other.cache.trim(5)
             other.before = other.before[:, :, :70]
-        del turned[:]
+        del inverted[:]
         cache.extend(other.cache)
         longer = other.before.shape[2] - 60
         before = np.pad(decoder.before, [(0, 0), (0, 0), (longer, 0), (0, 0)])
@@ -329,80 +258,27 @@ def test_ids_and_centroids_follow_rows_that_move(moves: str, fitted: bool):
     decoder.check_ids()
     decoder.write(1)
     decoder.check()
-    assert not turned
+    assert not inverted
 
 
-def test_a_merged_batch_without_an_index_is_indexed_afresh_and_its_row_taken_out():
-    decoders = [Decoder(KVCache()) for _ in range(2)]
-    for decoder, length in zip(decoders, (60, 75), strict=True):
-        decoder.write(length)
-        decoder.check()
-    batch = BatchKVCache.merge([decoder.cache for decoder in decoders])
-    merged = Decoder(batch)
-    assert isinstance(batch, SparseBatchKVCache)
-    longest = max(decoder.before.shape[2] for decoder in decoders)
-    merged.before = np.concatenate(
-        [np.pad(d.before, [(0, 0), (0, 0), (longest - d.before.shape[2], 0), (0, 0)]) for d in decoders]
-    )
-    merged.check()
-    merged.check_ids()
-    one = Decoder(batch.extract(0))
-    assert isinstance(one.cache, SparseKVCache)
-    one.before = decoders[0].before
-    one.check()
-    one.check_ids()
-
-
-def test_a_file_holds_what_mlx_lm_saves_and_its_keys_are_turned_back(tmp_path: Any):
-    decoder = Decoder(KVCache())
-    decoder.write(80)
-    decoder.check()
-    plain = KVCache()
-    plain.update_and_fetch(*(rows[..., :80, :] for rows in decoder.cache.state[:2]))
-    for name, cache in (("ours", decoder.cache), ("theirs", plain)):
-        save_prompt_cache(str(tmp_path / f"{name}.safetensors"), [cache])
-    ours, theirs = (mx.load(str(tmp_path / f"{name}.safetensors"), return_metadata=True) for name in ("ours", "theirs"))
-    assert ours[1] == theirs[1]
-    assert {name: array.tolist() for name, array in ours[0].items()} == {
-        name: array.tolist() for name, array in theirs[0].items()
-    }
-    loaded = Decoder(load_prompt_cache(str(tmp_path / "ours.safetensors"))[0])
-    loaded.before = decoder.before
-    loaded.check()
-    loaded.check_ids()
-
-
-def test_copies_share_the_models_weights_and_nothing_else():
-    decoder = Decoder(KVCache())
-    decoder.write(60)
-    decoder.check()
-    twin = copy.deepcopy(decoder)
-    assert twin.index.router is decoder.index.router
-    for each, trimmed in ((decoder, 7), (twin, 30)):
-        each.cache.trim(trimmed)
-        each.write(20)
-        each.check()
-        each.check_ids()
-
-
-def test_nbytes_counts_the_index_and_not_the_models_weights():
+def test_nbytes_counts_the_index_without_model_weights():
     decoder = Decoder(KVCache())
     decoder.write(60)
     own = decoder.cache.keys.nbytes + decoder.cache.values.nbytes
-    assert decoder.cache.nbytes == own + 60 * H * D * 4, "the rows that wait for their ids"
+    assert decoder.cache.nbytes == own + 60 * H * D * 4, "rows without ids"
     decoder.check()
     covered = 60 - CONFIG.recent_tokens - 8  # whole multiples of 16
     assert decoder.cache.nbytes == own + 60 * H * 2 + covered * H * 4 + (C + 1) * H * 4
 
 
-def test_centroids_are_fitted_once_to_the_text_and_stay():
+def test_centroids_are_fitted_once_and_stay_fixed():
     decoder = Decoder(KVCache(), centroids=None, network=None)
     decoder.write(90)
-    assert decoder.index.nbytes == 0, "nothing is kept before there is a bucket to put it in"
+    assert decoder.index.nbytes == 0, "there are no buckets yet"
     decoder.check()
     centroids = decoder.index.centroids
     np.testing.assert_allclose(np.linalg.norm(np.array(centroids), axis=-1), 1, rtol=1e-5)
-    # Better than the same number of directions at random.
+    # They fit better than random directions.
     before = decoder.before.astype(np.float64)
     best = (before @ np.array(centroids, np.float64).swapaxes(-1, -2)).max(axis=-1).mean()
     assert best > 1.2 * (before @ np.array(router().centroids, np.float64).swapaxes(-1, -2)).max(axis=-1).mean()
@@ -419,7 +295,7 @@ def test_centroids_are_fitted_once_to_the_text_and_stay():
     assert mx.array_equal(twin.index.centroids, centroids)
 
 
-def test_centroids_go_with_the_keys_that_they_were_fitted_to():
+def test_centroids_are_fitted_again_after_a_trim_of_fitted_keys():
     decoder = Decoder(KVCache(), centroids=None, network=None)
     decoder.write(90)
     decoder.check()
@@ -439,7 +315,7 @@ def test_centroids_go_with_the_keys_that_they_were_fitted_to():
 
 
 @CACHES
-def test_a_text_with_fewer_keys_than_buckets_still_gets_centroids(make: Any):
+def test_centroids_exist_with_fewer_keys_than_buckets(make: Any):
     few = SAAP(mode="online", buckets=C, probes=2, sink_tokens=0, recent_tokens=2, merge_every=4, dense_below=0)
     decoder = Decoder(make(), few, centroids=None, network=None)
     decoder.write(6)
@@ -447,12 +323,12 @@ def test_a_text_with_fewer_keys_than_buckets_still_gets_centroids(make: Any):
 
 
 @pytest.mark.parametrize("padding", [[60], [60, 60], [59, 60]], ids=str)
-def test_a_batch_of_padding_alone_gets_centroids_when_it_has_keys(padding: list[int]):
+def test_batch_of_padding_gets_centroids_with_its_first_keys(padding: list[int]):
     decoder = Decoder(BatchKVCache(padding), centroids=None, network=None)
     decoder.write(60)
     rebuild_lists([decoder.cache], 60, decoder.config)
     assert decoder.index.centroids is None
-    decoder.write(decoder.config.attended)  # a step over fewer keys is dense
+    decoder.write(decoder.config.attended)  # decode steps over fewer keys are dense
     for _ in range(60):
         decoder.write(1)
         decoder.check()
@@ -460,7 +336,7 @@ def test_a_batch_of_padding_alone_gets_centroids_when_it_has_keys(padding: list[
     decoder.check_ids()
 
 
-def test_the_host_waits_once_for_all_layers(monkeypatch: pytest.MonkeyPatch):
+def test_rebuild_synchronizes_once_for_all_layers(monkeypatch: pytest.MonkeyPatch):
     decoders = [Decoder(KVCache()) for _ in range(4)]
     for decoder in decoders:
         decoder.write(100)
@@ -469,7 +345,7 @@ def test_the_host_waits_once_for_all_layers(monkeypatch: pytest.MonkeyPatch):
     stack = mx.stack
     monkeypatch.setattr(mx, "stack", lambda *args, **kwargs: waits.append(1) or stack(*args, **kwargs))
     rebuild_lists([decoder.cache for decoder in decoders], 100, CONFIG)
-    assert len(waits) == 1 + len(decoders), "one small array per layer, and the one of them all that is read"
+    assert len(waits) == 1 + len(decoders), "one small array per layer, and one array of all layers that is read"
     assert tolist is mx.array.tolist
     for decoder in decoders:
         wants = {S: needs_rebuild(decoder.index, decoder.cache, [0], S, CONFIG) for S in (99, 100, 115, 116)}

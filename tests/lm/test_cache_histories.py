@@ -1,4 +1,4 @@
-"""Random histories of prompt caches: they attend as the oracle does, and planted bugs are found."""
+"""Compare random histories of prompt caches with the oracle, and check that planted bugs are found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cache_histories import Found
+from cache_histories import Summary
 
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache
 from mlx_sparse.cache.saap_state import BucketIndex
@@ -15,49 +15,59 @@ from mlx_sparse.cache.sparq_state import SparQState
 
 pytestmark = pytest.mark.slow  # random histories
 
-MOST = 40  # histories until a planted bug shows
+MAX_HISTORIES = 40  # until a planted bug is found
 
 
-def test_random_histories_attend_as_the_oracle_does(tmp_path: Path):
-    found = Found()
-    for seed in range(12):
-        found.take(seed, tmp_path)
+SPARQ = "sparq:rank=4,top_k=8,component_score=query_key,reallocate=true,dense_below=0"
+SAAP = "saap:mode=online,buckets=8,probes=2,recent_tokens=8,merge_every=7,dense_layers=0,dense_below=0"
+STREAMING = "streaming:sink_tokens=2,recent_tokens=8"
+
+
+@pytest.mark.parametrize(
+    ("attn", "histories"),
+    [
+        (None, 12),
+        (SPARQ, 3),
+        (f"{SPARQ},key_bits=16", 3),
+        (SAAP, 3),
+        ("h2o:top_k=8", 3),
+        ("h2o:top_k=8,local_window=0", 2),
+    ],
+)
+def test_random_histories_equal_the_oracle(attn: str | None, histories: int, tmp_path: Path):
+    found = Summary()
+    for seed in range(histories):
+        found.take(seed, tmp_path, attn)
     assert found.mismatches == []
-    assert found.histories == sum(found.families.values()) == 12
-    assert sum(found.sparse.values()) > 120
+    assert found.histories == sum(found.families.values()) == histories
+    assert sum(found.sparse.values()) > 10 * histories
     assert found.operations["trim"] > 0
 
 
-def test_a_history_is_the_same_for_the_same_seed(tmp_path: Path):
-    first, again = (Found().take(3, tmp_path).done for _ in range(2))
+def test_same_seed_gives_the_same_history(tmp_path: Path):
+    first, again = (Summary().take(3, tmp_path).done for _ in range(2))
     assert first == again
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """In place of a method that matters."""
+    """Replace a method by one without effect."""
 
 
 def without_padding(cache: Any) -> mx.array:
     return mx.zeros_like(cache.left_padding)
 
 
-SPARQ = "sparq:rank=4,top_k=8,component_score=query_key,reallocate=true,dense_below=0"
-SAAP = "saap:mode=online,buckets=8,probes=2,recent_tokens=8,merge_every=7,dense_layers=0,dense_below=0"
-
-STREAMING = "streaming:sink_tokens=2,recent_tokens=8"
-
-
 @pytest.mark.parametrize(
-    ("owner", "name", "wrong", "attn", "first"),  # histories before the first say nothing of it
+    ("owner", "name", "wrong", "attn", "first"),  # earlier histories do not find the bug
     [
         (SparQState, "rewind", nothing, SPARQ, 10),
         (BucketIndex, "rewind", nothing, SAAP, 2),
         (SparseBatchKVCache, "_moved", nothing, SPARQ, 17),
         (SparseBatchKVCache, "padding", property(without_padding), STREAMING, 0),
     ],
-    ids=["sums not rewound", "lists not rewound", "moved rows kept", "padding attended"],
+    ids=["statistics not trimmed", "lists not trimmed", "state kept for moved rows", "padding attended"],
 )
-def test_a_planted_bug_is_found_and_its_seed_replays_it(
+def test_planted_bug_is_found_and_replayed_by_its_seed(
     owner: type,
     name: str,
     wrong: Any,
@@ -67,8 +77,8 @@ def test_a_planted_bug_is_found_and_its_seed_replays_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(owner, name, wrong)
-    found, again = Found(), Found()
-    while not found.mismatches and found.histories < MOST:
+    found, again = Summary(), Summary()
+    while not found.mismatches and found.histories < MAX_HISTORIES:
         found.take(first + found.histories, tmp_path, attn)
     (mismatch,) = found.mismatches
     again.take(mismatch["seed"], tmp_path, attn)

@@ -1,8 +1,7 @@
-"""Thresholds that are measured on this machine, with real decode steps of tiny layers."""
+"""Test thresholds that are measured on this machine with real decode steps on tiny layers."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,26 +39,26 @@ PROMPT = Layer("ops", Step(2, 2, 32, 4), mx.float32, 256)
 LONG = 1 << 20
 
 
-def known(config: Method, layer: Layer, keys: int | None, up_to: int = 65_536) -> None:
-    """Write a measurement as if this machine had made it."""
+def save_measurement(config: Method, layer: Layer, keys: int | None, up_to: int = 65_536) -> None:
+    """Save a measurement as if it was made on this machine."""
     points = [[up_to, *[0.5] * 3]] if keys is None else [[keys, *[2.0] * 3]]
     write_answer(question(config, layer), {"points": points, "time": 1})
 
 
-def test_thresholds_are_modelled_without_a_measurement() -> None:
+def test_without_measurement_the_threshold_is_modelled() -> None:
     assert Calibration().threshold(SparQ(), OPS, LONG) == Threshold(2048, MODELLED)
 
 
 @pytest.mark.parametrize(
     ("attn", "keys"), [("sparq:dense_below=300", 300), ("sparq:top_k=20", 21), ("quest:top_k=64", 65)]
 )
-def test_a_given_threshold_is_neither_measured_nor_read(attn: str, keys: int) -> None:
+def test_given_thresholds_are_neither_measured_nor_looked_up(attn: str, keys: int) -> None:
     (config,) = parse(attn)
-    known(config, OPS, 5000)
+    save_measurement(config, OPS, 5000)
     assert Calibration(measures=True, seconds=0.01).threshold(config, OPS, LONG) == Threshold(keys, GIVEN)
 
 
-def test_saap_is_always_modelled() -> None:
+def test_saap_is_modelled() -> None:
     config = SAAP(mode="online")
     assert Calibration(measures=True, seconds=0.01).threshold(config, OPS, LONG).how == MODELLED
 
@@ -67,15 +66,21 @@ def test_saap_is_always_modelled() -> None:
 @pytest.mark.parametrize(
     ("keys", "up_to", "expected"),
     [(700, 4096, 700), (9000, 65_536, 9000), (50, 4096, 129), (None, 1024, 2048), (None, 4096, 4097)],
-    ids=["earlier", "later", "not before it can", "the model beyond what was looked at", "not as far as was looked"],
+    ids=[
+        "earlier",
+        "later",
+        "not before it can",
+        "modelled beyond the measured lengths",
+        "no win within the measured lengths",
+    ],
 )
-def test_a_measurement_replaces_the_default(keys: int | None, up_to: int, expected: int) -> None:
-    known(SparQ(), OPS, keys, up_to)
+def test_measurement_replaces_the_modelled_threshold(keys: int | None, up_to: int, expected: int) -> None:
+    save_measurement(SparQ(), OPS, keys, up_to)
     assert Calibration().threshold(SparQ(), OPS) == Threshold(expected, MEASURED)
 
 
-def test_settings_that_do_not_change_the_time_share_a_measurement() -> None:
-    known(SparQ(), OPS, 700)
+def test_settings_without_effect_on_time_share_a_measurement() -> None:
+    save_measurement(SparQ(), OPS, 700)
     assert Calibration().threshold(SparQ().for_model(qk_norm=False), OPS).value == 700
     write_answer(question(Sample(), PROMPT), {"share": 0.5, "best": 0.6, "time": 1})
     assert Calibration().threshold(Sample(alpha_column=0.8, alpha_slash=0.7), PROMPT).value == 0.5
@@ -91,31 +96,31 @@ def test_settings_that_do_not_change_the_time_share_a_measurement() -> None:
     ],
     ids=["heads", "head dim", "type", "backend"],
 )
-def test_another_layer_needs_another_measurement(other: Layer) -> None:
-    known(SparQ(), OPS, 700)
+def test_measurement_of_one_layer_does_not_apply_to_another(other: Layer) -> None:
+    save_measurement(SparQ(), OPS, 700)
     assert Calibration().threshold(SparQ(), other).how == MODELLED
     assert Calibration().threshold(SparQ(rank=16), OPS).how == MODELLED
     assert Calibration().threshold(SparQ(component_score="query"), OPS).how == MODELLED
 
 
 @pytest.mark.parametrize("config", [SparQ(), Quest(), Sample(block_size=32)], ids=str)
-def test_the_first_long_context_measures_once_and_writes_the_answer(config: Method) -> None:
-    said: list[str] = []
+def test_first_long_context_is_measured_once_and_saved(config: Method) -> None:
+    messages: list[str] = []
     layer = PROMPT if isinstance(config, Sample) else OPS
-    calibration = Calibration(measures=True, seconds=0.2, say=said.append)
+    calibration = Calibration(measures=True, seconds=0.2, say=messages.append)
     enough = calibration.shortest_measured(config)
     assert calibration.threshold(config, layer, enough - 1).how == MODELLED
-    assert not said
+    assert not messages
     found = calibration.threshold(config, layer, enough)
-    assert len(said) == 2
+    assert len(messages) == 2
     assert found.how == MEASURED
-    assert re.search(r"sparse .*\(measured on this machine.*\); it took \d+\.\d s\.", said[1])
+    assert re.search(r"sparse .*\(measured on this machine.*\); it took \d+\.\d s\.", messages[1])
     assert Calibration().threshold(config, layer) == found
     calibration.threshold(config, layer, LONG)
-    assert len(said) == 2
+    assert len(messages) == 2
 
 
-def test_a_measurement_does_not_change_the_random_state() -> None:
+def test_measuring_keeps_the_random_state() -> None:
     mx.random.seed(3)
     expected = mx.random.normal((4,))
     mx.random.seed(3)
@@ -123,7 +128,7 @@ def test_a_measurement_does_not_change_the_random_state() -> None:
     assert mx.array_equal(mx.random.normal((4,)), expected)
 
 
-def test_timed_steps_have_the_requested_length_and_number() -> None:
+def test_pairs_have_positive_times_and_the_requested_count() -> None:
     pairs = Calibration().pairs(SparQ(), OPS, 300, 0.0)
     assert len(pairs) == calibrate.PAIRS[0]
     assert all(dense > 0 < sparse for dense, sparse in pairs)
@@ -136,38 +141,38 @@ def test_timed_rows_are_all_different() -> None:
 
 
 @pytest.mark.parametrize(("config", "layer"), [(SparQ(), OPS), (Sample(), PROMPT)], ids=["steps", "prompts"])
-def test_the_model_decides_if_little_memory_is_free(
+def test_too_little_free_memory_keeps_the_modelled_threshold(
     config: Method, layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrate, "free_memory", lambda: 1 << 20)
-    said: list[str] = []
-    assert Calibration(measures=True, say=said.append).threshold(config, layer, LONG).how == MODELLED
-    assert "MB of free memory are too few" in said[1]
+    messages: list[str] = []
+    assert Calibration(measures=True, say=messages.append).threshold(config, layer, LONG).how == MODELLED
+    assert "MB of free memory are too few" in messages[1]
 
 
-def test_a_damaged_file_is_reported_once_and_replaced() -> None:
-    known(SparQ(), OPS, 700)
+def test_damaged_file_is_reported_once_and_replaced() -> None:
+    save_measurement(SparQ(), OPS, 700)
     path = calibrate.path_of(question(SparQ(), OPS))
     path.write_text("{")
-    said: list[str] = []
-    calibration = Calibration(say=said.append)
+    messages: list[str] = []
+    calibration = Calibration(say=messages.append)
     assert [calibration.threshold(SparQ(), OPS).how for _ in range(3)] == [MODELLED] * 3
-    assert len(said) == 1
-    assert str(path) in said[0]
-    known(SparQ(), OPS, 800)
+    assert len(messages) == 1
+    assert str(path) in messages[0]
+    save_measurement(SparQ(), OPS, 800)
     assert Calibration().threshold(SparQ(), OPS).value == 800
 
 
-def test_the_next_model_reads_the_answer_of_another_process() -> None:
+def test_measurement_of_another_process_is_used() -> None:
     assert Calibration().threshold(SparQ(), OPS).how == MODELLED
-    known(SparQ(), OPS, 700)
+    save_measurement(SparQ(), OPS, 700)
     assert Calibration(measures=True, seconds=0.2).threshold(SparQ(), OPS, LONG) == Threshold(700, MEASURED)
 
 
 BUSY_POINTS = [[2000, 0.7, 0.9, 1.1], [4000, 0.8, 1.2, 1.5], [8000, 1.1, 1.5, 1.9]]
 
 
-def test_a_result_from_a_busy_machine_is_measured_again_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurement_of_a_busy_machine_is_repeated_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
     write_answer(question(SparQ(), OPS), {"points": BUSY_POINTS, "time": 1_000_000})
     monkeypatch.setattr(calibrate.time, "time", lambda: 1_000_000 + REMEASURE_AFTER - 1.0)
     calibration = Calibration(measures=True, seconds=0.2)
@@ -187,7 +192,7 @@ def test_a_result_from_a_busy_machine_is_measured_again_after_a_day(monkeypatch:
     assert Calibration().threshold(SparQ(), OPS) == Threshold(1024, MEASURED)
 
 
-def test_a_busy_machine_uses_the_smaller_density() -> None:
+def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
     write_answer(question(Sample(), PROMPT), {"share": 0.3, "best": 0.8, "time": 1_000_000})
     found = Calibration().threshold(Sample(), PROMPT)
     assert found == Threshold(0.3, MEASURED, 0.8, 1_000_000 + REMEASURE_AFTER)
@@ -210,22 +215,24 @@ def test_a_busy_machine_uses_the_smaller_density() -> None:
     ],
     ids=str,
 )
-def test_a_hostile_answer_is_a_one_line_message_and_not_used(config: Method, layer: Layer, answer: Any) -> None:
+def test_hostile_answer_is_reported_in_one_line_and_ignored(config: Method, layer: Layer, answer: Any) -> None:
     write_answer(question(config, layer), answer)
-    said: list[str] = []
-    calibration = Calibration(say=said.append)
+    messages: list[str] = []
+    calibration = Calibration(say=messages.append)
     assert calibration.threshold(config, layer).how == MODELLED
-    assert [text.startswith("a measurement is ignored, and replaced by the next: ") for text in said] == [True]
+    assert [message.startswith("a measurement is ignored, and replaced by the next: ") for message in messages] == [
+        True
+    ]
 
 
-def test_without_a_writable_folder_the_next_run_measures_again(calibration_folder: Path) -> None:
+def test_unwritable_folder_limits_a_measurement_to_this_run(calibration_folder: Path) -> None:
     calibration_folder.write_text("not a folder")
-    said: list[str] = []
-    found = Calibration(measures=True, seconds=0.2, say=said.append).threshold(SparQ(), OPS, LONG)
-    assert found.how == MODELLED or "It is used for this run only." in said[-1]
+    messages: list[str] = []
+    found = Calibration(measures=True, seconds=0.2, say=messages.append).threshold(SparQ(), OPS, LONG)
+    assert found.how == MODELLED or "It is used for this run only." in messages[-1]
 
 
-def test_an_interrupted_measurement_writes_no_file(calibration_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_measurement_writes_no_file(calibration_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -235,9 +242,9 @@ def test_an_interrupted_measurement_writes_no_file(calibration_folder: Path, mon
     assert not calibration_folder.exists()
 
 
-def test_decode_steps_are_sparse_at_the_measured_length_and_longer() -> None:
+def test_decode_steps_are_sparse_at_the_measured_threshold_and_longer() -> None:
     model = build("llama")
-    known(*_served(model, "sparq:rank=4"), 310)
+    save_measurement(*_served(model, "sparq:rank=4"), 310)
     with mlx_sparse.sparse(model, "sparq:rank=4") as report:
         greedy(model, prompt_of(300), 20)
     assert report.outlook() == ["sparse from 310 keys on (measured on this machine)"]
@@ -268,61 +275,29 @@ def test_prefill_is_dense_above_the_measured_density(share: float, calls: int, m
     assert report.outlook() == [f"{outlook} (measured on this machine)"]
 
 
-def test_decode_kernels_of_a_gpu_are_measured_by_the_same_path(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times in the harness are meaningless, but the path from the question to the file is the same as on a Mac."""
+def test_metal_kernels_are_measured_and_saved_by_the_same_code(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times have no meaning in the harness, but the code from the question to the file is the same as on a Mac."""
     monkeypatch.setattr(Calibration, "longest", 1024)
     monkeypatch.setattr(calibrate, "PAIRS", (2, 2))
-    layer, said = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32), list[str]()
-    calibration = Calibration(measures=True, seconds=0.01, say=said.append)
+    layer, messages = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32), list[str]()
+    calibration = Calibration(measures=True, seconds=0.01, say=messages.append)
     found = calibration.threshold(SparQ(), layer, 2444)
-    assert len(said) == 2
+    assert len(messages) == 2
     (point,) = calibration.timed(SparQ(), layer)
     assert point.S == 1024
     assert found.value == (1024 if point.low >= calibrate.MIN_SPEEDUP else SparQ().shortest_context(layer.step))
 
 
-def test_prefill_kernels_of_a_gpu_are_measured_by_the_same_path(metal: Metal) -> None:
+def test_prefill_on_metal_kernels_is_timed_by_the_same_code(metal: Metal) -> None:
     layer = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32, 64)
     answer = calibrate.measure_prefill(Sample(block_size=32, dense_below=512), layer, 0.01)
     assert 0 <= answer["share"] <= answer["best"] <= 1
     assert answer["S"] == 512
 
 
-PER_KEY = 1e-6  # seconds of a dense step of the simulated device; a sparse step takes a quarter of it
-
-
-def simulate(monkeypatch: pytest.MonkeyPatch, keys: int, *, noisy: bool = False) -> None:
-    """Simulate a device on which sparse steps win from ``keys`` on.
-
-    If it is noisy, half of the dense steps take ten times as long.
-    """
-    extra = PER_KEY * keys * (1 / calibrate.MIN_SPEEDUP - 1 / 4)
-
-    def pairs(self: Calibration, config: Any, layer: Layer, S: int, seconds: float) -> list[tuple[float, float]]:
-        dense, sparse = PER_KEY * S, extra + PER_KEY * S / 4
-        return [(dense * (10 if noisy and turn % 2 else 1), sparse) for turn in range(8)]
-
-    monkeypatch.setattr(Calibration, "pairs", pairs)
-
-
-@pytest.mark.parametrize("kind", ["g", "s", "d"])
-@pytest.mark.parametrize("keys", [1500, 6000, 40_000], ids=["fast", "slower", "slow"])
-@pytest.mark.parametrize("noisy", [False, True], ids=["quiet", "noisy"])
-def test_the_device_decides_the_threshold_and_not_the_model(
-    kind: str, keys: int, noisy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = Layer("metal", Step(3, 3, 64, 2, kind), mx.float16)
-    simulate(monkeypatch, keys, noisy=noisy)
-    found = Calibration(measures=True).threshold(SparQ(), layer, 2444)
-    assert found.how == MEASURED
-    assert keys <= found.value <= 1.1 * keys + 1
-    assert noisy or found.best is None
-    assert Calibration().threshold(SparQ(), layer) == found
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a tiny model and a cache folder for the commands."""
+    """Create a folder with a tiny model and a cache folder for the commands."""
     path = tmp_path_factory.mktemp("calibrate")
     write(path / "llama")
     return path
@@ -330,13 +305,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path, without_torch: dict[str, str]) -> Iterator[Callable[..., Finished]]:
-    """Return a function that runs a command in the folder."""
+    """Return a function that runs a command in that folder."""
     environment = {"XDG_CACHE_HOME": str(folder / "cache"), "HOME": str(folder)}
     with Forks() as forks:
         yield lambda *command: forks.run(list(command), folder, "", **environment)
 
 
-def test_the_command_measures_every_shape_and_attn_uses_it(run: Callable[..., Finished]) -> None:
+def test_command_measures_every_shape_and_attn_uses_the_result(run: Callable[..., Finished]) -> None:
     done = run("mlx-sparse", "calibrate", "--model", "llama", "--attn", "sparq:rank=4", "--seconds", "0.3")
     assert done.code == 0, done.err
     assert re.search(r"2 layers, ops, \d+ x \d+ heads of \d+: sparq:rank=4\S* sparse from [\d,]+ keys on", done.out)
@@ -344,29 +319,16 @@ def test_the_command_measures_every_shape_and_attn_uses_it(run: Callable[..., Fi
     options = ["--model", "llama", "--prompt", "w1 w2", "--max-tokens", "2", "--attn", "sparq:rank=4"]
     generated = run("mlx_lm.generate", *options)
     assert "measured on this machine" in generated.err.splitlines()[0], generated.err
-    assert "nothing will be sparse" in generated.err
+    assert "no call will be sparse" in generated.err
 
 
-def test_the_command_takes_shapes_instead_of_a_model(run: Callable[..., Finished]) -> None:
-    shapes = ["--shapes", "4x2x32,2x2x64", "--dtype", "float32", "--attn", "sparq:rank=4", "--seconds", "0.2"]
-    done = run("mlx-sparse", "calibrate", *shapes, "--json")
-    assert done.code == 0, done.err
-    assert [row["shape"] for row in json.loads(done.out)] == ["ops, 4 x 2 heads of 32", "ops, 2 x 2 heads of 64"]
-
-
-def test_the_command_succeeds_if_all_thresholds_are_given() -> None:
-    assert cli.main(["calibrate", "--shapes", "4x2x32", "--dtype", "float32", "--attn", "sparq:dense_below=9"]) == 0
+def test_command_succeeds_if_nothing_has_to_be_measured(folder: Path) -> None:
+    assert cli.main(["calibrate", "--model", str(folder / "llama"), "--attn", "sparq:dense_below=9"]) == 0
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (
-            ["--shapes", "9x5x64"],
-            "--shapes: expected query heads x KV heads x head dim such as 32x8x128, got '9x5x64'.",
-        ),
-        (["--shapes", "4x2x32", "--dtype", "int8"], "--dtype: expected one of float32, float16, bfloat16, got 'int8'."),
-        (["--model", "llama", "--dtype", "float32"], "--dtype: expected none with --model, which has its own"),
         (["--model", "nowhere"], "--model: expected a model that mlx-lm can load, got nowhere"),
         (["--model", "llama", "--seconds", "0"], "--seconds: expected a number from 0 to 3600, got 0."),
         (["--model", "llama", "--seconds", "nan"], "--seconds: expected a number from 0 to 3600, got nan."),
@@ -374,15 +336,15 @@ def test_the_command_succeeds_if_all_thresholds_are_given() -> None:
         (["--model", "llama", "--prefill-step-size", "0"], "--prefill-step-size: expected"),
     ],
 )
-def test_wrong_options_of_the_command_are_a_one_line_error(
+def test_errors_of_the_command_are_one_line(
     folder: Path, options: list[str], error: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert cli.main(["calibrate", *options]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"mlx-sparse: error: {error}")
-    assert said.count("\n") == 1
+    messages = capsys.readouterr().err
+    assert messages.startswith(f"mlx-sparse: error: {error}")
+    assert messages.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -392,20 +354,20 @@ def test_wrong_options_of_the_command_are_a_one_line_error(
         ("calibration = true", "one table per method"),
     ],
 )
-def test_a_wrong_calibrate_option_in_toml_is_refused(tmp_path: Path, text: str, error: str) -> None:
+def test_toml_file_with_a_wrong_calibrate_setting_is_refused(tmp_path: Path, text: str, error: str) -> None:
     (tmp_path / "bad.toml").write_text(text)
     with pytest.raises(ConfigError, match=error):
         read_toml(tmp_path / "bad.toml")
 
 
-# top_k is the default, so that the machine decides; 1,100 tokens are enough to ask it.
+# With the default top_k the threshold is measured. 1,200 tokens are enough for a measurement.
 @pytest.mark.parametrize(
-    ("options", "toml", "asks"),
+    ("options", "toml", "measures"),
     [([], "", True), (["--no-calibrate"], "", False), ([], "calibrate = false", False)],
     ids=["by default", "--no-calibrate", "calibrate = false"],
 )
-def test_attn_measures_at_the_first_long_context_unless_disabled(
-    run: Callable[..., Finished], tmp_path: Path, options: list[str], toml: str, asks: bool
+def test_attn_measures_at_the_first_long_context_by_default(
+    run: Callable[..., Finished], tmp_path: Path, options: list[str], toml: str, measures: bool
 ) -> None:
     (tmp_path / "attn.toml").write_text(f"{toml}\n[sparq]\nrank = 2\n")
     prompt = " ".join(["w1 w2 w3 w4"] * 300)
@@ -414,4 +376,4 @@ def test_attn_measures_at_the_first_long_context_unless_disabled(
         *("--attn-config", str(tmp_path / "attn.toml"), *options),
     )
     assert done.code == 0, done.err
-    assert ("the context length at which sparq is faster" in done.err) == asks
+    assert ("the context length at which sparq is faster" in done.err) == measures

@@ -1,4 +1,4 @@
-"""The search for the crossover length, and the files with its results."""
+"""Test the search for the crossover length of sparse attention, and the files with its results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mlx_sparse.checks import ArtefactError
 
 pytestmark = pytest.mark.usefixtures("calibration_folder")
 
-# Seconds of a device: of a launch, and of a key densely and sparsely.
+# Seconds of a device per launch, per key of a dense step and per key of a sparse step.
 Device = tuple[float, float, float]
 SLOW: Device = (1e-3, 1e-6, 0.3e-6)
 FAST: Device = (4e-5, 1e-6, 0.3e-6)
@@ -37,35 +37,35 @@ LIMITS: dict[str, Any] = {"shortest": 256, "longest": 65_536, "first": 4096, "se
 NOISE = [(1.0, 0.5), (1.0, 2.0), (1.0, 1.0), (1.0, 0.7), (1.0, 1.6)]
 
 
-def simulated(device: Device, asked: list[int] | None = None) -> Callable[[int], Pairs]:
-    """Simulate a device on which sparse steps cost more launches and less time per key."""
+def simulated(device: Device, lengths: list[int] | None = None) -> Callable[[int], Pairs]:
+    """Simulate a device: a sparse step costs an additional launch, and less time per key."""
     launch, dense, sparse = device
 
     def measure(S: int) -> Pairs:
-        if asked is not None:
-            asked.append(S)
+        if lengths is not None:
+            lengths.append(S)
         return [(dense * S * jitter, (launch + sparse * S) * jitter) for jitter in (1.0, 1.02, 0.99, 1.01, 1.0)]
 
     return measure
 
 
 def true_crossover(device: Device) -> float:
-    """Return the number of keys at which dense over sparse time is `MIN_SPEEDUP`."""
+    """Return the context length at which the speedup is `MIN_SPEEDUP`."""
     launch, dense, sparse = device
     return MIN_SPEEDUP * launch / (dense - MIN_SPEEDUP * sparse)
 
 
 @pytest.mark.parametrize("device", [SLOW, FAST, (1e-2, 1e-6, 0.3e-6)], ids=["slow", "fast", "slowest"])
 @pytest.mark.parametrize("first", [256, 4096, 65_536])
-def test_the_search_finds_the_crossover_within_ten_percent(device: Device, first: int) -> None:
-    asked: list[int] = []
-    points = find(simulated(device, asked), **LIMITS | {"first": first})
+def test_crossover_is_found_within_ten_percent_from_any_start(device: Device, first: int) -> None:
+    lengths: list[int] = []
+    points = find(simulated(device, lengths), **LIMITS | {"first": first})
     possible, won = crossover(points)
     wanted = max(true_crossover(device), 256)
     assert won == possible
     assert wanted <= (won or 0) <= PRECISION * wanted + 1
     assert all(one.S < other.S for one, other in pairwise(points))
-    assert len(asked) == len(set(asked)) < 12
+    assert len(lengths) == len(set(lengths)) < 12
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,12 @@ def test_the_search_finds_the_crossover_within_ten_percent(device: Device, first
     [((0.0, 1e-6, 0.3e-6), 256, 4096), ((1.0, 1e-6, 0.3e-6), None, 65_536), ((0.0, 1e-6, 1e-6), None, 65_536)],
     ids=["always faster", "not within reach", "never faster"],
 )
-def test_a_method_that_always_or_never_wins_has_no_crossover(device: Device, keys: int | None, longest: int) -> None:
+def test_methods_that_always_or_never_win(device: Device, keys: int | None, longest: int) -> None:
     points = find(simulated(device), **LIMITS)
     assert (crossover(points), points[-1].S) == ((keys, keys), longest)
 
 
-def test_no_length_is_timed_that_would_exceed_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_stops_before_exceeding_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     def slow(S: int, device: Device = (1.0, 1e-6, 0.3e-6)) -> Pairs:
@@ -92,8 +92,8 @@ def test_no_length_is_timed_that_would_exceed_the_time(monkeypatch: pytest.Monke
     assert crossover(find(partial(slow, device=SLOW), **LIMITS | {"seconds": 0})) == (4096, 4096)
 
 
-def test_the_cautious_end_of_the_spread_is_a_length_that_won() -> None:
-    """Ratios scatter by a factor of two either way; they are clear from 1/2 and 2 times the crossover on."""
+def test_upper_end_of_a_noisy_crossover_is_a_measured_win() -> None:
+    """The ratios scatter by a factor of two, so they are clear below 1/2 and above 2 times the crossover."""
     scatter = (0.5, 0.6, 1.0, 1.7, 2.0)
     points = find(lambda S: [(S * factor, 4096.0) for factor in scatter], **LIMITS)
     possible, won = crossover(points)
@@ -104,13 +104,13 @@ def test_the_cautious_end_of_the_spread_is_a_length_that_won() -> None:
     assert points[-1].S >= won
 
 
-def test_noise_at_all_lengths_does_not_win() -> None:
+def test_noise_at_all_lengths_gives_no_crossover() -> None:
     points = find(lambda S: NOISE, **LIMITS)
     assert crossover(points) == (4096, None)
     assert points[-1].S == 65_536
 
 
-def test_noise_that_does_not_hide_the_answer_wins() -> None:
+def test_noise_far_from_the_threshold_does_not_matter() -> None:
     pairs = [(4.0, 1.0), (9.0, 1.0), (6.0, 1.0), (5.0, 1.0), (12.0, 1.0)]
     assert crossover(find(lambda S: pairs, **LIMITS)) == (256, 256)
 
@@ -121,23 +121,23 @@ def test_one_disturbed_measurement_is_repeated() -> None:
 
 
 POINTS = [[1024, 0.4, 0.5, 0.6], [2048, 1.4, 1.5, 1.6]]
-ASKED: calibrate.Question = {"device": "a chip", "heads": 3, "method": "sparq", "mlx": "0.32"}
+QUESTION: calibrate.Question = {"device": "a chip", "heads": 3, "method": "sparq", "mlx": "0.32"}
 
 
-def test_an_answer_is_read_back_from_its_file(calibration_folder: Path) -> None:
-    write_answer(ASKED, {"points": POINTS})
-    assert read_points(read_answer(ASKED) or {}) == [Point(*point) for point in POINTS]
+def test_answer_is_read_back_from_its_file(calibration_folder: Path) -> None:
+    write_answer(QUESTION, {"points": POINTS})
+    assert read_points(read_answer(QUESTION) or {}) == [Point(*point) for point in POINTS]
     assert len(list(calibration_folder.iterdir())) == 1
-    assert '"device": "a chip"' in calibrate.path_of(ASKED).read_text()
+    assert '"device": "a chip"' in calibrate.path_of(QUESTION).read_text()
 
 
-def test_a_file_with_the_name_of_another_question_is_refused() -> None:
-    other = {**ASKED, "device": "another"}
+def test_file_under_the_name_of_another_question_is_refused() -> None:
+    other = {**QUESTION, "device": "another"}
     write_answer(other, {"points": POINTS})
-    assert read_answer(ASKED) is None
-    calibrate.path_of(other).rename(calibrate.path_of(ASKED))
+    assert read_answer(QUESTION) is None
+    calibrate.path_of(other).rename(calibrate.path_of(QUESTION))
     with pytest.raises(ArtefactError, match="expected a measurement of this machine and version, got something else"):
-        read_answer(ASKED)
+        read_answer(QUESTION)
 
 
 DAMAGED = {
@@ -150,41 +150,41 @@ DAMAGED = {
     "huge": b" " * 70_000 + b"{}",
     "many digits": b'{"question": ' + b"9" * 5000 + b"}",
     "another question": b'{"question": {}, "answer": {}}',
-    "no answer": json.dumps({"question": ASKED, "answer": 7}).encode(),
+    "no answer": json.dumps({"question": QUESTION, "answer": 7}).encode(),
     "infinite": b'{"format": 1e999}',
 }
 
 
 @pytest.mark.parametrize("data", DAMAGED.values(), ids=DAMAGED.keys())
-def test_a_damaged_file_is_a_one_line_error_and_can_be_replaced(data: bytes) -> None:
-    path = calibrate.path_of(ASKED)
+def test_a_damaged_file_is_refused_in_one_line_and_can_be_replaced(data: bytes) -> None:
+    path = calibrate.path_of(QUESTION)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     with pytest.raises(ArtefactError) as error:
-        read_answer(ASKED)
+        read_answer(QUESTION)
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
-    write_answer(ASKED, {"points": POINTS})
-    assert read_answer(ASKED) is not None
+    write_answer(QUESTION, {"points": POINTS})
+    assert read_answer(QUESTION) is not None
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_special_files_are_refused_without_waiting(kind: str, tmp_path: Path) -> None:
-    path = calibrate.path_of(ASKED)
+def test_irregular_file_is_refused_without_blocking(kind: str, tmp_path: Path) -> None:
+    path = calibrate.path_of(QUESTION)
     path.parent.mkdir(parents=True, exist_ok=True)
     victim = tmp_path / "victim"
     victim.write_text("mine")
     if kind == "link":
         path.symlink_to(victim)
     elif kind == "pipe":
-        os.mkfifo(path)  # without a writer, so that opening it would wait for ever
+        os.mkfifo(path)  # opening a pipe without a writer would block
     else:
         path.mkdir()
     with pytest.raises(ArtefactError):
-        read_answer(ASKED)
+        read_answer(QUESTION)
     if kind != "folder":
-        write_answer(ASKED, {"points": POINTS})
-        assert read_answer(ASKED) is not None
+        write_answer(QUESTION, {"points": POINTS})
+        assert read_answer(QUESTION) is not None
     assert victim.read_text() == "mine"
 
 
@@ -210,7 +210,7 @@ def test_special_files_are_refused_without_waiting(kind: str, tmp_path: Path) ->
     ],
     ids=str,
 )
-def test_wrong_points_are_refused(points: Any) -> None:
+def test_points_of_another_form_are_refused(points: Any) -> None:
     with pytest.raises(ValueError, match="expected lengths with three ratios each"):
         read_points({"points": points})
 
@@ -218,25 +218,25 @@ def test_wrong_points_are_refused(points: Any) -> None:
 def test_a_folder_that_cannot_be_written_is_an_os_error(calibration_folder: Path) -> None:
     calibration_folder.write_text("a file where the folder should be")
     with pytest.raises(FileExistsError):
-        write_answer(ASKED, {"points": POINTS})
+        write_answer(QUESTION, {"points": POINTS})
     with pytest.raises(ArtefactError):
-        read_answer(ASKED)
+        read_answer(QUESTION)
 
 
 def _write_many(folder: Path, number: int) -> None:
     calibrate.folder = lambda: folder  # in a process of its own
     for _ in range(20):
-        write_answer(ASKED, {"number": number})
+        write_answer(QUESTION, {"number": number})
 
 
-def test_concurrent_calibrations_leave_one_complete_file(calibration_folder: Path) -> None:
+def test_concurrent_processes_leave_one_complete_file(calibration_folder: Path) -> None:
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=_write_many, args=(calibration_folder, number)) for number in range(2)]
     for writer in writers:
         writer.start()
     found: set[int] = set()
     while any(writer.is_alive() for writer in writers):
-        if (answer := read_answer(ASKED)) is not None:
+        if (answer := read_answer(QUESTION)) is not None:
             found.add(answer["number"])
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert found

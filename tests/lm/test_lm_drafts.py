@@ -1,4 +1,4 @@
-"""Drafts and checks: the tokens of dense decoding, whatever is drafted, and caches as it leaves them."""
+"""Test self-speculative decoding: it must give the tokens and caches of dense decoding."""
 
 from __future__ import annotations
 
@@ -24,41 +24,23 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from msl import Metal
-from tiny_models import build, prompt_of, write
+from tiny_models import build, prompt_of
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError
+from mlx_sparse.lm.chunks import large_group
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.lm.speculative import generation
-from mlx_sparse.lm.speculative.attention import large_group
-from mlx_sparse.lm.speculative.draft_length import MOST
-from mlx_sparse.lm.speculative.setup import UNEVEN, check_company, draft
+from mlx_sparse.lm.speculative.draft_length import MAX_DRAFTS
+from mlx_sparse.lm.speculative.generation import UNEVEN, check_options, draft
 from mlx_sparse.methods import reasons
 from mlx_sparse.ops.packed_rows import PackedRows
 
 SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
-GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # drafts that are mostly right
-# Convolutions, whose states cannot be trimmed, beside full attention.
-CONVOLUTIONS: dict[str, Any] = {
-    "norm_eps": 1e-5,
-    "conv_bias": False,
-    "conv_L_cache": 3,
-    "block_dim": 64,
-    "block_ff_dim": 80,
-    "block_multiple_of": 8,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_auto_adjust_ff_dim": False,
-    "num_hidden_layers": 4,
-    "layer_types": ["full_attention", "conv"] * 2,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3_moe": {},
-    "gemma3_text": {},  # sliding windows
-    "gpt_oss": {},  # and sinks
-    "lfm2": CONVOLUTIONS,
-}
-# What mlx-lm's commands sample with: nothing at random, and all that is.
+GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # mostly accepted drafts
+# Sliding windows: gemma3_text and gpt_oss, which also has sinks. lfm2 has convolutions, whose states cannot be trimmed.
+FAMILIES = ["llama", "qwen3_moe", "gemma3_text", "gpt_oss", "lfm2"]
+# Sampling options of mlx-lm's commands.
 SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "greedy": dict,
     "temperature": lambda: {"sampler": make_sampler(0.8, top_p=0.9, min_p=0.02)},
@@ -69,8 +51,10 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def said(steps_of: Any, model: Any, prompt: list[int], count: int, **options: Any) -> tuple[list[int], list[mx.array]]:
-    """``count`` tokens with their log-probabilities, and the end of a generator that nobody asks for more."""
+def generate(
+    steps_of: Any, model: Any, prompt: list[int], count: int, **options: Any
+) -> tuple[list[int], list[mx.array]]:
+    """Return ``count`` tokens and their log-probabilities, and close the generator."""
     generator = steps_of(mx.array(prompt), model, max_tokens=-1, **options)
     found = list(itertools.islice(generator, count))
     generator.close()
@@ -78,7 +62,7 @@ def said(steps_of: Any, model: Any, prompt: list[int], count: int, **options: An
 
 
 def rows(cache: list[Any]) -> list[mx.array]:
-    """What each layer's cache holds."""
+    """Return the arrays of the caches of all layers."""
     return [array for entry in cache for array in entry.state if isinstance(array, mx.array)]
 
 
@@ -95,15 +79,15 @@ def enabled() -> Iterator[Callable[..., Any]]:
         mlx_sparse.disable(model)
 
 
-@pytest.mark.parametrize(("family", "sampler"), covering(list(FAMILIES), list(SAMPLERS)))
-def test_every_token_is_that_of_dense_decoding(family: str, sampler: str, enabled: Callable[..., Any]) -> None:
-    model, prompt = build(family, **FAMILIES[family]), prompt_of(150)
+@pytest.mark.parametrize(("family", "sampler"), covering(FAMILIES, list(SAMPLERS)))
+def test_every_token_equals_dense_decoding(family: str, sampler: str, enabled: Callable[..., Any]) -> None:
+    model, prompt = build(family), prompt_of(150)
     mx.random.seed(5)
-    expected, logprobs = said(generation.original, model, prompt, 40, **SAMPLERS[sampler]())
+    expected, logprobs = generate(generation.original, model, prompt, 40, **SAMPLERS[sampler]())
     after = mx.random.uniform().item()
     report = enabled(model, SPARQ, 3)
     mx.random.seed(5)
-    found, ours = said(generation.generate_step, model, prompt, 40, **SAMPLERS[sampler]())
+    found, ours = generate(generation.generate_step, model, prompt, 40, **SAMPLERS[sampler]())
     assert found == expected
     assert mx.random.uniform().item() == after
     for row, (ours_of, theirs) in enumerate(zip(ours, logprobs, strict=True)):
@@ -115,55 +99,55 @@ def test_every_token_is_that_of_dense_decoding(family: str, sampler: str, enable
 
 def test_good_drafts_are_accepted(enabled: Callable[..., Any]) -> None:
     model, prompt = build(), prompt_of(100)
-    expected, _ = said(generation.original, model, prompt, 40)
+    expected, _ = generate(generation.original, model, prompt, 40)
     report = enabled(model, GOOD, 4)
-    assert said(generation.generate_step, model, prompt, 40)[0] == expected
+    assert generate(generation.generate_step, model, prompt, 40)[0] == expected
     drafts = report.drafts
     assert sum(drafts.accepted) > 0.9 * drafts.drafted
     assert drafts.checks < 12
-    # Two sparse calls a draft, and each check reads the rows of each layer once.
+    # Each verification reads the rows of each layer once.
     dense = report.dense_bytes / report.sparse_calls * report.layers
     assert report.checked_bytes == pytest.approx((drafts.checks + drafts.alone + 1) * dense, rel=0.05)
 
 
 def test_the_same_numbers_are_drawn_for_a_draft_and_its_check(enabled: Callable[..., Any]) -> None:
-    """Two free draws from 95 tokens at a high temperature would hardly ever agree."""
+    """Independent draws from 95 tokens at a high temperature would rarely agree."""
     model, prompt = build(), prompt_of(100)
     report = enabled(model, GOOD, 4)
     mx.random.seed(1)
-    said(generation.generate_step, model, prompt, 40, sampler=make_sampler(5.0))
+    generate(generation.generate_step, model, prompt, 40, sampler=make_sampler(5.0))
     assert sum(report.drafts.accepted) > 0.6 * report.drafts.drafted
 
 
 HISTORIES = 4
-# A turn: tokens of its prompt, tokens until its reader leaves, drafts for each check, whether anything is drawn.
+# A turn: prompt tokens, generated tokens, draft length, and True to sample at random.
 TURNS = st.lists(
-    st.tuples(st.integers(1, 40), st.integers(1, 24), st.sampled_from([None, 1, 3, MOST]), st.booleans()),
+    st.tuples(st.integers(1, 40), st.integers(1, 24), st.sampled_from([None, 1, 3, MAX_DRAFTS]), st.booleans()),
     min_size=1,
     max_size=4,
 )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2"])
-def test_turns_on_one_cache_are_those_of_dense_decoding(family: str) -> None:
-    """Whoever leaves in the middle of a run of accepted drafts finds what dense decoding leaves."""
-    model = build(family, **FAMILIES[family])
+def test_turns_on_one_cache_equal_dense_decoding(family: str) -> None:
+    """An answer that ends within a run of accepted drafts must leave the cache of dense decoding."""
+    model = build(family)
 
     @settings(max_examples=HISTORIES, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
     @given(TURNS)
     def history(turns: list[tuple[int, int, int | None, bool]]) -> None:
         ours, theirs = make_prompt_cache(model), make_prompt_cache(model)
-        for turn, (prompt, count, drafts, drawn) in enumerate(turns):
+        for turn, (prompt, count, drafts, random) in enumerate(turns):
             tokens = prompt_of(prompt, seed=turn + 1)
             found = []
             for caches, lossless in ((theirs, False), (ours, True)):
                 mx.random.seed(turn)
-                options = {"prompt_cache": caches, **SAMPLERS["temperature" if drawn else "greedy"]()}
+                options = {"prompt_cache": caches, **SAMPLERS["temperature" if random else "greedy"]()}
                 if not lossless:
-                    found.append(said(generation.original, model, tokens, count, **options)[0])
+                    found.append(generate(generation.original, model, tokens, count, **options)[0])
                     continue
                 with mlx_sparse.lossless(model, SPARQ, draft_tokens=drafts):
-                    found.append(said(generation.generate_step, model, tokens, count, **options)[0])
+                    found.append(generate(generation.generate_step, model, tokens, count, **options)[0])
             assert found[0] == found[1]
         assert [cache.offset for cache in ours if hasattr(cache, "offset")] == [
             cache.offset for cache in theirs if hasattr(cache, "offset")
@@ -172,18 +156,7 @@ def test_turns_on_one_cache_are_those_of_dense_decoding(family: str) -> None:
     history()
 
 
-def test_mlx_lms_own_generate_drafts_and_says_the_text_of_dense_decoding(tmp_path: Path) -> None:
-    from mlx_lm import load, stream_generate
-
-    model, tokenizer, *_ = load(str(write(tmp_path / "llama")))
-    prompt = prompt_of(120)
-    expected = [response.token for response in stream_generate(model, tokenizer, prompt, max_tokens=20)]
-    with mlx_sparse.lossless(model, GOOD, draft_tokens=4) as report:
-        assert [r.token for r in stream_generate(model, tokenizer, prompt, max_tokens=20)] == expected
-    assert report.drafts.checks > 0
-
-
-def test_who_calls_the_model_itself_gets_dense_attention(enabled: Callable[..., Any]) -> None:
+def test_direct_calls_of_the_model_are_dense(enabled: Callable[..., Any]) -> None:
     model, prompt = build(), prompt_of(100)
 
     def logits() -> mx.array:
@@ -197,13 +170,13 @@ def test_who_calls_the_model_itself_gets_dense_attention(enabled: Callable[..., 
     assert report.sparse_calls == 0 and report.dense_calls[reasons.CHECKED] == 2
 
 
-def test_an_exception_in_a_draft_leaves_the_cache_as_it_was(enabled: Callable[..., Any]) -> None:
+def test_exception_in_a_draft_restores_the_cache(enabled: Callable[..., Any]) -> None:
     model, prompt = build("gemma3_text"), prompt_of(60)
     cache = make_prompt_cache(model)
 
     def sampler(logprobs: mx.array) -> mx.array:
         calls.append(1)
-        if len(calls) == 4:  # the prompt's token, and drafts
+        if len(calls) == 4:  # after the first token and three drafts
             raise KeyboardInterrupt
         return mx.random.categorical(logprobs)
 
@@ -214,12 +187,12 @@ def test_an_exception_in_a_draft_leaves_the_cache_as_it_was(enabled: Callable[..
     enabled(model, SPARQ, 5)
     mx.random.seed(1)
     with pytest.raises(KeyboardInterrupt):
-        said(generation.generate_step, model, prompt, 10, sampler=sampler, prompt_cache=cache)
+        generate(generation.generate_step, model, prompt, 10, sampler=sampler, prompt_cache=cache)
     assert all(entry.offset == len(prompt) for entry in cache)
     assert mx.random.uniform().item() == following
 
 
-def test_an_exception_of_the_progress_callback_leaves_what_dense_decoding_leaves(enabled: Callable[..., Any]) -> None:
+def test_exception_of_the_progress_callback_leaves_the_state_of_dense_decoding(enabled: Callable[..., Any]) -> None:
     model, prompt = build(), prompt_of(60)
 
     def interrupted(steps_of: Any) -> tuple[int, float]:
@@ -231,7 +204,7 @@ def test_an_exception_of_the_progress_callback_leaves_what_dense_decoding_leaves
         options = {"prompt_cache": cache, "prompt_progress_callback": progress, "sampler": make_sampler(0.8)}
         mx.random.seed(1)
         with pytest.raises(KeyboardInterrupt):
-            said(steps_of, model, prompt, 10, **options)
+            generate(steps_of, model, prompt, 10, **options)
         return cache[0].offset, mx.random.uniform().item()
 
     expected = interrupted(generation.original)
@@ -240,33 +213,35 @@ def test_an_exception_of_the_progress_callback_leaves_what_dense_decoding_leaves
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_few_tokens_are_told_and_counted_as_mlx_lm_does(count: int, enabled: Callable[..., Any]) -> None:
+def test_few_tokens_give_the_progress_and_counts_of_mlx_lm(count: int, enabled: Callable[..., Any]) -> None:
     model, prompt = build(), prompt_of(60)
 
-    def heard(steps_of: Any) -> Any:
-        told: list[tuple[int, int]] = []
+    def outcome(steps_of: Any) -> Any:
+        progress: list[tuple[int, int]] = []
         cache = make_prompt_cache(model)
         options = {"prompt_cache": cache, "prefill_step_size": 25, "max_tokens": count}
-        generator = steps_of(mx.array(prompt), model, prompt_progress_callback=lambda *at: told.append(at), **options)
-        return [token for token, _ in itertools.islice(generator, count + 1)], told, cache[0].offset
+        generator = steps_of(
+            mx.array(prompt), model, prompt_progress_callback=lambda *at: progress.append(at), **options
+        )
+        return [token for token, _ in itertools.islice(generator, count + 1)], progress, cache[0].offset
 
-    expected = heard(generation.original)
+    expected = outcome(generation.original)
     report = enabled(model, SPARQ, 5)
-    assert heard(generation.generate_step) == expected
-    assert (report.drafts.drafted if report.drafts else 0) == max(count - 1, 0)  # no more than may be given
+    assert outcome(generation.generate_step) == expected
+    assert (report.drafts.drafted if report.drafts else 0) == max(count - 1, 0)  # at most as many as can be returned
 
 
-def test_processors_may_draw(enabled: Callable[..., Any]) -> None:
+def test_logits_processors_may_use_random_numbers(enabled: Callable[..., Any]) -> None:
     model, prompt = build(), prompt_of(60)
     options = {"logits_processors": [lambda tokens, logits: logits + mx.random.gumbel(logits.shape)]}
     mx.random.seed(3)
-    expected = said(generation.original, model, prompt, 20, **options)[0], mx.random.uniform().item()
+    expected = generate(generation.original, model, prompt, 20, **options)[0], mx.random.uniform().item()
     enabled(model, SPARQ, 3)
     mx.random.seed(3)
-    assert (said(generation.generate_step, model, prompt, 20, **options)[0], mx.random.uniform().item()) == expected
+    assert (generate(generation.generate_step, model, prompt, 20, **options)[0], mx.random.uniform().item()) == expected
 
 
-def test_python_ends_quietly_in_the_middle_of_an_answer() -> None:
+def test_interpreter_exits_cleanly_during_an_answer() -> None:
     script = (
         "import mlx.core as mx, mlx_sparse, tiny_models as tiny\n"
         "from mlx_sparse.lm.speculative.generation import generate_step\n"
@@ -274,7 +249,7 @@ def test_python_ends_quietly_in_the_middle_of_an_answer() -> None:
         f"mlx_sparse.enable(model, {SPARQ!r}, lossless=True, draft_tokens=3)\n"
         "answer = generate_step(mx.array(tiny.prompt_of(60)), model)\n"
         "next(answer)\n"
-        "tiny.kept = answer  # longer than modules that it uses\n"
+        "tiny.answer = answer  # outlives the modules that it uses\n"
     )
     folder = str(Path(tiny_models.__file__).parent)
     environment = {**os.environ, "PYTHONPATH": folder}
@@ -282,12 +257,12 @@ def test_python_ends_quietly_in_the_middle_of_an_answer() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_another_thread_goes_on_from_windows_that_were_cut_back(enabled: Callable[..., Any]) -> None:
+def test_another_thread_can_use_trimmed_windows(enabled: Callable[..., Any]) -> None:
     model, cache = build("gemma3_text"), []
 
     def answer() -> None:
         cache.extend(make_prompt_cache(model))
-        said(generation.generate_step, model, prompt_of(60), 2, prompt_cache=cache)
+        generate(generation.generate_step, model, prompt_of(60), 2, prompt_cache=cache)
 
     enabled(model, SPARQ, 5)
     thread = threading.Thread(target=answer)
@@ -297,29 +272,29 @@ def test_another_thread_goes_on_from_windows_that_were_cut_back(enabled: Callabl
     assert len(rows(cache)) == 2 * len(cache)
 
 
-def test_short_contexts_and_caches_that_are_yet_to_be_quantised_are_not_drafted(enabled: Callable[..., Any]) -> None:
+def test_short_contexts_and_caches_before_quantization_are_not_drafted(enabled: Callable[..., Any]) -> None:
     model, prompt = build("llama", head_dim=32), prompt_of(60)
     report = enabled(model, "sparq:rank=4,top_k=16,dense_below=80", 4)
-    said(generation.generate_step, model, prompt, 40)
+    generate(generation.generate_step, model, prompt, 40)
     assert 18 <= report.drafts.alone <= 22 and report.drafts.checks > 0
     options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 90}
     mlx_sparse.disable(model)
-    expected, _ = said(generation.original, model, prompt, 60, **options)
+    expected, _ = generate(generation.original, model, prompt, 60, **options)
     report = enabled(model, SPARQ, 4)
-    assert said(generation.generate_step, model, prompt, 60, **options)[0] == expected
+    assert generate(generation.generate_step, model, prompt, 60, **options)[0] == expected
     assert 28 <= report.drafts.alone <= 32 and report.drafts.checks > 0
-    # A prompt whose keys are quantised at once is as long as any other.
+    # A cache that is quantized from the start counts all its keys.
     mlx_sparse.disable(model)
     report = enabled(model, "sparq:rank=4,top_k=16,dense_below=40", 4)
-    said(generation.generate_step, model, prompt, 20, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
+    generate(generation.generate_step, model, prompt, 20, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
     assert report.drafts.alone == 0 and report.drafts.checks > 0
 
 
 @pytest.mark.parametrize(("start", "count"), [(160, 140), (160, 143), (160, 160), (0, 20)])
-def test_what_is_quantised_inside_an_answer_is_what_dense_decoding_quantises(
+def test_cache_quantized_during_an_answer_equals_dense_decoding(
     start: int, count: int, enabled: Callable[..., Any]
 ) -> None:
-    """To the last bit: a key that is rounded otherwise may get another code of 4 bits."""
+    """Compare bitwise, because another rounding of a key may change its 4-bit value."""
     model, prompt = build("llama", head_dim=32), prompt_of(17 if start else 90)
     options = {"prefill_step_size": 16, "kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
     caches = []
@@ -327,7 +302,7 @@ def test_what_is_quantised_inside_an_answer_is_what_dense_decoding_quantises(
         if steps_of is generation.generate_step:
             enabled(model, "oracle_top_k:top_k=8", 1)
         caches.append(make_prompt_cache(model))
-        said(steps_of, model, prompt, count, prompt_cache=caches[-1], **options)
+        generate(steps_of, model, prompt, count, prompt_cache=caches[-1], **options)
     for layers in zip(*caches, strict=True):
         assert [hasattr(layer, "bits") for layer in layers] == [len(prompt) + count >= start] * 2
         dense, ours = (
@@ -339,16 +314,16 @@ def test_what_is_quantised_inside_an_answer_is_what_dense_decoding_quantises(
 @pytest.mark.parametrize(
     ("attn", "options", "message"),
     [
-        ("sample+sparq", {}, "lossless: expected a method for new tokens, got sample, which changes prompts."),
-        ("sample", {}, "lossless: expected a method for new tokens, got sample, which changes prompts."),
-        ("h2o", {}, "lossless: expected a method for new tokens that can take them back, got h2o, which counts"),
-        ("dense", {}, "lossless: expected a method for new tokens that can take them back, got none."),
+        ("sample+sparq", {}, "lossless: expected a decode method only, got sample, which makes prefill sparse."),
+        ("sample", {}, "lossless: expected a decode method only, got sample, which makes prefill sparse."),
+        ("h2o", {}, "lossless: expected a decode method that can draft, got h2o, which cannot"),
+        ("dense", {}, "lossless: expected a decode method that can draft, got none."),
         ("sparq", {"draft_tokens": 8}, "lossless: expected 1 to 7 drafts for each check, got 8."),
         ("sparq", {"draft_tokens": 0}, "lossless: expected 1 to 7 drafts for each check, got 0."),
         ("sparq", {"lossless": False, "draft_tokens": 2}, "draft_tokens: expected none without lossless, got 2."),
     ],
 )
-def test_what_cannot_draft_is_refused_in_one_line(attn: str, options: dict[str, Any], message: str) -> None:
+def test_unsupported_methods_are_refused_in_one_line(attn: str, options: dict[str, Any], message: str) -> None:
     model = build()
     with pytest.raises(ConfigError) as error:
         mlx_sparse.enable(model, attn, **{"lossless": True, **options})
@@ -365,11 +340,9 @@ def test_what_cannot_draft_is_refused_in_one_line(attn: str, options: dict[str, 
         ({"batch_size": 2}, True, "--lossless: expected one sequence at a time, got --batch-size 2."),
     ],
 )
-def test_company_that_cannot_be_kept_is_refused_in_one_line(
-    options: dict[str, Any], generates: bool, message: str
-) -> None:
+def test_conflicting_options_are_refused_in_one_line(options: dict[str, Any], generates: bool, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        check_company(argparse.Namespace(**options), "mlx_lm.evaluate", generates=generates)
+        check_options(argparse.Namespace(**options), "mlx_lm.evaluate", generates=generates)
     assert str(error.value) == message
 
 
@@ -384,7 +357,7 @@ def test_a_part_of_a_model_is_refused(enabled: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(UNEVEN))
-def test_families_that_mlx_lm_masks_otherwise_for_several_queries_are_refused(family: str) -> None:
+def test_families_with_other_masks_for_multi_token_decode_are_refused(family: str) -> None:
     model = family_models.build(family)
     with pytest.raises(ConfigError, match=f"lossless: expected a model that checks .*, got {family}\\.$"):
         mlx_sparse.enable(model, SPARQ, lossless=True)
@@ -395,15 +368,15 @@ def test_families_that_mlx_lm_masks_otherwise_for_several_queries_are_refused(fa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_kv_size": 16}, "lossless: expected a cache that keeps all keys, got max_kv_size=16."),
+        ({"max_kv_size": 16}, "lossless: expected a cache that stores all keys, got max_kv_size=16."),
         ({"input_embeddings": mx.zeros((4, 64))}, "lossless: expected a prompt of tokens, got embeddings."),
         (
             {"prompt_cache": [RotatingKVCache(32, keep=4), KVCache()]},
-            "lossless: expected a cache that keeps all keys, got one of --max-kv-size (max_kv_size).",
+            "lossless: expected a cache that stores all keys, got one of --max-kv-size.",
         ),
     ],
 )
-def test_an_answer_that_cannot_be_drafted_is_refused_in_one_line(
+def test_unsupported_calls_are_refused_in_one_line(
     options: dict[str, Any], message: str, enabled: Callable[..., Any]
 ) -> None:
     model = build()
@@ -419,7 +392,7 @@ def test_an_answer_that_cannot_be_drafted_is_refused_in_one_line(
         *(("auto", "llama", {"num_key_value_heads": 1, "num_attention_heads": 32, "head_dim": 16}, 3),),
     ],
 )
-def test_drafts_on_a_gpu_are_as_many_as_a_kernel_checks(
+def test_draft_length_on_metal_is_limited_by_the_kernel(
     backend: str, family: str, options: dict[str, Any], drafts: int, metal: Metal
 ) -> None:
     eight = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16}
@@ -432,7 +405,7 @@ def test_drafts_on_a_gpu_are_as_many_as_a_kernel_checks(
 
 
 @pytest.mark.parametrize(("family", "heads"), [("llama", (4, 2)), ("gpt_oss", (16, 2))])
-def test_a_check_on_a_gpu_reads_keys_once_and_says_what_dense_decoding_says(
+def test_verification_on_metal_reads_keys_once_and_equals_dense_decoding(
     family: str, heads: tuple[int, int], metal: Metal
 ) -> None:
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
@@ -440,10 +413,10 @@ def test_a_check_on_a_gpu_reads_keys_once_and_says_what_dense_decoding_says(
     for layer in model.layers:
         if hasattr(layer.self_attn, "sinks"):
             layer.self_attn.sinks = mx.arange(heads[0], dtype=mx.float32) / 4
-    expected, logprobs = said(generation.original, model, prompt, 6)
+    expected, logprobs = generate(generation.original, model, prompt, 6)
     mlx_sparse.enable(model, SPARQ, lossless=True, draft_tokens=3)
     try:
-        found, ours = said(generation.generate_step, model, prompt, 6)
+        found, ours = generate(generation.generate_step, model, prompt, 6)
     finally:
         mlx_sparse.disable(model)
     assert found == expected
@@ -460,7 +433,7 @@ def test_a_check_on_a_gpu_reads_keys_once_and_says_what_dense_decoding_says(
         *((16, 8, 128, True), (16, 9, 128, False), (3, 2, 72, False), (4, 16, 256, True)),
     ],
 )
-def test_what_mlx_has_a_kernel_for_is_left_to_it(L: int, G: int, D: int, ours: bool, metal: Metal) -> None:
+def test_large_groups_use_our_kernel_only_where_mlx_has_none(L: int, G: int, D: int, ours: bool, metal: Metal) -> None:
     q, k = mx.zeros((1, 2 * G, L, D)), mx.zeros((1, 2, 20, D))
     assert large_group("auto", q, k) == large_group("metal", q, k) == ours
     assert not large_group("ops", q, k)

@@ -1,4 +1,4 @@
-"""`enable`, `disable`, `sparse` and `report`: what they do to a model, and what happens in every way of calling it."""
+"""Test `enable`, `disable`, `sparse` and `report`, and all ways to call an enabled model."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ import mlx.core as mx
 import pytest
 from mlx_lm import batch_generate, stream_generate
 from mlx_lm.generate import generate_step
-from mlx_lm.models import base, llama
+from mlx_lm.models import llama
 from mlx_lm.models.cache import (
     KVCache,
-    RotatingKVCache,
-    load_prompt_cache,
     make_prompt_cache,
-    save_prompt_cache,
     trim_prompt_cache,
 )
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tiny_models import EOS, FAMILIES, EveryStepSparQ, build, greedy, prompt_of, tokenizer_json
-from transformers import PreTrainedTokenizerFast
+from tiny_models import FAMILIES, EveryStepSparQ, build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseKVCache
@@ -41,16 +37,6 @@ PROMPT, STEPS, LAYERS = 24, 8, 2
 A_FEW = "in multi-token decode (verification step or short prompt)"
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> TokenizerWrapper:
-    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer_json()), eos_token_ids=[EOS])
-
-
-@pytest.fixture
-def model() -> Any:
-    return build()
-
-
 @pytest.fixture
 def dense() -> list[int]:
     return greedy(build(), prompt_of(PROMPT), STEPS)[0]
@@ -61,7 +47,7 @@ def tokens_of(model: Any, steps: int = STEPS, cache: list[Any] | None = None) ->
 
 
 @pytest.mark.parametrize("leave", [mlx_sparse.disable, None])
-def test_mlx_lm_has_its_functions_back_after_the_last_lossless_model(leave: Any):
+def test_mlx_lm_functions_are_restored_after_the_last_lossless_model(leave: Any):
     models = [build(), build()]
     for one in models:
         mlx_sparse.enable(one, SPARSE, lossless=True)
@@ -99,7 +85,7 @@ def test_a_decoded_token_visits_at_most_ten_of_our_files(model: Any, attn: str):
     assert len(seen) <= 10, sorted(seen)
 
 
-def test_enable_returns_the_report_that_keeps_counting(model: Any):
+def test_enable_returns_a_live_report(model: Any):
     report = mlx_sparse.enable(model, SPARSE)
     assert report is mlx_sparse.report(model)
     assert report.sparse_calls == 0
@@ -111,7 +97,7 @@ def test_enable_returns_the_report_that_keeps_counting(model: Any):
     )
 
 
-def test_a_step_over_as_many_keys_as_the_threshold_is_sparse_and_one_over_fewer_is_not(model: Any):
+def test_threshold_is_the_smallest_sparse_context(model: Any):
     with mlx_sparse.sparse(model, f"sparq:rank=4,top_k=4,dense_below={PROMPT + 3}") as report:
         tokens_of(model, 6)  # over PROMPT + 1 to PROMPT + 6 keys
     assert report.dense_calls[f"over fewer than {PROMPT + 3} keys"] == LAYERS * 2
@@ -125,7 +111,7 @@ def test_enabling_twice_is_refused_and_changes_nothing(model: Any):
     assert mlx_sparse.report(model) is report
 
 
-def test_disable_is_idempotent_and_leaves_other_models_alone(model: Any, dense: list[int]):
+def test_disable_is_idempotent(model: Any, dense: list[int]):
     mlx_sparse.disable(model)
     mlx_sparse.enable(model, SPARSE)
     mlx_sparse.disable(model)
@@ -142,14 +128,14 @@ def test_an_exception_in_the_with_block_restores_the_model(model: Any, dense: li
     assert tokens_of(model) == dense
 
 
-def test_an_exception_in_the_model_leaves_no_plan_behind(model: Any):
+def test_exception_in_the_model_resets_the_active_call(model: Any):
     with mlx_sparse.sparse(model, SPARSE):
         with pytest.raises(ValueError, match="dtype"):
-            model(mx.zeros((1, 2)), cache=make_prompt_cache(model))  # token numbers are no floats
+            model(mx.zeros((1, 2)), cache=make_prompt_cache(model))  # tokens must be integers
         assert seam.active.get() is None
 
 
-def test_two_models_of_one_module_run_by_their_own_methods(model: Any):
+def test_two_models_of_one_module_use_their_own_methods(model: Any):
     other, untouched = build(seed=1), build()
     alone = [tokens_of(build()), tokens_of(build(seed=1))]
     with mlx_sparse.sparse(model, SPARSE) as first:
@@ -159,14 +145,14 @@ def test_two_models_of_one_module_run_by_their_own_methods(model: Any):
             assert tokens_of(untouched) == alone[0]
             assert tokens_of(model) == only_first != alone[0]
         assert second.sparse_calls == LAYERS * STEPS
-        # The first one's module is still ours after the second one left it.
+        # The module of the first model stays patched after the second model is disabled.
         assert tokens_of(model) == only_first
         assert tokens_of(other) == alone[1]
         assert first.sparse_calls == 3 * LAYERS * STEPS
     assert tokens_of(model) == alone[0]
 
 
-def test_a_cache_made_before_enable_is_taken_over(model: Any):
+def test_cache_made_before_enable_is_adopted(model: Any):
     cache = make_prompt_cache(model)
     model(mx.array([prompt_of(PROMPT)]), cache=cache)
     with mlx_sparse.sparse(model, SPARSE) as report:
@@ -175,29 +161,7 @@ def test_a_cache_made_before_enable_is_taken_over(model: Any):
     assert isinstance(cache[0], SparseKVCache)
 
 
-def test_a_cache_used_sparsely_goes_on_densely_after_disable(model: Any):
-    cache, plain = make_prompt_cache(model), make_prompt_cache(model)
-    model(mx.array([prompt_of(PROMPT)]), cache=plain)
-    with mlx_sparse.sparse(model, SPARSE):
-        tokens_of(model, 3, cache)
-        trim_prompt_cache(cache, 3)
-    logits = [model(mx.array([[5]]), cache=each) for each in (cache, plain)]
-    assert mx.array_equal(*logits)
-
-
-def test_a_cache_from_a_file_and_one_reused_after_trim_give_the_same_tokens(model: Any, tmp_path: Path):
-    file = str(tmp_path / "cache.safetensors")
-    with mlx_sparse.sparse(model, SPARSE):
-        cache = make_prompt_cache(model)
-        model(mx.array([prompt_of(PROMPT)]), cache=cache)
-        save_prompt_cache(file, cache)
-        first = greedy(model, [7, 8, 9], STEPS, cache)[0]
-        trim_prompt_cache(cache, 3 + STEPS)
-        assert greedy(model, [7, 8, 9], STEPS, cache)[0] == first
-        assert greedy(model, [7, 8, 9], STEPS, load_prompt_cache(file))[0] == first
-
-
-def test_speculative_decoding_verifies_densely_and_gives_the_dense_text(model: Any, tokenizer: TokenizerWrapper):
+def test_speculative_decoding_verifies_densely(model: Any, tokenizer: TokenizerWrapper):
     draft, prompt = build(seed=1), prompt_of(PROMPT)
     expected = [token for token, _ in generate_step(mx.array(prompt), build(), max_tokens=STEPS)]
     with mlx_sparse.sparse(model, SPARSE) as report, mlx_sparse.sparse(draft, SPARSE) as drafts:
@@ -206,21 +170,6 @@ def test_speculative_decoding_verifies_densely_and_gives_the_dense_text(model: A
     assert report.sparse_calls == 0
     assert report.dense_calls[A_FEW] > 0
     assert drafts.sparse_calls > 0
-
-
-def test_a_draft_as_good_as_the_model_is_accepted_through_trims(model: Any, tokenizer: TokenizerWrapper):
-    draft, prompt = build(), prompt_of(PROMPT)
-    with mlx_sparse.sparse(draft, EVERY_KEY) as drafts:
-        responses = list(stream_generate(model, tokenizer, prompt, STEPS, draft_model=draft, num_draft_tokens=3))
-    assert sum(response.from_draft for response in responses) == 6  # three of every four
-    assert drafts.sparse_calls > 0
-
-
-def test_a_rotating_cache_is_dense_and_counted():
-    model = build("qwen3")
-    with mlx_sparse.sparse(model, SPARSE) as report:
-        tokens_of(model, STEPS, [RotatingKVCache(16) for _ in range(LAYERS)])
-    assert report.dense_calls == {"with a sliding window (RotatingKVCache)": LAYERS * (STEPS + 1)}
 
 
 def test_a_call_without_a_cache_is_dense_and_counted(model: Any):
@@ -250,7 +199,7 @@ def test_an_array_mask_is_dense_and_counted(model: Any):
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
-def test_a_copy_of_an_enabled_model_is_not_enabled_and_leaves_it_alone(duplicate: Any, model: Any, dense: list[int]):
+def test_copy_of_an_enabled_model_is_not_enabled(duplicate: Any, model: Any, dense: list[int]):
     with mlx_sparse.sparse(model, SPARSE) as report:
         sparse = tokens_of(model)
         calls = report.sparse_calls
@@ -269,7 +218,7 @@ RAGGED = [24, 9, 17, 30]
 
 
 def token_ids(response: Any) -> list[list[int]]:
-    """Read back from the text, whose words are ``w1``, ``w2``, ...: mlx-lm 0.31 returns nothing else."""
+    """Return the token ids of the texts, whose words are ``w1``, ``w2``, .... mlx-lm 0.31 returns no ids."""
     return [[int(word.removeprefix("w")) for word in text.split()] for text in response.texts]
 
 
@@ -291,56 +240,6 @@ def test_a_ragged_batch_over_every_key_gives_the_dense_tokens(family: str, token
     assert not [reason for reason in report.dense_calls if "mask" in reason]
 
 
-@pytest.mark.parametrize(
-    ("family", "attn"),
-    [
-        ("llama", SPARSE),
-        ("llama", SPARSE + ",reallocate=true"),
-        ("llama", "streaming:sink_tokens=1,recent_tokens=3"),
-        ("llama", "oracle_top_k:top_k=4"),
-        ("llama", "flexgen:top_k=4"),
-        ("qwen3", SPARSE),
-        ("gpt_oss", SPARSE),
-    ],
-)
-def test_each_row_of_a_ragged_batch_is_that_prompt_alone(family: str, attn: str, tokenizer: TokenizerWrapper):
-    model = build(family)
-    dense = batch(model, tokenizer, RAGGED)
-    with mlx_sparse.sparse(model, attn) as report:
-        together = batch(model, tokenizer, RAGGED)
-        assert report.sparse_calls == report.served_layers * (STEPS + 1)
-        for length, tokens in zip(RAGGED, together, strict=True):
-            assert batch(model, tokenizer, [length]) == [tokens]
-            steps = generate_step(mx.array(prompt_of(length, seed=length)), model, max_tokens=STEPS)
-            assert [token for token, _ in steps] == tokens
-    assert together != dense
-
-
-def test_rows_that_end_early_leave_the_batch_right(model: Any, tokenizer: TokenizerWrapper):
-    prompts, ends = [prompt_of(length, seed=length) for length in RAGGED], [2, STEPS, 5, 4]
-    with mlx_sparse.sparse(model, SPARSE):
-        together = token_ids(batch_generate(model, tokenizer, prompts, max_tokens=ends))
-        for length, end, tokens in zip(RAGGED, ends, together, strict=True):
-            assert batch(model, tokenizer, [length])[0][:end] == tokens
-
-
-def test_a_batch_goes_on_from_the_caches_of_another(model: Any, tokenizer: TokenizerWrapper):
-    prompts, options = [prompt_of(length, seed=length) for length in RAGGED], {"max_tokens": 3}
-    with mlx_sparse.sparse(model, SPARSE) as report:
-        first = batch_generate(model, tokenizer, prompts, return_prompt_caches=True, **options)
-        follow = [[tokens[-1], 5, 6, 7] for tokens in token_ids(first)]
-        together = token_ids(batch_generate(model, tokenizer, follow, first.caches, **options))
-        for prompt, cache, tokens in zip(follow, first.caches, together, strict=True):
-            assert token_ids(batch_generate(model, tokenizer, [prompt], [cache], **options)) == [tokens]
-    assert not [reason for reason in report.dense_calls if "mask" in reason]
-
-
-def test_one_query_head_per_kv_head_is_ranked_by_the_query_and_mixes_in_the_mean():
-    with mlx_sparse.sparse(build(num_key_value_heads=4), SPARSE) as report:
-        pass
-    assert "component_score=query," in report.attn and "reallocate" not in report.attn
-
-
 def test_a_rank_above_the_head_dim_is_refused_and_leaves_the_model_alone(model: Any, dense: list[int]):
     with pytest.raises(mlx_sparse.ConfigError, match=r"^rank: expected at most the head dim D=16, got 17\.$"):
         mlx_sparse.enable(model, "sparq:rank=17")
@@ -349,7 +248,7 @@ def test_a_rank_above_the_head_dim_is_refused_and_leaves_the_model_alone(model: 
 
 
 @pytest.mark.parametrize("attn", ["dense+sparq", "sample+h2o", "flash", "sparq+streaming", "", "sparq:preset=none"])
-def test_what_a_model_cannot_run_is_refused(attn: str, model: Any):
+def test_unsupported_methods_of_a_model_are_refused(attn: str, model: Any):
     with pytest.raises(mlx_sparse.ConfigError, match=r"expected .*, got .*\.$"):
         mlx_sparse.enable(model, attn)
     assert mlx_sparse.report(model) is None
@@ -375,7 +274,7 @@ def other_parameters(queries: Any, keys: Any, values: Any, mask: Any) -> Any:
         (KVCache, "state", property(lambda _: (None, None)), "KVCache"),
     ],
 )
-def test_a_moved_interface_of_mlx_lm_is_loud_and_names_the_version(
+def test_changed_interface_of_mlx_lm_raises_with_the_version(
     owner: Any, name: str, moved: Any, problem: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ):
     if moved is None:
@@ -387,7 +286,7 @@ def test_a_moved_interface_of_mlx_lm_is_loud_and_names_the_version(
     assert problem in str(error.value)
 
 
-def test_threads_run_side_by_side_by_their_own_models(dense: list[int]):
+def test_threads_use_the_methods_of_their_own_models(dense: list[int]):
     results: dict[str, Any] = {}
 
     def work(name: str, attn: str | None) -> None:
@@ -406,12 +305,3 @@ def test_threads_run_side_by_side_by_their_own_models(dense: list[int]):
     tokens, report = results["sparse"]
     assert tokens == [tokens[0]] * 5 != [dense] * 5
     assert report.sparse_calls == 5 * LAYERS * STEPS
-
-
-def test_a_model_enabled_here_runs_sparsely_in_another_thread(model: Any):
-    with mlx_sparse.sparse(model, SPARSE) as report:
-        thread = threading.Thread(target=lambda: (tokens_of(model), mx.synchronize()))
-        thread.start()
-        thread.join(60)
-    assert report.sparse_calls == LAYERS * STEPS
-    assert base.scaled_dot_product_attention is seam.original

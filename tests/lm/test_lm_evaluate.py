@@ -1,4 +1,4 @@
-"""mlx_lm.evaluate with --attn: what requests of public suites score, which calls are sparse, and what is said."""
+"""Test mlx_lm.evaluate with --attn: scores, sparse calls and messages of requests of public suites."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from mlx_lm import evaluate
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
-from tiny_models import EveryStepSparQ, prompt_of, words, write
+from tiny_models import prompt_of, words, write
 
 from mlx_sparse import cli
 from mlx_sparse.api.call_report import JSON_KEY
 from mlx_sparse.extras import install_hint
 from mlx_sparse.lm import disable, sparse
 from mlx_sparse.lm.command import run
-from mlx_sparse.methods import METHODS
 
 pytestmark = pytest.mark.slow  # commands
 
@@ -45,14 +44,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def loaded(model: Path) -> Iterator[Any]:
-    """The model, to be asked directly."""
+    """Load the model for direct calls."""
     found = load(str(model))[0]
     yield found
     disable(found)
 
 
-def asked(model: Path, attn: str | None, kind: str, *requests: Any, batch_size: int = 8) -> Any:
-    """What mlx-lm's model for lm-eval answers to requests in a command with ``--attn``."""
+def run_requests(model: Path, attn: str | None, kind: str, *requests: Any, batch_size: int = 8) -> Any:
+    """Return the answers of mlx-lm's model for lm-eval to requests in a command with ``--attn``."""
 
     def main() -> Any:
         parser = argparse.ArgumentParser()
@@ -66,7 +65,7 @@ def asked(model: Path, attn: str | None, kind: str, *requests: Any, batch_size: 
 
 
 def likelihood(model: Any, context: list[int], tokens: list[int]) -> float:
-    """Log-likelihood of ``tokens``, each from a step of one token, after a context of which all but the last is one."""
+    """Return the log-likelihood of ``tokens``: prefill of all context tokens except the last, then decode steps."""
     cache = make_prompt_cache(model)
     if context[:-1]:
         model(mx.array([context[:-1]]), cache=cache)
@@ -80,52 +79,50 @@ def choices(length: int = CONTEXT) -> tuple[list[int], list[list[int]]]:
     return prompt_of(length, 3), [prompt_of(count, 7 + count) for count in CONTINUATIONS]
 
 
-def asked_likelihoods(model: Path, attn: str | None, length: int = CONTEXT) -> list[float]:
+def likelihoods(model: Path, attn: str | None, length: int = CONTEXT) -> list[float]:
     context, tails = choices(length)
-    answers = asked(model, attn, "loglikelihood", *((words(context), f" {words(tail)}") for tail in tails))
+    answers = run_requests(model, attn, "loglikelihood", *((words(context), f" {words(tail)}") for tail in tails))
     return [score for score, _ in answers]
 
 
 def report(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], list[str]]:
-    """What was said at the end as JSON, and the lines of ours before it."""
+    """Return the JSON report, and our lines before it."""
     *lines, last = capsys.readouterr().err.splitlines()
     return json.loads(last), [line for line in lines if line.startswith("[mlx-sparse]")]
 
 
 def test_continuations_are_decoded_after_a_dense_context(model: Path, loaded: Any, capsys: Any):
-    found = asked_likelihoods(model, SPARQ)
+    found = likelihoods(model, SPARQ)
     context, tails = choices()
     with sparse(loaded, SPARQ):
         np.testing.assert_allclose(found, [likelihood(loaded, context, tail) for tail in tails], rtol=1e-5)
-    said, lines = report(capsys)
-    assert not np.allclose(found, asked_likelihoods(model, None), rtol=1e-3)
-    steps = LAYERS * (1 + sum(count - 1 for count in CONTINUATIONS))  # the context's last token once, then all but one
-    assert said["requests"] == {
+    figures, lines = report(capsys)
+    assert not np.allclose(found, likelihoods(model, None), rtol=1e-3)
+    # One step for the last context token, then one for every token except the last.
+    steps = LAYERS * (1 + sum(count - 1 for count in CONTINUATIONS))
+    assert figures["requests"] == {
         "loglikelihood": {"sparse_prompt": 0, "sparse_decode": steps, "dense": {PROMPTS: LAYERS}}
     }
-    assert (said[JSON_KEY][0]["sparse_calls"], lines) == (steps, [])
+    assert (figures[JSON_KEY][0]["sparse_calls"], lines) == (steps, [])
 
 
-def test_scores_are_those_of_dense_attention_where_every_key_is_chosen(
-    model: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(METHODS, "sparq", EveryStepSparQ)
-    found = asked_likelihoods(model, "sparq:rank=4,top_k=64")
-    assert report(capsys)[0]["requests"]["loglikelihood"]["sparse_decode"] > 0
-    np.testing.assert_allclose(found, asked_likelihoods(model, None), rtol=1e-5)
-
-
-def test_likelihoods_that_no_sparse_call_had_a_part_in_are_said_to_be_dense(model: Path, capsys: Any):
-    found = asked_likelihoods(model, "sparq:rank=4,top_k=64")
-    said, (warning,) = report(capsys)
-    assert said["requests"]["loglikelihood"]["sparse_decode"] == 0
-    assert "loglikelihood requests made no sparse call with sparq, so their figures are dense attention's" in warning
+def test_likelihoods_without_sparse_calls_are_reported_as_dense(model: Path, capsys: Any):
+    found = likelihoods(model, "sparq:rank=4,top_k=64")
+    figures, (warning,) = report(capsys)
+    assert figures["requests"]["loglikelihood"]["sparse_decode"] == 0
+    assert "loglikelihood requests made no sparse call with sparq, so their results are for dense attention" in warning
     assert "over fewer than 65 keys" in warning
-    np.testing.assert_allclose(found, asked_likelihoods(model, None), rtol=1e-5)
+    np.testing.assert_allclose(found, likelihoods(model, None), rtol=1e-5)
 
 
 def test_contexts_are_sparse_prompts_and_continuations_are_decoded(model: Path, loaded: Any, capsys: Any):
-    both, alone, dense = (asked_likelihoods(model, attn, LONG) for attn in (f"{SAMPLE}+{SPARQ}", SAMPLE, None))
+    dense = likelihoods(model, None, LONG)
+    capsys.readouterr()
+    alone = likelihoods(model, SAMPLE, LONG)
+    figures, lines = report(capsys)
+    assert figures["requests"]["loglikelihood"]["sparse_prompt"] == LAYERS
+    assert lines == ["[mlx-sparse] using --batch-size 1: sample needs prompts without padding."]
+    both = likelihoods(model, f"{SAMPLE}+{SPARQ}", LONG)
     context, tails = choices(LONG)
     with sparse(loaded, f"{SAMPLE}+{SPARQ}"):
         np.testing.assert_allclose(both, [likelihood(loaded, context, tail) for tail in tails], rtol=1e-5)
@@ -133,23 +130,16 @@ def test_contexts_are_sparse_prompts_and_continuations_are_decoded(model: Path, 
     assert not np.allclose(alone, dense, rtol=1e-3)
 
 
-def test_a_prefill_method_alone_leaves_no_warning_where_contexts_are_long(model: Path, capsys: Any):
-    asked_likelihoods(model, SAMPLE, LONG)
-    said, lines = report(capsys)
-    assert said["requests"]["loglikelihood"]["sparse_prompt"] == LAYERS
-    assert lines == ["[mlx-sparse] --batch-size 1: sample takes prompts without padding."]
-
-
-def test_a_method_without_a_part_in_the_prompts_is_named(model: Path, capsys: Any):
-    asked_likelihoods(model, f"{SAMPLE}+{SPARQ}")
-    said, (_, warning) = report(capsys)
-    assert said["requests"]["loglikelihood"]["sparse_decode"] > 0
-    assert "made no sparse call with sample, so their prompts stayed dense" in warning
+def test_warning_names_a_prefill_method_without_sparse_calls(model: Path, capsys: Any):
+    likelihoods(model, f"{SAMPLE}+{SPARQ}")
+    figures, (_, warning) = report(capsys)
+    assert figures["requests"]["loglikelihood"]["sparse_decode"] > 0
+    assert "made no sparse call with sample, so their prefill stayed dense" in warning
 
 
 def test_whole_texts_are_decoded_token_by_token(model: Path, loaded: Any, capsys: Any):
     texts = [prompt_of(count, count) for count in (TEXT, TEXT - 9)]  # shorter rows of a batch are padded at the end
-    found = asked(model, SPARQ, "loglikelihood_rolling", *((words(text),) for text in texts))
+    found = run_requests(model, SPARQ, "loglikelihood_rolling", *((words(text),) for text in texts))
     with sparse(loaded, SPARQ):
         np.testing.assert_allclose(found, [likelihood(loaded, text[:1], text[1:]) for text in texts], rtol=1e-5)
     calls = report(capsys)[0]["requests"]["loglikelihood_rolling"]
@@ -157,34 +147,34 @@ def test_whole_texts_are_decoded_token_by_token(model: Path, loaded: Any, capsys
     assert calls["dense"] == {"over fewer than 5 keys": LAYERS * 4}
 
 
-def test_whole_texts_are_prompts_beside_a_prefill_method(model: Path, loaded: Any, capsys: Any):
+def test_whole_texts_use_the_prefill_method(model: Path, loaded: Any, capsys: Any):
     texts = [prompt_of(count, count) for count in (LONG, LONG - 40)]
-    found = asked(model, f"{SAMPLE}+{SPARQ}", "loglikelihood_rolling", *((words(text),) for text in texts))
-    said, lines = report(capsys)
+    found = run_requests(model, f"{SAMPLE}+{SPARQ}", "loglikelihood_rolling", *((words(text),) for text in texts))
+    figures, lines = report(capsys)
     with sparse(loaded, SAMPLE):
         for text, score in zip(texts, found, strict=True):
             logits = loaded(mx.array([text[:-1]]), cache=make_prompt_cache(loaded))[0]
             picked = mx.take_along_axis(nn.log_softmax(logits), mx.array(text[1:])[:, None], axis=-1)
             np.testing.assert_allclose(score, picked.sum().item(), rtol=1e-5)
-    assert said["requests"]["loglikelihood_rolling"]["sparse_prompt"] == LAYERS * len(texts)
+    assert figures["requests"]["loglikelihood_rolling"]["sparse_prompt"] == LAYERS * len(texts)
     assert "made no sparse call with sparq, so their decoding stayed dense" in lines[-1]
 
 
 @pytest.mark.parametrize("attn", [SPARQ, f"{SAMPLE}+{SPARQ}"])
-def test_text_is_generated_as_it_is_elsewhere(model: Path, loaded: Any, attn: str):
+def test_generated_text_equals_generate_step(model: Path, loaded: Any, attn: str):
     prompts = [prompt_of(count, count) for count in (LONG, LONG - 7)]
     options = {"until": ["nothing"], "max_gen_toks": TOKENS}
-    found = asked(model, attn, "generate_until", *((words(prompt), options) for prompt in prompts))
+    found = run_requests(model, attn, "generate_until", *((words(prompt), options) for prompt in prompts))
     with sparse(loaded, attn):
         generated = [list(generate_step(mx.array(prompt), loaded, max_tokens=TOKENS)) for prompt in prompts]
     assert found == [words([token for token, _ in tokens]) for tokens in generated]
 
 
-def test_without_a_method_all_is_as_mlx_lm_has_it(model: Path, capsys: Any):
+def test_without_a_method_scores_equal_mlx_lms(model: Path, capsys: Any):
     context, tails = choices()
     requests = [SimpleNamespace(args=(words(context), f" {words(tail)}")) for tail in tails]
     plain = evaluate.MLXLM(str(model), use_chat_template=False).loglikelihood(requests)
-    assert asked_likelihoods(model, None) == [score for score, _ in plain]
+    assert likelihoods(model, None) == [score for score, _ in plain]
     assert "mlx-sparse" not in capsys.readouterr().err
 
 
@@ -195,7 +185,7 @@ def test_an_mlx_lm_with_other_interfaces_is_refused(capsys: Any, monkeypatch: py
     assert "expected an evaluate.MLXLM._score_fn that takes a step size, got none" in capsys.readouterr().err
 
 
-def test_a_missing_lm_eval_is_named_with_its_extra(capsys: Any, monkeypatch: pytest.MonkeyPatch):
+def test_missing_lm_eval_error_names_the_extra(capsys: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "mlx_lm.evaluate")
     assert cli.main(["evaluate", "--model", "any", "--tasks", "any"]) == 2
@@ -230,7 +220,7 @@ def test_the_real_command_scores_local_tasks(
     documents = []
     for seed in range(DOCUMENTS):
         text, tails = prompt_of(CONTEXT, seed), [prompt_of(count, 50 + seed + count) for count in CONTINUATIONS]
-        with sparse(loaded, SPARQ):  # answers that only decoding with SparQ gets all right
+        with sparse(loaded, SPARQ):  # only decoding with SparQ gives these answers
             best = int(np.argmax([likelihood(loaded, text, tail) for tail in tails]))
             continued = [token for token, _ in generate_step(mx.array(text), loaded, max_tokens=TOKENS)]
         choice = {"choices": [words(tail) for tail in tails], "answer": best}
@@ -258,15 +248,16 @@ def test_the_real_command_scores_local_tasks(
     scored = DOCUMENTS * LAYERS * (1 + sum(count - 1 for count in CONTINUATIONS))
     assert results["choice"]["attn_calls"]["sparse_decode"] == scored
     assert results["choice"]["attn_calls"]["dense"] == {PROMPTS: DOCUMENTS * LAYERS}
-    assert results["text"]["attn_calls"]["sparse_decode"] == LAYERS * (TOKENS + 1)  # one batch, a token ahead
-    said = json.loads(done.stderr.splitlines()[-1])
-    assert said["requests"].keys() == {"loglikelihood", "generate_until"}
-    assert said[JSON_KEY][0]["sparse_calls"] == scored + LAYERS * (TOKENS + 1)
+    # All documents are one batch, which is computed one token ahead.
+    assert results["text"]["attn_calls"]["sparse_decode"] == LAYERS * (TOKENS + 1)
+    figures = json.loads(done.stderr.splitlines()[-1])
+    assert figures["requests"].keys() == {"loglikelihood", "generate_until"}
+    assert figures[JSON_KEY][0]["sparse_calls"] == scored + LAYERS * (TOKENS + 1)
     assert "warning" not in done.stderr
 
 
 def test_a_mistake_is_one_line_of_the_command(capsys: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["mlx_lm.evaluate", "--model", "any", "--tasks", "any", "--attn", "sparkle"])
     with pytest.raises(SystemExit):
-        evaluate.main()  # which the start-up hook has wrapped
+        evaluate.main()  # wrapped by the start-up hook
     assert capsys.readouterr().err.startswith("mlx_lm.evaluate: error: attn: expected one of ")

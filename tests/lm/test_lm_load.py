@@ -1,9 +1,10 @@
-"""What a batch answers is what each of its prompts answers alone, however requests join and leave."""
+"""Test that a batch gives the answers of single prompts while requests join and leave."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ import pytest
 from cases import covering
 from lm_prompts import SAMPLE, SPARQ, tiny_tokenizer
 from mlx_lm import batch_generate
-from saap_artefacts import ONLINE, attn, write_artefact
+from saap_artefacts import ONLINE, WINDOW, write_artefact
 from tier import some
 from tiny_models import build, prompt_of
 
@@ -33,50 +34,31 @@ def model() -> Any:
     return build()
 
 
+DECODE = {
+    "sparq": SPARQ,
+    "sample+sparq": f"{SAMPLE}+{SPARQ}",
+    "saap trained": f"saap:artefact={{artefact}},probes=2,dense_layers=0,{WINDOW}",
+    "saap online": f"{ONLINE},probes=2",
+    "quest": "quest:page_size=8,top_k=32,dense_below=0",
+}
+METHODS = {
+    **DECODE,
+    **{f"{name} of long contexts": text.replace("dense_below=0", "dense_below=75") for name, text in DECODE.items()},
+    "sample": SAMPLE,
+    "sample+saap online": f"{SAMPLE}+{ONLINE},probes=2",
+    "streaming": "streaming:recent_tokens=20",
+    "flexgen": "flexgen:top_k=24",
+    "oracle_top_k": "oracle_top_k:top_k=24",
+}
+
+
 @pytest.fixture(scope="module")
-def methods(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    artefact = write_artefact(tmp_path_factory.mktemp("load") / "model", model)
-    longer = {"dense_below": 75}
-    return {
-        "sparq": SPARQ,
-        "sparq of long contexts": SPARQ.replace("dense_below=0", "dense_below=75"),
-        "sample": SAMPLE,
-        "sample+sparq": f"{SAMPLE}+{SPARQ}",
-        "sample+sparq of long contexts": f"{SAMPLE}+{SPARQ}".replace("dense_below=0", "dense_below=75"),
-        "saap trained": attn(artefact, 2),
-        "saap trained, of long contexts": attn(artefact, 2, **longer),
-        "saap online": f"{ONLINE},probes=2",
-        "saap online, of long contexts": f"{ONLINE},probes=2".replace("dense_below=0", "dense_below=75"),
-        "sample+saap online": f"{SAMPLE}+{ONLINE},probes=2",
-        "streaming": "streaming:recent_tokens=20",
-        "quest": "quest:page_size=8,top_k=32,dense_below=0",
-        "quest of long contexts": "quest:page_size=8,top_k=32,dense_below=75",
-        "flexgen": "flexgen:top_k=24",
-        "oracle_top_k": "oracle_top_k:top_k=24",
-    }
-
-
-NAMES = [
-    "sparq",
-    "sparq of long contexts",
-    "sample",
-    "sample+sparq",
-    "sample+sparq of long contexts",
-    "saap trained",
-    "saap trained, of long contexts",
-    "saap online",
-    "saap online, of long contexts",
-    "sample+saap online",
-    "streaming",
-    "quest",
-    "quest of long contexts",
-    "flexgen",
-    "oracle_top_k",
-]
+def artefact(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_artefact(tmp_path_factory.mktemp("load") / "model", model)
 
 
 class Answers:
-    """Tokens of each prompt, and the logarithm of how probable each was."""
+    """Tokens of each prompt with their log-probabilities."""
 
     def __init__(self, model: Any, prompts: list[list[int]], counts: list[int], **options: Any) -> None:
         options |= {"return_token_ids": True, "return_logprobs": True}
@@ -84,15 +66,15 @@ class Answers:
         self.tokens, self.logprobs = found.token_ids, found.logprobs
 
 
-@pytest.mark.parametrize(("name", "options"), covering(some(NAMES, 6), [{}, JOINING]), ids=str)
-def test_answers_do_not_depend_on_load(name: str, options: dict[str, int], model: Any, methods: dict[str, Any]):
-    """With prompts whose last piece is one token, a step alone: 98 and 194 are 1 + 1 more than a multiple of 96."""
+@pytest.mark.parametrize(("name", "options"), covering(some(list(METHODS), 6), [{}, JOINING]), ids=str)
+def test_answers_do_not_depend_on_load(name: str, options: dict[str, int], model: Any, artefact: Path):
+    """The lengths 98 and 194 are 2 more than a multiple of 96, so that the last chunk is one token, a decode step."""
     order = random.Random(0)
     lengths = [98, 194, 300, *(order.randrange(20, 200) for _ in range(3))]
     prompts = [prompt_of(length, seed) for seed, length in enumerate(lengths)]
     counts = [order.randrange(10, 30) for _ in lengths]
     dense = Answers(model, prompts, counts, **options)
-    with mlx_sparse.sparse(model, methods[name]) as report:
+    with mlx_sparse.sparse(model, METHODS[name].format(artefact=artefact)) as report:
         together = Answers(model, prompts, counts, **options)
         alone = [Answers(model, [prompt], [count], **options) for prompt, count in zip(prompts, counts, strict=True)]
     assert "with an array mask" not in report.dense_calls
@@ -103,7 +85,7 @@ def test_answers_do_not_depend_on_load(name: str, options: dict[str, int], model
 
 
 @pytest.mark.parametrize("sinks", [None, mx.array([1.0, -2.0, 0.5, 3.0])], ids=["", "sinks"])
-def test_short_sequences_of_a_step_are_dense_and_the_others_sparse(sinks: mx.array | None, model: Any):
+def test_only_long_sequences_of_a_batch_are_sparse(sinks: mx.array | None, model: Any):
     rows, padding = 200, [0, 120, 40]
     keys, values, queries = (
         mx.random.normal((3, H, rows, 16), key=mx.random.key(H + n)) for n, H in enumerate((2, 2, 4))
@@ -128,9 +110,7 @@ def test_short_sequences_of_a_step_are_dense_and_the_others_sparse(sinks: mx.arr
     assert mx.allclose(together, mx.concatenate(alone), rtol=1e-5, atol=1e-5)
 
 
-def test_the_class_that_notes_where_ragged_prompts_end_is_mlx_lms_own_again(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_prepare_of_batch_caches_is_restored(model: Any, monkeypatch: pytest.MonkeyPatch):
     own = seam.prepare
     monkeypatch.setattr(seam, "_bound", Counter())  # models of other tests may still be enabled
     monkeypatch.setattr(seam.caches.BatchKVCache, "prepare", own)

@@ -1,4 +1,4 @@
-"""What is said before the first token, and when nothing will be sparse."""
+"""Test the lines before the first token and the smallest sparse context."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONLINE = "saap:mode=online,buckets=4,probes=2,recent_tokens=8,dense_layers=0,den
 
 @pytest.fixture(autouse=True)
 def nothing_measured(calibration_folder: Path) -> None:
-    """Other tests measure the same shapes."""
+    """Use an empty calibration folder, because other tests measure the same shapes."""
 
 
 def plan(attn: str, **options: Any) -> Any:
@@ -30,7 +30,7 @@ def plan(attn: str, **options: Any) -> Any:
     return plan_of(model)
 
 
-def test_what_is_never_sparse_is_called_that() -> None:
+def test_describe_names_thresholds() -> None:
     assert describe(SparQ(), Threshold(NEVER, MODELLED)) == "never sparse (modelled)"
     assert describe(Sample(), Threshold(0, MODELLED)) == "prompts never sparse (modelled)"
     assert describe(Sample(dense_below=9), Threshold(1, GIVEN)) == "prompts sparse from 9 keys on (given)"
@@ -40,27 +40,27 @@ def test_what_is_never_sparse_is_called_that() -> None:
     ("attn", "measures", "starts"),
     [
         ("sparq:rank=4", False, 2048),
-        ("sparq:rank=4", True, 1024),  # a measurement may say so
+        ("sparq:rank=4", True, 1024),  # a measurement may find this length
         ("sparq:rank=4,dense_below=3000", True, 3000),
         ("sparq:rank=4,top_k=4", True, 5),
         ("sample", True, NEVER),
     ],
 )
-def test_no_step_is_sparse_below(attn: str, measures: bool, starts: int) -> None:
+def test_smallest_sparse_context(attn: str, measures: bool, starts: int) -> None:
     assert plan(attn, measures=measures).sparse_from() == starts
 
 
-def test_a_measurement_that_was_tried_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_measurement_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan("sparq:rank=4", measures=True, seconds=0.01)
     assert found.outlook() == ["sparse from 2,048 keys on (modelled; the first context of 1,024 keys is measured)"]
-    monkeypatch.setattr(Calibration, "measure", lambda *_: None)  # a machine that is too noisy
+    monkeypatch.setattr(Calibration, "measure", lambda *_: None)  # as on a machine that is too noisy
     ((config, layer),) = found.layers
     assert found.calibration.threshold(config, layer, 1024).how == MODELLED
     assert found.outlook() == ["sparse from 2,048 keys on (modelled)"]
     assert found.sparse_from() == 2048
 
 
-def test_a_command_that_only_processes_prompts_says_nothing_of_steps() -> None:
+def test_prefill_command_prints_no_decode_threshold() -> None:
     found = plan("sample+sparq:rank=4")
     assert len(found.outlook()) == 2
     found.decodes = False
@@ -68,8 +68,8 @@ def test_a_command_that_only_processes_prompts_says_nothing_of_steps() -> None:
 
 
 @pytest.mark.parametrize("attn", ["sparq:rank=4", "sample+sparq:rank=4", "h2o", ONLINE])
-def test_a_report_outlives_its_model_without_keeping_it(attn: str) -> None:
-    """A server that loads another model lets go of the first, whose report it still prints."""
+def test_report_does_not_keep_its_model_alive(attn: str) -> None:
+    """A server that loads another model frees the first model but still prints its report."""
     model = build()
     report: Report = mlx_sparse.enable(model, attn)
     weights = weakref.ref(model.layers[0].self_attn.q_proj)

@@ -1,4 +1,4 @@
-"""How many tokens are drafted for a check, when drafting pauses, and the figures of what was drafted."""
+"""Test the draft length, the pauses of drafting, and the figures of drafts."""
 
 from __future__ import annotations
 
@@ -8,139 +8,141 @@ import json
 import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
+from mlx_sparse.lm.chunks import drafts_per_kernel
 from mlx_sparse.lm.figures import DraftFigures
-from mlx_sparse.lm.speculative.attention import fused
-from mlx_sparse.lm.speculative.draft_length import DENSE_EVERY, MOST, PAUSE, DraftLength
+from mlx_sparse.lm.speculative.draft_length import DENSE_EVERY, MAX_DRAFTS, PAUSE, DraftLength
 from mlx_sparse.methods.registry import METAL_ROWS
 
 
-def paced(draft: float, query: float, chances: float, tokens: int, most: int = MOST) -> tuple[DraftLength, list[int]]:
-    """A run with these seconds for a draft and for each query of a check; of ``1 / (1 - chances)`` drafts one fails."""
-    pace, lengths, done = DraftLength(most=most), [], 0
+def simulate(
+    draft: float, query: float, chances: float, tokens: int, most: int = MAX_DRAFTS
+) -> tuple[DraftLength, list[int]]:
+    """Simulate a run with seconds per draft and per verified query; one of ``1 / (1 - chances)`` drafts fails."""
+    draft_length, lengths, done = DraftLength(most=most), [], 0
     failed = 0.0
     while done < tokens:
-        drafts, timed = pace.turn(10**6)
+        drafts, timed = draft_length.turn(10**6)
         lengths.append(drafts)
         if not drafts:
-            pace.note_step(1.0 if timed else None)
+            draft_length.note_step(1.0 if timed else None)
             done += 1
             continue
         accepted = 0
         while accepted < drafts and (failed := failed + 1 - chances) < 1:
             accepted += 1
         failed %= 1
-        pace.note_check(drafts, accepted, (drafts * draft, 1.0 + drafts * query) if timed else None)
+        draft_length.note_check(drafts, accepted, (drafts * draft, 1.0 + drafts * query) if timed else None)
         done += accepted + 1
-    return pace, lengths
+    return draft_length, lengths
 
 
 @pytest.mark.parametrize(
     ("draft", "query", "chances", "least", "most"),
     [
-        (0.1, 0.0, 0.98, 6, 7),  # cheap and right
-        (0.1, 0.0, 0.5, 2, 4),  # cheap and often wrong
+        (0.1, 0.0, 0.98, 6, 7),  # fast and accepted
+        (0.1, 0.0, 0.5, 2, 4),  # fast and often rejected
         (0.5, 0.05, 0.9, 1, 4),
-        (0.95, 0.1, 0.9, 0, 0),  # a draft costs what it could save
-        (0.2, 1.0, 0.95, 0, 0),  # each query is checked for the price of a step
+        (0.95, 0.1, 0.9, 0, 0),  # a draft costs as much as it saves
+        (0.2, 1.0, 0.95, 0, 0),  # verifying a query costs a decode step
     ],
 )
-def test_the_pace_is_that_of_most_tokens_per_second(
+def test_draft_length_maximizes_tokens_per_second(
     draft: float, query: float, chances: float, least: int, most: int
 ) -> None:
-    pace, lengths = paced(draft, query, chances, 2000)
+    draft_length, lengths = simulate(draft, query, chances, 2000)
     settled = lengths[len(lengths) // 2 :]
     usual = max(set(settled), key=settled.count)
     assert least <= usual <= most
-    best = max(range(MOST + 1), key=lambda n: sum(chances**i for i in range(n + 1)) / (1 + n * (draft + query)))
-    assert pace.rate(usual) >= 0.9 * pace.rate(best) or usual == best == 0
+    best = max(range(MAX_DRAFTS + 1), key=lambda n: sum(chances**i for i in range(n + 1)) / (1 + n * (draft + query)))
+    assert draft_length.rate(usual) >= 0.9 * draft_length.rate(best) or usual == best == 0
 
 
-def test_drafts_that_do_not_pay_pause_for_longer_each_time() -> None:
-    pace, lengths = paced(0.95, 0.5, 0.5, 3000)
-    checks = [place for place, drafts in enumerate(lengths) if drafts]
+def test_pauses_of_slow_drafts_double() -> None:
+    draft_length, lengths = simulate(0.95, 0.5, 0.5, 3000)
+    checks = [position for position, drafts in enumerate(lengths) if drafts]
     pauses = [b - a - 1 for a, b in itertools.pairwise(checks) if b - a > PAUSE // 2]
-    assert pace.pauses >= 4
+    assert draft_length.pauses >= 4
     assert pauses[0] >= PAUSE and all(b >= 1.9 * a or b >= 1000 for a, b in itertools.pairwise(pauses))
 
 
-def test_dense_steps_are_timed_now_and_then() -> None:
-    pace, lengths = paced(0.1, 0.0, 0.98, 10 * DENSE_EVERY)
-    assert 10 <= lengths.count(0) <= 14 and not pace.pauses
+def test_dense_steps_are_timed_at_intervals() -> None:
+    draft_length, lengths = simulate(0.1, 0.0, 0.98, 10 * DENSE_EVERY)
+    assert 10 <= lengths.count(0) <= 14 and not draft_length.pauses
 
 
-def test_a_pause_is_short_again_after_drafts_that_paid() -> None:
-    pace = DraftLength()
+def test_pause_is_short_again_after_accepted_drafts() -> None:
+    draft_length = DraftLength()
 
     def rest(accepted: int) -> int:
-        """The steps of the pause that follows checks of which so many drafts are accepted."""
-        while (turn := pace.turn(100)).drafts or turn.timed:
+        """Return the steps of the pause after verifications with ``accepted`` accepted drafts."""
+        while (turn := draft_length.turn(100)).drafts or turn.timed:
             if turn.drafts:
-                pace.note_check(turn.drafts, min(accepted, turn.drafts), (0.1, 1.0) if turn.timed else None)
+                draft_length.note_check(turn.drafts, min(accepted, turn.drafts), (0.1, 1.0) if turn.timed else None)
             else:
-                pace.note_step(1.0)
-            if accepted and pace._rounds > 8:
+                draft_length.note_step(1.0)
+            if accepted and draft_length._rounds > 8:
                 return 0
         steps = 0
-        while not (turn := pace.turn(100)).drafts and not turn.timed:
-            pace.note_step(None)
+        while not (turn := draft_length.turn(100)).drafts and not turn.timed:
+            draft_length.note_step(None)
             steps += 1
         return steps
 
-    assert [rest(0), rest(0), rest(MOST), rest(0)] == [PAUSE, 2 * PAUSE, 0, PAUSE]
+    assert [rest(0), rest(0), rest(MAX_DRAFTS), rest(0)] == [PAUSE, 2 * PAUSE, 0, PAUSE]
 
 
-def test_the_rate_of_acceptance_is_of_drafts_that_were_reached_and_forgets() -> None:
-    pace = DraftLength(3)
-    pace.note_check(3, 1, None)  # the third came behind a wrong one
-    assert pace.acceptance == 2 / 3
+def test_acceptance_rate_counts_examined_drafts_and_decays() -> None:
+    draft_length = DraftLength(3)
+    draft_length.note_check(3, 1, None)  # the third follows a rejected draft
+    assert draft_length.acceptance == 2 / 3
     for accepted, least, most in ((0, 0.0, 0.05), (3, 0.95, 1.0)):
         for _ in range(100):
-            pace.note_check(3, accepted, None)
-        assert least <= pace.acceptance <= most
+            draft_length.note_check(3, accepted, None)
+        assert least <= draft_length.acceptance <= most
 
 
-def test_a_clock_that_stands_still_stops_no_answer() -> None:
-    pace = DraftLength()
+def test_stopped_clock_does_not_stop_an_answer() -> None:
+    draft_length = DraftLength()
     for _ in range(50):
-        drafts, timed = pace.turn(100)
+        drafts, timed = draft_length.turn(100)
         if drafts:
-            pace.note_check(drafts, 0, (0.0, 0.0) if timed else None)
+            draft_length.note_check(drafts, 0, (0.0, 0.0) if timed else None)
         else:
-            pace.note_step(0.0 if timed else None)
-    assert pace.turn(100).drafts <= MOST
+            draft_length.note_step(0.0 if timed else None)
+    assert draft_length.turn(100).drafts <= MAX_DRAFTS
 
 
-def test_a_pace_that_is_given_stays() -> None:
-    pace = DraftLength(5)
-    assert pace.turn(100).drafts == 5 and pace.turn(3).drafts == 3 and pace.turn(0).drafts == 0
+def test_given_draft_length_stays_fixed() -> None:
+    draft_length = DraftLength(5)
+    assert draft_length.turn(100).drafts == 5 and draft_length.turn(3).drafts == 3 and draft_length.turn(0).drafts == 0
 
 
 @pytest.mark.parametrize(("G", "mlx", "ours"), [(1, 7, 7), (5, 5, 7), (8, 3, 7), (16, 1, 7), (32, 1, 3), (64, 1, 1)])
-def test_a_check_is_one_that_there_is_a_kernel_for(G: int, mlx: int, ours: int) -> None:
-    assert (fused(G), fused(G, METAL_ROWS)) == (mlx, ours)
+def test_draft_length_fits_the_kernel(G: int, mlx: int, ours: int) -> None:
+    assert (drafts_per_kernel(G), drafts_per_kernel(G, METAL_ROWS)) == (mlx, ours)
     for drafts in (mlx, ours):
-        assert max(paced(0.01, 0.0, 0.99, 300, most=drafts)[1]) == drafts
+        assert max(simulate(0.01, 0.0, 0.99, 300, most=drafts)[1]) == drafts
 
 
-def test_a_slow_check_is_forgotten_after_the_pause_that_it_caused() -> None:
-    pace, checks = DraftLength(), 0
-    while pace.pauses == 0:
-        drafts, timed = pace.turn(10**6)
+def test_slow_verification_is_discarded_after_its_pause() -> None:
+    draft_length, checks = DraftLength(), 0
+    while draft_length.pauses == 0:
+        drafts, timed = draft_length.turn(10**6)
         if drafts:
-            pace.note_check(drafts, drafts, (0.1 * drafts, 50.0) if timed else None)
+            draft_length.note_check(drafts, drafts, (0.1 * drafts, 50.0) if timed else None)
         else:
-            pace.note_step(1.0 if timed else None)
+            draft_length.note_step(1.0 if timed else None)
     while checks < 40:
-        drafts, timed = pace.turn(10**6)
+        drafts, timed = draft_length.turn(10**6)
         checks += drafts > 0
         if drafts:
-            pace.note_check(drafts, drafts, (0.1 * drafts, 1.0) if timed else None)
+            draft_length.note_check(drafts, drafts, (0.1 * drafts, 1.0) if timed else None)
         else:
-            pace.note_step(1.0 if timed else None)
-    assert pace.pauses == 1
+            draft_length.note_step(1.0 if timed else None)
+    assert draft_length.pauses == 1
 
 
-def test_figures_add_up_and_are_said() -> None:
+def test_figures_are_summed_and_printed() -> None:
     one = DraftFigures(checks=1, examined=(1, 1), accepted=(1, 0), drafted=3, draft_seconds=1, check_seconds=2, timed=1)
     both = one + DraftFigures(checks=1, examined=(1,), accepted=(0,), drafted=1, alone=0) + DraftFigures(alone=4)
     assert (both.checks, both.examined, both.accepted, both.drafted, both.tokens) == (2, (2, 1), (1, 0), 4, 7)

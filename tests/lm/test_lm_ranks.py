@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm import benchmark
-from rank_processes import pair, run_pair
+from rank_processes import run_ranks, start_ranks
 from run_ranks import CUTS, METHODS
 from saap_artefacts import write_artefact
 from test_lm_server import Server, free_port
@@ -29,7 +29,7 @@ from mlx_sparse.model_parts import Part, part_of
 RUN = Path(__file__).parents[1] / "fixtures" / "run_ranks.py"
 SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0"]
 BENCHMARK = ["mlx_lm.benchmark", "-p", "60", "-g", "6", "--model", "model"]
-STEPS, LAYERS = 7, 2  # mlx-lm works one token ahead
+STEPS, LAYERS = 7, 2  # mlx-lm computes one token ahead
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # several processes
 
 
@@ -38,17 +38,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     write(folder / "model")
     write(folder / "other", rope_theta=500.0)
+    write_artefact(folder / "other", build(seed=5))
     return folder
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, mx.array]]]:
-    """Return what `run_ranks.py` writes alone, as rank 0 and as rank 1."""
+    """Return the files of `run_ranks.py` from one process, from rank 0 and from rank 1."""
     out = tmp_path_factory.mktemp("parts")
     artefacts = [str(write_artefact(out / family, build(family, num_hidden_layers=3))) for family, _ in CUTS[:2]]
     argv = [sys.executable, str(RUN)]
     subprocess.run([*argv, str(out / "alone"), *artefacts], check=True)
-    for done in run_pair(lambda rank: [*argv, str(out / f"rank{rank}"), *artefacts], out):
+    for done in run_ranks(lambda rank: [*argv, str(out / f"rank{rank}"), *artefacts], out):
         assert done.code == 0, done.err
     return [
         (json.loads((out / name).read_text()), dict(mx.load(str(out / f"{name}.npz")).items()))  # type: ignore[union-attr]
@@ -61,7 +62,7 @@ Found = list[tuple[dict[str, Any], dict[str, mx.array]]]
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(("family", "how"), CUTS, ids=[" ".join(cut) for cut in CUTS])
-def test_parts_give_what_one_process_gives(family: str, how: str, name: str, found: Found):
+def test_parts_equal_one_process(family: str, how: str, name: str, found: Found):
     case = f"{family} {how} {name}"
     (alone, logits), *ranks = found
     expected = np.array(logits[case])
@@ -75,7 +76,7 @@ def test_parts_give_what_one_process_gives(family: str, how: str, name: str, fou
     def summed(name: str) -> Any:
         return sum(part[name] for part in parts)
 
-    copies = 2 if how == "tensor" else 1  # of a layer's call, each with a part of the heads
+    copies = 2 if how == "tensor" else 1  # calls per layer, each with a part of the heads
     assert summed("layers") == copies * whole["layers"]
     assert summed("served_layers") == copies * whole["served_layers"]
     assert summed("sparse_calls") == copies * whole["sparse_calls"] > 0
@@ -91,12 +92,12 @@ def test_parts_give_what_one_process_gives(family: str, how: str, name: str, fou
         joined = [a + b for a, b in zip(*by_rank, strict=True)] if how == "tensor" else by_rank[1] + by_rank[0]
         assert joined == heads
     shared = ["1 of 2 KV heads on this rank"] * 2
-    if how == "pipeline":  # the last rank has the first layers
+    if how == "pipeline":  # the last rank has the first layers of the model
         shared = ["layers 1 to 2 of the model on this rank", "layers 0 to 0 of the model on this rank"]
     assert [part["opening"].rpartition("), ")[2] for part in parts] == shared
 
 
-def test_an_artefact_that_cannot_be_cut_as_the_model_is_is_refused(tmp_path: Path):
+def test_artefact_with_indivisible_heads_is_refused(tmp_path: Path):
     model = build()
     artefact = load(write_artefact(tmp_path / "one", build(num_attention_heads=3, num_key_value_heads=3)))
     model.model.layers[0].self_attn.q_proj = shard_of(model.model.layers[0].self_attn.q_proj)
@@ -105,8 +106,16 @@ def test_an_artefact_that_cannot_be_cut_as_the_model_is_is_refused(tmp_path: Pat
         artefact.part_for(model)
 
 
+def test_an_artefact_of_another_model_is_refused_on_all_ranks(folder: Path):
+    attn = "saap:artefact=other.saap.safetensors,probes=2"
+    for done in run_ranks(lambda rank: [*BENCHMARK, "-n", "1", "--attn", attn], folder):
+        assert done.code == 2
+        (line,) = done.err.splitlines()
+        assert line.startswith("mlx_lm.benchmark: error: artefact: expected one trained on this model, got one for a ")
+
+
 def shard_of(linear: Any) -> Any:
-    """A linear layer that says that it has the second of two parts."""
+    """Return the linear layer as the second of two shards."""
 
     class AllToShardedLinear(type(linear)):  # type: ignore[misc]
         class group:
@@ -118,7 +127,7 @@ def shard_of(linear: Any) -> Any:
 
 
 def test_an_option_on_one_rank_is_refused_on_all(folder: Path):
-    for done in run_pair(lambda rank: [*BENCHMARK, "-n", "1", *(SPARSE if rank == 0 else [])], folder):
+    for done in run_ranks(lambda rank: [*BENCHMARK, "-n", "1", *(SPARSE if rank == 0 else [])], folder):
         assert done.code == 2
         assert done.err == (
             f"mlx_lm.benchmark: error: --attn: expected the same on all ranks, got {SPARSE[1]} on rank 0 and none on "
@@ -128,7 +137,7 @@ def test_an_option_on_one_rank_is_refused_on_all(folder: Path):
 
 def test_a_mistake_on_one_rank_is_refused_on_all(folder: Path):
     argv = [*BENCHMARK, "-n", "1", *SPARSE]
-    first, second = run_pair(lambda rank: [*argv, *(["--nonsense"] if rank else [])], folder)
+    first, second = run_ranks(lambda rank: [*argv, *(["--nonsense"] if rank else [])], folder)
     assert (first.code, second.code) == (2, 2)
     refused = "arguments: expected the same on all ranks, got some that rank 1 refused."
     assert first.err == f"mlx_lm.benchmark: error: {refused}\n"
@@ -141,29 +150,29 @@ def options(**changes: Any) -> argparse.Namespace:
     )
 
 
-def test_what_has_to_be_the_same_is_named_and_what_is_local_may_differ(folder: Path, tmp_path: Path):
-    def told(*changes: dict[str, Any]) -> str | None:
+def test_differing_options_are_named_unless_local(folder: Path, tmp_path: Path):
+    def message(*changes: dict[str, Any]) -> str | None:
         return difference([facts_of(options(**change), []) for change in changes], [False] * len(changes))
 
     same = "expected the same on all ranks, got"
-    assert told({}, {}, {"port": 2}) is None
-    assert told({}, {"attn": "quest"}, {}) == f"--attn: {same} sparq on ranks 0 and 2 and quest on rank 1."
-    assert told({"pipeline": True}, {}) == f"--pipeline: {same} yes on rank 0 and no on rank 1."
-    assert told({}, {"attn": None, "pipeline": True}) == f"--attn: {same} sparq on rank 0 and none on rank 1."
-    texts = told({"prompt": "w1 " * 99}, {"prompt": "w2 " * 99})
+    assert message({}, {}, {"port": 2}) is None
+    assert message({}, {"attn": "quest"}, {}) == f"--attn: {same} sparq on ranks 0 and 2 and quest on rank 1."
+    assert message({"pipeline": True}, {}) == f"--pipeline: {same} yes on rank 0 and no on rank 1."
+    assert message({}, {"attn": None, "pipeline": True}) == f"--attn: {same} sparq on rank 0 and none on rank 1."
+    texts = message({"prompt": "w1 " * 99}, {"prompt": "w2 " * 99})
     assert re.fullmatch(
         rf"--prompt: {same} (a text of 297 characters \(\w{{8}}\)) on rank 0 and \1?.* on rank 1\.", texts
     )
-    # The same model in another place.
+    # The same model in another folder.
     write(tmp_path / "elsewhere")
-    assert told({"model": str(folder / "model")}, {"model": str(tmp_path / "elsewhere")}) is None
-    assert told({"model": str(folder / "model")}, {"model": str(folder / "other")}).startswith(f"--model: {same} ")
+    assert message({"model": str(folder / "model")}, {"model": str(tmp_path / "elsewhere")}) is None
+    assert message({"model": str(folder / "model")}, {"model": str(folder / "other")}).startswith(f"--model: {same} ")
     versions = facts_of(options(), [])
     other = versions | {"mlx": ("0.1", "0.1")}
     assert difference([versions, other], [False, False]).startswith(f"mlx: {same} ")
 
 
-def test_without_a_launcher_there_is_one_rank_and_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_one_rank_without_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("MLX_RANK", raising=False)
     monkeypatch.setattr(mx.distributed, "init", None)
     assert Ranks.here() == Ranks(0, 1)
@@ -175,7 +184,7 @@ def test_without_a_launcher_there_is_one_rank_and_nothing_is_started(monkeypatch
 
 
 @pytest.mark.parametrize("shard", [[], ["--shard", "context"]], ids=["model", "context"])
-def test_a_rank_that_cannot_reach_another_ends_with_one_line(
+def test_unreachable_rank_is_a_one_line_error(
     shard: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def init() -> None:
@@ -192,13 +201,13 @@ def test_a_rank_that_cannot_reach_another_ends_with_one_line(
     )
 
 
-def test_a_rank_that_runs_another_program_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_rank_with_another_program_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mx.distributed, "all_gather", lambda own, stream: mx.concatenate([own, own + 1]))
     with pytest.raises(ConfigError, match=r"^mlx-sparse-attention: expected it on all ranks, got none on rank 1\."):
         Ranks(0, 2).gather("here")
 
 
-def test_other_errors_of_the_runtime_are_not_about_ranks():
+def test_lost_ranks_are_told_apart_from_other_runtime_errors():
     assert lost(RuntimeError("[matmul] Last dimension of first input")) is None
     assert lost(RuntimeError("[ring] gone\nmore")) == (
         "ranks: expected all of them to run this command to its end, got: [ring] gone."
@@ -206,8 +215,8 @@ def test_other_errors_of_the_runtime_are_not_about_ranks():
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_loses_another_ends_with_one_line(killed: int, folder: Path):
-    processes = pair(lambda rank: [*BENCHMARK, "-n", "1000000", *SPARSE], folder)
+def test_lost_rank_is_a_one_line_error(killed: int, folder: Path):
+    processes = start_ranks(lambda rank: [*BENCHMARK, "-n", "1000000", *SPARSE], folder)
     try:
         assert processes[0].stdout
         while not processes[0].stdout.readline().startswith("Trial 2"):
@@ -222,14 +231,14 @@ def test_a_rank_that_loses_another_ends_with_one_line(killed: int, folder: Path)
     (line,) = [line for line in err.splitlines() if "error: " in line]
     assert line.startswith("mlx_lm.benchmark: error: ranks: expected all of them to run this command to its end, got: ")
     assert "Traceback" not in err
-    assert ("sparse calls: " in err) == (killed == 1), "the report is rank 0's"
+    assert ("sparse calls: " in err) == (killed == 1), "only rank 0 prints the report"
 
 
-def test_a_server_on_two_ranks_answers_and_reports_what_rank_0_did(folder: Path):
+def test_server_on_two_ranks_reports_rank_0(folder: Path):
     server = Server.__new__(Server)
     server.port = free_port()
     argv = ["mlx_lm.server", "--model", "model", "--port", str(server.port), *SPARSE, "--attn-report", "json"]
-    processes = pair(lambda rank: argv, folder, stdout=False)
+    processes = start_ranks(lambda rank: argv, folder, stdout=False)
     server.process = processes[0]
     try:
         server.wait_until_up()

@@ -1,4 +1,4 @@
-"""Queries and keys before RoPE: recorded, turned back where they were not recorded, refused where that is wrong."""
+"""Test pre-RoPE queries and keys: records, the inverse RoPE without records, and refused variants."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from tiny_models import FAMILIES, build, prompt_of
 
 from mlx_sparse.lm import rope as rope_module
-from mlx_sparse.lm.rope import Recorder, Source, inverse, irreversible, ropes, rotate
-from mlx_sparse.lm.tracing import Seen, find_sources, observe
+from mlx_sparse.lm.rope import Recorder, Seen, Source, find_sources, inverse, irreversible, observe, ropes, rotate
 from mlx_sparse.methods import reasons
 
 D = 64
@@ -53,14 +52,14 @@ def rows_of(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
 
 
 def largest_error(a: mx.array, b: mx.array) -> float:
-    """Relative to the largest number."""
+    """Return the largest error relative to the largest number."""
     a, b = a.astype(mx.float32), b.astype(mx.float32)
     return float(mx.abs(a - b).max() / mx.abs(b).max())
 
 
 @pytest.mark.parametrize("offset", [0, 1, 63, 300], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_inverse_of_every_variant_gives_the_rows_back(variant: str, offset: int):
+def test_inverse_of_every_variant_restores_the_rows(variant: str, offset: int):
     rope, rows = rope_of(variant), rows_of(2, 3, 40, D)
     rotated = rotate(rope, rows, offset)
     assert offset == 0 or largest_error(rotated, rows) > 0.1
@@ -68,7 +67,7 @@ def test_the_inverse_of_every_variant_gives_the_rows_back(variant: str, offset: 
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "dynamic"])
-def test_rows_are_turned_back_in_other_pieces_and_from_a_position_of_their_own(variant: str):
+def test_inverse_works_in_chunks_and_per_sequence_positions(variant: str):
     rope, rows, offsets = rope_of(variant), rows_of(2, 3, 40, D), mx.array([7, 90])
     rotated = rotate(rope, rows, offsets)
     back = [inverse(rope, rotated[:, :, start : start + 10], offsets + start) for start in range(0, 40, 10)]
@@ -77,11 +76,11 @@ def test_rows_are_turned_back_in_other_pieces_and_from_a_position_of_their_own(v
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["f16", "bf16"])
 @pytest.mark.parametrize("variant", ["default", "yarn with mscale", "longrope"])
-def test_the_inverse_of_half_precision_is_off_by_its_rounding(variant: str, dtype: mx.Dtype):
+def test_inverse_in_half_precision_is_exact_to_rounding(variant: str, dtype: mx.Dtype):
     rope, rows = rope_of(variant), rows_of(1, 2, 40, D, dtype=dtype)
     back = inverse(rope, rotate(rope, rows, 20), 20)
     assert back.dtype == dtype
-    # Rounded where it is scaled, turned, and turned back.
+    # Rounding of the scale, the RoPE and the inverse RoPE.
     assert largest_error(back, rows) <= 3 / 2 * float(mx.finfo(dtype).eps)
 
 
@@ -115,8 +114,8 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def seen_before_rope(model: Any, pieces: tuple[int, ...]) -> tuple[list[tuple[Seen, Any, Any]], list[Any]]:
-    """Every attention call of a prompt in pieces, with its queries and keys before RoPE; and the caches."""
+def seen_before_rope(model: Any, chunks: tuple[int, ...]) -> tuple[list[tuple[Seen, Any, Any]], list[Any]]:
+    """Return all attention calls of prefill in chunks with their pre-RoPE queries and keys, and the caches."""
     sources, caches, calls = find_sources(model), make_prompt_cache(model), []
     with Recorder(model) as recorder:
 
@@ -124,11 +123,11 @@ def seen_before_rope(model: Any, pieces: tuple[int, ...]) -> tuple[list[tuple[Se
             source = sources[seen.layer]
             assert isinstance(source, Source)
             assert seen.keys is not None
-            before = [source.before(recorder, rows, seen.position) for rows in (seen.queries, seen.keys)]
+            before = [source.pre_rope(recorder, rows, seen.position) for rows in (seen.queries, seen.keys)]
             calls.append((seen, *before))
 
-        prompt = prompt_of(sum(pieces))
-        for start, length in zip(range(0, 100, pieces[0]), pieces, strict=False):
+        prompt = prompt_of(sum(chunks))
+        for start, length in zip(range(0, 100, chunks[0]), chunks, strict=False):
             mx.eval(observe(model, mx.array([prompt[start : start + length]]), caches, visit, recorder))
     return calls, caches
 
@@ -136,7 +135,7 @@ def seen_before_rope(model: Any, pieces: tuple[int, ...]) -> tuple[list[tuple[Se
 @pytest.mark.parametrize(
     ("family", "changes"), MODELS, ids=[f"{family} {' '.join(changes)}" for family, changes in MODELS]
 )
-def test_models_show_their_queries_and_keys_before_rope(family: str, changes: dict[str, Any]):
+def test_pre_rope_queries_and_keys_are_recorded(family: str, changes: dict[str, Any]):
     model = build(family, **changes)
     calls, caches = seen_before_rope(model, (20, 20, 1))
     sources = find_sources(model)
@@ -149,25 +148,14 @@ def test_models_show_their_queries_and_keys_before_rope(family: str, changes: di
             if source.rope is None:
                 assert before is after
             else:
-                # The model's rope makes of it what the model attends with, or that but for a factor per row.
+                # The model's RoPE gives the attended rows, up to a factor per row.
                 rotated = rotate(source.rope, before, seen.position)
                 assert largest_error(rotated, after) <= 1e-6
                 assert seen.position == 0 or largest_error(before, after) > 0.05
 
 
-def test_both_ways_to_keys_before_rope_agree():
-    for family in ("llama", "qwen3", "phi3", "glm4", "gpt_oss"):
-        model = build(family)
-        sources = find_sources(model)
-        for seen, _, keys in seen_before_rope(model, (20, 20, 1))[0]:
-            source = sources[seen.layer]
-            assert isinstance(source, Source)
-            assert seen.keys is not None
-            assert largest_error(source.inverse_rope(seen.keys, seen.position), keys) <= 1e-6
-
-
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["f16", "bf16"])
-def test_half_precision_tells_a_scale_from_a_norm(dtype: mx.Dtype):
+def test_half_precision_separates_a_scale_from_a_norm(dtype: mx.Dtype):
     scaled, normed = build("ministral3"), build("hunyuan_v1_dense")
     for model in (scaled, normed):
         model.set_dtype(dtype)
@@ -186,14 +174,14 @@ def test_a_rope_that_is_a_function_is_refused_by_name():
     assert set(find_sources(build("nanochat")).values()) == {reasons.ROPE_NOT_A_MODULE}
 
 
-def test_layers_that_call_no_rope_are_told_from_those_that_own_one():
+def test_layers_that_call_no_rope_have_no_source_rope():
     full = find_sources(build("cohere2"))[1]
     assert isinstance(full, Source)
     assert full.rope is None
     assert len(ropes(build("cohere2"))) == 2
 
 
-def test_queries_that_are_scaled_after_rope_are_turned_back_with_their_scale():
+def test_scale_after_rope_is_kept_by_the_inverse():
     model = build("ministral3")
     caches, sources, checked = make_prompt_cache(model), find_sources(model), 0
     with Recorder(model) as recorder:
@@ -203,7 +191,7 @@ def test_queries_that_are_scaled_after_rope_are_turned_back_with_their_scale():
             source, call = sources[seen.layer], recorder.calls[0]
             assert isinstance(source, Source)
             assert call.after is not seen.queries
-            before = source.before(recorder, seen.queries, seen.position)
+            before = source.pre_rope(recorder, seen.queries, seen.position)
             assert before is not None
             scale = seen.queries / call.after
             assert largest_error(before, call.before * scale.mean(axis=-1, keepdims=True)) <= 1e-6
@@ -213,7 +201,7 @@ def test_queries_that_are_scaled_after_rope_are_turned_back_with_their_scale():
     assert checked == 2
 
 
-def test_the_dynamic_variant_is_exact_where_it_was_recorded_and_unknown_otherwise():
+def test_dynamic_variant_is_known_only_if_recorded():
     model = build("internlm2", rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=16)
     source = find_sources(model)[0]
     assert isinstance(source, Source)
@@ -221,19 +209,19 @@ def test_the_dynamic_variant_is_exact_where_it_was_recorded_and_unknown_otherwis
     with Recorder(model) as recorder:
         rows = rows_of(1, 2, 30, 16)
         rotated = source.rope(rows, offset=4)
-        assert source.before(recorder, rotated + 0, 4) is None
-        assert source.before(recorder, rotated, 4) is rows
+        assert source.pre_rope(recorder, rotated + 0, 4) is None
+        assert source.pre_rope(recorder, rotated, 4) is rows
 
 
-def test_nothing_recorded_outlives_its_use():
+def test_records_are_freed_after_use():
     model = build("llama")
     rope = ropes(model)[0]
     with Recorder(model) as recorder:
         rows = rows_of(1, 2, 4, 16)
         rotated = rope(rows, offset=1)
         alive = weakref.ref(recorder.calls[0])
-        assert recorder.before(rotated) is rows
-        assert recorder.before(rotated) is None
+        assert recorder.input_of(rotated) is rows
+        assert recorder.input_of(rotated) is None
         gc.collect()
         assert alive() is None
         rope(rows)
@@ -241,43 +229,22 @@ def test_nothing_recorded_outlives_its_use():
         assert not recorder.calls
         for _ in range(100):
             rope(rows)
-        assert len(recorder.calls) == rope_module.REMEMBERED
+        assert len(recorder.calls) == rope_module.RECORDED
     assert not recorder.calls
-    assert type(rope).__mro__[1].__name__ == "Module", "the rope has its own class again"
+    assert type(rope).__mro__[1].__name__ == "Module", "the original class of the rope is restored"
     rope(rows)
     assert not recorder.calls
 
 
-def test_memory_after_a_call_is_that_of_the_caches():
-    """Queries and keys before RoPE of a piece are gone when the piece is."""
-    model, prompt = build("llama"), mx.array([prompt_of(2000)])
-    mx.eval(model(prompt, cache=make_prompt_cache(model)))  # what is only made once is there now
-
-    def left_behind(recorded: bool) -> int:
-        caches = make_prompt_cache(model)
-        gc.collect()
-        start = mx.get_active_memory()
-        if recorded:
-            with Recorder(model) as recorder:
-                mx.eval(observe(model, prompt, caches, lambda seen: None, recorder))
-                gc.collect()
-                return mx.get_active_memory() - start
-        mx.eval(model(prompt, cache=caches))
-        gc.collect()
-        return mx.get_active_memory() - start
-
-    assert left_behind(recorded=True) == left_behind(recorded=False)
-
-
-def test_two_recorders_of_one_model_remember_apart():
+def test_two_recorders_of_one_model_are_independent():
     model = build("llama")
     rope, rows = ropes(model)[0], rows_of(1, 2, 4, 16)
     with Recorder(model) as outer:
         with Recorder(model) as inner:
             rotated = rope(rows)
         assert not inner.calls
-        assert outer.before(rotated) is rows
-        assert outer.before(rope(rows)) is rows
+        assert outer.input_of(rotated) is rows
+        assert outer.input_of(rope(rows)) is rows
 
 
 def test_a_copy_of_a_recorded_model_is_not_recorded():

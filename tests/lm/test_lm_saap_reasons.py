@@ -1,4 +1,4 @@
-"""What SAAP serves in mlx-lm's models, and what stays dense or is refused, each with its reason."""
+"""Test the layers of mlx-lm's models that SAAP serves, and the reasons of dense and refused layers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,11 @@ from mlx_sparse.methods import SAAP, Step, reasons
 
 
 @pytest.fixture
-def model() -> Any:
-    return build()
-
-
-@pytest.fixture
 def artefact(model: Any, tmp_path: Path) -> Path:
     return write_artefact(tmp_path / "model", model)
 
 
-def test_the_first_layers_and_those_the_artefact_lacks_stay_dense_and_say_why(tmp_path: Path):
+def test_first_layers_and_layers_missing_in_the_artefact_stay_dense(tmp_path: Path):
     model = build(num_hidden_layers=5)
     file = write_artefact(tmp_path / "a", model, without=(3,))
     with mlx_sparse.sparse(model, attn(file, dense_layers=2)) as report:
@@ -53,7 +48,7 @@ def test_layers_without_tensors_before_rope_are_refused_by_name(family: str, rea
     assert mlx_sparse.report(model) is None
 
 
-def test_a_rope_that_depends_on_the_length_is_served_where_its_keys_were_recorded(tmp_path: Path):
+def test_length_dependent_rope_is_served_with_recorded_keys(tmp_path: Path):
     model = build("internlm2", rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=16)
     tokens, _ = greedy(model, prompt_of(PROMPT), STEPS)
     with pytest.raises(ConfigError, match="dynamic NTK"):
@@ -69,8 +64,8 @@ def test_a_rope_that_depends_on_the_length_is_served_where_its_keys_were_recorde
     assert report.sparse_calls == LAYERS * STEPS
 
 
-def test_a_layer_that_reads_the_keys_of_another_is_dense_and_says_so(model: Any, artefact: Path):
-    """Its queries are not those that the other layer's router knows."""
+def test_layer_that_reads_keys_of_another_layer_is_dense(model: Any, artefact: Path):
+    """The router of the other layer was not trained on the queries of this layer."""
     with mlx_sparse.sparse(model, attn(artefact)) as report:
         cache = make_prompt_cache(model)
         greedy(model, prompt_of(PROMPT), 1, cache)
@@ -81,7 +76,7 @@ def test_a_layer_that_reads_the_keys_of_another_is_dense_and_says_so(model: Any,
     assert report.dense_calls[reasons.NOT_WRITTEN] == 1
 
 
-def test_a_text_shorter_than_the_window_is_dense_and_says_so(model: Any, artefact: Path):
+def test_text_shorter_than_the_window_is_dense(model: Any, artefact: Path):
     prompt = prompt_of(PROMPT)
     tokens, logits = greedy(model, prompt, STEPS)
     for config, shortest in ((attn(artefact, recent_tokens=200), 202), (attn(artefact, dense_below=150), 150)):
@@ -106,7 +101,7 @@ def test_a_text_shorter_than_the_window_is_dense_and_says_so(model: Any, artefac
         ("no layer", ConfigError, "expected an attention layer that saap can serve"),
     ],
 )
-def test_bad_input_is_one_clear_error_and_leaves_the_model_alone(
+def test_bad_input_is_one_error_and_changes_nothing(
     change: str, error: type[Exception], message: str, model: Any, artefact: Path
 ):
     config = attn(artefact)
@@ -133,15 +128,15 @@ def test_bad_input_is_one_clear_error_and_leaves_the_model_alone(
     assert mlx_sparse.report(model) is None
 
 
-def test_contexts_too_short_to_pay_stay_dense_by_themselves():
-    """The saving of one layer's step reaches what kernels on that GPU need, and not one key earlier."""
+def test_shortest_context_of_saap():
+    """Check the modelled context length at which a step saves as much time as the kernels of a GPU add."""
     config = SAAP(mode="online", buckets=1024, probes=32)
     step = Step(heads=8, G=4, D=128, itemsize=2, gpu="s", buckets=1024, network=(128 * 1024 + 1024 * 1024) * 2)
     shortest = config.shortest_context(step)
     assert 2048 < shortest < 65536
     cheap = Step(heads=8, G=4, D=128, itemsize=2, gpu="s", buckets=1024, network=128 * 1024 * 2)
     assert config.shortest_context(cheap) < shortest
-    # Array operations: 2.5 rows per row that is read, one of them for every 16th key.
+    # Array operations cost 2.5 rows per row read; ids are read for every 16th key.
     ops = Step(8, 4, 128, 2, network=512 * 100, buckets=1024)
     assert config.shortest_context(ops) == round(2.5 * (2048 + 128 + 100) / (1 - 2.5 / 16) + 0.5)
     assert config.shortest_context() == 2.5 * (2048 + 128)

@@ -1,4 +1,4 @@
-"""Prompts whose sample keeps so many blocks that attending densely is faster."""
+"""Test the density limit of sample: a layer is dense if its sample selects too many blocks."""
 
 from __future__ import annotations
 
@@ -7,29 +7,20 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from lm_prompts import LAYERS, SAMPLE, process, prompt_logits
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from tiny_models import build, prompt_of
 
 import mlx_sparse
 from mlx_sparse.methods import SAMPLE_PAYS_UP_TO, registry
 
-LAYERS, STEP = 2, 256
+STEP = 256
 TOO_FULL = "whose sample selects too many blocks"
-SAMPLE = "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3,dense_below=0"
-
-
-def process(model: Any, tokens: list[int], cache: list[Any]) -> mx.array:
-    """Logits of a prompt in steps."""
-    rows = []
-    for start in range(0, len(tokens), STEP):
-        rows.append(model(mx.array(tokens[start : start + STEP])[None], cache=cache))
-        mx.eval(rows[-1], [entry.state for entry in cache])
-    return mx.concatenate(rows, axis=1)
 
 
 @pytest.fixture
 def samples(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Keys at every sample that is taken."""
+    """Record the number of keys at every sample."""
     found: list[int] = []
     load = registry.load
 
@@ -47,26 +38,26 @@ def samples(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_too_full_a_layer_is_dense_and_asked_again_when_the_context_has_doubled(samples: list[int]) -> None:
+def test_dense_layer_is_sampled_again_after_the_context_doubles(samples: list[int]) -> None:
     model = build()
     tokens = prompt_of(5 * STEP)
-    expected = process(model, tokens, make_prompt_cache(model))
+    expected = prompt_logits(model, tokens, STEP)
     with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.01") as report:
-        logits = process(model, tokens, make_prompt_cache(model))
+        logits = prompt_logits(model, tokens, STEP)
     assert mx.array_equal(logits, expected)
     assert report.dense_calls == {TOO_FULL: 5 * LAYERS}
     assert report.prefill.calls == 0
     assert samples == [STEP] * LAYERS + [2 * STEP] * LAYERS + [4 * STEP] * LAYERS
 
 
-def test_a_layer_that_is_sparse_enough_is_what_it_is_without_a_limit(samples: list[int]) -> None:
+def test_limit_does_not_change_sparse_layers(samples: list[int]) -> None:
     model = build()
     tokens = prompt_of(3 * STEP)
     with mlx_sparse.sparse(model, SAMPLE) as unlimited:
-        expected = process(model, tokens, make_prompt_cache(model))
-    assert samples == []  # chosen and attended in one go
+        expected = prompt_logits(model, tokens, STEP)
+    assert samples == []  # selection and attention are one call
     with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.999") as report:
-        logits = process(model, tokens, make_prompt_cache(model))
+        logits = prompt_logits(model, tokens, STEP)
     assert mx.array_equal(logits, expected)
     assert samples == [length * STEP for length in (1, 2, 3) for _ in range(LAYERS)]
     assert report.dense_calls == {}
@@ -77,41 +68,41 @@ def test_the_limit_lies_between_the_densities_of_layers() -> None:
     model = build()
     tokens = prompt_of(STEP)
     with mlx_sparse.sparse(model, SAMPLE) as report:
-        process(model, tokens, make_prompt_cache(model))
+        process(model, tokens, STEP)
     densities = sorted(sum(heads) / len(heads) for heads in report.prefill.density.values())
     assert densities[0] < densities[1]
     with mlx_sparse.sparse(model, f"{SAMPLE},dense_above={sum(densities) / 2}") as report:
-        process(model, tokens, make_prompt_cache(model))
+        process(model, tokens, STEP)
     assert report.dense_calls == {TOO_FULL: 1}
     assert report.prefill.calls == 1
 
 
-def test_a_cache_that_is_cut_back_is_asked_again(samples: list[int]) -> None:
+def test_trimmed_cache_is_sampled_again(samples: list[int]) -> None:
     model = build()
     cache = make_prompt_cache(model)
     with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.01"):
-        process(model, prompt_of(4 * STEP), cache)
+        process(model, prompt_of(4 * STEP), STEP, cache)
         del samples[:]
         other = copy.deepcopy(cache)
         trim_prompt_cache(cache, 3 * STEP)
-        process(model, prompt_of(STEP), cache)
+        process(model, prompt_of(STEP), STEP, cache)
         assert samples == [2 * STEP] * LAYERS
-        process(model, prompt_of(STEP), other)  # 5 steps: asked at 4
+        process(model, prompt_of(STEP), STEP, other)  # 5 chunks: sampled at 4
         assert samples == [2 * STEP] * LAYERS
 
 
-def test_a_cache_that_begins_anew_is_asked_at_once(samples: list[int]) -> None:
+def test_emptied_cache_is_sampled_at_once(samples: list[int]) -> None:
     model = build()
     cache = make_prompt_cache(model)
     with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.01"):
-        process(model, prompt_of(2 * STEP), cache)
+        process(model, prompt_of(2 * STEP), STEP, cache)
         del samples[:]
         trim_prompt_cache(cache, 2 * STEP)
         model(mx.array([prompt_of(2 * STEP, 1)]), cache=cache)
-    assert samples == [2 * STEP] * LAYERS, "it was the rows that are gone that kept too many blocks"
+    assert samples == [2 * STEP] * LAYERS, "the result of the removed rows must not be reused"
 
 
-def test_the_limit_is_of_the_blocks_of_all_sequences() -> None:
+def test_limit_applies_to_each_sequence_of_a_batch() -> None:
     model = build()
     tokens = mx.array([prompt_of(STEP, 1), prompt_of(STEP, 2), prompt_of(STEP, 3)])
     with mlx_sparse.sparse(model, SAMPLE) as report:
@@ -123,36 +114,36 @@ def test_the_limit_is_of_the_blocks_of_all_sequences() -> None:
         assert report.dense_calls[TOO_FULL] == dense
 
 
-def test_a_layer_is_asked_again_after_its_rows_have_moved(samples: list[int]) -> None:
+def test_moved_rows_are_sampled_again(samples: list[int]) -> None:
     model = build()
     cache = make_prompt_cache(model)
     with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.01"):
-        process(model, prompt_of(2 * STEP), cache)
+        process(model, prompt_of(2 * STEP), STEP, cache)
         del samples[:]
         for entry in cache:
             entry.state = entry.state
-        process(model, prompt_of(STEP), cache)
+        process(model, prompt_of(STEP), STEP, cache)
     assert samples == [3 * STEP] * LAYERS
 
 
-def test_a_layer_is_asked_again_with_other_settings(samples: list[int]) -> None:
-    """By another method over the same cache, or in the next range of contexts."""
+def test_other_settings_are_sampled_again(samples: list[int]) -> None:
+    """Other settings are another method over the same cache, or the next range of contexts."""
     model = build()
     cache = make_prompt_cache(model)
     with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.01"):
-        process(model, prompt_of(4 * STEP), cache)
+        process(model, prompt_of(4 * STEP), STEP, cache)
     for change in (",dense_above=0.02", ",dense_above=0.01,chunks=2", f",dense_above=0.01,ranges={6 * STEP}:0.3:0.2:1"):
         del samples[:]
         with mlx_sparse.sparse(model, SAMPLE + change):
-            process(model, prompt_of(STEP), cache)
+            process(model, prompt_of(STEP), STEP, cache)
             assert len(samples) == LAYERS
         trim_prompt_cache(cache, STEP)
     del samples[:]
     ranges = f"{5 * STEP}:0.9:0.9:1/{9 * STEP}:0.3:0.3:1"
     with mlx_sparse.sparse(model, f"{SAMPLE},dense_above=0.01,ranges={ranges}"):
-        process(model, prompt_of(3 * STEP), make_prompt_cache(model))
+        process(model, prompt_of(3 * STEP), STEP)
         assert samples == [STEP] * LAYERS + [2 * STEP] * LAYERS
-        process(model, prompt_of(3 * STEP), cache)
+        process(model, prompt_of(3 * STEP), STEP, cache)
         assert samples[2 * LAYERS :] == [5 * STEP] * LAYERS
 
 
@@ -162,7 +153,7 @@ def test_contexts_that_are_long_enough_are_limited_by_default(monkeypatch: pytes
     monkeypatch.setitem(SAMPLE_PAYS_UP_TO, "ops", 0.01)
     model = build()
     with mlx_sparse.sparse(model, SAMPLE.replace(",dense_below=0", "")) as report:
-        process(model, prompt_of(STEP), make_prompt_cache(model))
+        process(model, prompt_of(STEP), STEP)
     assert report.dense_calls == {TOO_FULL: LAYERS}
 
 
@@ -170,10 +161,10 @@ def test_contexts_that_are_long_enough_are_limited_by_default(monkeypatch: pytes
     ("chunks", "steps", "sparse"),
     [(1, (STEP - 32,), True), (1, (STEP - 33,), False), (2, (STEP,), False), (1, (STEP, 100), True)],
 )
-def test_short_pieces_are_limited_by_default(
+def test_short_chunks_are_dense_by_default(
     chunks: int, steps: tuple[int, ...], sparse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of 32: a sample is an eighth of 256 queries, of which a block may be missing."""
+    """A sample with blocks of 32 is an eighth of 256 queries. The last block may be incomplete."""
     monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_PAYS_FROM", 0)
     model = build()
     cache = make_prompt_cache(model)

@@ -1,4 +1,4 @@
-"""What is counted of prompts by a sparse method, and what the counting and measuring holds."""
+"""Test the figures of sparse prefill and the memory that they need."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from lm_prompts import (
     LAYERS,
     SAMPLE,
     SPARQ,
-    Piece,
+    PrefillCall,
     batch,
+    causal_pairs,
     generated,
-    pairs_of,
     process,
-    record_pieces,
-    tiny_tokenizer,
 )
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import build, prompt_of
@@ -33,94 +31,77 @@ from mlx_sparse.methods.block_layout import Layout
 from mlx_sparse.ops import attend, blocks
 
 
-@pytest.fixture
-def model() -> Any:
-    return build()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> TokenizerWrapper:
-    return tiny_tokenizer()
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
-    return record_pieces(monkeypatch)
-
-
-def test_the_report_holds_density_and_retained_mass_by_layer_and_head(model: Any, seen: list[Piece]):
-    with mlx_sparse.sparse(model, SAMPLE + ",chunks=2", mass=True) as report:
+def test_report_has_density_and_recall_by_layer_and_head(model: Any, prefill_calls: list[PrefillCall]):
+    with mlx_sparse.sparse(model, SAMPLE + ",chunks=2", recall=True) as report:
         process(model, prompt_of(400), 200)
     figures = report.as_dict()["prefill"]
     assert json.loads(json.dumps(figures)) == figures
-    assert figures["calls"] == len(seen) == 2 * LAYERS
-    masses = []
+    assert figures["calls"] == len(prefill_calls) == 2 * LAYERS
+    recalls = []
     for layer in range(LAYERS):
-        pieces = [piece for piece in seen if piece.cache is seen[layer].cache]
-        kept = sum((piece.blocks >= 0).sum(axis=(0, 2, 3)) for piece in pieces)
-        expected = kept / sum(pairs_of(piece) for piece in pieces)
-        density = [(piece.blocks >= 0).sum(axis=(2, 3)) / pairs_of(piece) for piece in pieces]
-        mass = np.concatenate([piece.expected(return_stats="mass")[1].retained_mass for piece in pieces], axis=2)
+        calls = [call for call in prefill_calls if call.cache is prefill_calls[layer].cache]
+        kept = sum((call.blocks >= 0).sum(axis=(0, 2, 3)) for call in calls)
+        expected = kept / sum(causal_pairs(call) for call in calls)
+        recall = np.concatenate([call.expected(return_stats="recall")[1].recall for call in calls], axis=2)
         entry = figures["layers"][layer]
         assert entry["layer"] == layer
         np.testing.assert_allclose(entry["heads"], expected)
         np.testing.assert_allclose(report.prefill.density[layer], expected)
-        spread = {"mean": expected.mean(), "min": np.min(density), "max": np.max(density)}
-        assert entry["density"] == pytest.approx(spread)
-        assert entry["retained_mass"] == pytest.approx({"mean": mass.mean(), "min": mass.min()}, abs=1e-5)
-        masses.append(mass)
+        assert entry["density"] == pytest.approx(expected.mean())
+        assert entry["recall"] == pytest.approx({"mean": recall.mean(), "min": recall.min()}, abs=1e-5)
+        recalls.append(recall)
     assert figures["density"]["mean"] == pytest.approx(np.mean([entry["heads"] for entry in figures["layers"]]))
-    rows = np.concatenate([mass.ravel() for mass in masses])
-    # The blocks of a step's last 32 rows of 100, twice.
+    rows = np.concatenate([recall.ravel() for recall in recalls])
+    # Two samples of 32 rows each in a chunk of 200 rows.
     assert figures["sampled"] == pytest.approx(64 / 200)
-    assert figures["retained_mass"]["mean"] == report.prefill.mass_mean == pytest.approx(rows.mean(), abs=1e-5)
-    assert figures["retained_mass"]["min"] == report.prefill.mass_min == pytest.approx(rows.min(), abs=1e-5)
-    low = report.prefill.mass_low
-    assert low == figures["retained_mass"]["low"]
+    assert figures["recall"]["mean"] == pytest.approx(rows.mean(), abs=1e-5)
+    assert figures["recall"]["min"] == pytest.approx(rows.min(), abs=1e-5)
+    assert figures["recall"] == report.prefill.recall
+    low = figures["recall"]["low"]
     assert low - 1e-5 <= np.sort(rows)[int(np.ceil(0.01 * rows.size)) - 1] <= low + 1e-3 + 1e-5
 
 
-def test_a_batch_counts_the_mean_of_its_rows(model: Any, tokenizer: TokenizerWrapper, seen: list[Piece]):
+def test_batch_counts_the_mean_density_of_its_rows(
+    model: Any, tokenizer: TokenizerWrapper, prefill_calls: list[PrefillCall]
+):
     with mlx_sparse.sparse(model, SAMPLE) as report:
         batch(model, tokenizer, [300] * 2)
-    assert report.prefill.calls == len(seen) == 2 * LAYERS
+    assert report.prefill.calls == len(prefill_calls) == 2 * LAYERS
     for layer in range(LAYERS):
-        pieces = seen[2 * layer : 2 * layer + 2]  # of the sequences, one after the other
-        density = [(piece.blocks >= 0).sum(axis=(0, 2, 3)) / pairs_of(piece) for piece in pieces]
+        calls = prefill_calls[2 * layer : 2 * layer + 2]  # one per sequence
+        density = [(call.blocks >= 0).sum(axis=(0, 2, 3)) / causal_pairs(call) for call in calls]
         np.testing.assert_allclose(report.prefill.density[layer], np.mean(density, axis=0))
 
 
-def test_the_text_sums_the_prompts_up(model: Any):
-    with mlx_sparse.sparse(model, SAMPLE + "+" + SPARQ, mass=True) as report:
+def test_text_report_summarizes_prefill(model: Any):
+    with mlx_sparse.sparse(model, SAMPLE + "+" + SPARQ, recall=True) as report:
         generated(model, prompt_of(300))
-    first, *outlook, prompts, density, mass, decoding = str(report).splitlines()
+    first, *outlook, prompts, density, recall, decoding = str(report).splitlines()
     assert first.startswith(f"{SAMPLE}+{SPARQ[: SPARQ.index(',dense')]}"[:30])
     assert outlook == ["  prompts sparse from 0 keys on (given)", "  sparse from 5 keys on (given)"]
     assert prompts == f"  sparse prefill calls: {LAYERS}, {BLOCK / 299:.1%} of the queries sampled"
     percent = r"\d+\.\d%"
+    assert re.fullmatch(rf"  density: {percent}, by layer {percent} to {percent}", density)
     assert re.fullmatch(
-        rf"  density: {percent}, by layer {percent} to {percent}, by call and head {percent} to {percent}", density
-    )
-    assert re.fullmatch(
-        r"  retained mass: 0\.\d{4}, at least 0\.\d{3} for 99% of the queries and 0\.\d{4} for all", mass
+        r"  attention recall: 0\.\d{4}, at least 0\.\d{3} for 99% of the queries and 0\.\d{4} for all", recall
     )
     assert decoding.startswith(f"  sparse calls: {LAYERS * 7}, ")
 
 
-def test_without_a_prefill_method_there_are_no_figures_of_prompts(model: Any):
-    with mlx_sparse.sparse(model, SPARQ, mass=True) as report:
+def test_no_prefill_figures_without_a_prefill_method(model: Any):
+    with mlx_sparse.sparse(model, SPARQ, recall=True) as report:
         generated(model, prompt_of(300))
     assert report.prefill is None
     assert report.as_dict()["prefill"] is None
     assert "prefill" not in str(report)
 
 
-@pytest.mark.parametrize("mass", [False, True])
-def test_memory_does_not_grow_with_the_steps(mass: bool):
-    # Wide keys and one layer, which mlx-lm never evaluates the output of: what it pends would hold on to every step's.
+@pytest.mark.parametrize("recall", [False, True])
+def test_memory_does_not_grow_with_the_chunks(recall: bool):
+    # mlx-lm never evaluates the output of the only layer: a pending output would keep the keys of every chunk alive.
     model = build(num_hidden_layers=1, head_dim=64, num_key_value_heads=4)
     prompt = prompt_of(2000)
-    with mlx_sparse.sparse(model, EVERY_BLOCK, mass=mass) as report:
+    with mlx_sparse.sparse(model, EVERY_BLOCK, recall=recall) as report:
         cache = process(model, prompt[:40], 40)
         active = []
         for start in range(40, 2000, 40):
@@ -133,7 +114,7 @@ def test_memory_does_not_grow_with_the_steps(mass: bool):
     assert active[-1] - active[0] < keys // 4
 
 
-def test_figures_hold_nothing_of_what_they_were_counted_from():
+def test_figures_keep_no_arrays_alive():
     figures, layout = PrefillFigures(), Layout(64, 64, 1, 32)
     mx.synchronize()
     before = mx.get_active_memory()
@@ -143,30 +124,30 @@ def test_figures_hold_nothing_of_what_they_were_counted_from():
         blocks = mx.where(big.max() > 0, mx.array([[[[0, -1], [0, 1]]]]), -1)
         counts = PrefillCounts()
         counts.add(0, blocks, layout)
-        counts.add_mass(0, mx.full((1, 1, 64), 0.5) + 0 * big[:64])
+        counts.add_recall(0, mx.full((1, 1, 64), 0.5) + 0 * big[:64])
         figures += counts.figures() or PrefillFigures()
     assert mx.get_active_memory() - before < 3 * big.nbytes
     assert figures.density == {0: [1.0]}
-    assert (figures.mass_mean, figures.mass_low) == (0.5, 0.5)
+    assert figures.recall == {"mean": 0.5, "low": 0.5, "min": 0.5}
 
 
-def test_a_model_that_gives_nan_is_reported_as_one_that_does():
+def test_nan_is_reported():
     model = build()
     projection = model.layers[1].self_attn.q_proj
     projection.weight = projection.weight * mx.nan
-    with mlx_sparse.sparse(model, SAMPLE, mass=True) as report:
+    with mlx_sparse.sparse(model, SAMPLE, recall=True) as report:
         process(model, prompt_of(400), 200)
-    assert math.isnan(report.prefill.mass_mean)
-    assert report.prefill.mass_low == 0
+    assert math.isnan(report.prefill.recall["mean"])
+    assert report.prefill.recall["low"] == 0
     assert "nan" in str(report)
 
 
-def test_dense_sums_of_a_long_prompt_never_hold_all_scores(monkeypatch: pytest.MonkeyPatch):
+def test_dense_lse_of_a_long_prompt_allocates_no_full_score_matrix(monkeypatch: pytest.MonkeyPatch):
     L, heads = 1024, 4
     queries, keys = (mx.random.normal((1, each, L, 16), key=mx.random.key(each)) for each in (heads, 2))
     whole = attend.dense_lse(queries, keys, scale=0.25, left_padding=None)
     mx.eval(whole)
-    monkeypatch.setitem(blocks.MOST_SCORES, mx.default_device().type, 1 << 16)
+    monkeypatch.setitem(blocks.MAX_SCORES, mx.default_device().type, 1 << 16)
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()

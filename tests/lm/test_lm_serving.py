@@ -1,4 +1,4 @@
-"""The lines of requests, and what happens to them where mlx-lm has moved."""
+"""Test the lines of requests, and the fallback for a changed mlx-lm."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from mlx_lm import server
 
 from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.lm import serving
+from mlx_sparse.lm.command import Session
 from mlx_sparse.lm.figures import PrefillFigures
-from mlx_sparse.lm.session import Session
 
 
 class Context:
     prompt, prompt_cache_count = [1] * 2000, -1
 
 
-def test_a_request_counts_what_was_called_while_it_was_there() -> None:
-    now, said = Counts(3, Counter(prompt=2), prefill=1), list[str]()
-    requests = serving.Requests(lambda: now, said.append)
+def test_request_counts_the_calls_during_its_lifetime() -> None:
+    now, lines = Counts(3, Counter(prompt=2), prefill=1), list[str]()
+    requests = serving.Requests(lambda: now, lines.append)
     first = requests.begin()
     now = Counts(5, Counter(prompt=4, short=1), prefill=2)
     second, third = requests.begin(), requests.begin()
-    requests.end(third)  # mlx-lm refused it
+    requests.end(third)  # refused by mlx-lm
     tokens = requests.answer(second, Context(), iter("abc"))
     now = Counts(1005, Counter(prompt=4, short=3), prefill=2)
     assert "".join(tokens) == "abc"
-    requests.answer(first, Context(), iter("ab")).close()  # its client went before the first token
+    requests.answer(first, Context(), iter("ab")).close()  # its client disconnects before the first token
     requests.answer(requests.begin(), Context(), iter("")).close()
     prompt = "prompt of 2,000 tokens"
-    assert said == [
-        f"{prompt}, 3 answered; calls meanwhile, of up to 3 requests at a time: 1,000 sparse, 0 sparse for prompts, "
+    assert lines == [
+        f"{prompt}, 3 generated; calls of up to 3 concurrent requests: 1,000 sparse, 0 sparse in prefill, "
         "2 dense (2 short)",
-        f"{prompt}, 0 answered; calls meanwhile, of up to 3 requests at a time: 1,002 sparse, 1 sparse for prompts, "
+        f"{prompt}, 0 generated; calls of up to 3 concurrent requests: 1,002 sparse, 1 sparse in prefill, "
         "5 dense (3 short, 2 prompt)",
-        f"{prompt}, 0 answered; calls: 0 sparse, 0 sparse for prompts, 0 dense",
+        f"{prompt}, 0 generated; calls: 0 sparse, 0 sparse in prefill, 0 dense",
     ]
 
 
@@ -51,7 +51,7 @@ def test_a_session_adds_the_calls_of_all_its_models() -> None:
     assert session.calls().prefill == 8
 
 
-PLACES = [
+INTERFACES = [
     (server.APIHandler, "do_GET"),
     (server.APIHandler, "_set_completion_headers"),
     (server.ResponseGenerator, "generate"),
@@ -59,20 +59,20 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("place", "name"), PLACES, ids=[name for _, name in PLACES])
-def test_where_mlx_lm_has_moved_one_line_says_so_and_nothing_is_replaced(
-    place: object, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("owner", "name"), INTERFACES, ids=[name for _, name in INTERFACES])
+def test_changed_mlx_lm_prints_one_line_and_nothing_is_replaced(
+    owner: object, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delattr(place, name)
+    monkeypatch.delattr(owner, name)
     before = dict(vars(server.APIHandler)), dict(vars(server.ResponseGenerator))
     with serving.shown(Session("mlx_lm.server")):
         assert (dict(vars(server.APIHandler)), dict(vars(server.ResponseGenerator))) == before
     (line,) = capsys.readouterr().err.splitlines()
     assert name in line
-    assert line.endswith("has moved. The report follows at the end.")
+    assert line.endswith("has changed. The report is printed at the end.")
 
 
-def test_another_signature_counts_as_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_signature_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serving.moved() is None
     monkeypatch.setattr(server.ResponseGenerator, "generate", lambda self, request: None)
     assert serving.moved() == "ResponseGenerator.generate"

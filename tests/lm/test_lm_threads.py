@@ -1,4 +1,4 @@
-"""One enabled model, many threads: each generates what it would alone, and any of them may read the report."""
+"""Test one enabled model in many threads: each thread gives its single-threaded output, and any may read the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 from lm_prompts import SAMPLE
 from mlx_lm.models.cache import make_prompt_cache
-from places import FIXTURES
+from repository_paths import FIXTURES
 from run_threads import METHODS
 from saap_artefacts import LAYERS, ONLINE, STEPS
 from tier import some
@@ -34,26 +34,24 @@ SAAP = f"{ONLINE},probes=3"
 def lines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, without_torch: dict[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """By method what `run_threads` says of eight threads, for the methods that are tested."""
+    """Return the lines that `run_threads` prints for eight threads, by method."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = [item.callspec.params["method"] for item in items if "method" in item.callspec.params]
     command = [sys.executable, str(FIXTURES / "run_threads.py"), str(tmp_path_factory.mktemp("threads")), *names]
     run = subprocess.run(command, check=False, capture_output=True, text=True)
-    sys.stderr.write(run.stderr)  # shown where a test fails
+    sys.stderr.write(run.stderr)  # pytest prints it if a test fails
     return {line["method"]: line for line in map(json.loads, run.stdout.splitlines())}
 
 
 @pytest.mark.parametrize("method", some(list(METHODS), 5))
-def test_eight_threads_generate_what_each_does_alone_while_another_reads_the_report(
-    method: str, lines: dict[str, dict[str, Any]]
-):
-    assert method in lines, "the process ended here"
+def test_eight_threads_equal_single_threads_while_the_report_is_read(method: str, lines: dict[str, dict[str, Any]]):
+    assert method in lines, "the process ended before this method"
     line = lines[method]
     assert line["errors"] == []
     assert line["same"] == [True] * 8
     assert line["reads"] > 0
-    assert line["said"] == line["expected"], "the sum of what the threads did, one after the other"
-    _, figures = line["said"]
+    assert line["report"] == line["expected"], "the report equals that of sequential runs"
+    _, figures = line["report"]
     assert figures["sparse_calls"] > 0 or figures["prefill"]["calls"] > 0
 
 
@@ -63,11 +61,11 @@ def test_every_method_of_the_table_runs_in_threads():
 
 def test_reading_the_report_evaluates_nothing(monkeypatch: pytest.MonkeyPatch):
     model = build()
-    with mlx_sparse.sparse(model, f"{SAMPLE}+{SAAP}", mass=True) as report:
+    with mlx_sparse.sparse(model, f"{SAMPLE}+{SAAP}", recall=True) as report:
         cache = make_prompt_cache(model)
         model(mx.array([prompt_of(PROMPT)]), cache=cache)
         for token in range(3):
-            model(mx.array([[token + 1]]), cache=cache)  # and nobody evaluates what it gives
+            model(mx.array([[token + 1]]), cache=cache)  # the result is never evaluated
     for name in ("eval", "async_eval", "synchronize"):
         monkeypatch.setattr(mx, name, lambda *_: pytest.fail("evaluated"))
     found: list[Any] = []
@@ -81,7 +79,7 @@ def test_reading_the_report_evaluates_nothing(monkeypatch: pytest.MonkeyPatch):
     assert "selectivity" in text
 
 
-def test_figures_that_nobody_reads_do_not_pile_up():
+def test_unread_figures_do_not_accumulate():
     model = build()
     with mlx_sparse.sparse(model, SAAP) as report:
         greedy(model, prompt_of(PROMPT), 2 * IN_FLIGHT)
@@ -90,7 +88,7 @@ def test_figures_that_nobody_reads_do_not_pile_up():
     assert len(report._counting) == 0
 
 
-def test_a_call_that_raises_counts_nothing_and_leaves_the_next_as_it_is(monkeypatch: pytest.MonkeyPatch):
+def test_call_that_raises_counts_nothing(monkeypatch: pytest.MonkeyPatch):
     def failing(*_: Any) -> None:
         raise RuntimeError("no memory")
 
@@ -107,7 +105,7 @@ def test_a_call_that_raises_counts_nothing_and_leaves_the_next_as_it_is(monkeypa
 
 
 @pytest.mark.parametrize("attn", [SAAP, f"{SAMPLE}+sparq:rank=4,top_k=16,dense_below=0"])
-def test_a_model_that_calls_another_one_within_its_call_attends_as_without(attn: str, monkeypatch: pytest.MonkeyPatch):
+def test_nested_model_calls_do_not_interfere(attn: str, monkeypatch: pytest.MonkeyPatch):
     outer, inner, prompt = build(), build("qwen3", seed=3), prompt_of(PROMPT)
 
     def run(nested: bool) -> list[Any]:
@@ -150,15 +148,17 @@ def test_threads_that_add_to_a_report_lose_no_count():
     assert report.dense_calls == {"here": 16000}
 
 
-def test_a_rope_is_remembered_for_the_thread_that_called_it():
+def test_rope_records_are_per_thread():
     model = build()
     rope, rows = ropes(model)[0], mx.ones((1, 2, 4, 16))
     with Recorder(model) as recorder:
         rotated = rope(rows)
         seen: list[Any] = []
-        thread = threading.Thread(target=lambda: seen.append([recorder.before(rotated), rope(rows), recorder.clear()]))
+        thread = threading.Thread(
+            target=lambda: seen.append([recorder.input_of(rotated), rope(rows), recorder.clear()])
+        )
         thread.start()
         thread.join()
         assert seen[0][0] is None
-        assert recorder.before(seen[0][1]) is None
-        assert recorder.before(rotated) is rows
+        assert recorder.input_of(seen[0][1]) is None
+        assert recorder.input_of(rotated) is rows

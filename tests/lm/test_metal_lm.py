@@ -1,4 +1,4 @@
-"""Models on the Metal kernels: prefill and decode steps over mlx-lm's caches."""
+"""Test prefill and decode steps of models on the Metal kernels."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lm_prompts import tiny_tokenizer
 from mlx_arrays import to_mlx, to_numpy
 from mlx_lm import batch_generate
 from msl import Metal
-from saap_artefacts import ONLINE, write_artefact
+from saap_artefacts import ONLINE, attn, write_artefact
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
-from mlx_sparse.methods import SAAP, Sample
+from mlx_sparse.methods import Sample
 
 SAMPLE = Sample(block_size=32, alpha_column=0.5, alpha_slash=0.5, dense_below=0)
 
 
 @pytest.mark.parametrize("make", [SparseKVCache, lambda: SparseBatchKVCache([0, 0])], ids=["cache", "batch"])
-def test_a_cache_processes_prompts_on_metal_as_on_ops_and_hands_over_whole_buffers(
+def test_prefill_of_a_cache_on_metal_equals_ops_with_whole_buffers(
     metal: Metal, make: Callable[[], Any], launched: list[Launched]
 ) -> None:
     rng = np.random.default_rng(3)
     cache = make()
-    for L in (70, 200, 1, 130):  # the buffers hold more rows than are in use
+    for L in (70, 200, 1, 130):  # the buffers have more rows than are in use
         k, v = (to_mlx(rng.normal(size=(2, 2, L, 64)), "f32") for _ in range(2))
         cache.update_and_fetch(k, v)
         if L == 1:
@@ -43,9 +43,9 @@ def test_a_cache_processes_prompts_on_metal_as_on_ops_and_hands_over_whole_buffe
         np.testing.assert_allclose(to_numpy(out), to_numpy(ops_out), rtol=0, atol=allowed)
         np.testing.assert_allclose(np.array(lse), np.array(ops_lse), rtol=0, atol=allowed)
     assert cache.keys.shape[2] > cache.length
-    asked = {"scale": 0.125, "backend": "metal"}
-    chosen = cache.select_prefill(queries, SAMPLE, **asked, max_density=0.999)
-    in_two = cache.attend_prefill(queries, SAMPLE, **asked, blocks=chosen)
+    options = {"scale": 0.125, "backend": "metal"}
+    chosen = cache.select_prefill(queries, SAMPLE, **options, max_density=0.999)
+    in_two = cache.attend_prefill(queries, SAMPLE, **options, blocks=chosen)
     assert all(mx.array_equal(one, other) for one, other in zip(in_two, results[0], strict=True))
     inputs = [given for given, _ in launched]
     for scores, _, attended in (inputs[-3:], inputs[-6:-3]):
@@ -54,13 +54,13 @@ def test_a_cache_processes_prompts_on_metal_as_on_ops_and_hands_over_whole_buffe
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_model_processes_its_prompt_and_decodes_on_metal_as_on_ops(metal: Metal, family: str) -> None:
+def test_prefill_and_decode_on_metal_equal_ops(metal: Metal, family: str) -> None:
     model, prompt = build(family), prompt_of(200)
     generated, densities = {}, {}
-    # With reallocation the kernels keep float32 logits; otherwise they may round int4 scores to 1/16 nat.
-    attn = f"{SAMPLE}+sparq:rank=8,top_k=16,reallocate=true,dense_below=0"
+    # With reallocation the kernels use float32 logits; otherwise they may round int4 scores to 1/16 nat.
+    methods = f"{SAMPLE}+sparq:rank=8,top_k=16,reallocate=true,dense_below=0"
     for backend in ("ops", "metal"):
-        with mlx_sparse.sparse(model, attn, backend=backend) as report:
+        with mlx_sparse.sparse(model, methods, backend=backend) as report:
             generated[report.backend] = greedy(model, prompt, 4)[0]
         assert (report.prefill.calls, report.dense_calls) == (2, {})
         densities[report.backend] = report.prefill.density
@@ -74,15 +74,15 @@ def test_a_model_processes_its_prompt_and_decodes_on_metal_as_on_ops(metal: Meta
 @pytest.mark.parametrize(
     "decode", ["sparq:rank=8,top_k=16,dense_below=75", f"{ONLINE},probes=2"], ids=["sparq", "saap"]
 )
-def test_prompts_of_a_ragged_batch_on_metal_give_what_each_gives_alone_on_ops(metal: Metal, decode: str) -> None:
-    """Prompts that join while another is in its second piece are padded on the left."""
+def test_ragged_batch_on_metal_equals_single_prompts_on_ops(metal: Metal, decode: str) -> None:
+    """Prompts that join while another prompt is in its second chunk are padded on the left."""
     model, tokenizer = build(), tiny_tokenizer()
     prompts, options = [prompt_of(length, length) for length in (130, 66, 150)], {"max_tokens": 4}
-    pieces = {"prefill_step_size": 96, "prefill_batch_size": 2, "completion_batch_size": 2}
+    chunks = {"prefill_step_size": 96, "prefill_batch_size": 2, "completion_batch_size": 2}
     with mlx_sparse.sparse(model, f"{SAMPLE}+{decode}", backend="ops"):
-        alone = [batch_generate(model, tokenizer, [one], **options, **pieces).texts[0] for one in prompts]
+        alone = [batch_generate(model, tokenizer, [one], **options, **chunks).texts[0] for one in prompts]
     with mlx_sparse.sparse(model, f"{SAMPLE}+{decode}", backend="metal") as report:
-        assert batch_generate(model, tokenizer, prompts, **options, **pieces).texts == alone
+        assert batch_generate(model, tokenizer, prompts, **options, **chunks).texts == alone
     assert report.prefill.calls > 0
     assert report.sparse_calls > 0
 
@@ -90,19 +90,12 @@ def test_prompts_of_a_ragged_batch_on_metal_give_what_each_gives_alone_on_ops(me
 PROMPT, STEPS, LAYERS = 60, 10, 2
 
 
-def artefact_of(path: Path, **changes: Any) -> SAAP:
-    values: dict[str, Any] = {"probes": 2, "recent_tokens": 16, "merge_every": 4, "dense_layers": 0, "dense_below": 0}
-    return SAAP(artefact=str(path), **{**values, **changes})
-
-
-def test_a_model_decodes_on_metal_as_on_ops_and_hands_over_whole_buffers(
-    metal: Metal, tmp_path: Path, launched: list[Launched]
-) -> None:
+def test_saap_on_metal_equals_ops_with_whole_buffers(metal: Metal, tmp_path: Path, launched: list[Launched]) -> None:
     model, prompt = build("qwen3"), prompt_of(PROMPT)
     file = write_artefact(tmp_path / "a", model)
     generated, figures = {}, {}
     for backend in ("ops", "metal"):
-        with mlx_sparse.sparse(model, artefact_of(file), backend=backend) as report:
+        with mlx_sparse.sparse(model, attn(file, 2, merge_every=4), backend=backend) as report:
             tokens, logits = greedy(model, prompt, STEPS)
         assert report.backend == backend
         assert report.sparse_calls == LAYERS * STEPS
@@ -115,14 +108,3 @@ def test_a_model_decodes_on_metal_as_on_ops_and_hands_over_whole_buffers(
     assert all(inputs["keys"].shape[2] > PROMPT + STEPS for inputs in attended)
     if metal.emulated:
         assert {report.kernel for report in metal.launches} >= {"saap_route", "saap_indices"}
-
-
-def test_every_bucket_gives_the_dense_tokens_of_a_ragged_batch(metal: Metal, tmp_path: Path) -> None:
-    model, tokenizer = build(), tiny_tokenizer()
-    prompts = [prompt_of(length, length) for length in (50, 41)]
-    file = write_artefact(tmp_path / "a", model)
-    dense = list(batch_generate(model, tokenizer, prompts, max_tokens=STEPS).texts)
-    with mlx_sparse.sparse(model, artefact_of(file, probes=8), backend="metal") as report:
-        assert list(batch_generate(model, tokenizer, prompts, max_tokens=STEPS).texts) == dense
-    assert report.sparse_calls > 0
-    assert report.buckets.selectivity == 1

@@ -3,42 +3,49 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache
 
 from ...cache.sharded_cache import BLOCK, Shard, ShardedKVCache, shard_caches
 from ...cache.sparse_cache import DecodeStep
 from ...checks import ConfigError
+from ...files import replace_file
 from ...methods import NEVER, SAAP, Sample, reasons
 from ...methods.stats import dense_elements
 from ..call import Call
 from ..options import SHARDS
 from ..plan import Plan, Probe
-from . import decode, prefill
+from . import rank_attention
 from .exchange import Exchange
 
 
 def share_context(plan: Plan, shard: str) -> None:
-    """Let the calls of an enabled model share the context with the other ranks.
+    """Shard the context of an enabled model over all ranks.
 
     Raises:
-        ConfigError: there are no other ranks, or a method of the plan cannot run on a shard.
+        ConfigError: there is only one rank, or a method of the plan cannot run on a shard.
     """
     if shard not in SHARDS:
         raise ConfigError(f"shard: expected one of {', '.join(SHARDS)}, got {shard}.")
     exchange = Exchange()
     if exchange.size == 1:
         raise ConfigError("shard: expected several processes (mlx.launch -n 2 -- ...), got one.")
-    served = [*decode.STEPS, SAAP.name]
+    served = [*rank_attention.STEPS, SAAP.name]
     if plan.decode is not None and plan.decode.name not in served:
         raise ConfigError(f"shard: expected one of {', '.join(served)} to decode with, got {plan.decode.name}.")
     if plan.decode is not None and BLOCK % plan.decode.unit:
         raise ConfigError(f"page_size: expected a divisor of {BLOCK} with shard, got {plan.decode.unit}.")
     if plan.prefill is not None and plan.prefill.name != Sample.name:
-        raise ConfigError(f"shard: expected {Sample.name} for prompts, got {plan.prefill.name}.")
-    if plan.mass:
-        raise ConfigError("--attn-report: expected text, json or off with shard, whose ranks do not measure mass.")
+        raise ConfigError(f"shard: expected {Sample.name} for prefill, got {plan.prefill.name}.")
+    if plan.recall:
+        raise ConfigError(
+            "--attn-report: expected text, json or off with --shard, got recall: ranks do not measure it."
+        )
     _seed_alike(exchange)
     plan.shards = exchange.size
     plan.new_call = functools.partial(ContextCall, exchange=exchange, exact=shard == "context")
@@ -47,7 +54,7 @@ def share_context(plan: Plan, shard: str) -> None:
 
 
 def _seed_alike(exchange: Exchange) -> None:
-    """Give all ranks the random numbers of the first, because every rank samples."""
+    """Set the random state of rank 0 on all ranks, because every rank samples tokens."""
     state: Any = mx.random.state
     states: Any = exchange.gather(state[0]).tolist()
     if any(one != states[0] for one in states):
@@ -55,20 +62,20 @@ def _seed_alike(exchange: Exchange) -> None:
 
 
 class ContextCall(Call):
-    """One call of a model over sharded caches.
+    """Forward pass of a model over sharded caches.
 
-    Dense calls are sharded as well: mlx-lm's attention would see only the keys of the call's own tokens.
+    Dense calls are sharded too, because mlx-lm's attention has only the keys of the call's own tokens.
 
     Args:
-        exchange: with the other ranks.
-        exact: whether the ranks select the keys that one process would, or each among its own keys.
+        exchange: collectives over the ranks.
+        exact: True if the ranks select the same keys as one process; False if each selects among its own keys.
     """
 
     def __init__(
         self, plan: Plan, caches: Any, *, exchange: Exchange, exact: bool = True, probe: Probe | None = None
     ) -> None:
         if isinstance(caches, list):
-            # In place: the caller goes on with this list.
+            # In place, because the caller uses this list later.
             caches[:] = shard_caches(caches, Shard(exchange.rank, exchange.size))
         super().__init__(plan, caches, probe=probe)
         self._exchange, self._exact = exchange, exact
@@ -88,14 +95,14 @@ class ContextCall(Call):
         if missed and error is None:
             raise ConfigError(
                 f"--shard context: expected layers that attend the keys of their caches, got {len(missed)} in "
-                f"{self.plan.report.model_type} that do otherwise. Run it without."
+                f"{self.plan.report.model_type} that do not. Run without --shard."
             )
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the call with the first rank's tokens: other machines may round differently.
+        """Return the arguments of the call with rank 0's tokens, because other machines may round differently.
 
         Raises:
-            ConfigError: ranks have prompts of different lengths.
+            ConfigError: the ranks have prompts of different lengths.
         """
         if not inputs or not isinstance(inputs[0], mx.array) or self.probe is not None:
             return inputs
@@ -108,7 +115,7 @@ class ContextCall(Call):
         lengths: Any = sent[:, :2].tolist()
         if any(length != lengths[0] for length in lengths):
             listed = " and ".join(f"{n:,} after {at:,} on rank {rank}" for rank, (n, at) in enumerate(lengths))
-            raise ConfigError(f"--shard context: expected as many tokens on all ranks, got {listed}.")
+            raise ConfigError(f"--shard context: expected the same number of tokens on all ranks, got {listed}.")
         return (self._exchange.from_first(tokens), *inputs[1:])
 
     def attend(
@@ -117,7 +124,7 @@ class ContextCall(Call):
         # Layers that share keys pass the cache of another layer.
         owner = next((one for one in (cache, *self._sharded) if _wrote(one, keys, values)), None)
         if owner is None:
-            # The cache is the same on all ranks. A sparse call would depend on what each rank has measured.
+            # This cache is the same on all ranks. A sparse call would depend on the measurements of each rank.
             reason = reasons.NO_CACHE if cache is None else reasons.other_cache(type(cache).__name__)
             if self.probe is not None:
                 self.probe.found.append((cache, reason))
@@ -130,9 +137,9 @@ class ContextCall(Call):
             )
         self._attended_caches.add(id(owner))
         if not isinstance(mask, str) and not (mask is None and queries.shape[2] == 1):
-            raise ConfigError("--shard context: expected causal attention without further masks, got another mask.")
+            raise ConfigError("--shard context: expected causal attention without another mask, got a mask.")
         if self.probe is not None:
-            self.probe.found.append((owner, self.probing(queries, keys, owner, mask, sinks)))
+            self.probe.found.append((owner, self.probe_reason(queries, keys, owner, mask, sinks)))
             return mx.zeros_like(queries)
         owner.sent = self._exchange.so_far()
         if self.plan.decodes and self.hooks is not None:
@@ -145,14 +152,14 @@ class ContextCall(Call):
 
     def _attend_step(
         self, queries: mx.array, keys: mx.array, cache: ShardedKVCache, scale: float, sinks: mx.array | None
-    ) -> decode.Attended:
+    ) -> rank_attention.Attended:
         """Attend and count a decode step over the keys of all ranks."""
         config, exchange = self.plan.decode, self._exchange
         reason = self.step_reason(queries, keys, cache, None, sinks) or self._length_reason(queries, keys, cache)
         self._steps = 0 if reason else cache.position
         if reason is not None:
             self.counts.dense_calls[reason] += 1
-            return decode.dense(queries, cache, scale=scale, exchange=exchange)
+            return rank_attention.dense_step(queries, cache, scale=scale, exchange=exchange)
         assert config is not None
         backend = self.plan.resolve(config, queries, keys)
         self.counts.sparse_calls += 1
@@ -164,11 +171,11 @@ class ContextCall(Call):
         self.counts.formula_bytes += moved
         given: dict[str, Any] = {"scale": scale, "backend": backend, "exchange": exchange}
         if not self._exact and config.for_shard(exchange.size, 0) is not None:
-            return decode.local(queries, cache, config, **given)
-        if (step := decode.STEPS.get(config.name)) is not None:
+            return rank_attention.local(queries, cache, config, **given)
+        if (step := rank_attention.STEPS.get(config.name)) is not None:
             return step(queries, cache, config, **given)
         if cache.length == 0:
-            return exchange.merge(*decode.nothing(queries))
+            return exchange.merge(*rank_attention.nothing(queries))
         bound = DecodeStep.bind(config, queries.shape[1] // Hkv, backend)
         if hooks is None:
             out, lse = cache.take_step(queries, bound, scale)
@@ -177,11 +184,11 @@ class ContextCall(Call):
         return exchange.merge(out.astype(mx.float32), lse)
 
     def _length_reason(self, queries: mx.array, keys: mx.array, cache: ShardedKVCache) -> str | None:
-        """Return the reason why a context of this length does not pay, the same on all ranks, or None."""
+        """Return the reason why a context of this length stays dense, the same on all ranks, or None."""
         plan, config = self.plan, self.plan.decode
         assert config is not None
         layer = plan.sizes(config, queries, keys, cache, plan.resolve(config, queries, keys), self.hooks)
-        # Without a length: nothing is measured here, because the other ranks would wait.
+        # No length is passed: a measurement here would make the other ranks wait.
         sizes = (queries.shape[1], *keys.shape[1::2])
         shortest = int(self._exchange.agree(sizes, int(plan.calibration.threshold(config, layer).value)))
         if shortest >= NEVER:
@@ -192,7 +199,7 @@ class ContextCall(Call):
 
     def _attend_chunk(
         self, queries: mx.array, keys: mx.array, cache: ShardedKVCache, scale: float, sinks: mx.array | None
-    ) -> decode.Attended:
+    ) -> rank_attention.Attended:
         """Attend and count a prefill chunk over the keys of all ranks."""
         L, S = queries.shape[2], cache.position
         plan = self.plan
@@ -202,20 +209,20 @@ class ContextCall(Call):
             backend = plan.resolve(config, queries, keys)
             sizes = plan.sizes(config, queries, keys, cache, backend, self.hooks)
             max_density = self._exchange.agree((config, "chunk"), plan.calibration.threshold(config, sizes).value)
-            blocks = prefill.sample_select(queries, cache, config, scale=scale, exchange=self._exchange)
+            blocks = rank_attention.sample_select(queries, cache, config, scale=scale, exchange=self._exchange)
             layout = config.layout(L, S)
             kept: Any = (blocks >= 0).sum().item()
             if kept <= max_density * layout.causal_pairs * queries.shape[0] * queries.shape[1]:
-                self.figures.add(self.place(cache), blocks, layout)
+                self.figures.add(self.layer_index(cache), blocks, layout)
                 given: dict[str, Any] = {"block_size": config.block_size, "scale": scale, "backend": backend}
-                return prefill.attend_blocks(queries, cache, blocks, **given, exchange=self._exchange)
+                return rank_attention.attend_blocks(queries, cache, blocks, **given, exchange=self._exchange)
             reason = reasons.TOO_FULL
         self.counts.dense_calls[reason] += 1
-        return prefill.dense(queries, cache, scale=scale, exchange=self._exchange)
+        return rank_attention.dense_chunk(queries, cache, scale=scale, exchange=self._exchange)
 
     def chunk_reason(self, L: int, S: int, mask: Any) -> str | None:
         reason, config = super().chunk_reason(L, S, mask), self.plan.prefill
-        if reason is None and config is not None and not prefill.fits(config.at(S), L, S):
+        if reason is None and config is not None and not rank_attention.fits(config.at(S), L, S):
             return reasons.BETWEEN_RANKS
         return reason
 
@@ -224,3 +231,51 @@ def _wrote(cache: Any, keys: Any, values: Any) -> bool:
     """Return True if the last write of ``cache`` returned these arrays."""
     chunk = cache.chunk if isinstance(cache, ShardedKVCache) else None
     return chunk is not None and chunk[0] is keys and chunk[1] is values
+
+
+def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any, **kwargs: Any) -> None:
+    """Save sharded caches by ``write``, mlx-lm's ``save_prompt_cache``. All ranks call this, and rank 0 writes.
+
+    Rank 0 has the whole cache in memory meanwhile.
+
+    Raises:
+        ConfigError: on all ranks, if rank 0 cannot write. An existing file is unchanged then.
+    """
+    exchange = Exchange()
+    whole = [_whole(one, exchange) if isinstance(one, ShardedKVCache) else one for one in cache]
+    failure: Exception | None = None
+    if exchange.rank == 0:
+        path = Path(file_name)
+        path = path if path.suffix == ".safetensors" else path.with_name(f"{path.name}.safetensors")
+        try:
+            replace_file(path, lambda new: write(str(new), whole, *args, **kwargs))
+        except (OSError, RuntimeError) as error:
+            failure = error
+    failed = exchange.from_first(mx.array(int(failure is not None)))
+    if failed.item():
+        reason = "rank 0 could not write it" if failure is None else str(failure).splitlines()[0]
+        raise ConfigError(f"--prompt-cache-file: expected a file that can be written, got {file_name} ({reason}).")
+
+
+def _whole(cache: ShardedKVCache, exchange: Exchange) -> Any:
+    """Return a cache with the rows of all ranks in the order of their positions; an empty one except on rank 0."""
+    found: Any = KVCache()
+    if not cache.position:
+        return found
+    counts = cache.counts()
+    # Row n of rank r is row r * longest + n of the gathered array.
+    order = np.concatenate([Shard(rank, exchange.size).positions(0, n) for rank, n in enumerate(counts)])
+    longest = max(counts)
+    places = np.concatenate([rank * longest + np.arange(n) for rank, n in enumerate(counts)])
+    rows = mx.array(places[np.argsort(order)].astype(np.int32))
+    arrays = []
+    for own in cache.own_rows():
+        gathered = exchange.gather(mx.pad(own, [(0, 0), (0, 0), (0, longest - cache.length), (0, 0)]))
+        B, H, _, D = own.shape
+        gathered = gathered.transpose(1, 2, 0, 3, 4).reshape(B, H, -1, D)
+        arrays.append(mx.take(gathered, rows, axis=2))
+        mx.eval(arrays)  # one after the other, because only rank 0 keeps them
+    if exchange.rank == 0:
+        found.keys, found.values = arrays
+        found.offset = cache.position
+    return found

@@ -1,5 +1,5 @@
 """Self-speculative decoding (``--lossless``): sparse decode steps draft tokens, one dense call checks several.
 
-`generation` takes the place of mlx-lm's ``generate_step``, `draft_length` decides how many tokens are drafted, `rewind`
-takes back what was written for drafts, `attention` attends the checks and `setup` refuses what cannot draft.
+`generation` replaces mlx-lm's ``generate_step`` and refuses methods and models that cannot draft. `draft_length`
+selects how many tokens are drafted. `rewind` removes rejected drafts from the caches.
 """

@@ -22,9 +22,9 @@ from ...files import cache_directory
 from ...methods import parse, split_methods
 from .. import formats
 from ..assets.models import add_model_options, check_model, find_model
-from ..demo.command import generate_command, parse_outcome, run_command
 from ..environment import machine
 from ..evaluate import texts
+from ..generate_command import generate_command, parse_outcome, run_command
 from .core import Row, Spread, Variant, collect, enter, take_turns
 
 ONNX = "mlx_sparse.onnx_export.bench_generate"  # a name: mlx_sparse runs without onnx

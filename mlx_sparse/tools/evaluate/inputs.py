@@ -16,7 +16,7 @@ from ...model_info import kv_shapes, weights_hash
 from .. import environment
 from ..assets.models import add_model_options, check_model, find_model
 from . import texts
-from .tasks.base import encode
+from .tasks import encode
 
 
 def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:

@@ -23,8 +23,7 @@ from ...lm import sparse
 from ...methods.reasons import NO_DECODE
 from .journal import Journal
 from .results import Outcome, Row, Trial, row_of
-from .tasks import Example, Passage
-from .tasks.base import digest
+from .tasks import Example, Passage, digest
 from .variants import DENSE, Variant
 
 Array = npt.NDArray[np.float64]
@@ -92,7 +91,7 @@ class Steps:
 
     Attributes:
         depths: for each example, where its answer stands in the prompt; None for tasks without a depth.
-        digests: of each example (`tasks.base.digest`).
+        digests: of each example (`tasks.digest`).
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class Prompt:
         targets = self.passage.targets
         if variant == DENSE:
             return [Trial(prompt_outcome(self.reference, self.reference, targets, self.n_bytes))]
-        with sparse(self.model, variant.attn, mass=self.recall) as report:
+        with sparse(self.model, variant.attn, recall=self.recall) as report:
             logits = passage_logits(self.model, self.passage, self.step)[0]
         return [trial_of(prompt_outcome(logits, self.reference, targets, self.n_bytes), report)]
 
@@ -249,8 +248,8 @@ def trial_of(outcome: Outcome, report: Report, examples: int = 1) -> Trial:
     prompt: dict[str, Any] = {}
     if figures is not None and figures.calls:
         prompt = {"density": [mean(heads) for heads in figures.density.values()], "sampled": figures.sampled}
-        if figures.mass_mean is not None:
-            prompt["recall"] = [figures.mass_min, figures.mass_low, figures.mass_mean]
+        if (recall := figures.recall) is not None:
+            prompt["recall"] = [recall["min"], recall["low"], recall["mean"]]
     # Layers that the method cannot serve, and a stage for which there is none, did not fall back.
     reasons = Counter({reason: n for reason, n in report.dense_calls.items() if reason not in report.dense_layers})
     del reasons[NO_DECODE]

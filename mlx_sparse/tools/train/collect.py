@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,24 @@ import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ...checks import ArtefactError, ConfigError
-from ...files import replace_file
-from ...lm.rope import Recorder, Source
-from ...lm.tracing import Seen, find_sources, observe
+from ...lm.rope import Recorder, Seen, Source, find_sources, observe
 from ...model_info import leaves
+from ..evaluate.journal import Journal
 from .rows import Texts
 
 Array = npt.NDArray[Any]
 STEP = 512  # tokens that the model sees at a time
-ABOUT = "about.json"
 
 
 class _AllSeen(Exception):
     """Every layer that is collected has attended to this chunk."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """Entry of the journal: a text whose ``tokens`` were all collected."""
+
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -156,18 +160,20 @@ def collect(
         OSError: the disk is full.
     """
     found = Collection(folder, places, len(windows), len(windows[0]), queries, first, seed)
-    done = _done(found, key)
-    written = found.bytes * done // found.windows
-    if (free := shutil.disk_usage(folder).free) < found.bytes - written:
+    folder.mkdir(parents=True, exist_ok=True)
+    journal = Journal(folder / "windows.jsonl", "train-saap", key, Done)
+    done = len(journal.results)
+    needed, free = found.bytes - found.bytes * done // found.windows, shutil.disk_usage(folder).free
+    if free < needed:
         raise ConfigError(
-            f"--work: expected {_gigabytes(found.bytes - written)} free in {folder}, got {_gigabytes(free)}. Choose "
-            "another folder, or fewer --windows or --queries."
+            f"--work: expected {needed / 1e9:.2f} GB free in {folder}, got {free / 1e9:.2f} GB. Choose another folder, "
+            "or fewer --windows or --queries."
         )
     progress.update(done * found.length)
     sources = find_sources(model) if done < found.windows else {}
     for window in range(done, found.windows):
         _run(model, found, sources, window, windows[window], progress)
-        _note(found, key, window + 1)
+        journal.add(str(window), Done(found.length))
     return found
 
 
@@ -189,7 +195,7 @@ def _run(
         source = sources[seen.layer]
         assert isinstance(source, Source)
         assert seen.keys is not None
-        before = [source.before(recorder, rows, seen.position) for rows in (seen.queries, seen.keys)]
+        before = [source.pre_rope(recorder, rows, seen.position) for rows in (seen.queries, seen.keys)]
         if before[0] is None or before[1] is None:
             raise ConfigError(f"--model: expected tensors before RoPE in layer {seen.layer}, got none.")
         collection._write(seen, window, (before[0], before[1]))
@@ -242,40 +248,6 @@ def find_places(model: Any, dense_layers: int) -> dict[int, Place]:
         counted = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
         raise ConfigError(f"--model: expected an attention layer that SAAP can serve, got {counted or 'none'}.")
     return places
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"
-
-
-def _about(collection: Collection, key: str, done: int) -> dict[str, Any]:
-    places = {str(layer): asdict(place) for layer, place in collection.places.items()}
-    return {"key": key, "windows": collection.windows, "places": places, "done": done}
-
-
-def _note(collection: Collection, key: str, done: int) -> None:
-    text = json.dumps(_about(collection, key, done))
-    replace_file(collection.folder / ABOUT, lambda new: new.write_text(text, encoding="utf-8"))
-
-
-def _done(collection: Collection, key: str) -> int:
-    """Return the number of texts that the folder already has."""
-    path = collection.folder / ABOUT
-    if not path.exists():
-        collection.folder.mkdir(parents=True, exist_ok=True)
-        _note(collection, key, 0)
-        return 0
-    try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-        done = about.pop("done")
-        right = about.items() <= _about(collection, key, 0).items() and type(done) is int
-    except (OSError, ValueError, AttributeError, KeyError, RecursionError):
-        right = False
-    if not right or not 0 <= done <= collection.windows:
-        raise ArtefactError(
-            f"{path}: expected what an interrupted run of this command collected, got another file. Delete the folder."
-        )
-    return int(done)
 
 
 @contextmanager

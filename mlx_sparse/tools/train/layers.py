@@ -16,10 +16,12 @@ from ...ops.kmeans import assign, fit
 from .. import formats
 from . import network
 from .network import FEWEST_ROWS, Training, learns, train_layer
-from .recall import SELECTIVITIES, Indexed, centroid_scores, curve, grouped_queries, index, router_scores
-from .rows import Distances, Rows, Texts, long_range_rows
+from .rows import Distances, Rows, Texts, best_distance, bucket_mass, long_range_rows
 
+Array = npt.NDArray[Any]
 ROUTERS = ("trained", "kmeans")
+SELECTIVITIES = (0.05, 0.1, 0.2)
+FEW = 16  # queries: a mean of fewer is too noisy
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class HeadReport:
         rows: long-range queries that it was trained on; with too few it keeps the k-means router.
         long_range: share of the collected queries that are long-range.
         loss: KL divergence of each router from the targets of held-out queries, nats; empty without such queries.
-        recall: of each router, at `recall.SELECTIVITIES`.
+        recall: of each router, at `SELECTIVITIES`.
         imbalance: (saap.13) of the held-out keys.
     """
 
@@ -84,7 +86,6 @@ def as_dict(heads: Sequence[HeadReport]) -> dict[str, Any]:
     return {"selectivities": list(SELECTIVITIES), "mean": summary(heads), "heads": [asdict(found) for found in heads]}
 
 
-Array = npt.NDArray[Any]
 POINTS = 256  # keys per bucket that k-means looks at, as in Faiss
 MOST_HELD_OUT = 1024  # queries of a held-out text that are looked at
 MOST_REPORTED = 2048  # of all held-out texts, to bound memory
@@ -112,12 +113,7 @@ def make_layer(texts: Texts, recipe: Recipe, *, progress: Any = None) -> tuple[L
     ids = bucket_ids(texts.keys_before, centroids)
     rows = [head_rows(texts, ids, head, recipe) for head in range(texts.heads)]
     layer = train_layer(rows, centroids, recipe.training, scale=texts.scale, progress=progress)
-    return half(layer), rows
-
-
-def half(layer: Layer) -> Layer:
-    """Return the layer in float16, the type that the artefact holds."""
-    return Layer(**{name: array.astype(mx.float16) for name, array in layer.arrays().items()})
+    return Layer(**{name: array.astype(mx.float16) for name, array in layer.arrays().items()}), rows
 
 
 def make_centroids(texts: Texts, recipe: Recipe) -> Array:
@@ -179,7 +175,8 @@ def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], 
             "trained": router_scores(queries, layer, head),
             "kmeans": centroid_scores(queries, layer, head, scale=texts.scale),
         }
-        recall = {name: _recall(before, score, recipe) for name, score in scores.items()}
+        curves = {name: curve(before, score, recipe.distances) for name, score in scores.items()}
+        recall = {name: np.interp(SELECTIVITIES, *line).tolist() for name, line in curves.items()}
         held_out = head_rows(texts, ids, head, recipe)
         found.append(
             HeadReport(
@@ -195,9 +192,90 @@ def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], 
     return found
 
 
-def _recall(indexed: Indexed, scores: Array, recipe: Recipe) -> list[float]:
-    found = curve(indexed, scores, recipe.distances)
-    return [found.at(selectivity) for selectivity in SELECTIVITIES]
+# Recall (saap.12): a query of a held-out text sees the keys before it, as in a decode step.
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """One KV head's queries in texts whose keys are in buckets.
+
+    Attributes:
+        mass: ``(n, G, C)`` share of each query's whole attention in each bucket of far keys.
+        keys: ``(n, C)`` number of far keys in each bucket at the query's position.
+        distance: ``(n, G)`` from the query to its best key.
+    """
+
+    mass: Array
+    keys: Array
+    distance: Array
+
+
+def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Distances) -> Indexed:
+    """Index the held-out texts of one KV head, whose keys are in the buckets ``ids (W, Hkv, S)``."""
+    G = texts.queries_after.shape[1] // texts.heads
+    mass, keys, distance = [], [], []
+    for window, positions in enumerate(texts.positions):
+        queries = texts.group(texts.queries_after, window, head)
+        rows, at = queries.reshape(-1, queries.shape[-1]), np.tile(positions, G)
+        own = texts.keys_after[window, head]
+        options: dict[str, Any] = {"buckets": buckets, "distances": distances, "scale": texts.scale}
+        found = bucket_mass(rows, own, ids[window, head], at, **options)
+        mass.append(found.reshape(G, len(positions), buckets).swapaxes(0, 1))
+        distance.append(best_distance(rows, own, at, distances=distances).reshape(G, len(positions)).T)
+        keys.append(keys_per_bucket(ids[window, head], positions, buckets, distances))
+    return Indexed(np.concatenate(mass), np.concatenate(keys), np.concatenate(distance))
+
+
+def keys_per_bucket(ids: Array, positions: Array, buckets: int, distances: Distances) -> Array:
+    """Count the far keys of each bucket before each of the ascending ``positions``, ``(n, C)``."""
+    counts = np.zeros((len(positions), buckets), np.int64)
+    covered = distances.sink_tokens
+    for row, position in enumerate(positions):
+        end = max(int(position) - distances.recent_tokens + 1, covered)
+        counts[row] = np.bincount(ids[covered:end], minlength=buckets)
+        covered = end
+    return counts.cumsum(axis=0)
+
+
+def curve(indexed: Indexed, scores: Array, distances: Distances) -> tuple[Array, Array]:
+    """Visit the buckets with the largest ``scores (n, C)`` first, from no bucket to all of them.
+
+    Returns:
+        Selectivity ``(C + 1,)``, the share of the far keys in the visited buckets, mean over positions. Recall
+        ``(C + 1,)``, the share of a query's far attention on these keys, mean over the queries that look far away, or
+        over all queries if fewer than `FEW` do.
+    """
+    order = np.argsort(-scores, axis=1, kind="stable")
+    keys = np.take_along_axis(indexed.keys, order, axis=1).cumsum(axis=1)
+    mass = np.take_along_axis(indexed.mass.astype(np.float64), order[:, None], axis=2).cumsum(axis=2)
+    share = mass / np.maximum(mass[..., -1:], 1e-30)
+    looks_far = indexed.distance > distances.farthest_top
+    looks_far = looks_far if looks_far.sum() >= FEW else np.ones_like(looks_far)
+    selectivity, recall = (keys / np.maximum(keys[:, -1:], 1)).mean(axis=0), share[looks_far].mean(axis=0)
+    return np.concatenate([[0.0], selectivity]), np.concatenate([[0.0], recall])
+
+
+def router_scores(queries: Array, layer: Layer, head: int) -> Array:
+    """(saap.8) Return ``(n, C)``, the probability of each bucket for ``queries (G, n, D)``, summed over the group."""
+    of = {name: array[head : head + 1].astype(mx.float32) for name, array in layer.arrays().items()}
+    return _summed(network.logits(of, mx.array(queries.reshape(1, -1, queries.shape[-1]))), queries)
+
+
+def centroid_scores(queries: Array, layer: Layer, head: int, *, scale: float) -> Array:
+    """Return the `router_scores` of the centroids, the baseline: logits are ``scale`` times the inner products."""
+    rows = mx.array(queries.reshape(1, -1, queries.shape[-1]))
+    return _summed(scale * rows @ layer.centroids[head].astype(mx.float32).T, queries)
+
+
+def _summed(logits: mx.array, queries: Array) -> Array:
+    probabilities = mx.softmax(logits, axis=-1).reshape(queries.shape[0], queries.shape[1], -1)
+    return np.array(probabilities.sum(axis=0))
+
+
+def grouped_queries(texts: Texts, head: int) -> Array:
+    """Return ``(G, n, D)``, the pre-RoPE queries of all texts in the order of `Indexed`."""
+    source = texts.queries_before
+    return np.concatenate([texts.group(source, window, head) for window in range(len(source))], axis=1)
 
 
 def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) -> dict[str, float]:

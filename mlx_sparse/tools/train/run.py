@@ -26,16 +26,12 @@ from .network import Training
 from .rows import Distances
 
 LONGEST = 32768  # tokens of a text, unless more are asked for
-MOST_BATCH = 1 << 16
 REPORT = "report"  # key of the metadata of a layer's file
-LEAST = {
-    "windows": 1,
-    "queries": 1,
-    "rows": 1,
-    "dense_layers": 0,
-    "sink_tokens": 0,
-    "recent_tokens": 1,
-    "farther_than": 0,
+LIMITS: dict[str, tuple[int, int | None]] = {
+    "buckets": (2, MAX_BUCKETS),
+    "seed": (0, (1 << 32) - 1),
+    **dict.fromkeys(("steps", "windows", "queries", "rows", "recent_tokens"), (1, None)),
+    **dict.fromkeys(("dense_layers", "sink_tokens", "farther_than"), (0, None)),
 }
 
 
@@ -84,8 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--buckets", default=1024, help="clusters of keys per KV head (default: 1024)", **number)
     parser.add_argument("--hidden", help="hidden units per network (default: twice the head dim)", **number)
     parser.add_argument("--steps", default=300, help="of training (default: 300)", **number)
-    parser.add_argument("--batch", default=512, help="queries per step (default: 512)", **number)
-    parser.add_argument("--rate", metavar="R", type=float, default=1e-3, help="learning rate (default: 0.001)")
     parser.add_argument(
         "--context", help=f"tokens per text (default: the model's context, at most {LONGEST:,})", **number
     )
@@ -119,14 +113,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--out: expected a name in .safetensors in a folder that exists, got {args.out}.")
     if args.out.exists():
         load(args.out)  # raises where it is anything else
-    check_int("--buckets", args.buckets, 2, MAX_BUCKETS)
-    check_int("--steps", args.steps, 1)
-    check_int("--seed", args.seed, 0, (1 << 32) - 1)
-    check_int("--batch", args.batch, 1, MOST_BATCH)
-    for name, low in LEAST.items():
-        check_int(f"--{name.replace('_', '-')}", getattr(args, name), low)
-    if not 0 < args.rate <= 1:
-        raise ConfigError(f"--rate: expected a number above 0 and at most 1, got {args.rate}.")
+    for name, limits in LIMITS.items():
+        check_int(f"--{name.replace('_', '-')}", getattr(args, name), *limits)
     args.distances = Distances(args.sink_tokens, args.recent_tokens, args.farther_than)
     if args.context is not None:
         _check_context(args.context, args.distances.exact)
@@ -155,13 +143,14 @@ def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
     del model
     mx.clear_cache()
     options = asdict(recipe)
-    key = _key([collection.folder.name for collection in collections], options)
+    about = json.dumps([*(collection.folder.name for collection in collections), options], sort_keys=True)
+    key = hashlib.sha256(about.encode()).hexdigest()
     folder = work / f"trained-{key[:12]}"
     with alone(folder):
         layers, heads = _layers(folder, collections, recipe)
     exact = args.sink_tokens, args.recent_tokens
-    about = {**options, "texts": len(texts[0]), "context": len(texts[0][0])}
-    made = Artefact(layers, args.buckets, recipe.training.hidden, *exact, of_model, about, versions())
+    options |= {"texts": len(texts[0]), "context": len(texts[0][0])}
+    made = Artefact(layers, args.buckets, recipe.training.hidden, *exact, of_model, options, versions())
     made.save(args.out)
     return heads
 
@@ -213,7 +202,7 @@ def _recipe(args: argparse.Namespace, places: dict[int, Place], texts: list[list
     if args.buckets > keys:
         raise ConfigError(f"--buckets: expected at most the {keys:,} keys there are, got {args.buckets:,}.")
     hidden = check_int("--hidden", 2 * D if args.hidden is None else args.hidden, 2 * D, MAX_HIDDEN)
-    training = Training(hidden, args.steps, args.batch, args.rate, args.seed)
+    training = Training(hidden, args.steps, seed=args.seed)
     return Recipe(args.buckets, args.distances, training, args.rows, args.seed)
 
 
@@ -274,7 +263,3 @@ def _load(path: Path) -> tuple[Layer, list[HeadReport]]:
         raise ArtefactError(
             f"{path}: expected a layer that this command has trained, got another file. Delete it."
         ) from None
-
-
-def _key(collected: Sequence[str], options: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps([*collected, options], sort_keys=True).encode()).hexdigest()

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
+import onnxruntime
 
-from mlx_sparse.checks import ArtefactError
+from mlx_sparse.checks import ArtefactError, ConfigError
 
+from ...runtime.memory import zeros
+from ...runtime.runner import Runner
 from ..decoder import Target
 from ..methods.base import PROMPT
 from .copies import copy_for_check, keep_layers
 from .reference import Array, Expected, largest
-from .session import File
 
 Lower = Callable[[onnx.ModelProto], onnx.ModelProto]
 
@@ -121,3 +125,29 @@ def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
 def _steps(file: File, tokens: Array) -> list[Array]:
     """Return the logits after the prompts, and after one more token."""
     return [file.step(tokens[:, begin:end]).copy() for begin, end in ((0, PROMPT), (PROMPT, PROMPT + 1))]
+
+
+class File(Runner):
+    """A file with room for as many tokens as its caches hold.
+
+    Raises:
+        ConfigError: the caches do not fit into memory.
+        ArtefactError: the file does not load or run.
+    """
+
+    def __init__(self, path: Path, rows: int, native: str) -> None:
+        super().__init__(path, native=native, batch=rows)
+        self.max_length = self._capacity
+
+    def _open(self, options: onnxruntime.SessionOptions, **how: Any) -> onnxruntime.InferenceSession:
+        # Weights of half precision are widened one at a time where they are used, not all of them once and for all.
+        options.enable_cpu_mem_arena = False
+        return super()._open(options, disabled_optimizers=["ConstantFolding"], **how)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        try:
+            return zeros(shape, dtype)
+        except MemoryError:
+            raise ConfigError(
+                f"--max-length: expected caches that fit into memory, got some of shape {shape}. Give a smaller number."
+            ) from None

@@ -1,1 +1,0 @@
-"""Advise on the use of sparse attention for a model on this machine, behind ``mlx-sparse advise``."""

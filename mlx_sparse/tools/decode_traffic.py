@@ -1,0 +1,174 @@
+"""Bytes that a decode step of a model reads, its caches' memory, and the bounds on speed that follow from them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from ..calibrate import Layer
+from ..lm import seam
+from ..methods import Method
+from ..methods.stats import dense_elements
+from ..model_info import config_of, leaves
+
+FULL, WINDOW, LINEAR, LATENT = "full", "window", "linear", "latent"
+ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The cache of one layer, for one sequence.
+
+    Attributes:
+        kind: `FULL`, `WINDOW`, `LINEAR` (a state of fixed size) or `LATENT` (keys and values are computed from it).
+        per_token: bytes of a token in the cache.
+        fixed: bytes that do not grow.
+        window: the largest number of tokens; None for all.
+        readers: layers that read the cache in a decode step.
+    """
+
+    kind: str
+    per_token: int = 0
+    fixed: int = 0
+    window: int | None = None
+    readers: int = 1
+
+    def nbytes(self, S: int) -> int:
+        """Return the memory at ``S`` tokens."""
+        return self.fixed + self.per_token * (S if self.window is None else min(S, self.window))
+
+    def __str__(self) -> str:
+        return self.kind + (f" of {self.window:,} tokens" if self.window else "")
+
+
+@dataclass(frozen=True)
+class Served:
+    """Layers of equal sizes that a method serves, and the method as the model runs it."""
+
+    config: Method
+    layer: Layer
+    layers: int
+
+    def dense_bytes(self, S: int) -> int:
+        """Return the bytes that dense attention reads in these layers at ``S`` keys."""
+        step = self.layer.step
+        return self.layers * step.heads * step.itemsize * dense_elements(S, step.D)
+
+    def saved(self, S: int) -> int:
+        """Return the bytes that the method does not read, by its formula; 0 where it would attend every key."""
+        if S <= self.config.attended:
+            return 0
+        step = self.layer.step
+        moved = self.config.elements(S, step.D, step.buckets)
+        return max(0, self.dense_bytes(S) - self.layers * step.heads * step.itemsize * moved)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of weights that a decode step of one sequence reads, and the caches of its layers."""
+
+    weights: int
+    kept: tuple[Kept, ...]
+
+    def kv(self, S: int) -> int:
+        """Return the bytes of caches that a decode step reads at ``S`` tokens."""
+        return sum(kept.readers * kept.nbytes(S) for kept in self.kept)
+
+    def nbytes(self, S: int) -> int:
+        """Return the memory of the caches at ``S`` tokens."""
+        return sum(kept.nbytes(S) for kept in self.kept)
+
+    def share(self, S: int) -> float:
+        """Return the share of the caches in the bytes of a decode step."""
+        return self.kv(S) / (self.weights + self.kv(S))
+
+    def bound(self, S: int, served: Iterable[Served]) -> float:
+        """Return the speed-up, by bytes, if a method reads what its formula says."""
+        total = self.weights + self.kv(S)
+        return total / max(1, total - sum(one.saved(S) for one in served))
+
+
+def traffic_of(model: Any) -> Traffic:
+    """Inspect a model that is loaded and not enabled. Nothing is evaluated."""
+    return Traffic(weights_read(model), kept_by(model))
+
+
+def weights_read(model: Any) -> int:
+    """Return the bytes of weights that a decode step reads.
+
+    Only active experts count, where the config gives their number, and an embedding only if it is the output matrix.
+    """
+    modules = [module for _, module in model.named_modules()]
+    config = config_of(model)
+    head = {len(module.weight) for module in modules if isinstance(module, (nn.Linear, nn.QuantizedLinear))}
+    active = next((config[name] for name in ACTIVE if isinstance(config.get(name), int) and config[name] > 0), None)
+    found = 0
+    for module in modules:
+        own = sum(array.nbytes for array in module.values() if isinstance(array, mx.array))
+        if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
+            experts = len(module.weight)
+            own = own * min(active or experts, experts) // experts
+        elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)) and not _is_output(module, config, head):
+            own = 0
+        found += own
+    return found
+
+
+def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
+    """Return True if an embedding has the sizes of the output matrix, and no other matrix has."""
+    rows, columns = module.weight.shape
+    columns = columns * 32 // module.bits if hasattr(module, "bits") else columns
+    sizes = rows == config.get("vocab_size", rows) and columns == config.get("hidden_size", columns)
+    return sizes and rows not in head
+
+
+class _Readers:
+    """Count at the seam how many attention calls read each cache; every call passes through.
+
+    A layer that reads the cache of another layer passes that layer's keys, with or without the cache.
+    """
+
+    def __init__(self, caches: list[Any]) -> None:
+        self.places = {id(cache): place for place, cache in enumerate(caches)}
+        self.keys: dict[int, tuple[Any, int]] = {}  # holds the keys, so that no other array gets their id
+        self.calls: Counter[int] = Counter()
+
+    def attend(
+        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
+    ) -> None:
+        place = self.places.get(id(cache), self.keys.get(id(keys), (None, -1))[1])
+        self.keys.setdefault(id(keys), (keys, place))
+        self.calls[place] += 1
+
+
+def kept_by(model: Any) -> tuple[Kept, ...]:
+    """Return the caches of a model's layers."""
+    caches = make_prompt_cache(model)
+    readers = _Readers(leaves(caches))
+    names, token = seam.bind(model), seam.active.set(readers)
+    try:
+        model(mx.zeros((1, 1), mx.int32), cache=caches)
+    finally:
+        seam.active.reset(token)
+        seam.unbind(names)
+    return tuple(_kept(leaf, max(1, readers.calls[place])) for place, leaf in enumerate(leaves(caches)))
+
+
+def _kept(leaf: Any, readers: int) -> Kept:
+    """Describe one cache that holds a token."""
+    keys, values = getattr(leaf, "keys", None), getattr(leaf, "values", None)
+    if not isinstance(keys, mx.array) or not isinstance(values, mx.array) or keys.ndim != 4:
+        state: Any = tree_flatten(leaf.state)
+        return Kept(LINEAR, fixed=sum(array.nbytes for _, array in state if isinstance(array, mx.array)))
+    per_token = sum(rows.shape[1] * rows.shape[3] * rows.itemsize for rows in (keys, values))
+    window = getattr(leaf, "max_size", None) or getattr(leaf, "chunk_size", None)
+    latent = keys.shape[1] == 1 and keys.shape[3] != values.shape[3]
+    return Kept(LATENT if latent else WINDOW if window else FULL, per_token, 0, window, readers)

@@ -1,0 +1,380 @@
+"""Tasks made from real text, teacher-forced: a prompt and the tokens after it, or one passage run as a whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
+
+from ...checks import ConfigError
+
+SHORTEST = 512  # tokens of the shortest context that every task has room in
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids: ``prompt`` is given, ``target`` is what follows it.
+
+    Attributes:
+        scored: positions of ``target``, ascending, that count; None means all.
+        depth: where in the prompt the answer stands, from 0 (its beginning) to 1 (its end), where that is a question.
+    """
+
+    prompt: list[int]
+    target: list[int]
+    scored: list[int] | None = None
+    depth: float | None = None
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Token ids that are processed as one prompt; at the positions ``scored``, ascending, the next one is predicted."""
+
+    tokens: list[int]
+    scored: list[int]
+
+    @property
+    def targets(self) -> list[int]:
+        """The tokens that the scored positions have to predict."""
+        return [self.tokens[position + 1] for position in self.scored]
+
+
+def digest(example: Example | Passage) -> str:
+    """Return a hash of the tokens and the scored positions, to which results belong, not to a task's name."""
+    return hashlib.sha256(json.dumps(vars(example)).encode()).hexdigest()[:16]
+
+
+M_co = TypeVar("M_co", Example, Passage, covariant=True)
+
+
+class Maker(Protocol[M_co]):
+    """A function that makes examples or passages from a text, the same ones for the same ``seed``."""
+
+    def __call__(self, tokens: list[int], tokenizer: Any, /, *, context: int, limit: int, seed: int) -> Iterator[M_co]:
+        """Yield ``limit`` examples or passages, ``context`` tokens each, from different parts of ``tokens``.
+
+        Raises:
+            ConfigError: there is too little text.
+        """
+        ...
+
+
+def opening(tokenizer: Any) -> list[int]:
+    """Return the tokens that the model expects before a text: none, or one of its own."""
+    ids: list[int] = tokenizer.encode("")
+    return ids
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a part of a text, without opening tokens."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def starts(tokens: list[int], length: int, limit: int, rng: random.Random) -> list[int]:
+    """Return ``limit`` random places in different parts of the text."""
+    part = len(tokens) // limit
+    if part < length:
+        raise ConfigError(
+            f"--limit: expected {limit} x {length:,} tokens of text, got {len(tokens):,}. Give more --text."
+        )
+    return [i * part + rng.randrange(part - length + 1) for i in range(limit)]
+
+
+# Predict ordinary text, and copy an excerpt of the context.
+
+BITS_TOKENS = 128  # scored tokens of one bits-per-byte example
+MOST_SCORED = 1024  # positions of a passage, to bound the memory that logits take
+COPY_PROMPT = 64  # tokens of the excerpt that the model is shown again ...
+COPY_TARGET = 80  # ... and tokens that it then has to copy
+COPY_EVERY, MOST_COPIES = 512, 4  # copies in a passage: one in so many tokens of its second half
+
+
+def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+    """Continue the text: ``context`` tokens from a random place, then the next `BITS_TOKENS`."""
+    rng = random.Random(seed)
+    first = opening(tokenizer)
+    length = context - len(first) + BITS_TOKENS
+    for start in starts(tokens, length, limit, rng):
+        window = first + tokens[start : start + length]
+        yield Example(window[:context], window[context:])
+
+
+def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
+    """Predict the second half of a text, at up to `MOST_SCORED` positions in equal distances."""
+    rng = random.Random(seed)
+    first = opening(tokenizer)
+    for start in starts(tokens, context - len(first), limit, rng):
+        passage = first + tokens[start : start + context - len(first)]
+        positions = range(context // 2, context - 1)
+        yield Passage(passage, list(positions[:: -(-len(positions) // MOST_SCORED)]))
+
+
+def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+    """Copy an excerpt from a random place in the middle eight tenths of the text, which begins again at the end."""
+    rng = random.Random(seed)
+    first = opening(tokenizer)
+    room = context - len(first) - COPY_PROMPT
+    for start in starts(tokens, room, limit, rng):
+        window = tokens[start : start + room]
+        place = rng.randrange(room // 10, room - room // 10 - COPY_PROMPT - COPY_TARGET)
+        excerpt = window[place : place + COPY_PROMPT + COPY_TARGET]
+        yield Example(first + window + excerpt[:COPY_PROMPT], excerpt[COPY_PROMPT:])
+
+
+def copy_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
+    """Repeat excerpts of the first half in the second, at random places; predict all but their beginnings."""
+    rng = random.Random(seed)
+    first = opening(tokenizer)
+    half, length = context // 2, COPY_PROMPT + COPY_TARGET
+    copies = max(1, min(half // COPY_EVERY, MOST_COPIES))
+    for start in starts(tokens, context, limit, rng):
+        text = iter(tokens[start : start + context])
+        passage, scored = list(first), list[int]()
+        for copy in range(copies):
+            # Not at a fixed place, nor always at the end: rows that were sampled are attended in full.
+            place = half + copy * half // copies + rng.randrange(half // copies - length)
+            passage += [next(text) for _ in range(place - len(passage))]
+            source = rng.randrange(len(first), half - length)
+            passage += passage[source : source + length]
+            scored += range(place + COPY_PROMPT - 1, place + length - 1)
+        yield Passage(passage + [next(text) for _ in range(context - len(passage))], scored)
+
+
+# Ask about a long text: find a needle, one of several keys or a line of a list, or complete a sentence.
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the examples in turn
+CITIES = ("Cairo", "Lisbon", "Oslo", "Quito", "Dakar", "Hanoi", "Lima", "Perth")
+DEEDS = ("eat grilled sardines", "read old letters", "paint small boats", "listen to street music")
+PLACES = ("on the harbour wall", "behind the town hall", "under the stone bridge", "in the walled garden")
+TIMES = ("before sunrise", "after the rain", "on a cold evening", "when the bells ring")
+PAIRS = 8
+KEYS = (
+    *("amber", "anchor", "basil", "basket", "candle", "cedar", "coral", "drawer", "ebony", "engine", "fiddle"),
+    *("garden", "hammer", "hazel", "island", "ivory", "jacket", "kettle", "ladder", "linen", "maple", "olive"),
+    *("pearl", "raven"),
+)
+
+Hidden = tuple[list[tuple[float, str]], str, str]  # statements with their depths, the question, the answer
+
+
+@dataclass(frozen=True)
+class Question:
+    """Tokens of a question, of its answer, and the positions in the answer that are more than a blank."""
+
+    tokens: list[int]
+    answer: list[int]
+    scored: list[int]
+
+
+def ask(tokenizer: Any, question: str, answer: str) -> Question:
+    """Encode both as one text, so that the answer has the tokens that it has after those words in any text."""
+    asked, whole = encode(tokenizer, question), encode(tokenizer, question + answer)
+    same = next((i for i, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), min(len(asked), len(whole)))
+    target = whole[same:]
+    # Not the blank before the answer, where it is a token of its own.
+    return Question(whole[:same], target, [i for i, token in enumerate(target) if tokenizer.decode([token]).strip()])
+
+
+def hide(
+    tokenizer: Any,
+    text: list[int],
+    statements: Sequence[tuple[float, str]],
+    question: Question,
+    context: int,
+    depth: float,
+) -> Example:
+    """Make an example of ``context`` tokens: as much of ``text`` as fits, the statements at their depths, the question.
+
+    Raises:
+        ConfigError: there is no room for the statements.
+    """
+    first = opening(tokenizer)
+    pieces = [(place, encode(tokenizer, statement)) for place, statement in sorted(statements)]
+    room = context - len(first) - len(question.tokens) - sum(len(piece) for _, piece in pieces)
+    if room < 0:
+        raise ConfigError(f"--context: expected at least {context - room:,} tokens for this task, got {context:,}.")
+    cuts = [0, *(round(place * room) for place, _ in pieces), room]
+    prompt = list(first)
+    for piece, (before, after) in zip([[], *(piece for _, piece in pieces)], pairwise(cuts), strict=True):
+        prompt += piece + text[before:after]
+    return Example(prompt + question.tokens, question.answer, question.scored, depth)
+
+
+def numbers(rng: random.Random, count: int, text: str) -> list[str]:
+    """Return different numbers of five digits that ``text`` does not contain."""
+    found: list[str] = []
+    while len(found) < count:
+        drawn = str(rng.randrange(10_000, 100_000))
+        if drawn not in text and drawn not in found:
+            found.append(drawn)
+    return found
+
+
+def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+    """State a pass key or, by turns, a sentence once in a text, at one of `DEPTHS` in turn, and ask for it at the end.
+
+    The key's five digits are scored, or the sentence's last words.
+    """
+
+    def make(rng: random.Random, i: int, text: str, depth: float) -> Hidden:
+        if i % 2 == 0:
+            asked, stem = "What is the pass key?", "The pass key is"
+            (answer,) = numbers(rng, 1, text)
+        else:
+            city = rng.choice(CITIES)
+            asked, stem = f"What is the best thing to do in {city}?", f"The best thing to do in {city} is to"
+            answer = " ".join(map(rng.choice, (DEEDS, PLACES, TIMES)))
+        return [(depth, f"\n{stem} {answer}.\n")], f"\n{asked} {stem}", answer
+
+    return _examples(make, tokens, tokenizer, context, limit, seed)
+
+
+def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+    """State the pass keys of eight cities in a text, and ask for one (multi-key needles of RULER)."""
+
+    def make(rng: random.Random, i: int, text: str, depth: float) -> Hidden:
+        wanted = rng.choice(CITIES)
+        keys = dict(zip(CITIES, numbers(rng, len(CITIES), text), strict=True))
+        statements = [
+            (depth if city == wanted else rng.random(), f"\nThe pass key of {city} is {key}.\n")
+            for city, key in keys.items()
+        ]
+        return statements, f"\nWhat is the pass key of {wanted}? The pass key of {wanted} is", keys[wanted]
+
+    return _examples(make, tokens, tokenizer, context, limit, seed)
+
+
+def key_value(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+    """State a list of `PAIRS` lines ``key: value`` at one of `DEPTHS` in turn, and repeat one key at the end.
+
+    Keys are words, values are five digits, of which each is scored.
+    """
+
+    def make(rng: random.Random, i: int, text: str, depth: float) -> Hidden:
+        values = numbers(rng, PAIRS, text)
+        pairs = dict(zip(rng.sample(KEYS, PAIRS), values, strict=True))
+        lines = "".join(f"{key}: {value}\n" for key, value in pairs.items())
+        wanted = rng.choice(sorted(pairs))
+        return [(depth, f"\n{lines}")], f"\nThe keys and their values again:\n{wanted}:", pairs[wanted]
+
+    return _examples(make, tokens, tokenizer, context, limit, seed)
+
+
+def _examples(
+    make: Callable[[random.Random, int, str, float], Hidden],
+    tokens: list[int],
+    tokenizer: Any,
+    context: int,
+    limit: int,
+    seed: int,
+) -> Iterator[Example]:
+    rng = random.Random(seed)
+    for i, start in enumerate(starts(tokens, context, limit, rng)):
+        text, depth = tokens[start : start + context], DEPTHS[i % len(DEPTHS)]
+        statements, question, answer = make(rng, i, tokenizer.decode(text), depth)
+        yield hide(tokenizer, text, statements, ask(tokenizer, question, f" {answer}"), context, depth)
+
+
+PARTS = 8  # one that holds the answer, the others to confuse (SparQ paper, section 5: SQuAD)
+REQUEST = "Complete this sentence of the text:"
+CANDIDATES = 200  # places that the others are chosen from
+BEFORE = range(6, 19)  # words of a sentence before its answer
+SENTENCE = re.compile(r"(?:(?<=[.!?]\s)|(?<=[.!?]\s\s)|(?<=\n\n))[A-Z][^.!?\n]*(?:\n[^.!?\n]+)*[.!?]")
+WORD = re.compile(r"[A-Za-z]{4,}|[0-9]+")
+ALONE = re.compile(rf"({WORD.pattern})\W*")  # no part of a longer one, such as `run-time`
+
+
+@dataclass(frozen=True)
+class Cloze:
+    """The words of a sentence before the answer, and the answer."""
+
+    words: str
+    answer: str
+
+
+def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+    """Complete a sentence of one of eight passages: SQuAD among confusion contexts, as real text can have it.
+
+    A sentence is quoted up to one of its words: its first number, else its first word with a capital, else its longest
+    word, which has at least six words before it and stands nowhere else in the prompt. That word is the answer. The
+    seven other passages do not contain it, and share most words with the quotation among `CANDIDATES` random
+    passages. The passage with the answer is the first, the second, ... of the eight in turn.
+    """
+    rng = random.Random(seed)
+    first, gap = opening(tokenizer), encode(tokenizer, "\n\n")
+    most = context // PARTS  # tokens of the question, and of a passage
+    least = (context - len(first) - most) // PARTS - len(gap)  # of a passage, if the question has that many
+    for i, start in enumerate(starts(tokens, most, limit, rng)):
+        for place, cloze in _clozes(tokens, tokenizer, start, least, most):
+            asked = ask(tokenizer, f"{REQUEST} {cloze.words}", f" {cloze.answer}")
+            room = context - len(first) - len(asked.tokens) - PARTS * len(gap)
+            places = _confusing(tokens, tokenizer, cloze, -(-room // PARTS), place, rng)
+            if len(places) == PARTS - 1 and len(asked.tokens) <= most:
+                break
+        else:
+            raise ConfigError("--text: expected sentences with a word to ask for, got none. Give another --text.")
+        places.insert(i % PARTS, place)
+        prompt, cuts = list(first), [room * j // PARTS for j in range(PARTS + 1)]
+        for at, (before, after) in zip(places, pairwise(cuts), strict=True):
+            prompt += tokens[at : at + after - before] + gap
+        yield Example(prompt + asked.tokens, asked.answer, asked.scored)
+
+
+def _clozes(tokens: list[int], tokenizer: Any, start: int, least: int, most: int) -> Iterator[tuple[int, Cloze]]:
+    """Yield the passages from ``start`` on, with a question about each."""
+    places = len(tokens) - most + 1
+    for step in range(0, places, least):
+        place = (start + step) % places
+        around = tokenizer.decode(tokens[place : place + most]) + REQUEST
+        for sentence in SENTENCE.findall(tokenizer.decode(tokens[place : place + least])):
+            cloze = _cloze(" ".join(sentence.split()).split(" "), around)
+            if cloze is not None:
+                yield place, cloze
+
+
+def _cloze(words: list[str], around: str) -> Cloze | None:
+    whole = {i: match.group(1) for i in BEFORE if i < len(words) and (match := ALONE.fullmatch(words[i]))}
+    once = [(i, word) for i, word in whole.items() if _count(word, around) == 1]
+    if not once:
+        return None
+    i, answer = min(once, key=lambda found: (not found[1].isdigit(), not found[1][0].isupper(), -len(found[1])))
+    return Cloze(" ".join(words[:i]), answer)
+
+
+def _count(word: str, text: str) -> int:
+    return len(re.findall(re.escape(word), text, re.IGNORECASE))
+
+
+def _confusing(
+    tokens: list[int], tokenizer: Any, cloze: Cloze, length: int, place: int, rng: random.Random
+) -> list[int]:
+    """Return the places of the other passages: at most `PARTS` - 1, fewer if the text has no more."""
+    quoted = {token for token in encode(tokenizer, cloze.words) if WORD.search(tokenizer.decode([token]))}
+    drawn = rng.sample(range(len(tokens) - length + 1), min(CANDIDATES, len(tokens) - length + 1))
+    drawn.sort(key=lambda other: -len(quoted.intersection(tokens[other : other + length])))
+    found: list[int] = []
+    for other in drawn:
+        apart = all(abs(other - taken) >= length for taken in (place, *found))
+        if apart and _count(cloze.answer, tokenizer.decode(tokens[other : other + length])) == 0:
+            found.append(other)
+        if len(found) == PARTS - 1:
+            break
+    return found
+
+
+RECALL = "attention_recall"
+TASKS: Mapping[str, Maker[Example]] = {
+    "bits_per_byte": bits_per_byte,
+    "repetition": repetition,
+    "needle": needle,
+    "key_value": key_value,
+    "multi_key": multi_key,
+    "question": question,
+}
+PASSAGES: Mapping[str, Maker[Passage]] = {"bits_per_byte": read_text, "repetition": copy_text, RECALL: read_text}

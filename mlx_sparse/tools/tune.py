@@ -1,0 +1,417 @@
+"""``mlx-sparse tune-sample``: settings of SampleAttention for a model, by range of context length.
+
+Every setting is tried on retrieval tasks inside a sparse prefill, and two are selected: the paper's tuning (section
+4.4).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import mlx.core as mx
+
+from ..checks import ConfigError, Parser, check_int, check_sample, check_share, read_length
+from ..lm import sparse
+from ..methods import Sample
+from . import formats
+from .assets.models import DEFAULT
+from .evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
+from .evaluate.journal import Journal
+from .evaluate.runner import passage_logits
+from .evaluate.tasks import CITIES, PASSAGES, SHORTEST, Maker, Passage, Question, ask, hide, numbers, starts
+from .formats import check_own, write_toml
+
+# The values in the paper's Table 6, and the chunks it ends with there.
+ALPHAS = (0.80, 0.85, 0.90, 0.92, 0.95, 0.98)
+CHUNKS = (1, 2)
+LENGTHS = tuple(length << 10 for length in (8, 32, 64, 96, 128))  # one in each range
+FIRST_LINE = "# Written by mlx-sparse tune-sample"
+NOT_LOSSLESS = "No setting is without loss; accuracy first is the one that loses least."
+ENOUGH = 0.9  # share of dense attention's accuracy that the speed-first setting reaches
+RANGES = (16 << 10, 48 << 10, 80 << 10, 112 << 10, math.inf)  # keys below which each range ends (Table 6)
+ASKED = 4  # pass keys that a passage of needles asks for
+
+
+def needles(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
+    """State the pass keys of cities once each in a text, and ask for `ASKED` of them and answer at its end."""
+    rng = random.Random(seed)
+    for start in starts(tokens, context, limit, rng):
+        text = tokens[start : start + context]
+        keys = dict(zip(CITIES, numbers(rng, len(CITIES), tokenizer.decode(text)), strict=True))
+        statements = [(rng.random(), f"\nThe pass key of {city} is {key}.\n") for city, key in keys.items()]
+        dialog: list[int] = []
+        scored = []
+        for city in rng.sample(CITIES, ASKED):
+            question = f"\nWhat is the pass key of {city}? The pass key of {city} is"
+            asked = ask(tokenizer, question, f" {keys[city]}")
+            scored += [len(dialog) + len(asked.tokens) - 1 + position for position in asked.scored]
+            dialog += asked.tokens + asked.answer
+        prompt = hide(tokenizer, text, statements, Question(dialog, [], []), context, 0).prompt
+        yield Passage(prompt, [len(prompt) - len(dialog) + position for position in scored])
+
+
+RETRIEVAL: Mapping[str, Maker[Passage]] = {"needles": needles, "repetition": PASSAGES["repetition"]}
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """The parameters of SampleAttention that are searched."""
+
+    alpha_column: float
+    alpha_slash: float
+    chunks: int
+
+    def __str__(self) -> str:
+        return f"{self.alpha_column}:{self.alpha_slash}:{self.chunks}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A passage under one setting.
+
+    Attributes:
+        right, scored: tokens predicted right, and all that are scored.
+        density: share of the causal block pairs attended, mean over layers and heads.
+        sampled: share of the rows that were scored to select them.
+        seconds: time of the whole prefill.
+    """
+
+    right: int
+    scored: int
+    density: float
+    sampled: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A setting over all passages of a range; ``setting`` None is dense attention.
+
+    Attributes:
+        tasks: accuracy by task.
+        seconds: fastest prefill, mean over the lengths.
+    """
+
+    setting: Setting | None
+    tasks: dict[str, float]
+    density: float
+    sampled: float
+    seconds: float
+
+    @property
+    def accuracy(self) -> float:
+        """The mean of the tasks' accuracies."""
+        return mean(self.tasks.values())
+
+    @property
+    def work(self) -> float:
+        """Attention's multiply-adds over those of dense: the block pairs, and the sample's scores (no values: half)."""
+        return self.density + self.sampled / 2
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the setting and its figures as plain data for JSON."""
+        found = asdict(self)
+        return (found.pop("setting") or {}) | found | {"accuracy": self.accuracy, "work": self.work}
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result for contexts of fewer than ``up_to`` keys, tuned at ``lengths``."""
+
+    up_to: int
+    lengths: tuple[int, ...]
+    dense: Measured
+    measured: list[Measured]
+    accuracy_first: Measured
+    speed_first: Measured
+
+    @property
+    def lossless(self) -> bool:
+        """True if the accuracy-first setting loses nothing; otherwise that setting loses least."""
+        return self.accuracy_first.accuracy >= self.dense.accuracy
+
+
+@dataclass(frozen=True)
+class Search:
+    """The inputs of a search; ``journal`` has the trials that were run before, ``args`` the options."""
+
+    model: Any
+    tokenizer: Any
+    tokens: list[int]
+    journal: Journal[Trial]
+    args: argparse.Namespace
+
+    @property
+    def grid(self) -> list[Setting]:
+        """The settings to try."""
+        return whole_grid(self.args.alpha_column, self.args.alpha_slash, self.args.chunks)
+
+    def tune(self, up_to: int, lengths: tuple[int, ...], progress: Any) -> Tuned:
+        """Try every setting at ``lengths``.
+
+        Raises:
+            ConfigError: the model cannot do the tasks even with dense attention.
+        """
+        dense = self._measure(None, lengths, progress)
+        if dense.accuracy < self.args.least_accuracy:
+            raise ConfigError(
+                f"--lengths: expected tasks that the model can do, got {dense.accuracy:.2f} of the tokens right with "
+                f"dense attention at {', '.join(f'{length:,}' for length in lengths)} tokens. "
+                f"Leave that out, or lower --least-accuracy (now {self.args.least_accuracy:g})."
+            )
+        measured = [self._measure(setting, lengths, progress) for setting in self.grid]
+        return Tuned(up_to, lengths, dense, measured, *select(dense, measured))
+
+    def _measure(self, setting: Setting | None, lengths: tuple[int, ...], progress: Any) -> Measured:
+        trials: list[tuple[str, int, Trial]] = []
+        for length, (task, make) in itertools.product(lengths, RETRIEVAL.items()):
+            options = {"context": length, "limit": self.args.examples, "seed": self.args.seed}
+            for i, passage in enumerate(make(self.tokens, self.tokenizer, **options)):
+                name = f"{task}/{length}/{i}/{setting or 'dense'}"
+                if name not in self.journal.results:
+                    self.journal.add(name, self._try(setting, passage))
+                trials.append((task, length, self.journal.results[name]))
+                progress.update()
+        by_task = {task: [trial for name, _, trial in trials if name == task] for task in RETRIEVAL}
+        return Measured(
+            setting,
+            {task: sum(t.right for t in some) / sum(t.scored for t in some) for task, some in by_task.items()},
+            mean(trial.density for *_, trial in trials),
+            mean(trial.sampled for *_, trial in trials),
+            mean(min(trial.seconds for _, at, trial in trials if at == length) for length in lengths),
+        )
+
+    def _try(self, setting: Setting | None, passage: Passage) -> Trial:
+        density, sampled = 1.0, 0.0
+        if setting is None:
+            logits, seconds = passage_logits(self.model, passage, self.args.prefill_step_size)
+        else:
+            config = Sample(**asdict(setting), block_size=self.args.block_size, dense_below=0)
+            with sparse(self.model, config) as report:
+                logits, seconds = passage_logits(self.model, passage, self.args.prefill_step_size)
+            if report.prefill is not None and report.prefill.calls:
+                density = mean(mean(heads) for heads in report.prefill.density.values())
+                sampled = report.prefill.sampled
+        right: Any = (logits.argmax(axis=-1) == mx.array(passage.targets)).sum().item()
+        return Trial(right, len(passage.scored), density, sampled, seconds)
+
+
+def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Measured]:
+    """Return the accuracy-first and the speed-first setting.
+
+    Accuracy first is the least work among those that lose nothing, or else the most accurate. Speed first is the least
+    work among those that reach `ENOUGH` of dense attention's accuracy, or else the accuracy-first one. They are ranked
+    by work, because times repeat only on an idle machine, and then by their numbers.
+    """
+
+    def least_work(candidates: Sequence[Measured]) -> Measured:
+        return min(candidates, key=lambda found: (found.work, found.setting))
+
+    lossless = [found for found in measured if found.accuracy >= dense.accuracy]
+    best = max(found.accuracy for found in measured)
+    accurate = least_work(lossless or [found for found in measured if found.accuracy == best])
+    enough = [found for found in measured if found.accuracy >= ENOUGH * dense.accuracy]
+    return accurate, least_work(enough) if enough else accurate
+
+
+def whole_grid(*values: Sequence[Any]) -> list[Setting]:
+    """Return every combination of the ``values`` of each parameter, in a fixed order."""
+    return [Setting(*each) for each in itertools.product(*(sorted(set(of_one)) for of_one in values))]
+
+
+def by_range(lengths: Sequence[int], context: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the ends of the ranges that hold a length, with those lengths; the last end is the model's ``context``."""
+    ends = {length: next(end for end in RANGES if length < end) for length in sorted(set(lengths))}
+    return [
+        (int(end) if math.isfinite(end) else context + 1, tuple(length for length in ends if ends[length] == end))
+        for end in sorted(set(ends.values()))
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``mlx-sparse tune-sample`` with these arguments; return the exit code."""
+    args = _parser().parse_args(argv)
+    _check(args)
+    state = args.out.with_name(f"{args.out.name}.state.jsonl") if args.out else None
+    try:
+        tuned = _tune(args, state)
+    except KeyboardInterrupt:
+        rest = f"the same command resumes from {state}" if state else "without --out nothing is stored"
+        print(f"\nmlx-sparse tune-sample: interrupted; {rest}", file=sys.stderr)
+        return 130
+    name = args.model or DEFAULT
+    text = toml(tuned, args.prefer, name, args.block_size)
+    if args.out is not None:
+        write_toml(args.out, text)
+        print(f"Wrote {args.out}; a run with more settings resumes from {state}.", file=sys.stderr)
+    if args.json:
+        print(json.dumps(as_dict(tuned, name, args.block_size)))
+    else:
+        print(table(tuned))
+        if args.out is None:
+            print(f"\n{text}", end="")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="mlx-sparse tune-sample",
+        description="Find the alphas and the number of chunks of SampleAttention for a model, by range of context "
+        "length: every setting is tried on needles and repetitions in real text, with questions and answers inside the "
+        "sparse prefill. There are two results: accuracy first (no loss) and speed first (at least 90 percent of dense "
+        "attention's accuracy), each the setting with the least work.",
+    )
+    add_options(parser)
+    parser.add_argument(
+        "--out",
+        metavar="FILE.toml",
+        type=Path,
+        help="write the settings for --attn-config, and every trial to FILE.toml.state.jsonl, from which the same "
+        "command resumes after an interruption (default: print them)",
+    )
+    parser.add_argument("--prefer", choices=("accuracy", "speed"), default="accuracy", help="(default: accuracy)")
+    parser.add_argument(
+        "--lengths",
+        metavar="N,N",
+        help="context lengths to tune at (default: of 8k,32k,64k,96k,128k those that the model and the text allow)",
+    )
+    for name, metavar, kind, values in (
+        ("--alpha-column", "A", float, ALPHAS),
+        ("--alpha-slash", "A", float, ALPHAS),
+        ("--chunks", "N", int, CHUNKS),
+    ):
+        text = f"(default: {' '.join(map(str, values))})"
+        parser.add_argument(name, metavar=metavar, nargs="+", type=kind, default=values, help=text)
+    parser.add_argument("--block-size", metavar="N", type=int, default=128, help="(default: 128)")
+    parser.add_argument("--examples", metavar="N", type=int, default=2, help="per task and length (default: 2)")
+    parser.add_argument(
+        "--prefill-step-size", metavar="N", type=int, default=2048, help="tokens per step of a prefill (default: 2048)"
+    )
+    parser.add_argument(
+        "--least-accuracy",
+        metavar="SHARE",
+        type=float,
+        default=0.5,
+        help="refuse tasks of which dense attention does less than this (default: 0.5)",
+    )
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what is wrong before anything is fetched or loaded."""
+    check_own("--out", args.out, FIRST_LINE)
+    for setting in whole_grid(args.alpha_column, args.alpha_slash, args.chunks):
+        check_sample(setting.alpha_column, setting.alpha_slash, setting.chunks, args.block_size)
+    check_int("--examples", args.examples, 1)
+    check_int("--prefill-step-size", args.prefill_step_size, 1)
+    if args.least_accuracy != 0:
+        check_share("--least-accuracy", args.least_accuracy)
+    args.lengths = [read_length(length) for length in args.lengths.split(",")] if args.lengths else None
+    check_options(args)
+
+
+def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:
+    from tqdm import tqdm
+
+    model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_licence)
+    tokens = read_tokens(tokenizer, args.text, args.cache_dir)
+    context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    bounds = {"the --text, divided by --examples": len(tokens) // args.examples}
+    if context is not None:
+        bounds["the model's context"] = context
+    lengths = _lengths(args.lengths, bounds)
+    ranges = by_range(lengths, context or max(lengths))
+    options = (args.examples, args.seed, args.prefill_step_size, args.block_size)
+    journal = Journal(state, "tune-sample", fingerprint(model, tokens, *options), Trial)
+    search = Search(model, tokenizer, tokens, journal, args)
+    runs = sum(len(of) for _, of in ranges) * len(RETRIEVAL) * args.examples * (1 + len(search.grid))
+    with tqdm(total=runs, unit="prompt", disable=None) as progress:
+        found = []
+        for up_to, lengths in ranges:
+            progress.set_description(f"below {up_to:,} keys")
+            found.append(search.tune(up_to, lengths, progress))
+    return found
+
+
+def _lengths(wanted: Sequence[int] | None, bounds: dict[str, int]) -> Sequence[int]:
+    """Return the lengths to tune at: the ``wanted`` ones, or by default those that the bounds allow."""
+    name = min(bounds, key=lambda name: bounds[name])
+    lengths = wanted or [length for length in LENGTHS if length <= bounds[name]] or [bounds[name]]
+    if min(lengths) < SHORTEST or max(lengths) > bounds[name]:
+        wrong = min(lengths) if min(lengths) < SHORTEST else max(lengths)
+        raise ConfigError(f"--lengths: expected {SHORTEST:,} to {bounds[name]:,} tokens ({name}), got {wrong:,}.")
+    return lengths
+
+
+def toml(tuned: Sequence[Tuned], prefer: str, model: str, block_size: int) -> str:
+    """Return the preferred setting of each range, with its figures and the other setting as comments."""
+    # As JSON, a name cannot end its comment.
+    lines = [
+        f"{FIRST_LINE} for {json.dumps(model)}: {prefer} first.",
+        "# Read it with --attn-config. Longer contexts than the last range use the last one.",
+        "[sample]",
+        f"block_size = {block_size}",
+    ]
+    for found in tuned:
+        first, other = (found.accuracy_first, found.speed_first)[:: 1 if prefer == "accuracy" else -1]
+        other_name = "speed" if prefer == "accuracy" else "accuracy"
+        assert first.setting is not None
+        lines += [
+            "",
+            f"# Tuned at {', '.join(f'{length:,}' for length in found.lengths)} keys.",
+            f"# dense: {_figures(found.dense)}",
+            f"# this: {_figures(first)}",
+            f"# {other_name} first: {_figures(other)} with {other.setting}",
+            *([] if found.lossless else [f"# {NOT_LOSSLESS}"]),
+            "[[sample.ranges]]",
+            f"up_to = {found.up_to}",
+            *(f"{name} = {value}" for name, value in asdict(first.setting).items()),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(row: Measured) -> str:
+    shares = f"accuracy {row.accuracy:.3f}, density {row.density:.3f}, sampled {row.sampled:.3f}"
+    return f"{shares}, {row.seconds:.2f} s a prompt"
+
+
+def table(tuned: Sequence[Tuned]) -> str:
+    """Return everything that was measured, and what was selected, as Markdown."""
+    rows = []
+    for found in tuned:
+        for row in (found.dense, *found.measured):
+            best = {"accuracy first": found.accuracy_first, "speed first": found.speed_first}
+            chosen = ", ".join(name for name, one in best.items() if one is row)
+            values = list(asdict(row.setting).values()) if row.setting else ["dense", "", ""]
+            shares = [*row.tasks.values(), row.accuracy, row.density, row.sampled, row.work]
+            cells = [f"< {found.up_to:,}", *values, *(f"{value:.3f}" for value in shares), f"{row.seconds:.2f}", chosen]
+            rows.append(cells)
+    header = ["keys", "column", "slash", "chunks", *RETRIEVAL, "accuracy", "density", "sampled", "work", "seconds", ""]
+    lines = [
+        formats.table(header, rows),
+        "",
+        "work = density + sampled / 2: attention's multiply-adds over those of dense, which rank the settings.",
+        f"Speed first has at least {ENOUGH:.0%} of dense attention's accuracy.",
+    ]
+    return "\n".join(lines + [f"Below {one.up_to:,} keys: {NOT_LOSSLESS}" for one in tuned if not one.lossless])
+
+
+def as_dict(tuned: Sequence[Tuned], model: str, block_size: int) -> dict[str, Any]:
+    """Return everything that was measured and selected as plain data for JSON."""
+    ranges = [
+        {name: getattr(found, name) for name in ("up_to", "lengths", "lossless")}
+        | {name: getattr(found, name).as_dict() for name in ("dense", "accuracy_first", "speed_first")}
+        | {"measured": [row.as_dict() for row in found.measured]}
+        for found in tuned
+    ]
+    return {"model": model, "block_size": block_size, "ranges": ranges}
