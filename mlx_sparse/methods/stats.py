@@ -17,13 +17,13 @@ class Stats:
     """Elements moved and keys attended by an attention call.
 
     Attributes:
-        elements: elements moved per KV head and step, or per query head of a prompt.
-        dense_elements: what dense attention moves for the same shapes.
-        density: share of the keys, or of a prompt's causal block pairs (sample.9), that were attended.
+        elements: elements moved per KV head and decode step, or per query head in prefill.
+        dense_elements: elements that dense attention moves for the same shapes.
+        density: share of the keys, or of the causal block pairs in prefill (sample.9), that were attended.
         recall: attention recall, the share of the softmax mass on the attended keys, ``exp(lse_sparse - lse_dense)``,
             float32 ``(B, Hq, L)``; None without ``return_stats="recall"``.
-        head_density: ``density`` of each head of a prompt, ``(B, Hq)``; None for a decode step.
-        sampled: share of a prompt's queries that were scored to choose the blocks.
+        head_density: ``density`` of each head in prefill, ``(B, Hq)``; None for a decode step.
+        sampled: share of the queries that were scored to select the blocks, in prefill.
         selectivity: share of the keys outside SAAP's exact part that are in visited buckets (saap.12).
     """
 

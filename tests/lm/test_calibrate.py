@@ -55,7 +55,7 @@ def test_without_measurement_the_threshold_is_modelled() -> None:
 def test_given_thresholds_are_neither_measured_nor_looked_up(attn: str, keys: int) -> None:
     (config,) = parse(attn)
     save_measurement(config, OPS, 5000)
-    assert Calibration(measures=True, seconds=0.01).of(config, OPS, LONG) == Threshold(keys, GIVEN)
+    assert Calibration(measures=True, seconds=0.01).threshold(config, OPS, LONG) == Threshold(keys, GIVEN)
 
 
 def test_saap_is_modelled() -> None:
@@ -146,7 +146,7 @@ def test_too_little_free_memory_keeps_the_modelled_threshold(
 ) -> None:
     monkeypatch.setattr(calibrate, "free_memory", lambda: 1 << 20)
     messages: list[str] = []
-    assert Calibration(measures=True, say=messages.append).of(config, layer, LONG).how == MODELLED
+    assert Calibration(measures=True, say=messages.append).threshold(config, layer, LONG).how == MODELLED
     assert "MB of free memory are too few" in messages[1]
 
 
@@ -166,7 +166,7 @@ def test_damaged_file_is_reported_once_and_replaced() -> None:
 def test_measurement_of_another_process_is_used() -> None:
     assert Calibration().threshold(SparQ(), OPS).how == MODELLED
     save_measurement(SparQ(), OPS, 700)
-    assert Calibration(measures=True, seconds=0.2).of(SparQ(), OPS, LONG) == Threshold(700, MEASURED)
+    assert Calibration(measures=True, seconds=0.2).threshold(SparQ(), OPS, LONG) == Threshold(700, MEASURED)
 
 
 BUSY_POINTS = [[2000, 0.7, 0.9, 1.1], [4000, 0.8, 1.2, 1.5], [8000, 1.1, 1.5, 1.9]]
@@ -228,8 +228,8 @@ def test_hostile_answer_is_reported_in_one_line_and_ignored(config: Method, laye
 def test_unwritable_folder_limits_a_measurement_to_this_run(calibration_folder: Path) -> None:
     calibration_folder.write_text("not a folder")
     messages: list[str] = []
-    found = Calibration(measures=True, seconds=0.2, say=messages.append).of(SparQ(), OPS, LONG)
-    assert found.how == MODELLED or "It holds for this run." in messages[-1]
+    found = Calibration(measures=True, seconds=0.2, say=messages.append).threshold(SparQ(), OPS, LONG)
+    assert found.how == MODELLED or "It is used for this run only." in messages[-1]
 
 
 def test_interrupted_measurement_writes_no_file(calibration_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +323,7 @@ def test_command_measures_every_shape_and_attn_uses_the_result(run: Callable[...
 
 
 def test_command_succeeds_if_nothing_has_to_be_measured(folder: Path) -> None:
-    assert cli.main(["calibrate", "--model", str(folder / "llama"), "--attn", "sparq:dense_below=9"]) == 0
+    assert cli.main(["calibrate", "--model", str(folder / "llama"), "--attn", "sparq:rank=8,dense_below=9"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -376,4 +376,4 @@ def test_attn_measures_at_the_first_long_context_by_default(
         *("--attn-config", str(tmp_path / "attn.toml"), *options),
     )
     assert done.code == 0, done.err
-    assert ("measuring from where on sparq pays here" in done.err) == measures
+    assert ("the context length at which sparq is faster" in done.err) == measures

@@ -210,7 +210,7 @@ def test_irregular_file_is_refused_without_blocking(kind: str, tmp_path: Path) -
     ],
     ids=str,
 )
-def test_wrong_points_are_refused(points: Any) -> None:
+def test_points_of_another_form_are_refused(points: Any) -> None:
     with pytest.raises(ValueError, match="expected lengths with three ratios each"):
         read_points({"points": points})
 

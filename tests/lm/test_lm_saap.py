@@ -126,7 +126,7 @@ def test_device_is_synchronized_once_per_rebuild(model: Any, artefact: Path, mon
         folds.append((S, len(caches)))
         rebuild_lists(caches, S, *args)
 
-    monkeypatch.setattr(saap, "fold", record_fold)
+    monkeypatch.setattr(saap, "rebuild_lists", record_fold)
     evaluations: list[int] = []
     evaluate = mx.eval
     with mlx_sparse.sparse(model, attn(artefact, 3)):

@@ -112,7 +112,7 @@ def test_each_context_uses_the_settings_of_its_range(model: Any, prefill_calls: 
     ranges = "ranges=301:0.2:0.3:2/501:1:1:1/901:0.6:0.7:3"
     with mlx_sparse.sparse(model, f"sample:block_size=32,dense_below=0,{ranges}") as report:
         process(model, prompt_of(1200), 200)
-    assert report.dense_calls == {"that an alpha of 1 keeps whole": LAYERS}
+    assert report.dense_calls == {"with an alpha of 1": LAYERS}
     used = {call.S: (call.config.alpha_column, call.config.alpha_slash, call.config.chunks) for call in prefill_calls}
     late = (0.6, 0.7, 3)
     assert used == {200: (0.2, 0.3, 2), 600: late, 800: late, 1000: late, 1200: late}

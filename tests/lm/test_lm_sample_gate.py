@@ -15,7 +15,7 @@ import mlx_sparse
 from mlx_sparse.methods import SAMPLE_PAYS_UP_TO, registry
 
 STEP = 256
-TOO_FULL = "whose sample keeps too many blocks"
+TOO_FULL = "whose sample selects too many blocks"
 
 
 @pytest.fixture
