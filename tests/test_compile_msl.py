@@ -68,7 +68,7 @@ def test_compile_errors_name_the_source(dump: Path) -> None:
 def test_missing_folder_is_refused(tmp_path: Path, folder: str) -> None:
     done = run("bash", SCRIPT, *([tmp_path / folder] if folder else []))
     assert done.returncode == 2
-    assert done.stderr.startswith("compile_msl.sh: error: expected a folder of scripts/dump_msl.py, got")
+    assert done.stderr.startswith("compile_msl.sh: error: expected a folder that scripts/dump_msl.py wrote, got")
 
 
 def test_sdk_without_a_requested_version_fails(dump: Path) -> None:
