@@ -1,13 +1,13 @@
-"""Start-up hook: gives mlx-lm's commands the --attn option.
+"""Start-up hook that adds the option --attn to mlx-lm's commands.
 
-Installation adds two files that run whenever Python starts. The line of the .pth file (pyproject.toml) puts a finder
-into sys.meta_path and imports nothing; that finder imports this module with the first module of mlx_lm. Python 3.15
-reads the .start file instead and calls install(). So this module imports nothing but sys.
+The installation adds two files that Python reads when it starts. The line of the .pth file (pyproject.toml) puts a
+finder into sys.meta_path and imports nothing. The finder imports this module with the first module of mlx_lm. Python
+3.15 reads the .start file instead and calls install(). For a short start-up time, this module imports only sys.
 """
 
 import sys
 
-TYPE_CHECKING = False  # typing itself would cost more than the rest of the hook
+TYPE_CHECKING = False  # importing typing would take longer than the rest of the hook
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -18,7 +18,7 @@ COMMANDS = frozenset(f"mlx_lm.{name}" for name in NAMES)
 
 
 class CommandFinder:
-    """Find mlx-lm's command modules as the other finders do, and wrap their main()."""
+    """Finder of mlx-lm's command modules that wraps their main()."""
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None

@@ -1,4 +1,4 @@
-"""Packages that may be missing, and the command that brings them, for how this one was installed."""
+"""Packages that may be missing, and the command that installs them in the same way as this package."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from urllib.request import url2pathname
 from .checks import BackendUnavailable
 
 NAME = "mlx-sparse-attention"
-REBUILD = "--force-reinstall --no-deps"  # what is installed comes anew, and alone
+REBUILD = "--force-reinstall --no-deps"  # reinstall this package only
 
-# Names to import, and the extra that has them; none where a plain install brings them.
+# Extra by import name; empty if the package is a dependency without extra.
 EXTRAS = {
     **dict.fromkeys(("jinja2", "mlx", "mlx_lm", "numpy", "psutil", "safetensors", "tqdm", "tomli", "transformers"), ""),
     **dict.fromkeys(("onnx", "onnxruntime"), "onnx"),
@@ -31,13 +31,13 @@ EXTRAS = {
 
 
 class PackageMissing(BackendUnavailable, ImportError):
-    """A package that is needed is not installed, or does not load."""
+    """Error: a required package is not installed or cannot be imported."""
 
 
 def install_hint(extra: str = "", options: str = "") -> str:
-    """Return the command that installs this package here again, with ``extra`` and the installer's ``options``.
+    """Return the command that installs this package again, with ``extra`` and the installer's ``options``.
 
-    The installer recorded the origin (PEP 610): a folder, a file, a repository or an index.
+    The origin is the one that the installer recorded (PEP 610): a folder, a file, a repository or an index.
     """
     mine = _distribution()
     if origin := mine and _origin(mine, extra):
@@ -48,7 +48,7 @@ def install_hint(extra: str = "", options: str = "") -> str:
 
 
 def build_hint() -> str:
-    """Return the command that installs this package again and compiles its native kernels: not from a wheel."""
+    """Return the command that installs this package again from source and compiles its native kernels."""
     mine = _distribution()
     origin = mine and _origin(mine)
     if not mine or not origin or origin.rstrip("'").endswith(".whl"):
@@ -84,7 +84,7 @@ def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | Non
 
 
 def _installer(mine: importlib.metadata.Distribution) -> str:
-    """Return the command that installs into this environment, activated or not."""
+    """Return the installer's command for this environment, also if it is not activated."""
     home = Path(sys.prefix)
     if (home / "pipx_metadata.json").is_file():
         return f"pipx runpip {shlex.quote(home.name)} install"
@@ -96,7 +96,7 @@ def _installer(mine: importlib.metadata.Distribution) -> str:
 
 
 def not_installed(*packages: str) -> str | None:
-    """Return which ``packages`` of one extra are missing, and the command that installs them; None if all are there."""
+    """Return a line with the missing ``packages`` of one extra and the command that installs them, or None."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     return f"{' and '.join(missing)} not installed: run {install_hint(EXTRAS[missing[0]])}" if missing else None
 
@@ -105,18 +105,18 @@ def require(package: str) -> None:
     """Check that ``package`` is installed, without importing it.
 
     Raises:
-        PackageMissing: it is not.
+        PackageMissing: the package is not installed.
     """
     if importlib.util.find_spec(package) is None:
-        raise PackageMissing(_told(package, "to be installed, got none"))
+        raise PackageMissing(_message(package, "to be installed, got none"))
 
 
 @contextlib.contextmanager
 def naming_missing() -> Iterator[None]:
-    """Turn the ImportError of a package into one line.
+    """Replace the ImportError of another package by a one-line error.
 
     Raises:
-        PackageMissing: in place of the ImportError of another package.
+        PackageMissing: with the package and the command that installs it.
     """
     try:
         yield
@@ -125,9 +125,9 @@ def naming_missing() -> Iterator[None]:
             raise
         missing = isinstance(error, ModuleNotFoundError)
         found = "to be installed, got none" if missing else f"to load, got: {str(error).partition(chr(10))[0]}"
-        raise PackageMissing(_told(error.name, found)) from None
+        raise PackageMissing(_message(error.name, found)) from None
 
 
-def _told(module: str, found: str) -> str:
+def _message(module: str, found: str) -> str:
     extra = EXTRAS.get(module.partition(".")[0])
     return f"{module}: expected it {found}. {'Install it' if extra is None else f'Run {install_hint(extra)}'}."

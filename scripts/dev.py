@@ -48,7 +48,7 @@ LINES = {
     "scripts": 1_800,
 }
 PRODUCT = ("mlx_sparse", "metal", "onnx_export", "cuda_ref", "scripts")
-TOTALS = {"product lines": 40_000, "product files": 340, "test lines": 29_000, "words of Markdown": 60_000}
+TOTALS = {"product lines": 40_000, "product files": 340, "test lines": 29_000, "words of Markdown": 35_000}
 CLOSURES = {"mlx_sparse/lm/model.py": 50, "onnx_export/exporter/export.py": 70, "cuda_ref/api/__init__.py": 25}
 NOT_CODE = {".svg", ".png", ".json", ".jsonl"}
 

@@ -74,13 +74,13 @@ def test_external_links_lead_to_the_repository() -> None:
     for repo_url in ("", forge):
         given = {path: text for path, (_, text) in pages(repo_url).items()}
         link = f"[{body}]({forge}/blob/HEAD/{body})" if repo_url else f"`{body}`"
-        assert f"\n{link}: " in given["spec/operators.md"]
+        assert f"\n**Body**: {link}: " in given["spec/operators.md"]
         notebook = "examples/quality_vs_bytes.ipynb"
         link = f"[{Path(notebook).name}]({forge}/blob/HEAD/{notebook})" if repo_url else f"`{notebook}`"
         assert f"| {link} |" in given["examples.md"]
         # Links to pages of the site stay relative, wherever the files are.
-        assert "](spec/sparq.md)" in given["README.md"]
-        assert "](tests/msl/README.md)" in given["methods.md"]
+        assert "](spec/sparq.md)" in given["index.md"]
+        assert "](tests/msl/README.md)" in given["limits.md"]
         assert "](../quality.svg)" in given["results/quality.md"]
 
 

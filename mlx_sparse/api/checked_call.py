@@ -69,7 +69,7 @@ class Call:
         for name, array in zip(("queries", "keys", "values"), self.arrays, strict=True):
             library.check_array(name, array)
         self.sizes = check_qkv(queries, keys, values)
-        check_choice("return_stats", return_stats, (False, True, "mass"))
+        check_choice("return_stats", return_stats, (False, True, "recall"))
         self.left_padding = library.padding(left_padding, self.sizes, queries)
         self.scale = float(self.sizes.D**-0.5 if scale is None else scale)
         self.backend = library.resolve(backend, function, self.sizes, queries, keys, values)
@@ -110,8 +110,8 @@ class Call:
             return out
         n = self.sizes
         moved = stats.dense_elements(n.S, n.D)
-        mass = self.library.ones((n.B, n.Hq, n.L), out) if self.return_stats == "mass" else None
-        record = Stats(moved, moved, 1.0, mass)
+        recall = self.library.ones((n.B, n.Hq, n.L), out) if self.return_stats == "recall" else None
+        record = Stats(moved, moved, 1.0, recall)
         return out, record if layout is None else stats.as_prefill(record, layout, n.D)
 
     def decode(self, count: Callable[..., int], attended: int, **parameters: Any) -> Any:
@@ -125,11 +125,11 @@ class Call:
         """Return the `Stats` of a step that attended ``top_k`` keys."""
         n = self.sizes
         moved, dense = count(n.S, n.D, top_k=top_k), stats.dense_elements(n.S, n.D)
-        return Stats(moved, dense, min(top_k, n.S) / n.S, self.mass(lse))
+        return Stats(moved, dense, min(top_k, n.S) / n.S, self.recall(lse))
 
-    def mass(self, lse: Any) -> Any:
-        """The retained mass behind ``lse``, if it was asked for: one dense pass over the keys."""
-        if self.return_stats != "mass":
+    def recall(self, lse: Any) -> Any:
+        """Return the attention recall of ``lse`` by a dense pass over the keys; None if it was not requested."""
+        if self.return_stats != "recall":
             return None
         queries, keys, _ = self.arrays
         dense = self.load("dense_lse")(queries, keys, scale=self.scale, left_padding=self.left_padding)
@@ -145,4 +145,4 @@ class Call:
         density = self.library.kept(blocks) / layout.causal_pairs
         share, D = float(density.mean()), self.sizes.D
         moved, dense = stats.prefill_elements(layout, D, share), stats.prefill_elements(layout, D)
-        return out, Stats(moved, dense, share, self.mass(lse), density, layout.sampled_share)
+        return out, Stats(moved, dense, share, self.recall(lse), density, layout.sampled_share)

@@ -2,8 +2,8 @@
 
 Shapes: ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)`` with the current tokens included; query i of L
 sits at position ``S - L + i``; ``left_padding (B,)`` int is the first valid key of each row. Every function returns
-``out (B, Hq, L, D)`` in the type of ``queries`` and, with ``return_stats=True``, a `Stats`; ``return_stats="mass"``
-also measures the retained attention mass, which costs one dense pass over the keys. Decode methods attend densely when
+``out (B, Hq, L, D)`` in the type of ``queries`` and, with ``return_stats=True``, a `Stats`; ``return_stats="recall"``
+also measures the attention recall, which costs one dense pass over the keys. Decode methods attend densely when
 there is nothing to leave out or more than one query (``L > 1``).
 
 All raise `ShapeError` for arrays that do not fit together, `ConfigError` for parameters out of range and

@@ -161,14 +161,14 @@ class BucketIndex(State):
         self._assign_pending()
         for start in range(self.assigned, cache.length, PIECE):
             stop = min(start + PIECE, cache.length)
-            mx.eval(self._assign(self._turned_back(cache, slice(None), start, stop)))
+            mx.eval(self._assign(self._pre_rope_rows(cache, slice(None), start, stop)))
 
-    def _turned_back(self, cache: SparseCache, sequences: slice, start: int, stop: int) -> mx.array:
-        turned_back = self.router.source.turned_back
+    def _pre_rope_rows(self, cache: SparseCache, sequences: slice, start: int, stop: int) -> mx.array:
+        inverse_rope = self.router.source.inverse_rope
         found = []
         for first, last, position in cache.runs(start, stop):
             offset = position if cache.padding is None else position - cache.padding[sequences]
-            found.append(turned_back(cache.key_rows[sequences, :, first:last], offset))
+            found.append(inverse_rope(cache.key_rows[sequences, :, first:last], offset))
         return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
 
     def _fit(self, cache: SparseCache, config: SAAP, sequences: Iterable[int]) -> None:
@@ -188,7 +188,7 @@ class BucketIndex(State):
                 one, known = slice(b, b + 1), self.assigned
                 for begin in range(0, known, PIECE):
                     end = min(begin + PIECE, known)
-                    before = self._turned_back(cache, one, begin, end)
+                    before = self._pre_rope_rows(cache, one, begin, end)
                     self.ids[one, :, begin:end] = _nearest(before, self.centroids[one])
                     mx.eval(self.ids)
         if first_key and self.centroids is not None:
@@ -203,7 +203,7 @@ class BucketIndex(State):
         # One sequence of one row each: every row has a position of its own.
         keys = cache.key_rows[sequence].swapaxes(0, 1)[mx.array(chosen)][:, :, None]
         places = np.concatenate([at + np.arange(last - first) for first, last, at in cache.runs(0, cache.length)])
-        before = self.router.source.turned_back(keys, mx.array(places[chosen] - first_row))
+        before = self.router.source.inverse_rope(keys, mx.array(places[chosen] - first_row))
         return kmeans.fit(before[:, :, 0].swapaxes(0, 1), C).astype(cache.key_rows.dtype)
 
     # These follow what mlx-lm does to the rows of a batch.

@@ -1,4 +1,4 @@
-"""One call of an enabled model: its attention calls, each executed as the plan of its layer says."""
+"""Execute the attention calls of one forward pass of an enabled model by the plans of its layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .plan import LayerPlan, Plan, Probe, layer_reason
 
 
 class Phase(Enum):
-    """Purpose of a call in self-speculative decoding. Drafts may be sparse, all other calls of the model are dense."""
+    """Purpose of a forward pass in self-speculative decoding: only drafts may be sparse."""
 
     DRAFT = "draft"
     CHECK = "check"
@@ -34,8 +34,8 @@ _phase: ContextVar[Phase | None] = ContextVar("phase", default=None)
 
 
 @contextlib.contextmanager
-def entered(phase: Phase) -> Iterator[None]:
-    """Let the calls of this thread have the purpose ``phase`` meanwhile."""
+def in_phase(phase: Phase) -> Iterator[None]:
+    """Give forward passes of this thread the purpose ``phase`` inside the ``with`` block."""
     token = _phase.set(phase)
     try:
         yield
@@ -44,16 +44,17 @@ def entered(phase: Phase) -> Iterator[None]:
 
 
 class Call:
-    """Executes the attention calls of one call of an enabled model and counts them.
+    """Executes and counts the attention calls of one forward pass of an enabled model.
 
-    As a context manager it listens at the seam, for the thread that entered it alone. Its plain caches become ours.
-    The report has its counts when it is left, unless by an exception.
+    A context manager: inside the ``with`` block, the attention calls of the thread that entered it come here. Plain KV
+    caches are converted to caches of this package in place. At the end the counts are added to the report, except after
+    an exception.
 
     Attributes:
-        probe: finds out about the layers in a trial call; None in any other.
-        caches: of all layers.
-        counts: of this call, for the report.
-        checks: whether the call checks drafts, or decodes without them.
+        probe: collects the properties of the layers in a trial call; None in other calls.
+        caches: the caches of all layers.
+        counts: the counts of this call, for the report.
+        checks: True if a lossless model checks drafts, or decodes without drafts.
     """
 
     def __init__(self, plan: Plan, caches: Any, *, probe: Probe | None = None) -> None:
@@ -66,10 +67,10 @@ class Call:
         self.counts = Counts()
         phase = _phase.get()
         self.checks = phase is Phase.CHECK
-        self._drafts = plan.lossless is None or phase is Phase.DRAFT  # whether steps may be sparse
+        self._drafts = plan.lossless is None or phase is Phase.DRAFT  # True if decode steps may be sparse
         self._planned = plan.decodes and self._drafts
         self._figures: PrefillCounts | None = None
-        self._steps = 0  # keys of a step of a single query
+        self._step_keys = 0  # number of keys of a decode step; 0 in other calls
 
     def __enter__(self) -> Call:
         self._token = seam.active.set(self)
@@ -81,16 +82,16 @@ class Call:
         if hooks is not None:
             hooks.end()
         if error is None:
-            # The device computes what nothing else asks for; this waits for no more than `PrefillCounts.figures` does.
+            # Start the computation of counts that nothing else evaluates. Only `PrefillCounts.figures` waits.
             counts.counting = None if hooks is None else hooks.submit()
             counts.prefill = None if self._figures is None else self._figures.figures()
             plan.report.add(counts)
-            if self._steps and plan.watch is not None:
+            if self._step_keys and plan.watch is not None:
                 watch, plan.watch = plan.watch, None
-                watch(self._steps, counts)
+                watch(self._step_keys, counts)
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the call, tokens first, as all processes agree on them."""
+        """Return the arguments of the call, tokens first. Ranks that share a context replace them by common ones."""
         return inputs
 
     @property
@@ -137,7 +138,7 @@ class Call:
         S, (fixed, per_key) = cache.position, layer.sparse_bytes
         counts.sparse_calls += 1
         counts.dense_bytes += layer.dense_bytes * (S + 1)  # the new key and value are written
-        # Whole bytes of each head, so that the counts of ranks with parts of the heads add up to those of all.
+        # Round per head, so that the counts of ranks with parts of the heads add up to the count of one process.
         counts.formula_bytes += layer.heads * round(fixed + per_key * S)
         if self.hooks is None:
             out, lse = cache.take_step(queries, layer.step, scale)
@@ -147,18 +148,18 @@ class Call:
             out = chunks.with_sinks(out, lse, sinks)
         if layer.short:
             counts.dense_calls[reasons.SHORT_SEQUENCES] += 1
-            out = chunks.replace(out, layer.short, queries, cache, scale, sinks)
+            out = chunks.replace_with_dense(out, layer.short, queries, cache, scale, sinks)
         return out
 
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Attend where the layer has no plan that holds."""
+        """Attend if the layer has no valid plan: make one, or find the reason for dense attention."""
         if isinstance(cache, SparseQuantizedKVCache) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)
         if self.probe is not None:
-            self.probe.found.append((cache, reason or self.probing(queries, keys, cache, mask, sinks)))
+            self.probe.found.append((cache, reason or self.probe_reason(queries, keys, cache, mask, sinks)))
             return None
         if reason is not None:
             self.counts.dense_calls[reason] += 1
@@ -168,11 +169,11 @@ class Call:
         if isinstance(cache, SparseBatchKVCache) and self.plan.prefill is not None and queries.shape[2] > 1:
             out = chunks.attend_each(self, queries, cache, scale, mask, sinks)
         else:
-            out = self.attend_one(queries, keys, cache, scale, mask, sinks, self.place(cache))
+            out = self.attend_one(queries, keys, cache, scale, mask, sinks, self.layer_index(cache))
         if out is None and self.hooks is not None:
             self.hooks.observe(queries, keys, cache, scale, mask, sinks)
         if out is None and isinstance(mask, str):
-            out = chunks.dense(self, queries, keys, cache, scale, sinks)
+            out = chunks.attend_dense(self, queries, keys, cache, scale, sinks)
         return out
 
     def attend_one(
@@ -183,14 +184,18 @@ class Call:
         scale: float,
         mask: Any,
         sinks: mx.array | None,
-        place: int,
+        layer_index: int,
     ) -> mx.array | None:
-        """Attend and count the call of a layer at ``place``; None for dense attention."""
-        self._steps = keys.shape[2] if queries.shape[2] == 1 else 0
+        """Attend and count one call of a layer; None for dense attention.
+
+        Args:
+            layer_index: position of the layer's cache, for the report.
+        """
+        self._step_keys = keys.shape[2] if queries.shape[2] == 1 else 0
         if queries.shape[2] > 1:
             reason = self.chunk_reason(queries.shape[2], keys.shape[2], mask)
             if reason is None:
-                attended = chunks.attend_chunk(self, queries, keys, cache, scale, place)
+                attended = chunks.attend_chunk(self, queries, keys, cache, scale, layer_index)
                 if attended is not None:
                     out, lse = attended
                     return out if sinks is None else chunks.with_sinks(out, lse, sinks)
@@ -198,7 +203,7 @@ class Call:
         else:
             reason = self.step_reason(queries, keys, cache, mask, sinks)
             if reason is None:
-                layer = self.plan.of_layer(queries, keys, cache, self.caches, self.hooks)
+                layer = self.plan.plan_layer(queries, keys, cache, self.caches, self.hooks)
                 cache.layer_plan = layer
                 return self._step(layer, queries, cache, scale, sinks)
         self.counts.dense_calls[reason] += 1
@@ -210,31 +215,31 @@ class Call:
     def step_reason(
         self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None
     ) -> str | None:
-        """Return the reason why this decode step stays dense at any length, or None."""
+        """Return the reason why this decode step stays dense at every context length, or None."""
         if not self._drafts:
             return reasons.CHECKED
         reason = self.plan.step_reason(queries, keys, self.caches, mask, sinks)
         return reason if reason is not None or self.hooks is None else self.hooks.step_reason(cache)
 
     def chunk_reason(self, L: int, S: int, mask: Any) -> str | None:
-        """Return the reason why a call of ``L`` queries over ``S`` keys stays dense, or None."""
+        """Return the reason why a multi-token call of ``L`` queries over ``S`` keys stays dense, or None."""
         if self.checks and S > L and L <= reasons.VERIFY_QUERIES:
             return reasons.CHECKED
         return self.plan.chunk_reason(L, S, self.caches, mask)
 
-    def probing(self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None) -> Any:
+    def probe_reason(self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None) -> Any:
         """Return the reason why a layer stays dense in every stage, or None."""
         assert self.probe is not None
         masked = mask is not None and not is_padding_mask(mask, self.caches)
         return self.probe.reason(queries, keys, cache, masked=masked, sinks=sinks, hooks=self.hooks)
 
-    def place(self, cache: Any) -> int:
+    def layer_index(self, cache: Any) -> int:
         """Return the position of the layer's cache, or -1."""
-        return next((place for place, one in enumerate(self.caches) if one is cache), -1)
+        return next((index for index, one in enumerate(self.caches) if one is cache), -1)
 
 
 def under_plan(cls: Any) -> Callable[..., Any]:
-    """Return the `__call__` of a model's class for enabled models. mlx-lm looks at the signature: keep it."""
+    """Return a model class's `__call__` for enabled models, with the same signature, because mlx-lm inspects it."""
     signature = inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)

@@ -17,29 +17,32 @@ from . import seam
 if TYPE_CHECKING:
     from .call import Call
 
-# MLX's kernel for few queries takes so many of them, so many rows of a KV head (its query heads times the queries), and
-# these head dims.
+# Limits of MLX's attention kernel for few queries: queries, query rows of a KV head (query heads x queries), head dims.
 QUERIES, ROWS, HEAD_DIMS = 8, 32, (64, 96, 128, 256)
 
 
 def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
-    """Return the rows of a KV head that one kernel attends densely on a GPU."""
+    """Return the largest number of query rows of a KV head that one dense kernel attends on a GPU."""
     ours = (
         backend != "ops" and not packed and metal.supports(D, registry.METAL_ROWS) and not registry.unavailable("metal")
     )
     return registry.METAL_ROWS if ours else ROWS
 
 
-def fused(G: int, rows: int = ROWS) -> int:
-    """Return the number of drafts, at least one, whose check one kernel attends on a GPU in so many ``rows``.
+def drafts_per_kernel(G: int, rows: int = ROWS) -> int:
+    """Return the number of drafts, at least 1, that one GPU kernel can check.
 
-    With ``G`` query heads per KV head. With more drafts, scores go through memory.
+    With more drafts, MLX writes the scores to memory.
+
+    Args:
+        G: query heads per KV head.
+        rows: largest number of query rows of a KV head that the kernel attends.
     """
     return max(min(QUERIES, rows // G) - 1, 1)
 
 
 def large_group(backend: str, queries: mx.array, keys: Rows) -> bool:
-    """Return True if the Metal kernel for large query groups takes a check that MLX's kernel does not."""
+    """Return True if the Metal kernel for large query groups can attend a verification step and MLX's kernel cannot."""
     _, heads, L, D = queries.shape
     G = heads // keys.shape[1]
     if L <= QUERIES and G * L <= ROWS and D in HEAD_DIMS:
@@ -50,7 +53,10 @@ def large_group(backend: str, queries: mx.array, keys: Rows) -> bool:
 def attend_check(
     backend: str, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array | None:
-    """Attend causally ``(1, Hq, L, D)`` with the kernel for large query groups; None for MLX's own attention."""
+    """Attend a verification step ``(1, Hq, L, D)`` causally with the kernel for large query groups.
+
+    Return None if MLX's own attention is used.
+    """
     if not large_group(backend, queries, keys):
         return None
     rows, values, _ = cache.rows("metal")
@@ -58,21 +64,21 @@ def attend_check(
     return out if sinks is None else with_sinks(out, lse, sinks)
 
 
-FUSED_HEAD_DIMS = (64, 80, 128)  # for which MLX's kernel for prompts on a GPU holds no scores
+FUSED_HEAD_DIMS = (64, 80, 128)  # head dims for which MLX's GPU kernel for prefill writes no scores to memory
 
 
-def attend_alone(queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None) -> mx.array:
-    """The last queries of a cache of one sequence: ``(1, Hq, L, D)``, as ``queries``."""
+def attend_sequence(queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None) -> mx.array:
+    """Attend the last queries ``(1, Hq, L, D)`` of a cache of one sequence with mlx-lm's attention."""
     keys, values, _ = cache.rows("ops")
     mask: Any = "causal" if queries.shape[2] > 1 else None
     return seam.original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
 def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.array:
-    """Causal attention ``(B, Hq, L, D)`` of a prompt over packed rows, in pieces.
+    """Attend a prefill chunk ``(B, Hq, L, D)`` causally over a quantized KV cache.
 
-    mlx-lm would hold the scores of all queries and keys. These are MLX's own kernels on unpacked rows, and where it has
-    none for the head dim, on as many queries as their scores are few.
+    mlx-lm would store the scores of all queries and keys. This function dequantizes the rows by heads and calls MLX's
+    fused kernel. If MLX has no fused kernel for the head dim, it attends a few queries at a time.
     """
     fused = mx.default_device().type == mx.gpu and queries.shape[3] in FUSED_HEAD_DIMS
 
@@ -93,18 +99,18 @@ def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.arr
 
 
 def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:
-    """``out (B, Hq, L, D)`` where a head's softmax has one more logit, of ``sinks (Hq,)``, with nothing behind it."""
-    kept = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
-    return (out.astype(mx.float32) * kept[..., None]).astype(out.dtype)
+    """Return ``out (B, Hq, L, D)`` with one more logit ``sinks (Hq,)`` in the softmax of each head, without a value."""
+    share = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
+    return (out.astype(mx.float32) * share[..., None]).astype(out.dtype)
 
 
-def replace(
+def replace_with_dense(
     out: mx.array, sequences: list[int], queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array:
-    """``out (B, Hq, 1, D)`` of a decode step, with that of these sequences by dense attention."""
+    """Return ``out (B, Hq, 1, D)`` of a decode step with dense attention for these sequences of the batch."""
     first_rows, batch = cache.first_rows(), mx.array(sequences)
     start = min(first_rows[sequence] for sequence in sequences)
-    keys, values = (rows[:, :, start:][batch] for rows in cache.rows("ops")[:2])  # no longer than the longest of them
+    keys, values = (rows[:, :, start:][batch] for rows in cache.rows("ops")[:2])  # as long as the longest of them
     own = mx.array([first_rows[sequence] - start for sequence in sequences])[:, None, None, None]
     mask = mx.arange(cache.length - start) >= own
     out[batch] = seam.original(queries[batch], keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
@@ -112,15 +118,15 @@ def replace(
 
 
 def attend_chunk(
-    call: Call, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, place: int
+    call: Call, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, layer_index: int
 ) -> tuple[mx.array, mx.array] | None:
-    """Attend a prefill chunk by the prefill method.
+    """Attend a prefill chunk with the prefill method.
 
     Args:
-        place: of the layer, for the report.
+        layer_index: position of the layer's cache, for the report.
 
     Returns:
-        ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; None if the sample keeps too many blocks.
+        ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; None if too many blocks are selected.
     """
     plan = call.plan
     assert plan.prefill is not None
@@ -135,59 +141,59 @@ def attend_chunk(
         if blocks is None:
             return None
     out, lse, blocks = cache.attend_prompt(queries, config, scale=scale, backend=backend, blocks=blocks)
-    call.figures.add(place, blocks, config.layout(L, S))
+    call.figures.add(layer_index, blocks, config.layout(L, S))
     if plan.recall:
         dense = registry.load("dense_lse", backend)(queries, keys, scale=scale, left_padding=None)
-        call.figures.add_recall(place, mx.exp(lse - dense))
+        call.figures.add_recall(layer_index, mx.exp(lse - dense))
     return out, lse
 
 
 def attend_each(
     call: Call, queries: mx.array, cache: SparseBatchKVCache, scale: float, mask: Any, sinks: mx.array | None
 ) -> mx.array | None:
-    """Attend the prompts of a batch, each as it would be alone; None if all are dense.
+    """Attend a prefill chunk of a padded batch, one sequence after the other; None if all sequences are dense.
 
-    mlx-lm cuts the prompts of a batch into the chunks that each would have alone. What is selected for a chunk, and
-    whether it is dense, then follows from the sequence's own rows, so that no answer depends on others.
+    mlx-lm cuts each prompt of a batch into the same chunks as a single prompt. The selection for a chunk, and whether
+    it is dense, depend on the sequence's own rows only. A sequence with one token in the chunk is dense.
     """
     before = cache.length - queries.shape[2]
     extents = cache.extents(call.caches)
     if extents is None:
         call.counts.dense_calls[reasons.UNKNOWN_PADDING] += 1
         return None
-    place = call.place(cache)
-    pieces = []
+    layer_index = call.layer_index(cache)
+    parts = []
     outs: list[Any] = []
     for sequence, (first, stop) in enumerate(extents):
         one = cache.alone(sequence, first, stop)
         start, end = max(first - before, 0), max(stop - before, 0)
-        piece, out = queries[sequence : sequence + 1, :, start:end], None
+        part, out = queries[sequence : sequence + 1, :, start:end], None
         if end - start == 1:
             call.counts.dense_calls[reasons.A_FEW] += 1
         elif start < end:
             keys, _, _ = one.rows("ops")
-            out = call.attend_one(piece, keys, one, scale, mask, sinks, place)
+            out = call.attend_one(part, keys, one, scale, mask, sinks, layer_index)
             cache.keep(sequence, one)
-        pieces.append((piece, one, start))
+        parts.append((part, one, start))
         outs.append(out)
     if all(out is None for out in outs):
         return None
-    for sequence, (piece, one, start) in enumerate(pieces):
-        n, out = piece.shape[2], outs[sequence]
+    for sequence, (part, one, start) in enumerate(parts):
+        n, out = part.shape[2], outs[sequence]
         if out is None:
-            out = attend_alone(piece, one, scale, sinks)
+            out = attend_sequence(part, one, scale, sinks)
         outs[sequence] = mx.pad(out, [(0, 0), (0, 0), (start, queries.shape[2] - start - n), (0, 0)])
     return mx.concatenate(outs)
 
 
-def dense(
+def attend_dense(
     call: Call, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array | None:
-    """Attend causally where MLX would read keys more than once or unpack all of them; None elsewhere."""
+    """Attend densely if MLX would read keys more than once or dequantize all of them; None for mlx-lm's attention."""
     plan = call.plan
     if call.checks:
         return attend_check(plan.backend, queries, keys, cache, scale, sinks)
-    # In a lossless model MLX's own attention gives several queries the bits that its steps give them one by one.
+    # In a lossless model, MLX's own attention returns the same bits for several queries as for single ones.
     if plan.lossless is not None or sinks is not None or not isinstance(keys, PackedRows):
         return None
     return attend_packed(queries, cache, scale)

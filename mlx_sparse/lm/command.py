@@ -23,7 +23,7 @@ from ..api.call_report import JSON_KEY, Counts, Report, listing
 from ..checks import ConfigError, SparseAttentionError
 from ..methods import NEVER, Method, Prefill, registry
 from .distributed.ranks import Ranks, difference, facts_of, lost
-from .loading import has_all_weights, loading, refuse_rotating_cache, refuse_unquantisable, unfit_warning
+from .loading import has_all_weights, loading, refuse_rotating_cache, refuse_unquantizable, unfit_warning
 from .options import add_options, end, fail, print_error, requested
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ class Session:
     """One run of a command with ``--attn``.
 
     Attributes:
-        report_as: text, recall, json, json+recall or off, as ``--attn-report`` sets.
-        reports: by model and methods.
-        requests: of suites, by kind: the calls they made.
-        ranks: this process among those of the run.
+        report_format: value of ``--attn-report``.
+        reports: reports by model and methods.
+        requests: number of calls by kind of request of an evaluation suite.
+        ranks: rank of this process and number of ranks.
     """
 
     def __init__(self, command: str) -> None:
-        self.report_as = "text"
+        self.report_format = "text"
         self.reports: dict[tuple[str, tuple[Method, ...]], Report] = {}
         self.requests: dict[str, Any] = {}
         self.ranks = Ranks()
@@ -57,69 +57,69 @@ class Session:
         self.calibration: Calibration | None = None
         self.max_tokens: int | None = None
         self.max_kv_size: int | None = None
-        self.quantised: dict[str, int] = {}  # bits and group size, where caches are
+        self.kv_quantization: dict[str, int] = {}  # bits and group size of quantized caches
         self.shard: str | None = None
-        self.lossless: int | None = None  # drafts for each check; 0 for as many as pay
+        self.lossless: int | None = None  # draft length for each check; 0 for the fastest
         self.draft: str | None = None
         self.loading: str | None = None
         self.loads = self.loads_at_start = 0
-        self.loads_part = False  # whether mlx-lm is loading what it will cut
-        self.meanwhile = contextlib.ExitStack()  # what is undone when the command ends
+        self.loads_part = False  # True while mlx-lm loads a model that it shards
+        self.exit_stack = contextlib.ExitStack()  # closed when the command ends
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-        """Check our options and their company before anything is loaded; a mistake ends the program here."""
+        """Check our options, alone and with the command's options, before a model is loaded; exit on an error."""
         from ..calibrate import Calibration
 
-        self.report_as = args.attn_report
+        self.report_format = args.attn_report
         self.shard, self.lossless = args.shard, args.lossless
         if args.attn is args.attn_config is self.shard is None:
             if self.lossless is not None:
-                fail(parser, "--lossless: expected --attn METHOD, which drafts, got none.")
+                fail(parser, "--lossless: expected --attn METHOD for the drafts, got none.")
             return
         try:
             configs, calibrates = requested(args)
-            quantises = getattr(args, "kv_bits", None) is not None
+            quantizes = getattr(args, "kv_bits", None) is not None
             if self.shard is not None:
                 self._check_shard(args)
-            elif not quantises and self.lossless is None and not any(config.sparse for config in configs):
+            elif not quantizes and self.lossless is None and not any(config.sparse for config in configs):
                 return
             prefill, decode = self._checked(args, configs)
         except SparseAttentionError as error:
             fail(parser, str(error))
         names = "+".join(config.name for config in configs)
-        if "recall" in self.report_as and prefill is None:
-            fail(parser, f"--attn-report: expected text, json or off with --attn {names}, got {self.report_as}.")
+        if "recall" in self.report_format and prefill is None:
+            fail(parser, f"--attn-report: expected text, json or off with --attn {names}, got {self.report_format}.")
         prompt_cache = getattr(args, "prompt_cache_file", None)
         if prompt_cache is not None and not self.only_prompts and not Path(prompt_cache).is_file():
             fail(parser, f"--prompt-cache-file: expected a file, got {prompt_cache}.")
         if self.suites and prefill is not None and args.batch_size > 1:
             args.batch_size = 1
-            print(f"[mlx-sparse] --batch-size 1: {prefill.name} takes prompts without padding.", file=sys.stderr)
+            print(f"[mlx-sparse] using --batch-size 1: {prefill.name} needs prompts without padding.", file=sys.stderr)
         self.configs, self.prefill, self.decode = configs, prefill, decode
         self.backend = args.attn_backend
         self.calibration = Calibration(
-            measures=calibrates, piece=getattr(args, "prefill_step_size", 2048), say=self.say
+            measures=calibrates, piece=getattr(args, "prefill_step_size", 2048), say=self.print_line
         )
         self.max_tokens = getattr(args, "max_tokens", None) if self.command.endswith("generate") else None
         self.max_kv_size = getattr(args, "max_kv_size", None)
-        if quantises:
-            self.quantised = {"group_size": getattr(args, "kv_group_size", 64), "bits": args.kv_bits}
+        if quantizes:
+            self.kv_quantization = {"group_size": getattr(args, "kv_group_size", 64), "bits": args.kv_bits}
         self.draft = getattr(args, "draft_model", None)
         self.loads_at_start = sum(getattr(args, name, None) is not None for name in ("model", "draft_model"))
         if self.serves:
             from . import serving
 
-            self.meanwhile.enter_context(serving.shown(self))
+            self.exit_stack.enter_context(serving.shown(self))
 
     def _checked(self, args: argparse.Namespace, configs: tuple[Method, ...]) -> tuple[Prefill | None, Method | None]:
-        """The method of each stage, of which nothing is known to be wrong before a model is loaded."""
+        """Return the method of each stage, after the checks that need no model."""
         from .hooks import hooks_of
         from .model import select_methods
-        from .speculative.generation import check_company, check_drafts
+        from .speculative.generation import check_drafts, check_options
 
         prefill, decode = select_methods(configs)
         if self.lossless is not None:
-            check_company(args, self.command, generates=not (self.suites or self.only_prompts))
+            check_options(args, self.command, generates=not (self.suites or self.only_prompts))
             check_drafts(prefill, decode, self.lossless or None)
         for config in configs:
             registry.require(args.attn_backend, config.name)
@@ -127,7 +127,7 @@ class Session:
         return prefill, decode
 
     def _check_shard(self, args: argparse.Namespace) -> None:
-        """Raise `ConfigError` if other options of the command cannot go with ``--shard``."""
+        """Raise `ConfigError` if the command has options that exclude ``--shard``."""
         if getattr(args, "kv_bits", None) is not None:
             raise ConfigError("--shard: expected caches in full precision, got --kv-bits. Drop one.")
         if self.suites or getattr(args, "draft_model", None) is not None:
@@ -137,12 +137,12 @@ class Session:
             raise ConfigError(f"--shard: expected one sequence at a time, got --batch-size {args.batch_size}.")
 
     def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """mlx-lm's ``save_prompt_cache``."""
+        """Save a prompt cache as mlx-lm's ``save_prompt_cache`` does, also from a sharded context."""
         if self.shard is None:
             return original(*args, **kwargs)
         from .distributed.context import save
 
-        with self._ending_the_program():
+        with self._exiting_on_error():
             return save(original, *args, **kwargs)
 
     def handshake(
@@ -151,8 +151,8 @@ class Session:
         """End the program on all ranks unless all run the same command.
 
         Args:
-            args: None if they could not be read.
-            refused: this rank has printed an error about them, and ends.
+            args: the arguments; None if they could not be parsed.
+            refused: True if this rank has printed an error about its arguments and exits.
         """
         problem = None
         try:
@@ -161,60 +161,60 @@ class Session:
                 return
             files = [config.file for config in self.configs if config.file is not None]
             facts = None if args is None else facts_of(args, files)
-            told = self.ranks.gather({"facts": facts, "refused": refused})
-            problem = difference([of_rank["facts"] for of_rank in told], [of_rank["refused"] for of_rank in told])
+            gathered = self.ranks.gather({"facts": facts, "refused": refused})
+            problem = difference([rank["facts"] for rank in gathered], [rank["refused"] for rank in gathered])
         except ConfigError as error:
             problem = str(error)
         if problem is not None and not refused:
             fail(parser, problem)
         if self.shard is not None and self.ranks.rank:
-            nowhere = self.meanwhile.enter_context(Path(os.devnull).open("w"))  # noqa: SIM115
-            self.meanwhile.enter_context(contextlib.redirect_stdout(nowhere))
+            null = self.exit_stack.enter_context(Path(os.devnull).open("w"))  # noqa: SIM115
+            self.exit_stack.enter_context(contextlib.redirect_stdout(null))
 
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
-        """mlx-lm's search for a model, on disk or on the hub."""
+        """Find a model on disk or on the hub as mlx-lm does, and count it."""
         self.loads += not self.loads_part
         self.loading = model
-        with self._ending_the_program(), loading(model):
+        with self._exiting_on_error(), loading(model):
             return original(model, *args, **kwargs)
 
     def load(self, original: Callable[..., Any], model: Path, *args: Any, **kwargs: Any) -> Any:
-        """mlx-lm's ``load_model`` with the methods enabled on what it loads."""
+        """Load a model as mlx-lm's ``load_model`` does, and enable the methods on it."""
         from ..model_info import note_whole
 
-        with self._ending_the_program():
+        with self._exiting_on_error():
             with loading(model):
                 if self.max_kv_size is not None:
                     refuse_rotating_cache(Path(model))
                 loaded = original(model, *args, **kwargs)
-            if self.quantised:
-                refuse_unquantisable(loaded[0], self.quantised)
+            if self.kv_quantization:
+                refuse_unquantizable(loaded[0], self.kv_quantization)
             if self.loads_part:
                 complete = any(config.file is not None for config in self.configs) and has_all_weights(Path(model))
                 note_whole(loaded[0], complete=complete)
             elif (plan := self._enable(loaded[0], str(model))) is not None:
-                self._say_outlook(plan, plan.report)
+                self._print_outlook(plan, plan.report)
         return loaded
 
     def load_part(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
-        """mlx-lm's ``sharded_load``, which cuts what it has loaded: the methods are enabled on this process's part."""
+        """Load this rank's part of a model as mlx-lm's ``sharded_load`` does, and enable the methods on it."""
         if self.shard is not None:
             from mlx_lm import utils
 
-            kept = ("return_config", "tokenizer_config", "trust_remote_code")
-            return utils.load(model, **{name: kwargs[name] for name in kept if name in kwargs})
+            names = ("return_config", "tokenizer_config", "trust_remote_code")
+            return utils.load(model, **{name: kwargs[name] for name in names if name in kwargs})
         self.loads += 1
         self.loads_part = True
         try:
             loaded = original(model, *args, **kwargs)
         finally:
             self.loads_part = False
-        with self._ending_the_program():
+        with self._exiting_on_error():
             self._enable_part(loaded[0], str(model))
         return loaded
 
     def _enable_part(self, model: Any, path: str) -> None:
-        """Enable the methods on this rank's part of a model, on all ranks or on none."""
+        """Enable the methods on this rank's part of a model. If one rank fails, all ranks raise."""
         from .model import require_served
 
         plan, refusal = None, None
@@ -222,28 +222,28 @@ class Session:
             plan = self._enable(model, path)
         except SparseAttentionError as error:
             refusal = error
-        told = self.ranks.gather([refusal and str(refusal), plan and plan.report.served_layers])
+        gathered = self.ranks.gather([refusal and str(refusal), plan and plan.report.served_layers])
         if refusal is not None:
             raise refusal
-        for rank, (text, _) in enumerate(told):
+        for rank, (text, _) in enumerate(gathered):
             if text is not None:
                 raise ConfigError(f"rank {rank}: {text}")
         if plan is not None:
-            if not any(served for _, served in told):
+            if not any(served for _, served in gathered):
                 require_served(plan.report, plan.name)
-            self._say_outlook(plan, plan.report)
+            self._print_outlook(plan, plan.report)
 
     def _enable(self, model: Any, path: str) -> Plan | None:
-        """Enable the methods on a loaded model; one that was loaded before goes on in its report.
+        """Enable the methods on a loaded model. A model that is loaded again continues its report.
 
         Returns:
-            Its plan; None if it stays as it is.
+            The plan of the model; None if there is no method for it.
         """
         from .model import enable, plan_of
 
         configs = self.configs
         if self.loading == self.draft:
-            # An artefact is the model's, and no other's.
+            # An artefact belongs to the main model, not to the draft model.
             configs = tuple(config for config in configs if config.file is None)
         if not configs:
             return None
@@ -251,7 +251,7 @@ class Session:
             model,
             configs,
             backend=self.backend,
-            recall="recall" in self.report_as,
+            recall="recall" in self.report_format,
             calibration=self.calibration,
             shard=self.shard,
             lossless=self.lossless is not None,
@@ -263,22 +263,27 @@ class Session:
         plan.count_in(self.reports.setdefault((path, configs), report))
         plan.decodes = not self.only_prompts
         if (known := unfit_warning(report.model_type)) is not None:
-            self.say(known)
+            self.print_line(known)
         return plan
 
-    def _say_outlook(self, plan: Plan, report: Report) -> None:
-        """What will happen, before the first token; ``report`` is the plan's, or the sum of all ranks'."""
-        if self.report_as not in ("text", "recall"):
+    def _print_outlook(self, plan: Plan, report: Report) -> None:
+        """Print the served layers and crossover lengths before the first token."""
+        if self.report_format not in ("text", "recall"):
             return
         lines = report.opening()
         if any(config.measurable for config in plan.configs):
-            lines.append("dense_below=N in --attn decides otherwise")
-        self.say("; ".join(lines))
+            lines.append("dense_below=N in --attn sets another length")
+        self.print_line("; ".join(lines))
         if self.max_tokens is not None and plan.decodes and plan.configs:
             plan.watch = functools.partial(self._watch, plan)
 
     def _watch(self, plan: Plan, S: int, counts: Counts) -> None:
-        """Say so if nothing will be sparse; ``counts`` are those of the first step, over ``S`` keys."""
+        """Print a line if no call of the run can be sparse.
+
+        Args:
+            S: number of keys of the first decode step.
+            counts: counts of this step.
+        """
         prompts = plan.report.prefill
         if counts.sparse_calls or (prompts is not None and prompts.calls):
             return
@@ -286,16 +291,16 @@ class Session:
         if S < starts <= longest:
             return
         if longest < starts < NEVER:
-            why = f"this run has at most {longest:,} keys, and no step with fewer than {starts:,} is"
-        elif plan.lossless is not None and starts < NEVER:  # the first step is dense: drafts follow
+            reason = f"this run has at most {longest:,} keys, and decode steps are sparse from {starts:,} keys"
+        elif plan.lossless is not None and starts < NEVER:  # the first step of a lossless run is dense
             return
-        else:  # something else is in the way, or there are no steps to be sparse
-            why = f"calls so far: {listing(plan.report.dense_calls)}"
-        self.say(f"nothing will be sparse: {why}")
+        else:
+            reason = f"calls so far: {listing(plan.report.dense_calls)}"
+        self.print_line(f"no call will be sparse: {reason}")
 
     @contextlib.contextmanager
-    def _ending_the_program(self) -> Iterator[None]:
-        """The server loads on a thread of its own, and would live on without the model it was started with."""
+    def _exiting_on_error(self) -> Iterator[None]:
+        """Exit the process if the first load fails on a thread: mlx-lm's server would continue without a model."""
         try:
             yield
         except SparseAttentionError as error:
@@ -304,18 +309,18 @@ class Session:
                 os._exit(2)
             raise
 
-    def speaks(self) -> bool:
-        """Return True if this process prints: of several ranks only the first does."""
-        return self.report_as != "off" and self.ranks.rank == 0
+    def prints(self) -> bool:
+        """Return True if this process prints. Only rank 0 does."""
+        return self.report_format != "off" and self.ranks.rank == 0
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line on standard error."""
-        if self.speaks():
+        if self.prints():
             print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
 
     def log(self, text: str) -> None:
         """Write a line to the command's log."""
-        if self.speaks():
+        if self.prints():
             logging.info(f"[mlx-sparse] {text}")
 
     def as_dict(self) -> dict[str, Any]:
@@ -325,16 +330,16 @@ class Session:
 
     def print_report(self) -> None:
         """Print the reports on standard error: standard output is the model's."""
-        if not self.speaks():
+        if not self.prints():
             return
-        if "json" in self.report_as:
+        if "json" in self.report_format:
             print(json.dumps(self.as_dict()), file=sys.stderr)
         else:
             for report in self.reports.values():
                 print(f"[mlx-sparse] {report}", file=sys.stderr)
 
     def calls(self) -> Counts:
-        """The calls of all models so far, with the number of those of prompts; None where prompts stay dense."""
+        """Return the counts of all models so far; ``prefill`` is the number of sparse prefill calls, or None."""
         found = [report.calls() for report in list(self.reports.values())]
         return Counts(
             sum(counts.sparse_calls for counts in found),
@@ -347,11 +352,11 @@ def run(main: Callable[..., Any], command: str) -> Any:
     """Run ``main`` of the mlx-lm command ``command`` with our options added to it."""
     session = Session(command)
     try:
-        with _options_in_first_parser(session), _enabled_on_load(session, main), session.meanwhile:
+        with _options_in_first_parser(session), _enabled_on_load(session, main), session.exit_stack:
             if session.suites:
                 from . import lm_eval
 
-                session.meanwhile.enter_context(lm_eval.scored(session))
+                session.exit_stack.enter_context(lm_eval.scored(session))
             return main()
     except SparseAttentionError as error:
         end(command, str(error))
@@ -366,13 +371,13 @@ def run(main: Callable[..., Any], command: str) -> Any:
 
 @contextlib.contextmanager
 def _options_in_first_parser(session: Session) -> Iterator[None]:
-    """Extend the first parser that parses: the command's own, whose arguments no one else has to repeat."""
+    """Add our options to the first parser that parses, the command's own."""
     original = argparse.ArgumentParser.parse_args
 
     def parse_args(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
         argparse.ArgumentParser.parse_args = original  # type: ignore[method-assign]
         if session.suites:
-            parser.prog = session.command  # mlx-lm gives its description as the name
+            parser.prog = session.command  # mlx-lm passes its description as the name
         add_options(parser)
         parsed = None
         try:
@@ -394,7 +399,7 @@ def _options_in_first_parser(session: Session) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[None]:
-    """Enable the session's methods, if it gets any, on every model that mlx-lm loads meanwhile, draft models too."""
+    """Enable the session's methods on each model that mlx-lm loads inside the ``with`` block, also on draft models."""
     from mlx_lm import utils
 
     ours: dict[str, Callable[..., Any]] = {
@@ -403,7 +408,7 @@ def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[Non
         "sharded_load": session.load_part,
         "save_prompt_cache": session.save,
     }
-    # Commands import some of them by value.
+    # Commands import some of these functions by value.
     places = [(where, name) for where in (vars(utils), getattr(main, "__globals__", {})) for name in ours]
     originals = [(place, name, place[name]) for place, name in places if name in place]
 

@@ -55,7 +55,7 @@ class PrefillFigures:
     """Counts of sparse prefill calls.
 
     Attributes:
-        calls: sparse calls.
+        calls: number of sparse calls.
         queries: queries of these calls, one for each position.
         sampled_queries: queries that were scored to select the blocks.
         layers: sums by the position of a layer's cache.
@@ -82,7 +82,7 @@ class PrefillFigures:
 
     @property
     def density(self) -> dict[int, list[float]]:
-        """The density of every query head over all calls, by layer: the position of its cache."""
+        """Density of every query head over all calls, by the position of the layer's cache."""
         return {index: layer.density for index, layer in sorted(self.layers.items())}
 
     @property
@@ -152,7 +152,7 @@ class PrefillCounts:
 
     def add_recall(self, layer: int, recall: mx.array) -> None:
         """Count the attention recall ``(B, Hq, L)`` of a call that has been added."""
-        # A model that overflows has NaN here: no number that a bin may have.
+        # The recall is NaN if the model overflows: count it as 0.
         bins = mx.clip(mx.where(mx.isnan(recall), 0.0, recall) * BINS, 0, BINS - 1).astype(mx.int32).flatten()
         counts = mx.zeros(BINS, mx.int32).at[bins].add(1)
         self._recalls.append((layer, recall.size, [(1.0 - recall).sum(), recall.min(), counts]))
@@ -160,12 +160,12 @@ class PrefillCounts:
     def figures(self) -> PrefillFigures | None:
         """Wait for the counts and return plain numbers; None if there are none.
 
-        Only the thread that counted may call this. It costs a chunk nothing: mlx-lm waits for the same work after the
-        call, because it evaluates the caches after each chunk.
+        Only the thread that counted may call this. The wait costs no time, because mlx-lm evaluates the caches after
+        each chunk and waits for the same work.
         """
         if not self._layers:
             return None
-        mx.eval([kept for *_, kept in self._layers], [arrays for *_, arrays in self._recalls])
+        mx.eval([attended for *_, attended in self._layers], [arrays for *_, arrays in self._recalls])
         found = PrefillFigures()
         for index, layout, array in self._layers:
             found += PrefillFigures(1, layout.L, layout.L * layout.sampled_share, {index: _of_call(array, layout)})
@@ -187,13 +187,13 @@ def _of_call(array: mx.array, layout: Layout) -> LayerFigures:
 
 @dataclass(frozen=True)
 class BucketFigures:
-    """Figures of SAAP's decode steps, of all sequences and KV heads together.
+    """Counts of SAAP's decode steps, summed over sequences and KV heads.
 
     Attributes:
-        valid: keys there were, padding aside.
-        listed: those of them that had a bucket to be visited in; the rest is attended exactly.
-        attended: how many were attended.
-        bytes: what reading the attended keys and values, and the lists of them, moved.
+        valid: number of keys without padding.
+        listed: number of keys in the lists of buckets; all other keys are attended.
+        attended: number of attended keys.
+        bytes: bytes of the attended keys and values and of their lists.
     """
 
     valid: int = 0
@@ -206,30 +206,30 @@ class BucketFigures:
 
     @property
     def selectivity(self) -> float:
-        """(saap.12) attended share of the keys that are not attended exactly; 0 where there were none."""
+        """Attended share of the keys in the lists of buckets (saap.12); 0 if there are none."""
         visited = self.attended - (self.valid - self.listed)
         return visited / self.listed if self.listed else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {"attended": self.attended, "keys": self.valid, "selectivity": self.selectivity}
 
 
 class BucketCounts:
-    """Counts of SAAP's steps in one call of the model, on the device until `figures` is called."""
+    """Counts of SAAP's decode steps in one call of the model, on the device until `figures` is called."""
 
     def __init__(self) -> None:
         self._lists: list[tuple[mx.array, int]] = []
-        self._known = BucketFigures()  # what the host knows of them
+        self._known = BucketFigures()  # counts on the host
 
     def add(self, counts: mx.array, key_bytes: int, *, valid: int, listed: int) -> None:
-        """Count a step whose lists are ``counts (B, Hkv)`` long; an attended key moves ``key_bytes``."""
-        # An array of its own over the same numbers, which costs the device nothing: see `figures`.
+        """Count a step with lists of ``counts (B, Hkv)`` keys; each attended key moves ``key_bytes`` bytes."""
+        # A new array without a copy, so that no other graph has it: see `figures`.
         self._lists.append((counts.flatten(), key_bytes))
         self._known += BucketFigures(valid, listed)
 
     def submit(self) -> BucketCounts | None:
-        """Start computing the counts, without waiting, on the thread that counted; None where there are none."""
+        """Start to compute the counts, without a wait, on the thread that counted. Return None if there are none."""
         if not self._lists:
             return None
         mx.async_eval([counts for counts, _ in self._lists])  # type: ignore[no-untyped-call]
@@ -238,8 +238,8 @@ class BucketCounts:
     def figures(self) -> BucketFigures:
         """Wait for the counts and return plain numbers.
 
-        Any thread may call this after `submit`, one at a time: it waits for submitted arrays and evaluates nothing, and
-        these arrays are in no graph that another thread evaluates.
+        Any thread may call this after `submit`, one thread at a time. It only waits for submitted arrays, and no graph
+        that another thread evaluates has these arrays.
         """
         found = self._known
         for counts, key_bytes in self._lists:
@@ -253,12 +253,14 @@ class DraftFigures:
     """Counts of drafted and checked tokens.
 
     Attributes:
-        checks: dense calls that checked drafts. Each gave one token more than it accepted.
-        alone: tokens of dense steps without drafts.
-        examined, accepted: drafts by position: those before which all were accepted, and those accepted themselves.
-        draft_seconds, check_seconds: of the ``timed`` checks among them.
-        alone_seconds: of the ``timed_alone`` steps without drafts.
-        pauses: how many times drafts did not pay and were left out for a while.
+        checks: dense calls that checked drafts. Each returns the accepted drafts and one more token.
+        alone: tokens of dense decode steps without drafts.
+        examined: drafts by position whose predecessors were all accepted.
+        accepted: accepted drafts by position.
+        drafted: all drafts.
+        draft_seconds, check_seconds: time of the ``timed`` checks.
+        alone_seconds: time of the ``timed_alone`` dense steps.
+        pauses: number of times that drafting was slower than dense decoding and was paused.
     """
 
     checks: int = 0
@@ -283,7 +285,7 @@ class DraftFigures:
 
     @property
     def tokens(self) -> int:
-        """All tokens that were given."""
+        """Number of generated tokens."""
         return self.alone + self.checks + sum(self.accepted)
 
     def as_dict(self) -> dict[str, Any]:
@@ -301,7 +303,7 @@ class DraftFigures:
                 f"{(self.checks + taken) / self.checks:.1f} tokens for each of {self.checks:,} checks"
             )
         if self.alone:
-            pauses = f"; drafts did not pay and paused {self.pauses:,} times" if self.pauses else ""
+            pauses = f"; drafting was slower and paused {self.pauses:,} times" if self.pauses else ""
             found.append(f"  without drafts: {self.alone:,} tokens{pauses}")
         if self.timed:
             parts = {
@@ -311,7 +313,7 @@ class DraftFigures:
             }
             whole = sum(parts.values())
             shares = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts.items() if seconds)
-            found.append(f"  time: {shares} (of {self.timed:,} checks that were timed)")
+            found.append(f"  time: {shares} (measured in {self.timed:,} checks)")
         return found
 
 

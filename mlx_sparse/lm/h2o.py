@@ -1,4 +1,4 @@
-"""H2O's part of a plan: it counts what dense calls attend to, prompts above all."""
+"""Hooks of H2O: count the attention that each key receives in dense calls, mainly in prefill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .hooks import CallHooks, ModelHooks
 
 
 class Observer(CallHooks):
-    """Adds the attention of dense calls to the scores beside the caches of one call."""
+    """Adds the attention of dense calls to the scores in the auxiliary cache state."""
 
     def step_reason(self, cache: SparseCache) -> str | None:
         return None if _counted(cache, cache.length - 1) else reasons.UNCOUNTED
@@ -22,10 +22,10 @@ class Observer(CallHooks):
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
     ) -> None:
-        """Count the call if `h2o_scores` computes the same."""
+        """Count the call if `h2o_scores` computes the same attention."""
         L, S = queries.shape[2], keys.shape[2]
         causal = is_padding_mask(mask, self.caches) if mask is not None else L == 1
-        ragged = getattr(cache, "_right_padding", None) is not None  # queries that stand for nothing are among them
+        ragged = getattr(cache, "_right_padding", None) is not None  # some of the queries are padding
         if causal and not ragged and sinks is None and _counted(cache, S - L):
             received = cache.state_of(H2O.name)
             assert isinstance(received, Received)
@@ -39,12 +39,12 @@ class Observer(CallHooks):
 
 
 class ObservedPrompts(ModelHooks):
-    """H2O of one model."""
+    """Hooks of H2O on one model."""
 
     call_hooks = Observer
 
 
 def _counted(cache: SparseCache, length: int) -> bool:
-    """Whether the attention of all queries of rows ``[0, length)``, and of no others, has been counted."""
+    """Return True if exactly the attention of the queries of rows ``[0, length)`` has been counted."""
     received = cache.beside.get(H2O.name)
     return length == (received.length if isinstance(received, Received) else 0)

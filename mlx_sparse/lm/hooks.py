@@ -1,4 +1,4 @@
-"""What a method does around a model and its calls besides attending: nothing, unless `methods.table.HOOKS` has more."""
+"""Hooks for the work of a decode method besides attention; `methods.table.HOOKS` lists the methods that have some."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..methods import Method, registry
 
 
 class CallHooks:
-    """A decode method in one call of a model, on the thread that makes it.
+    """Hooks of a decode method in one forward pass of a model, on the thread that runs it.
 
     Attributes:
-        config: the method; None where prompts alone are sparse.
-        caches: of the call, by layer.
+        config: the method; None if only prefill is sparse.
+        caches: the caches of the call, by layer.
     """
 
     def __init__(self, config: Method | None, caches: list[Any]) -> None:
@@ -24,59 +24,59 @@ class CallHooks:
         self.caches = caches
 
     def refusal(self, cache: Any) -> str | None:
-        """Why the layer of ``cache`` stays dense at every step; None if it need not."""
+        """Return the reason why the layer of ``cache`` stays dense at every decode step, or None."""
         return None
 
     def keys_written(self, cache: SparseCache) -> None:
-        """A layer that decodes has written keys."""
+        """Process the keys that a layer has just written to ``cache``."""
 
     def step_reason(self, cache: SparseCache) -> str | None:
-        """Return the reason why this step of a layer attends densely, or None."""
+        """Return the reason why this decode step of a layer is dense, or None."""
         return None
 
     def sizes(self, cache: SparseCache) -> dict[str, int]:
-        """What `methods.Step` is told besides the sizes of queries and keys."""
+        """Return the fields of `methods.Step` that do not follow from the shapes of queries and keys."""
         return {}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Return the bytes that a step at ``position`` moves by formula, on each machine, as far as the host knows."""
+        """Return the bytes that a decode step at ``position`` moves by formula, without counts on the device."""
         return cache.step_bytes(self.config, position)
 
     def step(
         self, queries: mx.array, cache: SparseCache, step: DecodeStep, served: list[int], scale: float
     ) -> tuple[mx.array, mx.array]:
-        """Take one decode step of a layer, whose keys have been taken in, as `SparseCache.take_step` does.
+        """Attend one decode step of a layer after `keys_written`, as `SparseCache.take_step` does.
 
         Args:
-            served: the sequences whose results are used.
+            served: sequences of the batch whose results are used.
         """
         return cache.take_step(queries, step, scale)
 
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
     ) -> None:
-        """A layer that could decode sparsely attends densely."""
+        """Process a dense attention call of a layer that can decode sparsely."""
 
     def submit(self) -> Counting | None:
-        """The call succeeds: start computing what nothing else asks for; return what the device is counting."""
+        """Start to compute arrays that nothing else evaluates, after a successful call; return counts on the device."""
         return None
 
     def end(self) -> None:
-        """The call is over, well or not."""
+        """Clean up after the call, also after an exception."""
 
 
 class ModelHooks:
-    """A decode method on an enabled model, the same for all its calls.
+    """Hooks of a decode method on an enabled model, for all its calls.
 
     Args:
-        config: the method; None where prompts alone are sparse.
-        model: not enabled yet.
+        config: the method; None if only prefill is sparse.
+        model: the model, before it is enabled.
 
     Raises:
         ConfigError, ArtefactError: the method cannot run on the model.
 
     Attributes:
-        figures: counts of no step yet, where `CallHooks.submit` returns any.
+        figures: zero counts, if `CallHooks.submit` returns counts; else None.
     """
 
     call_hooks: type[CallHooks] = CallHooks
@@ -87,24 +87,24 @@ class ModelHooks:
 
     @classmethod
     def check(cls, config: Any) -> None:
-        """Raise what can be known to be wrong with the method before any model is loaded.
+        """Check the method before a model is loaded.
 
         Raises:
-            ConfigError, ArtefactError: something is.
+            ConfigError, ArtefactError: the method cannot run on any model.
         """
 
     def open(self) -> None:
-        """The model is enabled from now on."""
+        """Start to hook into the model, when it is enabled."""
 
     def close(self) -> None:
-        """The model is enabled no more."""
+        """Undo `open`, when the model is disabled."""
 
     def of_call(self, caches: list[Any]) -> CallHooks:
-        """A call of the model starts with these caches."""
+        """Return the hooks of a forward pass with these caches."""
         return self.call_hooks(self.config, caches)
 
 
 def hooks_of(config: Method | None) -> type[ModelHooks]:
-    """The hooks of a method; those that do nothing where it has none of its own."""
+    """Return the hooks of a method; the base class if the method has none."""
     found: type[ModelHooks] | None = None if config is None else registry.load_hooks(config.name)
     return found or ModelHooks

@@ -1,9 +1,8 @@
-"""``mlx_lm.evaluate`` with ``--attn``: the requests of public suites, each run as the methods are made to be run.
+"""``mlx_lm.evaluate`` with ``--attn``: run the requests of public evaluation suites with sparse attention.
 
-lm-eval asks for the likelihood of a continuation after a context, for that of a whole text, and for generated text.
-mlx-lm scores continuations and texts in one call of the model, as if they were prompts, so a method that decodes would
-have no part in them. With one, they are decoded here: one token at a time, the context's last token included, as when
-text is generated.
+lm-eval requests the likelihood of a continuation after a context, the likelihood of a whole text, or generated text.
+mlx-lm scores continuations and texts in one forward pass, like a prompt, so a decode method would not be used. With a
+decode method, this module decodes them one token at a time, from the last token of the context, as in generation.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from ..checks import BackendUnavailable
 if TYPE_CHECKING:
     from .command import Session
 
-# What lm-eval calls the kind of a task, and the kind of request that such a task makes.
+# Request kind by output type of a task, if lm-eval uses different names.
 REQUESTS = {"multiple_choice": "loglikelihood"}
 
 
 @contextlib.contextmanager
 def scored(session: Session) -> Iterator[None]:
-    """Have mlx-lm's evaluation run its requests as ``session``'s methods need it, and say in its results which ran.
+    """Make mlx-lm's evaluation use the methods of ``session`` and name them in its results.
 
     Raises:
-        BackendUnavailable: the installed mlx-lm has moved its interfaces.
+        BackendUnavailable: the interfaces of the installed mlx-lm differ.
     """
     import lm_eval
     from mlx_lm import evaluate
@@ -45,7 +44,7 @@ def scored(session: Session) -> Iterator[None]:
 
 
 def _scorer(session: Session, original: Any) -> Any:
-    """A subclass of mlx-lm's model for lm-eval; without ``--attn`` it does what that does."""
+    """Return a subclass of mlx-lm's model for lm-eval. Without ``--attn`` it behaves like mlx-lm's class."""
     import mlx.core as mx
     from mlx import nn
 
@@ -56,7 +55,7 @@ def _scorer(session: Session, original: Any) -> Any:
             )
 
     class Scorer(original):  # type: ignore[misc]
-        """Scores token by token what a decode method is to score, and counts the calls of each kind of request."""
+        """Scores one token at a time with a decode method, and counts the calls of each kind of request."""
 
         def _process_prompt(self, prompt: Any, step_size: int = 2048) -> Any:
             if session.decode is None or len(prompt) == 1:
@@ -87,7 +86,7 @@ def _scorer(session: Session, original: Any) -> Any:
 
 @contextlib.contextmanager
 def _counted(session: Session, kind: str) -> Iterator[None]:
-    """Count the calls that requests of one kind make; warn where a method had no part in them."""
+    """Count the calls of one kind of requests; print a warning if a method made no sparse call."""
     if not session.reports:
         yield
         return
@@ -98,9 +97,9 @@ def _counted(session: Session, kind: str) -> Iterator[None]:
     prompts, steps, dense = now[0] - prompts, now[1] - steps, now[2] - dense
     session.requests[kind] = {"sparse_prompt": prompts, "sparse_decode": steps, "dense": dict(dense)}
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dense.most_common())
-    for config, calls, stage in ((session.prefill, prompts, "prompts"), (session.decode, steps, "decoding")):
+    for config, calls, stage in ((session.prefill, prompts, "prefill"), (session.decode, steps, "decoding")):
         if config is not None and not calls:
-            figures = "figures are dense attention's" if not prompts + steps else f"{stage} stayed dense"
+            figures = "results are for dense attention" if not prompts + steps else f"{stage} stayed dense"
             print(
                 f"[mlx-sparse] warning: {kind} requests made no sparse call with {config.name}, so their {figures}; "
                 f"dense calls: {reasons or 'none'}",
@@ -113,7 +112,7 @@ def _calls(report: Any) -> tuple[int, int, Counter[str]]:
 
 
 def _marking(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    """lm-eval's evaluation, whose results name the method: mlx-lm gives their file the name that dense ones have."""
+    """Return lm-eval's evaluation with the method in its results: mlx-lm's file name is the same as for dense runs."""
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         found = simple_evaluate(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Find and read a model for a command, and refuse or warn about it in one line."""
+"""Load the model of a command, with one-line errors and warnings."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..checks import ConfigError, SparseAttentionError
 
 @contextlib.contextmanager
 def loading(model: object) -> Iterator[None]:
-    """Say in one line what went wrong with finding or reading ``model``.
+    """Replace the errors of mlx-lm and the hub while they load ``model``.
 
     Raises:
-        ConfigError: in place of what mlx-lm and the hub raise.
+        ConfigError: with the first line of their error.
     """
     try:
         yield
@@ -28,7 +28,7 @@ def loading(model: object) -> Iterator[None]:
 
 
 def has_all_weights(folder: Path) -> bool:
-    """Whether all weights of the model in ``folder`` are there; a stage of a pipeline may have been given its own."""
+    """Return True if ``folder`` has all weights of the model; a pipeline stage may have only its own weights."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
@@ -36,23 +36,23 @@ def has_all_weights(folder: Path) -> bool:
 
 
 def refuse_rotating_cache(model_path: Path) -> None:
-    """Raise `ConfigError` if ``--max-kv-size`` gives the model in ``model_path`` rotating caches; do not load it."""
+    """Raise `ConfigError` if ``--max-kv-size`` makes the model in ``model_path`` use rotating caches."""
     from mlx_lm import utils
 
     config = utils.load_config(model_path)
     model_class, _ = utils._get_classes(config)
     if not hasattr(model_class, "make_cache"):
         raise ConfigError(
-            f"--max-kv-size: expected none with --attn for {config.get('model_type')}, whose caches it makes rotating, "
-            "which no method here reads. Drop one."
+            f"--max-kv-size: expected none with --attn for {config.get('model_type')}, got one: it makes the caches "
+            "rotating, and no method supports these. Drop one of the options."
         )
 
 
-def refuse_unquantisable(model: Any, form: Mapping[str, int]) -> None:
-    """Raise `ConfigError` if mlx-lm cannot quantise the caches of ``model``: it would say so in mid-prompt.
+def refuse_unquantizable(model: Any, form: Mapping[str, int]) -> None:
+    """Raise `ConfigError` if mlx-lm cannot quantize the caches of ``model``, before mlx-lm fails during prefill.
 
     Args:
-        form: arguments of ``to_quantized``; 64 components to a group if they do not say.
+        form: arguments of ``to_quantized``; the default group size is 64.
     """
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
@@ -67,23 +67,23 @@ def refuse_unquantisable(model: Any, form: Mapping[str, int]) -> None:
                 cache.to_quantized(**form)
         except (NotImplementedError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"--kv-bits: expected caches that mlx-lm can quantise, got: {reason} Drop it.") from None
+            raise ConfigError(f"--kv-bits: expected caches that mlx-lm can quantize, got: {reason} Drop it.") from None
 
 
-# By mlx-lm's name of the family: why. Only what somebody has measured or read; docs/advise.md has the sources.
+# By mlx-lm's name of the family: the reason. Each entry was measured or published; docs/advise.md has the sources.
 UNFIT: Mapping[str, str] = {
     **dict.fromkeys(
         ("gemma4", "gemma4_text"),
-        "even the best 2,048 keys of its global layers are reported to change what it says far too much",
+        "its answers are reported to change too much even with the best 2,048 keys of its global layers",
     ),
-    "minimax_m3_vl": "it was trained to choose its own blocks of keys, which most of its layers do by masks: they stay "
-    "dense",
+    "minimax_m3_vl": "it was trained to select its own blocks of keys, and most of its layers stay dense",
 }
 
 
 def unfit_warning(model_type: str) -> str | None:
-    """One line for who runs a model of this family sparsely; None where nothing is known against it."""
+    """Return a one-line warning about sparse attention with a model of this family, or None."""
     reason = UNFIT.get(model_type)
     if reason is None:
         return None
-    return f"{model_type} is known to be unfit for this: {reason} (docs/advise.md). mlx-sparse advise measures yours"
+    about = f"{model_type} is known to be unfit for sparse attention: {reason} (docs/advise.md)"
+    return f"{about}. mlx-sparse advise measures your model"

@@ -29,10 +29,10 @@ Attn = str | Method | tuple[Method, ...]
 
 
 class NothingServed(ConfigError):
-    """No layer of a model can be served.
+    """Error: no layer of a model can attend sparsely.
 
     Attributes:
-        report: which layers there are, and why each stays dense; without layers where none comes to the seam.
+        report: the layers, with the reason why each stays dense; no layers if the model computes its own attention.
     """
 
     def __init__(self, message: str, report: Report) -> None:
@@ -51,37 +51,37 @@ def enable(
     lossless: bool = False,
     draft_tokens: int | None = None,
 ) -> Report:
-    """Let ``model`` attend sparsely from now on, whatever cache it is called with.
+    """Replace the attention of ``model`` by sparse attention, for every cache that it is called with.
 
-    Any number of threads may then call it at the same time, each with caches of its own, and read the report. Enable
-    and disable it while none does.
+    Any number of threads may call an enabled model at the same time, each with its own caches, and read the report. No
+    thread may call the model while it is enabled or disabled.
 
     Args:
-        model: a model loaded by mlx-lm; `shard` or `pipeline` it before, if at all. SAAP's artefact is then cut as the
-            model is, and compared with it by family and shapes alone.
-        attn: ``METHOD[:key=value,...][+METHOD...]``, at most one method for prompts and one for decoding, for example
-            ``"sample+sparq:rank=16"``; or configurations of `mlx_sparse.methods`. ``"dense"`` alone attends as
-            mlx-lm does, but holds no scores of a whole prompt over a quantised cache.
+        model: a model loaded by mlx-lm. Call its `shard` or `pipeline` before. An artefact of SAAP is then cut like the
+            model, and only the model's family and shapes are compared with the artefact.
+        attn: ``METHOD[:key=value,...][+METHOD...]`` with at most one prefill and one decode method, for example
+            ``"sample+sparq:rank=16"``; or configurations of `mlx_sparse.methods`. ``"dense"`` attends as mlx-lm
+            does, but stores no scores of a whole prefill chunk over a quantized cache.
         backend: "auto", or a backend by name.
         recall: also measure the attention recall of prompts, the share of the softmax mass on the attended keys. This
             takes a dense pass over the keys.
-        calibration: from where on sparse attention pays here; None for what `mlx-sparse calibrate` or ``--attn`` has
-            measured on this machine, and the documented model for the rest.
-        shard: "context" where the processes of MLX's distributed runtime are to share the keys and values of one
-            sequence, each running the whole model; "context:local" where each chooses among its own keys.
-        lossless: let mlx-lm generate the tokens of dense attention: steps of the method draft them, a dense call checks
-            several. That is in `mlx_lm.generate`, `mlx_lm.stream_generate` and its commands, one sequence at a time;
-            batches, and who calls the model itself, decode densely.
-        draft_tokens: drafts for each check; None for as many as give most tokens per second.
+        calibration: crossover lengths on this machine. None uses the lengths that `mlx-sparse calibrate` or ``--attn``
+            measured, and the documented model for other shapes.
+        shard: "context" shards the keys and values of one sequence over the ranks of MLX's distributed runtime. Each
+            rank runs the whole model. With "context:local" each rank selects among its own keys.
+        lossless: let mlx-lm generate the tokens of dense attention: sparse decode steps draft tokens and one dense call
+            checks several. This applies to `mlx_lm.generate`, `mlx_lm.stream_generate` and mlx-lm's commands, one
+            sequence at a time. Batches and direct calls of the model decode densely.
+        draft_tokens: draft length for each check, 1 to 7; None for the length with the most tokens per second.
 
     Returns:
-        The report, which keeps counting while the model runs: each call is in it when the call has returned.
+        The report. Each later call of the model adds its counts when it returns.
 
     Raises:
-        ConfigError: the method or its parameters are wrong, the model has no layer that could use them, or is already
+        ConfigError: the method or its parameters are wrong, no layer of the model can use them, or the model is already
             enabled.
-        ArtefactError: the file that SAAP was given cannot be read, or was trained for another model.
-        BackendUnavailable: the backend cannot run here, or the installed mlx-lm has moved its interfaces.
+        ArtefactError: SAAP's file cannot be read, or was trained for another model.
+        BackendUnavailable: the backend cannot run here, or the interfaces of the installed mlx-lm differ.
     """
     seam.require()
     if plan_of(model) is not None:
@@ -99,7 +99,7 @@ def enable(
         prefill, decode, backend, model_type(model), hooks, recall=recall, calibration=calibration or Calibration()
     )
     if shard is not None:
-        from .distributed.context import share_context  # start-up time, as below
+        from .distributed.context import share_context  # imported here for start-up time, as below
 
         share_context(plan, shard)
     if lossless:
@@ -117,10 +117,10 @@ def enable(
         )
     unwrap = wrap() if lossless else None
     cls = type(model)
-    # Also for a model that is dropped without `disable`.
+    # This also releases a model that is deleted without `disable`.
     release = weakref.finalize(model, _release, names, unwrap)
     release.atexit = False
-    # Not through nn.Module, which files attributes among the parameters.
+    # nn.Module would add the attribute to its parameters.
     object.__setattr__(model, "_mlx_sparse", (plan, cls, release))
     hooks.open()
     try:
@@ -133,7 +133,7 @@ def enable(
 
 
 def disable(model: Any) -> None:
-    """Undo `enable`; a model that is not enabled is left alone."""
+    """Undo `enable`. Do nothing if the model is not enabled."""
     state = getattr(model, "_mlx_sparse", None)
     if state is None:
         return
@@ -153,7 +153,7 @@ def _release(names: list[str], unwrap: Callable[[], None] | None) -> None:
 
 @contextlib.contextmanager
 def sparse(model: Any, attn: Attn = "sparq", *, backend: str = "auto", recall: bool = False) -> Iterator[Report]:
-    """`enable` for the time of a ``with`` block."""
+    """Enable ``model`` inside a ``with`` block: `enable`, then `disable`."""
     report = enable(model, attn, backend=backend, recall=recall)
     try:
         yield report
@@ -165,10 +165,10 @@ def sparse(model: Any, attn: Attn = "sparq", *, backend: str = "auto", recall: b
 def lossless(
     model: Any, attn: Attn = "sparq", *, backend: str = "auto", draft_tokens: int | None = None
 ) -> Iterator[Report]:
-    """`enable` losslessly for the time of a ``with`` block: mlx-lm generates the tokens of dense attention.
+    """Enable ``model`` losslessly inside a ``with`` block: mlx-lm generates the tokens of dense attention.
 
-    The method drafts them, and a dense call over the same caches checks several at once; a token is given only if
-    dense attention samples it too.
+    The method drafts tokens, and one dense call over the same caches checks several. A draft is accepted only if dense
+    attention samples the same token.
     """
     report = enable(model, attn, backend=backend, lossless=True, draft_tokens=draft_tokens)
     try:
@@ -178,22 +178,22 @@ def lossless(
 
 
 def report(model: Any) -> Report | None:
-    """The report of an enabled model; None for any other."""
+    """Return the report of an enabled model; None for other models."""
     plan = plan_of(model)
     return plan.report if plan else None
 
 
 def plan_of(model: Any) -> Plan | None:
-    """The plan of an enabled model; None for any other."""
+    """Return the plan of an enabled model; None for other models."""
     state = getattr(model, "_mlx_sparse", None)
     return state[0] if state else None
 
 
 def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method | None]:
-    """The method for prompts and the one that decodes, at least one of them; neither for ``dense`` alone.
+    """Return the prefill method and the decode method; None for a dense stage.
 
     Raises:
-        ConfigError: several methods for one stage, none at all, or one that models cannot be run with.
+        ConfigError: there are several methods for one stage, no method, or a method that cannot run in a model.
     """
     if configs == (Dense(),):
         return None, None
@@ -209,14 +209,16 @@ def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method 
             raise ConfigError(f"attn: expected one {stage} method, got {names}.")
     if prefill and any(config.observes_prompts for config in decode):
         seen, hidden = decode[0].name, prefill[0].name
-        raise ConfigError(f"attn: expected dense prompts for {seen} to count their attention, got {hidden}.")
+        raise ConfigError(
+            f"attn: expected dense prefill with {seen}, which counts the attention of prefill, got {hidden}."
+        )
     if not configs:
-        raise ConfigError("attn: expected a method for prompts or for decoding, got none.")
+        raise ConfigError("attn: expected a prefill or a decode method, got none.")
     return next(iter(prefill), None), next(iter(decode), None)
 
 
 def resolve(config: M, model: Any) -> M:
-    """Settle what "auto" means for this model."""
+    """Replace "auto" in the parameters by the values for this model."""
     sizes = config_of(model)
     heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     grouped = heads is not None and kv_heads is not None and kv_heads < heads
@@ -224,7 +226,7 @@ def resolve(config: M, model: Any) -> M:
 
 
 def has_qk_norm(model: Any) -> bool:
-    """Whether some layer normalises its queries or keys, with weights of its own or without."""
+    """Return True if a layer normalizes its queries or keys, with or without weights."""
     modules = model.named_modules()
     switched_on = any(getattr(module, "use_qk_norm", False) is True for _, module in modules)
     return (
@@ -236,7 +238,7 @@ def has_qk_norm(model: Any) -> bool:
 
 def _sparse_class(cls: Any, plan: Plan) -> type:
     """Make a subclass of a model's class whose calls run under the model's plan."""
-    # A copy is a model of its own: not enabled, so that disabling either leaves the other alone.
+    # A copy of the model is not enabled, so that disabling one does not change the other.
     reduce = seam.reduce_as(cls, "_mlx_sparse")
     own = {"__call__": under_plan(cls), "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
     if (made := plan.new_caches) is not None:
@@ -249,10 +251,10 @@ def _sparse_class(cls: Any, plan: Plan) -> type:
 
 
 def _probe(model: Any, plan: Plan) -> None:
-    """Call the model once on one token, without evaluating anything, to see which layers the method can serve.
+    """Call the model once on one token, without evaluation, to find the layers that the method can serve.
 
     Raises:
-        ConfigError: none of them, though no other rank has layers; or a parameter does not fit the head dim.
+        ConfigError: the method can serve no layer on any rank, or a parameter does not fit the head dim.
     """
     caches, probe = make_prompt_cache(model), Probe(plan)
     with (plan.new_call or Call)(plan, caches, probe=probe):
@@ -270,7 +272,7 @@ def _probe(model: Any, plan: Plan) -> None:
     found += [reasons.OWN_ATTENTION for c in leaves(caches) if id(c) not in seen]
     report.layers, report.served_layers = len(found), found.count(None)
     report.dense_layers.update(reason for reason in found if reason is not None)
-    if report.part.layers is None:  # of a pipeline, another rank may have layers to serve
+    if report.part.layers is None:  # in a pipeline, another rank may have layers to serve
         require_served(report, plan.name)
 
 

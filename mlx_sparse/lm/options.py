@@ -14,7 +14,7 @@ REPORTS = ("text", "recall", "json", "json+recall", "off")
 
 
 class _Once(argparse.Action):
-    """Store a value, and refuse the option the second time."""
+    """Store a value and refuse a second use of the option."""
 
     def __call__(
         self,
@@ -29,11 +29,11 @@ class _Once(argparse.Action):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the group of options to a command's parser."""
+    """Add our options to a command's parser."""
     group = parser.add_argument_group(
         "sparse attention",
-        "Process prompts with one sparse attention method and decode with another, or either alone "
-        "(mlx-sparse-attention). What has no method stays dense.",
+        "Use a sparse attention method for prefill, for decoding, or one for each (mlx-sparse-attention). A stage "
+        "without a method stays dense.",
     )
     group.add_argument(
         "--attn",
@@ -52,8 +52,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--attn-backend",
         default="auto",
         metavar="NAME",
-        help="What runs the method: 'metal' (our kernels, on Apple GPUs), 'ops' (MLX array operations), or 'auto', "
-        "metal where it can run (default: auto).",
+        help="Backend of the methods: 'metal' (our kernels, on Apple GPUs), 'ops' (MLX array operations), or 'auto': "
+        "metal if it can run (default: auto).",
     )
     group.add_argument(
         "--shard",
@@ -90,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def requested(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
-    """Return the requested methods, and whether measurements are allowed."""
+    """Return the methods of the options, and True if crossover lengths may be measured."""
     base: dict[str, Method] = {}
     calibrates = not args.no_calibrate
     if args.attn_config is not None:
@@ -100,16 +100,16 @@ def requested(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
 
 
 def fail(parser: argparse.ArgumentParser, message: str) -> Any:
-    """End the program with one line; argparse's own error prints the whole usage before it."""
+    """End the program with a one-line error; argparse would print the whole usage first."""
     end(parser.prog, message)
 
 
 def end(program: str, message: str) -> Any:
-    """End the program with one line."""
+    """End the program with a one-line error and exit code 2."""
     print_error(program, message)
     raise SystemExit(2)
 
 
 def print_error(program: str, message: str) -> None:
-    """One line on standard error."""
+    """Print a one-line error on standard error."""
     print(f"{program}: error: {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What an enabled model and its layers are to do: which method in which stage, from which context length on."""
+"""Plans of an enabled model and its layers: the method of each stage and its crossover length."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from ..ops.packed_rows import PackedRows, Rows
 from .figures import PrefillFigures
 from .hooks import CallHooks, ModelHooks
 
-SPAN = 960  # keys over which a formula of bytes is taken as a line: a multiple of common page and group sizes
+SPAN = 960  # keys for the linear fit of a formula of bytes: a multiple of common page and group sizes
 
 
 class Plan:
-    """What all calls of an enabled model have in common.
+    """State that all calls of an enabled model share.
 
     Attributes:
-        prefill, decode: the method of each stage; None where it stays dense.
-        recall: whether the attention recall of prompts is measured.
-        hooks: what the decode method does besides attending.
-        hooked: whether that is anything.
-        calibration: from where on both pay here.
-        decodes: whether steps of a single query may be sparse; False where a command only processes a prompt.
-        watch: is told once, after the first step of a single query, the keys of its context and what it did.
-        layers: those that are served, counted by method and sizes.
-        report: what the calls did.
-        lossless: None, or how many tokens are drafted before dense attention checks them: 0 for as many as pay.
-        sharers: processes that hold the keys and values of one context together.
-        new_call: begins a call of the model on its caches; None for `lm.call.Call`.
-        new_caches: makes of the model's own caches those that it is to be called with; None where these are.
+        prefill, decode: the method of each stage; None if the stage is dense.
+        recall: True if the attention recall of prefill is measured.
+        hooks: work of the decode method besides attention.
+        hooked: True if the method has hooks of its own.
+        calibration: crossover lengths of both methods on this machine.
+        decodes: True if decode steps may be sparse; False in a command that only processes a prompt.
+        watch: called once, after the first decode step, with its number of keys and its counts.
+        layers: number of served layers by method and sizes.
+        report: counts of all calls.
+        lossless: draft length for each check, 0 for the fastest; None if the model is not lossless.
+        sharers: number of ranks that share the context.
+        new_call: constructor of a forward pass; None for `lm.call.Call`.
+        new_caches: converts the model's new caches; None if they need no conversion.
     """
 
     def __init__(
@@ -72,24 +72,24 @@ class Plan:
 
     @property
     def configs(self) -> list[Method]:
-        """The methods there are."""
+        """Methods of the stages that are sparse."""
         return [config for config in (self.prefill, self.decode) if config is not None]
 
     @property
     def name(self) -> str:
-        """The names of the methods, joined by a plus sign."""
+        """Names of the methods, joined by a plus sign."""
         return "+".join(config.name for config in self.configs) or Dense.name
 
     def outlook(self) -> list[str]:
-        """When the layers that are served are sparse, a line for those that are alike."""
+        """Return the crossover lengths of the served layers, one line for equal layers."""
         lines: dict[Method, Counter[str]] = {}
         for (config, layer), count in self.layers.items():
             if config is self.decode and not self.decodes:
                 continue
             line = describe(config, self.calibration.of(config, layer))
             if self.calibration.waits(config, layer):
-                asks = self.calibration.worth_asking(config)
-                line = f"{line[:-1]}; the first context of {asks:,} keys is measured)"
+                first = self.calibration.worth_asking(config)
+                line = f"{line[:-1]}; the first context of {first:,} keys is measured)"
             if self.sharers > 1 and config.measurable:
                 line += ", of each rank"
             lines.setdefault(config, Counter())[line] += count
@@ -100,7 +100,7 @@ class Plan:
         ]
 
     def sparse_from(self) -> int:
-        """Keys below which no step is sparse, whatever is measured until then; `NEVER` where none ever is."""
+        """Return the context length below which no decode step can be sparse; `NEVER` if every step is dense."""
         found = [NEVER]
         for config, layer in self.layers:
             if config is self.decode:
@@ -110,7 +110,7 @@ class Plan:
         return min(found)
 
     def count_in(self, report: Report) -> None:
-        """Go on counting in the report of another plan, of the same methods on the same model."""
+        """Add further counts to the report of an earlier plan with the same methods and the same model."""
         if report is not self.report:
             for name in ("backend", "layers", "served_layers", "dense_layers", "outlook", "part", "kv_heads"):
                 setattr(report, name, getattr(self.report, name))
@@ -118,14 +118,14 @@ class Plan:
 
     def resolve(self, config: Method, queries: mx.array, keys: Rows) -> str:
         """Return the backend that runs ``config`` for these sizes."""
-        # Prompts are attended over unpacked rows.
+        # Prefill attends dequantized rows.
         bits = keys.bits if isinstance(keys, PackedRows) and not isinstance(config, Prefill) else None
         return registry.resolve(self.backend, config.name, D=queries.shape[3], G=_group(queries, keys), bits=bits)
 
     def sizes(
         self, config: Method, queries: mx.array, keys: Rows, cache: Any, backend: str, hooks: CallHooks | None
     ) -> Layer:
-        """Return what the threshold of a layer depends on."""
+        """Return the sizes on which the crossover length of a layer depends."""
         prompts = isinstance(config, Prefill)
         gpu = registry.gpu_kind() if backend == "metal" else ""
         more: dict[str, Any] = {} if prompts or hooks is None else hooks.sizes(cache)
@@ -137,7 +137,7 @@ class Plan:
     def step_reason(
         self, queries: mx.array, keys: Rows, caches: Sequence[Any], mask: Any, sinks: mx.array | None
     ) -> str | None:
-        """Return the reason why a decode step stays dense whatever its cache holds, or None."""
+        """Return the reason why a decode step stays dense at every context length, or None."""
         if not self.decodes:
             return reasons.LAST_OF_PROMPT
         if self.decode is None:
@@ -161,14 +161,14 @@ class Plan:
         shortest = self.prefill.shortest_context()
         return reasons.shorter_than(shortest) if S < shortest else self.prefill.at(S).dense_piece(L, S)
 
-    def of_layer(
+    def plan_layer(
         self, queries: mx.array, keys: Rows, cache: SparseCache, caches: Sequence[Any], hooks: CallHooks | None
     ) -> LayerPlan:
-        """Plan the decode steps of a layer over ``cache``, which no `step_reason` keeps dense.
+        """Plan the decode steps of a layer over ``cache``, if `step_reason` is None.
 
         Args:
-            queries: of the step at hand; its keys have been written.
-            caches: of all layers.
+            queries: queries of the current decode step, whose keys have been written.
+            caches: the caches of all layers.
         """
         assert self.decode is not None
         config, S, first_rows = self.decode, cache.length, cache.first_rows(caches)
@@ -206,19 +206,19 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """How a layer attends at decode steps over one cache.
+    """Decision how a layer attends at decode steps over one cache.
 
     Attributes:
-        plan: the model's.
-        queries: their shape.
-        start, stop: the plan holds while the cache has at least ``start`` and fewer than ``stop`` rows.
-        reason: why steps are dense; None where they are sparse.
+        plan: the plan of the model.
+        queries: shape of the queries.
+        start, stop: the plan is valid for ``start <= cache.length < stop``.
+        reason: reason why decode steps are dense; None if they are sparse.
         step: the method, bound to its backend and parameters.
-        served: sequences that are long enough to be sparse.
-        short: sequences for which a sparse step would differ from a dense one and that are too short for it.
+        served: sequences of the batch that are long enough for sparse attention.
+        short: sequences below the crossover length whose sparse result would differ from the dense result.
         heads: KV heads of all sequences.
-        dense_bytes: bytes of keys and values of one position.
-        sparse_bytes: bytes that a sparse step moves by formula for one of the heads: a constant, and those of each key.
+        dense_bytes: bytes of keys and values of one position, of all these heads.
+        sparse_bytes: bytes that a sparse step moves by formula for one head: a constant, and the bytes per key.
     """
 
     plan: Plan
@@ -234,18 +234,18 @@ class LayerPlan:
     sparse_bytes: tuple[float, float]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Leave copies and files of a cache without a plan."""
+        """Drop the plan from copies and files of a cache."""
         return type(None), ()
 
 
 @dataclass
 class Probe:
-    """What a trial call finds out about the layers of a model.
+    """Properties of the layers of a model, collected by a trial call.
 
     Attributes:
         found: for each attention call its cache and the reason why the layer stays dense, or None.
-        backends: of the layers that are served.
-        layers: these, counted by method and sizes.
+        backends: backends of the served layers.
+        layers: number of served layers by method and sizes.
     """
 
     plan: Plan
@@ -266,7 +266,7 @@ class Probe:
         """Return the reason why a layer stays dense in every stage, or None.
 
         Args:
-            masked: whether its mask is neither causal nor of padding.
+            masked: True if the mask is neither causal nor a padding mask.
 
         Raises:
             ConfigError: a parameter does not fit the head dim.
@@ -274,7 +274,7 @@ class Probe:
         if masked:
             return reasons.ARRAY_MASK
         plan, refusal = self.plan, None if hooks is None else hooks.refusal(cache)
-        if not plan.configs:  # dense, over any cache that may come to be quantised
+        if not plan.configs:  # dense attention, also over a cache that is quantized later
             self.backends.add(registry.resolve(plan.backend, Dense.name, D=queries.shape[3], G=1))
             return None
         serving = [config for config in plan.configs if sinks is None or config.serves_sinks(_group(queries, keys))]
@@ -295,13 +295,13 @@ def layer_reason(keys: Any, values: Any, cache: Any) -> str | None:
         return reasons.other_cache(type(cache).__name__)
     if keys.shape != values.shape:
         return reasons.OTHER_HEAD_DIMS
-    for rows, kept in ((keys, cache.key_rows), (values, cache.value_rows)):
-        same = isinstance(rows, PackedRows) == isinstance(kept, PackedRows)
-        if not same or rows.shape[1:] != (kept.shape[1], cache.length, kept.shape[3]):
+    for rows, stored in ((keys, cache.key_rows), (values, cache.value_rows)):
+        same = isinstance(rows, PackedRows) == isinstance(stored, PackedRows)
+        if not same or rows.shape[1:] != (stored.shape[1], cache.length, stored.shape[3]):
             return reasons.OTHER_ROWS
     return None
 
 
 def _group(queries: mx.array, keys: Rows) -> int:
-    """Query heads per KV head."""
+    """Return the number of query heads per KV head."""
     return queries.shape[1] // keys.shape[1]

@@ -1,9 +1,10 @@
-"""Queries and keys before RoPE, as SAAP's index wants them, from models that were not made to show them.
+"""Find the pre-RoPE queries and keys of a model, which SAAP's index needs.
 
-A model hands attention queries and keys after RoPE. `Recorder` remembers the last calls of the model's own rope
-modules, so that what went into one is known by the identity of what came out: exact and free. `inverse` turns rotated
-rows back, for keys that nobody recorded (a prompt cache from a file) and for rows that are scaled after RoPE. `Source`
-selects one of them for a layer, and `find_sources` finds it. `observe` watches a model that is not enabled.
+A model passes queries and keys to attention after RoPE. `Recorder` stores the last calls of the model's rope modules
+and finds the input of a call by the identity of its output, which is exact and costs nothing. `inverse` computes the
+inverse RoPE, for keys that were not recorded (a prompt cache from a file) and for rows that are scaled after RoPE. A
+`Source` uses one of the two for a layer, and `find_sources` selects it. `observe` reports the attention calls of a
+model that is not enabled.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from ..model_parts import by_itself
 from . import seam
 
 RECORDERS = "_mlx_sparse_recorders"
-# A layer calls its rope twice, for queries and keys; some split them.
-REMEMBERED = 4
+# A layer calls its rope module twice, for queries and keys. Some layers split them.
+RECORDED = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a rope module."""
+    """Recorded call of a rope module."""
 
     rope: Any
     before: mx.array
@@ -39,21 +40,21 @@ class Call:
 
 
 def ropes(model: Any) -> list[Any]:
-    """The rope modules of ``model``, each once: by the names that mlx-lm's classes have."""
+    """Return the rope modules of ``model``, each once, by the names of mlx-lm's classes."""
     found = {id(module): module for _, module in model.named_modules() if _is_rope(type(module))}
     return list(found.values())
 
 
 def _is_rope(cls: type) -> bool:
     name = cls.__name__.lower()
-    return ("rope" in name or "rotary" in name) and "attention" not in name  # as phixtral's RoPEAttention is
+    return ("rope" in name or "rotary" in name) and "attention" not in name  # phixtral has a RoPEAttention
 
 
 class Recorder:
-    """While active, as a context manager, remembers the last calls of a model's rope modules, each thread its own.
+    """Context manager that records the last calls of a model's rope modules, separately for each thread.
 
-    Its owner takes what a layer needs with `before` and calls `clear` when the layer or the call of the model is over:
-    what stays remembered stays in memory.
+    Get the input of a call with `input_of`. Call `clear` after each layer or forward pass, because recorded arrays stay
+    in memory.
     """
 
     def __init__(self, model: Any) -> None:
@@ -62,9 +63,9 @@ class Recorder:
 
     @property
     def calls(self) -> deque[Call]:
-        """The last calls that this thread has made."""
+        """Last calls of this thread."""
         if not hasattr(self._own, "calls"):
-            self._own.calls = deque(maxlen=REMEMBERED)
+            self._own.calls = deque(maxlen=RECORDED)
         calls: deque[Call] = self._own.calls
         return calls
 
@@ -72,7 +73,7 @@ class Recorder:
         for rope in self._ropes:
             if not hasattr(rope, RECORDERS):
                 rope.__class__ = _recording(type(rope))
-                # Not through nn.Module, which files lists among the parameters.
+                # nn.Module would add the list to its parameters.
                 object.__setattr__(rope, RECORDERS, [])
             getattr(rope, RECORDERS).append(self)
         return self
@@ -86,8 +87,8 @@ class Recorder:
                 rope.__class__ = type(rope).__mro__[1]
         self.clear()
 
-    def before(self, array: mx.array) -> mx.array | None:
-        """What went into the call that returned ``array``, this very object, and forget that call; None if none did."""
+    def input_of(self, array: mx.array) -> mx.array | None:
+        """Remove the call that returned ``array``, the same object, and return its input; None if there is none."""
         for call in self.calls:
             if call.after is array:
                 self.calls.remove(call)
@@ -95,12 +96,12 @@ class Recorder:
         return None
 
     def clear(self) -> None:
-        """Forget all calls of this thread."""
+        """Remove all calls of this thread."""
         self.calls.clear()
 
 
 def _recording(cls: type) -> type:
-    """A subclass of a rope's class that tells the recorders of each call."""
+    """Return a subclass of a rope module's class that adds each call to the recorders."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         after = cls.__call__(self, *args, **kwargs)
@@ -115,29 +116,31 @@ def _recording(cls: type) -> type:
 
 
 def rotate(rope: Any, rows: mx.array, offset: int | mx.array) -> mx.array:
-    """``rope`` of ``rows (B, H, n, D)``, the first of them at position ``offset``; not recorded."""
+    """Return ``rope`` of ``rows (B, H, n, D)``, the first at position ``offset``, without a record."""
     cls = type(rope).__mro__[1] if hasattr(rope, RECORDERS) else type(rope)
     rotated: mx.array = cls.__call__(rope, rows, offset=offset)
     return rotated
 
 
 def inverse(rope: Any, rotated: mx.array, offset: int | mx.array) -> mx.array:
-    """The rows that ``rope`` turned into ``rotated (B, H, n, D)``, the first of them at position ``offset``.
+    """Return the pre-RoPE rows of ``rotated (B, H, n, D)``, the first at position ``offset``.
 
-    A rope R scales each component and rotates pairs of equal scale, so ``R^-1 = g^-2 R^T``, where R^T is its gradient
-    and g what it makes of ones at position 0. ``offset`` may be one position per row of the batch. In float32, then
-    rounded to the type of ``rotated``.
+    A rope R scales each component and rotates pairs of equal scale, so ``R^-1 = g^-2 R^T``. R^T is the gradient of R,
+    and the gain g is R of ones at position 0. The result is computed in float32 and rounded to the type of ``rotated``.
+
+    Args:
+        offset: one position, or one per sequence of the batch.
     """
     rows = rotated.astype(mx.float32)
-    _, (turned,) = mx.vjp(lambda x: rotate(rope, x, offset), [mx.zeros_like(rows)], [rows])
+    _, (transposed,) = mx.vjp(lambda x: rotate(rope, x, offset), [mx.zeros_like(rows)], [rows])
     gain = rotate(rope, mx.ones((1, 1, 1, rotated.shape[-1])), 0)
-    return (turned / (gain * gain)).astype(rotated.dtype)
+    return (transposed / (gain * gain)).astype(rotated.dtype)
 
 
 def irreversible(rope: Any, D: int) -> str | None:
-    """Why `inverse` is wrong for ``rope`` and rows of ``D`` components; None where it is right."""
+    """Return the reason why `inverse` is wrong for ``rope`` and rows of ``D`` components, or None."""
     rows = mx.cos(mx.arange(66 * D, dtype=mx.float32)).reshape(1, 1, 66, D)
-    far = 1 << 22  # beyond what any model calls its context, below what float32 counts
+    far = 1 << 22  # longer than every model's context, and exact in float32
     few, many = rotate(rope, rows[:, :, :2], far), rotate(rope, rows, far)[:, :, :2]
     if not _close(few, many, 1e-2):
         return reasons.ROPE_BY_LENGTH
@@ -145,7 +148,7 @@ def irreversible(rope: Any, D: int) -> str | None:
 
 
 def _close(a: mx.array, b: mx.array, share: float) -> bool:
-    """Whether the arrays differ by at most this share of the largest number."""
+    """Return True if the arrays differ by at most ``share`` of the largest absolute value of ``b``."""
     a, b = a.astype(mx.float32), b.astype(mx.float32)
     near: Any = (mx.abs(a - b).max() <= share * mx.abs(b).max()).item()
     return bool(near)
@@ -153,38 +156,38 @@ def _close(a: mx.array, b: mx.array, share: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """How to have the queries and keys of one layer before RoPE.
+    """Source of the pre-RoPE queries and keys of one layer.
 
     Attributes:
-        rope: the layer's rope; None where it calls none, and its tensors are what they were before it.
-        irreversible: why keys that were not recorded cannot be had; None where they can.
+        rope: the layer's rope module; None if the layer calls none.
+        irreversible: reason why keys that were not recorded cannot be inverted; None if they can.
     """
 
     rope: Any = None
     irreversible: str | None = None
 
-    def before(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
-        """The rows before RoPE of ``rows (B, H, n, D)``, the first at position ``offset``; None if they are unknown."""
+    def pre_rope(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
+        """Return the pre-RoPE rows of ``rows (B, H, n, D)``, the first at position ``offset``; None if unknown."""
         if self.rope is None:
             return rows
-        recorded = recorder.before(rows)
+        recorded = recorder.input_of(rows)
         if recorded is not None or self.irreversible is not None:
             return recorded
         return inverse(self.rope, rows, offset)
 
-    def turned_back(self, rows: mx.array, offset: int | mx.array) -> mx.array:
-        """`before` of rows that nobody recorded; not where they are ``irreversible``."""
+    def inverse_rope(self, rows: mx.array, offset: int | mx.array) -> mx.array:
+        """Return the pre-RoPE rows of rows that were not recorded. Do not call this if ``irreversible`` is set."""
         return rows if self.rope is None else inverse(self.rope, rows, offset)
 
 
 def find_source(recorder: Recorder, arrays: tuple[mx.array, ...], position: int, rotations: int) -> Source | str:
-    """How to have the layer's tensors before RoPE, or why they cannot be had.
+    """Return the source of a layer's pre-RoPE queries and keys, or the reason why there is none.
 
     Args:
-        recorder: with the calls of this layer.
-        arrays: the queries and the new keys, as the layer hands them to attention and to the cache.
-        position: the position of their first row; more than 0, where rotated rows look as before.
-        rotations: how often the layer called `mx.fast.rope`, in a module or not.
+        recorder: the recorder with the calls of this layer.
+        arrays: the queries and the new keys that the layer passes to attention and to the cache.
+        position: position of their first row, above 0, because RoPE changes nothing at position 0.
+        rotations: number of calls of `mx.fast.rope` in the layer, inside and outside of modules.
     """
     if rotations == 0 and not recorder.calls:
         return Source()
@@ -207,7 +210,7 @@ def _is_position(offset: Any, position: int) -> bool:
 
 
 def _only_scaled(call: Call, array: mx.array, position: int) -> bool:
-    """Whether ``array`` is what ``call`` returned but for a factor per row: then `inverse` gives rows so scaled."""
+    """Return True if ``array`` is the output of ``call`` times a factor per row; `inverse` then returns scaled rows."""
     if call.before.shape != array.shape:
         return False
     rows, expected = inverse(call.rope, array, position).astype(mx.float32), call.before.astype(mx.float32)
@@ -219,15 +222,15 @@ def _only_scaled(call: Call, array: mx.array, position: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """One attention call.
+    """Attention call of a model that is not enabled.
 
     Attributes:
-        layer: the position of its cache among those of the model; -1 without one of them.
+        layer: position of the layer's cache among the caches of the model; -1 if it is not one of them.
         queries: ``(B, Hq, L, D)`` after RoPE.
         keys: ``(B, Hkv, L, D)`` after RoPE, the rows that the layer wrote; None if it wrote none.
-        scale: of the scores.
-        position: where the cache put the first of the rows.
-        rotations: calls of `mx.fast.rope` since the last attention call.
+        scale: scale of the scores.
+        position: position of the first row in the cache.
+        rotations: number of calls of `mx.fast.rope` since the last attention call.
     """
 
     layer: int
@@ -239,7 +242,7 @@ class Seen:
 
 
 class _Observer:
-    """Takes the place of a plan at the seam and lets every call pass."""
+    """Listener at the seam that reports attention calls and lets mlx-lm attend."""
 
     def __init__(self, caches: list[Any], visit: Callable[[Seen], None], rotations: list[int]) -> None:
         self.caches = caches
@@ -257,7 +260,7 @@ class _Observer:
 
     @contextmanager
     def reading_writes(self) -> Iterator[None]:
-        """Note the rows that the caches are given."""
+        """Record the rows that are written to the caches."""
 
         def noting(cache: Any) -> Callable[..., Any]:
             write = type(cache).update_and_fetch
@@ -279,12 +282,12 @@ class _Observer:
 
 
 def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], None], recorder: Recorder) -> mx.array:
-    """Call ``model`` on ``tokens`` and ``visit`` at each attention call, before it is computed; return the logits.
+    """Call ``model`` on ``tokens``, call ``visit`` before each attention call, and return the logits.
 
     Args:
-        model: loaded by mlx-lm and not enabled.
-        caches: what ``make_prompt_cache(model)`` made.
-        recorder: active; forgets a layer's calls after its visit.
+        model: a model loaded by mlx-lm that is not enabled.
+        caches: the result of ``make_prompt_cache(model)``.
+        recorder: an active recorder; its calls are removed after each visit.
     """
 
     def visit_and_forget(seen: Seen) -> None:
@@ -308,10 +311,13 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
 
 
 def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dict[int, Source | str]:
-    """How to have queries and keys before RoPE, or why they cannot be had, by the position of a layer's cache.
+    """Return the source of pre-RoPE rows, or the reason why there is none, by the position of a layer's cache.
 
-    Two calls of one token, the second at position 1, where rotated rows look otherwise than before. Nothing of the
-    model is evaluated unless a layer changes its rows after RoPE. ``visit`` is asked as in `observe`.
+    The model is called on two tokens, because RoPE changes nothing at position 0. Nothing is evaluated unless a layer
+    changes its rows after RoPE.
+
+    Args:
+        visit: called before each attention call, as in `observe`.
     """
     caches = make_prompt_cache(model)
     sources: dict[int, Source | str] = {}
@@ -323,22 +329,22 @@ def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dic
             found = find_source(recorder, (seen.queries, seen.keys), seen.position, seen.rotations)
             sources.setdefault(seen.layer, found)
 
-    # What a stage of a pipeline is given does not matter here, and the other ranks may be elsewhere.
+    # A pipeline stage runs alone here: its input does not matter, and other ranks do not run this.
     with Recorder(model) as recorder, by_itself(model):
         for position in range(2):
             observe(model, mx.array([[position]], mx.int32), caches, find, recorder)
     return sources
 
 
-# Held by who has replaced `mx.fast.rope`.
+# Held while `mx.fast.rope` is replaced.
 _counting = threading.RLock()
 
 
 @contextmanager
 def _counting_rotations() -> Iterator[list[int]]:
-    """Count this thread's calls of `mx.fast.rope` in the one number of the list.
+    """Count this thread's calls of `mx.fast.rope` in the only element of the list.
 
-    Every rotation in mlx-lm comes to that function. Models that other threads call meanwhile are not counted.
+    All rotations in mlx-lm call this function. Calls of other threads are not counted.
     """
     with _counting:
         original, count, thread = mx.fast.rope, [0], threading.get_ident()

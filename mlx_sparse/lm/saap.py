@@ -1,4 +1,4 @@
-"""SAAP's part of a plan: the routers of a model's layers, and the indices of its caches."""
+"""Hooks of SAAP: the routers of a model's layers and the indices of its caches."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .rope import Recorder, Seen, Source, find_sources
 
 
 def load_artefact(config: SAAP) -> artefacts.Artefact | None:
-    """The file that ``config`` names; None in the online mode.
+    """Load the artefact of ``config``; None in the online mode.
 
     Raises:
-        ArtefactError: it cannot be read.
-        ConfigError: there is none where one is needed, or it has fewer buckets than ``probes``.
+        ArtefactError: the file cannot be read.
+        ConfigError: the artefact has fewer buckets than ``probes``.
     """
     if config.file is None:
         return None
@@ -38,10 +38,13 @@ def load_artefact(config: SAAP) -> artefacts.Artefact | None:
 
 
 def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
-    """What routes each attention layer, or why it stays dense, by the position of its cache. ``model`` is not enabled.
+    """Return the router of each attention layer, or the reason why it is dense, by the position of its cache.
+
+    Args:
+        model: a model that is not enabled.
 
     Raises:
-        ArtefactError, ConfigError: as `load_artefact`, or the artefact is another model's.
+        ArtefactError, ConfigError: as in `load_artefact`, or the artefact was trained for another model.
     """
     artefact = load_artefact(config)
     if artefact is not None:
@@ -67,13 +70,13 @@ def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
 
 
 def _attending_before(model: Any) -> int:
-    """Layers of the whole model that attend, before the first one of ``model``, which may be a part of it."""
+    """Return the number of attention layers of the whole model before the first layer of this part."""
     first, whole = part_of(model).first_layer, whole_of(model)
     return first if whole is None else sum(shape is not None for shape in whole.shapes[:first])
 
 
 def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: float) -> Router | str:
-    """The router that the artefact has for a layer, or why there is none."""
+    """Return the artefact's router for a layer, or the reason why there is none."""
     arrays = artefact.layers.get(layer)
     if arrays is None:
         return reasons.NOT_IN_ARTEFACT
@@ -82,7 +85,7 @@ def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: fl
 
 
 class Buckets(ModelHooks):
-    """SAAP of one model: what routes the layers, by the positions of their caches."""
+    """Hooks of SAAP on one model: routers by the position of the layer's cache."""
 
     figures = BucketFigures()
 
@@ -90,7 +93,7 @@ class Buckets(ModelHooks):
         super().__init__(config, model)
         self.routers = find_routers(config, model)
         self.recorder = Recorder(model)
-        # Now: only the thread that made an array may evaluate it, and all threads route with these.
+        # Evaluate now: only the thread that made an array may evaluate it, and all threads use these.
         mx.eval([[router.centroids, router.network] for router in self.routers.values() if isinstance(router, Router)])
 
     @classmethod
@@ -108,7 +111,7 @@ class Buckets(ModelHooks):
 
 
 class Indices(CallHooks):
-    """The indices of the caches of one call: keeps them up to date, and attends by them."""
+    """Updates the indices of the caches in one forward pass, and attends with them."""
 
     config: SAAP
 
@@ -135,25 +138,25 @@ class Indices(CallHooks):
             self._caches.append(cache)
 
     def end(self) -> None:
-        """Leave its caches to the caller alone again."""
+        """Stop recording keys, because the caller may now change the caches."""
         for cache in self._caches:
             if (index := index_of(cache)) is not None:
                 index.listening, index.received = False, None
         self._recorder.clear()
 
     def submit(self) -> BucketCounts | None:
-        """Start computing what was counted, and what prompts assigned: waiting for that would hold on to the keys."""
+        """Start to compute counts and bucket ids. Unevaluated ids would keep the keys in memory."""
         if self._unsubmitted:
             mx.async_eval(self._unsubmitted)  # type: ignore[no-untyped-call]
         return self._counts.submit()
 
     def refusal(self, cache: Any) -> str | None:
         router = self._routers.get(self._layers.get(id(cache), -1), reasons.NOT_WRITTEN)
-        # Ranks that had to turn keys back would find out by themselves, and some have none.
+        # With a shared context, every rank needs the inverse RoPE, also a rank without keys.
         return router if isinstance(router, str) else router.source.irreversible if cache.sharers > 1 else None
 
     def keys_written(self, cache: SparseCache) -> None:
-        """Index the keys."""
+        """Assign the new keys to buckets."""
         index = index_of(cache)
         self._writer = None
         if index is None or index.received is None:
@@ -161,11 +164,11 @@ class Indices(CallHooks):
         self._writer = cache
         (start, keys), index.received = index.received, None
         offset = start if cache.padding is None else start - cache.padding
-        before = index.router.source.before(self._recorder, keys, offset)
-        if before is None:
+        pre_rope = index.router.source.pre_rope(self._recorder, keys, offset)
+        if pre_rope is None:
             return
-        start, before = cache.own(start, before)
-        ids = index.write(start, before) if before.shape[2] else None
+        start, pre_rope = cache.own(start, pre_rope)
+        ids = index.write(start, pre_rope) if pre_rope.shape[2] else None
         if ids is not None:
             self._unsubmitted.append(ids)
 
@@ -190,7 +193,7 @@ class Indices(CallHooks):
         return {"buckets": router.buckets, "network": network // cache.key_rows.shape[1]}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Bytes by formula without the attended keys, which are counted on the device."""
+        """Return the bytes by formula without the attended keys, which are counted on the device."""
         B, Hkv, _, D = cache.key_rows.shape
         known: int = B * Hkv * (cache.key_rows.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
         return known
@@ -202,13 +205,13 @@ class Indices(CallHooks):
         assert index is not None
         first_rows = cache.first_rows(self._caches)
         if index.unfitted(served) or due(index, cache, first_rows, S, self.config):
-            # All layers at once: they wait for the device once.
-            others = [one for one in self._caches if one is not cache and self._folds_along(one, S, served)]
+            # Update all layers together, so that the host waits for the device once.
+            others = [one for one in self._caches if one is not cache and self._updates_with(one, S, served)]
             fold([cache, *others], S, self.config, served)
         offset = S - 1 if padding is None else S - 1 - padding
-        before = index.router.source.before(self._recorder, queries, offset)
-        assert before is not None, "find_source checks that it is recorded where it cannot be turned back"
-        indices, counts = attended_keys(index, before, cache.length, self.config, padding, step.backend)
+        pre_rope = index.router.source.pre_rope(self._recorder, queries, offset)
+        assert pre_rope is not None, "find_source accepts layers without an inverse RoPE only if calls are recorded"
+        indices, counts = attended_keys(index, pre_rope, cache.length, self.config, padding, step.backend)
         keys, values, length = cache.rows(step.backend)
         attend = registry.load("attend_indices", step.backend)
         attended: tuple[mx.array, mx.array] = attend(
@@ -224,12 +227,12 @@ class Indices(CallHooks):
         self._counts.add(counts, 2 * cache.row_bytes + keys.itemsize, valid=valid, listed=listed)
         return attended
 
-    def _folds_along(self, cache: SparseCache, S: int, served: list[int]) -> bool:
-        """Whether the step of another layer at position ``S``, taken or to come, wants a fold too, and can have it."""
+    def _updates_with(self, cache: SparseCache, S: int, served: list[int]) -> bool:
+        """Return True if the index of another layer must be merged at position ``S`` too, and has the keys for it."""
         index = index_of(cache)
         if index is None or cache.keys is None or not S - 1 <= cache.position <= S:
             return False
-        # Centroids are fitted at the layer's own step, when its last key is there.
+        # Centroids are fitted at the layer's own step, after its last key has been written.
         if index.unfitted(served) or not due(index, cache, cache.first_rows(self._caches), S, self.config):
             return False
         return index.length >= cache.length or index.router.source.irreversible is None

@@ -1,4 +1,4 @@
-"""The place where mlx-lm's models call attention, and our function there."""
+"""Replace the attention function that mlx-lm's models call."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ merge = inspect.getattr_static(caches.KVCache, "merge")
 
 
 class Listener(Protocol):
-    """Who is asked at each attention call: the plan of an enabled model, or an observer."""
+    """Receiver of attention calls: a `Call` of an enabled model, or an observer."""
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """The result of the call, or None to let mlx-lm attend densely."""
+        """Return the result of the call, or None to let mlx-lm attend densely."""
 
 
 # The listener of the model that is being called on this thread.
@@ -48,7 +48,7 @@ def scaled_dot_product_attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """mlx-lm's function of this name, with the active listener asked first."""
+    """Attend as the active listener does, or as mlx-lm's function of this name if the listener returns None."""
     listener = active.get()
     if listener is not None:
         out = listener.attend(queries, keys, values, cache, scale, mask, sinks)
@@ -59,7 +59,7 @@ def scaled_dot_product_attention(
 
 
 def prepare_noting_ends(cache: Any, *, lengths: list[int] | None = None, **padding: Any) -> None:
-    """mlx-lm's `BatchKVCache.prepare`, which is told how long ragged prompts are and does not keep it."""
+    """Call mlx-lm's `BatchKVCache.prepare` and store the ends of ragged prompts, which mlx-lm does not."""
     prepare(cache, lengths=lengths, **padding)  # type: ignore[no-untyped-call]
     cache.prompt_ends = None if lengths is None else [cache.size() + length for length in lengths]
 
@@ -68,10 +68,10 @@ _bound: Counter[str] = Counter()
 
 
 def bind(model: Any) -> list[str]:
-    """Put our function into the modules whose classes ``model`` is made of; return their names.
+    """Put our function into the modules of the classes of ``model``; return the names of the modules.
 
-    Model files import mlx-lm's function by value, so each of them holds its own reference. Caches become a
-    batch, and the batch is prepared, before any model sees it: both are noted at mlx-lm's classes.
+    Model files import mlx-lm's function by value, so each module has its own reference. Batches of caches are merged
+    and prepared before a model gets them, so this also replaces `KVCache.merge` and `BatchKVCache.prepare`.
     """
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
     ours = scaled_dot_product_attention
@@ -97,7 +97,7 @@ def unbind(names: list[str]) -> None:
 
 
 def moved() -> list[str]:
-    """What is not where this version expects it in the installed mlx-lm; empty when all is well."""
+    """Return the interfaces of the installed mlx-lm that differ from what this version needs; empty if none do."""
     problems = []
     if list(inspect.signature(original).parameters) != PARAMETERS:
         problems.append("mlx_lm.models.base.scaled_dot_product_attention takes other parameters")
@@ -114,16 +114,16 @@ def moved() -> list[str]:
         rows = mx.zeros((1, 1, 1, 1))
         cache.update_and_fetch(rows, rows)
         if [getattr(entry, "ndim", None) for entry in cache.state[:2]] != [4, 4] or cache.offset != 1:
-            problems.append("KVCache no longer keeps keys, values and an offset")
+            problems.append("KVCache no longer stores keys, values and an offset")
         packed: Any = caches.QuantizedKVCache(group_size=32, bits=8)
         packed.update_and_fetch(*(mx.zeros((1, 1, 1, 32)) for _ in range(2)))
         if [part.shape[3] for part in packed.keys] != [8, 1, 1] or (packed.bits, packed.offset) != (8, 1):
-            problems.append("QuantizedKVCache no longer keeps codes, scales and biases")
+            problems.append("QuantizedKVCache no longer stores codes, scales and biases")
     return problems
 
 
 def require() -> None:
-    """Raise `BackendUnavailable` if a seam has moved: a silent dense run would be worse than none."""
+    """Raise `BackendUnavailable` if mlx-lm's interfaces have changed: attention would silently stay dense."""
     problems = moved()
     if problems:
         version = getattr(mlx_lm, "__version__", "unknown")
@@ -134,7 +134,7 @@ def require() -> None:
 
 
 def reduce_as(cls: type, attribute: str) -> Any:
-    """Return a ``__reduce_ex__`` by which copies of an object are plain objects of ``cls``, without ``attribute``."""
+    """Return a ``__reduce_ex__`` that copies and pickles an object as a plain ``cls`` without ``attribute``."""
 
     def reduce(self: Any, protocol: Any) -> Any:
         reduced: Any = cls.__reduce_ex__(self, protocol)  # type: ignore[call-arg]

@@ -1,7 +1,7 @@
-"""What `mlx_lm.server` tells of sparse attention: a line in its log for each request, and ``GET /v1/sparse``.
+"""Add to `mlx_lm.server`: a log line about sparse attention for each request, and ``GET /v1/sparse``.
 
-The server answers each connection on a thread of its own, and one more thread runs the model for all of them, so that
-a call of the model may be of several requests. A request's line counts the calls that were made while it was there.
+The server answers each connection on its own thread. One other thread runs the model for all requests, and one forward
+pass may serve several. The log line of a request counts the calls between its start and its end.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PATH = "/v1/sparse"
 
 @dataclass(eq=False)
 class Request:
-    """A request that is not answered yet.
+    """An open request.
 
     Attributes:
-        before: the calls when it came, of all models.
-        together: requests that were there at the same time, at most; itself included.
-        tokens: of its answer so far.
+        before: counts of all models when the request started.
+        together: largest number of requests that were open at the same time.
+        tokens: number of tokens of the answer so far.
     """
 
     before: Counts
@@ -38,20 +38,20 @@ class Request:
 
 
 class Requests:
-    """The requests that are not answered yet.
+    """The open requests.
 
     Args:
-        count: tells the calls so far, of all models.
-        say: is told a line for each request.
+        count: returns the counts of all models so far.
+        log: writes the line of a request.
     """
 
-    def __init__(self, count: Callable[[], Counts], say: Callable[[str], object]) -> None:
-        self._count, self._say = count, say
+    def __init__(self, count: Callable[[], Counts], log: Callable[[str], object]) -> None:
+        self._count, self._log = count, log
         self._open: list[Request] = []
         self._lock = threading.Lock()
 
     def begin(self) -> Request:
-        """A request has come."""
+        """Add a new request."""
         request = Request(self._count())
         with self._lock:
             self._open.append(request)
@@ -60,22 +60,22 @@ class Requests:
         return request
 
     def end(self, request: Request) -> None:
-        """It is answered, or given up."""
+        """Remove a request that is answered or canceled."""
         with self._lock:
             self._open.remove(request)
 
     def answer(self, request: Request, context: Any, responses: Iterator[Any]) -> Iterator[Any]:
-        """``responses``, one for each token; afterwards the request's line is said, even if the client has gone."""
+        """Yield ``responses``, one for each token; then log the request, also if the client has disconnected."""
 
         def listened() -> Iterator[Any]:
             try:
-                yield  # from here on it ends below, whether anybody asks for a token or not
+                yield  # started here, so that `finally` runs even if no token is read
                 for response in responses:
                     request.tokens += 1
                     yield response
             finally:
                 self.end(request)
-                self._say(describe(request, self._count(), len(context.prompt), context.prompt_cache_count))
+                self._log(describe(request, self._count(), len(context.prompt), context.prompt_cache_count))
 
         begun = listened()
         next(begun)
@@ -83,19 +83,19 @@ class Requests:
 
 
 def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
-    """The line of a request: a prompt of so many tokens, of which some were in the server's prompt cache."""
+    """Return the log line of a request with ``prompt`` tokens, ``cached`` of them in the server's prompt cache."""
     known = f" ({cached:,} cached)" if cached > 0 else ""
-    others = f" meanwhile, of up to {request.together} requests at a time" if request.together > 1 else ""
+    others = f" of up to {request.together} concurrent requests" if request.together > 1 else ""
     calls = [f"{now.sparse_calls - request.before.sparse_calls:,} sparse"]
     if now.prefill is not None:
-        calls.append(f"{now.prefill - request.before.prefill:,} sparse for prompts")
+        calls.append(f"{now.prefill - request.before.prefill:,} sparse in prefill")
     dense = now.dense_calls - request.before.dense_calls
     calls.append(f"{dense.total():,} dense" + (f" ({listing(dense)})" if dense else ""))
-    return f"prompt of {prompt:,} tokens{known}, {request.tokens:,} answered; calls{others}: {', '.join(calls)}"
+    return f"prompt of {prompt:,} tokens{known}, {request.tokens:,} generated; calls{others}: {', '.join(calls)}"
 
 
 def moved() -> str | None:
-    """What of mlx-lm's server is not as expected; None if all of it is."""
+    """Return the first interface of mlx-lm's server that this version cannot use, or None."""
     from mlx_lm import server
 
     expected = {
@@ -114,10 +114,12 @@ def moved() -> str | None:
 
 @contextlib.contextmanager
 def shown(session: Session) -> Iterator[None]:
-    """Let mlx-lm's server tell of the session's reports meanwhile; if it has moved, say that it does not."""
+    """Add the log lines and the page to mlx-lm's server; print a line if its interfaces have changed."""
     found = moved()
     if found is not None:
-        session.say(f"no lines for requests and no {PATH}: mlx-lm's {found} has moved. The report follows at the end.")
+        session.print_line(
+            f"no log lines for requests and no {PATH}: mlx-lm's {found} has changed. The report is printed at the end."
+        )
         yield
         return
     from mlx_lm import server
@@ -150,7 +152,7 @@ def shown(session: Session) -> Iterator[None]:
         (handler_class, "do_GET", get, do_GET),
     ]
     if session.lossless is not None and hasattr(server.ResponseGenerator, "_is_batchable"):
-        # Batches would decode densely: one request at a time, as with a draft model.
+        # Batches would decode densely, so the server takes one request at a time, as with a draft model.
         batchable = server.ResponseGenerator._is_batchable
         places.append((server.ResponseGenerator, "_is_batchable", batchable, lambda generator, args: False))
     for place, name, _, own in places:

@@ -20,8 +20,8 @@ class Stats:
         elements: elements moved per KV head and step, or per query head of a prompt.
         dense_elements: what dense attention moves for the same shapes.
         density: share of the keys, or of a prompt's causal block pairs (sample.9), that were attended.
-        retained_mass: attention mass of the attended keys, ``exp(lse_sparse - lse_dense)``, float32 ``(B, Hq, L)``;
-            None unless asked for with ``return_stats="mass"``.
+        recall: attention recall, the share of the softmax mass on the attended keys, ``exp(lse_sparse - lse_dense)``,
+            float32 ``(B, Hq, L)``; None without ``return_stats="recall"``.
         head_density: ``density`` of each head of a prompt, ``(B, Hq)``; None for a decode step.
         sampled: share of a prompt's queries that were scored to choose the blocks.
         selectivity: share of the keys outside SAAP's exact part that are in visited buckets (saap.12).
@@ -30,7 +30,7 @@ class Stats:
     elements: int
     dense_elements: int
     density: float
-    retained_mass: Any = None
+    recall: Any = None
     head_density: Any = None
     sampled: float = 0.0
     selectivity: float = 0.0

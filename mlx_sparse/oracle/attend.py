@@ -60,11 +60,11 @@ def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
     return weights, lse
 
 
-def retained_mass(lse: Array, dense_lse: Array) -> Array:
-    """Share of the dense attention mass behind ``lse``; 1 for a row that has nothing to attend and so loses nothing."""
+def attention_recall(lse: Array, dense_lse: Array) -> Array:
+    """Return the share of the softmax mass on the attended keys of ``lse``; 1 for a row without valid keys."""
     some = dense_lse != -np.inf
-    mass: Array = np.exp(np.where(some, lse, 0.0) - np.where(some, dense_lse, 0.0))
-    return mass
+    recall: Array = np.exp(np.where(some, lse, 0.0) - np.where(some, dense_lse, 0.0))
+    return recall
 
 
 def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
@@ -130,8 +130,8 @@ def dense_attention(
     if not return_stats:
         return out
     S, D = k.shape[2:]
-    mass = np.ones_like(lse) if return_stats == "mass" else None
-    return out, Stats(dense_elements(S, D), dense_elements(S, D), 1.0, mass)
+    recall = np.ones_like(lse) if return_stats == "recall" else None
+    return out, Stats(dense_elements(S, D), dense_elements(S, D), 1.0, recall)
 
 
 def dense_with_lse(
@@ -171,7 +171,7 @@ def with_stats(
     if not return_stats:
         return out
     S, D = qkv[1].shape[2:]
-    mass = None
-    if return_stats == "mass":
-        mass = retained_mass(lse, dense_with_lse(*qkv, scale=scale, left_padding=left_padding)[1])
-    return out, Stats(moved, dense_elements(S, D), min(top_k, S) / S, mass)
+    recall = None
+    if return_stats == "recall":
+        recall = attention_recall(lse, dense_with_lse(*qkv, scale=scale, left_padding=left_padding)[1])
+    return out, Stats(moved, dense_elements(S, D), min(top_k, S) / S, recall)

@@ -111,11 +111,11 @@ def flexgen_attention(
     out = weighted_values(kept, v, mask).reshape(q.shape)
     if not return_stats:
         return out
-    mass = None
-    if return_stats == "mass":
-        mass = np.where(mask.any(axis=-1), kept.sum(axis=-1), 1.0).reshape(q.shape[:3])
+    recall = None
+    if return_stats == "recall":
+        recall = np.where(mask.any(axis=-1), kept.sum(axis=-1), 1.0).reshape(q.shape[:3])
     moved = flexgen_elements(n.S, n.D, top_k=top_k)
-    return out, Stats(moved, dense_elements(n.S, n.D), min(top_k, n.S) / n.S, mass)
+    return out, Stats(moved, dense_elements(n.S, n.D), min(top_k, n.S) / n.S, recall)
 
 
 def h2o_scores(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..checks import ShapeError, check_block_size, check_qkv
 from ..methods.block_layout import Layout
 from ..methods.stats import Stats, prefill_elements
-from .attend import dense_with_lse, float64, logits, retained_mass, softmax_lse, weighted_values
+from .attend import attention_recall, dense_with_lse, float64, logits, softmax_lse, weighted_values
 
 Array = npt.NDArray[Any]
 
@@ -89,11 +89,11 @@ def prefill_stats(
     if not return_stats:
         return out
     q, k, v = qkv
-    mass = None
-    if return_stats == "mass":
-        mass = retained_mass(lse, dense_with_lse(q, k, v, scale=scale, left_padding=None)[1])
+    recall = None
+    if return_stats == "recall":
+        recall = attention_recall(lse, dense_with_lse(q, k, v, scale=scale, left_padding=None)[1])
     # (sample.9)
     density = (blocks >= 0).sum(axis=(2, 3)) / layout.causal_pairs
     share, D = float(density.mean()), q.shape[-1]
     moved, dense = prefill_elements(layout, D, share), prefill_elements(layout, D)
-    return out, Stats(moved, dense, share, mass, density, layout.sampled_share)
+    return out, Stats(moved, dense, share, recall, density, layout.sampled_share)

@@ -24,16 +24,12 @@ def rows() -> list[dict[str, Any]]:
 
 def markdown() -> str:
     """Return the table of the README, independent of this machine. Baselines with two backends are left out."""
-    lines = [
-        f"| method | stage | {' | '.join(BACKENDS)} | source |",
-        f"|---|---|{'---|' * len(BACKENDS)}---|",
-    ]
-    for name, method in METHODS.items():
+    lines = [f"| method | {' | '.join(BACKENDS)} |", f"|---|{'---|' * len(BACKENDS)}"]
+    for name in METHODS:
         if len(FUNCTIONS[name]) == 2:
             continue
         cells = ["yes" if backend in FUNCTIONS[name] else "no" for backend in BACKENDS]
-        lines.append(f"| `{name}` | {method.stage} | {' | '.join(cells)} | {method.source} |")
-    lines += ["", *(f"- `{name}`: {what}" for name, what in BACKENDS.items())]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -40,14 +40,14 @@ by_method = pytest.mark.parametrize("method", DECODE)
 @by_case
 def test_a_decode_baseline_is_the_oracles(case: Case, method: str) -> None:
     arrays = case.inputs(seed=1)
-    given = {**DECODE[method], "left_padding": case.padding, "return_stats": "mass"}
+    given = {**DECODE[method], "left_padding": case.padding, "return_stats": "recall"}
     wanted, stats = getattr(oracle, f"{method}_attention")(*arrays, **given)
     out, got = getattr(mlx_sparse, f"{method}_attention")(*(to_mlx(a, case.dtype) for a in arrays), **given)
     plain = plain_attention(*arrays, expected(case, "", "dense").choice, case.D**-0.5, case.dtype)
     dense = oracle.dense_attention(*arrays, left_padding=case.padding)
     assert_as_good_as_plain(to_numpy(out), wanted, wanted + (plain - dense), case.dtype)
     assert (got.elements, got.density) == (stats.elements, stats.density)
-    np.testing.assert_allclose(np.array(got.retained_mass), stats.retained_mass, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(np.array(got.recall), stats.recall, rtol=1e-4, atol=1e-6)
 
 
 @by_case
@@ -93,9 +93,9 @@ def test_padded_rows_never_reach_the_output(method: str, poison: float) -> None:
 
 @by_method
 def test_a_row_without_a_valid_key_gives_zeros_and_has_lost_nothing(method: str) -> None:
-    out, stats = OPS.public(f"{method}_attention", Case(*PADDED), left_padding=(300, 0), return_stats="mass")
+    out, stats = OPS.public(f"{method}_attention", Case(*PADDED), left_padding=(300, 0), return_stats="recall")
     assert mx.all(out[0] == 0)
-    assert mx.all(stats.retained_mass[0] == 1)
+    assert mx.all(stats.recall[0] == 1)
 
 
 @pytest.mark.parametrize("method", PREFILL)
@@ -109,13 +109,13 @@ def test_a_prefill_baseline_attends_the_blocks_of_the_oracle(case: SampleCase, m
         wanted = oracle.prefill.minference_select(q, k, **settings)
         masks = (oracle.block_mask(blocks, case.layout.key_blocks) for blocks in (chosen, wanted))
         np.testing.assert_array_equal(*masks)
-    out, stats = OPS.public(f"{method}_attention", case, return_stats="mass", **settings)
+    out, stats = OPS.public(f"{method}_attention", case, return_stats="recall", **settings)
     again = OPS.attend_blocks(case, chosen).out
     np.testing.assert_array_equal(to_numpy(out), again)
     _, told = getattr(oracle, f"{method}_attention")(q, k, v, return_stats=True, **settings)
     np.testing.assert_allclose(stats.head_density, told.head_density, rtol=1e-6)
     assert stats.sampled == told.sampled
-    assert_retains(stats.retained_mass, case, chosen)
+    assert_retains(stats.recall, case, chosen)
 
 
 # What is no number

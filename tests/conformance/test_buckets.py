@@ -146,7 +146,7 @@ def test_keys_go_to_the_bucket_of_the_largest_product_and_what_is_no_number_to_t
 @with_cases(ROUTING)
 def test_saap_attention_says_what_it_moved(backend: Any, case: SaapCase) -> None:
     ids, chosen = case.bucket_ids(), visited(case)
-    arguments: dict[str, Any] = {**case.window, "left_padding": case.step.padding, "return_stats": "mass"}
+    arguments: dict[str, Any] = {**case.window, "left_padding": case.step.padding, "return_stats": "recall"}
     _, stats = oracle.saap_attention(*case.inputs(), bucket_ids=ids, visited=chosen, **arguments)
     given = {"bucket_ids": backend.integers(ids, "int16"), "visited": backend.integers(chosen)}
     out, got = backend.public("saap_attention", case.step, **given, **arguments)
@@ -154,7 +154,7 @@ def test_saap_attention_says_what_it_moved(backend: Any, case: SaapCase) -> None
     assert (got.elements, got.dense_elements) == (stats.elements, stats.dense_elements)
     assert got.density == pytest.approx(stats.density, rel=1e-6)
     assert got.selectivity == pytest.approx(stats.selectivity, rel=1e-5)
-    np.testing.assert_allclose(backend.numpy(got.retained_mass), stats.retained_mass, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(backend.numpy(got.recall), stats.recall, rtol=1e-4, atol=1e-6)
 
 
 def attend(backend: Any, visits: list[int], visited: str = "int32", ids: str = "int32", change: Any = None) -> Array:

@@ -159,12 +159,12 @@ by_method = pytest.mark.parametrize("method", METHODS)
 @by_attending
 def test_public_functions_attend_alike_and_say_what_they_moved(backend: Any, case: Case, setting: str) -> None:
     wanted, params = expected(case, setting, "sparq"), every_parameter(case, setting)
-    given = {**params, "left_padding": case.padding, "return_stats": "mass"}
+    given = {**params, "left_padding": case.padding, "return_stats": "recall"}
     _, stats = oracle.sparq_attention(*case.inputs(), **given)
     out, got = backend.public("sparq_attention", case, **given)
-    assert_conforms(backend.result(None, out, got.retained_mass, case)._replace(lse=None), wanted, case)
+    assert_conforms(backend.result(None, out, got.recall, case)._replace(lse=None), wanted, case)
     assert (got.elements, got.density) == (stats.elements, stats.density)
-    np.testing.assert_allclose(backend.numpy(got.retained_mass), stats.retained_mass, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(backend.numpy(got.recall), stats.recall, rtol=1e-4, atol=1e-6)
 
 
 @by_case
@@ -195,11 +195,11 @@ def test_several_queries_are_attended_densely_and_causally(
 def test_a_row_without_a_valid_key_has_lost_nothing_whatever_value_mean_is(backend: Any) -> None:
     case = Case(2, 6, 2, 300, 64, "f32", padding=(300, 0))
     given = {"value_mean": backend.array(np.full((2, 2, 64), 7.0), "f32"), "left_padding": case.padding}
-    settings = {"rank": 16, "top_k": 32, "reallocate": True, "return_stats": "mass"}
+    settings = {"rank": 16, "top_k": 32, "reallocate": True, "return_stats": "recall"}
     out, stats = backend.public("sparq_attention", case, **settings, **given)
     assert (backend.numpy(out)[0] == 0).all()
     assert (backend.numpy(out)[1] != 0).all()
-    assert (backend.numpy(stats.retained_mass)[0] == 1).all()
+    assert (backend.numpy(stats.recall)[0] == 1).all()
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("f32", 7), ("bf16", 1000)])

@@ -55,7 +55,7 @@ PROMPTS = [
 def test_array_operations_choose_and_attend_as_the_oracle(method: str, prompt: Prompt) -> None:
     arrays = prompt.inputs()
     settings = SETTINGS[method]
-    expected, stats = getattr(oracle, f"{method}_attention")(*arrays, **settings, return_stats="mass")
+    expected, stats = getattr(oracle, f"{method}_attention")(*arrays, **settings, return_stats="recall")
     on_mlx = [to_mlx(array, prompt.dtype) for array in arrays]
     run = registry.load(method, "ops")
     out, lse, keys = run(*on_mlx, **settings, scale=prompt.D**-0.5)
@@ -65,10 +65,10 @@ def test_array_operations_choose_and_attend_as_the_oracle(method: str, prompt: P
     np.testing.assert_array_equal((np.array(keys) >= 0).sum(axis=(2, 3)) / pairs, stats.head_density)
     step = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}[prompt.dtype]
     np.testing.assert_allclose(to_numpy(out), expected, atol=8 * step * np.abs(arrays[2]).max())
-    public, found = getattr(mlx_sparse, f"{method}_attention")(*on_mlx, **settings, return_stats="mass")
+    public, found = getattr(mlx_sparse, f"{method}_attention")(*on_mlx, **settings, return_stats="recall")
     np.testing.assert_array_equal(to_numpy(public), to_numpy(out))
-    np.testing.assert_allclose(np.array(found.retained_mass), stats.retained_mass, atol=1e-5)
-    assert np.array(found.retained_mass).max() <= 1 + 1e-5
+    np.testing.assert_allclose(np.array(found.recall), stats.recall, atol=1e-5)
+    assert np.array(found.recall).max() <= 1 + 1e-5
 
 
 def test_hash_sparse_attends_itself_and_the_keys_with_its_hash_up_to_it() -> None:

@@ -20,7 +20,7 @@ def test_stats_are_the_formulae_of_the_shapes() -> None:
     assert info.elements == 40 * 4 + 2 * 9 * 16 + 4 * 16
     assert info.dense_elements == 2 * 40 * 16 + 2 * 16
     assert info.density == 9 / 40
-    assert info.retained_mass is None
+    assert info.recall is None
     info = oracle.sparq_attention(*qkv, rank=4, top_k=40, return_stats=True)[1]
     assert (info.elements, info.density) == (info.dense_elements, 1), "all keys are attended"
 

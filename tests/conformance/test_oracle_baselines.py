@@ -143,7 +143,7 @@ def test_an_evicted_key_stays_out_even_if_it_would_now_be_the_best() -> None:
 
 
 def test_h2o_returns_stats_after_the_scores() -> None:
-    out, _, info = h2o_attention(*make(), scores=np.zeros((1, 2, 40)), top_k=8, return_stats="mass")
+    out, _, info = h2o_attention(*make(), scores=np.zeros((1, 2, 40)), top_k=8, return_stats="recall")
     assert info.elements == 2 * 8 * 16 + 2 * 16 + 2 * 40
-    assert ((info.retained_mass > 0) & (info.retained_mass < 1)).all()
+    assert ((info.recall > 0) & (info.recall < 1)).all()
     assert out.shape == (1, 2, 1, 16)

@@ -35,7 +35,7 @@ def attended(case: SaapCase, b: int, h: int) -> list[int]:
 def test_a_step_attends_sinks_recent_keys_and_visited_buckets(case: SaapCase) -> None:
     q, k, v = case.inputs()
     given = {"bucket_ids": case.bucket_ids(), "visited": visited(case), "left_padding": case.step.padding}
-    out, stats = oracle.saap_attention(q, k, v, return_stats="mass", **given, **case.window)
+    out, stats = oracle.saap_attention(q, k, v, return_stats="recall", **given, **case.window)
     G = case.step.Hq // case.step.Hkv
     count = 0
     for b, head in np.ndindex(case.step.B, case.step.Hq):
@@ -47,7 +47,7 @@ def test_a_step_attends_sinks_recent_keys_and_visited_buckets(case: SaapCase) ->
         np.testing.assert_allclose(out[b, head, 0], mean, rtol=1e-12, atol=1e-12)
         first = case.step.padding[b] if case.step.padding else 0
         everything = sum(math.exp(float(query @ k[b, head // G, j]) * case.scale) for j in range(first, case.step.S))
-        assert stats.retained_mass[b, head, 0] == pytest.approx(sum(weights) / everything, rel=1e-10)
+        assert stats.recall[b, head, 0] == pytest.approx(sum(weights) / everything, rel=1e-10)
     assert stats.density == pytest.approx(count / (case.step.B * case.step.Hq * case.step.S))
 
 

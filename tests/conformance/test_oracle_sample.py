@@ -99,17 +99,17 @@ def test_the_mass_that_is_counted_is_attended(case: SampleCase) -> None:
 
 
 @by_case
-def test_retained_mass_is_the_dense_weight_of_the_attended_keys(case: SampleCase) -> None:
+def test_recall_is_the_dense_weight_of_the_attended_keys(case: SampleCase) -> None:
     q, k, v = case.inputs()
-    _, stats = oracle.sample_attention(q, k, v, **case.parameters, return_stats="mass")
+    _, stats = oracle.sample_attention(q, k, v, **case.parameters, return_stats="recall")
     if case.layout.everything:
-        assert (stats.retained_mass == 1).all()
+        assert (stats.recall == 1).all()
         return
     exact = oracle.attend.logits(q.astype(float), k.astype(float), case.scale)
     position = np.arange(case.S - case.L, case.S)[:, None]
     weights, _ = oracle.attend.softmax_lse(exact, np.broadcast_to(np.arange(case.S) <= position, exact.shape))
     explicit = np.where(attended(selection(case).blocks, case), weights, 0).sum(axis=-1)
-    np.testing.assert_allclose(stats.retained_mass, explicit.reshape(stats.retained_mass.shape), rtol=1e-9)
+    np.testing.assert_allclose(stats.recall, explicit.reshape(stats.recall.shape), rtol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -89,12 +89,12 @@ def test_all_components_choose_as_the_exact_scores(G: int, component_score: str)
 
 
 @pytest.mark.parametrize("method", [sparq_attention, oracle_top_k_attention, streaming_attention, flexgen_attention])
-def test_retained_mass_is_the_exact_mass_of_the_attended_keys(method: Callable[..., Any]) -> None:
+def test_recall_is_the_exact_mass_of_the_attended_keys(method: Callable[..., Any]) -> None:
     q, k, _ = qkv = make(G=4, S=40, D=40)
     options = {"sink_tokens": 2, "recent_tokens": 10} if method is streaming_attention else {"top_k": 12}
     if method is sparq_attention:
         options["rank"] = 4
-    mass = method(*qkv, return_stats="mass", **options)[1].retained_mass
+    mass = method(*qkv, return_stats="recall", **options)[1].recall
     # The keys a method attends to are those whose unit values reach the output.
     unit = np.broadcast_to(np.eye(40), k.shape)
     attended = method(q, k, unit, **options) != 0
@@ -102,12 +102,12 @@ def test_retained_mass_is_the_exact_mass_of_the_attended_keys(method: Callable[.
     assert_same(mass, exact, k)
 
 
-def test_retained_mass_is_the_difference_of_the_log_sum_exps() -> None:
+def test_recall_is_the_difference_of_the_log_sum_exps() -> None:
     q, k, v = make(G=3)
     indices = sparq_select(q, k, rank=4, top_k=10).indices
     _, lse = attend_indices(q, k, v, indices, scale=0.25)
     _, dense_lse = attend_indices(q, k, v, np.broadcast_to(np.arange(40), (1, 2, 40)), scale=0.25)
-    mass = sparq_attention(q, k, v, rank=4, top_k=10, return_stats="mass")[1].retained_mass
+    mass = sparq_attention(q, k, v, rank=4, top_k=10, return_stats="recall")[1].recall
     assert_same(mass, np.exp(lse - dense_lse), k)
 
 
@@ -120,20 +120,20 @@ def test_a_padded_row_equals_the_sequence_alone(
     q, k, v = make(B=2, G=3)
     alone = method(q[:1], k[:1, :, padding:], v[:1, :, padding:], **options)
     k[0, :, :padding] = v[0, :, :padding] = poison
-    out, info = method(q, k, v, left_padding=np.array([padding, 0]), return_stats="mass", **options)
+    out, info = method(q, k, v, left_padding=np.array([padding, 0]), return_stats="recall", **options)
     assert_same(out[:1], alone, k)
     assert_same(out[1:], method(q[1:], k[1:], v[1:], **options), k)
-    assert np.isfinite(info.retained_mass).all()
+    assert np.isfinite(info.recall).all()
 
 
 @every_method
 def test_a_row_without_valid_key_gives_zeros(method: Callable[..., Any], options: dict[str, Any]) -> None:
     q, k, v = make(B=2, G=3)
     k[0] = v[0] = np.nan
-    out, info = method(q, k, v, left_padding=np.array([40, 0]), return_stats="mass", **options)
+    out, info = method(q, k, v, left_padding=np.array([40, 0]), return_stats="recall", **options)
     assert (out[0] == 0).all()
     assert np.isfinite(out).all()
-    assert (info.retained_mass[0] == 1).all(), "nothing to lose"
+    assert (info.recall[0] == 1).all(), "nothing to lose"
 
 
 def test_a_row_without_valid_key_gives_zeros_whatever_value_mean_is() -> None:

@@ -132,12 +132,12 @@ def test_what_is_not_listed_is_not_touched(backend: Any, poison: float) -> None:
 
 @on(ATTENDING, SAMPLE_CASES, few=(0, 2, 5))
 def test_sample_attention_is_attention_over_its_blocks_and_says_what_it_lost(backend: Any, case: SampleCase) -> None:
-    out, stats = backend.public("sample_attention", case, **case.parameters, return_stats="mass")
+    out, stats = backend.public("sample_attention", case, **case.parameters, return_stats="recall")
     _, wanted = oracle.sample_attention(*case.inputs(), **case.parameters, return_stats=True)
     if case.layout.everything:
         dense = backend.public("dense_attention", case, scale=case.scale)
         assert (backend.numpy(out) == backend.numpy(dense)).all()
-        assert (backend.numpy(stats.retained_mass) == 1).all()
+        assert (backend.numpy(stats.recall) == 1).all()
         assert (stats.density, stats.elements) == (1.0, wanted.elements)
         return
     chosen = backend.sample(case).choice
@@ -147,7 +147,7 @@ def test_sample_attention_is_attention_over_its_blocks_and_says_what_it_lost(bac
     assert stats.density == pytest.approx(density.mean())
     assert (stats.sampled, stats.dense_elements) == (case.layout.sampled_share, wanted.dense_elements)
     assert stats.elements == pytest.approx(wanted.elements, rel=0.05)  # blocks in doubt
-    mass = backend.numpy(stats.retained_mass)
+    mass = backend.numpy(stats.recall)
     assert_retains(mass, case, chosen)
     for start, stop in (region.sample for region in case.layout.regions):
         least = mass[..., start:stop].mean(axis=-1)

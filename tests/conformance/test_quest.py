@@ -125,12 +125,12 @@ def test_public_functions_compute_the_bounds_and_are_dense_if_every_page_is_atte
     given = {"left_padding": case.padding}
     every, dense = (backend.public(f"{name}_attention", case, **given) for name in ("quest", "dense"))
     assert (backend.numpy(every) == backend.numpy(dense)).all()
-    given |= {"top_k": 20, "return_stats": "mass"}
+    given |= {"top_k": 20, "return_stats": "recall"}
     expected, figures = oracle.quest_attention(*case.inputs(), **given)
     out, stats = backend.public("quest_attention", case, **given)
     np.testing.assert_allclose(backend.numpy(out), expected, rtol=0, atol=1e-5)
     assert (stats.elements, stats.density) == (figures.elements, figures.density) == (4864, 32 / 70)
-    np.testing.assert_allclose(backend.numpy(stats.retained_mass), figures.retained_mass, rtol=1e-4)
+    np.testing.assert_allclose(backend.numpy(stats.recall), figures.recall, rtol=1e-4)
 
 
 def test_settings_budgets_and_contexts() -> None:

@@ -321,7 +321,7 @@ def test_unfit_families_get_a_warning() -> None:
         assert importlib.import_module(f"mlx_lm.models.{family}")
     assert loading.unfit_warning("llama") is None
     warned = page_of(None, "gemma4").advice()
-    assert warned[0].startswith("Warning: gemma4 is known to be unfit for this: ")
+    assert warned[0].startswith("Warning: gemma4 is known to be unfit for sparse attention: ")
 
 
 def test_attn_warns_before_the_first_token(tmp_path: Path, without_torch: dict[str, str]) -> None:

@@ -254,9 +254,9 @@ def test_recall_ignores_padding() -> None:
     case = Case(3, 6, 2, 150, 64, "f32", padding=(0, 145, 150))
     q, k, v = case.inputs(L=9)
     arrays = tensors(case, q, k, v)
-    given = {"rank": 8, "top_k": 40, "left_padding": padding(case), "return_stats": "mass"}
+    given = {"rank": 8, "top_k": 40, "left_padding": padding(case), "return_stats": "recall"}
     _, stats = cuda_ref.sparq_attention(*arrays, **given)  # a dense call, so the attention recall is 1
-    assert torch.equal(stats.retained_mass, torch.ones(3, 6, 9, device=DEVICE))
+    assert torch.equal(stats.recall, torch.ones(3, 6, 9, device=DEVICE))
     lse = to_numpy(torch_functions.dense_lse(*arrays[:2], scale=0.125, left_padding=padding(case)))
     position = np.arange(150)
     for b, first in enumerate(case.padding):

@@ -253,7 +253,7 @@ class History:
 
 
 # Return True if the output of a method is the same after its auxiliary cache state was rebuilt. H2O loses its scores.
-# The lists of SAAP start at the last rebuild.
+# The lists of SAAP depend on the length at their last rebuild, except with fold_every=1.
 REBUILT: dict[str, Callable[[Any], bool]] = {
     "h2o": lambda decode: False,
     "saap": lambda decode: decode.artefact is not None and decode.fold_every == 1,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import models_survey as survey
 from mlx_lm.utils import MODEL_REMAPPING
 from models_survey import Facts
-from tiny_models import FAMILIES, MORE
 
 from mlx_sparse.lm.loading import UNFIT
 from mlx_sparse.tools.formats import table, write
@@ -29,7 +28,15 @@ SECTION = re.compile(r"(?<=<!-- models -->\n).*?(?=<!-- /models -->)", re.DOTALL
 # that were run here, "reported" are results of others, "absent" are models that this version of mlx-lm does not have.
 NOTES: dict[str, Any] = json.loads(Path(__file__).with_name("models_notes.json").read_text(encoding="utf-8"))
 
-HEADER = ["family of mlx-lm", "models", "attention", "`sparq`", "stays dense", "seen"]
+HEADER = ["family of mlx-lm", "models", "`sparq`", "stays dense", "seen"]
+# Reasons of the report, as the table writes them.
+SHORT = {
+    "with a sliding window (RotatingKVCache)": "sliding window",
+    "that keep a state of fixed size and no keys": "state of fixed size",
+    "with keys or values that are not the cache's (MLA)": "MLA",
+    "with key and value head dims that differ (MLA)": "MLA",
+    "that compute attention themselves or have none": "own attention",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,23 +61,29 @@ def read(path: Path) -> tuple[list[Facts], str]:
 
 def page(text: str, facts: Sequence[Facts], mlx_lm: str) -> str:
     """Return the page with the table of these facts."""
-    return SECTION.sub(lambda _: f"{markdown(facts, mlx_lm, {*FAMILIES, *MORE})}\n", text)
+    return SECTION.sub(lambda _: f"{markdown(facts, mlx_lm)}\n", text)
 
 
-def markdown(facts: Sequence[Facts], mlx_lm: str, suite: Collection[str] = ()) -> str:
-    """Return the table of docs/models.md.
-
-    Args:
-        mlx_lm: version of the survey.
-        suite: families that the test suite decodes.
-    """
+def markdown(facts: Sequence[Facts], mlx_lm: str) -> str:
+    """Return the list and the table of docs/models.md."""
     known = {found.family for found in facts}
-    rows = [[f"`{row.family}`", _models(row.family), *_cells(row), _seen(row, suite)] for row in facts]
+    simple = [row for row in facts if _simple(row)]
+    models = {row.family: _models(row.family) for row in simple}
+    names = "; ".join(f"`{family}`" + (f" ({names})" if names else "") for family, names in models.items())
+    rows = [[f"`{row.family}`", _models(row.family), *_cells(row), _seen(row)] for row in facts if row not in simple]
     for absent in NOTES["absent"]:
         if absent["family"] not in known:
             seen = f"[reported]({absent['source']})"
-            rows.append([f"not in mlx-lm {mlx_lm}", absent["models"], absent["attention"], "no", "all", seen])
-    return f"{_summary(facts, mlx_lm)}\n\n{table(HEADER, rows)}"
+            rows.append([f"not in mlx-lm {mlx_lm}", absent["models"], "no", absent["attention"], seen])
+    whole = f"**Every layer can be sparse**, and was run: {names}."
+    return f"{_summary(facts, mlx_lm)}\n\n{whole}\n\n{table(HEADER, rows)}"
+
+
+def _simple(row: Facts) -> bool:
+    """Return True if every method serves all layers and nothing else is known of the family."""
+    special = row.family in NOTES["real"] or row.family in NOTES["reported"] or row.family in UNFIT
+    served = row.how == "run" and set(row.served.values()) == {row.layers}
+    return served and row.exact is True and row.shows is True and not special and not row.note
 
 
 def _summary(facts: Sequence[Facts], mlx_lm: str) -> str:
@@ -92,23 +105,22 @@ def _models(family: str) -> str:
     return "; ".join(filter(None, (NOTES["checkpoints"].get(family, ""), also)))
 
 
-def _cells(row: Facts) -> tuple[str, str, str]:
-    """Return the cells for attention, served layers and reasons of dense layers."""
+def _cells(row: Facts) -> tuple[str, str]:
+    """Return the number of served layers, and the reasons of dense layers."""
     if row.how == "not run":
-        return "", "not run", ""
-    kinds = ", ".join(kind if len(row.kinds) == 1 else f"{count} {kind}" for kind, count in row.kinds.items())
+        return "not run", ""
     served = f"{row.served['sparq']} of {row.layers}"
     others = [f"`{name}` {count}" for name, count in row.served.items() if count != row.served["sparq"]]
-    dense = "; ".join(f"{count} {reason}" for reason, count in row.dense.items())
-    return kinds, ", ".join([served, *others]), dense
+    dense = "; ".join(f"{count} {SHORT.get(reason, reason)}" for reason, count in row.dense.items())
+    return ", ".join([served, *others]), dense
 
 
-def _seen(row: Facts, suite: Collection[str]) -> str:
-    """Return the cell for the evidence."""
+def _seen(row: Facts) -> str:
+    """Return the cell for the evidence; empty if the tiny model was run and nothing else is known."""
     how = row.how + (f" ({row.note})" if row.note else "")
     if row.exact is False or row.shows is False:
         how = "**run: wrong**"
-    seen = [f"{how}; in the tests" if row.family in suite else how]
+    seen = [] if how == "run" else [how]
     if real := NOTES["real"].get(row.family):
         seen.append(f"[{real[0]}]({real[1]})")
     if reported := NOTES["reported"].get(row.family):

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx import nn
-from mlx_lm.models.cache import BatchKVCache, KVCache, load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
@@ -180,7 +180,7 @@ def test_trim_to_any_row_keeps_the_index_of_the_remaining_rows(written: int):
     """Trim to rows on both sides of the end of the lists and of the assigned ids. No key needs the inverse RoPE."""
 
     class Broken(Source):
-        def turned_back(self, rows: mx.array, offset: Any) -> mx.array:
+        def inverse_rope(self, rows: mx.array, offset: Any) -> mx.array:
             raise AssertionError("every key was recorded")
 
     decoder = Decoder(KVCache(), source=Broken(ROPE))
@@ -217,9 +217,9 @@ def test_ids_and_centroids_follow_moved_rows(moves: str, fitted: bool):
     """Move rows of a batch. Recorded keys must not need the inverse RoPE."""
 
     class Counting(Source):
-        def turned_back(self, rows: mx.array, offset: Any) -> mx.array:
+        def inverse_rope(self, rows: mx.array, offset: Any) -> mx.array:
             inverted.append(rows.shape[2])
-            return super().turned_back(rows, offset)
+            return super().inverse_rope(rows, offset)
 
     inverted: list[int] = []
     own = {"centroids": None, "network": None} if fitted else {}
@@ -259,25 +259,6 @@ def test_ids_and_centroids_follow_moved_rows(moves: str, fitted: bool):
     decoder.write(1)
     decoder.check()
     assert not inverted
-
-
-def test_saved_file_is_plain_and_its_keys_get_the_inverse_rope(tmp_path: Any):
-    decoder = Decoder(KVCache())
-    decoder.write(80)
-    decoder.check()
-    plain = KVCache()
-    plain.update_and_fetch(*(rows[..., :80, :] for rows in decoder.cache.state[:2]))
-    for name, cache in (("ours", decoder.cache), ("theirs", plain)):
-        save_prompt_cache(str(tmp_path / f"{name}.safetensors"), [cache])
-    ours, theirs = (mx.load(str(tmp_path / f"{name}.safetensors"), return_metadata=True) for name in ("ours", "theirs"))
-    assert ours[1] == theirs[1]
-    assert {name: array.tolist() for name, array in ours[0].items()} == {
-        name: array.tolist() for name, array in theirs[0].items()
-    }
-    loaded = Decoder(load_prompt_cache(str(tmp_path / "ours.safetensors"))[0])
-    loaded.before = decoder.before
-    loaded.check()
-    loaded.check_ids()
 
 
 def test_nbytes_counts_the_index_without_model_weights():

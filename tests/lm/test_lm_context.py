@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import context_ranks
 import mlx.core as mx
 import numpy as np
 import pytest
 from context_ranks import CASES, LOCAL
 from context_ranks import run as run_here
-from forked import BIN, Finished, start
+from forked import BIN, start
 from mlx_lm.models.cache import KVCache, load_prompt_cache
-from rank_processes import hosts
+from rank_processes import run_ranks
 from saap_artefacts import write_artefact
 from tiny_models import build, prompt_of, words, write
 
@@ -26,7 +24,6 @@ from mlx_sparse.cache.sharded_cache import BLOCK, Shard, ShardedKVCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # several processes
 
-HERE = Path(__file__).parent
 Run = tuple[np.ndarray[Any, Any], list[int]]
 
 
@@ -39,16 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_ranks(folder: Path, size: int, names: list[str]) -> dict[str, list[Run]]:
     """Run each case on every rank."""
-    path = os.pathsep.join([str(HERE), str(HERE.parent / "fixtures"), os.environ["PYTHONPATH"]])
-
-    def start(environment: dict[str, str]) -> str:
-        argv = [sys.executable, str(HERE / "context_ranks.py"), str(folder), *names]
-        env = {**os.environ, **environment, "PYTHONPATH": path}
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
-        return done.stderr if done.returncode else ""
-
-    with ThreadPoolExecutor(size) as pool:
-        assert not any(errors := list(pool.map(start, hosts(folder, size)))), errors
+    argv = [sys.executable, context_ranks.__file__, str(folder), *names]
+    results = run_ranks(lambda rank: argv, folder, size)
+    assert not any(result.code for result in results), results
     found = {name: [np.load(folder / f"{name}.{rank}.npz") for rank in range(size)] for name in names}
     return {name: [(one["logits"], one["counts"].tolist()) for one in ranks] for name, ranks in found.items()}
 
@@ -85,7 +75,7 @@ def test_unsupported_cases_are_refused_on_all_ranks(ranks: dict[str, list[Run]],
         pages, method, lengths = json.loads((folder / f"refusals.{rank}.json").read_text())
         assert pages == "page_size: expected a divisor of 128 with shard, got 24."
         assert method.startswith("shard: expected one of sparq, quest, streaming, saap to decode with, got h2o.")
-        assert lengths.endswith("as many tokens on all ranks, got 1 after 39 on rank 0 and 1 after 38 on rank 1.")
+        assert lengths.endswith("number of tokens on all ranks, got 1 after 39 on rank 0 and 1 after 38 on rank 1.")
 
 
 def test_four_ranks_equal_one_process(tmp_path: Path):
@@ -94,7 +84,7 @@ def test_four_ranks_equal_one_process(tmp_path: Path):
 
 
 def test_messages_per_step_equal_the_documentation(ranks: dict[str, list[Run]]):
-    """Compare the messages per layer with docs/servers.md. Prefill sends the same messages in all cases."""
+    """Compare the messages per layer with docs/distributed.md. Prefill sends the same messages in all cases."""
     messages = {name: found[0][1][3] for name, found in ranks.items()}
     dense = messages["dense"] + 1  # the threshold is sent once
     assert messages["sparq"] - dense >= 2 * ranks["sparq"][0][1][0]
@@ -154,22 +144,16 @@ SHARDED = ["--shard", "context", "--attn", "sparq:rank=4,top_k=16,dense_below=0"
 MODEL = ["--model", "llama", "--prompt"]
 
 
-def together(folder: Path, size: int, argv: list[str], stdin: str = "") -> list[Finished]:
-    """Run a command on every rank."""
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda environment: start(argv, folder, stdin, **environment), hosts(folder, size)))
-
-
 def test_cache_saved_on_two_ranks_continues_on_one_and_on_three(saved: Path):
     prompt = words(prompt_of(300))
     save = ["mlx_lm.cache_prompt", *MODEL, "-", "--prompt-cache-file", "two.safetensors"]
-    assert [one.code for one in together(saved, 2, [*save, *SHARDED], prompt)] == [0, 0]
+    assert [one.code for one in run_ranks(lambda rank: [*save, *SHARDED], saved, stdin=prompt)] == [0, 0]
     assert [file.name for file in saved.glob("*two*")] == ["two.safetensors"]
     loaded = load_prompt_cache(str(saved / "two.safetensors"))
     assert [type(cache) for cache in loaded] == [KVCache, KVCache]
     resume = ["mlx_lm.generate", "--prompt", "w3 w4 w5", "--max-tokens", "8", "--prompt-cache-file", "two.safetensors"]
     one = start([*resume, *SHARDED[2:]], saved, "")
-    three = together(saved, 3, [*resume, *SHARDED])
+    three = run_ranks(lambda rank: [*resume, *SHARDED], saved, 3)
     assert one.code == 0, one.err
     assert three[0].text == one.text != ""
     assert [rank.out for rank in three[1:]] == ["", ""]
@@ -180,21 +164,12 @@ def test_full_disk_keeps_the_existing_file(saved: Path):
     file.write_text("before")
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
     argv = ["mlx_lm.cache_prompt", *MODEL, "-", "--prompt-cache-file", file.name, *SHARDED]
-    start = f"{limit} sys.argv = sys.argv[1:]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
-
-    def save(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", start, str(BIN / argv[0]), *argv[1:]]
-        env = {**os.environ, **environment}
-        prompt = words(prompt_of(300))
-        return subprocess.run(
-            command, cwd=saved, env=env, input=prompt, capture_output=True, text=True, timeout=60, check=False
-        )
-
-    with ThreadPoolExecutor(2) as pool:
-        for done in pool.map(save, hosts(saved, 2)):
-            assert done.returncode == 2, done.stderr
-            errors = [line for line in done.stderr.splitlines() if "error:" in line]
-            assert len(errors) == 1
-            assert "--prompt-cache-file: expected a file that can be written, got full.safetensors" in errors[0]
+    code = f"{limit} sys.argv = sys.argv[1:]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", code, str(BIN / argv[0]), *argv[1:]]
+    for done in run_ranks(lambda rank: command, saved, stdin=words(prompt_of(300))):
+        assert done.code == 2, done.err
+        errors = [line for line in done.err.splitlines() if "error:" in line]
+        assert len(errors) == 1
+        assert "--prompt-cache-file: expected a file that can be written, got full.safetensors" in errors[0]
     assert file.read_text() == "before"
     assert [left.name for left in saved.glob("*full*")] == ["full.safetensors"]

@@ -31,8 +31,8 @@ from mlx_sparse.checks import ConfigError
 from mlx_sparse.lm.chunks import large_group
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.lm.speculative import generation
-from mlx_sparse.lm.speculative.draft_length import MOST
-from mlx_sparse.lm.speculative.generation import UNEVEN, check_company, draft
+from mlx_sparse.lm.speculative.draft_length import MAX_DRAFTS
+from mlx_sparse.lm.speculative.generation import UNEVEN, check_options, draft
 from mlx_sparse.methods import reasons
 from mlx_sparse.ops.packed_rows import PackedRows
 
@@ -122,7 +122,7 @@ def test_the_same_numbers_are_drawn_for_a_draft_and_its_check(enabled: Callable[
 HISTORIES = 4
 # A turn: prompt tokens, generated tokens, draft length, and True to sample at random.
 TURNS = st.lists(
-    st.tuples(st.integers(1, 40), st.integers(1, 24), st.sampled_from([None, 1, 3, MOST]), st.booleans()),
+    st.tuples(st.integers(1, 40), st.integers(1, 24), st.sampled_from([None, 1, 3, MAX_DRAFTS]), st.booleans()),
     min_size=1,
     max_size=4,
 )
@@ -314,10 +314,10 @@ def test_cache_quantized_during_an_answer_equals_dense_decoding(
 @pytest.mark.parametrize(
     ("attn", "options", "message"),
     [
-        ("sample+sparq", {}, "lossless: expected a method for new tokens, got sample, which changes prompts."),
-        ("sample", {}, "lossless: expected a method for new tokens, got sample, which changes prompts."),
-        ("h2o", {}, "lossless: expected a method for new tokens that can take them back, got h2o, which counts"),
-        ("dense", {}, "lossless: expected a method for new tokens that can take them back, got none."),
+        ("sample+sparq", {}, "lossless: expected a decode method only, got sample, which makes prefill sparse."),
+        ("sample", {}, "lossless: expected a decode method only, got sample, which makes prefill sparse."),
+        ("h2o", {}, "lossless: expected a decode method that can draft, got h2o, which cannot"),
+        ("dense", {}, "lossless: expected a decode method that can draft, got none."),
         ("sparq", {"draft_tokens": 8}, "lossless: expected 1 to 7 drafts for each check, got 8."),
         ("sparq", {"draft_tokens": 0}, "lossless: expected 1 to 7 drafts for each check, got 0."),
         ("sparq", {"lossless": False, "draft_tokens": 2}, "draft_tokens: expected none without lossless, got 2."),
@@ -342,7 +342,7 @@ def test_unsupported_methods_are_refused_in_one_line(attn: str, options: dict[st
 )
 def test_conflicting_options_are_refused_in_one_line(options: dict[str, Any], generates: bool, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        check_company(argparse.Namespace(**options), "mlx_lm.evaluate", generates=generates)
+        check_options(argparse.Namespace(**options), "mlx_lm.evaluate", generates=generates)
     assert str(error.value) == message
 
 
@@ -368,11 +368,11 @@ def test_families_with_other_masks_for_multi_token_decode_are_refused(family: st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_kv_size": 16}, "lossless: expected a cache that keeps all keys, got max_kv_size=16."),
+        ({"max_kv_size": 16}, "lossless: expected a cache that stores all keys, got max_kv_size=16."),
         ({"input_embeddings": mx.zeros((4, 64))}, "lossless: expected a prompt of tokens, got embeddings."),
         (
             {"prompt_cache": [RotatingKVCache(32, keep=4), KVCache()]},
-            "lossless: expected a cache that keeps all keys, got one of --max-kv-size (max_kv_size).",
+            "lossless: expected a cache that stores all keys, got one of --max-kv-size.",
         ),
     ],
 )

@@ -98,9 +98,8 @@ def test_continuations_are_decoded_after_a_dense_context(model: Path, loaded: An
         np.testing.assert_allclose(found, [likelihood(loaded, context, tail) for tail in tails], rtol=1e-5)
     figures, lines = report(capsys)
     assert not np.allclose(found, likelihoods(model, None), rtol=1e-3)
-    steps = LAYERS * (
-        1 + sum(count - 1 for count in CONTINUATIONS)
-    )  # the last context token once, then all tokens except the last
+    # One step for the last context token, then one for every token except the last.
+    steps = LAYERS * (1 + sum(count - 1 for count in CONTINUATIONS))
     assert figures["requests"] == {
         "loglikelihood": {"sparse_prompt": 0, "sparse_decode": steps, "dense": {PROMPTS: LAYERS}}
     }
@@ -111,7 +110,7 @@ def test_likelihoods_without_sparse_calls_are_reported_as_dense(model: Path, cap
     found = likelihoods(model, "sparq:rank=4,top_k=64")
     figures, (warning,) = report(capsys)
     assert figures["requests"]["loglikelihood"]["sparse_decode"] == 0
-    assert "loglikelihood requests made no sparse call with sparq, so their figures are dense attention's" in warning
+    assert "loglikelihood requests made no sparse call with sparq, so their results are for dense attention" in warning
     assert "over fewer than 65 keys" in warning
     np.testing.assert_allclose(found, likelihoods(model, None), rtol=1e-5)
 
@@ -122,7 +121,7 @@ def test_contexts_are_sparse_prompts_and_continuations_are_decoded(model: Path, 
     alone = likelihoods(model, SAMPLE, LONG)
     figures, lines = report(capsys)
     assert figures["requests"]["loglikelihood"]["sparse_prompt"] == LAYERS
-    assert lines == ["[mlx-sparse] --batch-size 1: sample takes prompts without padding."]
+    assert lines == ["[mlx-sparse] using --batch-size 1: sample needs prompts without padding."]
     both = likelihoods(model, f"{SAMPLE}+{SPARQ}", LONG)
     context, tails = choices(LONG)
     with sparse(loaded, f"{SAMPLE}+{SPARQ}"):
@@ -135,7 +134,7 @@ def test_warning_names_a_prefill_method_without_sparse_calls(model: Path, capsys
     likelihoods(model, f"{SAMPLE}+{SPARQ}")
     figures, (_, warning) = report(capsys)
     assert figures["requests"]["loglikelihood"]["sparse_decode"] > 0
-    assert "made no sparse call with sample, so their prompts stayed dense" in warning
+    assert "made no sparse call with sample, so their prefill stayed dense" in warning
 
 
 def test_whole_texts_are_decoded_token_by_token(model: Path, loaded: Any, capsys: Any):
@@ -249,9 +248,8 @@ def test_the_real_command_scores_local_tasks(
     scored = DOCUMENTS * LAYERS * (1 + sum(count - 1 for count in CONTINUATIONS))
     assert results["choice"]["attn_calls"]["sparse_decode"] == scored
     assert results["choice"]["attn_calls"]["dense"] == {PROMPTS: DOCUMENTS * LAYERS}
-    assert results["text"]["attn_calls"]["sparse_decode"] == LAYERS * (
-        TOKENS + 1
-    )  # one batch, computed one token ahead
+    # All documents are one batch, which is computed one token ahead.
+    assert results["text"]["attn_calls"]["sparse_decode"] == LAYERS * (TOKENS + 1)
     figures = json.loads(done.stderr.splitlines()[-1])
     assert figures["requests"].keys() == {"loglikelihood", "generate_until"}
     assert figures[JSON_KEY][0]["sparse_calls"] == scored + LAYERS * (TOKENS + 1)

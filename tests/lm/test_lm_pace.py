@@ -8,14 +8,14 @@ import json
 import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
-from mlx_sparse.lm.chunks import fused
+from mlx_sparse.lm.chunks import drafts_per_kernel
 from mlx_sparse.lm.figures import DraftFigures
-from mlx_sparse.lm.speculative.draft_length import DENSE_EVERY, MOST, PAUSE, DraftLength
+from mlx_sparse.lm.speculative.draft_length import DENSE_EVERY, MAX_DRAFTS, PAUSE, DraftLength
 from mlx_sparse.methods.registry import METAL_ROWS
 
 
 def simulate(
-    draft: float, query: float, chances: float, tokens: int, most: int = MOST
+    draft: float, query: float, chances: float, tokens: int, most: int = MAX_DRAFTS
 ) -> tuple[DraftLength, list[int]]:
     """Simulate a run with seconds per draft and per verified query; one of ``1 / (1 - chances)`` drafts fails."""
     draft_length, lengths, done = DraftLength(most=most), [], 0
@@ -53,7 +53,7 @@ def test_draft_length_maximizes_tokens_per_second(
     settled = lengths[len(lengths) // 2 :]
     usual = max(set(settled), key=settled.count)
     assert least <= usual <= most
-    best = max(range(MOST + 1), key=lambda n: sum(chances**i for i in range(n + 1)) / (1 + n * (draft + query)))
+    best = max(range(MAX_DRAFTS + 1), key=lambda n: sum(chances**i for i in range(n + 1)) / (1 + n * (draft + query)))
     assert draft_length.rate(usual) >= 0.9 * draft_length.rate(best) or usual == best == 0
 
 
@@ -88,7 +88,7 @@ def test_pause_is_short_again_after_accepted_drafts() -> None:
             steps += 1
         return steps
 
-    assert [rest(0), rest(0), rest(MOST), rest(0)] == [PAUSE, 2 * PAUSE, 0, PAUSE]
+    assert [rest(0), rest(0), rest(MAX_DRAFTS), rest(0)] == [PAUSE, 2 * PAUSE, 0, PAUSE]
 
 
 def test_acceptance_rate_counts_examined_drafts_and_decays() -> None:
@@ -109,7 +109,7 @@ def test_stopped_clock_does_not_stop_an_answer() -> None:
             draft_length.note_check(drafts, 0, (0.0, 0.0) if timed else None)
         else:
             draft_length.note_step(0.0 if timed else None)
-    assert draft_length.turn(100).drafts <= MOST
+    assert draft_length.turn(100).drafts <= MAX_DRAFTS
 
 
 def test_given_draft_length_stays_fixed() -> None:
@@ -119,7 +119,7 @@ def test_given_draft_length_stays_fixed() -> None:
 
 @pytest.mark.parametrize(("G", "mlx", "ours"), [(1, 7, 7), (5, 5, 7), (8, 3, 7), (16, 1, 7), (32, 1, 3), (64, 1, 1)])
 def test_draft_length_fits_the_kernel(G: int, mlx: int, ours: int) -> None:
-    assert (fused(G), fused(G, METAL_ROWS)) == (mlx, ours)
+    assert (drafts_per_kernel(G), drafts_per_kernel(G, METAL_ROWS)) == (mlx, ours)
     for drafts in (mlx, ours):
         assert max(simulate(0.01, 0.0, 0.99, 300, most=drafts)[1]) == drafts
 

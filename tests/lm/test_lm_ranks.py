@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm import benchmark
-from rank_processes import pair, run_pair
+from rank_processes import run_ranks, start_ranks
 from run_ranks import CUTS, METHODS
 from saap_artefacts import write_artefact
 from test_lm_server import Server, free_port
@@ -44,12 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, mx.array]]]:
-    """Return what `run_ranks.py` writes alone, as rank 0 and as rank 1."""
+    """Return the files of `run_ranks.py` from one process, from rank 0 and from rank 1."""
     out = tmp_path_factory.mktemp("parts")
     artefacts = [str(write_artefact(out / family, build(family, num_hidden_layers=3))) for family, _ in CUTS[:2]]
     argv = [sys.executable, str(RUN)]
     subprocess.run([*argv, str(out / "alone"), *artefacts], check=True)
-    for done in run_pair(lambda rank: [*argv, str(out / f"rank{rank}"), *artefacts], out):
+    for done in run_ranks(lambda rank: [*argv, str(out / f"rank{rank}"), *artefacts], out):
         assert done.code == 0, done.err
     return [
         (json.loads((out / name).read_text()), dict(mx.load(str(out / f"{name}.npz")).items()))  # type: ignore[union-attr]
@@ -108,7 +108,7 @@ def test_artefact_with_indivisible_heads_is_refused(tmp_path: Path):
 
 def test_an_artefact_of_another_model_is_refused_on_all_ranks(folder: Path):
     attn = "saap:artefact=other.saap.safetensors,probes=2"
-    for done in run_pair(lambda rank: [*BENCHMARK, "-n", "1", "--attn", attn], folder):
+    for done in run_ranks(lambda rank: [*BENCHMARK, "-n", "1", "--attn", attn], folder):
         assert done.code == 2
         (line,) = done.err.splitlines()
         assert line.startswith("mlx_lm.benchmark: error: artefact: expected one trained on this model, got one for a ")
@@ -127,7 +127,7 @@ def shard_of(linear: Any) -> Any:
 
 
 def test_an_option_on_one_rank_is_refused_on_all(folder: Path):
-    for done in run_pair(lambda rank: [*BENCHMARK, "-n", "1", *(SPARSE if rank == 0 else [])], folder):
+    for done in run_ranks(lambda rank: [*BENCHMARK, "-n", "1", *(SPARSE if rank == 0 else [])], folder):
         assert done.code == 2
         assert done.err == (
             f"mlx_lm.benchmark: error: --attn: expected the same on all ranks, got {SPARSE[1]} on rank 0 and none on "
@@ -137,7 +137,7 @@ def test_an_option_on_one_rank_is_refused_on_all(folder: Path):
 
 def test_a_mistake_on_one_rank_is_refused_on_all(folder: Path):
     argv = [*BENCHMARK, "-n", "1", *SPARSE]
-    first, second = run_pair(lambda rank: [*argv, *(["--nonsense"] if rank else [])], folder)
+    first, second = run_ranks(lambda rank: [*argv, *(["--nonsense"] if rank else [])], folder)
     assert (first.code, second.code) == (2, 2)
     refused = "arguments: expected the same on all ranks, got some that rank 1 refused."
     assert first.err == f"mlx_lm.benchmark: error: {refused}\n"
@@ -216,7 +216,7 @@ def test_lost_ranks_are_told_apart_from_other_runtime_errors():
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_lost_rank_is_a_one_line_error(killed: int, folder: Path):
-    processes = pair(lambda rank: [*BENCHMARK, "-n", "1000000", *SPARSE], folder)
+    processes = start_ranks(lambda rank: [*BENCHMARK, "-n", "1000000", *SPARSE], folder)
     try:
         assert processes[0].stdout
         while not processes[0].stdout.readline().startswith("Trial 2"):
@@ -238,7 +238,7 @@ def test_server_on_two_ranks_reports_rank_0(folder: Path):
     server = Server.__new__(Server)
     server.port = free_port()
     argv = ["mlx_lm.server", "--model", "model", "--port", str(server.port), *SPARSE, "--attn-report", "json"]
-    processes = pair(lambda rank: argv, folder, stdout=False)
+    processes = start_ranks(lambda rank: argv, folder, stdout=False)
     server.process = processes[0]
     try:
         server.wait_until_up()

@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
     make_prompt_cache,
     trim_prompt_cache,
@@ -85,17 +84,6 @@ def test_few_probes_use_the_artefact_and_count_listed_keys(model: Any, artefact:
     exact = sum(2 * S for _, S, *_ in calls) - listed
     assert report.buckets.selectivity == pytest.approx((sum(counts for *_, counts in calls) - exact) / listed)
     assert 0 < report.buckets.selectivity < 0.8
-
-
-def test_chunks_of_a_prompt_and_its_last_token_are_indexed(model: Any, artefact: Path):
-    prompt = mx.array(prompt_of(500))
-    expected = [token for token, _ in generate_step(prompt, build(), max_tokens=STEPS, prefill_step_size=64)]
-    with mlx_sparse.sparse(model, attn(artefact)) as report:
-        cache = make_prompt_cache(model)
-        found = [t for t, _ in generate_step(prompt, model, max_tokens=STEPS, prefill_step_size=64, prompt_cache=cache)]
-    assert found == expected
-    assert report.sparse_calls == LAYERS * (STEPS + 1)  # mlx-lm computes one token ahead
-    assert cache[0].beside["saap"].length == cache[0].length
 
 
 def test_layer_that_saap_cannot_serve_still_has_sparse_prefill():

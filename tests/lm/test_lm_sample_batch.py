@@ -21,7 +21,7 @@ from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods.reasons import UNKNOWN_PADDING
+from mlx_sparse.methods.reasons import A_FEW, UNKNOWN_PADDING
 
 TOO_FULL = "whose sample keeps too many blocks"
 
@@ -90,6 +90,7 @@ def test_padding_on_both_sides_is_ignored(sinks: mx.array | None, model: Any):
             for sequence, (first, length) in enumerate(zip(padding, lengths, strict=True))
         ]
     assert report.prefill.calls > 0
+    assert report.dense_calls[A_FEW] == 1  # the sequence with one token
     for sequence, (expected, length) in enumerate(zip(outs, lengths, strict=True)):
         assert mx.allclose(out[sequence, :, :length], expected, rtol=1e-5, atol=1e-5)
 

@@ -37,21 +37,21 @@ def test_report_has_density_and_recall_by_layer_and_head(model: Any, prefill_cal
     figures = report.as_dict()["prefill"]
     assert json.loads(json.dumps(figures)) == figures
     assert figures["calls"] == len(prefill_calls) == 2 * LAYERS
-    masses = []
+    recalls = []
     for layer in range(LAYERS):
         calls = [call for call in prefill_calls if call.cache is prefill_calls[layer].cache]
         kept = sum((call.blocks >= 0).sum(axis=(0, 2, 3)) for call in calls)
         expected = kept / sum(causal_pairs(call) for call in calls)
-        mass = np.concatenate([call.expected(return_stats="mass")[1].retained_mass for call in calls], axis=2)
+        recall = np.concatenate([call.expected(return_stats="recall")[1].recall for call in calls], axis=2)
         entry = figures["layers"][layer]
         assert entry["layer"] == layer
         np.testing.assert_allclose(entry["heads"], expected)
         np.testing.assert_allclose(report.prefill.density[layer], expected)
         assert entry["density"] == pytest.approx(expected.mean())
-        assert entry["recall"] == pytest.approx({"mean": mass.mean(), "min": mass.min()}, abs=1e-5)
-        masses.append(mass)
+        assert entry["recall"] == pytest.approx({"mean": recall.mean(), "min": recall.min()}, abs=1e-5)
+        recalls.append(recall)
     assert figures["density"]["mean"] == pytest.approx(np.mean([entry["heads"] for entry in figures["layers"]]))
-    rows = np.concatenate([mass.ravel() for mass in masses])
+    rows = np.concatenate([recall.ravel() for recall in recalls])
     # Two samples of 32 rows each in a chunk of 200 rows.
     assert figures["sampled"] == pytest.approx(64 / 200)
     assert figures["recall"]["mean"] == pytest.approx(rows.mean(), abs=1e-5)

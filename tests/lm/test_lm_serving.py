@@ -31,11 +31,11 @@ def test_request_counts_the_calls_during_its_lifetime() -> None:
     requests.answer(requests.begin(), Context(), iter("")).close()
     prompt = "prompt of 2,000 tokens"
     assert lines == [
-        f"{prompt}, 3 answered; calls meanwhile, of up to 3 requests at a time: 1,000 sparse, 0 sparse for prompts, "
+        f"{prompt}, 3 generated; calls of up to 3 concurrent requests: 1,000 sparse, 0 sparse in prefill, "
         "2 dense (2 short)",
-        f"{prompt}, 0 answered; calls meanwhile, of up to 3 requests at a time: 1,002 sparse, 1 sparse for prompts, "
+        f"{prompt}, 0 generated; calls of up to 3 concurrent requests: 1,002 sparse, 1 sparse in prefill, "
         "5 dense (3 short, 2 prompt)",
-        f"{prompt}, 0 answered; calls: 0 sparse, 0 sparse for prompts, 0 dense",
+        f"{prompt}, 0 generated; calls: 0 sparse, 0 sparse in prefill, 0 dense",
     ]
 
 
@@ -69,7 +69,7 @@ def test_changed_mlx_lm_prints_one_line_and_nothing_is_replaced(
         assert (dict(vars(server.APIHandler)), dict(vars(server.ResponseGenerator))) == before
     (line,) = capsys.readouterr().err.splitlines()
     assert name in line
-    assert line.endswith("has moved. The report follows at the end.")
+    assert line.endswith("has changed. The report is printed at the end.")
 
 
 def test_changed_signature_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

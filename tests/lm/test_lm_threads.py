@@ -154,9 +154,11 @@ def test_rope_records_are_per_thread():
     with Recorder(model) as recorder:
         rotated = rope(rows)
         seen: list[Any] = []
-        thread = threading.Thread(target=lambda: seen.append([recorder.before(rotated), rope(rows), recorder.clear()]))
+        thread = threading.Thread(
+            target=lambda: seen.append([recorder.input_of(rotated), rope(rows), recorder.clear()])
+        )
         thread.start()
         thread.join()
         assert seen[0][0] is None
-        assert recorder.before(seen[0][1]) is None
-        assert recorder.before(rotated) is rows
+        assert recorder.input_of(seen[0][1]) is None
+        assert recorder.input_of(rotated) is rows

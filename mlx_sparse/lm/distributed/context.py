@@ -25,10 +25,10 @@ from .exchange import Exchange
 
 
 def share_context(plan: Plan, shard: str) -> None:
-    """Let the calls of an enabled model share the context with the other ranks.
+    """Shard the context of an enabled model over all ranks.
 
     Raises:
-        ConfigError: there are no other ranks, or a method of the plan cannot run on a shard.
+        ConfigError: there is only one rank, or a method of the plan cannot run on a shard.
     """
     if shard not in SHARDS:
         raise ConfigError(f"shard: expected one of {', '.join(SHARDS)}, got {shard}.")
@@ -41,7 +41,7 @@ def share_context(plan: Plan, shard: str) -> None:
     if plan.decode is not None and BLOCK % plan.decode.together:
         raise ConfigError(f"page_size: expected a divisor of {BLOCK} with shard, got {plan.decode.together}.")
     if plan.prefill is not None and plan.prefill.name != Sample.name:
-        raise ConfigError(f"shard: expected {Sample.name} for prompts, got {plan.prefill.name}.")
+        raise ConfigError(f"shard: expected {Sample.name} for prefill, got {plan.prefill.name}.")
     if plan.recall:
         raise ConfigError(
             "--attn-report: expected text, json or off with --shard, got recall: ranks do not measure it."
@@ -54,7 +54,7 @@ def share_context(plan: Plan, shard: str) -> None:
 
 
 def _seed_alike(exchange: Exchange) -> None:
-    """Give all ranks the random numbers of the first, because every rank samples."""
+    """Set the random state of rank 0 on all ranks, because every rank samples tokens."""
     state: Any = mx.random.state
     states: Any = exchange.gather(state[0]).tolist()
     if any(one != states[0] for one in states):
@@ -62,20 +62,20 @@ def _seed_alike(exchange: Exchange) -> None:
 
 
 class ContextCall(Call):
-    """One call of a model over sharded caches.
+    """Forward pass of a model over sharded caches.
 
-    Dense calls are sharded as well: mlx-lm's attention would see only the keys of the call's own tokens.
+    Dense calls are sharded too, because mlx-lm's attention has only the keys of the call's own tokens.
 
     Args:
-        exchange: with the other ranks.
-        exact: whether the ranks select the keys that one process would, or each among its own keys.
+        exchange: collectives over the ranks.
+        exact: True if the ranks select the same keys as one process; False if each selects among its own keys.
     """
 
     def __init__(
         self, plan: Plan, caches: Any, *, exchange: Exchange, exact: bool = True, probe: Probe | None = None
     ) -> None:
         if isinstance(caches, list):
-            # In place: the caller goes on with this list.
+            # In place, because the caller uses this list later.
             caches[:] = shard_caches(caches, Shard(exchange.rank, exchange.size))
         super().__init__(plan, caches, probe=probe)
         self._exchange, self._exact = exchange, exact
@@ -95,14 +95,14 @@ class ContextCall(Call):
         if missed and error is None:
             raise ConfigError(
                 f"--shard context: expected layers that attend the keys of their caches, got {len(missed)} in "
-                f"{self.plan.report.model_type} that do otherwise. Run it without."
+                f"{self.plan.report.model_type} that do not. Run without --shard."
             )
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the call with the first rank's tokens: other machines may round differently.
+        """Return the arguments of the call with rank 0's tokens, because other machines may round differently.
 
         Raises:
-            ConfigError: ranks have prompts of different lengths.
+            ConfigError: the ranks have prompts of different lengths.
         """
         if not inputs or not isinstance(inputs[0], mx.array) or self.probe is not None:
             return inputs
@@ -115,7 +115,7 @@ class ContextCall(Call):
         lengths: Any = sent[:, :2].tolist()
         if any(length != lengths[0] for length in lengths):
             listed = " and ".join(f"{n:,} after {at:,} on rank {rank}" for rank, (n, at) in enumerate(lengths))
-            raise ConfigError(f"--shard context: expected as many tokens on all ranks, got {listed}.")
+            raise ConfigError(f"--shard context: expected the same number of tokens on all ranks, got {listed}.")
         return (self._exchange.from_first(tokens), *inputs[1:])
 
     def attend(
@@ -124,7 +124,7 @@ class ContextCall(Call):
         # Layers that share keys pass the cache of another layer.
         owner = next((one for one in (cache, *self._sharded) if _wrote(one, keys, values)), None)
         if owner is None:
-            # The cache is the same on all ranks. A sparse call would depend on what each rank has measured.
+            # This cache is the same on all ranks. A sparse call would depend on the measurements of each rank.
             reason = reasons.NO_CACHE if cache is None else reasons.other_cache(type(cache).__name__)
             if self.probe is not None:
                 self.probe.found.append((cache, reason))
@@ -137,9 +137,9 @@ class ContextCall(Call):
             )
         self._attended_caches.add(id(owner))
         if not isinstance(mask, str) and not (mask is None and queries.shape[2] == 1):
-            raise ConfigError("--shard context: expected causal attention without further masks, got another mask.")
+            raise ConfigError("--shard context: expected causal attention without another mask, got a mask.")
         if self.probe is not None:
-            self.probe.found.append((owner, self.probing(queries, keys, owner, mask, sinks)))
+            self.probe.found.append((owner, self.probe_reason(queries, keys, owner, mask, sinks)))
             return mx.zeros_like(queries)
         owner.sent = self._exchange.so_far()
         if self.plan.decodes and self.hooks is not None:
@@ -184,11 +184,11 @@ class ContextCall(Call):
         return exchange.merge(out.astype(mx.float32), lse)
 
     def _length_reason(self, queries: mx.array, keys: mx.array, cache: ShardedKVCache) -> str | None:
-        """Return the reason why a context of this length does not pay, the same on all ranks, or None."""
+        """Return the reason why a context of this length stays dense, the same on all ranks, or None."""
         plan, config = self.plan, self.plan.decode
         assert config is not None
         layer = plan.sizes(config, queries, keys, cache, plan.resolve(config, queries, keys), self.hooks)
-        # Without a length: nothing is measured here, because the other ranks would wait.
+        # No length is passed: a measurement here would make the other ranks wait.
         sizes = (queries.shape[1], *keys.shape[1::2])
         shortest = int(self._exchange.agree(sizes, int(plan.calibration.of(config, layer).value)))
         if shortest >= NEVER:
@@ -213,7 +213,7 @@ class ContextCall(Call):
             layout = config.layout(L, S)
             kept: Any = (blocks >= 0).sum().item()
             if kept <= fullest * layout.causal_pairs * queries.shape[0] * queries.shape[1]:
-                self.figures.add(self.place(cache), blocks, layout)
+                self.figures.add(self.layer_index(cache), blocks, layout)
                 given: dict[str, Any] = {"block_size": config.block_size, "scale": scale, "backend": backend}
                 return rank_attention.attend_blocks(queries, cache, blocks, **given, exchange=self._exchange)
             reason = reasons.TOO_FULL
@@ -263,7 +263,7 @@ def _whole(cache: ShardedKVCache, exchange: Exchange) -> Any:
     if not cache.position:
         return found
     counts = cache.counts()
-    # Row n of rank r is at place r * longest + n of what is gathered.
+    # Row n of rank r is row r * longest + n of the gathered array.
     order = np.concatenate([Shard(rank, exchange.size).positions(0, n) for rank, n in enumerate(counts)])
     longest = max(counts)
     places = np.concatenate([rank * longest + np.arange(n) for rank, n in enumerate(counts)])

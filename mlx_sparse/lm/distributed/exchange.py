@@ -11,15 +11,16 @@ from ...checks import ConfigError
 
 
 class Exchange:
-    """The ranks that share a context.
+    """Collectives over the ranks that share a context.
 
-    Every rank calls the same methods in the same order with arrays of the same shapes. The results are the same on all
-    ranks, bit for bit.
+    All ranks call the same methods in the same order with arrays of the same shapes. The results are bitwise equal on
+    all ranks.
 
     Attributes:
-        rank: this one, of ``size``.
-        sent: bytes that this rank has sent in this call of the model, once for each receiver.
-        messages: collectives in this call.
+        rank: rank of this process.
+        size: number of ranks.
+        sent: bytes that this rank has sent in this forward pass, counted once for each receiver.
+        messages: number of collectives in this forward pass.
 
     Raises:
         ConfigError: MLX cannot reach a rank.
@@ -36,14 +37,14 @@ class Exchange:
         self._agreed: dict[Any, float] = {}
 
     def begin(self) -> None:
-        """Count a new call of the model. Messages of the last call are still sent first: another rank may need them."""
+        """Reset the counts for a new forward pass. Messages of the last pass are still sent first."""
         self.sent = self.messages = 0
 
     def _in_turn(self, array: mx.array, collective: Callable[..., mx.array], sent: int) -> mx.array:
         """Send ``array`` after all earlier messages have arrived.
 
-        MLX evaluates arrays on demand and in its own order. A rank that does not use a result would leave the others
-        waiting for its message.
+        MLX evaluates arrays on demand and in its own order. Without this dependency, a rank that does not use a result
+        would not send its message, and the other ranks would wait.
         """
         self.sent += sent
         self.messages += 1
@@ -53,7 +54,7 @@ class Exchange:
         return self._last
 
     def so_far(self) -> mx.array:
-        """Return a number that exists once all messages have arrived."""
+        """Return an array that is evaluated after all messages have arrived."""
         number = mx.array(0)
         return number if self._last is None else mx.depends(number, self._last)
 
@@ -62,19 +63,19 @@ class Exchange:
         return self._in_turn(array[None], mx.distributed.all_gather, array.nbytes * (self.size - 1))
 
     def add(self, array: mx.array) -> mx.array:
-        """Return the sum over ranks. A ring sends all but one part of ``size`` twice."""
+        """Return the sum over ranks. A ring sends ``2 (size - 1) / size`` of the bytes."""
         return self._in_turn(array, mx.distributed.all_sum, 2 * array.nbytes * (self.size - 1) // self.size)
 
     def from_first(self, array: mx.array) -> mx.array:
         """Return rank 0's array."""
         return self.add(array if self.rank == 0 else mx.zeros_like(array))
 
-    def agree(self, what: Any, number: float) -> float:
-        """Return rank 0's number, exchanged once for each ``what``: machines may have measured different ones."""
-        if what not in self._agreed:
+    def agree(self, key: Any, number: float) -> float:
+        """Return rank 0's number, sent once for each ``key``: other machines may have measured other numbers."""
+        if key not in self._agreed:
             first: Any = self.from_first(mx.array(float(number))).item()
-            self._agreed[what] = first
-        return self._agreed[what]
+            self._agreed[key] = first
+        return self._agreed[key]
 
     def logsumexp(self, lse: mx.array) -> mx.array:
         """Return the log-sum-exp over ranks; -inf where no rank has a key."""
@@ -88,7 +89,7 @@ class Exchange:
             lse: float32 ``(B, Hq, L)``, -inf where the rank has no key.
         """
         if out.shape[2] > 1:
-            # A sum over ranks sends less than all results to all ranks.
+            # For several queries, a sum over ranks sends fewer bytes than an all-gather.
             total = self.logsumexp(lse)
             return self.add(out * _share(lse, total)[..., None]), total
         both = self.gather(mx.concatenate([out, lse[..., None]], axis=-1))

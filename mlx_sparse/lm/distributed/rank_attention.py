@@ -1,10 +1,10 @@
 """Attention of decode steps and prefill chunks over the keys of all ranks.
 
-Decode steps: every function takes ``queries (B, Hq, 1, D)``, whose keys and values have been written, and returns
-attention over the keys of all ranks, float32 ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``.
+Decode steps: each function takes ``queries (B, Hq, 1, D)`` after their keys and values have been written. It returns
+float32 ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``.
 
-Prefill chunks: every rank has the chunk's queries, keys and values. It attends its own older keys for all queries, and
-the keys of the chunk for its part of the queries.
+Prefill chunks: each rank has the chunk's queries, keys and values. A rank attends its own older keys for all queries,
+and the keys of the chunk for its part of the queries.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dense_step(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchan
 def local(
     queries: mx.array, cache: ShardedKVCache, config: Method, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Attend the keys that each rank selects among its own (`Method.of_share`)."""
+    """Select keys among the own keys of each rank and attend them (`Method.of_share`)."""
     own = config.of_share(exchange.size, forced_rows(cache, config.always[1]))
     assert own is not None
     if cache.length <= own.attended:
@@ -52,7 +52,7 @@ def local(
 def sparq(
     queries: mx.array, cache: ShardedKVCache, config: SparQ, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Attend the keys that one process would select, by approximate weights over the keys of all ranks."""
+    """Attend the same keys as one process, selected by approximate weights over the keys of all ranks."""
     B, Hkv, _, D = cache.key_rows.shape
     G = queries.shape[1] // Hkv
     parameters = config.parameters(G)
@@ -76,8 +76,8 @@ def sparq(
         # (sparq.8) to (sparq.10)
         alpha = mx.zeros((B, Hkv, G))
         if cache.length:
-            chosen = mx.take_along_axis(s_hat, mx.minimum(indices, cache.length - 1)[:, :, None], axis=-1)
-            alpha = mx.where((indices < cache.length)[:, :, None], chosen, 0.0).sum(axis=-1)
+            selected = mx.take_along_axis(s_hat, mx.minimum(indices, cache.length - 1)[:, :, None], axis=-1)
+            alpha = mx.where((indices < cache.length)[:, :, None], selected, 0.0).sum(axis=-1)
         mean = state.value_mean(cache)
         both = exchange.add(mx.concatenate([alpha.reshape(B, -1), mean.reshape(B, -1)], axis=1))
         alpha, mean = both[:, : Hkv * G].reshape(B, -1, 1, 1), both[:, Hkv * G :].reshape(B, Hkv, 1, D)
@@ -88,10 +88,10 @@ def sparq(
 def quest(
     queries: mx.array, cache: ShardedKVCache, config: Quest, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Attend the pages that one process would select. No page is on two ranks."""
+    """Attend the same pages as one process. No page is on two ranks."""
     B, Hkv, _, _ = cache.key_rows.shape
     page, S = config.page_size, cache.length
-    current = forced_rows(cache, 1)  # whether the last position is here
+    current = forced_rows(cache, 1)  # 1 if the last position is on this rank
     scores = mx.zeros((B, Hkv, 0))
     if S:
         before = (S - 1) // page
@@ -104,7 +104,7 @@ def quest(
             last = [mx.concatenate(list(parts), axis=2) for parts in zip(earlier, last, strict=True)]
         scores = page_scores(queries, *last)
     pages, _ = select(scores, exchange, top_k=-(-config.top_k // page), forced=current)
-    # Empty slots name pages after the last one: keys that do not exist.
+    # Empty slots are pages after the last page, whose keys do not exist.
     indices = page_keys(pages, None, page_size=page, length=S)
     return exchange.merge(*_attend(queries, cache, indices, None, scale=scale, backend=backend))
 
@@ -112,7 +112,7 @@ def quest(
 def streaming(
     queries: mx.array, cache: ShardedKVCache, config: Streaming, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Attend the first and the last positions, which all ranks know."""
+    """Attend the first and the last positions, which need no exchange of scores."""
     B, Hkv, _, _ = cache.key_rows.shape
     sinks = cache.shard.before(min(config.sink_tokens, cache.position))
     recent = max(cache.length - forced_rows(cache, config.recent_tokens), sinks)
@@ -122,24 +122,25 @@ def streaming(
 
 
 def select(scores: mx.array, exchange: Exchange, *, top_k: int, forced: int) -> tuple[mx.array, mx.array]:
-    """Select the best keys of all ranks, as `top_k_select` does, from the scores of each rank's best.
+    """Select the best keys of all ranks, as `top_k_select` does, from the best scores of each rank.
 
     Args:
         scores: float32 ``(B, Hkv, n)`` of this rank's keys, comparable between ranks.
         forced: number of last keys that are always selected.
 
     Returns:
-        int32 ``indices (B, Hkv, top_k)`` of this rank's keys, ascending, then ``n``; their numbers ``(B, Hkv)``.
+        int32 ``indices (B, Hkv, top_k)`` of this rank's keys, ascending, with ``n`` in empty slots; and the number of
+        its selected keys, int32 ``(B, Hkv)``.
     """
     B, Hkv, n = scores.shape
-    kept = min(top_k, n)
+    width = min(top_k, n)
     scores = mx.where(scores < LARGEST, scores, LARGEST)  # NaN too
     scores = mx.where(mx.arange(n) >= n - forced, mx.inf, scores)
-    order = mx.argpartition(-scores, kth=kept - 1, axis=-1)[..., :kept] if kept < n else mx.arange(n)
-    order = mx.broadcast_to(order, (B, Hkv, kept)).astype(mx.int32)
+    order = mx.argpartition(-scores, kth=width - 1, axis=-1)[..., :width] if width < n else mx.arange(n)
+    order = mx.broadcast_to(order, (B, Hkv, width)).astype(mx.int32)
     best = _padded(mx.take_along_axis(scores, order, axis=-1), top_k, -mx.inf)
     everyone = mx.moveaxis(exchange.gather(best), 0, 2).reshape(B, Hkv, -1)
-    # All ranks see the same numbers in the same order, so that they resolve ties alike.
+    # All ranks have the same scores in the same order and therefore break ties in the same way.
     winners = mx.argpartition(-everyone, kth=top_k - 1, axis=-1)[..., :top_k]
     won = mx.put_along_axis(mx.zeros(everyone.shape, mx.bool_), winners, mx.array(True), axis=-1)
     mine = won[..., exchange.rank * top_k :][..., :top_k] & (best > -mx.inf)
@@ -174,12 +175,12 @@ def nothing(queries: mx.array) -> Attended:
     return mx.zeros(queries.shape), mx.full(queries.shape[:3], -mx.inf)
 
 
-# By method, with the keys that one process would select. SAAP's hooks select by the query alone.
+# Exact selection by method. SAAP needs no entry, because its selection depends on the query only.
 STEPS: Mapping[str, Callable[..., Attended]] = {"sparq": sparq, "quest": quest, "streaming": streaming}
 
 
 def dense_chunk(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchange: Exchange) -> Attended:
-    """Attend causally; return float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``."""
+    """Attend all keys causally; return float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``."""
     keys, values = cache.keys_and_values()
     L = queries.shape[2]
     before = cache.shard.before(cache.position - L)
@@ -193,7 +194,7 @@ def dense_chunk(queries: mx.array, cache: ShardedKVCache, *, scale: float, excha
 def sample_select(
     queries: mx.array, cache: ShardedKVCache, config: Sample, *, scale: float, exchange: Exchange
 ) -> mx.array:
-    """Return the blocks that one process would select, ``(B, Hq, R, Nk)``: block scores are sums over all ranks."""
+    """Return the same blocks as one process, ``(B, Hq, R, Nk)``: block scores are sums over all ranks."""
     B, Hq, L, _ = queries.shape
     S, keys = cache.position, cache.own_rows()[0]
     G = Hq // keys.shape[1]
@@ -211,7 +212,7 @@ def sample_select(
             k = mx.take(keys[:, :, :own], mx.array(heads), axis=1).astype(mx.float32)
             scores = q @ k.swapaxes(-1, -2) if own else mx.zeros((*q.shape[:3], 0))
             weights, lse = softmax_lse(scores, seen) if own else (scores, mx.full(q.shape[:3], -mx.inf))
-            # (sample.3) shares of all keys, in the columns of their positions
+            # (sample.3) softmax over the keys of all ranks, in the columns of their positions
             weights = weights * mx.exp(lse - exchange.logsumexp(lse))[..., None]
             whole = mx.zeros((*q.shape[:3], end))
             whole[..., mx.array(places[:own])] = weights
@@ -240,8 +241,8 @@ def attend_blocks(
     before = cache.shard.before(S - L)
     parts: list[Attended] = []
     if before:
-        # The chunk's keys follow the rank's older keys, in no list: with them the row blocks are those of the whole
-        # sequence.
+        # The chunk's keys are appended so that row blocks have the same numbers as in the whole sequence. No list
+        # contains them.
         places = np.full((S - L) // block_size + R + 1, -1, np.int32)
         own = cache.shard.positions(0, before)[::block_size] // block_size
         places[own] = np.arange(len(own))
@@ -249,7 +250,7 @@ def attend_blocks(
             mx.concatenate([own[:, :, :before], rows], axis=2)
             for own, rows in zip(cache.own_rows(), (keys, values), strict=True)
         )
-        listed = mx.take(mx.array(places), blocks)  # -1 is the last place, an empty one
+        listed = mx.take(mx.array(places), blocks)  # -1 selects the last entry, which is empty
         parts.append(attend(queries, *given, listed, block_size=block_size, scale=scale))
     rows = cache.shard.span(R)
     part = slice(rows.start * block_size, min(rows.stop * block_size, L))
@@ -268,7 +269,7 @@ def fits(config: Prefill, L: int, S: int) -> bool:
 
 
 def _within(part: Attended, place: slice, L: int) -> Attended:
-    """Return the results of some of the queries as those of all, with no keys for the others."""
+    """Pad the results of some queries to all ``L`` queries; the other queries have attended no keys."""
     out, lse = part
     around = [(0, 0), (0, 0), (place.start, L - place.stop)]
     return mx.pad(out, [*around, (0, 0)]), mx.pad(lse, around, constant_values=-mx.inf)

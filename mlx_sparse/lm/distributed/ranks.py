@@ -1,4 +1,4 @@
-"""The ranks of MLX's distributed runtime that run one command together, and the check that they agree on it."""
+"""The ranks of MLX's distributed runtime that run one command, and the check that their commands are the same."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from typing import Any
 
 from ...checks import ConfigError
 
-# A launcher sets one of these: mlx.launch MLX_RANK for its ring, JACCL and NCCL backends, Open MPI (the only MPI that
-# MLX takes) the other.
+# Variables that launchers set: mlx.launch (ring, JACCL, NCCL), and Open MPI, the only MPI that MLX supports.
 ENVIRONMENT = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE")
 PACKAGES = ("mlx-sparse-attention", "mlx", "mlx-lm")
 # Options that may differ between ranks.
 LOCAL = frozenset({"allowed_origins", "host", "log_level", "output_dir", "port", "prompt_cache_file", "verbose"})
-# Options that name a file or folder, which may lie elsewhere on another machine.
+# Options that name a file or folder; the path may differ between machines, the contents may not.
 PATHS = frozenset({"adapter_path", "attn_config", "chat_template", "draft_model", "model"})
 # Files that identify the model in a folder.
 DESCRIPTIONS = ("config.json", "adapter_config.json", "model.safetensors.index.json")
 SHORT = 60  # characters of a text that a message repeats
-MARK = 0x5A11  # begins every message: the numbers of another program do not
-LOST = re.compile(r"\[(ring|jaccl|mpi|nccl|distributed)\]")  # begins MLX's errors about its connections
+MAGIC = 0x5A11  # first number of every message, to detect other programs
+LOST = re.compile(r"\[(ring|jaccl|mpi|nccl|distributed)\]")  # prefix of MLX's errors about connections
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process and those that run the same command with it; rank 0 of 1 without a launcher."""
+    """Rank of this process and number of ranks that run the same command; rank 0 of 1 without a launcher."""
 
     rank: int = 0
     size: int = 1
@@ -58,7 +57,7 @@ class Ranks:
         """Return the value of every rank, plain data for JSON. All ranks call this.
 
         Raises:
-            ConfigError: a rank runs something else, or has ended.
+            ConfigError: a rank runs another program, or has exited.
         """
         if self.size == 1:
             return [value]
@@ -72,11 +71,11 @@ class Ranks:
                 raise ConfigError(lost(error) or str(error)) from None
 
         data = json.dumps(value).encode()
-        heads = exchange(mx.array([MARK, len(data)], mx.int32))
-        for rank, (mark, _) in enumerate(heads):
-            if mark != MARK:
+        heads = exchange(mx.array([MAGIC, len(data)], mx.int32))
+        for rank, (magic, _) in enumerate(heads):
+            if magic != MAGIC:
                 raise ConfigError(
-                    f"mlx-sparse-attention: expected it on all ranks, got none on rank {rank}. Install it there."
+                    f"mlx-sparse-attention: expected it on all ranks, got none on rank {rank}. Install it on that rank."
                 )
         padded = np.zeros(max(1, int(heads[:, 1].max())), np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
@@ -99,15 +98,15 @@ def _alone() -> bool:
         return False
 
 
-Facts = dict[str, tuple[str, str]]  # by name: the text that has to be equal, and the text that a message shows
+Facts = dict[str, tuple[str, str]]  # by name: the text that must be equal, and the text for messages
 
 
 def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
-    """Return what has to be the same on all ranks.
+    """Return the facts that must be the same on all ranks: versions, options and contents of files.
 
     Args:
-        args: of the command.
-        files: that the methods read.
+        args: arguments of the command.
+        files: files that the methods read.
     """
     facts: Facts = {name: (version(name),) * 2 for name in PACKAGES}
     options = {name: value for name, value in vars(args).items() if name not in LOCAL and not name.startswith("_")}
@@ -120,7 +119,7 @@ def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
 
 
 def _fact(value: Any, path: bool) -> tuple[str, str]:
-    """Return the text that is compared for an option's value, and the text that a message shows."""
+    """Return the text of an option's value for the comparison, and the text for messages."""
     if value is None:
         return "none", "none"
     if isinstance(value, bool):
@@ -147,7 +146,7 @@ def _digest(path: Path) -> str | None:
         for file_path in described:
             found.update(file_path.name.encode() + file_path.read_bytes())
         if described and not (path / DESCRIPTIONS[-1]).is_file():
-            # Weights in one file, which no index lists. Of several files a machine may have its own part alone.
+            # Weights in one file have no index. With an index, a machine may have only a part of the files.
             found.update(str(sorted(file.stat().st_size for file in path.glob("*.safetensors"))).encode())
     except OSError:
         return None
@@ -158,12 +157,12 @@ def difference(facts: list[Mapping[str, tuple[str, str]] | None], refused: list[
     """Return a line about the first fact that is not the same on all ranks, or None.
 
     Args:
-        facts: by rank; None where arguments could not be read.
-        refused: by rank, whether its arguments are wrong. That rank has printed an error of its own.
+        facts: facts by rank; None if the arguments could not be parsed.
+        refused: by rank, True if the rank has printed an error about its arguments.
     """
-    known = {rank: of_rank for rank, of_rank in enumerate(facts) if of_rank is not None}
-    for name in dict.fromkeys(name for of_rank in known.values() for name in of_rank):
-        values = {rank: of_rank.get(name, ("", "none")) for rank, of_rank in known.items()}
+    known = {rank: own for rank, own in enumerate(facts) if own is not None}
+    for name in dict.fromkeys(name for own in known.values() for name in own):
+        values = {rank: own.get(name, ("", "none")) for rank, own in known.items()}
         if len({compared for compared, _ in values.values()}) > 1:
             shown: dict[str, list[int]] = {}
             for rank, (_, text) in values.items():
@@ -177,10 +176,10 @@ def difference(facts: list[Mapping[str, tuple[str, str]] | None], refused: list[
 
 
 def _named(ranks: list[int]) -> str:
-    """Return ranks in words."""
+    """Return the ranks as text: "rank 0" or "ranks 0, 1 and 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {_joined([str(rank) for rank in ranks])}"
 
 
 def _joined(parts: list[str]) -> str:
-    """Return a list in words."""
+    """Return a list as text: "a, b and c"."""
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))

@@ -1,4 +1,4 @@
-"""Auxiliary cache state of SparQ on one rank, with the statistics of all ranks, so that all ranks score alike."""
+"""Auxiliary cache state of SparQ on one rank, with running statistics over the keys of all ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from .exchange import Exchange
 class ShardedSparQ(SparQState):
     """SparQ's state for the keys of a rank, and statistics of the keys of all ranks.
 
-    The exchanges depend on positions alone, so that all ranks take part in them at the same step.
+    Exchanges depend on positions only, so that all ranks run them at the same step.
 
     Attributes:
-        centre: float32 ``(B, Hkv, D)`` of (sparq.17), from the rank with the first group; None before that is full.
-        spread: (sparq.22) over the groups of all ranks, of which there were ``groups``.
+        centre: float32 ``(B, Hkv, D)`` of (sparq.17), from rank 0; None until the first group is full.
+        spread: standard deviation (sparq.22) over the groups of all ranks.
+        groups: number of groups in ``spread``.
     """
 
     def __init__(self) -> None:

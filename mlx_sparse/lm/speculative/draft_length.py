@@ -1,4 +1,4 @@
-"""Select how many tokens to draft before the next check, by the times and acceptance of this run."""
+"""Select the draft length from the measured times and the acceptance rate of this run."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import NamedTuple
 
 from ..chunks import QUERIES
 
-MOST = QUERIES - 1  # drafts for one check
-TIMED_FIRST, TIMED_EVERY = 4, 8  # checks that are timed, which costs waiting for the device once more
-DENSE_EVERY = 128  # tokens after which a dense step is timed anew, as contexts grow
-PAUSE, LONGEST_PAUSE = 64, 1024  # tokens without drafts where they do not pay
-MEMORY = 64  # drafts examined that the rate of acceptance goes by
+MAX_DRAFTS = QUERIES - 1  # for one check
+TIMED_FIRST, TIMED_EVERY = 4, 8  # checks that are timed; a timed check waits once more for the device
+DENSE_EVERY = 128  # tokens until a dense step is timed again, because contexts grow
+PAUSE, LONGEST_PAUSE = 64, 1024  # tokens without drafts after drafting was slower
+MEMORY = 64  # examined drafts that determine the acceptance rate
 
 
 class Turn(NamedTuple):
-    """The next tokens to draft, or none, and whether to time them."""
+    """Number of tokens to draft next, and True if they are timed."""
 
     drafts: int
     timed: bool
 
 
 class DraftLength:
-    """The draft length with most tokens per second; no drafts if dense steps give more.
+    """Selects the draft length with the most tokens per second; 0 if dense steps are faster.
 
-    If a draft is accepted with probability ``a``, ``n`` drafts and a check give ``1 + a + ... + a ** n`` tokens. They
-    take ``n`` sparse steps and one dense call of ``n + 1`` queries, whose time is modelled as that of a dense step plus
-    a constant for each further query.
+    If a draft is accepted with probability ``a``, ``n`` drafts and a check return ``1 + a + ... + a ** n`` tokens. They
+    take ``n`` sparse steps and one dense call of ``n + 1`` queries. The model of the time of this call is the time of a
+    dense step plus a constant for each further query.
 
     Args:
         fixed: draft length; None to select it.
-        most: largest draft length that is selected.
+        most: largest draft length that can be selected.
     """
 
-    def __init__(self, fixed: int | None = None, most: int = MOST) -> None:
+    def __init__(self, fixed: int | None = None, most: int = MAX_DRAFTS) -> None:
         self.fixed, self.most = fixed, most
         self.pauses = 0
         self._dense: deque[float] = deque(maxlen=5)
@@ -66,13 +66,13 @@ class DraftLength:
 
     def note_check(self, drafts: int, accepted: int, seconds: tuple[float, float] | None) -> None:
         """Count a check of drafts, with the seconds of drafting and of checking; None if they were not timed."""
-        if self._rounds == 0:  # a try after a pause is measured anew
+        if self._rounds == 0:  # the first check after a pause: discard old times
             self._checks.clear()
             self._draft.clear()
         examined = min(accepted + 1, drafts)
-        kept = max(1 - examined / MEMORY, 0)
-        self._examined = self._examined * kept + examined
-        self._accepted = self._accepted * kept + accepted
+        decay = max(1 - examined / MEMORY, 0)
+        self._examined = self._examined * decay + examined
+        self._accepted = self._accepted * decay + accepted
         self._rounds += 1
         self._since_dense += accepted + 1
         if seconds is not None:
@@ -80,7 +80,7 @@ class DraftLength:
             self._checks.append((drafts, seconds[1]))
         if self.fixed is None and len(self._checks) >= 2:
             if self.rate(self._best()) > self.rate(0):
-                if self._rounds > TIMED_FIRST:  # more than a lucky try
+                if self._rounds > TIMED_FIRST:  # not only a lucky first check
                     self._pause = PAUSE
             else:
                 self.pauses += 1
@@ -90,12 +90,12 @@ class DraftLength:
 
     @property
     def acceptance(self) -> float:
-        """Probability that a draft is accepted; 1 before the first check."""
+        """Estimated probability that a draft is accepted; 1 before the first check."""
         return (self._accepted + 1) / (self._examined + 1)
 
     def rate(self, drafts: int) -> float:
-        """Return tokens per second with so many drafts per check."""
-        dense = max(median(self._dense), 1e-9)  # a clock may stand still
+        """Return the tokens per second with ``drafts`` drafts for each check."""
+        dense = max(median(self._dense), 1e-9)  # a clock may measure 0
         if not drafts:
             return 1 / dense
         slope = sum(n * (seconds - dense) for n, seconds in self._checks) / sum(n * n for n, _ in self._checks)
@@ -104,5 +104,5 @@ class DraftLength:
 
     def _best(self) -> int:
         if len(self._checks) < 2:
-            return min(2 + 2 * len(self._checks), self.most)  # two lengths, to see what a query costs
+            return min(2 + 2 * len(self._checks), self.most)  # two lengths, to measure the time per query
         return max(range(1, self.most + 1), key=self.rate)

@@ -1,8 +1,8 @@
-"""mlx-lm's `generate_step` with drafts and checks: the same tokens.
+"""Replace mlx-lm's `generate_step` by self-speculative decoding with the same tokens.
 
-A draft is accepted if the check samples the same token from the logits of dense attention, with the random numbers that
-dense decoding would draw there. So every token is that of dense decoding, with any sampler, and a seed gives the same
-text. Drafts are sampled with the same random numbers, so that they agree more often than independent draws.
+A check samples from the logits of dense attention with the random numbers of dense decoding. A draft is accepted if it
+equals the sampled token. So all tokens are equal to dense decoding, with every sampler and seed. Drafts use the same
+random numbers too, so that more of them are accepted.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ...checks import BackendUnavailable, ConfigError
 from ...methods import Method, Prefill
 from ...model_info import leaves
 from ...model_parts import part_of
-from ..call import Phase, entered
-from ..chunks import fused, rows_at_once
+from ..call import Phase, in_phase
+from ..chunks import drafts_per_kernel, rows_at_once
 from ..figures import DraftFigures
-from .draft_length import MOST, DraftLength
+from .draft_length import MAX_DRAFTS, DraftLength
 from .rewind import ROWS, Random, Undo
 
 if TYPE_CHECKING:
     from ..plan import Plan
 
-# By mlx-lm's own masks, several queries of these families in one call attend other keys than one after the other.
+# With mlx-lm's masks for these families, several queries in one call attend other keys than single queries.
 UNEVEN = frozenset({"phi3small", "plamo3"})
 CLEAR_EVERY = 256  # tokens after which MLX's unused buffers are freed, as in mlx-lm
 
@@ -46,7 +46,7 @@ greedy = make_sampler(0.0)
 
 
 def generate_step(prompt: mx.array, model: Any, *stream: Any, **options: Any) -> Iterator[tuple[int, mx.array]]:
-    """Generate as mlx-lm's function of this name; models that are enabled losslessly draft and check."""
+    """Generate as mlx-lm's function of this name does, with drafts and checks if the model is enabled losslessly."""
     state = getattr(model, "_mlx_sparse", None)
     if state is None or state[0].lossless is None:
         steps: Iterator[tuple[int, mx.array]] = original(prompt, model, *stream, **options)
@@ -54,13 +54,13 @@ def generate_step(prompt: mx.array, model: Any, *stream: Any, **options: Any) ->
     return Run(state[0], model, *stream, **options).tokens(prompt)
 
 
-_wraps: list[Callable[..., Any]] = []  # one for each lossless model
+_wraps: list[Callable[..., Any]] = []  # one entry for each lossless model
 
 
 def wrap() -> Callable[[], None]:
-    """Let mlx-lm generate with `generate_step`; return the function that undoes it.
+    """Let mlx-lm generate with our `generate_step`; return a function that undoes this.
 
-    The last of these functions that is called restores mlx-lm's own.
+    mlx-lm's own function is restored when all returned functions have been called.
     """
     _wraps.append(generate_step)
     generate.generate_step = generate_step
@@ -78,13 +78,13 @@ Sampled = tuple[mx.array, mx.array]  # token (1,) and log-probabilities (1, voca
 
 @dataclass(frozen=True)
 class Result:
-    """Tokens that follow a token.
+    """Result of a check or of a dense step.
 
     Attributes:
-        accepted: drafts, as the check sampled them.
+        accepted: the accepted drafts, as the check sampled them.
         following: the token after them, which is in no cache yet.
-        settle: takes the number of tokens that were given, the one before and accepted drafts, and sets caches and
-            random state to those after these tokens.
+        settle: sets caches and random state to the state after a number of yielded tokens: the token before the drafts
+            and accepted drafts.
     """
 
     accepted: list[Sampled]
@@ -93,7 +93,7 @@ class Result:
 
 
 class Run:
-    """Generation of one answer. The arguments are those of mlx-lm's `generate_step`.
+    """Generation of one answer, with the arguments of mlx-lm's `generate_step`.
 
     Raises:
         ConfigError: the prompt consists of embeddings, or the cache drops keys.
@@ -118,111 +118,111 @@ class Run:
         input_embeddings: mx.array | None = None,
     ) -> None:
         if input_embeddings is not None:
-            raise ConfigError("lossless: expected a prompt of tokens, got embeddings. Use this model without it.")
+            raise ConfigError("lossless: expected a prompt of tokens, got embeddings. Run this model without it.")
         if max_kv_size is not None:
-            raise ConfigError(f"lossless: expected a cache that keeps all keys, got max_kv_size={max_kv_size}.")
+            raise ConfigError(f"lossless: expected a cache that stores all keys, got max_kv_size={max_kv_size}.")
         self.plan, self.model = plan, model
         self.stream = generate.generation_stream if stream is None else stream
-        self.most = max_tokens
+        self.max_tokens = max_tokens
         self.sampler = sampler or greedy
         self.processors = logits_processors or []
         self.cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
         if any(getattr(cache, "keep", 0) for cache in leaves(self.cache)):
-            # Several queries in one call miss the first keys, which a step keeps.
-            raise ConfigError("lossless: expected a cache that keeps all keys, got one of --max-kv-size (max_kv_size).")
+            # Several queries in one call would not attend the first keys, which a single query attends.
+            raise ConfigError("lossless: expected a cache that stores all keys, got one of --max-kv-size.")
         self.chunk = prefill_step_size
-        self.quantise = functools.partial(
+        self.quantize = functools.partial(
             generate.maybe_quantize_kv_cache,
             self.cache,
             quantized_kv_start=quantized_kv_start,
             kv_group_size=kv_group_size,
             kv_bits=kv_bits,
         )
-        self.quantises = kv_bits is not None
+        self.quantizes = kv_bits is not None
         self.progress = prompt_progress_callback or (lambda done, all: None)
-        self.draft_length = DraftLength(plan.lossless or None, self._longest())
+        self.draft_length = DraftLength(plan.lossless or None, self._longest_draft())
         self.history: mx.array | None = None  # tokens in the caches, for processors
         self.length = 0  # number of these tokens
 
-    def _longest(self) -> int:
-        """Return the largest draft length that may pay: on a GPU the one that all layers check in one kernel."""
+    def _longest_draft(self) -> int:
+        """Return the largest useful draft length: on a GPU, the length that one kernel per layer can check."""
         if mx.default_device().type != mx.gpu:
-            return MOST
-        found = [MOST]
+            return MAX_DRAFTS
+        found = [MAX_DRAFTS]
         for step in {layer.step for _, layer in self.plan.layers}:
-            packed = self.quantises or step.packed is not None
-            found.append(fused(step.G, rows_at_once(self.plan.backend, step.D, packed=packed)))
+            packed = self.quantizes or step.packed is not None
+            found.append(drafts_per_kernel(step.G, rows_at_once(self.plan.backend, step.D, packed=packed)))
         return min(found)
 
     def tokens(self, prompt: mx.array) -> Iterator[tuple[int, mx.array]]:
         """Yield tokens with their log-probabilities ``(vocabulary,)``.
 
-        At the end, or when the generator is closed, the caches have the prompt and the given tokens, and the random
-        state is that of dense decoding.
+        At the end, or when the generator is closed, the caches have the prompt and the yielded tokens. The random state
+        is the same as after dense decoding.
         """
         if len(prompt) == 0:
             raise ConfigError("prompt: expected at least one token, got none.")
         with mx.stream(self.stream):
             y, logprobs = self._prompt(prompt)
-        if self.most == 0:
+        if self.max_tokens == 0:
             mx.eval(y)
             self.progress(len(prompt), len(prompt))
             return
-        given, python_ends = 0, sys.is_finalizing  # a local name, because modules lose theirs at exit
+        yielded, is_finalizing = 0, sys.is_finalizing  # a local name: modules are cleared at exit
         while True:
-            with mx.stream(self.stream), entered(Phase.CHECK):
-                turn = self.draft_length.turn(self._room(given))
+            with mx.stream(self.stream), in_phase(Phase.CHECK):
+                turn = self.draft_length.turn(self._useful_drafts(yielded))
                 if turn.drafts:
                     found = self._check(y, turn.drafts, timed=turn.timed)
                 else:
                     found = self._step(y, timed=turn.timed)
-            kept = 0
+            count = 0
             try:
-                if given == 0:
+                if yielded == 0:
                     mx.eval(y)
                     self.progress(len(prompt), len(prompt))
-                for token, of_token in [(y, logprobs), *found.accepted]:
-                    kept += 1
-                    given += 1
-                    yield int(token), of_token.squeeze(0)
-                    if given == self.most:
+                for token, token_logprobs in [(y, logprobs), *found.accepted]:
+                    count += 1
+                    yielded += 1
+                    yield int(token), token_logprobs.squeeze(0)
+                    if yielded == self.max_tokens:
                         return
             finally:
-                if not python_ends():
-                    with mx.stream(self.stream), entered(Phase.CHECK):
-                        found.settle(max(kept, 1))  # dense decoding is one step ahead
+                if not is_finalizing():
+                    with mx.stream(self.stream), in_phase(Phase.CHECK):
+                        found.settle(max(count, 1))  # dense decoding is one step ahead
             y, logprobs = found.following
-            if given % CLEAR_EVERY < kept:
+            if yielded % CLEAR_EVERY < count:
                 mx.clear_cache()
 
     def _prompt(self, prompt: mx.array) -> Sampled:
-        """Process the prompt in mlx-lm's chunks, report progress as it does, and return the first token."""
-        whole = len(prompt)
-        self.progress(0, whole)
+        """Process the prompt in mlx-lm's chunks, report progress as mlx-lm does, and return the first token."""
+        total = len(prompt)
+        self.progress(0, total)
         while len(prompt) > 1:
             chunk, prompt = mx.split(prompt, [min(self.chunk, len(prompt) - 1)])
             self.model(chunk[None], cache=self.cache)
-            self.quantise()
+            self.quantize()
             mx.eval([cache.state for cache in self.cache])
             self._count_tokens([chunk])
-            self.progress(self.length, whole)
+            self.progress(self.length, total)
             mx.clear_cache()
-        with entered(Phase.CHECK):
+        with in_phase(Phase.CHECK):
             found = self._sample(self._last(prompt), [prompt])
         self._count_tokens([prompt])
         mx.async_eval(*found)  # type: ignore[no-untyped-call]
         self.length = max((cache.offset for cache in leaves(self.cache) if isinstance(cache, ROWS)), default=0)
         return found
 
-    def _room(self, given: int) -> int:
-        """Return how many drafts are useful: none that would be dense, or written before the cache is quantized."""
-        left = self.most - given - 1 if self.most >= 0 else self.length
-        if self.quantises and any(isinstance(cache, KVCache) for cache in leaves(self.cache)):
+    def _useful_drafts(self, yielded: int) -> int:
+        """Return the number of useful drafts: 0 if they would be dense, or if the cache will still be quantized."""
+        left = self.max_tokens - yielded - 1 if self.max_tokens >= 0 else self.length
+        if self.quantizes and any(isinstance(cache, KVCache) for cache in leaves(self.cache)):
             return 0
         return left if self.length + 1 >= self.plan.sparse_from() else 0
 
     def _step(self, y: mx.array, *, timed: bool) -> Result:
-        """Take a dense step, which the device computes while the caller uses the token before it."""
+        """Start a dense step, which the device computes while the caller uses the token before it."""
         if timed:
             mx.eval(y)
         began = time.perf_counter()
@@ -232,25 +232,25 @@ class Run:
         self.draft_length.note_step(seconds)
         figures = DraftFigures(alone=1, alone_seconds=seconds or 0.0, timed_alone=int(timed))
         self.plan.report.add(Counts(drafts=figures))
-        return Result([], following, lambda kept: self._count_tokens([y]))
+        return Result([], following, lambda count: self._count_tokens([y]))
 
     def _check(self, y: mx.array, n: int, *, timed: bool) -> Result:
         """Draft ``n`` tokens and check them by one dense call."""
         undo = Undo(self.cache)
-        random = Random(self.sampler is not greedy or bool(self.processors))  # which may draw too
+        random = Random(self.sampler is not greedy or bool(self.processors))  # logits processors may draw too
         inputs = [y]
         if timed:
             mx.eval(y)
         times = [time.perf_counter()]
         try:
-            with entered(Phase.DRAFT):
+            with in_phase(Phase.DRAFT):
                 for _ in range(n):
                     inputs.append(self._sample(self._last(inputs[-1]), inputs)[0])
             if timed:
                 mx.eval(inputs)
                 times.append(time.perf_counter())
-            undo.back()
-            random.back()
+            undo.restore()
+            random.restore()
             logits = self.model(mx.concatenate(inputs)[None], cache=self.cache)
             sampled = []
             for row in range(n + 1):
@@ -258,8 +258,8 @@ class Run:
                 random.note()
             mx.eval(inputs, sampled, random.noted)
         except BaseException:
-            undo.back()
-            random.back()
+            undo.restore()
+            random.restore()
             raise
         times.append(time.perf_counter())
         same = [int(draft) == int(token) for draft, (token, _) in zip(inputs[1:], sampled, strict=False)]
@@ -267,17 +267,17 @@ class Run:
         seconds = (times[1] - times[0], times[2] - times[1]) if timed else None
         self._count(n, accepted, seconds)
 
-        def settle(kept: int) -> None:
-            if undo.trims:
-                undo.back(kept)
+        def settle(count: int) -> None:
+            if undo.keeps_tokens:
+                undo.restore(count)
             else:
-                if kept <= n:
-                    undo.back()
-                    self.model(mx.concatenate(inputs[:kept])[None], cache=self.cache)
-                # Now, because another thread that continues could not evaluate them.
+                if count <= n:
+                    undo.restore()
+                    self.model(mx.concatenate(inputs[:count])[None], cache=self.cache)
+                # Evaluate now, because another thread that continues the generation cannot.
                 mx.async_eval([cache.state for cache in self.cache])  # type: ignore[no-untyped-call]
-            random.go_on(kept - 1)
-            self._count_tokens(inputs[:kept])
+            random.resume(count - 1)
+            self._count_tokens(inputs[:count])
 
         return Result(sampled[:accepted], sampled[accepted], settle)
 
@@ -306,34 +306,34 @@ class Run:
     def _sample(self, logits: mx.array, inputs: list[mx.array]) -> Sampled:
         """Sample the token after those in the caches and ``inputs``."""
         if self.processors:
-            held = [] if self.history is None else [self.history]
-            tokens = mx.concatenate([*held, *inputs])
+            before = [] if self.history is None else [self.history]
+            tokens = mx.concatenate([*before, *inputs])
             for processor in self.processors:
                 logits = processor(tokens, logits)
-        self.quantise()
+        self.quantize()
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         return self.sampler(logprobs), logprobs
 
     def _count_tokens(self, tokens: list[mx.array]) -> None:
-        """Count tokens that are in the caches now."""
+        """Count tokens that have been written to the caches."""
         self.length += sum(len(part) for part in tokens)
         if self.processors:
             self.history = mx.concatenate([*([] if self.history is None else [self.history]), *tokens])
 
 
 def check_drafts(prefill: Prefill | None, decode: Method | None, draft_tokens: int | None) -> None:
-    """Raise `ConfigError` if ``decode`` cannot draft ``draft_tokens`` tokens, or as many as pay for None."""
-    if draft_tokens is not None and not 1 <= draft_tokens <= MOST:
-        raise ConfigError(f"lossless: expected 1 to {MOST} drafts for each check, got {draft_tokens}.")
+    """Raise `ConfigError` if ``decode`` cannot draft, or ``draft_tokens`` is out of range; None selects the length."""
+    if draft_tokens is not None and not 1 <= draft_tokens <= MAX_DRAFTS:
+        raise ConfigError(f"lossless: expected 1 to {MAX_DRAFTS} drafts for each check, got {draft_tokens}.")
     if prefill is not None:
-        raise ConfigError(f"lossless: expected a method for new tokens, got {prefill.name}, which changes prompts.")
+        raise ConfigError(f"lossless: expected a decode method only, got {prefill.name}, which makes prefill sparse.")
     if decode is None or decode.observes_prompts:
-        name = "none" if decode is None else f"{decode.name}, which counts every token that it has seen"
-        raise ConfigError(f"lossless: expected a method for new tokens that can take them back, got {name}.")
+        name = "none" if decode is None else f"{decode.name}, which cannot remove rejected drafts"
+        raise ConfigError(f"lossless: expected a decode method that can draft, got {name}.")
 
 
-def check_company(args: argparse.Namespace, command: str, *, generates: bool) -> None:
-    """Raise `ConfigError` if other options of a command cannot go with ``--lossless``."""
+def check_options(args: argparse.Namespace, command: str, *, generates: bool) -> None:
+    """Raise `ConfigError` if the command has options that exclude ``--lossless``."""
     if not generates:
         raise ConfigError(f"--lossless: expected a command that generates from one prompt, got {command}.")
     for name in ("draft_model", "shard", "max_kv_size"):
@@ -344,19 +344,21 @@ def check_company(args: argparse.Namespace, command: str, *, generates: bool) ->
 
 
 def draft(plan: Any, model: Any, draft_tokens: int | None) -> None:
-    """Let the decode method of a `Plan` draft.
+    """Make a `Plan` lossless: its decode method drafts.
 
     Raises:
-        ConfigError: the method cannot draft, or the model is a part of one.
-        BackendUnavailable: mlx-lm generates in another way than this was made for.
+        ConfigError: the method or the model cannot draft, or the model is a part of one.
+        BackendUnavailable: mlx-lm's `generate_step` has other parameters than expected.
     """
     check_drafts(plan.prefill, plan.decode, draft_tokens)
     if not part_of(model).whole or plan.sharers > 1:
-        raise ConfigError("lossless: expected a whole model on one process, got a part of one. Run it without.")
+        raise ConfigError("lossless: expected a whole model on one process, got a part of one. Run without --lossless.")
     if plan.report.model_type in UNEVEN:
         family = plan.report.model_type
-        raise ConfigError(f"lossless: expected a model that checks several tokens as it says them, got {family}.")
+        raise ConfigError(f"lossless: expected a model with the same masks for one and several tokens, got {family}.")
     missing = {"prompt", "model", "prompt_cache", "sampler", "logits_processors"} - PARAMETERS
     if missing:
-        raise BackendUnavailable(f"mlx-lm: expected generate_step with {', '.join(sorted(missing))}, got one without.")
+        raise BackendUnavailable(
+            f"mlx-lm: expected generate_step with {', '.join(sorted(missing))}, got one without them."
+        )
     plan.lossless = draft_tokens or 0

@@ -1,4 +1,4 @@
-"""Take back what drafts wrote to the caches of a model, and the random numbers that they drew."""
+"""Restore the caches of a model and the random state after drafts."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ class Undo:
     def __init__(self, caches: list[Any]) -> None:
         found = leaves(caches)
         self._rows: list[tuple[Any, int]] = [(cache, cache.offset) for cache in found if isinstance(cache, ROWS)]
-        self._others = [(cache, _held(vars(cache))) for cache in found if not isinstance(cache, ROWS)]
+        self._others = [(cache, _references(vars(cache))) for cache in found if not isinstance(cache, ROWS)]
 
     @property
-    def trims(self) -> bool:
-        """Return True if `back` can keep some of the tokens since the snapshot."""
+    def keeps_tokens(self) -> bool:
+        """True if `restore` can keep some of the tokens since the snapshot."""
         return not self._others
 
-    def back(self, kept: int = 0) -> None:
+    def restore(self, kept: int = 0) -> None:
         """Remove the tokens since the snapshot, except the first ``kept``."""
         for cache, offset in self._rows:
             cache.trim(max(cache.offset - offset - kept, 0))
         for cache, held in self._others:
-            vars(cache).update(_held(held))
+            vars(cache).update(_references(held))
 
 
-def _held(value: Any) -> Any:
+def _references(value: Any) -> Any:
     """Return new references to the same arrays: assigning to rows of an array changes every other name of it."""
     if isinstance(value, mx.array):
         return value[...]
     if isinstance(value, dict):
-        return {name: _held(part) for name, part in value.items()}
-    return type(value)(map(_held, value)) if isinstance(value, list | tuple) else value
+        return {name: _references(part) for name, part in value.items()}
+    return type(value)(map(_references, value)) if isinstance(value, list | tuple) else value
 
 
 class Random:
     """A snapshot of MLX's random state.
 
     Args:
-        drawn: whether samplers draw random numbers.
+        drawn: True if samplers draw random numbers.
     """
 
     def __init__(self, drawn: bool) -> None:
@@ -63,18 +63,18 @@ class Random:
         key: mx.array = mx.random.state[0]  # type: ignore[index]
         return key[...]
 
-    def back(self) -> None:
-        """Return to the snapshot."""
+    def restore(self) -> None:
+        """Restore the state of the snapshot."""
         self._set(self._start)
 
     def note(self) -> None:
-        """Remember the state here, for `go_on`."""
+        """Store the current state for `resume`."""
         if self._drawn:
             self.noted.append(self._now())
 
-    def go_on(self, place: int) -> None:
-        """Continue from the remembered state ``place``."""
-        self._set(self.noted[place] if self._drawn else None)
+    def resume(self, index: int) -> None:
+        """Set the random state to the stored state ``index``."""
+        self._set(self.noted[index] if self._drawn else None)
 
     def _set(self, key: mx.array | None) -> None:
         if key is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...checks import ConfigError, Parser, check_int, meant, read_length
 from ...files import cache_directory, replace_file
-from ...lm.loading import refuse_unquantisable
+from ...lm.loading import refuse_unquantizable
 from ...lm.model import select_methods
 from ...methods import parse
 from ..assets.models import DEFAULT
@@ -162,7 +162,7 @@ class _Evaluation:
         self.args = args
         self.model, self.tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_licence)
         for bits in args.kv_bits:
-            refuse_unquantisable(self.model, {"bits": bits})
+            refuse_unquantizable(self.model, {"bits": bits})
         self.texts = texts.read(args.text, cache=cache_directory(args.cache_dir))
         tokens = encode_texts(self.tokenizer, self.texts)
         self.lengths = list(map(len, tokens))

@@ -195,7 +195,7 @@ def _run(
         source = sources[seen.layer]
         assert isinstance(source, Source)
         assert seen.keys is not None
-        before = [source.before(recorder, rows, seen.position) for rows in (seen.queries, seen.keys)]
+        before = [source.pre_rope(recorder, rows, seen.position) for rows in (seen.queries, seen.keys)]
         if before[0] is None or before[1] is None:
             raise ConfigError(f"--model: expected tensors before RoPE in layer {seen.layer}, got none.")
         collection._write(seen, window, (before[0], before[1]))
