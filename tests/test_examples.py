@@ -101,7 +101,7 @@ def test_document_qa(model: Path, text: Path, tmp_path: Path, monkeypatch: pytes
     both = run_program("document_qa/ask.py", file, *QUESTIONS, *arguments)
     assert blocks(shape(both)) == blocks(shape(printed("document_qa", "ask.py")))
     alone = run_program("document_qa/ask.py", file, QUESTIONS[1], *arguments)
-    assert answers(alone) == answers(both)[1:], "the first question has left nothing in the document's cache"
+    assert answers(alone) == answers(both)[1:], "the first question must not change the cache of the document"
     assert answers(both) != answers(
         run_program("document_qa/ask.py", file, *QUESTIONS, "--attn", "dense", "--max-tokens", 8)
     )
@@ -114,7 +114,7 @@ def blocks(text: str) -> list[str]:
 
 
 COUNT = 6  # tokens to generate with an exported model
-on_onnxruntime = pytest.mark.skipif(sys.version_info < (3, 11), reason="onnxruntime left Python 3.10 behind")
+on_onnxruntime = pytest.mark.skipif(sys.version_info < (3, 11), reason="onnxruntime needs Python 3.11")
 
 
 @pytest.fixture(scope="module")
@@ -231,14 +231,14 @@ def columns(text: str) -> set[str]:
     return {" ".join(shape(line).split()) for line in text.splitlines()}
 
 
-@pytest.mark.skipif(not tier.every, reason="the whole form, with the real model, runs with --every")
+@pytest.mark.skipif(not tier.every, reason="the pages with the real model run with --every")
 @pytest.mark.parametrize("page", PAGES)
 def test_page_commands_print_the_documented_output(page: str, tmp_path: Path) -> None:
     """Run all commands in one shell, with a fast BLAS if MLX's own is slow."""
     from mlx_sparse.tools.assets import blas
 
     if page in ON_ONNXRUNTIME and sys.version_info < (3, 11):
-        pytest.skip("onnxruntime left Python 3.10 behind")
+        pytest.skip("onnxruntime needs Python 3.11")
     here = Path(shutil.copytree(EXAMPLES, tmp_path / "examples"))
     listed = commands(page)
     lines = ["set -e", "MODEL=$(python model.py)"]

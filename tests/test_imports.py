@@ -103,7 +103,7 @@ def test_imports_point_down():
     for path in LIBRARY:
         part = part_of(path)
         needs.setdefault(part, set()).update(parts_imported(path) - {part})
-        assert part in LEVEL, f"state in LEVELS what mlx_sparse.{part} may import"
+        assert part in LEVEL, f"add {part} to LEVELS"
         wrong = [other for other in needs[part] if LEVEL[other] > LEVEL[part]]
         assert not wrong, f"{name(path)} must not import {', '.join(sorted(wrong))}"
     graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
@@ -148,7 +148,7 @@ def test_parts_do_not_need_packages_of_other_parts(folder, without):
         if path.is_relative_to(exporter) or path == ROOT / "onnx_export" / "bench_generate.py":
             continue
         assert not {found.split(".")[0] for found in imports(path)} & without, path
-        assert not packages_needed(path) & without, f"{path} by way of other files"
+        assert not packages_needed(path) & without, f"{path} imports it through other files"
         if folder != "mlx_sparse":
             allowed = BENCH if path.name == "bench.py" else SHARED
             assert parts_imported(path) <= allowed, path
@@ -195,7 +195,9 @@ def test_code_does_not_test_for_method_classes(folder):
     for path in files(folder):
         if not path.is_relative_to(home):
             checked = METHOD_CLASSES & set(checked_classes(path.read_text()))
-            assert not checked, f"{name(path)} must not ask for {', '.join(sorted(checked))}: ask the method"
+            assert not checked, (
+                f"{name(path)} must not test for {', '.join(sorted(checked))}: use an attribute of the method"
+            )
 
 
 # A new method with auxiliary cache state needs no change in these files.

@@ -212,6 +212,6 @@ def test_only_pinned_libraries_are_preloaded(tmp_path: Path, monkeypatch: pytest
 
 def test_pinned_libraries_match_the_wheel(blas_environment: dict[str, str]) -> None:
     if not blas.wanted():
-        pytest.skip("nothing is preloaded here")
+        pytest.skip("no BLAS is preloaded on this machine")
     found = blas_environment["LD_PRELOAD"].split(":")
     assert [Path(path).name for path in found] == list(blas.BUILDS[blas.platform.machine()].libraries)

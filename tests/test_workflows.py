@@ -36,8 +36,8 @@ def test_actions_are_pinned_and_permissions_read_only(workflow: Path) -> None:
     for action in re.findall(r"\buses:\s*(.+)", text):
         assert re.search(r"@(?:v\d[\w.]*|[0-9a-f]{40} # v\d[\w.]*)$|^\./", action.strip()), action
     allowed = re.search(r"^permissions:(.*(?:\n[ \t]+.*)*)", text, re.M)
-    assert allowed, "without permissions a token may do everything"
-    assert "write" not in allowed[1], "what has to write is a job's, not the workflow's"
+    assert allowed, "a workflow without permissions gives its token all rights"
+    assert "write" not in allowed[1], "give write permissions to single jobs"
 
 
 @by_workflow

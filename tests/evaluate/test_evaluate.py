@@ -323,7 +323,7 @@ def test_impossible_tokens_add_no_divergence() -> None:
 def test_unserved_layers_do_not_count_as_dense() -> None:
     (_, row) = run([Steps(build(), WordTokenizer(), [Example(TOKENS[:200], TOKENS[200:203])], 128)], SPARSE_SAMPLE)
     assert (row.served, row.sparse_calls, row.dense_calls) == ("sparse", 2 * 2, 0)
-    assert "bytes counted" not in cells(row), "its steps are dense attention's"
+    assert "bytes counted" not in cells(row), "all decode steps are dense"
     assert cells(row)["density"] == f"{np.mean(row.density):.3f}"
     sliding = Steps(build("gemma3_text"), WordTokenizer(), [Example(TOKENS[:50], TOKENS[50:53])], 512)
     (_, row) = run([sliding], "sparq:rank=4,top_k=8")

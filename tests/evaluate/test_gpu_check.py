@@ -59,7 +59,7 @@ def machine(folder: Path, *, missing: str | None = None, fails: bool = False, li
     If a package is missing, the benchmark ends at once, as the real one does without a GPU.
     """
     if shutil.which("nvidia-smi"):
-        pytest.skip("with a GPU it would run the whole benchmark")
+        pytest.skip("this machine has a GPU, so the whole benchmark would run")
     for name in ("scripts", "tests"):
         (folder / name).mkdir()
     for name in ("mlx_sparse", "cuda_ref", "docs", "pyproject.toml"):

@@ -45,7 +45,7 @@ def test_kernel(backend):
 def mac(tmp_path: Path) -> Path:
     """Create a project with commands that answer like a Mac's, in the environment of this test."""
     if sys.platform == "darwin":
-        pytest.skip("on a Mac it would run the whole benchmark")
+        pytest.skip("this machine is a Mac, so the whole benchmark would run")
     for folder in ("scripts", "tests"):
         (tmp_path / folder).mkdir()
     (tmp_path / "scripts" / "dev.py").write_text("print('ready')")

@@ -105,7 +105,7 @@ def test_loads_are_16_bytes_wide(version: str, case: Case) -> None:
     for launch in launches(version, case):
         wide = count(launch, r"\bLDGSTS\S*\.128\b")
         if launch.kernel in (*BLOCKS, *LAYERS):
-            assert count(launch, r"\bLDGSTS\b") == wide, "no narrow one"
+            assert count(launch, r"\bLDGSTS\b") == wide, "all asynchronous copies are 16 bytes wide"
             short = launch.kernel in LAYERS and launch.numbers["K"] <= launch.constants["BLOCK_K"]
             wanted = tile_bytes(launch) * (1 if short else launch.stages - 1)
         elif launch.kernel in (*SCORES, "attend"):

@@ -231,7 +231,7 @@ def longest(launch: Launch) -> int:
 
 
 def test_large_buckets_are_split_between_programs() -> None:
-    """One program per bucket would take as long as the largest bucket, which holds half of the keys."""
+    """A program per bucket would take as long as the largest bucket, which holds half of the keys."""
     S = 4000
     (_, _, few), equal = step(S, EQUAL)
     (_, _, many), half = step(S, [0.5, *EQUAL[1:]])
