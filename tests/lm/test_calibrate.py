@@ -313,7 +313,7 @@ def test_command_measures_every_shape_and_attn_uses_the_result(run: Callable[...
 
 
 def test_command_succeeds_if_nothing_has_to_be_measured(folder: Path) -> None:
-    assert cli.main(["calibrate", "--model", str(folder / "llama"), "--attn", "sparq:dense_below=9"]) == 0
+    assert cli.main(["calibrate", "--model", str(folder / "llama"), "--attn", "sparq:rank=4,dense_below=9"]) == 0
 
 
 @pytest.mark.parametrize(
