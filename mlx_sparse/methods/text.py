@@ -39,7 +39,7 @@ REMOVED: Mapping[tuple[str, str, object], str] = {
     ("export-onnx", "--static", "*"): "was removed: run onnxruntime.tools.make_dynamic_shape_fixed on the file",
     ("*", "group_reduce", "*"): "was removed: scores are summed over the group after the softmax",
     ("sparq", "key_bits", 8): "was removed: write key_bits=4, or key_bits=16 for the keys as they are",
-    ("saap", "merge_every", "*"): "was renamed: write merge_every",
+    ("saap", "fold_every", "*"): "was renamed: write merge_every",
     ("saap", "mode", "kmeans"): "was removed: write mode=trained for the networks of the artefact, or mode=online",
 }
 

@@ -22,5 +22,5 @@ def backend(request: pytest.FixtureRequest) -> Any:
     elif reason := registry.unavailable(request.param.partition("-")[0]):
         absent(request.param, reason)
     if request.param == "triton":
-        request.getfixturevalue("guarded")
+        request.getfixturevalue("checked_memory")
     return ADAPTERS[request.param]

@@ -66,7 +66,7 @@ def test_prompt_has_the_exact_length(S: int) -> None:
     [
         ("sparq", {}, None),
         ("sparq", {"sparse_calls": 0}, "no call of sparq was sparse: 60 in prefill"),
-        ("sample+sparq", {"prefill": {"calls": 0}}, "no call of sample was sparse: 60 of several"),
+        ("sample+sparq", {"prefill": {"calls": 0}}, "no call of sample was sparse: 60 in prefill"),
         ("sample+sparq", {"prefill": {"calls": 30}}, None),
     ],
 )

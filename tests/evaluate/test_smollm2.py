@@ -150,7 +150,7 @@ def test_files_are_fetched_once_and_verified(tmp_path: Path, tiny: tuple[list[st
     with file.open("r+b") as archive:
         archive.write(b"damage")
     before = file.read_bytes()
-    with refused("move it away"):
+    with refused("Move it away"):
         store.fetch("tiny==1.0", sha256, cache, options, **kind)
     assert file.read_bytes() == before
 

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
-from mlx_sparse.cache.running_statistics import BLOCK, PIECE, RunningStatistics
+from mlx_sparse.cache.running_statistics import BLOCK, CHUNK, RunningStatistics
 from mlx_sparse.methods import SparQ
 
 H, D, S = 2, 16, 300
@@ -196,7 +196,7 @@ def test_sequence_may_start_without_valid_rows(read: str):
     check(cache, read)
 
 
-@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 2 * PIECE + 3 * BLOCK + 5])
+@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 2 * CHUNK + 3 * BLOCK + 5])
 @pytest.mark.parametrize("padding", [None, [0, 700]], ids=["", "padded"])
 def test_statistics_of_any_length_equal_float64(length: int, padding: list[int] | None):
     buffer = some_rows(2, length, seed=length)[0] + 1000

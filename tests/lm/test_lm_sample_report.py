@@ -93,7 +93,8 @@ def test_no_prefill_figures_without_a_prefill_method(model: Any):
         generated(model, prompt_of(300))
     assert report.prefill is None
     assert report.as_dict()["prefill"] is None
-    assert "prefill" not in str(report)
+    assert "sparse prefill calls" not in str(report)
+    assert "density" not in str(report)
 
 
 @pytest.mark.parametrize("recall", [False, True])
