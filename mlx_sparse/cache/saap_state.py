@@ -291,6 +291,20 @@ class BucketIndex(State):
         one.fitted = {0: self.fitted[sequence] - start} if sequence in self.fitted else {}
         return one
 
+    def insert(self, sequence: int, one: BucketIndex, first: int, sequences: int) -> None:
+        """Store the centroids and ids that the index from `extract` fitted for one of the ``sequences``."""
+        if sequence in self.fitted or not one.fitted:
+            return
+        assert one.centroids is not None
+        assert one.ids is not None
+        if self.centroids is None:
+            self.centroids = mx.zeros((sequences, *one.centroids.shape[1:]), one.centroids.dtype)
+        self.centroids[sequence] = one.centroids[0]
+        self._own(self.centroids)
+        self.fitted = self.fitted | {sequence: first + one.fitted[0]}
+        if self.ids is not None:
+            self.ids[sequence, :, first : first + one.assigned] = one.ids[0]
+
     def _own(self, centroids: mx.array) -> None:
         self.centroids, self.network = centroids, kmeans_network(centroids, self.router.scale)
 

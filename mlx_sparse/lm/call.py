@@ -166,7 +166,7 @@ class Call:
             return None
         if self.hooks is not None and self.plan.decodes:
             self.hooks.keys_written(cache)
-        if isinstance(cache, SparseBatchKVCache) and self.plan.prefill is not None and queries.shape[2] > 1:
+        if isinstance(cache, SparseBatchKVCache) and chunks.differs_by_sequence(self, queries.shape[2], cache):
             out = chunks.attend_each(self, queries, cache, scale, mask, sinks)
         else:
             out = self.attend_one(queries, keys, cache, scale, mask, sinks, self.layer_index(cache))

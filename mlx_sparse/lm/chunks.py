@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -148,13 +149,28 @@ def attend_chunk(
     return out, lse
 
 
+def differs_by_sequence(call: Call, L: int, cache: SparseBatchKVCache) -> bool:
+    """Return True if a call of ``L`` queries may be sparse for one sequence of a batch and dense for another.
+
+    Without a prefill method, a chunk with one token of a sequence is the decode step of a single prompt.
+    """
+    if L == 1:
+        return False
+    prefills = call.plan.prefill is not None
+    ends = cache.prompt_ends or [cache.length]
+    if not prefills and len(cache.first_rows(call.caches)) == 1 and min(ends) >= cache.length:
+        return False  # the only sequence has no padding, so its auxiliary state stays valid
+    before = cache.length - L
+    return prefills or any(min(end - before, L) == 1 for end in ends)
+
+
 def attend_each(
     call: Call, queries: mx.array, cache: SparseBatchKVCache, scale: float, mask: Any, sinks: mx.array | None
 ) -> mx.array | None:
     """Attend a prefill chunk of a padded batch, one sequence after the other; None if all sequences are dense.
 
     mlx-lm cuts each prompt of a batch into the same chunks as a single prompt. The selection for a chunk, and whether
-    it is dense, depend on the sequence's own rows only. A sequence with one token in the chunk is dense.
+    it is dense, depend on the sequence's own rows only, so an answer does not depend on the other sequences.
     """
     before = cache.length - queries.shape[2]
     extents = cache.extents(call.caches)
@@ -168,11 +184,13 @@ def attend_each(
         one = cache.alone(sequence, first, stop)
         start, end = max(first - before, 0), max(stop - before, 0)
         part, out = queries[sequence : sequence + 1, :, start:end], None
-        if end - start == 1:
-            call.counts.dense_calls[reasons.A_FEW] += 1
-        elif start < end:
+        if start < end:
             keys, _, _ = one.rows("ops")
-            out = call.attend_one(part, keys, one, scale, mask, sinks, layer_index)
+            step: Any = contextlib.nullcontext()
+            if end - start == 1 and call.hooks is not None:
+                step = call.hooks.single_sequence(cache, sequence, one, first, queries, part)
+            with step:
+                out = call.attend_one(part, keys, one, scale, mask, sinks, layer_index)
             cache.keep(sequence, one)
         parts.append((part, one, start))
         outs.append(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import mlx.core as mx
@@ -51,6 +52,18 @@ class CallHooks:
             served: sequences of the batch whose results are used.
         """
         return cache.take_step(queries, step, scale)
+
+    def single_sequence(
+        self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which ``one`` has the state of a sequence of ``cache``, for one decode step.
+
+        Args:
+            first: first row of the sequence.
+            queries: queries of the batch.
+            part: the last of these queries of the sequence.
+        """
+        return contextlib.nullcontext()
 
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None

@@ -95,6 +95,12 @@ class Recorder:
                 return call.before
         return None
 
+    def record_part(self, array: mx.array, part: mx.array, where: tuple[slice, ...]) -> None:
+        """Record ``part``, which is ``array[where]``, as an output too if ``array`` was recorded."""
+        for call in list(self.calls):
+            if call.after is array:
+                self.calls.append(Call(call.rope, call.before[where], part, call.offset))
+
     def clear(self) -> None:
         """Remove all calls of this thread."""
         self.calls.clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -171,6 +173,27 @@ class Indices(CallHooks):
         ids = index.write(start, pre_rope) if pre_rope.shape[2] else None
         if ids is not None:
             self._unsubmitted.append(ids)
+
+    @contextlib.contextmanager
+    def single_sequence(
+        self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array
+    ) -> Iterator[None]:
+        index = index_of(cache)
+        if index is None or self._writer is not cache:
+            yield
+            return
+        own = index.extract(sequence, first + one.length, first)
+        one.add_state(SAAP.name, own)
+        stop = first + one.length - (cache.length - queries.shape[2])
+        rows = slice(stop - part.shape[2], stop)
+        self._recorder.record_part(queries, part, (slice(sequence, sequence + 1), slice(None), rows))
+        saved = self._layers, self._caches, self._writer
+        self._layers, self._caches, self._writer = {id(one): self._layers[id(cache)]}, [one], one
+        try:
+            yield
+        finally:
+            self._layers, self._caches, self._writer = saved
+        index.insert(sequence, own, first, len(cache.keys))
 
     def step_reason(self, cache: SparseCache) -> str | None:
         refusal = self.refusal(cache)

@@ -90,7 +90,6 @@ def test_padding_on_both_sides_is_ignored(sinks: mx.array | None, model: Any):
             for sequence, (first, length) in enumerate(zip(padding, lengths, strict=True))
         ]
     assert report.prefill.calls > 0
-    assert report.dense_calls[A_FEW] == 1  # the sequence with one token
     for sequence, (expected, length) in enumerate(zip(outs, lengths, strict=True)):
         assert mx.allclose(out[sequence, :, :length], expected, rtol=1e-5, atol=1e-5)
 

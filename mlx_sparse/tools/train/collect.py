@@ -124,7 +124,7 @@ class Collection:
         mx.eval(half)
         shapes = self._shapes(self.layer_shapes[seen.layer])
         for name, array in half.items():
-            first = start if name.startswith("keys") else int(inside[0]) if len(inside) else 0
+            first = start if name.endswith("keys") else int(inside[0]) if len(inside) else 0
             self._put(self._path(seen.layer, name), np.array(array), shapes[name], window, first)
 
     def _put(self, path: Path, rows: Array, shape: tuple[int, ...], window: int, first: int) -> None:
