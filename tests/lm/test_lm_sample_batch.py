@@ -21,7 +21,7 @@ from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods.reasons import A_FEW, UNKNOWN_PADDING
+from mlx_sparse.methods.reasons import UNKNOWN_PADDING
 
 TOO_FULL = "whose sample selects too many blocks"
 
