@@ -214,7 +214,7 @@ def call(
 
 
 def only(reports: Any) -> dict[str, int]:
-    return {reason: count for reason, count in reports.dense_calls.items() if "(prompt)" not in reason}
+    return {reason: count for reason, count in reports.dense_calls.items() if reason != "in prefill"}
 
 
 HOLES = torch.ones(1, PROMPT + 1, dtype=torch.bool, device=DEVICE)
