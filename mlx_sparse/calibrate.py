@@ -109,10 +109,10 @@ def describe(config: Method, found: Threshold) -> str:
     return f"prompts sparse from {config.shortest_context():,} keys on{share} ({how})"
 
 
-# Files: one JSON object per question
+# Files: one JSON object per measurement
 
 
-Question = dict[str, str | int]
+MeasurementKey = dict[str, str | int]
 FORMAT = 2
 MAX_BYTES = 1 << 16
 
@@ -122,39 +122,39 @@ def folder() -> Path:
     return cache_directory() / "calibration"
 
 
-def path_of(asked: Question) -> Path:
-    """Return the path of the file with the answer to a question."""
-    return folder() / f"{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]}.json"
+def path_of(key: MeasurementKey) -> Path:
+    """Return the path of the calibration file of a measurement."""
+    return folder() / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
 
 
-def read_answer(asked: Question) -> dict[str, Any] | None:
-    """Read the answer to a question; None without a file.
+def read_measurement(key: MeasurementKey) -> dict[str, Any] | None:
+    """Read a stored measurement. Return None if there is no file.
 
     Raises:
         ArtefactError: the file is damaged or has other content. The next measurement replaces it.
     """
-    path = path_of(asked)
+    path = path_of(key)
     try:
         found = json.loads(read_regular(path, MAX_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ArtefactError(f"{path}: expected a measurement, got {str(error)[:80]}.") from None
-    if not isinstance(found, dict) or found.get("question") != asked or not isinstance(found.get("answer"), dict):
+    if not isinstance(found, dict) or found.get("question") != key or not isinstance(found.get("answer"), dict):
         raise ArtefactError(f"{path}: expected a measurement of this machine and version, got something else.")
     answer: dict[str, Any] = found["answer"]
     return answer
 
 
-def write_answer(asked: Question, answer: Mapping[str, Any]) -> None:
-    """Write the answer to a question.
+def write_measurement(key: MeasurementKey, answer: Mapping[str, Any]) -> None:
+    """Store a measurement in its calibration file.
 
     Raises:
         OSError: the file cannot be written.
     """
-    path = path_of(asked)
+    path = path_of(key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"question": asked, "answer": answer}, indent=1)
+    text = json.dumps({"question": key, "answer": answer}, indent=1)
     replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))
 
 
@@ -270,14 +270,14 @@ class Calibration:
 
     def threshold(self, config: Method, layer: Layer, S: int = 0) -> Threshold:
         """Return the threshold of ``config`` in a layer. Measure it first, if ``S`` keys are enough."""
-        asked = config, layer
-        if asked not in self._known:
+        key = config, layer
+        if key not in self._known:
             kept = self.look_up(config, layer) if config.measurable else None
-            self._known[asked] = kept or self.modelled(config, layer)
+            self._known[key] = kept or self.modelled(config, layer)
         if S >= self.shortest_measured(config) and self.needs_measurement(config, layer):
-            self._tried.add(asked)  # set first, so that a failed measurement is not repeated
-            self._known[asked] = self.measure(config, layer) or self._known[asked]
-        return self._known[asked]
+            self._tried.add(key)  # set first, so that a failed measurement is not repeated
+            self._known[key] = self.measure(config, layer) or self._known[key]
+        return self._known[key]
 
     def needs_measurement(self, config: Method, layer: Layer) -> bool:
         """Return True if the first context that is long enough will measure the layer."""
@@ -304,7 +304,7 @@ class Calibration:
     def look_up(self, config: Method, layer: Layer) -> Threshold | None:
         """Return the threshold of an earlier measurement, or None."""
         try:
-            answer = read_answer(question(config, layer))
+            answer = read_measurement(measurement_key(config, layer))
             return None if answer is None else self.read(config, layer, answer)
         except (ArtefactError, ValueError) as error:
             self._say(f"a measurement is ignored, and replaced by the next: {error}")
@@ -337,7 +337,7 @@ class Calibration:
     def timed(config: Method, layer: Layer) -> list[Point]:
         """Return the lengths at which decode steps were timed on this machine; empty before a measurement."""
         try:
-            return read_points(read_answer(question(config, layer)) or {})
+            return read_points(read_measurement(measurement_key(config, layer)) or {})
         except (ArtefactError, ValueError):
             return []  # `look_up` reports damaged files
 
@@ -362,7 +362,7 @@ class Calibration:
         found = self.read(config, layer, json.loads(json.dumps(answer)))
         self._say(f"{describe(config, found)}; it took {time.monotonic() - start:.1f} s.")
         try:
-            write_answer(question(config, layer), answer)
+            write_measurement(measurement_key(config, layer), answer)
         except OSError as error:
             self._say(f"the measurement cannot be saved: {error}. It is used for this run only.")
         return found
@@ -418,8 +418,8 @@ class Calibration:
         return pairs
 
 
-def question(config: Method, layer: Layer) -> Question:
-    """Return the question of a measurement. An answer is valid only for this machine, system and these versions."""
+def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
+    """Return the key of a measurement: method, settings, layer shape, machine, system and versions."""
     info, step = mx.device_info(), layer.step
     packed = {} if step.packed is None else {"kv_bits": step.packed[0], "kv_group_size": step.packed[1]}
     return {

@@ -26,7 +26,7 @@ from mlx_sparse.tools.bench import inputs
 from mlx_sparse.tools.bench.core import Case, Request, Variant, check_memory
 
 from .build import operator_model
-from .defaults import PIECE, lanes_for
+from .defaults import CHUNK, lanes_for
 from .operators import CODE_RECORD, coded_axes
 from .runtime import memory, native
 
@@ -244,7 +244,7 @@ class OrtPrefill(OrtVariant):
 
     def prepare(self) -> None:
         case, prompt, common = self.case, self.shared, self.common(C=self.case.S)
-        piece = PIECE if self.config is None and self.backend == "standard" else case.S
+        chunk = CHUNK if self.config is None and self.backend == "standard" else case.S
         if self.config is None:
             self.load(operator_model("CachedAttention", **common, window=0))
         else:
@@ -253,8 +253,8 @@ class OrtPrefill(OrtVariant):
             self.load(operator_model("SampleAttention", **common, **own))
             self.row.details["density"] = prompt.density(self.config)
         rows = prompt.queries, prompt.keys, prompt.values
-        cuts = [(start, min(start + piece, case.S)) for start in range(0, case.S, piece)]
-        self._pieces = [self.new_tokens([row[:, :, a:b] for row in rows], a) for a, b in cuts]
+        cuts = [(start, min(start + chunk, case.S)) for start in range(0, case.S, chunk)]
+        self._chunks = [self.new_tokens([row[:, :, a:b] for row in rows], a) for a, b in cuts]
         self._caches = {f"past_{name}": memory.zeros(prompt.keys.shape, case.dtype) for name in ("key", "value")}
         self.place(self._caches)
 
@@ -265,11 +265,11 @@ class OrtPrefill(OrtVariant):
     def output(self) -> Array:
         """Run the model for the check."""
         self.run(0)
-        return np.concatenate([piece["output"] for piece in self._pieces], axis=2)
+        return np.concatenate([chunk["output"] for chunk in self._chunks], axis=2)
 
     def run(self, turn: int) -> float:
         start = time.perf_counter()
-        for piece in self._pieces:
-            self.place(piece)
+        for chunk in self._chunks:
+            self.place(chunk)
             self._session.run_with_iobinding(self._binding)
         return time.perf_counter() - start

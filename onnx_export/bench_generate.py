@@ -87,7 +87,7 @@ class Decoder(Generation):
             self.remark = f"its steps are dense below {below:,} keys"
 
     def _first(self, runner: Runner, token: int) -> npt.NDArray[Any]:
-        runner.go_on_from(self.case.S)
+        runner.resume_at(self.case.S)
         return runner.step([[token]]).copy()
 
     def check(self) -> str | None:

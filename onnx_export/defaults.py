@@ -14,7 +14,7 @@ LANES = (4096, 2048, 1024, 512, 256, 128, 64)
 ENOUGH_SAVED, SAAP_ENOUGH_SAVED = 1 << 19, 1 << 20
 LOOKED_AT = 0.2  # cost of reading the bucket of a key in SAAP's function body, relative to attending to the key
 # Tokens of a prefill chunk. SampleAttention scores one row block per chunk, so its chunks are as long as mlx-lm's.
-PIECE, SAMPLE_PIECE = 512, 2048
+CHUNK, SAMPLE_CHUNK = 512, 2048
 # Keys below which prefill stays dense if `dense_below` is "auto". At this length and above SampleAttention was faster
 # than dense attention with half of the blocks attended, both as function bodies and with native kernels.
 SAMPLE_BELOW = 2048

@@ -198,7 +198,7 @@ class SparQCache(DynamicCache):
             model=config._name_or_path,
             layers=len(self.layers),
         )
-        self.report.outlook = partial(_outlook, self.thresholds, "modelled" if self.attn.measurable else "given")
+        self.report.crossovers = partial(_crossovers, self.thresholds, "modelled" if self.attn.measurable else "given")
         self.report.dense_layers.update(reason for layer in self.layers if (reason := dense_layer(layer)))
         self.report.served_layers = len(self.layers) - self.report.dense_layers.total()
         if self.report.served_layers == 0:
@@ -229,7 +229,7 @@ class SparQCache(DynamicCache):
         return tagged, values
 
 
-def _outlook(thresholds: dict[Step, int], how: str) -> list[str]:
+def _crossovers(thresholds: dict[Step, int], how: str) -> list[str]:
     """Return lines of the report. This is not a method, so that the report does not refer back to the cache."""
     lengths = ("never sparse" if keys >= NEVER else f"sparse from {keys:,} keys on" for keys in thresholds.values())
     return [f"{length} ({how})" for length in dict.fromkeys(lengths)]

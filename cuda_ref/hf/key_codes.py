@@ -12,7 +12,7 @@ from ..torch_functions import code_groups, key_spread
 from .running_statistics import lasting
 
 BYTES = GROUP // 2  # bytes of the codes of a group per component
-PIECE = 2048  # maximum number of rows that are quantized at a time, which limits the float32 copies
+CHUNK = 2048  # maximum number of rows that are quantized at a time, which limits the float32 copies
 
 
 class Codes:
@@ -60,8 +60,8 @@ class Codes:
             self._grow(keys.shape[2] // GROUP)
         for sequences, first in self._runs:
             full = _full(length, first)
-            for start in range(_full(self.length, first), full, PIECE // GROUP):
-                stop = min(start + PIECE // GROUP, full)
+            for start in range(_full(self.length, first), full, CHUNK // GROUP):
+                stop = min(start + CHUNK // GROUP, full)
                 codes, lo, step, centre = (array[sequences] for array in self.coded)
                 new = code_groups(
                     keys[sequences, :, first + start * GROUP : first + stop * GROUP],

@@ -34,7 +34,7 @@ def rounded_down(first):
 
 
 @triton.jit
-def narrowed(logit, largest):
+def encode_logit(logit, largest):
     """Encode a logit of a tile with this ``largest`` logit in 8 bits."""
     below = (largest - logit) * 16.0  # +inf or NaN without weight
     code = tl.where(below < NO_WEIGHT - 0.5, tl.floor(below + 0.5), NO_WEIGHT)
@@ -42,7 +42,7 @@ def narrowed(logit, largest):
 
 
 @triton.jit
-def widened(code, largest):
+def decode_logit(code, largest):
     """Decode an 8-bit logit with an error of at most 1/32; NaN if it has no softmax."""
     logit = tl.where(code < NO_WEIGHT, largest - code.to(tl.float32) / 16.0, float("-inf"))
     return tl.where(code == NO_SOFTMAX, float("nan"), logit)

@@ -12,7 +12,7 @@ of the longest row. Tiles after the last group of a row are not read and are wri
 import triton
 import triton.language as tl
 
-from .numbers import GROUP, NO_WEIGHT, finite, narrowed, rounded_down
+from .numbers import GROUP, NO_WEIGHT, encode_logit, finite, rounded_down
 from .sparq_scores import component_at, component_ranks, logit_factors, query_components
 
 
@@ -30,7 +30,7 @@ def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tile
     tl.store(statistics + heads * 2 * tiles + tile, largest, mask=there)
     tl.store(statistics + heads * 2 * tiles + tiles + tile, total, mask=there)
     if logits.dtype.element_ty == tl.uint8:
-        approximate = narrowed(approximate, largest[:, None])
+        approximate = encode_logit(approximate, largest[:, None])
     tl.store(logits + heads[:, None] * stride_l + s[None, :], approximate, mask=there[:, None] & (s < end)[None, :])
 
 
@@ -54,7 +54,7 @@ def sparq_code_scores(
     keys,  # (B, Hkv, length, D), last stride 1: read behind the last full group
     component_weight,  # (B, Hkv, D) float32, or None for the paper's rule
     left_padding,  # (B,) int32, or None
-    logits,  # out: (B, Hkv, G, stride_l) float32 or uint8, see `narrowed`; from the line of the first valid key on
+    logits,  # out: (B, Hkv, G, stride_l) float32 or uint8, see `encode_logit`; from the line of the first valid key on
     statistics,  # out: (B, Hkv, G, 2, tiles) float32: largest logit, sum of exp(logit - largest)
     tickets,  # out: (B, Hkv, 2) int32, zeros for the launches that follow
     length,

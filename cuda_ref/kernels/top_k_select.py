@@ -12,7 +12,7 @@ needs the scores of all tiles, so this kernel is the first that can build the hi
 import triton
 import triton.language as tl
 
-from .numbers import NO_WEIGHT, finite, rounded_down, rounded_up, tile_of, widened
+from .numbers import NO_WEIGHT, decode_logit, finite, rounded_down, rounded_up, tile_of
 
 # Bits of a score that is never selected (invalid or -inf), and of a key of the local window, above every score.
 NEVER = tl.constexpr(0)
@@ -110,7 +110,7 @@ def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, spli
         logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
     else:
         code = tl.load(logits + g * stride_l + s, mask=readable, other=NO_WEIGHT)
-        logit = widened(code, tl.load(statistics + g * 2 * splits + tile, mask=readable, other=0.0))
+        logit = decode_logit(code, tl.load(statistics + g * 2 * splits + tile, mask=readable, other=0.0))
     if statistics is not None:
         largest, factor = row_softmax(statistics + g * 2 * splits, splits, 256)
         if tl.program_id(0) == 0:

@@ -23,7 +23,7 @@ MERGED = 1024  # key blocks that are read at a time
 LIST_BYTES = 512 << 20  # maximum bytes of lists in memory; all lists for a million keys and 32 heads need 8.6 GB
 
 
-class Kept(NamedTuple):
+class SampleMasks(NamedTuple):
     """``column`` and ``slash``: ``(B, Hq, C, Nk)`` uint8, 1 = kept."""
 
     column: torch.Tensor
@@ -195,13 +195,13 @@ def choose(
     alpha_column: float,
     alpha_slash: float,
     scale: float,
-) -> Kept:
+) -> SampleMasks:
     """Return the selected columns and offset bins of each region."""
     column, slash = score(queries, keys, layout, scale=scale)
-    return Kept(keep(column, alpha_column), keep(slash, alpha_slash))
+    return SampleMasks(keep(column, alpha_column), keep(slash, alpha_slash))
 
 
-def merge(kept: Kept, layout: Layout, first: int, stop: int, width: int, counts: torch.Tensor) -> torch.Tensor:
+def merge(kept: SampleMasks, layout: Layout, first: int, stop: int, width: int, counts: torch.Tensor) -> torch.Tensor:
     """Make the lists (sample.7) of row blocks ``first`` to ``stop``, counted from the first row block with a query.
 
     Args:

@@ -20,7 +20,7 @@ class GroupScores:
 
     Attributes:
         logits: float32 ``(B, Hkv, G, S rounded up to a multiple of 16)``, or uint8 in units of 1/16 nat below the
-            largest logit of the tile (`kernels.numbers.narrowed`). Logits of invalid keys are -inf or not written.
+            largest logit of the tile (`kernels.numbers.encode_logit`). Logits of invalid keys are -inf or not written.
         statistics: float32 ``(B, Hkv, G, 2, splits)``: largest logit and sum of exp(logit - largest) of each split.
         softmax: float32 ``(B, Hkv, G, 2)``, output of `select`: largest logit and 1 / sum of exp(logit - largest).
         tickets: int32 ``(B, Hkv, 2)`` zeros, one for each of the two launches that follow.

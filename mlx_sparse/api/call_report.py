@@ -74,7 +74,7 @@ class Report(Totals):
         dense_bytes: bytes that dense attention would have moved in the same calls.
         prefill: figures of the prefill chunks (`mlx_sparse.lm.figures.PrefillFigures`); None without a prefill method.
         decodes: True if there is a decode method.
-        outlook: returns the crossover lengths of the layers, as lines.
+        crossovers: returns the crossover lengths of the layers, as lines.
         sent_bytes, messages: bytes and messages sent to the other ranks of a sharded context.
         checked_bytes: bytes moved by verification steps of a lossless model, or by its decode steps without drafts.
         drafts: figures of drafts (`mlx_sparse.lm.figures.DraftFigures`); None without `--lossless`.
@@ -91,7 +91,7 @@ class Report(Totals):
     served_layers: int = 0
     dense_layers: Counter[str] = field(default_factory=Counter)
     decodes: bool = True
-    outlook: Callable[[], list[str]] = field(default=list, repr=False)
+    crossovers: Callable[[], list[str]] = field(default=list, repr=False)
     part: Part = field(default_factory=Part)
     kv_heads: tuple[int, int] | None = None
     counted: Any = field(default=None, init=False, repr=False)
@@ -134,7 +134,7 @@ class Report(Totals):
             data["prefill"] = self.prefill and self.prefill.as_dict()
             data["buckets"] = self.buckets and self.buckets.as_dict()
             data["drafts"] = self.drafts and self.drafts.as_dict()
-            data["outlook"] = self.outlook()
+            data["crossovers"] = self.crossovers()
             for name in ("formula_bytes", "part", "kv_heads", "counted"):
                 del data[name]
             data["sparse_bytes"] = self.sparse_bytes
@@ -152,7 +152,7 @@ class Report(Totals):
         lines = [f"{self.attn} on {self.backend}: {served}{self._held()}"]
         if self.dense_layers:
             lines.append(f"dense layers: {listing(self.dense_layers)}")
-        return lines + self.outlook()
+        return lines + self.crossovers()
 
     def _held(self) -> str:
         """Return a description of the part of the model on this process; empty for a whole model."""

@@ -123,8 +123,8 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         ends = [min(end, self.length) for end in ends]
         return [(min(first, end), end) for first, end in zip(first_rows, ends, strict=True)]
 
-    def alone(self, sequence: int, first: int, stop: int) -> SparseKVCache:
-        """Return rows ``[first, stop)`` of a sequence as a separate cache. `keep` stores its full samples here."""
+    def select_rows(self, sequence: int, first: int, stop: int) -> SparseKVCache:
+        """Return rows ``[first, stop)`` of a sequence as a separate cache with its full sample."""
         one = SparseKVCache()  # type: ignore[no-untyped-call]
         # For row 0 this is a view of the whole buffer, which kernels read without a copy.
         rows = slice(0, None) if first == 0 else slice(first, stop)
@@ -133,7 +133,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         one._full_samples = self._fulls[sequence : sequence + 1]
         return one
 
-    def keep(self, sequence: int, one: SparseKVCache) -> None:
+    def store_full_sample(self, sequence: int, one: SparseKVCache) -> None:
         """Store the record of a full sample of a sequence, or remove it."""
         known = self._fulls
         self._full_samples = (*known[:sequence], *(one._full_samples or (None,)), *known[sequence + 1 :])

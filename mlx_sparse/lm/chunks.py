@@ -181,7 +181,7 @@ def attend_each(
     parts = []
     outs: list[Any] = []
     for sequence, (first, stop) in enumerate(extents):
-        one = cache.alone(sequence, first, stop)
+        one = cache.select_rows(sequence, first, stop)
         start, end = max(first - before, 0), max(stop - before, 0)
         part, out = queries[sequence : sequence + 1, :, start:end], None
         if start < end:
@@ -191,7 +191,7 @@ def attend_each(
                 step = call.hooks.single_sequence(cache, sequence, one, first, queries, part)
             with step:
                 out = call.attend_one(part, keys, one, scale, mask, sinks, layer_index)
-            cache.keep(sequence, one)
+            cache.store_full_sample(sequence, one)
         parts.append((part, one, start))
         outs.append(out)
     if all(out is None for out in outs):

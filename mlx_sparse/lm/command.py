@@ -193,7 +193,7 @@ class Session:
                 complete = any(config.file is not None for config in self.configs) and has_all_weights(Path(model))
                 record_facts(loaded[0], complete=complete)
             elif (plan := self._enable(loaded[0], str(model))) is not None:
-                self._print_outlook(plan, plan.report)
+                self._print_crossovers(plan, plan.report)
         return loaded
 
     def load_part(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +231,7 @@ class Session:
         if plan is not None:
             if not any(served for _, served in gathered):
                 require_served(plan.report, plan.name)
-            self._print_outlook(plan, plan.report)
+            self._print_crossovers(plan, plan.report)
 
     def _enable(self, model: Any, path: str) -> Plan | None:
         """Enable the methods on a loaded model. A model that is loaded again continues its report.
@@ -266,7 +266,7 @@ class Session:
             self.print_line(known)
         return plan
 
-    def _print_outlook(self, plan: Plan, report: Report) -> None:
+    def _print_crossovers(self, plan: Plan, report: Report) -> None:
         """Print the served layers and crossover lengths before the first token."""
         if self.report_format not in ("text", "recall"):
             return

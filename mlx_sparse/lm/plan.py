@@ -62,7 +62,7 @@ class Plan:
         attn = "+".join(map(str, self.configs)) or Dense.name
         self.report = Report(attn=attn, backend=backend, model_type=family, decodes=decode is not None)
         self.report.add(Counts(prefill=prefill and PrefillFigures(), decode=hooks.figures))
-        self.report.outlook = self.outlook
+        self.report.crossovers = self.crossovers
         self.watch: Callable[[int, Counts], object] | None = None
         self.layers: Counter[tuple[Method, Layer]] = Counter()
         self.lossless: int | None = None
@@ -80,7 +80,7 @@ class Plan:
         """Names of the methods, joined by a plus sign."""
         return "+".join(config.name for config in self.configs) or Dense.name
 
-    def outlook(self) -> list[str]:
+    def crossovers(self) -> list[str]:
         """Return the crossover lengths of the served layers, one line for equal layers."""
         lines: dict[Method, Counter[str]] = {}
         for (config, layer), count in self.layers.items():
@@ -112,7 +112,7 @@ class Plan:
     def count_in(self, report: Report) -> None:
         """Add further counts to the report of an earlier plan with the same methods and the same model."""
         if report is not self.report:
-            for name in ("backend", "layers", "served_layers", "dense_layers", "outlook", "part", "kv_heads"):
+            for name in ("backend", "layers", "served_layers", "dense_layers", "crossovers", "part", "kv_heads"):
                 setattr(report, name, getattr(self.report, name))
             self.report = report
 

@@ -44,7 +44,7 @@ def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto") -
     problems += [f"mlx-lm: {problem}" for problem in findings["seams"] or []]
     problems += _other_owners()
     if model is not None:
-        findings["model"] = _outlook(model, attn, backend, problems)
+        findings["model"] = _crossovers(model, attn, backend, problems)
     findings["problems"] = problems
     return findings
 
@@ -77,7 +77,7 @@ def _guarded(probe: Any, problems: list[str], package: str) -> Any:
         return None
 
 
-def _outlook(model: str, attn: str, backend: str, problems: list[str]) -> dict[str, Any] | None:
+def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dict[str, Any] | None:
     """Return the lines that ``--attn`` prints before the first token. The model is loaded and not run."""
     try:
         from ..calibrate import Calibration

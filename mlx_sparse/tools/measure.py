@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(rows, indent=2))
     else:
         for row in rows:
-            print(f"{row['layers']} layers, {row['shape']}: {row['attn']} {row['outlook']}")
+            print(f"{row['layers']} layers, {row['shape']}: {row['attn']} {row['crossovers']}")
     return 0 if all(row["how"] != MODELLED for row in rows) else 1
 
 
@@ -79,5 +79,5 @@ def rows_of(served: Served, calibration: Calibration, *, measures: bool = False)
         found = calibration.measure(config, layer) if measures and config.measurable else None
         found = found or calibration.threshold(config, layer)
         row = {"attn": str(config), "backend": layer.backend, "shape": str(layer), "layers": count}
-        rows.append(row | {"value": found.value, "how": found.how, "outlook": describe(config, found)})
+        rows.append(row | {"value": found.value, "how": found.how, "crossovers": describe(config, found)})
     return rows

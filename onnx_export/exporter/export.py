@@ -23,7 +23,7 @@ from mlx_sparse.methods import Dense, Method, Sample, load_toml, parse
 
 from .. import build
 from ..compose import inline as inlined
-from ..defaults import IN_FILES, SAMPLE_PIECE, lanes_for
+from ..defaults import IN_FILES, SAMPLE_CHUNK, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from ..runtime import native as kernels
 from ..runtime.genai import ends_of, write_config
@@ -164,11 +164,11 @@ def _with_dense_below(config: Method, given: int) -> Method:
     Raises:
         ConfigError: the method has no such setting, or its text sets the number too.
     """
-    said = getattr(config, "dense_below", None)
-    if said is None:
+    configured = getattr(config, "dense_below", None)
+    if configured is None:
         raise ConfigError(f"--dense-below: expected none beside a --method that decodes densely, got {given}.")
-    if said != "auto":
-        raise ConfigError(f"--dense-below: expected none beside dense_below={said} of the method, got {given}.")
+    if configured != "auto":
+        raise ConfigError(f"--dense-below: expected none beside dense_below={configured} of the method, got {given}.")
     check_int("--dense-below", given, 0, MOST)
     setting: dict[str, Any] = {"dense_below": given}
     return dataclasses.replace(config, **setting)
@@ -234,13 +234,13 @@ def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
 def _check_tokens(settings: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if a special token is not a number."""
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
-        said = settings.get(key)
-        ids = said if isinstance(said, list) and key.startswith("eos") else [] if said is None else [said]
+        value = settings.get(key)
+        ids = value if isinstance(value, list) and key.startswith("eos") else [] if value is None else [value]
         if not all(type(token) is int for token in ids):
-            raise ConfigError(f"--model: expected {key} to be the number of a token, got {shorten(repr(said), 80)}.")
+            raise ConfigError(f"--model: expected {key} to be the number of a token, got {shorten(repr(value), 80)}.")
 
 
-def length_of(settings: Mapping[str, Any], asked: int | None) -> int:
+def length_of(settings: Mapping[str, Any], requested: int | None) -> int:
     """Return the maximum number of tokens.
 
     Raises:
@@ -248,11 +248,13 @@ def length_of(settings: Mapping[str, Any], asked: int | None) -> int:
     """
     limit = settings.get("max_position_embeddings")
     limit = limit if isinstance(limit, int) and limit > 0 else None
-    if asked is None:
+    if requested is None:
         return min(limit or MAX_LENGTH, MAX_LENGTH)
-    if limit is not None and asked > limit:
-        raise ConfigError(f"--max-length: expected at most max_position_embeddings={limit} of the model, got {asked}.")
-    return asked
+    if limit is not None and requested > limit:
+        raise ConfigError(
+            f"--max-length: expected at most max_position_embeddings={limit} of the model, got {requested}."
+        )
+    return requested
 
 
 def own_type(model: Any) -> str:
@@ -289,7 +291,7 @@ def _write(
 
 def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata that a runner needs."""
-    said = {
+    metadata = {
         "spec": SPEC,
         "version": mlx_sparse.__version__,
         "method": target.text,
@@ -299,8 +301,8 @@ def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
         "eos_token_ids": json.dumps(ends_of(settings)),
     }
     if target.prompts is not None:
-        said["prompt_piece"] = SAMPLE_PIECE
-    return {f"{DOMAIN}.{key}": str(value) for key, value in said.items()}
+        metadata["prompt_piece"] = SAMPLE_CHUNK
+    return {f"{DOMAIN}.{key}": str(value) for key, value in metadata.items()}
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

@@ -77,7 +77,7 @@ void Append::head(int64_t b, int64_t h) const {
   const int64_t place = past_length[b] * D * item;
   std::memcpy(copied(past_key, present_key) + place, k, L * D * item);
   std::memcpy(copied(past_value, present_value) + place, v, L * D * item);
-  if (follow) follow->head(b, h);
+  if (callback) callback->head(b, h);
   if (!present_key_t) return;
   void* columns = copied(past_key_t, present_key_t);
   if (item == 2) {

@@ -11,11 +11,11 @@
 namespace sparse {
 
 // Called for each head after its new keys and values were appended, to update further caches.
-struct Follow {
+struct HeadCallback {
   virtual void head(int64_t b, int64_t h) const = 0;
 
  protected:
-  ~Follow() = default;
+  ~HeadCallback() = default;
 };
 
 // Appends tokens to the caches of one node; a past and its present may be the same memory.
@@ -34,7 +34,7 @@ struct Append {
   float* present_sums = nullptr;  // (B, Hkv, 3, D)
   const int64_t* first = nullptr;
   const TypeKernels* kernels = nullptr;
-  const Follow* follow = nullptr;
+  const HeadCallback* callback = nullptr;
 
   void head(int64_t b, int64_t h) const;
   const char* plane(const void* cache, int64_t b, int64_t h) const {
@@ -48,7 +48,7 @@ struct Append {
 
 // Int4 scoring keys of these caches and their summary: docs/spec/sparq.md, (sparq.17) to (sparq.20), (sparq.22), and
 // docs/spec/operators.md, SparQCoded.
-struct CodedKeys final : Follow {
+struct CodedKeys final : HeadCallback {
   const Append& append;
   const int64_t* first;  // (B)
   bool spreads;  // true if the spread is needed
@@ -108,10 +108,10 @@ struct SparQ {
 
 void attend_densely(const Attention&, const Pool&);
 // Appends the new keys of a head and lists the keys that its query attends to, ascending. Returns their number.
-using Choose = std::function<int64_t(int64_t b, int64_t h, int32_t* listed)>;
+using SelectKeys = std::function<int64_t(int64_t b, int64_t h, int32_t* listed)>;
 // Attention over the listed keys, at most `room` keys per head. After all heads have listed their keys, each list is
 // divided among the workers, because lists may differ in length.
-void attend_lists(const Attention&, int64_t room, const Choose&, const Pool&);
+void attend_lists(const Attention&, int64_t room, const SelectKeys&, const Pool&);
 void attend_sparsely(const Attention&, const SparQ&, const Pool&);
 
 // Mean value (sparq.9) and deviation of (sparq.1) of `valid` tokens from their sums (3, D).

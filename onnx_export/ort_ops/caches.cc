@@ -89,7 +89,7 @@ void attend_prompt(const Attributes& attributes, Attention& a, const Pool& pool)
   Sample sample(a, sample_of(attributes));
   if (sample.everything()) return attend_densely(a, pool);
   append_all(*a.append, a.B, pool);
-  sample.choose(pool);
+  sample.select_blocks(pool);
   sample.attend(pool);
 }
 

@@ -158,7 +158,7 @@ void attend_listed(const Attention& a, const Rows& rows, int64_t b, int64_t h, c
 
 }  // namespace
 
-void attend_lists(const Attention& a, int64_t room, const Choose& choose, const Pool& pool) {
+void attend_lists(const Attention& a, int64_t room, const SelectKeys& select_keys, const Pool& pool) {
   const int64_t heads = a.B * a.Hkv, most_parts = parts_for(heads, room, kLeastListed, 4);
   struct Found {
     int64_t count;
@@ -168,7 +168,7 @@ void attend_lists(const Attention& a, int64_t room, const Choose& choose, const 
                                      Scratch::size<Found>(heads) + Scratch::size<Rows>(heads * most_parts));
   Found* found = shared.take<Found>(heads);
   for (int64_t i = 0; i < heads; i++) found[i] = {0, shared.take<int32_t>(room)};
-  pool.run(heads, [&](int64_t i) { found[i].count = choose(i / a.Hkv, i % a.Hkv, found[i].listed); });
+  pool.run(heads, [&](int64_t i) { found[i].count = select_keys(i / a.Hkv, i % a.Hkv, found[i].listed); });
   int64_t longest = 0;
   for (int64_t i = 0; i < heads; i++) longest = std::max(longest, found[i].count);
   const int64_t parts = parts_for(heads, longest, kLeastListed, 4);

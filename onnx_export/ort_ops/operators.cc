@@ -116,7 +116,7 @@ void compute_sample(const Attributes& attributes, const Context& context) {
   a.query = query.data, a.keys = keys.data, a.values = values.data, a.first = padding, a.length = lengths;
   const Pool pool(context.api(), context.context());
   Sample sample(a, sample_of(attributes));
-  if (!sample.everything()) sample.choose(pool);
+  if (!sample.everything()) sample.select_blocks(pool);
   const int64_t width = sample.longest_list();
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
   sample.write_lists(static_cast<int32_t*>(context.output(1, {a.B, a.Hq, sample.row_blocks(), width})), width);
@@ -207,7 +207,7 @@ void compute_sparq_coded_attention(const Attributes& attributes, const Context& 
   coded.past = past_codes.bytes(), coded.past_summary = past_summary.floats();
   coded.present = static_cast<uint8_t*>(context.output(2, {a.B, a.Hkv * a.D, coded.groups(), kRecord}));
   coded.summary = static_cast<float*>(context.output(4, {a.B, 3 * a.Hkv, a.D}));
-  append.follow = &coded;
+  append.callback = &coded;
   const Pool pool(context.api(), context.context());
   if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
   s.codes = coded.present, s.groups = coded.groups(), s.summary = coded.summary;

@@ -12,7 +12,7 @@ constexpr int64_t kMostBuckets = std::numeric_limits<int16_t>::max();
 constexpr int64_t kTokens = 16;      // tokens that are assigned to buckets at a time
 
 // Assigns new keys to buckets, (saap.1) of docs/spec/saap.md. A past and its present may be the same memory.
-struct Assign final : Follow {
+struct Assign final : HeadCallback {
   const Kernels* kernels;
   Type type, weights;  // types of the keys and of the centroids
   int64_t Hkv, L, C, D, buckets;
@@ -64,7 +64,7 @@ class Step {
   void apply(const Layer&, const float* x, float* y, Scratch&) const;
   const uint8_t* route(int64_t b, int64_t h, Scratch&) const;
   int64_t list(int64_t b, int64_t h, const uint8_t* visited, int32_t* listed) const;
-  int64_t choose(int64_t b, int64_t h, int32_t* listed) const;
+  int64_t select_keys(int64_t b, int64_t h, int32_t* listed) const;
 
   const Attention& a;
   const Saap& s;
@@ -160,7 +160,7 @@ int64_t Step::list(int64_t b, int64_t h, const uint8_t* visited, int32_t* listed
 }
 
 // Appends the new keys of a head and lists the keys that its queries attend to.
-int64_t Step::choose(int64_t b, int64_t h, int32_t* listed) const {
+int64_t Step::select_keys(int64_t b, int64_t h, int32_t* listed) const {
   if (a.append) a.append->head(b, h);
   Scratch scratch(Scratch::kTask, network_bytes());
   return list(b, h, route(b, h, scratch), listed);
@@ -169,7 +169,7 @@ int64_t Step::choose(int64_t b, int64_t h, int32_t* listed) const {
 void Step::run(const Pool& pool) const {
   int64_t room = 1;
   for (int64_t b = 0; b < a.B; b++) room = std::max(room, a.length[b] - a.first[b] + 1);
-  attend_lists(a, room, [&](int64_t b, int64_t h, int32_t* listed) { return choose(b, h, listed); }, pool);
+  attend_lists(a, room, [&](int64_t b, int64_t h, int32_t* listed) { return select_keys(b, h, listed); }, pool);
 }
 
 void Assign::head(int64_t b, int64_t h) const {
@@ -240,7 +240,7 @@ void compute_saap_attention(const Attributes& attributes, const Context& context
   assign.Hkv = a.Hkv, assign.L = a.L, assign.C = a.C, assign.D = a.D, assign.buckets = N;
   assign.key = key_before.data, assign.centroids = centroids.data, assign.past_length = append.past_length;
   assign.past_ids = past_ids.shorts(), assign.present_ids = ids;
-  append.follow = &assign;
+  append.callback = &assign;
   const Pool pool(context.api(), context.context());
   if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
   s.buckets = N, s.hidden = H, s.weights = context.weights();

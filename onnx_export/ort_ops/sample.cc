@@ -95,7 +95,7 @@ void Sample::score(int64_t head, int64_t c) {
   keep(slash, Nk_, s_.alpha_slash, kept + Nk_, order);
 }
 
-void Sample::choose(const Pool& pool) {
+void Sample::select_blocks(const Pool& pool) {
   kept_.resize(a_.B * a_.Hq * C_ * 2 * Nk_);
   pool.run(a_.B * a_.Hq * C_, [&](int64_t i) { score(i / C_, i % C_); });
 }

@@ -22,7 +22,7 @@ class Sample {
   int64_t row_blocks() const { return R_; }
   int64_t key_blocks() const { return Nk_; }
 
-  void choose(const Pool&);
+  void select_blocks(const Pool&);
   void attend(const Pool&) const;
   // Length of the longest list, and the lists (B, Hq, R, width), ascending, then -1. If attention is dense, the lists
   // contain all causal key blocks.

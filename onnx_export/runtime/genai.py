@@ -13,7 +13,7 @@ import onnx
 from mlx_sparse.checks import ArtefactError
 from mlx_sparse.files import replace_file
 
-from ..defaults import PIECE
+from ..defaults import CHUNK
 from ..operators import RECURRENT
 
 CONFIG = "genai_config.json"
@@ -31,14 +31,14 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         ArtefactError: model.onnx has no caches.
     """
     proto = onnx.load(folder / "model.onnx", load_external_data=False)
-    graph, said = proto.graph, {entry.key: entry.value for entry in proto.metadata_props}
+    graph, metadata = proto.graph, {entry.key: entry.value for entry in proto.metadata_props}
     shapes = {info.name: [dim.dim_value for dim in info.type.tensor_type.shape.dim] for info in graph.input}
     vocabulary = graph.output[0].type.tensor_type.shape.dim[2].dim_value
     caches = [name for name in shapes if name.startswith("past_key_values.") and name.endswith(".key")]
     if not caches:
         raise ArtefactError(f"model: expected caches named past_key_values.0.key and so on, got none in {folder}.")
     _, kv_heads, capacity, head_dim = shapes[caches[0]]
-    length = int(said.get("mlx_sparse.max_length", capacity))
+    length = int(metadata.get("mlx_sparse.max_length", capacity))
     heads = config.get("num_attention_heads", kv_heads)
     layers = config.get("num_hidden_layers", len(caches))
     inputs = {
@@ -76,8 +76,8 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         },
     }
     # Prefill in chunks limits the memory of a call.
-    piece = int(said.get("mlx_sparse.prompt_piece", PIECE))
-    search = {"do_sample": False, "max_length": length, "past_present_share_buffer": True, "chunk_size": piece}
+    chunk = int(metadata.get("mlx_sparse.prompt_piece", CHUNK))
+    search = {"do_sample": False, "max_length": length, "past_present_share_buffer": True, "chunk_size": chunk}
     _write(folder, {"model": model, "search": search})
 
 

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from mlx_sparse.checks import ArtefactError, ConfigError, ShapeError, check_int
 
 from .. import build
-from ..defaults import PIECE
+from ..defaults import CHUNK
 from ..domain import DOMAIN, SPEC
 from ..operators import RECURRENT
 from . import memory
@@ -25,7 +25,7 @@ from . import native as kernels
 MODEL = "model.onnx"
 TYPES = (*build.TYPES.values(), onnx.TensorProto.INT64, onnx.TensorProto.INT16, onnx.TensorProto.UINT8)
 STATES = {"past_key_values.": "present.", **{f"past_{name}.": f"present_{name}." for name in (*RECURRENT, "conv")}}
-MOST_PIECE = 1 << 20  # largest prefill chunk in tokens that a file may request
+MAX_CHUNK = 1 << 20  # largest prefill chunk in tokens that a file may request
 MASK_STEP = 1024  # growth of the mask in tokens; the graph reads the whole mask for every token
 
 Array = npt.NDArray[Any]
@@ -66,8 +66,8 @@ class Runner:
         states, vocabulary = _states(self.path, proto.graph)
         self._capacity = states["past_key_values.0.key"][1][2]
         self.max_length = _number(self.path, self.metadata, "max_length", self._capacity)
-        said = "mlx_sparse.prompt_piece" in self.metadata  # older files lack it
-        self._piece = _number(self.path, self.metadata, "prompt_piece", MOST_PIECE) if said else PIECE
+        recorded = "mlx_sparse.prompt_piece" in self.metadata  # older files lack it
+        self._chunk = _number(self.path, self.metadata, "prompt_piece", MAX_CHUNK) if recorded else CHUNK
         ours = any(opset.domain == DOMAIN for opset in proto.opset_import)  # none in files exported with --inline
         self._session = self._open(_options(native, threads))
         self.native = ours and native == "auto" and kernels.unavailable() is None
@@ -95,7 +95,7 @@ class Runner:
             if name.startswith(("past_sums.", "past_summary.")):
                 array[:] = 0
 
-    def go_on_from(self, length: int) -> None:
+    def resume_at(self, length: int) -> None:
         """Continue from the ``length`` tokens that you wrote into `caches`, none of them padding.
 
         Write ``past_sums`` and ``past_summary`` too. They summarize all tokens, so this method cannot remove tokens.
@@ -166,11 +166,11 @@ class Runner:
         self._check_room("prompt", len(prompt))
         start, last = 0, len(prompt) - 1
         while start < last:
-            piece = self._piece
-            if piece == last - start - 1:
-                piece += 1  # a chunk of one token would be a sparse decode step
-            self.step([list(prompt[start : min(start + piece, last)])])
-            start += piece
+            chunk = self._chunk
+            if chunk == last - start - 1:
+                chunk += 1  # a chunk of one token would be a sparse decode step
+            self.step([list(prompt[start : min(start + chunk, last)])])
+            start += chunk
         return self.step([list(prompt[last:])])
 
     def generate(self, prompt: Sequence[int], max_tokens: int, pick: Pick | None = None) -> Iterator[int]:

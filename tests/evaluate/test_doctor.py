@@ -70,7 +70,7 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
     with measure.planned(model, "sparq:rank=4", "auto", calibrate.Calibration()) as plan:
         ((config, layer),) = plan.layers
         answer = {"points": [[3000, 2.0, 2.0, 2.0]], "time": 1}
-        calibrate.write_answer(calibrate.question(config, layer), answer)
+        calibrate.write_measurement(calibrate.measurement_key(config, layer), answer)
     code, out, _ = run(capsys, "doctor", "--model", model, "--attn", "sparq:rank=4", "--json")
     found = json.loads(out)["model"]
     assert (code, found["layers"], found["served_layers"]) == (0, 4, 2)

@@ -15,7 +15,7 @@ import onnxruntime as ort
 import pytest
 import tiny_models
 from cases import covering
-from exported import CODED, FLOAT32, SAAP_FILE, SAMPLE, SAMPLE_SAAP, STEPS, Made, need, needs_kernels
+from exported import CODED, FLOAT32, SAAP_FILE, SAMPLE, SAMPLE_SAAP, STEPS, ExportedModel, need, needs_kernels
 from exported import PROMPT_LENGTH as PROMPT
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, make_prompt_cache
 from mlx_sparse.onnx_export import COMPAT, DEFAULT, export, registered
@@ -44,19 +44,19 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 
 @pytest.mark.parametrize(("family", "method"), covering(list(families.FAMILIES), list(METHODS.values())))
 def test_every_family_generates_the_tokens_of_mlx(tmp_path: Path, family: str, method: str) -> None:
-    Made(tmp_path, family, method, max_length=128).check_tokens()
+    ExportedModel(tmp_path, family, method, max_length=128).check_tokens()
 
 
 @pytest.mark.parametrize("variant", some(list(VARIANTS), 8))
 def test_variants_generate_the_tokens_of_mlx(tmp_path: Path, variant: str) -> None:
     given = VARIANTS[variant]
     method = "sparq:rank=4,top_k=4,dense_below=33,key_bits=16"
-    Made(tmp_path, given["family"], method, given["changes"]).check_tokens()
+    ExportedModel(tmp_path, given["family"], method, given["changes"]).check_tokens()
 
 
 @pytest.mark.parametrize("variant", SAAP_VARIANTS)
 def test_saap_variants_generate_the_tokens_of_mlx(tmp_path: Path, variant: str) -> None:
-    made = Made(tmp_path, "llama", **{"method": SAAP_FILE, **SAAP_VARIANTS[variant]})
+    made = ExportedModel(tmp_path, "llama", **{"method": SAAP_FILE, **SAAP_VARIANTS[variant]})
     made.check_tokens()
     assert "SaapAttention" in made.nodes
 
@@ -76,7 +76,7 @@ def test_saap_variants_generate_the_tokens_of_mlx(tmp_path: Path, variant: str) 
 )
 def test_left_padded_rows_equal_mlx(tmp_path: Path, family: str, method: str, kernels: str) -> None:
     need(kernels)
-    made = Made(tmp_path, family, method, SLIDING if family == "smollm3" else {}, max_length=128)
+    made = ExportedModel(tmp_path, family, method, SLIDING if family == "smollm3" else {}, max_length=128)
     padding = [5, 0]
     rows = np.array([tiny_models.prompt_of(PROMPT, seed) for seed in (1, 2)])
     with made.mlx():
@@ -103,7 +103,7 @@ def session_of(file: Path, kernels: str) -> ort.InferenceSession:
     return ort.InferenceSession(file, options)
 
 
-def outputs(made: Made, *calls: tuple[list[list[int]], list[list[int]]], kernels: str = "off") -> np.ndarray:
+def outputs(made: ExportedModel, *calls: tuple[list[list[int]], list[list[int]]], kernels: str = "off") -> np.ndarray:
     """Run calls of (tokens, mask) with empty caches, and return the logits of the last call."""
     session = session_of(made.folder / "model.onnx", kernels)
     rows = len(calls[0][0])
@@ -117,18 +117,18 @@ def outputs(made: Made, *calls: tuple[list[list[int]], list[list[int]]], kernels
 
 
 @pytest.fixture(scope="module")
-def sparse_llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return Made(tmp_path_factory.mktemp("llama"), "llama", METHODS["sparq"], {})
+def sparse_llama(tmp_path_factory: pytest.TempPathFactory) -> ExportedModel:
+    return ExportedModel(tmp_path_factory.mktemp("llama"), "llama", METHODS["sparq"], {})
 
 
-def test_a_mask_may_be_longer_than_the_tokens(sparse_llama: Made) -> None:
+def test_a_mask_may_be_longer_than_the_tokens(sparse_llama: ExportedModel) -> None:
     tokens = [tiny_models.prompt_of(9)]
     short, long = (outputs(sparse_llama, (tokens, [[0] * 2 + [1] * 7 + [0] * more])) for more in (0, 30))
     np.testing.assert_array_equal(short, long)
 
 
 @pytest.mark.parametrize("mask", [[1, 1, 0, 1], [0, 1, 0, 1], [1, 1, 0, 0]])
-def test_an_invalid_mask_raises_a_runtime_error(sparse_llama: Made, mask: list[int]) -> None:
+def test_an_invalid_mask_raises_a_runtime_error(sparse_llama: ExportedModel, mask: list[int]) -> None:
     with pytest.raises(Exception, match="ScatterND"):
         outputs(sparse_llama, ([[5, 6, 7]], [mask]))
 
@@ -139,7 +139,7 @@ def test_an_invalid_mask_raises_a_runtime_error(sparse_llama: Made, mask: list[i
 )
 def test_a_row_of_padding_may_get_tokens_later(tmp_path: Path, method: str, kernels: str) -> None:
     need(kernels)
-    made = Made(tmp_path, "llama", method)
+    made = ExportedModel(tmp_path, "llama", method)
     one, other = tiny_models.prompt_of(9, 1), tiny_models.prompt_of(3, 2)
     rows = [one, [5] * 6 + other]
     mask = [[1] * 9, [0] * 6 + [1] * 3]
@@ -182,7 +182,7 @@ def test_other_formats_generate_the_same_tokens(
     tmp_path: Path, family: str, method: str, form: str, length: int
 ) -> None:
     options = FORMS[form]
-    made = Made(tmp_path, family, method, max_length=320, **options)
+    made = ExportedModel(tmp_path, family, method, max_length=320, **options)
     profile = COMPAT if options.get("compat") else DEFAULT
     assert made.proto.ir_version == profile.ir
     assert {opset.version for opset in made.proto.opset_import if not opset.domain} == {profile.opset}
@@ -230,7 +230,7 @@ def test_a_file_with_other_attributes_than_mlx_is_rejected(
 
     monkeypatch.setattr(compare, "copy_for_check", other_copy)
     with pytest.raises(ArtefactError, match="Nothing was written"):
-        Made(tmp_path, "llama", method, {"num_hidden_layers": 3}, max_length=320)
+        ExportedModel(tmp_path, "llama", method, {"num_hidden_layers": 3}, max_length=320)
     assert not (tmp_path / "exported").exists()
 
 
@@ -263,7 +263,7 @@ def test_half_precision_is_stored_and_widened(tmp_path: Path, method: str, state
 
 
 def test_inputs_and_outputs_are_as_documented(tmp_path: Path) -> None:
-    made = Made(tmp_path, "llama", "sparq:rank=4,top_k=4", {"num_hidden_layers": 3}, max_length=60)
+    made = ExportedModel(tmp_path, "llama", "sparq:rank=4,top_k=4", {"num_hidden_layers": 3}, max_length=60)
     pasts = [f"past_key_values.{i}.{part}" for i in range(5) for part in ("key", "value")]
     pasts += [f"{name}.{i}" for name in ("past_sums", "past_conv") for i in range(3)]
     assert sorted(t.name for t in made.proto.graph.input) == sorted(["input_ids", "attention_mask", *pasts])
@@ -284,7 +284,7 @@ def test_inputs_and_outputs_are_as_documented(tmp_path: Path) -> None:
 
 
 def test_int4_scoring_keys_generate_the_tokens_of_mlx(tmp_path: Path) -> None:
-    made = Made(tmp_path, "llama", CODED, {"num_hidden_layers": 3}, max_length=256)
+    made = ExportedModel(tmp_path, "llama", CODED, {"num_hidden_layers": 3}, max_length=256)
     names = {tensor.name for tensor in made.proto.graph.input}
     pasts = {f"past_key_values.{i}.{part}" for i in range(3) for part in ("key", "value")}
     pasts |= {f"past_{name}.{i}" for name in ("key_codes", "summary") for i in range(3)}
@@ -294,7 +294,7 @@ def test_int4_scoring_keys_generate_the_tokens_of_mlx(tmp_path: Path) -> None:
 
 
 def test_no_genai_omits_its_files_and_states(tmp_path: Path) -> None:
-    made = Made(tmp_path, "llama", METHODS["sparq"], {"num_hidden_layers": 3}, genai=False)
+    made = ExportedModel(tmp_path, "llama", METHODS["sparq"], {"num_hidden_layers": 3}, genai=False)
     names = [tensor.name for tensor in made.proto.graph.input]
     assert not any(name.startswith("past_conv") or name == "past_key_values.4.value" for name in names)
     assert not (made.folder / "genai_config.json").exists()

@@ -51,7 +51,7 @@ def test_chunked_prefill_equals_one_call(method: str, monkeypatch: pytest.Monkey
     whole = model.prefill(PROMPT).copy()
     after = model.step([[5]]).copy()
     model.reset()
-    monkeypatch.setattr(runner, "PIECE", 33)
+    monkeypatch.setattr(runner, "CHUNK", 33)
     assert np.abs(model.prefill(PROMPT) - whole).max() <= 1e-5 * np.abs(whole).max()
     assert np.abs(model.step([[5]]) - after).max() <= 1e-5 * np.abs(after).max()
 
@@ -74,12 +74,12 @@ def test_copied_caches_continue_the_text(method: str) -> None:
     other.step([[9]])
     for name, array in model.caches.items():
         other.caches[name][...] = array
-    other.go_on_from(len(PROMPT))
+    other.resume_at(len(PROMPT))
     for token in (5, 7):
         assert np.array_equal(other.step([[token]]), model.step([[token]]))
     for length in (0, other.max_length + 1):
         with pytest.raises(ConfigError, match=r"^length: expected an integer "):
-            other.go_on_from(length)
+            other.resume_at(length)
     assert other.length == len(PROMPT) + 2
 
 

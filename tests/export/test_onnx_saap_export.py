@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from exported import FLOAT32, SAAP, SAAP_FILE, SAMPLE_SAAP, Made, artefact
+from exported import FLOAT32, SAAP, SAAP_FILE, SAMPLE_SAAP, ExportedModel, artefact
 from mlx_sparse.onnx_export.defaults import saap_dense_below
 from mlx_sparse.onnx_export.exporter import command
 from mlx_sparse.onnx_export.exporter.methods.saap import SaapDecoding
@@ -24,7 +24,7 @@ NAMES = ("centroids", "hidden_weight", "hidden_bias", "out_weight", "out_bias")
 
 def test_a_file_contains_the_weights_of_the_artefact(tmp_path: Path) -> None:
     """Export weights unchanged, without dense layers and without the path of the artefact."""
-    file = Made(tmp_path, "llama", SAAP_FILE, {"num_hidden_layers": 3})
+    file = ExportedModel(tmp_path, "llama", SAAP_FILE, {"num_hidden_layers": 3})
     assert file.nodes == ["CachedAttention", "SaapAttention", "SaapAttention"]
     weights = {t.name: t for t in file.proto.graph.initializer if ".saap." in t.name}
     assert sorted(weights) == sorted(f"model.layers.{i}.self_attn.saap.{name}" for i in (1, 2) for name in NAMES)
@@ -39,12 +39,12 @@ def test_a_file_contains_the_weights_of_the_artefact(tmp_path: Path) -> None:
 
 
 def test_layers_with_a_sliding_window_stay_dense(tmp_path: Path) -> None:
-    made = Made(tmp_path, "gemma3_text", SAAP_FILE.replace("dense_layers=1", "dense_layers=0"))
+    made = ExportedModel(tmp_path, "gemma3_text", SAAP_FILE.replace("dense_layers=1", "dense_layers=0"))
     assert made.nodes == ["CachedAttention", "SaapAttention"] * 2
 
 
 def test_layers_without_saap_are_sampled(tmp_path: Path) -> None:
-    made = Made(tmp_path, "llama", SAMPLE_SAAP, {"num_hidden_layers": 3})
+    made = ExportedModel(tmp_path, "llama", SAMPLE_SAAP, {"num_hidden_layers": 3})
     assert made.nodes == ["SampleAttention", "SampleSaapAttention", "SampleSaapAttention"]
     assert made.metadata["method"].startswith("sample:block_size=32,alpha_column=0.4,alpha_slash=0.3,")
     assert "+saap:artefact=tiny.safetensors," in made.metadata["method"]
@@ -68,7 +68,7 @@ def test_routing_after_rope_is_rejected(tmp_path: Path, monkeypatch: pytest.Monk
     original = SaapDecoding.routing
     monkeypatch.setattr(SaapDecoding, "routing", lambda self, before, after: original(self, after, after))
     with pytest.raises(ArtefactError, match="Nothing was written"):
-        Made(tmp_path, "llama", SAAP_FILE)
+        ExportedModel(tmp_path, "llama", SAAP_FILE)
 
 
 @pytest.mark.parametrize(("length", "dense_below", "dense"), [(100, 101, True), (100, 100, False)])

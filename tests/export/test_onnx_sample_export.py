@@ -11,7 +11,7 @@ import onnx
 import pytest
 import tiny_models
 from cases import covering
-from exported import CODED, FLOAT32, SAMPLE, SAMPLE_SAAP, Made, by_kernels, need
+from exported import CODED, FLOAT32, SAMPLE, SAMPLE_SAAP, ExportedModel, by_kernels, need
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_sparse.onnx_export.defaults import SAMPLE_BELOW
@@ -34,7 +34,7 @@ PROMPT = 230  # tokens: blocks at both ends are partly filled
 by_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
-def logits_of(made: Made) -> np.ndarray:
+def logits_of(made: ExportedModel) -> np.ndarray:
     """Return the logits of MLX after the prompt."""
     prompt = mx.array([tiny_models.prompt_of(PROMPT)])
     return np.array(made.model(prompt, cache=make_prompt_cache(made.model))[:, -1])
@@ -42,7 +42,7 @@ def logits_of(made: Made) -> np.ndarray:
 
 @pytest.mark.parametrize(("family", "method"), covering(["llama", "gemma3_text", "glm4"], list(METHODS.values())))
 def test_tokens_after_sampled_prefill_equal_mlx(tmp_path: Path, family: str, method: str) -> None:
-    made = Made(tmp_path, family, method, max_length=320)
+    made = ExportedModel(tmp_path, family, method, max_length=320)
     made.check_tokens(PROMPT)
     prompt = tiny_models.prompt_of(PROMPT)
     with made.mlx():
@@ -59,8 +59,8 @@ def test_chunked_prefill_equals_mlx_lm_with_the_same_chunks(
     tmp_path: Path, method: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need(kernels)
-    monkeypatch.setattr(exporter, "SAMPLE_PIECE", 96)
-    made = Made(tmp_path, "llama", method, max_length=320)
+    monkeypatch.setattr(exporter, "SAMPLE_CHUNK", 96)
+    made = ExportedModel(tmp_path, "llama", method, max_length=320)
     prompt = tiny_models.prompt_of(PROMPT)
     with made.mlx():
         expected = [
@@ -110,18 +110,18 @@ def test_the_first_layers_are_compared(
 
     monkeypatch.setattr(compare, "keep_layers", watched)
     method = f"{METHODS['sample']}+{CODED}"
-    Made(tmp_path, "llama", method, {"num_hidden_layers": layers}, max_length=320)
+    ExportedModel(tmp_path, "llama", method, {"num_hidden_layers": layers}, max_length=320)
     assert len(inputs) == 2  # of a prompt of several blocks, and of one that fills groups of coded keys
     for names in inputs:
         assert {name for name in names if "summary" in name} == {f"past_summary.{i}" for i in range(compared)}
 
 
 def test_verification_includes_a_layer_after_two_sampled_layers(tmp_path: Path) -> None:
-    made = Made(tmp_path, "gemma3_text", METHODS["sample"], {"num_hidden_layers": 8}, max_length=320)
+    made = ExportedModel(tmp_path, "gemma3_text", METHODS["sample"], {"num_hidden_layers": 8}, max_length=320)
     assert made.result.agreement.sampled is not None
 
 
 def test_only_layers_without_a_window_are_sampled(tmp_path: Path) -> None:
-    made = Made(tmp_path, "gemma3_text", METHODS["sample"], max_length=320)
+    made = ExportedModel(tmp_path, "gemma3_text", METHODS["sample"], max_length=320)
     assert made.nodes == ["CachedAttention", "SampleAttention", "CachedAttention", "SampleAttention"]
     assert made.metadata["prompt_piece"] == "2048"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 import pytest
-from foreign_kernels import KERNELS, Foreign, block_sort, sdpa, second_pass, softmax, steel_attention
+from foreign_kernels import KERNELS, ForeignKernel, block_sort, sdpa, second_pass, softmax, steel_attention
 from msl import Fault
 from msl.mutation import barriers
 
@@ -27,7 +27,7 @@ def test_mlx_comment_on_bytes_read_holds() -> None:
     assert [k.run().reads["keys"].lane / keys for k in (plain, frugal)] == [8, 2]
 
 
-def merge() -> Foreign:
+def merge() -> ForeignKernel:
     first = sdpa("sdpa_vector_2pass_1", "half", (2, 1), 100, 64, 0)
     first.run()
     return second_pass(first)
@@ -35,7 +35,7 @@ def merge() -> Foreign:
 
 # Kernel, and which of the barriers of its file it needs. The matrix-unit kernel has eight more, which order nothing
 # here: mem_none (a hint to the hardware's scheduler), before the first use, or in a branch that is compiled out.
-BARRIERS: dict[str, tuple[Callable[[], Foreign], Iterable[int]]] = {
+BARRIERS: dict[str, tuple[Callable[[], ForeignKernel], Iterable[int]]] = {
     "softmax of one row": (lambda: softmax("single_row", "float", 400, 0), range(5)),
     "softmax looped": (lambda: softmax("looped", "float", 5001, 0), range(5, 7)),
     "vector attention": (lambda: sdpa("sdpa_vector", "half", (2, 1), 100, 64, 0), range(3)),

@@ -24,8 +24,8 @@ from mlx_sparse.calibrate import (
     Calibration,
     Layer,
     Threshold,
-    question,
-    write_answer,
+    measurement_key,
+    write_measurement,
 )
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.lm.model import plan_of
@@ -42,7 +42,7 @@ LONG = 1 << 20
 def save_measurement(config: Method, layer: Layer, keys: int | None, up_to: int = 65_536) -> None:
     """Save a measurement as if it was made on this machine."""
     points = [[up_to, *[0.5] * 3]] if keys is None else [[keys, *[2.0] * 3]]
-    write_answer(question(config, layer), {"points": points, "time": 1})
+    write_measurement(measurement_key(config, layer), {"points": points, "time": 1})
 
 
 def test_without_measurement_the_threshold_is_modelled() -> None:
@@ -82,7 +82,7 @@ def test_measurement_replaces_the_modelled_threshold(keys: int | None, up_to: in
 def test_settings_without_effect_on_time_share_a_measurement() -> None:
     save_measurement(SparQ(), OPS, 700)
     assert Calibration().threshold(SparQ().for_model(qk_norm=False), OPS).value == 700
-    write_answer(question(Sample(), PROMPT), {"share": 0.5, "best": 0.6, "time": 1})
+    write_measurement(measurement_key(Sample(), PROMPT), {"share": 0.5, "best": 0.6, "time": 1})
     assert Calibration().threshold(Sample(alpha_column=0.8, alpha_slash=0.7), PROMPT).value == 0.5
 
 
@@ -152,7 +152,7 @@ def test_too_little_free_memory_keeps_the_modelled_threshold(
 
 def test_damaged_file_is_reported_once_and_replaced() -> None:
     save_measurement(SparQ(), OPS, 700)
-    path = calibrate.path_of(question(SparQ(), OPS))
+    path = calibrate.path_of(measurement_key(SparQ(), OPS))
     path.write_text("{")
     messages: list[str] = []
     calibration = Calibration(say=messages.append)
@@ -173,7 +173,7 @@ BUSY_POINTS = [[2000, 0.7, 0.9, 1.1], [4000, 0.8, 1.2, 1.5], [8000, 1.1, 1.5, 1.
 
 
 def test_measurement_of_a_busy_machine_is_repeated_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
-    write_answer(question(SparQ(), OPS), {"points": BUSY_POINTS, "time": 1_000_000})
+    write_measurement(measurement_key(SparQ(), OPS), {"points": BUSY_POINTS, "time": 1_000_000})
     monkeypatch.setattr(calibrate.time, "time", lambda: 1_000_000 + REMEASURE_AFTER - 1.0)
     calibration = Calibration(measures=True, seconds=0.2)
     found = calibration.threshold(SparQ(), OPS, LONG)
@@ -193,7 +193,7 @@ def test_measurement_of_a_busy_machine_is_repeated_after_a_day(monkeypatch: pyte
 
 
 def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
-    write_answer(question(Sample(), PROMPT), {"share": 0.3, "best": 0.8, "time": 1_000_000})
+    write_measurement(measurement_key(Sample(), PROMPT), {"share": 0.3, "best": 0.8, "time": 1_000_000})
     found = Calibration().threshold(Sample(), PROMPT)
     assert found == Threshold(0.3, MEASURED, 0.8, 1_000_000 + REMEASURE_AFTER)
     assert "at most 30% of the blocks are kept (measured on this machine, which was busy: 30% to 80%; " in (
@@ -216,7 +216,7 @@ def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
     ids=str,
 )
 def test_hostile_answer_is_reported_in_one_line_and_ignored(config: Method, layer: Layer, answer: Any) -> None:
-    write_answer(question(config, layer), answer)
+    write_measurement(measurement_key(config, layer), answer)
     messages: list[str] = []
     calibration = Calibration(say=messages.append)
     assert calibration.threshold(config, layer).how == MODELLED
@@ -247,9 +247,9 @@ def test_decode_steps_are_sparse_at_the_measured_threshold_and_longer() -> None:
     save_measurement(*_served(model, "sparq:rank=4"), 310)
     with mlx_sparse.sparse(model, "sparq:rank=4") as report:
         greedy(model, prompt_of(300), 20)
-    assert report.outlook() == ["sparse from 310 keys on (measured on this machine)"]
+    assert report.crossovers() == ["sparse from 310 keys on (measured on this machine)"]
     assert "\n  sparse from 310 keys on (measured on this machine)\n" in str(report)
-    assert report.as_dict()["outlook"] == report.outlook()
+    assert report.as_dict()["crossovers"] == report.crossovers()
     assert report.sparse_calls > 0
     assert report.dense_calls["over fewer than 310 keys"] > 0
 
@@ -267,12 +267,12 @@ def _served(model: Any, attn: str) -> tuple[Method, Layer]:
 def test_prefill_is_dense_above_the_measured_density(share: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_PAYS_FROM", 256)
     model, attn = build("llama"), "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3"
-    write_answer(question(*_served(model, attn)), {"share": share, "best": share, "time": 1})
+    write_measurement(measurement_key(*_served(model, attn)), {"share": share, "best": share, "time": 1})
     with mlx_sparse.sparse(model, attn) as report:
         greedy(model, prompt_of(600), 1)
     assert report.prefill.calls == calls
-    outlook = "prompts never sparse" if share == 0 else "prompts sparse from 256 keys on"
-    assert report.outlook() == [f"{outlook} (measured on this machine)"]
+    crossovers = "prompts never sparse" if share == 0 else "prompts sparse from 256 keys on"
+    assert report.crossovers() == [f"{crossovers} (measured on this machine)"]
 
 
 def test_metal_kernels_are_measured_and_saved_by_the_same_code(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ from mlx_sparse.calibrate import (
     Point,
     crossover,
     find,
-    read_answer,
+    read_measurement,
     read_points,
-    write_answer,
+    write_measurement,
 )
 from mlx_sparse.checks import ArtefactError
 
@@ -125,19 +125,19 @@ QUESTION: calibrate.Question = {"device": "a chip", "heads": 3, "method": "sparq
 
 
 def test_answer_is_read_back_from_its_file(calibration_folder: Path) -> None:
-    write_answer(QUESTION, {"points": POINTS})
-    assert read_points(read_answer(QUESTION) or {}) == [Point(*point) for point in POINTS]
+    write_measurement(QUESTION, {"points": POINTS})
+    assert read_points(read_measurement(QUESTION) or {}) == [Point(*point) for point in POINTS]
     assert len(list(calibration_folder.iterdir())) == 1
     assert '"device": "a chip"' in calibrate.path_of(QUESTION).read_text()
 
 
 def test_file_under_the_name_of_another_question_is_refused() -> None:
     other = {**QUESTION, "device": "another"}
-    write_answer(other, {"points": POINTS})
-    assert read_answer(QUESTION) is None
+    write_measurement(other, {"points": POINTS})
+    assert read_measurement(QUESTION) is None
     calibrate.path_of(other).rename(calibrate.path_of(QUESTION))
     with pytest.raises(ArtefactError, match="expected a measurement of this machine and version, got something else"):
-        read_answer(QUESTION)
+        read_measurement(QUESTION)
 
 
 DAMAGED = {
@@ -161,11 +161,11 @@ def test_a_damaged_file_is_refused_in_one_line_and_can_be_replaced(data: bytes) 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     with pytest.raises(ArtefactError) as error:
-        read_answer(QUESTION)
+        read_measurement(QUESTION)
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
-    write_answer(QUESTION, {"points": POINTS})
-    assert read_answer(QUESTION) is not None
+    write_measurement(QUESTION, {"points": POINTS})
+    assert read_measurement(QUESTION) is not None
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
@@ -181,10 +181,10 @@ def test_irregular_file_is_refused_without_blocking(kind: str, tmp_path: Path) -
     else:
         path.mkdir()
     with pytest.raises(ArtefactError):
-        read_answer(QUESTION)
+        read_measurement(QUESTION)
     if kind != "folder":
-        write_answer(QUESTION, {"points": POINTS})
-        assert read_answer(QUESTION) is not None
+        write_measurement(QUESTION, {"points": POINTS})
+        assert read_measurement(QUESTION) is not None
     assert victim.read_text() == "mine"
 
 
@@ -218,15 +218,15 @@ def test_points_of_another_form_are_refused(points: Any) -> None:
 def test_a_folder_that_cannot_be_written_is_an_os_error(calibration_folder: Path) -> None:
     calibration_folder.write_text("a file where the folder should be")
     with pytest.raises(FileExistsError):
-        write_answer(QUESTION, {"points": POINTS})
+        write_measurement(QUESTION, {"points": POINTS})
     with pytest.raises(ArtefactError):
-        read_answer(QUESTION)
+        read_measurement(QUESTION)
 
 
 def _write_many(folder: Path, number: int) -> None:
     calibrate.folder = lambda: folder  # in a process of its own
     for _ in range(20):
-        write_answer(QUESTION, {"number": number})
+        write_measurement(QUESTION, {"number": number})
 
 
 def test_concurrent_processes_leave_one_complete_file(calibration_folder: Path) -> None:
@@ -236,7 +236,7 @@ def test_concurrent_processes_leave_one_complete_file(calibration_folder: Path) 
         writer.start()
     found: set[int] = set()
     while any(writer.is_alive() for writer in writers):
-        if (answer := read_answer(QUESTION)) is not None:
+        if (answer := read_measurement(QUESTION)) is not None:
             found.add(answer["number"])
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert found

@@ -19,7 +19,7 @@ from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseQuantizedKVCache, adopt
-from mlx_sparse.calibrate import Calibration, Layer, question
+from mlx_sparse.calibrate import Calibration, Layer, measurement_key
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
@@ -143,7 +143,7 @@ def test_thresholds_of_quantized_caches_are_measured_separately(monkeypatch: pyt
     calibration = Calibration()
     assert calibration.pairs(config, packed, 512, 0.05)
     assert {(cache.bits, cache.group_size, cache.length >= 512) for cache in made} == {(4, 32, True)}
-    assert question(config, packed) != question(config, plain)
+    assert measurement_key(config, packed) != measurement_key(config, plain)
     assert packed.row == 2 * 2 * (64 // 2 + 2 * 2 * 64 // 32) < plain.row == 2 * 2 * 64 * 2
 
 

@@ -76,9 +76,9 @@ def test_batch_counts_the_mean_density_of_its_rows(
 def test_text_report_summarizes_prefill(model: Any):
     with mlx_sparse.sparse(model, SAMPLE + "+" + SPARQ, recall=True) as report:
         generated(model, prompt_of(300))
-    first, *outlook, prompts, density, recall, decoding = str(report).splitlines()
+    first, *crossovers, prompts, density, recall, decoding = str(report).splitlines()
     assert first.startswith(f"{SAMPLE}+{SPARQ[: SPARQ.index(',dense')]}"[:30])
-    assert outlook == ["  prompts sparse from 0 keys on (given)", "  sparse from 5 keys on (given)"]
+    assert crossovers == ["  prompts sparse from 0 keys on (given)", "  sparse from 5 keys on (given)"]
     assert prompts == f"  sparse prefill calls: {LAYERS}, {BLOCK / 299:.1%} of the queries sampled"
     percent = r"\d+\.\d%"
     assert re.fullmatch(rf"  density: {percent}, by layer {percent} to {percent}", density)

@@ -176,7 +176,7 @@ def test_each_request_has_a_line_and_counters_are_live(model: Path):
     below = "over fewer than 64 keys"
     prompts = "in prefill"
     assert (short["sparse_calls"], short["dense_calls"]) == (0, {prompts: LAYERS, below: steps})
-    assert (report["sparse_calls"], report["outlook"]) == (steps, ["sparse from 64 keys on (given)"])
+    assert (report["sparse_calls"], report["crossovers"]) == (steps, ["sparse from 64 keys on (given)"])
     assert reports_in(err) == [report]
     assert requests_in(err) == [
         f"prompt of 20 tokens, {TOKENS} generated; calls: 0 sparse, {steps + LAYERS} dense "
@@ -205,9 +205,9 @@ def test_disconnected_and_concurrent_requests_have_lines(model: Path):
         err = server.interrupt()
     first, *_, report_line = (line for line in err.splitlines() if line.startswith("[mlx-sparse] "))
     assert first.startswith(f"[mlx-sparse] {attn.partition(',')[0]},")
-    outlook = "; prompts sparse from 0 keys on (given); sparse from 5 keys on (given)"
-    assert first == f"{report_line}{outlook}"
-    assert first.endswith(f" on ops: 2 of 2 layers (llama, llama){outlook}")
+    crossovers = "; prompts sparse from 0 keys on (given); sparse from 5 keys on (given)"
+    assert first == f"{report_line}{crossovers}"
+    assert first.endswith(f" on ops: 2 of 2 layers (llama, llama){crossovers}")
     other, gone, last = requests_in(err)
     assert re.match(r"prompt of 300 tokens, 6 generated; calls of up to 2 concurrent requests: \d+ sparse", other)
     assert re.match(r"prompt of 20 tokens, \d+ generated; calls of up to 2 concurrent requests", gone)
@@ -217,7 +217,7 @@ def test_disconnected_and_concurrent_requests_have_lines(model: Path):
 ONLINE = "saap:mode=online,buckets=4,probes=2,recent_tokens=8,dense_layers=0,dense_below=0"
 
 
-def outlook_of(decode: str) -> list[str]:
+def crossovers_of(decode: str) -> list[str]:
     return ["prompts sparse from 0 keys on (given)", f"sparse from {10 if decode == ONLINE else 5} keys on (given)"]
 
 
@@ -235,7 +235,7 @@ def test_reloaded_model_continues_its_report(decode: str, model: Path):
     assert shown == [twice, once]
     assert (twice["model"], once["model"]) == ("llama", "other")
     assert twice["layers"] == twice["served_layers"] == LAYERS
-    assert twice["outlook"] == once["outlook"] == outlook_of(decode)
+    assert twice["crossovers"] == once["crossovers"] == crossovers_of(decode)
     assert (twice["prefill"]["calls"], once["prefill"]["calls"]) == (2 * LAYERS, LAYERS)
     assert twice["sparse_calls"] == 2 * once["sparse_calls"] > 0
     assert twice["dense_calls"] == {reason: 2 * count for reason, count in once["dense_calls"].items()}

@@ -323,22 +323,22 @@ def test_gpu_kind_is_the_nearest_lower_one(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_threshold_comes_from_the_user_or_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def outlook(attn: str, G: int = 2, D: int = 64) -> list[str]:
+    def crossovers(attn: str, G: int = 2, D: int = 64) -> list[str]:
         cache = sparq_cache("llama", attn)
         with torch.no_grad():
             rows = cache.update(*states(1, 2, 20, D=D), 0)
             module = torch.nn.Module()
             module.num_key_value_groups = G
             attention.attention(module, torch.ones(1, 2 * G, 1, D, device=DEVICE), *rows, None)
-        return cache.report.outlook()
+        return cache.report.crossovers()
 
-    assert outlook("sparq:rank=16,dense_below=300") == ["sparse from 300 keys on (given)"]
-    assert outlook("sparq:rank=16") == ["sparse from 2,048 keys on (modelled)"]
+    assert crossovers("sparq:rank=16,dense_below=300") == ["sparse from 300 keys on (given)"]
+    assert crossovers("sparq:rank=16") == ["sparse from 2,048 keys on (modelled)"]
     monkeypatch.setattr(attention, "gpu_kind", lambda device: "sm_90")
     step = Step(2, 2, 64, 4, "sm_90")
     config = SparQ(rank=16, component_score="query_key", reallocate=False)
-    assert outlook("sparq:rank=16") == [f"sparse from {config.shortest_context(step):,} keys on (modelled)"]
-    assert outlook("sparq:rank=16,key_bits=16", G=16, D=16) == ["never sparse (modelled)"]
+    assert crossovers("sparq:rank=16") == [f"sparse from {config.shortest_context(step):,} keys on (modelled)"]
+    assert crossovers("sparq:rank=16,key_bits=16", G=16, D=16) == ["never sparse (modelled)"]
 
 
 def _config(name: str = "llama", **changes: Any) -> Any:

@@ -13,7 +13,7 @@ from cases import ulp
 from mlx_sparse.cuda_ref import hf
 from mlx_sparse.cuda_ref.hf import attention
 from mlx_sparse.cuda_ref.hf.buffers import ROW_MULTIPLE
-from mlx_sparse.cuda_ref.hf.key_codes import PIECE
+from mlx_sparse.cuda_ref.hf.key_codes import CHUNK
 from mlx_sparse.cuda_ref.hf.running_statistics import BLOCK
 from torch_arrays import to_numpy
 
@@ -129,7 +129,7 @@ def test_codes_follow_the_cache(change: str, first: tuple[int, ...] | None) -> N
 @pytest.mark.parametrize("first", [None, (5, 140)], ids=["", "padded"])
 def test_prefill_is_quantized_in_chunks(first: tuple[int, ...] | None) -> None:
     layer = hf.SparQLayer()
-    layer.update(*states(2, 2, PIECE + 300))
+    layer.update(*states(2, 2, CHUNK + 300))
     assert_codes(layer, first)
 
 

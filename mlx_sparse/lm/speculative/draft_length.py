@@ -15,7 +15,7 @@ PAUSE, LONGEST_PAUSE = 64, 1024  # tokens without drafts after drafting was slow
 MEMORY = 64  # examined drafts that determine the acceptance rate
 
 
-class Turn(NamedTuple):
+class DraftPlan(NamedTuple):
     """Number of tokens to draft next, and True if they are timed."""
 
     drafts: int
@@ -45,16 +45,16 @@ class DraftLength:
         self._since_dense = DENSE_EVERY
         self._left, self._pause = 0, PAUSE
 
-    def turn(self, most: int) -> Turn:
+    def turn(self, most: int) -> DraftPlan:
         """Return the next draft length, at most ``most``."""
         if most < 1 or self._left > 0:
-            return Turn(0, timed=False)
+            return DraftPlan(0, timed=False)
         timed = 0 < self._rounds <= TIMED_FIRST or self._rounds % TIMED_EVERY == TIMED_EVERY - 1
         if self.fixed is not None:
-            return Turn(min(self.fixed, most), timed)
+            return DraftPlan(min(self.fixed, most), timed)
         if len(self._dense) < 2 or self._since_dense >= DENSE_EVERY:
-            return Turn(0, timed=True)
-        return Turn(min(self._best(), most), timed)
+            return DraftPlan(0, timed=True)
+        return DraftPlan(min(self._best(), most), timed)
 
     def note_step(self, seconds: float | None) -> None:
         """Count a dense step without drafts; ``seconds`` is None if it was not timed."""

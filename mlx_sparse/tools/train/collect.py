@@ -27,7 +27,7 @@ Array = npt.NDArray[Any]
 STEP = 512  # tokens of a prefill chunk
 
 
-class _AllSeen(Exception):
+class _CollectionComplete(Exception):
     """Raised when the last collected layer has attended to the chunk."""
 
 
@@ -218,14 +218,14 @@ def _run(
         collection._write(seen, window, (before[0], before[1]))
         missing.discard(seen.layer)
         if not missing:
-            raise _AllSeen
+            raise _CollectionComplete
 
     with Recorder(model) as recorder:
         for start in range(0, len(tokens), STEP):
             chunk = tokens[start : start + STEP]
             missing.update(collection.layer_shapes)
             # The layers above the last collected layer need not run.
-            with suppress(_AllSeen):
+            with suppress(_CollectionComplete):
                 observe(model, mx.array([chunk]), caches, visit, recorder)
             mx.eval([leaf.state for leaf in needed])
             progress.update(len(chunk))

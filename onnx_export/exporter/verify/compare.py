@@ -97,7 +97,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
         keep_layers(first, long.layers)
         onnx.save(lower(first), check)
         file = File(check, len(long.logits), native)
-        got_long = [file.step(piece).copy() for piece in long.pieces][-1]
+        got_long = [file.step(chunk).copy() for chunk in long.chunks][-1]
         of_long.append(_median_error(got_long, long.logits, long.dense, long.error, where=where))
     check.unlink(missing_ok=True)
     return Agreement(of_dense, median, float(np.abs(logits[0]).max()), *of_long)

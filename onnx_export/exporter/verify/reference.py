@@ -40,14 +40,14 @@ class FirstLayers:
 
     Attributes:
         layers: number of layers before the norm and the head.
-        pieces: tokens of successive calls, each (rows, any number).
+        chunks: tokens of successive calls, each (rows, any number).
         logits: (rows, vocabulary).
         dense: the same with dense attention.
         error: tolerance of the largest difference of the median row.
     """
 
     layers: int
-    pieces: list[Array]
+    chunks: list[Array]
     logits: Array
     dense: Array
     error: float
@@ -92,9 +92,9 @@ def reference(model: Any, target: Target) -> Expected:
 def _reference(model: Any, target: Target) -> Expected:
     _as_stored(model, target.dtype)
     tokens = np.random.default_rng(0).integers(0, model.model.embed_tokens.weight.shape[0], (ROWS, PROMPT + 1))
-    embedding = model.model.embed_tokens = _Widened(model.model.embed_tokens)
+    embedding = model.model.embed_tokens = _Float32Embedding(model.model.embed_tokens)
     if "lm_head" in model:
-        model.lm_head = _OfLast(model.lm_head)
+        model.lm_head = _LastTokenHead(model.lm_head)
     # The error of a sum of K products is about sqrt(K) / 2 ulp, and the errors of the layers add up.
     products = [_columns(module) for _, module in model.named_modules() if isinstance(module, (nn.Linear, *QUANTIZED))]
     noise = 2.0**-24 * math.sqrt(max(products) * len(products))
@@ -115,7 +115,7 @@ def _reference(model: Any, target: Target) -> Expected:
     if target.dtype != "float32":
         cache = make_prompt_cache(model)
         with _rounding(model, target.dtype):
-            held = [_run(model, piece, cache) for piece in (tokens[:, :-1], tokens[:, -1:])]
+            held = [_run(model, chunk, cache) for chunk in (tokens[:, :-1], tokens[:, -1:])]
         lost = largest(exact[:2], held)
         if not math.isfinite(lost):
             raise ConfigError(f"--dtype: expected a type that holds keys and values, got {target.dtype}. Give another.")
@@ -133,7 +133,7 @@ def _of_first_layers(model: Any, short: Target, count: int, last: int, noise: fl
     """Run the first layers over ``count`` tokens, with the ``last`` tokens in a separate call."""
     embedding = model.model.embed_tokens
     tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], (ROWS, count))
-    pieces = np.split(tokens, [count - last], axis=1) if last else [tokens]
+    chunks = np.split(tokens, [count - last], axis=1) if last else [tokens]
     # Errors of a sparse layer reach the last row through later layers only.
     unbounded = [i for i, layer in enumerate(model.layers) if not window_of(layer, model)]
     layers = min(len(model.layers), (unbounded[:2] or [0])[-1] + 2)
@@ -142,11 +142,11 @@ def _of_first_layers(model: Any, short: Target, count: int, last: int, noise: fl
     with _replaced((model.model, "layers", model.model.layers[:layers])):  # skip the other layers
         with _sparse(model, short):
             for embedding.noise in (noise, 0.0):
-                runs.append(_run_pieces(model, pieces, caches.pop()))
+                runs.append(_run_chunks(model, chunks, caches.pop()))
         moved, exact = runs
-        dense = _run_pieces(model, pieces, caches.pop())
+        dense = _run_chunks(model, chunks, caches.pop())
     error = SLACK * float(np.median(np.abs(exact - moved).max(axis=1)))
-    return FirstLayers(layers, pieces, exact, dense, error)
+    return FirstLayers(layers, chunks, exact, dense, error)
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def _as_stored(model: Any, dtype: str) -> None:
     model.update(tree_map_with_path(stored, model.parameters()))
 
 
-class _Widened(nn.Module):
+class _Float32Embedding(nn.Module):
     """An embedding with float32 output and relative ``noise``. It makes all later activations float32."""
 
     def __init__(self, inner: Any) -> None:
@@ -205,7 +205,7 @@ class _Widened(nn.Module):
         return logits
 
 
-class _OfLast(nn.Module):
+class _LastTokenHead(nn.Module):
     """A head that computes the logits of the last token only."""
 
     def __init__(self, inner: Any) -> None:
@@ -296,9 +296,9 @@ def _attention_of(model: Any, wrap: Callable[[Attention], Attention]) -> list[tu
     return [(module, ATTENTION, wrap(getattr(module, ATTENTION))) for module in modules]
 
 
-def _run_pieces(model: Any, pieces: Sequence[Array], cache: Any) -> Array:
+def _run_chunks(model: Any, chunks: Sequence[Array], cache: Any) -> Array:
     """Return the logits after the last of successive calls."""
-    return [_run(model, piece, cache) for piece in pieces][-1]
+    return [_run(model, chunk, cache) for chunk in chunks][-1]
 
 
 def _run(model: Any, tokens: Array, cache: Any) -> Array:

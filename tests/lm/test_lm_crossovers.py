@@ -52,19 +52,21 @@ def test_smallest_sparse_context(attn: str, measures: bool, starts: int) -> None
 
 def test_finished_measurement_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan("sparq:rank=4", measures=True, seconds=0.01)
-    assert found.outlook() == ["sparse from 2,048 keys on (modelled; the first context of 1,024 keys is measured)"]
+    assert found.crossovers() == ["sparse from 2,048 keys on (modelled; the first context of 1,024 keys is measured)"]
     monkeypatch.setattr(Calibration, "measure", lambda *_: None)  # as on a machine that is too noisy
     ((config, layer),) = found.layers
     assert found.calibration.threshold(config, layer, 1024).how == MODELLED
-    assert found.outlook() == ["sparse from 2,048 keys on (modelled)"]
+    assert found.crossovers() == ["sparse from 2,048 keys on (modelled)"]
     assert found.sparse_from() == 2048
 
 
 def test_prefill_command_prints_no_decode_threshold() -> None:
     found = plan("sample+sparq:rank=4")
-    assert len(found.outlook()) == 2
+    assert len(found.crossovers()) == 2
     found.decodes = False
-    assert found.outlook() == ["prompts sparse from 8,192 keys on where at most 75% of the blocks are kept (modelled)"]
+    assert found.crossovers() == [
+        "prompts sparse from 8,192 keys on where at most 75% of the blocks are kept (modelled)"
+    ]
 
 
 @pytest.mark.parametrize("attn", ["sparq:rank=4", "sample+sparq:rank=4", "h2o", ONLINE])
@@ -76,4 +78,4 @@ def test_report_does_not_keep_its_model_alive(attn: str) -> None:
     del model
     gc.collect()
     assert weights() is None
-    assert report.outlook()
+    assert report.crossovers()
