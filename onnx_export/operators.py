@@ -356,7 +356,7 @@ OWN: Mapping[str, Operator] = {
 PROMPTS = "PromptAttention"
 FUNCTIONS = (PROMPTS, "SparQComponents", "SparQChoice", "KeyChunks", "IsStep", "Rows", "SaapAppend", "Saap")
 _WHEN_SAMPLED = (
-    "A chunk is sampled if it has more than `block_size` tokens and no padding, and if all rows have one length of "
+    "A chunk is sampled if it has more than `block_size` tokens and no padding. All rows must have one length of "
     "`dense_prompt_below` keys or more"
 )
 _DENSE_PROMPT = Attribute(
