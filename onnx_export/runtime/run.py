@@ -94,11 +94,10 @@ class Result:
 
     def summary(self) -> str:
         """Return the lines after the text in mlx-lm's format."""
-        note = " (all steps dense)" if self.all_steps_dense else ""
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {self.generation_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
-            f"Attention: {self.attention}{note}, {self.kernels}"
+            f"Attention: {self.attention}{' (all steps dense)' if self.all_steps_dense else ''}, {self.kernels}"
         )
 
 
