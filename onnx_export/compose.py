@@ -63,29 +63,24 @@ def function(name: str, profile: Profile = DEFAULT) -> FunctionProto:
 
 @cache
 def _parsed(name: str) -> FunctionProto:
-    head, brace, body = _texts()[name][1].partition("{\n")
+    head, brace, body = _texts()[name].partition("{\n")
     used = set(re.findall(r"\w+", body))
-    constants = [line for line in _texts()[CONSTANTS][1].splitlines() if line.partition(" ")[0] in used]
+    constants = [line for line in _texts()[CONSTANTS].splitlines() if line.partition(" ")[0] in used]
     return onnx.parser.parse_function("\n".join([head, brace, *constants, body]))
 
 
-def file_of(name: str) -> str:
-    """Return the name of the file in bodies/ that has the text of a function."""
-    return _texts()[name][0]
-
-
 @cache
-def _texts() -> dict[str, tuple[str, str]]:
-    """Return the file and the text without comments of each function, and of the constants."""
+def _texts() -> dict[str, str]:
+    """Return the text without comments of each function, and of the constants."""
     found = {}
     for file in sorted(BODIES.glob("*.onnxtxt")):
         constants, *functions = re.split(r"(?m)^(?=<opset_import)", re.sub(r"#.*", "", file.read_text("utf-8")))
         if constants.strip():
-            found[CONSTANTS] = file.name, constants
+            found[CONSTANTS] = constants
         for text in functions:
             name = re.search(r"^\w+", text, re.MULTILINE)
             assert name, file
-            found[name[0]] = file.name, text
+            found[name[0]] = text
     return found
 
 

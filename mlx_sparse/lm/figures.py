@@ -116,8 +116,8 @@ class PrefillFigures:
             layers.append(entry)
         found: dict[str, Any] = {"calls": self.calls, "sampled": self.sampled, "layers": layers}
         if layers:
-            densities = [entry["density"] for entry in layers]
-            found["density"] = {"mean": _mean(densities), "min": min(densities), "max": max(densities)}
+            by_layer, by_head = [entry["density"] for entry in layers], [d for entry in layers for d in entry["heads"]]
+            found["density"] = {"mean": _mean(by_layer), "min": min(by_head), "max": max(by_head)}
         if (recall := self.recall) is not None:
             found["recall"] = recall
         return found

@@ -28,7 +28,7 @@ def load_artefact(config: SAAP) -> artefacts.Artefact | None:
 
     Raises:
         ArtefactError: the file cannot be read.
-        ConfigError: the artefact has fewer buckets than ``probes``.
+        ConfigError: the mode needs an artefact and none is given, or it has fewer buckets than ``probes``.
     """
     if config.file is None:
         return None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from adapters import ADAPTERS
 from require import absent
 
+import mlx_sparse
 from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError
 from mlx_sparse.methods import registry, table
 
@@ -175,6 +177,12 @@ def test_every_entry_of_the_table_loads(function: str, backend: str) -> None:
     if backend != "metal" and (reason := registry.unavailable(backend)):  # the launchers of Metal load anywhere
         absent(backend, reason)
     assert callable(registry.load(function, backend))
+
+
+def test_settings_of_text_forms_are_no_arguments() -> None:
+    row = mx.zeros((1, 1, 1, 64))
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'dense_below'"):
+        mlx_sparse.quest_attention(row, row, row, dense_below=7)
 
 
 def test_every_backend_has_an_adapter() -> None:

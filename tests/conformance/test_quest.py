@@ -120,7 +120,7 @@ def test_no_key_scores_more_than_its_page_and_the_current_page_is_attended(case:
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if hasattr(ADAPTERS[name], "public")], indirect=True)
-def test_public_functions_accept_bounds_and_are_dense_with_all_pages(backend: Any) -> None:
+def test_public_functions_equal_the_oracle_and_are_dense_with_all_pages(backend: Any) -> None:
     case = Case(2, 6, 2, 70, 64, "f32", (0, 30))
     given = {"left_padding": case.padding}
     every, dense = (backend.public(f"{name}_attention", case, **given) for name in ("quest", "dense"))

@@ -50,6 +50,8 @@ def test_report_has_density_and_recall_by_layer_and_head(model: Any, prefill_cal
         assert entry["density"] == pytest.approx(expected.mean())
         assert entry["recall"] == pytest.approx({"mean": recall.mean(), "min": recall.min()}, abs=1e-5)
         recalls.append(recall)
+    heads = [density for entry in figures["layers"] for density in entry["heads"]]
+    assert (figures["density"]["min"], figures["density"]["max"]) == (min(heads), max(heads))
     assert figures["density"]["mean"] == pytest.approx(np.mean([entry["heads"] for entry in figures["layers"]]))
     rows = np.concatenate([recall.ravel() for recall in recalls])
     # Two samples of 32 rows each in a chunk of 200 rows.
