@@ -129,7 +129,7 @@ def test_unsupported_shards_are_refused_in_one_line():
     with pytest.raises(mlx_sparse.ConfigError, match=r"^shard: expected one of context, context:local, got rows\.$"):
         mlx_sparse.enable(build(), "sparq", shard="rows")
     cache = [ShardedKVCache(Shard(1, 2)), ShardedKVCache(Shard(1, 2))]
-    with pytest.raises(mlx_sparse.ConfigError, match=r"^cache: expected a whole one, got a rank's share"):
+    with pytest.raises(mlx_sparse.ConfigError, match=r"^cache: expected a complete KV cache, got one shard"):
         build()(mx.array([[1]]), cache=cache)
 
 
