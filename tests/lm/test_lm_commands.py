@@ -125,7 +125,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),
     "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),
-    "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected once, got twice"),
+    "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected this option once, got it twice"),
     "no such model": ([*SPARSE, "--model", "nowhere/at/all"], "--model: expected a model .*, got nowhere/at/all"),
     "--lossless alone": (["--lossless"], "--lossless: expected --attn METHOD for the drafts, got none"),
     "--lossless for prompts": ([*BOTH, "--lossless"], "lossless: expected a decode method only, got sample"),

@@ -320,7 +320,7 @@ def test_cache_quantized_during_an_answer_equals_dense_decoding(
         ("dense", {}, "lossless: expected a decode method that can draft, got none."),
         ("sparq", {"draft_tokens": 8}, "lossless: expected 1 to 7 drafts for each check, got 8."),
         ("sparq", {"draft_tokens": 0}, "lossless: expected 1 to 7 drafts for each check, got 0."),
-        ("sparq", {"lossless": False, "draft_tokens": 2}, "draft_tokens: expected none without lossless, got 2."),
+        ("sparq", {"lossless": False, "draft_tokens": 2}, "draft_tokens: expected None without lossless, got 2."),
     ],
 )
 def test_unsupported_methods_are_refused_in_one_line(attn: str, options: dict[str, Any], message: str) -> None:

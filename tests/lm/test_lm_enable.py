@@ -269,8 +269,8 @@ def other_parameters(queries: Any, keys: Any, values: Any, mask: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "moved", "problem"),
     [
-        (seam, "original", other_parameters, "scaled_dot_product_attention takes other parameters"),
-        (KVCache, "make_mask", None, "KVCache.make_mask is gone"),
+        (seam, "original", other_parameters, "scaled_dot_product_attention has other parameters"),
+        (KVCache, "make_mask", None, "KVCache.make_mask is missing"),
         (KVCache, "state", property(lambda _: (None, None)), "KVCache"),
     ],
 )
