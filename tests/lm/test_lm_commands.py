@@ -233,8 +233,8 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
     )
     first, second, *_ = finished("short, measured").err.splitlines()
     assert (
-        "; prompts sparse from 8,192 keys on where at most 75% of the blocks are kept (modelled; the first context of "
-        "8,192 keys is measured); sparse from 2,048 keys on (modelled; the first context of 1,024 keys is measured); "
+        "; prompts sparse from 8,192 keys on where at most 75% of the blocks are kept (modelled; will be measured at "
+        "8,192 keys); sparse from 2,048 keys on (modelled; will be measured at 1,024 keys); "
     ) in first
     assert second.endswith(f"this run has at most {longest} keys, and decode steps are sparse from 1,024 keys")
 

@@ -147,7 +147,7 @@ def test_figures_are_summed_and_printed() -> None:
     both = one + DraftFigures(checks=1, examined=(1,), accepted=(0,), drafted=1, alone=0) + DraftFigures(alone=4)
     assert (both.checks, both.examined, both.accepted, both.drafted, both.tokens) == (2, (2, 1), (1, 0), 4, 7)
     first, second, third = both.lines()
-    assert "1 of 4 accepted (50%, 0% by position), 1.5 tokens for each of 2 checks" in first
+    assert "1 of 4 accepted (50%, 0% by position), 1.5 tokens per check in 2 checks" in first
     assert "4 tokens" in second and "drafts 33%, checks 67%" in third
 
 
