@@ -74,7 +74,7 @@ def test_unsupported_cases_are_refused_on_all_ranks(ranks: dict[str, list[Run]],
     for rank in range(2):
         pages, method, lengths = json.loads((folder / f"refusals.{rank}.json").read_text())
         assert pages == "page_size: expected a divisor of 128 with shard, got 24."
-        assert method.startswith("shard: expected one of sparq, quest, streaming, saap to decode with, got h2o.")
+        assert method.startswith("shard: expected one of sparq, quest, streaming, saap as decode method, got h2o.")
         assert lengths.endswith("number of tokens on all ranks, got 1 after 39 on rank 0 and 1 after 38 on rank 1.")
 
 

@@ -334,9 +334,9 @@ def test_unsupported_methods_are_refused_in_one_line(attn: str, options: dict[st
     ("options", "generates", "message"),
     [
         ({}, False, "--lossless: expected a command that generates from one prompt, got mlx_lm.evaluate."),
-        ({"draft_model": "a"}, True, "--lossless: expected it without --draft-model, got both. Drop one."),
-        ({"shard": "context"}, True, "--lossless: expected it without --shard, got both. Drop one."),
-        ({"max_kv_size": 8}, True, "--lossless: expected it without --max-kv-size, got both. Drop one."),
+        ({"draft_model": "a"}, True, "--lossless: expected no --draft-model, got both options. Drop one option."),
+        ({"shard": "context"}, True, "--lossless: expected no --shard, got both options. Drop one option."),
+        ({"max_kv_size": 8}, True, "--lossless: expected no --max-kv-size, got both options. Drop one option."),
         ({"batch_size": 2}, True, "--lossless: expected one sequence at a time, got --batch-size 2."),
     ],
 )
@@ -352,14 +352,14 @@ def test_a_part_of_a_model_is_refused(enabled: Callable[..., Any]) -> None:
     plan = plan_of(model)
     assert plan is not None
     plan.shards = 2
-    with pytest.raises(ConfigError, match="lossless: expected a whole model on one process, got a part of one"):
+    with pytest.raises(ConfigError, match="lossless: expected a whole model on one process, got a part of a model"):
         draft(plan, model, None)
 
 
 @pytest.mark.parametrize("family", sorted(UNEVEN))
 def test_families_with_other_masks_for_multi_token_decode_are_refused(family: str) -> None:
     model = family_models.build(family)
-    with pytest.raises(ConfigError, match=f"lossless: expected a model with the same masks .*, got {family}\\.$"):
+    with pytest.raises(ConfigError, match=f"lossless: expected a model with equal masks .*, got {family}\\.$"):
         mlx_sparse.enable(model, SPARQ, lossless=True)
     mlx_sparse.enable(model, SPARQ)
     mlx_sparse.disable(model)
@@ -372,7 +372,7 @@ def test_families_with_other_masks_for_multi_token_decode_are_refused(family: st
         ({"input_embeddings": mx.zeros((4, 64))}, "lossless: expected a prompt of tokens, got embeddings."),
         (
             {"prompt_cache": [RotatingKVCache(32, keep=4), KVCache()]},
-            "lossless: expected a cache that stores all keys, got one of --max-kv-size.",
+            "lossless: expected a cache that stores all keys, got a rotating one (--max-kv-size).",
         ),
     ],
 )
