@@ -64,8 +64,6 @@ class H2OState(State):
         Args:
             queries: ``(B, Hq, L, D)``, the queries of the last L rows of ``keys``.
             keys: ``(B, Hkv, S, D)``. The scores must cover the first ``S - L`` rows.
-            scale: scale of the attention scores.
-            left_padding: ``(B,)`` first valid row of each sequence, or None.
         """
         L, S = queries.shape[2], keys.shape[2]
         # Store a state for every query of a verification step, because any draft can be rejected.

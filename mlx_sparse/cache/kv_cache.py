@@ -200,11 +200,7 @@ SPARSE_CLASSES: dict[type, type] = {
 
 
 def adopt(cache: Any) -> None:
-    """Change the class of mlx-lm's KV caches in place, so that they can attend sparsely.
-
-    Args:
-        cache: a cache, a list of caches, or a CacheList. Other cache types do not change.
-    """
+    """Change the class of KV caches in place, so that they can attend sparsely. Lists of caches are allowed."""
     if isinstance(cache, (list, tuple)):
         for entry in cache:
             adopt(entry)

@@ -109,11 +109,10 @@ def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: It
 def _list_keys(
     cache: SparseCache, index: BucketIndex, covered: list[int], config: SAAP, sequences: Iterable[int] | None
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Build the lists of a layer (saap.9).
+    """Build the lists of a layer (saap.9): return ``offsets``, ``key_ids`` and key counts, int32 ``(2, B)``.
 
-    Returns:
-        ``offsets`` and ``key_ids`` of `KeyLists`, and int32 ``(2, B)``: for each sequence the number of keys in the
-        ``probes`` largest buckets (largest over KV heads), and in all buckets (summed over KV heads).
+    The counts of a sequence are the keys in its ``probes`` largest buckets (maximum over KV heads), and the keys in all
+    buckets (sum over KV heads).
     """
     index.complete(cache, config, sequences)
     B, Hkv, _, _ = cache.key_rows.shape

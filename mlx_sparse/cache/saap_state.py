@@ -67,9 +67,8 @@ class BucketIndex(State):
         fitted: in the online mode, the end of the rows to which the centroids of each sequence were fitted. Sequences
             without an entry have centroids of 0.
         ids: int16 ``(B, Hkv, n)``, the bucket ids of rows ``[0, n)``; None if n is 0.
-        pending: pre-RoPE keys of the rows from n on, arrays ``(B, Hkv, any, D)``.
-        lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`; None before the first rebuild and after rows
-            moved.
+        pending: pre-RoPE keys of the rows after these n rows, arrays ``(B, Hkv, any, D)``.
+        lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`; None before the first call or if rows moved.
         listening: True during a forward pass; `receive` then stores its arguments in ``received``.
         received: first row and keys of the last write; None if they have been processed.
     """
@@ -293,12 +292,9 @@ class BucketIndex(State):
         return one
 
     def insert(self, sequence: int, one: BucketIndex, first: int, sequences: int) -> None:
-        """Copy the centroids and bucket ids of ``one``, a single-sequence index, if only ``one`` has been fitted.
+        """Copy the centroids and bucket ids of ``one``, an index that `extract` returned, if only ``one`` has some.
 
-        Args:
-            sequence: position of the sequence in the batch of ``sequences`` sequences.
-            one: index that `extract` returned for this sequence.
-            first: first valid row of the sequence in the batch.
+        ``sequence`` is the index of the sequence in the batch, and ``first`` is its first valid row.
         """
         if sequence in self.fitted or not one.fitted:
             return

@@ -31,18 +31,15 @@ class FullSample:
     keys: int
 
     def covers(self, config: Prefill, max_density: float, S: int) -> bool:
-        """Return True if ``S`` keys need no new sample. Density falls slowly, so the next sample is at ``2 * keys``."""
+        """Return True if this record still applies to ``S`` keys. Density falls slowly: sample again at 2x keys."""
         return (self.config, self.max_density) == (config, max_density) and self.keys <= S < 2 * self.keys
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeStep:
-    """Decode method with the backend function that runs the method.
+    """Decode method with the backend function that runs the method for ``G`` query heads per KV head.
 
     Attributes:
-        config: the method with its parameters.
-        G: number of query heads per KV head.
-        backend: name of the backend.
         function: the backend's function for a decode step.
         parameters: keyword arguments of ``function`` that are the same for every decode step.
     """
@@ -109,11 +106,7 @@ class SparseCache:
         return position
 
     def own(self, start: int, rows: mx.array) -> tuple[int, mx.array]:
-        """Return the part of ``rows (B, H, n, D)`` that this cache stores, preceded by the index of the first row.
-
-        Args:
-            start: position of the first of ``rows`` in the sequence.
-        """
+        """Return the part of ``rows`` at position ``start`` that this cache stores, after its first row index."""
         return start, rows
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
@@ -208,11 +201,7 @@ class SparseCache:
     def select_prefill(
         self, queries: mx.array, config: Prefill, *, scale: float, backend: str, max_density: float
     ) -> mx.array | None:
-        """Select blocks for `attend_prefill`, and wait for the device to count them.
-
-        Returns:
-            blocks ``(B, Hq, R, N)``; None if their density exceeds ``max_density``.
-        """
+        """Return blocks for `attend_prefill`; None if they exceed ``max_density``. This waits for the device."""
         S = self.length
         if any(full is not None and full.covers(config, max_density, S) for full in self._full_samples):
             return None

@@ -139,7 +139,7 @@ class Call:
         S, (fixed, per_key) = cache.position, layer.sparse_bytes
         counts.sparse_calls += 1
         counts.dense_bytes += layer.dense_bytes * (S + 1)  # S keys and values are read, one is written
-        # Round for each head. In tensor parallelism, the counts of all ranks then add up to those of one process.
+        # Round for each head, so that tensor-parallel ranks together count the same bytes as one process.
         counts.formula_bytes += layer.heads * round(fixed + per_key * S)
         if self.hooks is None:
             out, lse = cache.take_step(queries, layer.step, scale)

@@ -197,10 +197,7 @@ class Session:
         return loaded
 
     def load_part(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
-        """Load this rank's part of a model as mlx-lm's ``sharded_load`` does, and enable the methods.
-
-        With ``--shard``, load the whole model instead.
-        """
+        """Load this rank's part of a model, or with ``--shard`` the whole model, and enable the methods."""
         if self.shard is not None:
             from mlx_lm import utils
 

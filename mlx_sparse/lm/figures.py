@@ -225,22 +225,13 @@ class BucketCounts:
         self._known = BucketFigures()  # the counts that the host computes
 
     def add(self, counts: mx.array, key_bytes: int, *, valid: int, listed: int) -> None:
-        """Count a decode step.
-
-        Args:
-            counts: ``(B, Hkv)``, number of attended keys.
-            key_bytes: bytes that each attended key moves.
-            valid, listed: as in `BucketFigures`, for this step.
-        """
+        """Count a decode step that attended ``counts (B, Hkv)`` keys and moved ``key_bytes`` bytes per key."""
         # `flatten` returns a new array that belongs to no other graph, as `figures` requires.
         self._lists.append((counts.flatten(), key_bytes))
         self._known += BucketFigures(valid, listed)
 
     def submit(self) -> BucketCounts | None:
-        """Start computing the counts on the device. Return this object, or None if no step was added.
-
-        Call this on the thread that ran the model.
-        """
+        """Start computing the counts, on the thread that ran the model. Return None if no step was added."""
         if not self._lists:
             return None
         mx.async_eval([counts for counts, _ in self._lists])  # type: ignore[no-untyped-call]

@@ -96,7 +96,7 @@ class Recorder:
         return None
 
     def record_part(self, array: mx.array, part: mx.array, where: tuple[slice, ...]) -> None:
-        """If ``array`` is a recorded output, also record its slice ``part = array[where]``."""
+        """Record ``part = array[where]`` as an additional output, if ``array`` is a recorded output."""
         for call in list(self.calls):
             if call.after is array:
                 self.calls.append(Call(call.rope, call.before[where], part, call.offset))
@@ -163,7 +163,7 @@ def _close(a: mx.array, b: mx.array, tolerance: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Returns the pre-RoPE queries and keys of one layer.
+    """Access to the pre-RoPE queries and keys of one layer.
 
     Attributes:
         rope: RoPE module of the layer; None if the layer has no RoPE.

@@ -65,12 +65,7 @@ class Requests:
             self._open.remove(request)
 
     def answer(self, request: Request, context: Any, responses: Iterator[Any]) -> Iterator[Any]:
-        """Yield ``responses``, and log the request at the end, even if the client disconnects.
-
-        Args:
-            context: the server's generation context, with the prompt and the number of cached tokens.
-            responses: one response for each token.
-        """
+        """Yield ``responses``, one per token, and log the request at the end, even if the client disconnects."""
 
         def listened() -> Iterator[Any]:
             try:
@@ -88,13 +83,7 @@ class Requests:
 
 
 def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
-    """Return the log line of a request.
-
-    Args:
-        now: counts of all models at the end of the request.
-        prompt: number of prompt tokens.
-        cached: number of prompt tokens that were in the server's prompt cache.
-    """
+    """Return the log line of a request with ``prompt`` tokens, of which the server had cached ``cached``."""
     known = f" ({cached:,} cached)" if cached > 0 else ""
     others = f" of up to {request.together} concurrent requests" if request.together > 1 else ""
     calls = [f"{now.sparse_calls - request.before.sparse_calls:,} sparse"]
@@ -125,10 +114,7 @@ def moved() -> str | None:
 
 @contextlib.contextmanager
 def shown(session: Session) -> Iterator[None]:
-    """Add the log lines and the page to mlx-lm's server inside the ``with`` block.
-
-    If the interfaces of the server have changed, only print a warning.
-    """
+    """Add the log lines and the page to mlx-lm's server, or print a warning if its interfaces have changed."""
     found = moved()
     if found is not None:
         session.print_line(

@@ -130,7 +130,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "--lossless alone": (["--lossless"], "--lossless: expected --attn METHOD for the drafts, got none"),
     "--lossless for prompts": ([*BOTH, "--lossless"], "lossless: expected a decode method only, got sample"),
     "no config.json": ([*SPARSE, "--model", "."], r"--model: expected a model .*config\.json"),
-    "no prompt cache": ([*SPARSE, "--prompt-cache-file", "no.safetensors"], "--prompt-cache-file: expected a file"),
+    "no prompt cache": (
+        [*SPARSE, "--prompt-cache-file", "no.safetensors"],
+        "--prompt-cache-file: expected an existing file",
+    ),
     "--kv-bits of windows": (
         ["--model", "gemma3", *SPARSE, "--kv-bits", "8"],
         "--kv-bits: expected caches that mlx-lm can quantize, got: RotatingKVCache Quantization NYI",

@@ -1,7 +1,7 @@
 """Attention of decode steps and prefill chunks over the keys of all ranks.
 
-Decode steps: each function takes ``queries (B, Hq, 1, D)`` after the keys and values of the token have been written,
-and returns float32 ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``.
+Decode steps: each function takes ``queries (B, Hq, 1, D)`` and returns float32 ``out (B, Hq, 1, D)`` and
+``lse (B, Hq, 1)``. Write the key and value of the token to the cache first.
 
 Prefill chunks: each rank has all queries, keys and values of the chunk. All queries attend the older keys that the rank
 stores. A part of the queries, different on each rank, attends the keys of the chunk.
@@ -233,10 +233,7 @@ def attend_blocks(
     backend: str,
     exchange: Exchange,
 ) -> Attended:
-    """Attend a prefill chunk over the selected ``blocks``. The chunk must begin at a block boundary.
-
-    Return float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``.
-    """
+    """Attend the selected ``blocks`` of a chunk that begins at a block boundary. Return as `dense_chunk` does."""
     keys, values = cache.keys_and_values()
     B, Hq, L, _ = queries.shape
     S, R = cache.position, blocks.shape[2]

@@ -105,7 +105,7 @@ class ShardedSparQ(SparQState):
         return mx.sqrt(_squares(means, squares, cache.counts()) / cache.position)
 
     def value_mean(self, cache: ShardedKVCache) -> mx.array:
-        """Return this rank's contribution ``(B, Hkv, D)`` to the mean value (sparq.9), a sum over ranks."""
+        """Return this rank's term ``(B, Hkv, D)`` of the mean value (sparq.9). The sum over ranks is the mean."""
         B, Hkv, _, D = cache.key_rows.shape
         if not cache.length:
             return mx.zeros((B, Hkv, D))
@@ -115,12 +115,9 @@ class ShardedSparQ(SparQState):
 
 
 def _squares(means: mx.array, squares: mx.array, counts: list[int]) -> mx.array:
-    """Return the sum of squared distances from the mean over N ranks.
+    """Return the sum of squared distances from the common mean, given the statistics of each rank.
 
-    Args:
-        means: ``(N, ...)``, mean on each rank.
-        squares: ``(N, ...)``, sum of squared distances from the mean of the same rank.
-        counts: number of summands on each rank.
+    ``means (N, ...)`` and ``squares (N, ...)`` are the mean and the sum of squared distances on each of N ranks.
     """
     n = mx.array(counts, mx.float32).reshape(-1, *[1] * (means.ndim - 1))
     between = means - (n * means).sum(axis=0) / n.sum()

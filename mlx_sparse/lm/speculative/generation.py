@@ -1,7 +1,7 @@
 """Replace mlx-lm's `generate_step` by self-speculative decoding with the same tokens.
 
 A check samples tokens from the logits of dense attention, with the random numbers that dense decoding would use. A
-draft is accepted if it equals the sampled token. So the tokens equal those of dense decoding for every sampler and
+draft is accepted if it equals the sampled token. So the result equals dense decoding for every sampler and
 seed. Drafts are sampled with the same random numbers, which increases the acceptance rate.
 """
 
@@ -93,7 +93,7 @@ class Result:
 
 
 class Run:
-    """Self-speculative generation for one prompt. The arguments are those of mlx-lm's `generate_step`.
+    """Self-speculative generation for one prompt, with the same arguments as mlx-lm's `generate_step`.
 
     Raises:
         ConfigError: the prompt consists of embeddings, or the cache does not store all keys.
@@ -215,10 +215,7 @@ class Run:
         return found
 
     def _useful_drafts(self, yielded: int) -> int:
-        """Return the largest useful draft length after ``yielded`` tokens.
-
-        Return 0 if decode steps would be dense, or if mlx-lm has yet to quantize a cache.
-        """
+        """Return the largest useful draft length; 0 if drafts would be dense or a cache is yet to be quantized."""
         left = self.max_tokens - yielded - 1 if self.max_tokens >= 0 else self.length
         if self.quantizes and any(isinstance(cache, KVCache) for cache in leaves(self.cache)):
             return 0
