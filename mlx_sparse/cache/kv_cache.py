@@ -18,7 +18,7 @@ from .sparse_cache import FullSample, Run, SparseCache
 from .state import State
 
 # Bytes of keys and values that prefill dequantizes at a time. One KV head may exceed this limit.
-UNPACKED = 16 << 20
+DEQUANTIZED_BYTES = 16 << 20
 
 
 class SparseKVCache(SparseCache, KVCache):
@@ -55,10 +55,10 @@ class SparseQuantizedKVCache(SparseCache, QuantizedKVCache):
         return keys.first(S), values.first(S), {}
 
     def by_heads(self, run: Run, queries: mx.array, backend: str) -> tuple[mx.array, ...]:
-        # Dequantize a few KV heads at a time, to use about `UNPACKED` bytes.
+        # Dequantize a few KV heads at a time, to use about `DEQUANTIZED_BYTES` bytes.
         keys, values, S = self.key_rows, self.value_rows, self.length
         B, Hkv, _, D = keys.shape
-        G, step = queries.shape[1] // Hkv, max(1, UNPACKED // (2 * B * S * D * keys.itemsize))
+        G, step = queries.shape[1] // Hkv, max(1, DEQUANTIZED_BYTES // (2 * B * S * D * keys.itemsize))
         length = {"length": S} if backend in WHOLE_BUFFERS else {}
         parts: list[tuple[mx.array, ...]] = []
         for first in range(0, Hkv, step):

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from .sparse_cache import SparseCache
 
 # Number of keys per bucket to which the online mode fits centroids. More keys change the centroids little.
-POINTS = 64
+KEYS_PER_BUCKET = 64
 # Rows that are converted to pre-RoPE keys and assigned to buckets at a time.
 CHUNK = 4096
-# Decode steps whose keys are assigned together, so that one read of the centroids serves all these keys. Pending keys
-# keep the arrays they are slices of in memory, for example a joint QKV projection, for at most this many rows.
-TOGETHER = 64
+# Decode steps whose keys are assigned to buckets together, with one read of the centroids. Pending keys are slices of
+# other arrays, for example of a joint QKV projection, and keep at most this number of rows of them in memory.
+PENDING_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +131,7 @@ class BucketIndex(State):
         if start != self.length or self.centroids is None:
             return None
         self.pending.append(before)
-        return self._assign_pending() if self.length - self.assigned >= TOGETHER else None
+        return self._assign_pending() if self.length - self.assigned >= PENDING_ROWS else None
 
     def _assign_pending(self) -> mx.array | None:
         if not self.pending:
@@ -200,7 +200,7 @@ class BucketIndex(State):
         """Fit centroids ``(Hkv, C, D)`` to rows ``start`` and above of a sequence that begins at ``first_row``."""
         C, count = self.router.buckets, cache.length - start
         # Evenly spaced rows. If there are fewer rows than buckets, some rows occur more than once.
-        chosen = start + np.linspace(0, count - 1, min(max(count, C), POINTS * C)).astype(np.int32)
+        chosen = start + np.linspace(0, count - 1, min(max(count, C), KEYS_PER_BUCKET * C)).astype(np.int32)
         # Make each row a sequence of one row, because the inverse RoPE takes one position per sequence.
         keys = cache.key_rows[sequence].swapaxes(0, 1)[mx.array(chosen)][:, :, None]
         places = np.concatenate([at + np.arange(last - first) for first, last, at in cache.runs(0, cache.length)])
@@ -219,7 +219,7 @@ class BucketIndex(State):
         if self.ids is not None:
             self.ids = self.ids[rows][..., start:] if start < self.assigned else None
         if self.centroids is not None and self.router.centroids is None:
-            self._own(self.centroids[rows])
+            self._set_centroids(self.centroids[rows])
         stops = ((place, self.fitted.get(sequence)) for place, sequence in enumerate(sequences))
         self.fitted = {place: stop - start for place, stop in stops if stop is not None}
         return self
@@ -268,7 +268,9 @@ class BucketIndex(State):
             blank = mx.zeros((1, *fitted[0].shape[1:]), fitted[0].dtype)
             blanks = [mx.repeat(blank, len(cache.first_rows()), axis=0) for _, cache in known]
             own = [index.centroids for index, _ in known]
-            merged._own(mx.concatenate([zeros if one is None else one for one, zeros in zip(own, blanks, strict=True)]))
+            merged._set_centroids(
+                mx.concatenate([zeros if one is None else one for one, zeros in zip(own, blanks, strict=True)])
+            )
         return merged
 
     def _all_ids(self, cache: SparseCache, heads: int, length: int) -> mx.array | None:
@@ -287,7 +289,7 @@ class BucketIndex(State):
         if self.ids is not None and length <= self.assigned:
             one.ids = self.ids[part, :, start:length]
         if self.centroids is not None and self.router.centroids is None:
-            one._own(self.centroids[part])
+            one._set_centroids(self.centroids[part])
         one.fitted = {0: self.fitted[sequence] - start} if sequence in self.fitted else {}
         return one
 
@@ -303,12 +305,12 @@ class BucketIndex(State):
         if self.centroids is None:
             self.centroids = mx.zeros((sequences, *one.centroids.shape[1:]), one.centroids.dtype)
         self.centroids[sequence] = one.centroids[0]
-        self._own(self.centroids)
+        self._set_centroids(self.centroids)
         self.fitted = self.fitted | {sequence: first + one.fitted[0]}
         if self.ids is not None:
             self.ids[sequence, :, first : first + one.assigned] = one.ids[0]
 
-    def _own(self, centroids: mx.array) -> None:
+    def _set_centroids(self, centroids: mx.array) -> None:
         self.centroids, self.network = centroids, kmeans_network(centroids, self.router.scale)
 
     def unfitted(self, sequences: Iterable[int]) -> bool:

@@ -31,7 +31,7 @@ class FullSample:
     keys: int
 
     def covers(self, config: Prefill, max_density: float, S: int) -> bool:
-        """Return True if this record still applies to ``S`` keys. Density falls slowly: sample again at 2x keys."""
+        """Return True if the selection is assumed to exceed ``max_density`` at ``S`` keys too, up to 2x ``keys``."""
         return (self.config, self.max_density) == (config, max_density) and self.keys <= S < 2 * self.keys
 
 
@@ -144,7 +144,7 @@ class SparseCache:
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
-        """Return the first valid row of each sequence. Pass the caches of the other layers to read all at once."""
+        """Return the first valid row of each sequence. Pass the other layers' caches to wait only once for all."""
         return [0] * (1 if self.keys is None else self.key_rows.shape[0])
 
     def add_state(self, method: str, state: State) -> State:

@@ -60,11 +60,11 @@ class State(ABC):
         return None
 
     def extract(self, sequence: int, length: int, start: int) -> State | None:
-        """Return a state for one sequence and rows ``[start, length)``, or None. This state does not change."""
+        """Return a new state for one sequence and rows ``[start, length)``, or None. Do not change this state."""
         return None
 
     def roll(self, padding: mx.array | None, length: int) -> State | None:
-        """Return the state after mlx-lm turns right padding into left padding, or None to drop the state.
+        """Return the state after mlx-lm converts right padding to left padding, or None to drop the state.
 
         The last ``padding (B,)`` of ``length`` rows move to the front. If ``padding`` is None, no row moves: either
         mlx-lm is about to pad on the right, or there was no padding.
@@ -83,5 +83,5 @@ class State(ABC):
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> State | None:
-        """Return a state for the left-padded batch of the given caches, or None. The arguments do not change."""
+        """Return a new state for the left-padded batch of the given caches, or None. Do not change the arguments."""
         return None

@@ -111,9 +111,7 @@ def replace_with_dense(
     """Replace the rows of ``sequences`` in ``out (B, Hq, 1, D)`` by dense attention, and return ``out``."""
     first_rows, batch = cache.first_rows(), mx.array(sequences)
     start = min(first_rows[sequence] for sequence in sequences)
-    keys, values = (
-        rows[:, :, start:][batch] for rows in cache.rows("ops")[:2]
-    )  # from the longest sequence's first row
+    keys, values = (rows[:, :, start:][batch] for rows in cache.rows("ops")[:2])
     own = mx.array([first_rows[sequence] - start for sequence in sequences])[:, None, None, None]
     mask = mx.arange(cache.length - start) >= own
     out[batch] = seam.original(queries[batch], keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)

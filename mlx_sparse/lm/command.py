@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ..api.call_report import JSON_KEY, Counts, Report, listing
 from ..checks import ConfigError, SparseAttentionError
 from ..methods import NEVER, Method, Prefill, registry
-from .distributed.ranks import Ranks, difference, facts_of, lost
+from .distributed.ranks import Ranks, connection_error, difference, facts_of
 from .loading import has_all_weights, loading, refuse_rotating_cache, refuse_unquantizable, unfit_warning
 from .options import add_options, end, fail, print_error, requested
 
@@ -109,7 +109,7 @@ class Session:
         if self.serves:
             from . import serving
 
-            self.exit_stack.enter_context(serving.shown(self))
+            self.exit_stack.enter_context(serving.request_logging(self))
 
     def _checked(self, args: argparse.Namespace, configs: tuple[Method, ...]) -> tuple[Prefill | None, Method | None]:
         """Return the prefill method and the decode method, after all checks that need no model."""
@@ -156,7 +156,7 @@ class Session:
         """
         problem = None
         try:
-            self.ranks = Ranks.here()
+            self.ranks = Ranks.start()
             if self.ranks.size == 1:
                 return
             files = [config.file for config in self.configs if config.file is not None]
@@ -172,7 +172,7 @@ class Session:
             self.exit_stack.enter_context(contextlib.redirect_stdout(null))
 
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
-        """Find a model on disk or on the hub as mlx-lm does, and count the loads."""
+        """Find a model on disk or on the hub as mlx-lm does, and count the model as loaded."""
         self.loads += not self.loads_part
         self.loading = model
         with self._exiting_on_error(), loading(model):
@@ -356,12 +356,12 @@ def run(main: Callable[..., Any], command: str) -> Any:
             if session.suites:
                 from . import lm_eval
 
-                session.exit_stack.enter_context(lm_eval.scored(session))
+                session.exit_stack.enter_context(lm_eval.sparse_evaluation(session))
             return main()
     except SparseAttentionError as error:
         end(command, str(error))
     except RuntimeError as error:
-        if session.ranks.size == 1 or (line := lost(error)) is None:
+        if session.ranks.size == 1 or (line := connection_error(error)) is None:
             raise
         end(command, line)
     finally:

@@ -24,7 +24,7 @@ REQUESTS = {"multiple_choice": "loglikelihood"}
 
 
 @contextlib.contextmanager
-def scored(session: Session) -> Iterator[None]:
+def sparse_evaluation(session: Session) -> Iterator[None]:
     """Make mlx-lm's evaluation use the methods of ``session``, and add the method to the results.
 
     Raises:
@@ -34,8 +34,8 @@ def scored(session: Session) -> Iterator[None]:
     from mlx_lm import evaluate
 
     original, simple_evaluate = evaluate.MLXLM, lm_eval.simple_evaluate
-    evaluate.MLXLM = _scorer(session, original)  # type: ignore[misc]
-    lm_eval.simple_evaluate = _marking(session, simple_evaluate)
+    evaluate.MLXLM = _scorer_class(session, original)  # type: ignore[misc]
+    lm_eval.simple_evaluate = _with_method(session, simple_evaluate)
     try:
         yield
     finally:
@@ -43,7 +43,7 @@ def scored(session: Session) -> Iterator[None]:
         lm_eval.simple_evaluate = simple_evaluate
 
 
-def _scorer(session: Session, original: Any) -> Any:
+def _scorer_class(session: Session, original: Any) -> Any:
     """Return a subclass of ``original``, mlx-lm's model for lm-eval, that scores with the methods of ``session``."""
     import mlx.core as mx
     from mlx import nn
@@ -70,22 +70,22 @@ def _scorer(session: Session, original: Any) -> Any:
             return super()._score_fn(inputs, cache, step_size)
 
         def loglikelihood(self, requests: Any) -> Any:
-            with _counted(session, "loglikelihood"):
+            with _counting_calls(session, "loglikelihood"):
                 return super().loglikelihood(requests)
 
         def loglikelihood_rolling(self, requests: Any) -> Any:
-            with _counted(session, "loglikelihood_rolling"):
+            with _counting_calls(session, "loglikelihood_rolling"):
                 return super().loglikelihood_rolling(requests)
 
         def generate_until(self, requests: Any) -> Any:
-            with _counted(session, "generate_until"):
+            with _counting_calls(session, "generate_until"):
                 return super().generate_until(requests)
 
     return Scorer
 
 
 @contextlib.contextmanager
-def _counted(session: Session, kind: str) -> Iterator[None]:
+def _counting_calls(session: Session, kind: str) -> Iterator[None]:
     """Count the attention calls for one kind of request. Print a warning if a method made no sparse call."""
     if not session.reports:
         yield
@@ -112,8 +112,8 @@ def _calls(report: Any) -> tuple[int, int, Counter[str]]:
     return report.prefill.calls if report.prefill else 0, report.sparse_calls, Counter(report.dense_calls)
 
 
-def _marking(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap lm-eval's ``simple_evaluate`` to store the method in the results, whose file name does not have it."""
+def _with_method(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap lm-eval's ``simple_evaluate`` to add the method, which is not in the file name, to the results."""
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         found = simple_evaluate(*args, **kwargs)

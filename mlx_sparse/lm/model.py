@@ -104,9 +104,9 @@ def enable(
 
         share_context(plan, shard)
     if lossless:
-        from .speculative.generation import draft, wrap
+        from .speculative.generation import make_lossless, wrap
 
-        draft(plan, model, draft_tokens)
+        make_lossless(plan, model, draft_tokens)
     elif draft_tokens is not None:
         raise ConfigError(f"draft_tokens: expected None without lossless, got {draft_tokens}.")
     names = seam.bind(model)

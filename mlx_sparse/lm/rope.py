@@ -266,7 +266,7 @@ class _Observer:
         self.rotations[0] = 0  # after the visit, which may rotate too
 
     @contextmanager
-    def reading_writes(self) -> Iterator[None]:
+    def recording_writes(self) -> Iterator[None]:
         """Record in ``written`` the rows that the model writes to each cache, inside the ``with`` block."""
 
         def recording(cache: Any) -> Callable[..., Any]:
@@ -308,7 +308,7 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
             observer = _Observer(leaves(caches), visit_and_forget, rotations)
             token = seam.active.set(observer)
             try:
-                with observer.reading_writes():
+                with observer.recording_writes():
                     logits: mx.array = model(tokens, cache=caches)
             finally:
                 seam.active.reset(token)

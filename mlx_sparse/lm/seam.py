@@ -58,7 +58,7 @@ def scaled_dot_product_attention(
     return dense
 
 
-def prepare_noting_ends(cache: Any, *, lengths: list[int] | None = None, **padding: Any) -> None:
+def prepare_and_store_ends(cache: Any, *, lengths: list[int] | None = None, **padding: Any) -> None:
     """Call mlx-lm's `BatchKVCache.prepare`, and store the end rows of prompts of different lengths."""
     prepare(cache, lengths=lengths, **padding)  # type: ignore[no-untyped-call]
     cache.prompt_ends = None if lengths is None else [cache.size() + length for length in lengths]
@@ -80,7 +80,7 @@ def bind(model: Any) -> list[str]:
         _bound[name] += 1
         setattr(sys.modules[name], NAME, ours)
     if names:
-        caches.BatchKVCache.prepare = prepare_noting_ends  # type: ignore[method-assign, assignment]
+        caches.BatchKVCache.prepare = prepare_and_store_ends  # type: ignore[method-assign, assignment]
         caches.KVCache.merge = staticmethod(kv_cache.merge)  # type: ignore[method-assign]
     return sorted(names)
 
@@ -96,7 +96,7 @@ def unbind(names: list[str]) -> None:
         caches.KVCache.merge = merge  # type: ignore[method-assign]
 
 
-def moved() -> list[str]:
+def changed_interfaces() -> list[str]:
     """Return descriptions of the interfaces of the installed mlx-lm that have changed; empty if it is supported."""
     problems = []
     if list(inspect.signature(original).parameters) != PARAMETERS:
@@ -124,7 +124,7 @@ def moved() -> list[str]:
 
 def require() -> None:
     """Raise `BackendUnavailable` if mlx-lm's interfaces have changed, because attention would silently be dense."""
-    problems = moved()
+    problems = changed_interfaces()
     if problems:
         version = getattr(mlx_lm, "__version__", "unknown")
         raise BackendUnavailable(

@@ -94,7 +94,7 @@ def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
     return f"prompt of {prompt:,} tokens{known}, {request.tokens:,} generated; calls{others}: {', '.join(calls)}"
 
 
-def moved() -> str | None:
+def changed_interface() -> str | None:
     """Return the name of the first interface of mlx-lm's server that has changed, or None."""
     from mlx_lm import server
 
@@ -113,9 +113,9 @@ def moved() -> str | None:
 
 
 @contextlib.contextmanager
-def shown(session: Session) -> Iterator[None]:
+def request_logging(session: Session) -> Iterator[None]:
     """Add the log lines and the page to mlx-lm's server, or print a warning if its interfaces have changed."""
-    found = moved()
+    found = changed_interface()
     if found is not None:
         session.print_line(
             f"warning: no log lines and no {PATH}: mlx-lm's {found} has changed. The report is printed at the end."

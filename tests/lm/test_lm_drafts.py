@@ -32,7 +32,7 @@ from mlx_sparse.lm.chunks import large_group
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.lm.speculative import generation
 from mlx_sparse.lm.speculative.draft_length import MAX_DRAFTS
-from mlx_sparse.lm.speculative.generation import UNEVEN, check_options, draft
+from mlx_sparse.lm.speculative.generation import UNEVEN, check_options, make_lossless
 from mlx_sparse.methods import reasons
 from mlx_sparse.ops.packed_rows import PackedRows
 
@@ -353,7 +353,7 @@ def test_a_part_of_a_model_is_refused(enabled: Callable[..., Any]) -> None:
     assert plan is not None
     plan.shards = 2
     with pytest.raises(ConfigError, match="lossless: expected a whole model on one process, got a part of a model"):
-        draft(plan, model, None)
+        make_lossless(plan, model, None)
 
 
 @pytest.mark.parametrize("family", sorted(UNEVEN))

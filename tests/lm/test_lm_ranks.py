@@ -23,7 +23,7 @@ from tiny_models import build, write
 
 from mlx_sparse.artefact import load
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.lm.distributed.ranks import Ranks, difference, facts_of, lost
+from mlx_sparse.lm.distributed.ranks import Ranks, connection_error, difference, facts_of
 from mlx_sparse.model_parts import Part, part_of
 
 RUN = Path(__file__).parents[1] / "fixtures" / "run_ranks.py"
@@ -175,11 +175,11 @@ def test_differing_options_are_named_unless_local(folder: Path, tmp_path: Path):
 def test_one_rank_without_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("MLX_RANK", raising=False)
     monkeypatch.setattr(mx.distributed, "init", None)
-    assert Ranks.here() == Ranks(0, 1)
+    assert Ranks.start() == Ranks(0, 1)
     (tmp_path / "hosts").write_text("\n")  # of `mlx.launch -n 1`
     monkeypatch.setenv("MLX_RANK", "0")
     monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
-    assert Ranks.here() == Ranks(0, 1)
+    assert Ranks.start() == Ranks(0, 1)
     assert Ranks().gather({"a": [1]}) == [{"a": [1]}]
 
 
@@ -210,8 +210,8 @@ def test_rank_with_another_program_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_lost_ranks_are_told_apart_from_other_runtime_errors():
-    assert lost(RuntimeError("[matmul] Last dimension of first input")) is None
-    assert lost(RuntimeError("[ring] gone\nmore")) == (
+    assert connection_error(RuntimeError("[matmul] Last dimension of first input")) is None
+    assert connection_error(RuntimeError("[ring] gone\nmore")) == (
         "ranks: expected all ranks to run this command to the end, got: [ring] gone."
     )
 

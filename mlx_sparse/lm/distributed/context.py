@@ -49,15 +49,15 @@ def share_context(plan: Plan, shard: str) -> None:
         raise ConfigError(
             "--attn-report: expected text, json or off with --shard, got recall, which ranks cannot measure."
         )
-    _seed_alike(exchange)
+    _share_random_seed(exchange)
     plan.shards = exchange.size
     plan.new_call = functools.partial(ContextCall, exchange=exchange, exact=shard == "context")
     # These caches have no `merge`, so mlx-lm's server answers one request at a time.
     plan.new_caches = functools.partial(shard_caches, shard=Shard(exchange.rank, exchange.size))
 
 
-def _seed_alike(exchange: Exchange) -> None:
-    """Copy the random state of rank 0 to all ranks, so that all ranks sample the same tokens."""
+def _share_random_seed(exchange: Exchange) -> None:
+    """Seed all ranks from rank 0 if their random states differ, so that all ranks sample the same tokens."""
     state: Any = mx.random.state
     states: Any = exchange.gather(state[0]).tolist()
     if any(one != states[0] for one in states):
@@ -176,11 +176,11 @@ class ContextCall(Call):
         self.counts.formula_bytes += moved
         given: dict[str, Any] = {"scale": scale, "backend": backend, "exchange": exchange}
         if not self._exact and config.for_shard(exchange.size, 0) is not None:
-            return rank_attention.local(queries, cache, config, **given)
+            return rank_attention.local_step(queries, cache, config, **given)
         if (step := rank_attention.STEPS.get(config.name)) is not None:
             return step(queries, cache, config, **given)
         if cache.length == 0:
-            return exchange.merge(*rank_attention.nothing(queries))
+            return exchange.merge(*rank_attention.no_attention(queries))
         bound = DecodeStep.bind(config, queries.shape[1] // Hkv, backend)
         if hooks is None:
             out, lse = cache.take_step(queries, bound, scale)

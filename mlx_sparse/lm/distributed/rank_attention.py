@@ -37,7 +37,7 @@ def dense_step(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchan
     return exchange.merge(*attend_rows(queries, *cache.own_rows(), scale=scale, causal=False))
 
 
-def local(
+def local_step(
     queries: mx.array, cache: ShardedKVCache, config: Method, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
     """Select keys on each rank separately and attend all selected keys (`Method.for_shard`)."""
@@ -163,14 +163,14 @@ def _attend(
 ) -> Attended:
     """Attend the rows ``indices`` on this rank; return float32 ``out`` and ``lse``."""
     if cache.length == 0 or indices.shape[2] == 0:
-        return nothing(queries)
+        return no_attention(queries)
     keys, values, length = cache.rows(backend)
     attend = registry.load("attend_indices", backend)
     out, lse = attend(queries, keys, values, indices, scale=scale, counts=counts, **length)
     return out.astype(mx.float32), lse
 
 
-def nothing(queries: mx.array) -> Attended:
+def no_attention(queries: mx.array) -> Attended:
     """Return the attention over no keys: ``out`` of zeros and ``lse`` of -inf."""
     return mx.zeros(queries.shape), mx.full(queries.shape[:3], -mx.inf)
 

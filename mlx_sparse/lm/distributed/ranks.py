@@ -37,13 +37,13 @@ class Ranks:
     size: int = 1
 
     @classmethod
-    def here(cls) -> Ranks:
+    def start(cls) -> Ranks:
         """Start MLX's distributed runtime if there is a launcher, and wait until all ranks have started it.
 
         Raises:
             ConfigError: MLX cannot reach a rank.
         """
-        if not any(name in os.environ for name in ENVIRONMENT) or _alone():
+        if not any(name in os.environ for name in ENVIRONMENT) or _single_process():
             return cls()
         import mlx.core as mx
 
@@ -54,7 +54,7 @@ class Ranks:
         return cls(group.rank(), group.size())
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks in rank order. All ranks must call this with a value for JSON.
+        """Return the values of all ranks in rank order. All ranks must call this. JSON must support the values.
 
         Raises:
             ConfigError: a rank runs another program, or has exited.
@@ -68,7 +68,7 @@ class Ranks:
             try:
                 return np.array(mx.distributed.all_gather(numbers[None], stream=mx.cpu))
             except RuntimeError as error:
-                raise ConfigError(lost(error) or str(error)) from None
+                raise ConfigError(connection_error(error) or str(error)) from None
 
         data = json.dumps(value).encode()
         heads = exchange(mx.array([MAGIC, len(data)], mx.int32))
@@ -83,13 +83,13 @@ class Ranks:
         return [json.loads(row.tobytes()[:length]) for row, (_, length) in zip(rows, heads, strict=True)]
 
 
-def lost(error: RuntimeError) -> str | None:
+def connection_error(error: RuntimeError) -> str | None:
     """Return a one-line message if ``error`` is a connection error of MLX, or None for other errors."""
     text = str(error).strip().partition("\n")[0].rstrip(".")
     return f"ranks: expected all ranks to run this command to the end, got: {text}." if LOST.match(text) else None
 
 
-def _alone() -> bool:
+def _single_process() -> bool:
     """Return True if `mlx.launch` started a single process, for which it writes an empty host file."""
     hosts = os.environ.get("MLX_HOSTFILE")
     try:
@@ -119,7 +119,7 @@ def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
 
 
 def _fact(value: Any, path: bool) -> tuple[str, str]:
-    """Return an option value as two texts, one to compare and one for messages. ``path`` is True for a file."""
+    """Return an option value as two texts, one to compare and one for messages. Read files if ``path`` is True."""
     if value is None:
         return "none", "none"
     if isinstance(value, bool):

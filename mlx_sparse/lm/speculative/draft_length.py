@@ -45,7 +45,7 @@ class DraftLength:
         self._since_dense = DENSE_EVERY
         self._left, self._pause = 0, PAUSE
 
-    def turn(self, most: int) -> DraftPlan:
+    def next_draft(self, most: int) -> DraftPlan:
         """Return the draft length for the next check, at most ``most``, or 0 for a dense step."""
         if most < 1 or self._left > 0:
             return DraftPlan(0, timed=False)

@@ -171,11 +171,11 @@ class Run:
         yielded, is_finalizing = 0, sys.is_finalizing  # local name, because Python clears modules at exit
         while True:
             with mx.stream(self.stream), in_phase(Phase.CHECK):
-                turn = self.draft_length.turn(self._useful_drafts(yielded))
-                if turn.drafts:
-                    found = self._check(y, turn.drafts, timed=turn.timed)
+                planned = self.draft_length.next_draft(self._useful_drafts(yielded))
+                if planned.drafts:
+                    found = self._check(y, planned.drafts, timed=planned.timed)
                 else:
-                    found = self._step(y, timed=turn.timed)
+                    found = self._step(y, timed=planned.timed)
             count = 0
             try:
                 if yielded == 0:
@@ -343,7 +343,7 @@ def check_options(args: argparse.Namespace, command: str, *, generates: bool) ->
         raise ConfigError(f"--lossless: expected one sequence at a time, got --batch-size {args.batch_size}.")
 
 
-def draft(plan: Any, model: Any, draft_tokens: int | None) -> None:
+def make_lossless(plan: Any, model: Any, draft_tokens: int | None) -> None:
     """Configure a `Plan` for self-speculative decoding: the decode method drafts tokens.
 
     Raises:

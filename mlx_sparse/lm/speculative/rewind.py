@@ -16,8 +16,8 @@ ROWS = (KVCache, QuantizedKVCache)
 class Undo:
     """Snapshot of the caches of a model.
 
-    To restore a KV cache, it is trimmed. Sliding-window caches and the states of linear layers overwrite old contents,
-    so the snapshot keeps their arrays, and the next write to such a cache makes a copy.
+    `restore` trims KV caches. Sliding-window caches and the states of linear layers overwrite old contents, so the
+    snapshot keeps the arrays of these caches, and the next write to such a cache makes a copy.
     """
 
     def __init__(self, caches: list[Any]) -> None:
