@@ -294,7 +294,7 @@ class BucketIndex(State):
         return one
 
     def insert(self, sequence: int, one: BucketIndex, first: int, sequences: int) -> None:
-        """Copy the centroids and bucket ids of ``one``, an index that `extract` returned, if only ``one`` has some.
+        """Copy centroids and bucket ids from ``one``, an index that `extract` returned, unless they exist already.
 
         ``sequence`` is the index of the sequence in the batch, and ``first`` is its first valid row.
         """

@@ -244,7 +244,7 @@ def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any
     Rank 0 has the whole cache in memory during this call.
 
     Args:
-        write: mlx-lm's ``save_prompt_cache``, whose further arguments follow.
+        write: mlx-lm's ``save_prompt_cache``, which also gets the further arguments.
 
     Raises:
         ConfigError: rank 0 cannot write the file. All ranks raise this, and an existing file does not change.
