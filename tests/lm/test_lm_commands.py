@@ -125,12 +125,15 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),
     "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),
-    "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected once, got twice"),
+    "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected this option once, got it twice"),
     "no such model": ([*SPARSE, "--model", "nowhere/at/all"], "--model: expected a model .*, got nowhere/at/all"),
     "--lossless alone": (["--lossless"], "--lossless: expected --attn METHOD for the drafts, got none"),
     "--lossless for prompts": ([*BOTH, "--lossless"], "lossless: expected a decode method only, got sample"),
     "no config.json": ([*SPARSE, "--model", "."], r"--model: expected a model .*config\.json"),
-    "no prompt cache": ([*SPARSE, "--prompt-cache-file", "no.safetensors"], "--prompt-cache-file: expected a file"),
+    "no prompt cache": (
+        [*SPARSE, "--prompt-cache-file", "no.safetensors"],
+        "--prompt-cache-file: expected an existing file",
+    ),
     "--kv-bits of windows": (
         ["--model", "gemma3", *SPARSE, "--kv-bits", "8"],
         "--kv-bits: expected caches that mlx-lm can quantize, got: RotatingKVCache Quantization NYI",
@@ -233,8 +236,8 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
     )
     first, second, *_ = finished("short, measured").err.splitlines()
     assert (
-        "; prompts sparse from 8,192 keys on where at most 75% of the blocks are kept (modelled; the first context of "
-        "8,192 keys is measured); sparse from 2,048 keys on (modelled; the first context of 1,024 keys is measured); "
+        "; prompts sparse from 8,192 keys on where at most 75% of the blocks are kept (modelled; will be measured at "
+        "8,192 keys); sparse from 2,048 keys on (modelled; will be measured at 1,024 keys); "
     ) in first
     assert second.endswith(f"this run has at most {longest} keys, and decode steps are sparse from 1,024 keys")
 

@@ -52,7 +52,7 @@ def test_smallest_sparse_context(attn: str, measures: bool, starts: int) -> None
 
 def test_finished_measurement_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan("sparq:rank=4", measures=True, seconds=0.01)
-    assert found.crossovers() == ["sparse from 2,048 keys on (modelled; the first context of 1,024 keys is measured)"]
+    assert found.crossovers() == ["sparse from 2,048 keys on (modelled; will be measured at 1,024 keys)"]
     monkeypatch.setattr(Calibration, "measure", lambda *_: None)  # as on a machine that is too noisy
     ((config, layer),) = found.layers
     assert found.calibration.threshold(config, layer, 1024).how == MODELLED

@@ -92,7 +92,7 @@ def test_nbytes_of_a_quantized_cache(bits: int, rows_take: float, copy_takes: fl
 
 @pytest.mark.parametrize("spec", ["sparq", "sample:block_size=32,dense_below=0,dense_above=1"])
 def test_prefill_over_a_quantized_cache_equals_mlx_lm(spec: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mlx_sparse.cache.kv_cache.UNPACKED", 1)  # head by head
+    monkeypatch.setattr("mlx_sparse.cache.kv_cache.DEQUANTIZED_BYTES", 1)  # head by head
     model, prompt = build(head_dim=32), mx.array([prompt_of(PROMPT)])
     ours, theirs = ([QuantizedKVCache(group_size=32, bits=8) for _ in range(LAYERS)] for _ in range(2))
     dense = build(head_dim=32)
