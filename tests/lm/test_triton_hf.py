@@ -224,7 +224,7 @@ DENSE: list[tuple[str, dict[str, Any]]] = [
     ("in multi-token decode (verification step or short prompt)", {"L": 4}),
     ("over fewer than 300 keys", {"attn": "sparq:rank=16,top_k=8,dense_below=300"}),
     ("over fewer than 2,048 keys", {"attn": "sparq:rank=16"}),
-    ("with a mask made elsewhere", {"attention_mask": OWN}),
+    ("with a custom attention mask", {"attention_mask": OWN}),
     ("with a mask that is not left padding", {"attention_mask": HOLES}),
     ("with soft-capped scores", {"name": "gemma2"}),
     ("with more than 16 query heads per KV head", {"name": "llama-many-heads"}),
