@@ -125,7 +125,7 @@ def test_exported_models_decode_at_every_length(method: str, model: Path, tmp_pa
         assert (row["turns"], row["failed"]) == (2, False) and row["generation"] > 0 and row["error"] < 1e-2
         assert row["method"] != "dense" or row["generation_ratio"] == 1
         early = row["S"] == 40 and "dense_below=64" in row["method"]
-        assert row["note"] == ("its steps are dense below 64 keys" if early else None)
+        assert row["note"] == ("decode steps are dense below 64 keys" if early else None)
 
 
 def test_models_with_differing_backends_are_not_timed(model: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -135,4 +135,4 @@ def test_models_with_differing_backends_are_not_timed(model: Path, monkeypatch: 
         bench_generate.Decoder, "_first", lambda self, runner, token: right(self, runner, token) * (1 + runner.native)
     )
     rows = generated(capsys, model, SPARQ, code=1)
-    assert all(row["failed"] and "logits differ" in row["note"] and "generation" not in row for row in rows)
+    assert all(row["failed"] and "the logits differ between backends" in row["note"] and "generation" not in row for row in rows)

@@ -230,7 +230,7 @@ def test_models_that_cannot_be_exported_are_refused(
 def test_weights_too_large_for_the_type_are_refused(run: Callable[..., str], tmp_path: Path) -> None:
     model = with_weights(tmp_path / "model", lambda w: w.update({f"{DOWN}.weight": w[f"{DOWN}.weight"] * 1e6}))
     message = run(model, "--method", SPARQ, "--dtype", "float16")
-    assert_refused(message, f"--dtype: expected a type that holds {DOWN}.weight, got float16", tmp_path)
+    assert_refused(message, f"--dtype: expected a type with the range of {DOWN}.weight, got float16", tmp_path)
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "link"])
@@ -344,7 +344,7 @@ def test_the_current_folder_is_not_replaced(
 
 def test_keys_too_large_for_the_type_are_refused(run: Callable[..., str], tmp_path: Path) -> None:
     message = run(float16_caches(tmp_path / "model"), "--method", SPARQ, "--dtype", "float16")
-    assert_refused(message, "--dtype: expected a type that holds keys and values, got float16", tmp_path)
+    assert_refused(message, "--dtype: expected a type with the range of keys and values, got float16", tmp_path)
 
 
 def test_a_folder_that_appears_meanwhile_is_not_replaced(

@@ -273,7 +273,7 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "other", [info], [out])
     opset = [onnx.helper.make_opsetid("", 18)]
     onnx.save(onnx.helper.make_model(graph, ir_version=8, opset_imports=opset), tmp_path / "model.onnx")
-    with pytest.raises(ArtefactError, match=r"^model: expected a file that export-onnx wrote, got another: "):
+    with pytest.raises(ArtefactError, match=r"^model: expected a file that export-onnx wrote, got another file: "):
         Runner(tmp_path / "model.onnx")
 
 

@@ -88,7 +88,7 @@ def test_ranges_need_one_setting_up_to_max_length() -> None:
 
 def test_dense_above_is_refused(tmp_path: Path) -> None:
     source = tiny_models.write(tmp_path / "source")
-    with pytest.raises(ConfigError, match=r"^dense_above: expected auto or 1, .*, got 0\.4\. Give dense_below instead"):
+    with pytest.raises(ConfigError, match=r"^dense_above: expected auto or 1, .*, got 0\.4\. Set dense_below instead"):
         exporter.export(str(source), tmp_path / "out", method="sample:dense_above=0.4")
     assert not (tmp_path / "out").exists()
     never = parse("sample:dense_above=1.0")[0]

@@ -1,4 +1,4 @@
-"""Export SparQ."""
+"""Export SparQ decoding with 16-bit or int4 scoring keys."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .base import KEYS, Decoding, Step
 
 @dataclass(frozen=True)
 class SparQDecoding(Decoding):
-    """Decoding by SparQ."""
+    """Decode method SparQ with component-major scoring keys."""
 
     operator: ClassVar[str] = "SparQAttention"
     method: SparQ
 
     @classmethod
     def settled(cls, config: SparQ, model: Any) -> SparQDecoding:
-        """Return the method with every "auto" resolved as in `mlx_sparse.enable`."""
+        """Return the decode method, with every "auto" resolved as in `mlx_sparse.enable`."""
         attention = model.layers[0].self_attn
         G, D = attention.n_heads // attention.n_kv_heads, head_dim(attention)
         check_rank(config.rank, D)
@@ -76,7 +76,7 @@ class SparQDecoding(Decoding):
 
 @dataclass(frozen=True)
 class CodedSparQDecoding(SparQDecoding):
-    """Decoding by SparQ with int4 scoring keys, which only the native kernels support."""
+    """Decode method SparQ with int4 scoring keys, which only the native kernels support."""
 
     operator: ClassVar[str] = "SparQCodedAttention"
     group: ClassVar[int] = GROUP
