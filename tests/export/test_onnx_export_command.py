@@ -116,7 +116,7 @@ def test_dense_below_is_a_setting_of_the_method(run: Callable[..., str], llama: 
 
 
 def described(entry: dict[str, Any], folder: Path) -> Path:
-    """Write the model of an entry of the table: its family, sizes of its weights, changes of its config.json."""
+    """Write the model of a table entry, which has a family, weight sizes and changes of config.json."""
     tiny_models.write(folder, entry.get("family", "llama"), **entry.get("sizes", {}))
     config = json.loads((folder / "config.json").read_text()) | entry.get("config", {})
     (folder / "config.json").write_text(json.dumps(config))
@@ -124,7 +124,7 @@ def described(entry: dict[str, Any], folder: Path) -> Path:
 
 
 def changed(folder: Path, **config: Any) -> Path:
-    """Write a tiny llama with changes of its config.json."""
+    """Write a tiny llama model with changes in its config.json."""
     return described({"config": config}, folder)
 
 

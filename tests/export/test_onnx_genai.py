@@ -73,7 +73,7 @@ def copy_of(folder: Path, tmp_path: Path, with_kernels: bool) -> Path:
 
 
 @by_method
-@pytest.mark.parametrize("layers", [2, 3])  # an odd number of SparQ layers leaves half a virtual layer over
+@pytest.mark.parametrize("layers", [2, 3])  # with an odd number of SparQ layers the last virtual layer has one state
 def test_tokens_equal_mlx(method: str, layers: int, with_kernels: bool, tmp_path: Path) -> None:
     changes = {"num_hidden_layers": layers}
     folder = copy_of(exported(method, **changes), tmp_path, with_kernels)

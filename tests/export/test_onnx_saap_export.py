@@ -120,7 +120,7 @@ def test_invalid_methods_are_a_one_line_error(
 @pytest.mark.parametrize(
     ("given", "keys"),
     [
-        ({}, 2049 + 5555),  # 2 ** 20 elements and the network's, 256 for each of 31 - 6.4 keys out of 32
+        ({}, 2049 + 5555),  # 2 ** 20 elements plus the network; a step saves 256 * (31 - 6.4) / 32 elements per key
         ({"probes": 1024}, methods.NEVER),
         ({"probes": 820}, methods.NEVER),
         ({"recent_tokens": 100}, 102),  # an experiment on a short text

@@ -30,7 +30,7 @@ METHODS = {
     "sample+sparq": SAMPLE,
     "sample+saap": SAMPLE_SAAP,
 }
-PROMPT = 230  # tokens: blocks at both ends are partly filled
+PROMPT = 230  # tokens, so that blocks at both ends are partly filled
 by_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
@@ -49,7 +49,7 @@ def test_tokens_after_sampled_prefill_equal_mlx(tmp_path: Path, family: str, met
         sparse = logits_of(made)
     got = made.runner().step([prompt])
     assert np.abs(got - sparse).max() < FLOAT32 * np.abs(sparse).max()
-    if family != "gemma3_text":  # whose last layer attends in a window
+    if family != "gemma3_text":  # its last layer has a sliding window
         assert np.abs(logits_of(made) - sparse).max() > 20 * np.abs(got - sparse).max()
 
 
@@ -111,7 +111,7 @@ def test_the_first_layers_are_compared(
     monkeypatch.setattr(compare, "keep_layers", watched)
     method = f"{METHODS['sample']}+{CODED}"
     ExportedModel(tmp_path, "llama", method, {"num_hidden_layers": layers}, max_length=320)
-    assert len(inputs) == 2  # of a prompt of several blocks, and of one that fills groups of coded keys
+    assert len(inputs) == 2  # a prompt of several blocks, and a prompt that fills groups of int4 keys
     for names in inputs:
         assert {name for name in names if "summary" in name} == {f"past_summary.{i}" for i in range(compared)}
 

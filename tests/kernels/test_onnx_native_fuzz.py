@@ -74,7 +74,7 @@ class Draw(SimpleNamespace):
         return q, k, v, np.array([first])
 
     def close(self, got: Array, expected: Array, b: int) -> None:
-        """Assert equality within one rounding to the type, for heads whose valid keys are finite."""
+        """Assert that heads with finite valid keys are equal within one rounding to the type of the case."""
         sound = np.repeat(~self.poisoned[b], self.G)
         wanted, out = expected[0][sound], got[b][sound].astype(np.float64)
         np.testing.assert_allclose(out, wanted, rtol=2.0 ** -PRECISION[self.dtype], atol=ulp(wanted, self.dtype) + 2e-5)
