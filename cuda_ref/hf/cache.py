@@ -232,7 +232,7 @@ class SparQCache(DynamicCache):
 
 
 def _crossovers(thresholds: dict[Step, int], how: str) -> list[str]:
-    """Return report lines with the crossover lengths. This is no method, so that no reference to the cache remains."""
+    """Return the report lines about crossover lengths. A method would keep the cache alive through the report."""
     lengths = ("never sparse" if keys >= NEVER else f"sparse from {keys:,} keys on" for keys in thresholds.values())
     return [f"{length} ({how})" for length in dict.fromkeys(lengths)]
 

@@ -52,7 +52,7 @@ def emerging(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """Yield a handle of a folder that is not a link. Its lock ends with this process."""
+    """Open a folder that is not a link, and yield its file descriptor. Locks on it end with this process."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield handle

@@ -95,7 +95,7 @@ class Decoding:
         return {}
 
     def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
-        """Return further inputs of the operator by name: queries or keys (B, L, H, D) ``before`` or ``after`` RoPE."""
+        """Return inputs that only this operator has, by name: queries or keys (B, L, H, D) ``before`` or ``after`` RoPE."""
         return {}
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
