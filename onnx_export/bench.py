@@ -32,7 +32,7 @@ from .runtime import memory, native
 
 Array = npt.NDArray[Any]
 
-IN_PLAY = 600_000_000  # total bytes of the cache copies that a variant reads in turns
+BYTES_IN_TURNS = 600_000_000  # total bytes of the cache copies that a variant reads in turns
 LARGEST_SHARE = 0.8  # maximum share of the machine's memory that a case may use
 PAUSE = 0.003  # seconds between two variants, so that the threads of the previous variant stop
 
@@ -62,7 +62,7 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
         MemoryError: the case is too large for this machine.
     """
     decode = case.step is None
-    needed = 4 * max(2 * case.keys, IN_PLAY) if decode else 16 * case.S * case.shape.D * case.shape.Hq
+    needed = 4 * max(2 * case.keys, BYTES_IN_TURNS) if decode else 16 * case.S * case.shape.D * case.shape.Hq
     check_memory(needed, environment.memory(), LARGEST_SHARE)
     shared: Any = Caches(case) if decode else inputs.Prompt(case)
     kind = OrtStep if decode else OrtPrefill
@@ -87,7 +87,7 @@ class Caches:
     def __init__(self, case: Case) -> None:
         self.case, self.lanes = case, lanes_for(case.S)
         self.capacity = -(-case.S // self.lanes) * self.lanes
-        self.count = max(2, -(-IN_PLAY // (2 * case.keys)))
+        self.count = max(2, -(-BYTES_IN_TURNS // (2 * case.keys)))
         self.problem = inputs.random_problem(case)
         self._sets: dict[str, list[dict[str, Array]]] = {}
 

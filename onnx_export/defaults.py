@@ -12,7 +12,7 @@ LANES = (4096, 2048, 1024, 512, 256, 128, 64)
 # Elements per KV head that a sparse step must save to be faster than dense attention as a function body. The many small
 # nodes of the function body of SparQ or SAAP cost as much as reading this number of elements.
 ENOUGH_SAVED, SAAP_ENOUGH_SAVED = 1 << 19, 1 << 20
-LOOKED_AT = 0.2  # cost of reading the bucket of a key in SAAP's function body, relative to attending to the key
+BUCKET_READ_COST = 0.2  # cost of reading the bucket of a key in SAAP's function body, relative to attending to the key
 # Tokens per prefill chunk. SampleAttention scores one row block per chunk, so its chunks are as long as in mlx-lm.
 CHUNK, SAMPLE_CHUNK = 512, 2048
 # Number of keys below which prefill stays dense if `dense_below` is "auto". At this length and longer, SampleAttention
@@ -50,5 +50,5 @@ def saap_dense_below(config: SAAP, D: int, buckets: int, network: int) -> int:
         return max(shortest, int(config.dense_below))
     if config.recent_tokens < SAAP.recent_tokens:
         return shortest
-    saved = 2 * D * (1 - LOOKED_AT - config.probes / buckets)  # per key, except the sink and recent tokens
+    saved = 2 * D * (1 - BUCKET_READ_COST - config.probes / buckets)  # per key, except the sink and recent tokens
     return shortest + math.ceil((SAAP_ENOUGH_SAVED + network) / saved) if saved > 0 else NEVER

@@ -11,7 +11,7 @@ from transformers.masking_utils import sdpa_mask
 from mlx_sparse.checks import ShapeError
 
 from .key_codes import Codes
-from .running_statistics import RunningStatistics, lasting
+from .running_statistics import RunningStatistics, outside_inference_mode
 
 # Each capacity is a multiple of this number, so that the rows of ``keys_t`` start at 128-byte cache lines.
 ROW_MULTIPLE = 256
@@ -28,10 +28,10 @@ class Buffers:
         keys, values: ``(B, Hkv, capacity, D)``; rows at ``length`` and after it are stale.
         keys_t: ``(B, Hkv, D, capacity)`` component-major copy of rows ``[0, transposed)``, or None.
         codes: int4 scoring keys, which replace ``keys_t`` and the running statistics of the keys, or None.
-        key_moments, value_moments: running statistics of the valid rows under ``left_padding``, or None.
+        key_statistics, value_statistics: running statistics of the valid rows under ``left_padding``, or None.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Allocate empty buffers with the heads, head dims and dtypes of ``keys`` and ``values (B, Hkv, L, D)``."""
         self.keys, self.values = (rows.new_empty(*rows.shape[:2], 0, rows.shape[3]) for rows in (keys, values))
@@ -39,11 +39,11 @@ class Buffers:
         self.keys_t: torch.Tensor | None = None
         self.transposed = 0
         self.codes: Codes | None = None
-        self._forget_moments()
+        self._discard_statistics()
 
-    def _forget_moments(self) -> None:
-        self.key_moments: RunningStatistics | None = None
-        self.value_moments: RunningStatistics | None = None
+    def _discard_statistics(self) -> None:
+        self.key_statistics: RunningStatistics | None = None
+        self.value_statistics: RunningStatistics | None = None
         self.left_padding: torch.Tensor | None = None
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ class Buffers:
         self.values[:, :, self.length : stop] = values
         self.length = stop
 
-    @lasting
+    @outside_inference_mode
     def _grow(self, length: int) -> None:
         capacity = -(-(length + length // ROOM) // ROW_MULTIPLE) * ROW_MULTIPLE
 
@@ -82,21 +82,21 @@ class Buffers:
 
     def crop(self, length: int) -> None:
         """Remove all rows from index ``length`` to the end."""
-        for kept in (self.key_moments, self.value_moments, self.codes):
+        for kept in (self.key_statistics, self.value_statistics, self.codes):
             if kept is not None:
                 kept.rewind(length)
         self.transposed = min(self.transposed, length)
         self.length = length
 
-    @lasting
+    @outside_inference_mode
     def select(self, sequences: torch.Tensor) -> None:
-        """Select ``sequences`` in the given order. A sequence may occur several times."""
+        """Keep only ``sequences``, in the given order. A sequence may occur several times."""
         self.keys, self.values = self.keys.index_select(0, sequences), self.values.index_select(0, sequences)
         if self.keys_t is not None:
             self.keys_t = self.keys_t.index_select(0, sequences)
         if self.left_padding is not None:
             self.left_padding = self.left_padding.index_select(0, sequences)
-        for kept in (self.key_moments, self.value_moments, self.codes):
+        for kept in (self.key_statistics, self.value_statistics, self.codes):
             if kept is not None:
                 kept.select(sequences)
 
@@ -104,15 +104,15 @@ class Buffers:
         """Transpose new rows and return the component-major keys ``(B, Hkv, D, length)``."""
         self.codes = None
         if self.keys_t is None:
-            self._begin_columns()
+            self._allocate_columns()
         assert self.keys_t is not None
         rows = slice(self.transposed, self.length)
         self.keys_t[..., rows] = self.keys[:, :, rows].transpose(-1, -2)
         self.transposed = self.length
         return self.keys_t[..., : self.length]
 
-    @lasting
-    def _begin_columns(self) -> None:
+    @outside_inference_mode
+    def _allocate_columns(self) -> None:
         B, Hkv, capacity, D = self.keys.shape
         self.keys_t = self.keys.new_empty(B, Hkv, D, capacity)
 
@@ -137,23 +137,23 @@ class Buffers:
         if not mean and not spread:
             return None, None
         first = None if padding is None else padding.first
-        lacking = (mean and self.value_moments is None) or (spread and self.key_moments is None)
+        lacking = (mean and self.value_statistics is None) or (spread and self.key_statistics is None)
         if lacking or not _same(self.left_padding, padding):
-            self._begin_moments(mean, spread)
+            self._allocate_statistics(mean, spread)
         self.left_padding = first
-        for moments, buffer in ((self.key_moments, self.keys), (self.value_moments, self.values)):
+        for moments, buffer in ((self.key_statistics, self.keys), (self.value_statistics, self.values)):
             if moments is not None:
                 moments.extend(buffer, self.length, first)
         return (
-            self.value_moments.mean if mean and self.value_moments else None,
-            self.key_moments.deviation() if spread and self.key_moments else None,
+            self.value_statistics.mean if mean and self.value_statistics else None,
+            self.key_statistics.deviation() if spread and self.key_statistics else None,
         )
 
-    @lasting
-    def _begin_moments(self, mean: bool, spread: bool) -> None:
-        self._forget_moments()
-        self.value_moments = RunningStatistics(self.values, spread=False) if mean else None
-        self.key_moments = RunningStatistics(self.keys, spread=True) if spread else None
+    @outside_inference_mode
+    def _allocate_statistics(self, mean: bool, spread: bool) -> None:
+        self._discard_statistics()
+        self.value_statistics = RunningStatistics(self.values, spread=False) if mean else None
+        self.key_statistics = RunningStatistics(self.keys, spread=True) if spread else None
 
 
 def _same(known: torch.Tensor | None, padding: Padding | None) -> bool:

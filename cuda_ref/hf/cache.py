@@ -34,7 +34,7 @@ class SparQLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._show(Buffers(key_states, value_states))
+        self._set_views(Buffers(key_states, value_states))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -44,9 +44,9 @@ class SparQLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         assert self.buffers is not None
         self.buffers.append(key_states, value_states)
-        return self._show(self.buffers)
+        return self._set_views(self.buffers)
 
-    def _show(self, buffers: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
+    def _set_views(self, buffers: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
         """Set the attributes that transformers reads, and return the keys and values in use."""
         self.buffers, self.is_initialized = buffers, True
         self.keys, self.values = (rows[:, :, : buffers.length] for rows in (buffers.keys, buffers.values))
@@ -67,7 +67,7 @@ class SparQLayer(DynamicLayer):
             )
         if self.buffers is not None and tokens_to_remove:
             self.buffers.crop(max(self.buffers.length + tokens_to_remove, 0))
-            self._show(self.buffers)
+            self._set_views(self.buffers)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -83,7 +83,7 @@ class SparQLayer(DynamicLayer):
         if self.buffers is not None:
             sequences = indices.to(self.device)
             self.buffers.select(sequences.nonzero()[:, 0] if sequences.dtype == torch.bool else sequences)
-            self._show(self.buffers)
+            self._set_views(self.buffers)
 
     def offload(self) -> None:
         raise ConfigError(

@@ -9,7 +9,7 @@ import torch
 from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 
 from ..torch_functions import code_groups, key_spread
-from .running_statistics import lasting
+from .running_statistics import outside_inference_mode
 
 BYTES = GROUP // 2  # bytes of codes per group and component
 CHUNK = 2048  # maximum number of rows that are quantized at a time, which limits the float32 copies
@@ -24,7 +24,7 @@ class Codes:
         padding: ``(B,)`` first valid row of each sequence, or None.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(self, keys: torch.Tensor, padding: torch.Tensor | None) -> None:
         """Allocate empty codes for the buffer ``keys (B, Hkv, capacity, D)``."""
         B, Hkv, capacity, D = keys.shape
@@ -40,7 +40,7 @@ class Codes:
     def nbytes(self) -> int:
         return self.coded.nbytes
 
-    @lasting
+    @outside_inference_mode
     def rewind(self, length: int) -> None:
         """Remove all rows from index ``length`` to the end."""
         if length >= self.length:
@@ -53,7 +53,7 @@ class Codes:
                 self.coded.centre[sequences] = 0
         self.length = length
 
-    @lasting
+    @outside_inference_mode
     def extend(self, keys: torch.Tensor, length: int) -> None:
         """Quantize the full groups of rows ``[0, length)`` of the buffer ``keys``."""
         if length // GROUP > self.coded.lo.shape[-1]:
@@ -89,7 +89,7 @@ class Codes:
         groups = self.length // GROUP
         return KeyCodes(codes[..., : groups * BYTES], lo[..., :groups], step[..., :groups], centre)
 
-    @lasting
+    @outside_inference_mode
     def spread(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the spread (sparq.22) of each component of ``keys``, cached until another group is full."""
         if self._spread is not None:
@@ -100,9 +100,9 @@ class Codes:
             self._spread = found
         return found
 
-    @lasting
+    @outside_inference_mode
     def select(self, sequences: torch.Tensor) -> None:
-        """Select ``sequences`` in the given order."""
+        """Keep only ``sequences``, in the given order."""
         self.coded = KeyCodes(*(array.index_select(0, sequences) for array in self.coded))
         if self.padding is not None:
             self.padding = self.padding.index_select(0, sequences)

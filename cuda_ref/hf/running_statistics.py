@@ -12,7 +12,7 @@ CHUNK = 8192  # maximum number of rows that are merged at a time, which limits t
 BLOCK = 256  # number of rows between marks
 
 
-def lasting(method: Callable[..., Any]) -> Callable[..., Any]:
+def outside_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``method`` to run outside of torch.inference_mode, so that later calls can write to its tensors."""
     wrapped: Callable[..., Any] = torch.inference_mode(False)(torch.no_grad()(method))
     return wrapped
@@ -93,10 +93,10 @@ class RunningStatistics:
         """Remove all rows from index ``length`` to the end."""
         if length < self.state.length:
             self.marks = [mark for mark in self.marks if mark.length <= length]
-            self._go_back()
+            self._restore_mark()
 
-    @lasting
-    def _go_back(self) -> None:
+    @outside_inference_mode
+    def _restore_mark(self) -> None:
         if self.marks:
             self.state = self.marks[-1].copy()
         else:
@@ -112,18 +112,18 @@ class RunningStatistics:
         """
         full = length // BLOCK * BLOCK
         if self.state.length < full:
-            self._go_back()
+            self._restore_mark()
             for stop in (full - BLOCK, full):
                 if stop > self.state.length:
-                    self._take(buffer, stop, left_padding)
+                    self._merge_rows(buffer, stop, left_padding)
                     self.marks = [*self.marks, self._mark()][-2:]
-        self._take(buffer, length, left_padding)
+        self._merge_rows(buffer, length, left_padding)
 
-    @lasting
+    @outside_inference_mode
     def _mark(self) -> State:
         return self.state.copy()
 
-    def _take(self, buffer: torch.Tensor, stop: int, left_padding: torch.Tensor | None) -> None:
+    def _merge_rows(self, buffer: torch.Tensor, stop: int, left_padding: torch.Tensor | None) -> None:
         for first in range(self.state.length, stop, CHUNK):
             last = min(first + CHUNK, stop)
             valid = None
@@ -144,7 +144,7 @@ class RunningStatistics:
         count = count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
         return (self.state.squares / count).sqrt_()
 
-    @lasting
+    @outside_inference_mode
     def select(self, rows: torch.Tensor) -> None:
-        """Select the sequences with the indices ``rows``, in this order."""
+        """Keep only the sequences with the indices ``rows``, in this order."""
         self.state, self.marks = self.state.select(rows), [mark.select(rows) for mark in self.marks]

@@ -211,7 +211,7 @@ class Decoder:
         if rope is not None:
             q, k = self._rotated(rope, q, D), self._rotated(rope, k, D)
         window = window_of(layer, self.model)
-        decode = EXACT if window or not self.target.decode.serves(i) else self.target.decode
+        decode = EXACT if window or not self.target.decode.supports(i) else self.target.decode
         taken = {"query": q, "key": k, "value": v, **decode.routing(before, [q, k])}
         values = {name: self._stored(g.op("Transpose", part, perm=[0, 2, 1, 3])) for name, part in taken.items()}
         out = self._attend(i, decode, values, (Hkv, D), float(attention.scale), window)

@@ -26,10 +26,10 @@ from ..compose import inline as inlined
 from ..defaults import IN_FILES, SAMPLE_CHUNK, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from ..runtime import native as kernels
-from ..runtime.genai import ends_of, write_config
+from ..runtime.genai import eos_tokens, write_config
 from .decoder import Decoder, Target
 from .families import check_modules, family_of
-from .folder import check_free, emerging
+from .folder import atomic_folder, check_free
 from .graph import DataFile, Graph
 from .methods import DECODE, sample
 from .verify.compare import Agreement, compare
@@ -127,21 +127,21 @@ def export(
     family = family_of(settings)
     check_modules(loaded, dequantize=dtype == "float32")
     length = length_of(settings, max_length)
-    decode = DECODE[type(config)].settled(config, loaded)
+    decode = DECODE[type(config)].resolve(config, loaded)
     target = Target(
         decode,
         max_length=length,
         lanes=lanes_for(length),
-        dtype=dtype or own_type(loaded),
+        dtype=dtype or weight_dtype(loaded),
         dequantize=dtype == "float32",
         genai=genai and not inline,
-        prompts=prompts and sample.settled(prompts, length),
+        prompts=prompts and sample.resolve(prompts, length),
     )
 
     def lower(proto: onnx.ModelProto) -> onnx.ModelProto:
         return inlined(proto) if inline else proto
 
-    with emerging(folder) as made:
+    with atomic_folder(folder) as made:
         proto = _write(made, loaded, family, target, settings, compat=compat)
         onnx.save(lower(proto), made / "model.onnx")
         nbytes = sum(file.stat().st_size for file in made.iterdir())
@@ -257,7 +257,7 @@ def length_of(settings: Mapping[str, Any], requested: int | None) -> int:
     return requested
 
 
-def own_type(model: Any) -> str:
+def weight_dtype(model: Any) -> str:
     """Return the dtype of the model's unquantized matrices; if there are none, the dtype of the quantization scales."""
     embedding = model.model.embed_tokens
     dtype = (embedding.scales if isinstance(embedding, QUANTIZED) else embedding.weight).dtype
@@ -298,7 +298,7 @@ def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
         "model_type": settings["model_type"],
         "max_length": target.max_length,
         "dtype": target.dtype,
-        "eos_token_ids": json.dumps(ends_of(settings)),
+        "eos_token_ids": json.dumps(eos_tokens(settings)),
     }
     if target.prompts is not None:
         metadata["prompt_piece"] = SAMPLE_CHUNK

@@ -27,7 +27,7 @@ def check_free(folder: Path) -> None:
 
 
 @contextmanager
-def emerging(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder beside ``folder``. Rename it to ``folder`` at the end, or remove it after an error."""
     missing = [parent for parent in folder.parents if not parent.exists()]
     made = None

@@ -53,7 +53,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     for role, state in zip(("recurrent", "conv"), states, strict=False):
         inputs[f"past_{role}_names"] = f"past_{state}.%d"
         outputs[f"present_{role}_names"] = f"present_{state}.%d"
-    ends = ends_of(config)
+    ends = eos_tokens(config)
     pad = config.get("pad_token_id")
     bos = config.get("bos_token_id")
     model = {
@@ -81,7 +81,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     _write(folder, {"model": model, "search": search})
 
 
-def ends_of(config: Mapping[str, Any]) -> list[int]:
+def eos_tokens(config: Mapping[str, Any]) -> list[int]:
     """Return the ids of the end-of-sequence tokens of a config.json, which has a list, a number or null."""
     eos = config.get("eos_token_id")
     return [int(token) for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])]

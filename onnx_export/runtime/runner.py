@@ -131,7 +131,7 @@ class Runner:
         if given.ndim != 2 or not given.size or len(given) != self.batch:
             raise ShapeError(f"tokens: expected shape {wanted}, got {given.shape}.")
         L = given.shape[1]
-        self._check_room("tokens", L)
+        self._check_length("tokens", L)
         padding = [0] * self.batch if left_padding is None else list(left_padding)
         if len(padding) != self.batch or not all(n in range(L) for n in padding) or (any(padding) and self.length):
             raise ConfigError(
@@ -164,7 +164,7 @@ class Runner:
         """
         if not len(prompt):
             raise ConfigError("prompt: expected at least one token, got none.")
-        self._check_room("prompt", len(prompt))
+        self._check_length("prompt", len(prompt))
         start, last = 0, len(prompt) - 1
         while start < last:
             chunk = self._chunk
@@ -189,8 +189,8 @@ class Runner:
         if self.batch != 1:
             raise ConfigError(f"batch: expected 1 to generate, got {self.batch}. Use step().")
         check_int("max_tokens", max_tokens, 1)
-        self._check_room("prompt", len(prompt))
-        self._check_room("prompt and max_tokens", len(prompt) + max_tokens - 1)  # the last token is not appended
+        self._check_length("prompt", len(prompt))
+        self._check_length("prompt and max_tokens", len(prompt) + max_tokens - 1)  # the last token is not appended
         return self._generate(prompt, max_tokens, pick or _most_likely)
 
     def _generate(self, prompt: Sequence[int], max_tokens: int, pick: Pick) -> Iterator[int]:
@@ -214,7 +214,7 @@ class Runner:
         except Exception as error:  # onnxruntime's exceptions have no common base class
             raise ArtefactError(f"model: expected {self.path} to load, got: {first_line(error)}") from None
 
-    def _check_room(self, what: str, count: int) -> None:
+    def _check_length(self, what: str, count: int) -> None:
         if self.length + count > self.max_length:
             after = f" after {self.length}" if self.length else ""
             raise ShapeError(

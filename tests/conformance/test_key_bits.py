@@ -13,7 +13,7 @@ from cases import (
     CODED,
     Array,
     Case,
-    assert_same_choice,
+    assert_same_selection,
     covering,
     round_to,
 )
@@ -100,7 +100,7 @@ def test_non_finite_keys_are_selected_first_with_their_groups(backend: Any, case
     selection = {name: value for name, value in params.items() if name != "reallocate"}
     wanted = oracle.sparq_select(q, k, left_padding=case.padding, **selection)
     most = np.where(np.isfinite(wanted.scores), np.abs(wanted.scores), 0).max()
-    assert_same_choice(found, wanted.indices, np.where(wanted.scores < np.inf, wanted.scores, 2 * most + 1))
+    assert_same_selection(found, wanted.indices, np.where(wanted.scores < np.inf, wanted.scores, 2 * most + 1))
     assert {*range(GROUP, 2 * GROUP), 212} <= set(found[0, 0].tolist())
 
 

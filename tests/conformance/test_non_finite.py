@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adapters import backends_with
-from cases import SPARQ, Array, Case, assert_same_choice, covering, every_parameter
+from cases import SPARQ, Array, Case, assert_same_selection, covering, every_parameter
 from expected import Expected, expected
 from non_finite_cases import INF, NAN, NON_FINITE, SIZES, NonFinite, NonFiniteChunk, assert_same_with_nan
 from saap_cases import SaapCase, assert_attends, visited
@@ -31,7 +31,7 @@ def assert_same_keys(indices: Array, wanted: Expected) -> None:
     scores = wanted.scores
     assert scores is not None
     most = np.abs(scores[np.isfinite(scores)]).max(initial=0)
-    assert_same_choice(indices, wanted.choice, np.where(scores < np.inf, np.maximum(scores, -most), 2 * most + 1))
+    assert_same_selection(indices, wanted.choice, np.where(scores < np.inf, np.maximum(scores, -most), 2 * most + 1))
 
 
 @pytest.mark.parametrize(("method", "edit", "sizes", "setting"), STEPS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import (
     assert_as_good_as_plain,
-    assert_chosen_within,
+    assert_selection_within,
     covering,
     every_parameter,
     plain_attention,
@@ -42,7 +42,7 @@ def test_sparq_over_quantized_rows_selects_and_attends_as_the_oracle(
     found, wanted = adapter(backend).sparq(case, params), METHODS["sparq"](case, params)
     if backend.name == "metal" and not params["reallocate"]:  # scores are stored in 8 bits
         assert wanted.scores is not None
-        assert_chosen_within(found.choice, wanted.choice, wanted.scores, 1 / 16)
+        assert_selection_within(found.choice, wanted.choice, wanted.scores, 1 / 16)
         wanted = attended(case, found.choice, params["scale"], wanted.scores)
     assert_conforms(found, wanted, case)
 

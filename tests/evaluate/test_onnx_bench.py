@@ -25,7 +25,7 @@ SPARQ = "sparq:rank=4,top_k=16,dense_below=64"
 
 @pytest.fixture(autouse=True)
 def few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "IN_PLAY", 500_000)
+    monkeypatch.setattr(bench, "BYTES_IN_TURNS", 500_000)
 
 
 def rows_of(capsys: Any, *arguments: str, code: int = 0) -> list[dict[str, Any]]:

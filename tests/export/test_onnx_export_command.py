@@ -24,7 +24,7 @@ import tiny_models
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_sparse.onnx_export.exporter import command, decoder, export, weights
-from mlx_sparse.onnx_export.exporter.folder import emerging
+from mlx_sparse.onnx_export.exporter.folder import atomic_folder
 from mlx_sparse.onnx_export.exporter.methods.sparq import SparQDecoding
 from mlx_sparse.onnx_export.exporter.verify import compare
 
@@ -301,12 +301,13 @@ def test_only_leftovers_of_killed_exports_are_removed(run: Callable[..., str], l
     (theirs / "file").write_text("theirs")
     (tmp_path / ".out.link.partial").symlink_to(theirs)
     (tmp_path / ".other.1.partial").mkdir()
-    kill = "import os, signal; from pathlib import Path; from mlx_sparse.onnx_export.exporter.folder import emerging\n"
-    kill += f"with emerging(Path({str(tmp_path / 'out')!r})) as made:\n    (made / 'model.onnx.data').write_text('x')\n"
+    kill = "import os, signal; from pathlib import Path; from mlx_sparse.onnx_export.exporter import folder\n"
+    kill += f"with folder.atomic_folder(Path({str(tmp_path / 'out')!r})) as made:\n"
+    kill += "    (made / 'model.onnx.data').write_text('x')\n"
     killed = subprocess.run([sys.executable, "-c", kill + "    os.kill(os.getpid(), signal.SIGKILL)"], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(list(tmp_path.glob(".out.*.partial"))) == 2
-    with emerging(tmp_path / "out") as running:
+    with atomic_folder(tmp_path / "out") as running:
         (running / "file").touch()
         run(llama, "--method", SPARQ, "--max-length", "64")
         assert {path.name for path in tmp_path.glob(".out.*.partial")} == {".out.link.partial", running.name}

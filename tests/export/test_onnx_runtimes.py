@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from cases import Array, Case, assert_as_good_as_plain, assert_same_choice, plain_attention
+from cases import Array, Case, assert_as_good_as_plain, assert_same_selection, plain_attention
 from exported import SPARQ, exported
 from mlx_sparse.onnx_export import compose
 from mlx_sparse.onnx_export.runtime import native
@@ -67,7 +67,7 @@ def sparq_step(case: Case, setting: str) -> File:
     expected = select(case, q, k, params)
 
     def check(got: dict[str, Array]) -> None:
-        assert_same_choice(got["indices"], expected.indices, expected.scores)
+        assert_same_selection(got["indices"], expected.indices, expected.scores)
         assert_is_sparq(got["output"], case, params, q, k, v)
 
     inputs = step(case, q, k, v)

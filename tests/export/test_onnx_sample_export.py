@@ -79,11 +79,11 @@ def test_chunked_prefill_equals_mlx_lm_with_the_same_chunks(
 def test_ranges_need_one_setting_up_to_max_length() -> None:
     ranges = parse("sample:ranges=1000:0.9:0.8:3/2000:0.5:0.5:2")[0]
     assert isinstance(ranges, Sample)
-    assert str(sample.settled(ranges, 999)) == str(
+    assert str(sample.resolve(ranges, 999)) == str(
         Sample(alpha_column=0.9, alpha_slash=0.8, chunks=3, dense_below=SAMPLE_BELOW)
     )
     with pytest.raises(ConfigError, match="ranges: expected one setting for all contexts up to 1000 tokens"):
-        sample.settled(ranges, 1000)
+        sample.resolve(ranges, 1000)
 
 
 def test_dense_above_is_refused(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_dense_above_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     never = parse("sample:dense_above=1.0")[0]
     assert isinstance(never, Sample)
-    assert sample.settled(never, 999).dense_below == SAMPLE_BELOW
+    assert sample.resolve(never, 999).dense_below == SAMPLE_BELOW
 
 
 @pytest.mark.parametrize(("layers", "compared"), [(2, 2), (5, 3)])

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from adapters import ADAPTERS
-from cases import CASES, Array, Case, assert_same_choice
+from cases import CASES, Array, Case, assert_same_selection
 from expected import assert_conforms, expected
 from fixtures_onnx import SETS
 from mlx_sparse.onnx_export.runtime import native
@@ -77,7 +77,7 @@ def test_every_instruction_set_runs_int4_sparq_as_the_oracle(name: str, case: Ca
     params = {**parameters(case, "eval"), "key_bits": 4}
     got = Operator("native", "SparQCoded", case.dtype, **attributes(params))(**coded_step(case))
     chosen = select(case, *case.inputs()[:2], params)
-    assert_same_choice(got["indices"], chosen.indices, chosen.scores)
+    assert_same_selection(got["indices"], chosen.indices, chosen.scores)
     assert_is_sparq(got["output"], case, params, *case.inputs())
 
 

@@ -54,7 +54,7 @@ class Decoding:
     method: Method
 
     @classmethod
-    def settled(cls, config: Any, model: Any) -> Decoding:
+    def resolve(cls, config: Any, model: Any) -> Decoding:
         """Return the decode method for the settings ``config``, with every "auto" resolved for mlx-lm's ``model``.
 
         Raises:
@@ -79,7 +79,7 @@ class Decoding:
         """Return the method and its settings as text, such as "sparq:rank=16"."""
         return str(self.method)
 
-    def serves(self, layer: int) -> bool:
+    def supports(self, layer: int) -> bool:
         """Return True if the method supports this layer, which has no sliding window."""
         return True
 
@@ -95,7 +95,7 @@ class Decoding:
         return {}
 
     def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
-        """Return inputs that only this operator has, by name: queries or keys (B, L, H, D) ``before`` or ``after`` RoPE."""
+        """Return inputs of only this operator by name: queries or keys (B, L, H, D) ``before`` or ``after`` RoPE."""
         return {}
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:

@@ -37,18 +37,18 @@ class SaapDecoding(Decoding):
     layers: Mapping[int, artefact.Layer]
 
     @classmethod
-    def settled(cls, config: SAAP, model: Any) -> SaapDecoding:
-        made = cls(config, _served(config, model))
+    def resolve(cls, config: SAAP, model: Any) -> SaapDecoding:
+        made = cls(config, _saap_layers(config, model))
         below = saap_dense_below(config, *made._sizes)
         return dataclasses.replace(made, method=dataclasses.replace(config, dense_below=below))
 
     @property
     def text(self) -> str:
         """Return the method as text, with the file name of the artefact in place of its path, which may be private."""
-        assert self.method.artefact is not None  # settled() raises otherwise
+        assert self.method.artefact is not None  # resolve() raises otherwise
         return str(dataclasses.replace(self.method, artefact=Path(self.method.artefact).name))
 
-    def serves(self, layer: int) -> bool:
+    def supports(self, layer: int) -> bool:
         return layer in self.layers
 
     def attributes(self, lanes: int) -> dict[str, float]:
@@ -102,7 +102,7 @@ class SaapDecoding(Decoding):
         return D, buckets, sum(network[name].size for name in NETWORK) // heads
 
 
-def _served(config: SAAP, model: Any) -> Mapping[int, artefact.Layer]:
+def _saap_layers(config: SAAP, model: Any) -> Mapping[int, artefact.Layer]:
     """Load the artefact of ``config`` and return its layers, by number, that use SAAP in ``model``.
 
     Raises:

@@ -15,7 +15,7 @@ from ...defaults import SAMPLE_BELOW
 SHORT_PROMPT, SHORT_BLOCK = 160, 32  # tokens: a `shortened` method skips blocks in a prompt of this length
 
 
-def settled(config: Sample, max_length: int) -> Sample:
+def resolve(config: Sample, max_length: int) -> Sample:
     """Return SampleAttention with one setting for all context lengths, because operator attributes are constant.
 
     Raises:

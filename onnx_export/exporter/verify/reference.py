@@ -121,15 +121,15 @@ def _reference(model: Any, target: Target) -> Expected:
             raise ConfigError(f"--dtype: expected a type with the range of keys and values, got {target.dtype}.")
     sampled = coded = None
     if short.prompts is not None:
-        sampled = _of_first_layers(model, short, min(sample.SHORT_PROMPT, target.max_length), 0, noise)
+        sampled = _run_first_layers(model, short, min(sample.SHORT_PROMPT, target.max_length), 0, noise)
     group = target.decode.group
     if group and target.capacity >= group:
-        coded = _of_first_layers(model, short, min(2, target.capacity // group) * group, 1, noise)
+        coded = _run_first_layers(model, short, min(2, target.capacity // group) * group, 1, noise)
     bounds = SLACK * (dense + lost), SLACK * dense, SLACK * float(np.median(moves[-1]))
     return Expected(tokens, exact, *bounds, sampled, coded)
 
 
-def _of_first_layers(model: Any, short: Target, count: int, last: int, noise: float) -> FirstLayers:
+def _run_first_layers(model: Any, short: Target, count: int, last: int, noise: float) -> FirstLayers:
     """Compute logits with the first layers for ``count`` tokens. The ``last`` tokens are a separate call."""
     embedding = model.model.embed_tokens
     tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], (ROWS, count))
@@ -258,7 +258,7 @@ def _sparse(model: Any, short: Target) -> AbstractContextManager[None]:
             L = queries.shape[2]
             if L > 1:
                 prompt_keys[layer] = new
-            if L == 1 and decode.sparse_from is not None and decode.serves(layer) and not windows[layer]:
+            if L == 1 and decode.sparse_from is not None and decode.supports(layer) and not windows[layer]:
                 before = query, mx.concatenate([prompt_keys[layer], new], axis=2)
                 return decode.attend(Step(layer, queries, keys, values, before, scale))
             if prompts is not None and L > prompts.block_size and not windows[layer]:
