@@ -296,9 +296,14 @@ OWN: Mapping[str, Operator] = {
                 _KEY,
                 _VALUE,
                 _PAST_KEY,
-                Tensor("past_key_codes", "tensor(uint8)", "B HkvD groups 36", _CODES),
+                Tensor(
+                    "past_key_codes",
+                    "tensor(uint8)",
+                    "B HkvD groups 36",
+                    "`key_codes` of `SparQCoded` for the tokens so far.",
+                ),
                 _PAST_VALUE,
-                Tensor("past_summary", "tensor(float)", "B 3Hkv D", _SUMMARY),
+                Tensor("past_summary", "tensor(float)", "B 3Hkv D", "`summary` of `SparQCoded` for the tokens so far."),
                 _PAST_LENGTH,
                 _PADDING,
             ),
@@ -351,7 +356,7 @@ OWN: Mapping[str, Operator] = {
 PROMPTS = "PromptAttention"
 FUNCTIONS = (PROMPTS, "SparQComponents", "SparQSelect", "KeyChunks", "IsStep", "Rows", "SaapAppend", "Saap")
 _WHEN_SAMPLED = (
-    "A chunk is sampled if it has more than `block_size` tokens and no padding, and if all rows have one length of "
+    "A chunk is sampled if it has more than `block_size` tokens and no padding. All rows must have one length of "
     "`dense_prompt_below` keys or more"
 )
 _DENSE_PROMPT = Attribute(

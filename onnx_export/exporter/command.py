@@ -114,8 +114,8 @@ def _parser() -> argparse.ArgumentParser:
         "--dense-below",
         type=int,
         metavar="N",
-        help="Number of keys below which decode steps are dense, as dense_below=N in --method (default: the cost model "
-        "in docs/onnx.md, which does not depend on the machine).",
+        help="Number of keys below which decode steps are dense, as dense_below=N in --method (default: computed from "
+        "the head dim, the same on every machine: docs/onnx.md).",
     )
     parser.add_argument(
         "--max-length",

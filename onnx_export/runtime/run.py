@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mlx_sparse.checks import ArtefactError, ConfigError, Parser, check_int
+from mlx_sparse.methods import parse
 
 from .runner import Array, Pick, Runner, first_line
 
@@ -91,6 +92,7 @@ class Result:
     generation_tps: float
     finish_reason: str
     attention: str
+    all_steps_dense: bool
     kernels: str
 
     def summary(self) -> str:
@@ -98,7 +100,7 @@ class Result:
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {self.generation_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
-            f"Attention: {self.attention}, {self.kernels}"
+            f"Attention: {self.attention}{' (all steps dense)' if self.all_steps_dense else ''}, {self.kernels}"
         )
 
 
@@ -131,6 +133,7 @@ def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pi
     say(detokenizer.rest())
     if not quiet:
         print(f"\n{RULE}")
+    method = runner.metadata.get("mlx_sparse.method", "unknown")
     return Result(
         "".join(pieces),
         len(prompt),
@@ -138,9 +141,19 @@ def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pi
         count,
         (count - 1) / (end - first) if count > 1 else 0.0,
         "length" if count == wanted else "stop",
-        runner.metadata.get("mlx_sparse.method", "unknown"),
+        method,
+        _all_steps_dense(method, runner.length),
         "native kernels" if runner.native else "function bodies (no native kernels)",
     )
+
+
+def _all_steps_dense(method: str, keys: int) -> bool:
+    """Return True if ``method`` has a decode method that no decode step over at most ``keys`` keys used."""
+    try:
+        configs = [config for config in parse(method) if config.sparse and config.stage != "prefill"]
+    except ConfigError:  # the metadata can contain any text
+        return False
+    return any(keys < config.shortest_context() for config in configs)
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -309,6 +309,14 @@ def test_no_quality_reads_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "KL" not in out
 
 
+def test_save_without_quality_is_refused_before_the_model_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["advise", str(tmp_path / "missing"), "--no-quality", "--save", str(tmp_path / "attn.toml")]
+    assert cli.main(arguments) == 2
+    assert "--save: expected none with --no-quality, which recommends no method, got " in capsys.readouterr().err
+
+
 # Families
 
 
