@@ -263,7 +263,7 @@ def weight_dtype(model: Any) -> str:
     dtype = (embedding.scales if isinstance(embedding, QUANTIZED) else embedding.weight).dtype
     name = str(dtype).removeprefix("mlx.core.")
     if name not in build.TYPES:
-        raise ConfigError(f"--model: expected weights of type {', '.join(build.TYPES)}, got {name}. Give --dtype.")
+        raise ConfigError(f"--model: expected weights of type {', '.join(build.TYPES)}, got {name}. Set --dtype.")
     return name
 
 

@@ -161,6 +161,6 @@ def test_more_tokens_than_max_length_are_refused() -> None:
 
 @pytest.mark.usefixtures("native_library")
 def test_a_native_library_needs_a_folder_for_genai(tmp_path: Path) -> None:
-    with pytest.raises(ArtefactError, match=r"^folder: expected one with genai_config.json"):
+    with pytest.raises(ArtefactError, match=r"^folder: expected a folder from export-onnx with genai_config.json"):
         genai.add_native_library(tmp_path)
     assert not list(tmp_path.iterdir())

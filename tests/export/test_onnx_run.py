@@ -142,7 +142,7 @@ def test_a_failing_chat_template_is_a_one_line_error(tmp_path: Path, capsys: pyt
     error = capsys.readouterr().err
     assert error == (
         "mlx-sparse: error: model: expected a chat template that runs, got: a system message. "
-        "Give --ignore-chat-template.\n"
+        "Set --ignore-chat-template.\n"
     )
 
 

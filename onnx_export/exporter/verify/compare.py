@@ -150,5 +150,5 @@ class File(Runner):
             return zeros(shape, dtype)
         except MemoryError:
             raise ConfigError(
-                f"--max-length: expected caches that fit into memory, got some of shape {shape}. Give a smaller number."
+                f"--max-length: expected caches that fit into memory, got shape {shape}. Set a smaller number."
             ) from None
