@@ -231,8 +231,9 @@ class SparQCache(DynamicCache):
         return tagged, values
 
 
+# This is not a method, because the report would then keep the cache alive.
 def _crossovers(thresholds: dict[Step, int], how: str) -> list[str]:
-    """Return the report lines about crossover lengths. A method would keep the cache alive through the report."""
+    """Return the report lines about crossover lengths."""
     lengths = ("never sparse" if keys >= NEVER else f"sparse from {keys:,} keys on" for keys in thresholds.values())
     return [f"{length} ({how})" for length in dict.fromkeys(lengths)]
 

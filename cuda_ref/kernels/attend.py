@@ -14,7 +14,7 @@ from .numbers import finite, widen
 
 @triton.jit
 def times_values(weights, values, total):
-    """Return ``total + weights @ values``. Each float32 weight is split into a sum of two numbers of values' dtype."""
+    """Return ``total + weights @ values``, where each float32 weight is a sum of two numbers of the values' dtype."""
     high = weights.to(values.dtype)
     total = tl.dot(high, values, total, input_precision="ieee")
     if values.dtype != tl.float32:
