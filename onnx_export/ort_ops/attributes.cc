@@ -46,7 +46,7 @@ Attributes read_attributes(const Signature& signature, const ort::Api* api, cons
     return value;
   };
   if (const int64_t spec = integer("spec"); spec != kSpec) {
-    fail("spec", to_string(kSpec) + ", which this library knows", to_string(spec));
+    fail("spec", to_string(kSpec) + ", the version of this library", to_string(spec));
   }
   for (const auto& [name, highest] : kRemoved) {
     int64_t value = 0;

@@ -96,7 +96,7 @@ def test_a_chat_template_is_used_unless_ignored(capsys: pytest.CaptureFixture[st
     first, text = {"SpecialToken": {"id": "w1", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     tokenizer["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [first, text],  # a first token, which templates write themselves
+        "single": [first, text],  # a beginning-of-text token, which chat templates also write
         "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {"w1": {"id": "w1", "ids": [tokenizer["model"]["vocab"]["w1"]], "tokens": ["w1"]}},
     }
@@ -142,7 +142,7 @@ def test_a_failing_chat_template_is_a_one_line_error(tmp_path: Path, capsys: pyt
     error = capsys.readouterr().err
     assert error == (
         "mlx-sparse: error: model: expected a chat template that runs, got: a system message. "
-        "Give --ignore-chat-template.\n"
+        "Set --ignore-chat-template.\n"
     )
 
 

@@ -24,12 +24,12 @@ ROOT = Path(__file__).parents[2]
 FACTS, PAGE = ROOT / "docs" / "models.jsonl", ROOT / "docs" / "models.md"
 SECTION = re.compile(r"(?<=<!-- models -->\n).*?(?=<!-- /models -->)", re.DOTALL)
 
-# "checkpoints" helps readers to find a row; the ``config.json`` of a checkpoint names its family. "real" are weights
-# that were run here, "reported" are results of others, "absent" are models that this version of mlx-lm does not have.
+# "checkpoints" helps readers to find a row, because the config.json of a checkpoint names its family. "real" lists
+# weights that were run here, "reported" results of other people, and "absent" models that this mlx-lm does not have.
 NOTES: dict[str, Any] = json.loads(Path(__file__).with_name("models_notes.json").read_text(encoding="utf-8"))
 
 HEADER = ["family of mlx-lm", "models", "`sparq`", "stays dense", "seen"]
-# Reasons of the report, as the table writes them.
+# The table's short form of each reason in the report.
 SHORT = {
     "with a sliding window (RotatingKVCache)": "sliding window",
     "that keep a state of fixed size and no keys": "state of fixed size",
@@ -99,7 +99,7 @@ def _never(row: Facts) -> bool:
 
 
 def _simple(row: Facts) -> bool:
-    """Return True if every method serves all layers and nothing else is known of the family."""
+    """Return True if all methods support all layers, and there is no further information about the family."""
     special = row.family in NOTES["real"] or row.family in NOTES["reported"] or row.family in UNFIT
     served = row.how == "run" and set(row.served.values()) == {row.layers}
     return served and row.exact is True and row.shows is True and not special and not row.note

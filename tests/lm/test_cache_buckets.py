@@ -49,7 +49,7 @@ class Decoder:
         return self.cache.aux_states["saap"]
 
     def write(self, count: int) -> None:
-        """Append keys. If ``records`` is true, their pre-RoPE rows are recorded."""
+        """Append keys. If ``records`` is True, record the pre-RoPE keys too."""
         cache, start = self.cache, self.cache.length
         self.before = self.before[:, :, :start]
         B = self.before.shape[0]
@@ -278,7 +278,7 @@ def test_centroids_are_fitted_once_and_stay_fixed():
     decoder.check()
     centroids = decoder.index.centroids
     np.testing.assert_allclose(np.linalg.norm(np.array(centroids), axis=-1), 1, rtol=1e-5)
-    # They fit better than random directions.
+    # These centroids fit better than random directions.
     before = decoder.before.astype(np.float64)
     best = (before @ np.array(centroids, np.float64).swapaxes(-1, -2)).max(axis=-1).mean()
     assert best > 1.2 * (before @ np.array(router().centroids, np.float64).swapaxes(-1, -2)).max(axis=-1).mean()

@@ -51,7 +51,7 @@ LONG = ["mlx_lm.generate", "--model", "llama", "--prompt", words(prompt_of(300))
 PACKED = ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "0"]
 WIDE = ["mlx_lm.generate", "--model", "wide", *GENERATE[2:], *PACKED]
 
-# Name: commands that run one after the other.
+# By name: commands that run one after the other.
 GOOD: dict[str, list[list[str]]] = {
     **{f"{name} sparse": [[*spelling, *GENERATE, *SPARSE, *JSON]] for name, spelling in SPELLINGS.items()},
     "dense": [["mlx_lm.generate", *GENERATE]],
@@ -108,7 +108,7 @@ GOOD: dict[str, list[list[str]]] = {
     "mlx-sparse generate --help": [["mlx-sparse", "generate", "--help"]],  # the other commands share this code
 }
 
-# Name: arguments after "mlx_lm.generate --model llama", and a pattern of the one-line error.
+# By name: arguments after "mlx_lm.generate --model llama", and a pattern of the one-line error.
 BAD: dict[str, tuple[list[str], str]] = {
     "unknown method": (["--attn", "flash"], "attn: expected one of .*sparq.*, got 'flash'"),
     "no such backend": (

@@ -86,7 +86,7 @@ def test_four_ranks_equal_one_process(tmp_path: Path):
 def test_messages_per_step_equal_the_documentation(ranks: dict[str, list[Run]]):
     """Compare the messages per layer with docs/distributed.md. Prefill sends the same messages in all cases."""
     messages = {name: found[0][1][3] for name, found in ranks.items()}
-    dense = messages["dense"] + 1  # the threshold is sent once
+    dense = messages["dense"] + 1  # the crossover length is sent once
     assert messages["sparq"] - dense >= 2 * ranks["sparq"][0][1][0]
     assert messages["quest"] - dense == ranks["quest"][0][1][0]
     for name in ("streaming", "saap", *LOCAL):

@@ -1,4 +1,4 @@
-"""Test the lines before the first token and the smallest sparse context."""
+"""Test the lines that commands print before the first token, and the smallest sparse context."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_prefill_command_prints_no_decode_threshold() -> None:
 
 @pytest.mark.parametrize("attn", ["sparq:rank=4", "sample+sparq:rank=4", "h2o", ONLINE])
 def test_report_does_not_keep_its_model_alive(attn: str) -> None:
-    """A server that loads another model frees the first model but still prints its report."""
+    """Test a server that loads another model: it frees the first model but still prints its report."""
     model = build()
     report: Report = mlx_sparse.enable(model, attn)
     weights = weakref.ref(model.layers[0].self_attn.q_proj)

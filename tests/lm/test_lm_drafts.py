@@ -37,7 +37,7 @@ from mlx_sparse.methods import reasons
 from mlx_sparse.ops.packed_rows import PackedRows
 
 SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
-GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # mostly accepted drafts
+GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # most drafts are accepted
 # Sliding windows: gemma3_text and gpt_oss, which also has sinks. lfm2 has convolutions, whose states cannot be trimmed.
 FAMILIES = ["llama", "qwen3_moe", "gemma3_text", "gpt_oss", "lfm2"]
 # Sampling options of mlx-lm's commands.
@@ -111,7 +111,7 @@ def test_good_drafts_are_accepted(enabled: Callable[..., Any]) -> None:
 
 
 def test_the_same_numbers_are_drawn_for_a_draft_and_its_check(enabled: Callable[..., Any]) -> None:
-    """Independent draws from 95 tokens at a high temperature would rarely agree."""
+    """Test sampled drafts, because independent draws from 95 tokens at a high temperature would rarely agree."""
     model, prompt = build(), prompt_of(100)
     report = enabled(model, GOOD, 4)
     mx.random.seed(1)
@@ -130,7 +130,7 @@ TURNS = st.lists(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2"])
 def test_turns_on_one_cache_equal_dense_decoding(family: str) -> None:
-    """An answer that ends within a run of accepted drafts must leave the cache of dense decoding."""
+    """Test an answer that ends within accepted drafts: the cache must equal the cache of dense decoding."""
     model = build(family)
 
     @settings(max_examples=HISTORIES, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)

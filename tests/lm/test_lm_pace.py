@@ -1,4 +1,4 @@
-"""Test the draft length, the pauses of drafting, and the figures of drafts."""
+"""Test the draft length, the pauses of drafting, and the statistics of drafts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_sparse.methods.registry import METAL_ROWS
 def simulate(
     draft: float, query: float, chances: float, tokens: int, most: int = MAX_DRAFTS
 ) -> tuple[DraftLength, list[int]]:
-    """Simulate a run with seconds per draft and per verified query; one of ``1 / (1 - chances)`` drafts fails."""
+    """Simulate a run with given seconds per draft and per verified query, and acceptance rate ``chances``."""
     draft_length, lengths, done = DraftLength(most=most), [], 0
     failed = 0.0
     while done < tokens:

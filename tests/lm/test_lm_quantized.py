@@ -131,7 +131,7 @@ def test_other_quantized_rows_use_mlx_lms_attention():
     given, shape = (keys, values, cache, 0.2, "causal"), (1, 4, 20, 32)
     with mlx_sparse.sparse(model, "dense") as report, Call(plan_of(model), [cache]):
         found = seam.scaled_dot_product_attention(rows_of(shape, 8), *given)
-    assert mx.array_equal(found, seam.original(rows_of(shape, 8), *given))  # it scales the queries in place
+    assert mx.array_equal(found, seam.original(rows_of(shape, 8), *given))  # the original scales the queries in place
     assert report.dense_calls == {reasons.OTHER_ROWS: 1}
 
 

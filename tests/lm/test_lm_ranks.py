@@ -176,7 +176,7 @@ def test_one_rank_without_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.delenv("MLX_RANK", raising=False)
     monkeypatch.setattr(mx.distributed, "init", None)
     assert Ranks.start() == Ranks(0, 1)
-    (tmp_path / "hosts").write_text("\n")  # of `mlx.launch -n 1`
+    (tmp_path / "hosts").write_text("\n")  # the hosts of `mlx.launch -n 1`
     monkeypatch.setenv("MLX_RANK", "0")
     monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
     assert Ranks.start() == Ranks(0, 1)

@@ -1,4 +1,4 @@
-"""Test the figures of sparse prefill and the memory that they need."""
+"""Test the reported statistics of sparse prefill and their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the lines of requests, and the fallback for a changed mlx-lm."""
+"""Test the lines that a server prints per request, and the fallback for a changed mlx-lm."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def test_request_counts_the_calls_during_its_lifetime() -> None:
     first = requests.begin()
     now = Counts(5, Counter(prompt=4, short=1), prefill=2)
     second, third = requests.begin(), requests.begin()
-    requests.end(third)  # refused by mlx-lm
+    requests.end(third)  # rejected by mlx-lm
     tokens = requests.answer(second, Context(), iter("abc"))
     now = Counts(1005, Counter(prompt=4, short=3), prefill=2)
     assert "".join(tokens) == "abc"
-    requests.answer(first, Context(), iter("ab")).close()  # its client disconnects before the first token
+    requests.answer(first, Context(), iter("ab")).close()  # the client disconnects before the first token
     requests.answer(requests.begin(), Context(), iter("")).close()
     prompt = "prompt of 2,000 tokens"
     assert lines == [
