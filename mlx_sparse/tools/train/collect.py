@@ -173,13 +173,13 @@ def collect(
         progress: a progress bar that counts tokens.
 
     Raises:
+        ArtefactError: the journal of an interrupted run is damaged.
         ConfigError: the disk has too little free space.
         OSError: the disk is full.
     """
     found = Collection(folder, layer_shapes, len(windows), len(windows[0]), queries, first, seed)
-    folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(folder / "windows.jsonl", "train-saap", key, Done)
-    done = len(journal.results)
+    done = _completed_texts(journal, found)
     needed, free = found.bytes - found.bytes * done // found.windows, shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(
@@ -192,6 +192,22 @@ def collect(
         _run(model, found, sources, window, windows[window], progress)
         journal.add(str(window), Done(found.length))
     return found
+
+
+def _completed_texts(journal: Journal[Done], collection: Collection) -> int:
+    """Return the number of texts in the journal.
+
+    Raises:
+        ArtefactError: the journal's entries are not the first texts of the collection in order.
+    """
+    done = len(journal.results)
+    entries = [(str(window), Done(collection.length)) for window in range(min(done, collection.windows))]
+    if list(journal.results.items()) != entries:
+        raise ArtefactError(
+            f"{journal.path}: expected the first of {collection.windows} texts of {collection.length:,} tokens in "
+            "order, got other entries. Delete the folder and run again."
+        )
+    return done
 
 
 def _run(
