@@ -87,7 +87,7 @@ class Traffic:
         return sum(cache.nbytes(S) for cache in self.caches)
 
     def share(self, S: int) -> float:
-        """Return the share of the caches in the bytes of a decode step."""
+        """Return the fraction of a decode step's bytes that it reads from the caches."""
         return self.kv(S) / (self.weights + self.kv(S))
 
     def bound(self, S: int, served: Iterable[Served]) -> float:

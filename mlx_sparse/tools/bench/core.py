@@ -271,7 +271,7 @@ def expected(error: Exception) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """Return the first line of an error."""
+    """Return the first line of an error message, at most `MAX_NOTE` characters."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return text if len(text) <= MAX_NOTE else text[: MAX_NOTE - 3] + "..."
 

@@ -126,7 +126,7 @@ def random_problem(case: Case) -> Problem:
 
 
 def planted_problem(case: Case, config: Method) -> Problem:
-    """Make a problem with large keys. Their number is what a method selects beyond its always attended keys."""
+    """Make a problem with one large key for each key that a method selects in addition to the keys always attended."""
     S, Hkv, D = case.S, case.shape.Hkv, case.shape.D
     base = normal(case, Hkv, 1, seed=3)
     queries = base + 0.5 * normal(case, case.shape.Hq, 1).reshape(1, Hkv, -1, D)

@@ -1,4 +1,4 @@
-"""Add the options, and load the model and texts, of commands that run a model on examples."""
+"""Define the options, and load the model and texts, for commands that run a model on examples."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def load_model(name: str | None, cache: str | None, license: str | None = None) 
 
 
 def encode_texts(tokenizer: Any, read: Sequence[texts.Text]) -> list[list[int]]:
-    """Return the tokens of each text, without opening tokens. An empty line separates texts."""
+    """Return the tokens of each text, without opening tokens. Each text after the first begins with an empty line."""
     # Suppress the warning of transformers about long texts, because only parts of the texts are used.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return [encode(tokenizer, ("\n\n" if i else "") + text.text) for i, text in enumerate(read)]

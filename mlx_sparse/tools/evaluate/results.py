@@ -80,7 +80,7 @@ class Row:
         examples: number of examples.
         mean, mean_error: means and their standard errors.
         delta, error: means and standard errors of the differences to dense attention on the same examples.
-        formula: elements that the method moves by its formula at this context, divided by those of dense attention.
+        formula: elements that the method moves by its formula at this context, divided by dense attention's elements.
         compression: bytes that the sparse calls of the run moved, divided by the bytes of dense attention.
         sparse_calls, dense_calls, dense_reasons: sums over the examples.
         prefill: True if tokens inside the prompt were scored, False for decode steps after it.

@@ -145,7 +145,7 @@ def _split_lists(texts: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """One task at one context length. ``examples`` are passages if ``prefill`` is True."""
+    """A task at one context length. ``examples`` are passages if ``prefill`` is True."""
 
     task: str
     context: int

@@ -44,9 +44,9 @@ def figures_of(logp: mx.array, dense: mx.array, targets: mx.array) -> Array:
         targets: tokens ``(...)``.
 
     Returns:
-        float64 ``(..., 4)`` with four figures of each position. They are the negative log-likelihood of the target in
-        nats, 1 if the target is the most likely token, 1 if dense attention has the same most likely token, and the KL
-        divergence from dense attention in nats.
+        float64 ``(..., 4)`` with four figures of each position. The first is the negative log-likelihood of the target
+        in nats. The next two are 0 or 1: the target is the most likely token; dense attention has the same most likely
+        token. The last is the KL divergence from dense attention in nats.
     """
     best = logp.argmax(axis=-1)
     nats = -mx.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]

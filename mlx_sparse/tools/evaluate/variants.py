@@ -104,7 +104,7 @@ class Variant:
     Attributes:
         method: the method as the user wrote it.
         attn: the method with the settings that the budget determines.
-        budget: the budget, such as "1/8"; None if it determines nothing.
+        budget: the budget, such as "1/8"; None if no setting depends on a budget.
         kv_bits: bits of a quantized KV cache for the decode steps; None for a plain cache.
     """
 
