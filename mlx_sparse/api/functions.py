@@ -1,7 +1,7 @@
-"""Public functions, written once for every array library.
+"""Public functions, generic over the array library.
 
-Shapes: ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)`` with the current tokens included. Query i of L
-is at position ``S - L + i``. ``left_padding (B,)`` int is the first valid key of each row.
+Shapes: ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)`` including the current tokens. Query i of L is
+at position ``S - L + i``. ``left_padding (B,)`` int is the index of the first valid key of each sequence.
 
 Every function returns ``out (B, Hq, L, D)`` in the type of ``queries``. With ``return_stats=True`` it also returns a
 `Stats`. ``return_stats="recall"`` adds the attention recall, which costs one dense pass over the keys. Decode methods
@@ -23,7 +23,7 @@ from .saap_functions import SaapFunctions
 
 
 class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions):
-    """The public functions on the arrays of one library."""
+    """Public functions for the arrays of one library."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
