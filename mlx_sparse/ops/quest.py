@@ -10,7 +10,7 @@ from .attend import attend_indices, group_queries
 from .packed_rows import Rows
 from .select import top_k_select
 
-# Second largest float32, the limit for other pages. `top_k_select` clips the current page's +inf to the largest float32.
+# Second largest float32: limit of other pages' scores. `top_k_select` clips the current page's +inf to the largest.
 SECOND_LARGEST = 3.4028232635611926e38
 
 
