@@ -2,8 +2,9 @@
 //
 // Scores are mapped to unsigned integers with the same order. The threshold for the k largest integers is found by
 // counting, two bits per round. All items above the threshold, and the first items equal to the threshold, are written
-// in order of index. A row that fits into the registers of one threadgroup is read once. The launcher divides a longer row into
-// tiles, and the best k items of all tiles form a shorter row. If k is too large for tiles, each round reads the row.
+// in order of index. A row that fits into the registers of one threadgroup is read once. The launcher divides a longer
+// row into tiles, and the best k items of all tiles form a shorter row. If k is too large for tiles, each round reads
+// the row.
 #pragma once
 
 #include "threadgroup.h"
