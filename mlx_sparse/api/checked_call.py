@@ -57,7 +57,7 @@ class Library(Protocol):
 
 
 class Call:
-    """One call of a public function: checks the arrays, selects the backend and runs the function."""
+    """Call of a public function: check the arrays, select the backend and run the function."""
 
     def __init__(
         self,

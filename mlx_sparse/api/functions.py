@@ -66,6 +66,6 @@ class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions):
 
 
 def public_functions(*backends: str) -> list[str]:
-    """Return the names of the public functions that any of these backends has."""
+    """Return the names of the public functions that at least one of ``backends`` implements."""
     names = [name for name in dir(Functions) if not name.startswith("_")]
     return [name for name in names if FUNCTIONS.get(name.removesuffix("_attention"), {}).keys() & set(backends)]

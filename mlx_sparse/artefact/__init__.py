@@ -51,7 +51,7 @@ class Artefact:
     """Content of an artefact file.
 
     Attributes:
-        layers: layers by index of the layer's KV cache in the model.
+        layers: centroids and networks by index of the layer's KV cache in the model.
         buckets: number of buckets C of every layer.
         hidden: number of hidden units H of every layer.
         sink_tokens, recent_tokens: numbers of first and last keys that were excluded from the training targets, because

@@ -45,7 +45,7 @@ def attend_blocks(
         queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use; not copied if queries, keys and
             values have the same type.
-        blocks: ``(B, Hq, R, N)`` int32 for the R row blocks that contain a query; -1, or any number that is not the
+        blocks: int32 ``(B, Hq, R, N)`` for the R row blocks that contain a query. -1, or any number that is not the
             index of a block, is an empty slot.
 
     Returns:

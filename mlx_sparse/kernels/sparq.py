@@ -93,7 +93,7 @@ class Sizes(NamedTuple):
 
     @property
     def code_tiles(self) -> int:
-        """Number of tiles: those of the keys in full quantization groups, and one for the remaining keys (the tail)."""
+        """Number of tiles of keys in full quantization groups, plus one tile for the remaining keys (the tail)."""
         return -(-(self.length // GROUP * GROUP) // CODE_TILE) + 1
 
 

@@ -143,7 +143,7 @@ def _attend(
 
     Args:
         steps: ranges ``(start, stop)`` of query positions.
-        choose: function of such a range that returns a mask of selected keys and ``weight``; None means weight 0.
+        choose: function of ``start`` and ``stop`` that returns a mask of selected keys and ``weight``; None means 0.
     """
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
