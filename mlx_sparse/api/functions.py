@@ -29,7 +29,7 @@ class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions):
         self._library = library
 
     def _of_method(self, method: Any) -> Callable[..., Any]:
-        """Return the public function of a class of `mlx_sparse.methods`, whose settings are the arguments."""
+        """Build the public function of a method class in `mlx_sparse.methods`; its settings are keyword arguments."""
         prefill = method.stage == "prefill"
 
         def attention(
