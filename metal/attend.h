@@ -1,9 +1,9 @@
-// Attend: exact softmax attention of a group of query heads over a list of keys. Shared by every method.
+// Exact softmax attention of a group of query heads over a list of keys, used by all decode methods.
 //
 // A threadgroup processes the list in tiles of ATTEND_TILE keys and reads each row of K and V once for the whole group.
-// For each tile it scores all keys, turns the scores into weights under a running maximum and adds the weighted values.
-// The SIMD groups divide the keys of a tile among themselves and add their sums once, at the end. All arithmetic is
-// float32.
+// For each tile, the threadgroup scores all keys, converts the scores to weights with a running maximum (online
+// softmax) and adds the weighted values. The keys of a tile are divided among the SIMD groups, whose sums are added at
+// the end. All arithmetic is float32.
 #pragma once
 
 #include "parts.h"
@@ -11,7 +11,7 @@
 
 constant constexpr int EMPTY = -1;  // a slot of a list without a key
 
-// Number of lanes that read a row of d components together, four components each; at most all lanes of a SIMD group.
+// Number of lanes that share a row of d components, four components per lane; at most all lanes of a SIMD group.
 constexpr uint shared_lanes(uint d) {
   uint lanes = LANES;
   while (lanes / 2 >= d / 4) {
@@ -26,27 +26,27 @@ struct RowLayout {
   enum : uint { lanes = shared_lanes(D), chunks = (D / 4 + lanes - 1) / lanes, rows = LANES / lanes };
 };
 
-// Sizes that depend on the template only.
+// Compile-time sizes.
 template <int D, int G, int SIMDGROUPS>
 struct AttendSizes {
   enum : uint {
-    step = SIMDGROUPS * RowLayout<D>::rows,         // rows read at once by the threadgroup
-    passes = (ATTEND_TILE + step - 1) / step,       // to read a tile
-    batch = passes < 4 ? passes : 4,                // rows whose loads a lane has in flight
-    heads = (G + SIMDGROUPS - 1) / SIMDGROUPS,      // query heads whose softmax a SIMD group keeps
-    scores = G * D,                                 // scratch: queries, then scores ...
+    step = SIMDGROUPS * RowLayout<D>::rows,         // rows that the threadgroup reads at once
+    passes = (ATTEND_TILE + step - 1) / step,       // passes to read a tile
+    batch = passes < 4 ? passes : 4,                // rows that a lane loads at once
+    heads = (G + SIMDGROUPS - 1) / SIMDGROUPS,      // query heads per SIMD group in the softmax
+    scores = G * D,                                 // scratch memory: queries, then scores ...
     working = G * D + G * ATTEND_TILE,
-    merging = SIMDGROUPS * D,                       // ... and at the end one head's sums at least
+    merging = SIMDGROUPS * D,                       // ... and at the end the sums of one or more heads
     scratch = working > merging ? working : merging,
     merged_heads = scratch / merging < G ? scratch / merging : G,
   };
 };
 
-// Approximate attention of the selected keys (sparq.4), which (sparq.8) sums.
+// Approximate attention weights (sparq.4) of the selected keys, for the sum in (sparq.8).
 template <int G, typename Logits, typename Softmax>
 struct ChosenMass {
-  Logits logits;    // (S, G), at the row
-  Softmax softmax;  // (G, 2), at the row
+  Logits logits;    // (S, G) of the KV head
+  Softmax softmax;  // (G, 2) of the KV head
 
   float operator()(int key, uint g) const {
     return exp(logits[size_t(key) * G + g] - softmax[g * 2]) * softmax[g * 2 + 1];
@@ -57,7 +57,7 @@ struct NoMass {
   float operator()(int, uint) const { return 0.0f; }
 };
 
-// Softmax of one query head over the tiles processed so far; equal in all lanes of its SIMD group.
+// Running softmax state of one query head; the same in all lanes of the SIMD group that processes the head.
 struct Running {
   float largest;
   float total;
@@ -67,7 +67,7 @@ struct Running {
 // The part of the key or value rows of one tile that this lane reads.
 template <typename Rows, int D, int SIMDGROUPS>
 struct TileRows {
-  Rows rows;  // of the head: see rows.h
+  Rows rows;  // rows of the KV head: see rows.h
   const threadgroup int* list;
   Place place;
 
@@ -79,7 +79,7 @@ struct TileRows {
   // False if the row has no components for this lane.
   bool has(uint c) const { return D / 4 % RowLayout<D>::lanes == 0 || chunk(c) < D / 4; }
 
-  // Chunk c of the row in `slot`; zeros for an empty one.
+  // Chunk c of the row in `slot`; zeros for an empty slot.
   float4 load(uint slot, uint c) const {
     const int key = slot < ATTEND_TILE && has(c) ? list[slot] : EMPTY;
     if (key == EMPTY) {
@@ -88,7 +88,7 @@ struct TileRows {
     return rows.read(uint(key), chunk(c));
   }
 
-  // Load the chunks of BATCH passes; all loads are in flight at once.
+  // Load the chunks of BATCH passes without waiting between the loads.
   template <uint BATCH>
   void load_batch(uint pass, thread float4 (&loaded)[BATCH][RowLayout<D>::chunks]) const {
 #pragma clang loop unroll(full)
@@ -131,10 +131,10 @@ void score_tile(
   }
 }
 
-// Turn the scores of one query head into weights under the new maximum. Return the factor for the earlier sums.
+// Convert the scores of one query head to weights with the new maximum. Return the factor that rescales earlier sums.
 template <typename Mass>
 float weigh_tile(
-    threadgroup float* scores,  // of the head
+    threadgroup float* scores,  // scores of the query head
     const threadgroup int* list,
     uint count,
     float scale,
@@ -233,8 +233,8 @@ struct AttendShared {
   threadgroup Running* softmax; // G
 };
 
-// Attend to the keys indices[0 .. count). The sums of weighted values stay in the lanes; the softmax of each head is
-// written to shared.softmax. Ends with a barrier.
+// Attend to the keys indices[0 .. count). The sums of weighted values stay in registers; the running softmax of each
+// head is written to shared.softmax. Ends with a barrier.
 template <
     int D, int G, int SIMDGROUPS, typename Keys, typename Values, typename Queries, typename Indices, typename Mass>
 void attend_list(
@@ -243,7 +243,7 @@ void attend_list(
     Values values,
     Indices indices,
     uint count,
-    uint length,  // keys that exist
+    uint length,  // number of keys in use
     float scale,
     Mass mass,
     thread float4 (&sums)[G][RowLayout<D>::chunks],
@@ -302,8 +302,8 @@ void attend_list(
   }
 }
 
-// Attention over a part of a list (sparq.7): normalized sums and their log-sum-exp; 0 and -inf without a key.
-// finish(g, d, y, softmax) converts a sum to the stored value.
+// Attention over a part of a list (sparq.7): normalized output and log-sum-exp; 0 and -inf if the part has no key.
+// finish(g, d, y, softmax) converts component d of the output of head g to the stored value.
 template <int D, int G, int SIMDGROUPS, typename Out, typename Finish>
 void store_sums(
     thread float4 (&sums)[G][RowLayout<D>::chunks],
@@ -338,7 +338,7 @@ void store_sums(
   }
 }
 
-// Write the results of a part without entries; no input is read.
+// Write the results of a part without keys; no input is read.
 template <int D, int G, typename Out>
 void store_nothing(device Out* out, device float* lse, Place place) {
   for (uint i = place.index(); i < G * D; i += place.threads()) {
@@ -349,15 +349,15 @@ void store_nothing(device Out* out, device float* lse, Place place) {
   }
 }
 
-// Store the attended values unchanged ...
+// Store the output unchanged ...
 struct Attended {
   float operator()(uint, uint, float y, float) const { return y; }
 };
 
-// ... or mixed with the mean of all values (sparq.10), in float32: in bfloat16 an alpha of .9996 is 1.
+// ... or mixed with the mean value (sparq.10), in float32, because bfloat16 rounds an alpha of 0.9996 to 1.
 template <int D, typename Mean>
 struct Reallocated {
-  Mean value_mean;  // (D), of the head
+  Mean value_mean;  // (D) of the KV head
 
   float operator()(uint, uint d, float y, float alpha) const { return alpha * y + (1.0f - alpha) * value_mean[d]; }
 };

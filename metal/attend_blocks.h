@@ -1,9 +1,9 @@
-// Attend to lists of key blocks: exact causal attention of row blocks on the matrix units.
+// Exact causal attention of row blocks over lists of key blocks, on the matrix units.
 //
-// The structure is the one of MLX's prefill kernel ("steel"). A threadgroup processes ROWS query rows, eight per SIMD
-// group. It stages the queries once, and KEYS rows of K, then of V, in the same threadgroup memory for all SIMD groups;
-// a lane keeps D / 4 sums. Unlike MLX's kernel it visits only the tiles of the listed blocks, up to its last row. As in
-// any tiled kernel, a value that is not finite also affects the earlier rows of its own tile.
+// The structure follows MLX's prefill kernel ("steel"). A threadgroup processes ROWS query rows, eight per SIMD group.
+// The queries are staged in threadgroup memory once. KEYS rows of K, then of V, are staged in the same memory for all
+// SIMD groups. A lane holds D / 4 sums. Unlike MLX's kernel, this kernel visits only the listed key blocks, up to the
+// last query. As in any tiled kernel, a value that is not finite also affects earlier query rows of the same tile.
 #pragma once
 
 #include "attend_tiles.h"
@@ -12,7 +12,7 @@
 struct RowTile {
   uint first;
   uint offset;  // position of query 0
-  uint end;     // keys that exist
+  uint end;     // number of keys in use
 
   bool empty(uint rows) const { return first >= end || first + rows <= offset; }
   bool operator()(uint row) const { return first + row >= offset && first + row < end; }
@@ -20,17 +20,17 @@ struct RowTile {
 
 template <int D, typename T>
 struct TileQueries {
-  const device T* queries;  // of the head
+  const device T* queries;  // queries of the head
   RowTile rows;
 
   bool has(uint row) const { return rows(row); }
   const device T* at(uint row) const { return queries + size_t(rows.first + row - rows.offset) * D; }
 };
 
-// Keys at or before the position of a row.
+// Causal mask: true for keys at or before the position of a query row.
 struct UpTo {
   uint position;
-  bool causal;  // true if the tile holds a key behind the position of a row of the threadgroup
+  bool causal;  // true if the tile has keys after the position of a row of the threadgroup
 
   bool operator()(uint key) const { return !causal || key <= position; }
 };
@@ -44,11 +44,11 @@ struct StagedQuery {
   float2 operator()(int, int d) const { return staged(rows + d * SIDE, padded<T>(D), spot); }
 };
 
-// Attend to the blocks of `list` with the rows of one threadgroup, up to the first negative entry. Entries above the
-// diagonal are ignored.
+// Attend to the key blocks in `list` with the query rows of one threadgroup. The list ends at its first negative entry;
+// blocks above the diagonal are ignored.
 template <int D, int BLOCK, int ROWS, int KEYS, typename T, typename List>
 void attend_list(
-    const device T* queries,  // of the head, like the pointers below
+    const device T* queries,  // all pointers and `list` belong to one head
     const device T* keys,
     const device T* values,
     List list,
@@ -63,7 +63,7 @@ void attend_list(
   enum : int { simdgroups = ROWS / SIDE };
   const Spot spot = spot_of(place.lane);
   const uint position = rows.first + place.simdgroup * SIDE + spot.row;
-  const uint end = min(rows.first + ROWS, rows.end);  // keys that at least one row of the threadgroup attends
+  const uint end = min(rows.first + ROWS, rows.end);  // end of the keys that the threadgroup attends
   stage_rows<D, ROWS, simdgroups>(TileQueries<D, T>{queries, rows}, query_tile, place);
   const StagedQuery<D, T> query = {query_tile + place.simdgroup * SIDE * padded<T>(D), spot};
   for (uint n = 0; n < entries && list[n] >= 0; ++n) {

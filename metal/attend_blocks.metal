@@ -18,7 +18,7 @@ const uint3 at = threadgroup_position_in_grid;
 const uint Hq = threadgroups_per_grid.y, L = uint(queries_shape[2]), R = uint(blocks_shape[2]);
 const size_t head = size_t(at.z) * Hq + at.y, kv = head / (Hq / uint(keys_shape[1]));
 const size_t rows_at = kv * size_t(keys_shape[2]) * D;
-// The last row blocks have most keys and start first.
+// The last row blocks attend the most keys, so their threadgroups start first.
 const uint tile_of_rows = threadgroups_per_grid.x - 1 - at.x, row_block = tile_of_rows / (BLOCK / ROWS);
 const uint offset = uint(length) - L;
 const RowTile rows = {(offset / BLOCK + row_block) * BLOCK + tile_of_rows % (BLOCK / ROWS) * ROWS, offset, uint(length)};

@@ -1,4 +1,4 @@
-// Select and attend in one launch.
+// Includes for the kernels that select keys and attend to them in one launch.
 #pragma once
 
 #include "attend.h"

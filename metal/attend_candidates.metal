@@ -1,6 +1,7 @@
-// attend_candidates: select the best keys from the candidates of all tiles (sparq.6) and attend to them exactly
-// (sparq.7): top_k_candidates and attend_indices in one launch, for lists that one threadgroup processes. A threadgroup
-// has HEADS query heads of a KV head. If several threadgroups share a KV head, each repeats the selection.
+// attend_candidates: select the best keys from the candidates of all tiles (sparq.6) and attend to these keys
+// (sparq.7). This is top_k_candidates and attend_indices in one launch, for lists that one threadgroup can process. A
+// threadgroup processes HEADS query heads of a KV head. If several threadgroups share a KV head, each repeats the
+// selection.
 //
 // inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity, D) T; candidate_bits (B, Hkv, N) uint;
 //              candidate_indices (B, Hkv, N) int; length () int; scale () float

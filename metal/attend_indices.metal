@@ -1,6 +1,6 @@
-// attend_indices: exact attention of the group over a part of an index list (sparq.7). A threadgroup attends one of
-// `splits` parts with HEADS query heads of a KV head. With COUNTED only the first counts[b, h] entries are divided into
-// parts, and threadgroups without entries return at once.
+// attend_indices: exact attention of a query group over an index list (sparq.7). A threadgroup attends to one of
+// `splits` parts of the list with HEADS query heads of a KV head. If COUNTED, only the first counts[b, h] entries are
+// divided into parts, and threadgroups without entries return at once.
 //
 // inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity, D) T; indices (B, Hkv, N) int;
 //              counts (B, Hkv) int; length () int; scale () float

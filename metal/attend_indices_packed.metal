@@ -1,6 +1,6 @@
 // attend_indices_packed: attend_indices for a quantized KV cache (quantized.1). The codes, scales and biases of a
-// listed row are read once for the heads of a threadgroup and dequantized in registers. Each of the three reads at
-// least one memory line, so that scattered rows read more than the bytes below.
+// listed row are read once for all heads of a threadgroup and dequantized in registers. Each of the three accesses
+// reads at least one memory line, so scattered rows move more bytes than stated below.
 //
 // inputs       queries (B, Hq, 1, D) T; key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint;
 //              key_scales, key_biases (B, Hkv, capacity, D / ROW_GROUP) T; value_codes (like key_codes) uint;

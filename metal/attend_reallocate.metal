@@ -1,5 +1,5 @@
-// attend_reallocate: attend_indices with the approximate attention mass alpha of the listed keys (sparq.8). A single
-// split also mixes in the mean value (sparq.10); with several splits merge_reallocate does that.
+// attend_reallocate: attend_indices that also sums the approximate attention mass alpha of the listed keys (sparq.8).
+// With one split, this kernel mixes in the mean value (sparq.10); with several splits, merge_reallocate does so.
 //
 // inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity, D) T; indices (B, Hkv, N) int;
 //              logits (B, Hkv, stride, G) float; softmax (B, Hkv, G, 2) float; value_mean (B, Hkv, D) float;

@@ -1,4 +1,4 @@
-// attend_reallocate_packed: attend_reallocate for a quantized KV cache (quantized.1), whose rows are read as in
+// attend_reallocate_packed: attend_reallocate for a quantized KV cache (quantized.1). Rows are read as in
 // attend_indices_packed.
 //
 // inputs       queries (B, Hq, 1, D) T; key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint;

@@ -1,7 +1,7 @@
 // Dense attention of a large query group: several queries of all query heads of a KV head.
 //
-// A threadgroup has up to 128 query rows, eight per SIMD group. Their queries and sums stay in the registers of the
-// lanes. Each row of K and V is read from memory once for all of them (attend_tiles.h).
+// A threadgroup processes up to 128 query rows, eight per SIMD group. The queries and the sums stay in registers. Each
+// row of K and V is read from memory once for all query rows of the threadgroup (attend_tiles.h).
 #pragma once
 
 #include "attend_tiles.h"
@@ -16,10 +16,10 @@ struct GroupRows {
   bool valid(uint, Spot spot) const { return row(0, spot) < count; }
 };
 
-// A part of all keys. The row of this lane attends the first `seen` of them.
+// A part of the keys. The query row of this lane attends the first `seen` keys of the part.
 template <int D, typename T>
 struct KeyRange {
-  const device T* keys;  // at the first key of the part, like values
+  const device T* keys;  // `keys` and `values` point to the first key of the part
   const device T* values;
   uint count;
   uint seen;
@@ -29,7 +29,7 @@ struct KeyRange {
   bool operator()(uint key) const { return key < seen; }
 };
 
-// Attend to one part of the keys with the rows of one threadgroup: write out (rows, D) and lse (rows) of the part.
+// Attend to one part of the keys with the query rows of one threadgroup, and write out (rows, D) and lse (rows).
 template <int D, int ROWS, int KEYS, typename T, typename Query, typename Keys, typename Out>
 void attend_part(
     const device Query* queries,  // (rows, D)

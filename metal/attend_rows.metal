@@ -1,6 +1,6 @@
-// attend_rows: exact causal attention of a few queries over all keys. Row r of a KV head's group is query r % L of its
-// head r / L. A threadgroup attends one part of the keys with ROWS rows. If the registers do not hold all rows of the
-// group, they are divided among `shares` threadgroups, and each of them reads the keys.
+// attend_rows: exact causal attention of a few queries over all keys. Row r of a query group is query r % L of query
+// head r / L in the group. A threadgroup attends to one part of the keys with ROWS rows. If the registers cannot hold
+// all rows of the group, the rows are divided among `shares` threadgroups, each of which reads the keys.
 //
 // inputs       queries (B, Hq, L, D) T at positions length - L ..; keys, values (B, Hkv, capacity, D) T;
 //              left_padding (B) int; length () int; scale () float

@@ -10,13 +10,13 @@ constexpr int tile_size(int d, int keys) {
   return d * padded<T>(keys) > keys * padded<T>(d) ? d * padded<T>(keys) : keys * padded<T>(d);
 }
 
-// Softmax of this lane's row over the tiles processed so far. The sum covers the elements of this lane only.
+// Running softmax state of this lane's row. The sum covers only the elements that this lane holds.
 struct Running {
   float largest;
   float sum;
 };
 
-// Turn the scores of a tile of keys into weights under the new maximum. Return the factor for the earlier sums.
+// Convert the scores of a tile of keys to weights with the new maximum. Return the factor that rescales earlier sums.
 template <int KEYS, typename Visible>
 float weigh_tile(
     thread float2 (&scores)[KEYS / SIDE],
@@ -41,7 +41,7 @@ float weigh_tile(
   for (int n = 0; n < KEYS / SIDE; ++n) {
 #pragma clang loop unroll(full)
     for (uint e = 0; e < 2; ++e) {
-      // The difference is rounded once, after the score has become small.
+      // The fma rounds only once, after the subtraction, when the number is small.
       const float weight = fast::exp2(fma(scores[n][e], scale, -shift));
       scores[n][e] = visible(start + n * SIDE + spot.column + e) ? weight : 0.0f;
       running.sum += scores[n][e];
@@ -50,7 +50,7 @@ float weigh_tile(
   return factor;
 }
 
-// sums[d] += weights of a tile times its staged values.
+// sums[d] += weights of a tile times the staged values.
 template <int D, int KEYS, typename T>
 void add_values(
     thread float2 (&weights)[KEYS / SIDE], const threadgroup T* values, thread float2 (&sums)[D / SIDE], Spot spot) {
@@ -64,8 +64,8 @@ void add_values(
   }
 }
 
-// Attend to one tile of keys; `keys` and `values` return its rows. Begins with a barrier, because other threads may
-// still read the previous tile.
+// Attend to one tile of keys; `keys` and `values` return the rows of the tile. Begins with a barrier, because other
+// threads may still read the previous tile.
 template <int D, int KEYS, int SIMDGROUPS, typename T, typename Rows, typename Query, typename Visible>
 void attend_tile(
     Rows keys,
@@ -95,14 +95,14 @@ void attend_tile(
   add_values<D, KEYS>(scores[0], tile, sums, spot);
 }
 
-// Store this lane's part of its row: normalized sums and their log-sum-exp; 0 and -inf without a key.
+// Store this lane's part of the normalized output row, and the log-sum-exp of the row; 0 and -inf without a key.
 template <int D, typename Out>
 void store_row(
     thread float2 (&sums)[D / SIDE],
     float largest,
-    float total,        // over the whole row
-    device Out* out,    // (D), of the row
-    device float* lse,  // of the row
+    float total,        // sum over the whole row
+    device Out* out,    // (D), output of the row
+    device float* lse,  // log-sum-exp of the row
     Spot spot) {
   const float factor = total == 0.0f ? 0.0f : 1.0f / total;
 #pragma clang loop unroll(full)

@@ -1,15 +1,15 @@
-// One score per item for all queries of a group. SparQ and SAAP select by it.
+// Scores for the selection in SparQ and SAAP: one score per item, summed over the queries of a group.
 #pragma once
 
 #include "top_k_select.h"
 
-// Source of a row: sum of the softmaxes of a group (sparq.5).
+// Score source for top-k selection: sum of the softmaxes of a group (sparq.5).
 template <int G, typename Logits>
 struct GroupScores {
-  Logits logits;  // (S, G), at the row
+  Logits logits;  // (S, G) of the KV head
   const threadgroup float2* softmax;
   Window window;
-  uint first;  // key of item 0
+  uint first;  // index of the key that is item 0
 
   uint bits(uint item) const {
     const uint j = first + item;

@@ -1,7 +1,7 @@
 // 8x8 matrices in registers, and tiles of keys and values that a threadgroup stages once for all its SIMD groups.
 //
-// A lane holds two adjacent elements of one row of a matrix. Four lanes, which differ in bits 0 and 3, hold a row.
-// MLX's attention relies on the same layout. All products and sums are float32 for every type of the tiles.
+// A lane holds two adjacent elements of one row of a matrix. Each row is held by four lanes, whose numbers differ in
+// bits 0 and 3. MLX's attention kernels rely on the same layout. Products and sums are float32 for all tile types.
 #pragma once
 
 #include <metal_simdgroup_matrix>
@@ -29,11 +29,11 @@ inline void multiply_add(thread float2& sum, float2 a, float2 b) {
   sum = reinterpret_cast<thread float2&>(result.thread_elements());
 }
 
-// Prevents the compiler from moving loads of later matrices before this point, where they would occupy registers. MLX's
-// kernel does the same. The barrier orders no memory.
+// Keep the compiler from moving loads of later matrices before this point, where they would occupy registers, as in
+// MLX's kernel. This barrier does not synchronize memory.
 inline void settle() { simdgroup_barrier(mem_flags::mem_none); }
 
-// Maximum and sum over a row, in all lanes of the row.
+// Maximum and sum over a row, returned to all lanes of the row.
 inline float row_max(float x) {
   x = max(x, simd_shuffle_xor(x, ushort(1)));
   return max(x, simd_shuffle_xor(x, ushort(8)));
@@ -44,20 +44,20 @@ inline float row_sum(float x) {
   return x + simd_shuffle_xor(x, ushort(8));
 }
 
-// The number that is subtracted from scores before exp2; 0 for a row without a key, so that no result becomes NaN.
+// Number to subtract from scores before exp2: the largest score, or 0 for a row without keys, to avoid -inf - (-inf).
 inline float shift_of(float largest) { return largest == -INFINITY ? 0.0f : largest; }
 
 // log2 of a sum of exp2(score - shift_of(largest))
 inline float log2_sum(float largest, float sum) { return sum == 0.0f ? -INFINITY : shift_of(largest) + log2(sum); }
 inline float natural(float logarithm) { return logarithm / LOG2_E; }
 
-// Stride between the rows of a tile in elements: 16 bytes more than a row, so that adjacent rows use different banks.
+// Stride between rows of a tile, in elements. Padding of 16 bytes puts adjacent rows into different memory banks.
 template <typename T>
 constexpr int padded(int length) {
   return length + 16 / int(sizeof(T));
 }
 
-// Threadgroup memory for a number of elements, in a type with the alignment of the widest load.
+// Threadgroup memory for a number of elements, aligned for the widest load.
 template <typename T>
 constexpr int vectors(int elements) {
   return elements * int(sizeof(T)) / int(sizeof(float4));
@@ -73,7 +73,7 @@ struct FirstRows {
   const device T* at(uint row) const { return rows + size_t(row) * D; }
 };
 
-// Stage ROWS rows of D components as columns: tile[d * padded(ROWS) + row]; zeros for rows that do not exist. A SIMD
+// Stage ROWS rows of D components transposed: tile[d * padded(ROWS) + row]; zeros for rows that do not exist. A SIMD
 // group stages eight rows and four chunks of four components at a time.
 template <int D, int ROWS, int SIMDGROUPS, typename T, typename Rows>
 void stage_columns(Rows rows, threadgroup T* tile, Place place) {
@@ -93,7 +93,7 @@ void stage_columns(Rows rows, threadgroup T* tile, Place place) {
   }
 }
 
-// Stage rows as rows: tile[row * padded(D) + d].
+// Stage rows without transposing: tile[row * padded(D) + d].
 template <int D, int ROWS, int SIMDGROUPS, typename T, typename Rows>
 void stage_rows(Rows rows, threadgroup T* tile, Place place) {
 #pragma clang loop unroll(full)
@@ -107,13 +107,13 @@ void stage_rows(Rows rows, threadgroup T* tile, Place place) {
   }
 }
 
-// Load this lane's two elements of the staged matrix at the address of its upper left corner.
+// Load this lane's two elements of a staged matrix, given the address of the upper left corner of the matrix.
 template <typename T>
 float2 staged(const threadgroup T* corner, int stride, Spot spot) {
   return float2(*reinterpret_cast<const threadgroup vec<T, 2>*>(corner + spot.row * stride + spot.column));
 }
 
-// scores[f][n] += q[f] . k of eight rows and eight keys each, from keys staged as columns.
+// scores[f][n] += q[f] . k for eight query rows and eight keys per matrix, with keys that were staged transposed.
 template <int D, int FRAGMENTS, int KEYS, typename T, typename Query>
 void multiply_keys(
     const thread Query& query, const threadgroup T* keys, thread float2 (&scores)[FRAGMENTS][KEYS / SIDE], Spot spot) {

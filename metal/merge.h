@@ -1,11 +1,11 @@
-// Exact merge of attention over the parts of a list: the second launch of attend for a list that is split.
+// Exact merge of the attention results of the parts of a split list. This is the second launch after attend.h.
 #pragma once
 
 #include <metal_stdlib>
 
 using namespace metal;
 
-// Log-sum-exp over the parts; -inf if none has a key.
+// Log-sum-exp over all parts; -inf if no part has a key.
 template <typename Lse>
 float merged_lse(Lse lse, uint splits, uint stride) {
   float largest = -INFINITY;
@@ -16,10 +16,10 @@ float merged_lse(Lse lse, uint splits, uint stride) {
   for (uint s = 0; s < splits; ++s) {
     total += largest == -INFINITY ? 0.0f : exp(lse[s * stride] - largest);
   }
-  return total == 0.0f ? -INFINITY : largest + log(total);  // a NaN is kept
+  return total == 0.0f ? -INFINITY : largest + log(total);  // NaN propagates
 }
 
-// One component of the merged output: the weight of a part is exp(lse of the part - merged lse).
+// One component of the merged output. The weight of each part is exp(lse of the part - merged lse).
 template <typename Parts, typename Lse>
 float merged_component(Parts parts, Lse lse, float total, uint splits, uint parts_stride, uint lse_stride) {
   float sum = 0.0f;

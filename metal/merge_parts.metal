@@ -1,5 +1,5 @@
-// merge_parts: exact merge of the parts of a split list or context. A threadgroup has one query head, a thread one
-// component.
+// merge_parts: exact merge of the attention results of the parts of a list or context. A threadgroup processes one
+// query head, a thread one component.
 //
 // inputs       part_out (B, Hkv, splits, G, D) float; part_lse (B, Hkv, splits, G) float
 // outputs      out (B, Hq, 1, D) O; lse (B, Hq, 1) float

@@ -1,4 +1,4 @@
-// merge_reallocate: merge_parts, then mix in the mean value for the attention mass of the other keys (sparq.10).
+// merge_reallocate: merge_parts, then mix in the mean value, weighted by the mass of the skipped keys (sparq.10).
 //
 // inputs       part_out (B, Hkv, splits, G, D) float; part_lse, part_alpha (B, Hkv, splits, G) float;
 //              value_mean (B, Hkv, D) float

@@ -7,8 +7,8 @@ using namespace metal;
 
 constant constexpr uint ATTEND_TILE = 128;
 
-// The entries of a list, or the keys, that one of `splits` threadgroups attends: whole tiles, except for the last part.
-// The last parts may be empty.
+// The range of list entries (or keys) that one of `splits` threadgroups attends. A part consists of whole tiles; only
+// the last part with entries may end with a smaller tile. The parts after that part are empty.
 struct Part {
   uint first;
   uint count;

@@ -1,7 +1,7 @@
-// quest_scores: upper bound of the score of a key of each page with any query of the group (quest.2), (quest.3). Only
-// the current page of a row, which holds key length - 1, has +inf; pages behind it have -inf. Only the bounds of
-// earlier pages are read. A threadgroup scores 64 pages of a KV head. Eight lanes share a page, which all heads read
-// from registers.
+// quest_scores: upper bound of q.k for each page, over all queries of the group (quest.2), (quest.3). The current page,
+// which contains key length - 1, gets +inf; pages after it get -inf. The bounds of these pages are not read. A
+// threadgroup scores 64 pages of a KV head. Eight lanes share a page and keep its bounds in registers for all query
+// heads.
 //
 // inputs       queries (B, Hq, 1, D) Q; page_min, page_max (B, Hkv, capacity, D) T; left_padding (B,) int; length () int;
 //              page_size () int

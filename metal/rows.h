@@ -1,9 +1,9 @@
-// Rows of keys or values of one head in a cache, read in chunks of four components.
+// Readers for the key or value rows of one head in a cache. They read chunks of four components.
 #pragma once
 
 #include "threadgroup.h"
 
-// (S, D) numbers.
+// Rows (S, D) that are not quantized.
 template <int D, typename T>
 struct PlainRows {
   const device T* rows;
@@ -19,8 +19,8 @@ PlainRows<D, T> plain_rows(const device T* rows, size_t first) {
   return {rows + first * D};
 }
 
-// Load a chunk of codes of BITS bits each, lowest bits first in `words`. With 2, 4 or 8 bits a chunk is within one
-// word.
+// Load a chunk of four codes of BITS bits each, lowest bits first. With 2, 4 or 8 bits, a chunk does not cross a word
+// boundary.
 template <uint BITS, typename Words>
 float4 unpacked_codes(Words words, uint chunk) {
   const uint bit = chunk * 4 * BITS;
@@ -33,8 +33,8 @@ float4 unpacked_codes(Words words, uint chunk) {
   return float4(uint4(codes, codes >> BITS, codes >> (2 * BITS), codes >> (3 * BITS)) & MASK);
 }
 
-// Quantized rows (S, D), packed by `mx.quantize`: GROUP components share a scale and a bias. The pointers may have any
-// address space, because MLX selects it by the size of a buffer.
+// Rows (S, D) quantized by `mx.quantize`: GROUP components share a scale and a bias. The pointer types are template
+// parameters, because MLX selects the address space of a buffer by its size.
 template <int D, uint BITS, uint GROUP, typename Codes, typename Scales>
 struct PackedRows {
   enum : uint { words = D * BITS / 32, groups = D / GROUP };

@@ -1,17 +1,17 @@
-// SAAP's list of a step: the sinks, the keys at the end, and the keys of the visited buckets (saap.10).
+// Lists the keys of a SAAP decode step: sinks, keys that are not in the index, and keys of visited buckets (saap.10).
 //
-// The ranges of the visited buckets form one list, and the threadgroups process equal parts of it, so that a bucket
-// with half of the keys is divided among many threadgroups. Each threadgroup computes the ends of all ranges itself, so
-// that no threadgroup waits for another.
+// The ranges of the visited buckets are concatenated, and each threadgroup processes an equal part of the result. A
+// bucket with half of all keys is therefore divided among many threadgroups. Each threadgroup computes the ends of all
+// ranges itself, so that no threadgroup waits for another.
 #pragma once
 
 #include "threadgroup.h"
 
-constant constexpr uint LIST_TILE = 1024;  // entries of a threadgroup
+constant constexpr uint LIST_TILE = 1024;  // list entries per threadgroup
 
 constant constexpr int NO_KEY = -1;
 
-// The range of a bucket: first entry and number of keys.
+// Range of a bucket in key_ids: first entry and number of keys.
 struct Stretch {
   uint first;
   uint count;
@@ -20,7 +20,7 @@ struct Stretch {
 // The visited buckets of one KV head.
 template <typename Visited, typename Offsets>
 struct Stretches {
-  Visited visited;  // a number that is no bucket has no keys
+  Visited visited;  // bucket ids; a number that is not a bucket is an empty slot
   Offsets offsets;  // (buckets + 1)
   uint buckets;
   uint keys;  // maximum number of listed keys
@@ -36,7 +36,7 @@ struct Stretches {
   }
 };
 
-// ends[slot] = number of keys in the ranges 0 .. slot. Ends with a barrier.
+// ends[slot] = total number of keys in ranges 0 to slot, inclusive. Ends with a barrier.
 template <typename All>
 void stretch_ends(
     All stretches,
@@ -67,7 +67,7 @@ void stretch_ends(
 // Return key `at` of the concatenated ranges.
 template <typename All, typename KeyIds>
 int bucket_key(uint at, All stretches, uint slots, KeyIds key_ids, const threadgroup uint* ends) {
-  uint low = 0, high = slots - 1;  // the first range that ends after it
+  uint low = 0, high = slots - 1;  // search for the first range that ends after `at`
   while (low < high) {
     const uint middle = (low + high) / 2;
     if (ends[middle] > at) {
@@ -81,11 +81,11 @@ int bucket_key(uint at, All stretches, uint slots, KeyIds key_ids, const threadg
   return offset < stretch.count ? key_ids[stretch.first + offset] : NO_KEY;
 }
 
-// Keys that are always attended: sinks and the keys that are not in the index.
+// Keys that are always attended: the sinks and the keys that are not in the index (the tail).
 struct ExactKeys {
-  uint first;  // sink
+  uint first;  // first sink
   uint sinks;
-  uint tail;  // first key
+  uint tail;  // first key of the tail
   uint count;
 
   uint key(uint entry) const { return entry < sinks ? first + entry : tail + (entry - sinks); }

@@ -1,5 +1,5 @@
-// saap_indices: list the keys of a decode step without gaps, then -1 (saap.10). A threadgroup reads the sizes of the
-// visited buckets and writes LIST_TILE entries.
+// saap_indices: list the keys of a decode step without gaps, padded with -1 (saap.10). A threadgroup reads the sizes of
+// all visited buckets and writes LIST_TILE entries.
 //
 // inputs       visited (B, Hkv, SLOTS) int; offsets (B, Hkv, C + 1) int; key_ids (B, Hkv, n) int; left_padding (B,) int;
 //              covered (B,) int; length, sink_tokens, capacity () int

@@ -1,18 +1,18 @@
-// SAAP's router: the network of a KV head scores the buckets for the queries of its group (saap.5), (saap.8).
+// SAAP's router: the network of a KV head scores the buckets for the queries of the group (saap.5), (saap.8).
 //
-// One threadgroup computes both layers of a KV head, so that each weight is read once for the whole group. The
-// activations between the layers, one float32 per unit and query head, go through device memory: with 16 query heads
-// and 4,096 buckets they do not fit into threadgroup memory. Their layout is (units, G), in which threads write and the
-// selection reads.
+// One threadgroup computes both layers for a KV head, so that each weight is read once for the whole group. The outputs
+// of both layers, one float32 per unit and query head, are stored in device memory, because with 16 query heads and
+// 4,096 buckets they do not fit into threadgroup memory. Their layout is (units, G): the order in which threads write
+// and the selection reads.
 #pragma once
 
 #include "group_scores.h"
 
-constant constexpr uint INPUT_TILE = 128;  // input units that are staged together
+constant constexpr uint INPUT_TILE = 128;  // input units that are staged at once
 constant constexpr uint ROUTE_BATCH = 8;   // rows of weights that a lane loads at once
 constant constexpr uint MOST_SHARES = 8;
 
-// Input units of the first layer: components of the queries ...
+// Inputs of the first layer: components of the queries ...
 template <int G, typename Queries>
 struct QueryUnits {
   Queries queries;  // (G, units)
@@ -21,7 +21,7 @@ struct QueryUnits {
   float operator()(uint i) const { return float(queries[i % G * units + i / G]); }
 };
 
-// ... and of the second layer: outputs of the first.
+// ... and of the second layer: outputs of the first layer.
 template <int G>
 struct HiddenUnits {
   const device float* hidden;  // (units, G)
@@ -35,10 +35,10 @@ struct Linear {
 };
 
 struct Relu {
-  float operator()(float x) const { return x > 0.0f || isnan(x) ? x : 0.0f; }  // max would replace a NaN
+  float operator()(float x) const { return x > 0.0f || isnan(x) ? x : 0.0f; }  // keeps NaN, which max would drop
 };
 
-// WIDTH adjacent weights of a row as float32.
+// WIDTH adjacent weights of a row, converted to float32.
 template <int WIDTH>
 struct Weights {
   float at[WIDTH];
@@ -57,17 +57,17 @@ template <>
 struct Weights<1> {
   float at[1];
 
-  template <typename Row>  // in any address space
+  template <typename Row>  // pointer in any address space
   void load(Row row) {
     at[0] = float(*row);
   }
 };
 
-// out[unit * G + g] = finish(below_g . weight[:, unit] + bias[unit]) in float32. Begins with a barrier that waits for
-// the outputs of the layer below.
+// Compute one layer in float32: out[unit * G + g] = finish(below_g . weight[:, unit] + bias[unit]). Begins with a
+// barrier that waits for the outputs of the layer below.
 //
 // A lane computes WIDTH adjacent units. If a layer has too few units for all lanes, 2, 4 or 8 lanes of a SIMD group
-// share the units and divide the rows of weights, so that all lanes load.
+// share the same units, and each lane reads a part of the weight rows.
 template <int G, int WIDTH, typename Below, typename Matrix, typename Bias, typename Finish>
 void layer(
     Below below,
@@ -134,8 +134,8 @@ void layer(
   }
 }
 
-// Largest logit and 1 / sum of exp(logit - largest) for each query of the group; the latter is 0 if a logit is NaN or
-// +inf. Ends with a barrier.
+// Largest logit and 1 / sum of exp(logit - largest) for each query of the group. The second number is 0 if a logit is
+// NaN or +inf. Ends with a barrier.
 template <int G>
 void softmax_statistics(const device float* logits, uint buckets, threadgroup float2* softmax, Place place) {
   for (uint g = place.simdgroup; g < G; g += place.simdgroups) {

@@ -1,8 +1,9 @@
-// saap_route: select the buckets that the group of a KV head visits (saap.5), (saap.8): both layers of its network, the
-// sum of the group's softmaxes, and the best buckets in ascending order; ties go to the lower bucket.
+// saap_route: select the buckets that the query heads of a KV head visit (saap.5), (saap.8). Computes both layers of
+// the network, sums the softmax over the group and lists the best buckets in ascending order. Ties go to the lower
+// bucket.
 //
-// A threadgroup processes one KV head of one sequence and reads each of its weights once. `units` holds intermediate
-// results: for each query the hidden units, then the logits of the buckets.
+// A threadgroup processes one KV head of one sequence and reads each weight once. `units` holds intermediate results
+// for each query: first the hidden units, then the logits of the buckets.
 //
 // inputs       queries (B, Hq, 1, D) T; hidden_weight (Hkv, D, H) W; hidden_bias (Hkv, H) W;
 //              out_weight (Hkv, I, C) W, I = H or D; out_bias (Hkv, C) W; probes () int

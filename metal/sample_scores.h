@@ -1,24 +1,24 @@
 // SampleAttention's scores: attention mass of the sampled rows of a region on each key block and each offset bin.
 //
-// K is read once. A row cannot be normalized before all its keys are processed. For each row and key block the kernel
-// therefore stores two numbers, eight bytes for the BLOCK keys of a block: the log2 of the sum of exp2 over the keys at
-// or before the row's place in a block, whose offset bin is (row block - key block), and over the keys after that
-// place, whose bin is smaller by one. sample_sums.metal merges the log-sum-exps of the rows and adds the shares.
+// K is read once, but a row can only be normalized after all its keys are processed. The kernel therefore stores two
+// float32 per row and key block, each the log2 of a sum of exp2(score). The first covers the near keys, whose index in
+// the key block is at most the row's index in the row block; their offset bin is (row block - key block). The second
+// covers the far keys of the block, whose bin is smaller by one. sample_sums.metal then normalizes and sums the rows.
 #pragma once
 
 #include "matrix.h"
 
-// Sums of one row over the keys that one lane has processed.
+// Running sums of one row over the keys that one lane has processed.
 struct Seen {
   float largest;
-  float near;  // keys at or before the row's place in a block
+  float near;  // sum over near keys: index in the key block at most the row's index in the row block
   float far;
 };
 
-// The rows of one SIMD group.
+// Sampled rows that one SIMD group processes.
 struct SampleRows {
-  uint first;   // in the sample
-  uint count;   // rows in the sample
+  uint first;   // index of the first row in the sample
+  uint count;   // number of rows in the sample
   uint offset;  // position of row 0 of the sample
 
   uint row(uint f, Spot spot) const { return first + f * SIDE + spot.row; }
@@ -69,8 +69,8 @@ void see(
 // Score the key blocks [first, stop) for the rows of one threadgroup: write partials[block][row] and totals[row].
 template <int D, int BLOCK, int FRAGMENTS, int SIMDGROUPS, int KEYS, typename T>
 void score_blocks(
-    const device T* queries,   // of the sample
-    const device T* keys,      // of the head
+    const device T* queries,   // queries of the sample
+    const device T* keys,      // keys of the head
     uint length,
     uint first,
     uint stop,
@@ -78,8 +78,8 @@ void score_blocks(
     SampleRows rows,
     uint end,                  // position after the last row of the threadgroup; 0 without rows
     uint padded_rows,
-    device float2* partials,   // of the sample
-    device float* totals,      // of the sample and split
+    device float2* partials,   // partials of the sample
+    device float* totals,      // totals of the sample and split
     threadgroup T* tile,
     Place place) {
   const Spot spot = spot_of(place.lane);

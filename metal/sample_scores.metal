@@ -1,5 +1,5 @@
-// sample_scores: unnormalized attention mass of each sampled row on each key block (sample.3). A threadgroup scores one
-// of `splits` ranges of key blocks with one tile of the sample of a query head.
+// sample_scores: unnormalized attention mass of each sampled row on each key block (sample.3). A threadgroup processes
+// one of `splits` ranges of key blocks and one tile of the sampled rows of a query head.
 //
 // inputs       queries (B, Hq, L, D) T; keys (B, Hkv, capacity, D) T; samples (max(C, 4), 2) int, first row
 //              and end; regions, length, first_head () int; scale () float

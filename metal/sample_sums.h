@@ -1,9 +1,9 @@
-// SampleAttention's scores: from the sums of single rows to shares of the attention mass.
+// SampleAttention's scores, second launch: normalize the sums of each row to shares of the attention mass.
 #pragma once
 
 #include "matrix.h"
 
-constant constexpr uint SUMMED_BLOCKS = 32;  // per threadgroup
+constant constexpr uint SUMMED_BLOCKS = 32;  // key blocks per threadgroup
 
 // Return the log2 of the sum of a row over all keys; +inf for rows that do not exist, so that their share is 0.
 inline void merge_totals(

@@ -1,18 +1,18 @@
-// The keys that one threadgroup scores.
+// Division of int4 scoring keys among threadgroups.
 #pragma once
 
 #include "threadgroup.h"
 
 constant constexpr uint GROUP_KEYS = 64;  // keys that share lo and step
-constant constexpr uint SCORE_TILE = 1024;  // coded keys of one threadgroup
+constant constexpr uint SCORE_TILE = 1024;  // int4 keys per threadgroup
 
-// The valid keys of one threadgroup: a tile of the keys in full groups, or, for the last threadgroup along x, the tail.
+// Valid keys that one threadgroup scores: a tile of keys in full groups, or the tail for the last threadgroup along x.
 struct ScoreTile {
   uint index;
   bool is_tail;
   uint padding;
-  uint first, stop;  // of the valid keys
-  uint stride;       // of a row of scores
+  uint first, stop;  // range of valid keys, counted from the first valid key
+  uint stride;       // number of keys that the score buffer has room for
 };
 
 inline ScoreTile make_score_tile(uint index, uint tiles, int length, int left_padding) {

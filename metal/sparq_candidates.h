@@ -1,4 +1,4 @@
-// SparQ's second launch: one score per key for the group, and the best keys.
+// Includes for SparQ's second launch, which sums the softmax over the group and lists the best keys.
 #pragma once
 
 #include "group_scores.h"

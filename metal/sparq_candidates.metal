@@ -1,5 +1,5 @@
-// sparq_candidates: one score per key for the group (sparq.5), and the best keys of each tile (sparq.6). A threadgroup
-// processes one tile of a KV head; the first also writes the softmax of the logits (sparq.4).
+// sparq_candidates: sum the softmax of each key over the group (sparq.5) and list the best keys of each tile (sparq.6).
+// A threadgroup processes one tile of a KV head. The first one also writes the softmax statistics (sparq.4).
 //
 // inputs       logits (B, Hkv, stride, G) float; statistics (B, Hkv, score_tiles, G, 2) float; left_padding (B,) int;
 //              length, local_window, top_k () int

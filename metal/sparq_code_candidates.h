@@ -1,18 +1,18 @@
-// SparQ's second launch for 8-bit scores.
+// SparQ's second launch for 8-bit logits: sum the softmax over the group and list the best keys.
 #pragma once
 
 #include "sparq_candidates.h"
 #include "sparq_codes.h"
 
-// Source of a row: sum of the softmaxes of a group (sparq.5) from 8-bit logits.
+// Score source for top-k selection: sum of the softmaxes of a group (sparq.5), computed from 8-bit logits.
 template <int G, typename Scores, typename Statistics>
 struct NarrowedScores {
-  Scores scores;  // (S, G), at the row
-  Statistics tiles;  // (tiles, G, 2), at the row
-  uint last;  // tile of the tail
+  Scores scores;  // (S, G) of the KV head
+  Statistics tiles;  // (tiles, G, 2) of the KV head
+  uint last;  // index of the tail's tile
   const threadgroup float2* softmax;
   Window window;
-  uint first;  // key of item 0
+  uint first;  // index of the key that is item 0
 
   uint bits(uint item) const {
     const uint j = first + item;

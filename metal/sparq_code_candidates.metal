@@ -1,4 +1,4 @@
-// sparq_code_candidates: sparq_candidates for 8-bit logits.
+// sparq_code_candidates: sparq_candidates with 8-bit logits.
 //
 // inputs       logits (B, Hkv, stride, G) uchar; statistics (B, Hkv, score_tiles, G, 2) float; left_padding (B,) int;
 //              length, local_window, top_k () int

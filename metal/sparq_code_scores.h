@@ -1,11 +1,11 @@
-// SparQ's first launch for quantized scoring keys (int4).
+// SparQ's first launch for int4 scoring keys: approximate logits of all keys.
 #pragma once
 
 #include "rows.h"
 #include "sparq_scores.h"
 
-// Logits (sparq.21) without their factor for KEYS consecutive coded keys: one pass over `rank` rows of codes, each a
-// load of KEYS / 2 bytes. No key is decoded: q * lo is summed once for all keys, q * step * code for each key.
+// Unscaled logits (sparq.21) of KEYS consecutive int4 keys, in one pass over `rank` rows of codes with KEYS / 2 bytes
+// each. Keys are not dequantized: q * lo is summed once for all keys, and q * step * code for each key.
 template <int G, uint KEYS, typename Word, typename Halves>
 void coded_logits(
     const device uint* codes,  // (D, words)
@@ -13,7 +13,7 @@ void coded_logits(
     Halves lo,  // (D, groups)
     Halves step,
     size_t groups,
-    uint first,  // key, a multiple of KEYS
+    uint first,  // index of the first key, a multiple of KEYS
     uint rank,
     const threadgroup int* chosen,
     const threadgroup float* q_r,
@@ -52,10 +52,10 @@ void coded_logits(
   }
 }
 
-// Logits (sparq.21) without their factor for row j, a key of the tail.
+// Unscaled logits (sparq.21) of key j, which belongs to the tail.
 template <int G, typename Rows, typename Centre>
 void tail_logits(
-    Rows rows,  // of keys: rows.h
+    Rows rows,  // key rows: see rows.h
     uint j,
     Centre centre,  // (D)
     uint rank,

@@ -1,6 +1,6 @@
-// sparq_code_scores: approximate logits of all keys from int4 codes (sparq.21), and the statistics of each tile for the
-// softmax (sparq.4). A threadgroup scores a tile of 1,024 coded keys; the last one along x scores the tail, the keys of
-// the unfilled group.
+// sparq_code_scores: approximate logits of all keys from int4 codes (sparq.21), and the softmax statistics of each tile
+// (sparq.4). A threadgroup scores a tile of 1,024 int4 keys. The last threadgroup along x scores the tail: the keys
+// after the last full group.
 //
 // inputs       queries (B, Hq, 1, D) T; component_weight (B, Hkv, D) float; codes (B, Hkv, D, words) uint;
 //              lo, step (B, Hkv, D, groups) half; centre (B, Hkv, D) float; keys (B, Hkv, capacity, D) T;

@@ -1,4 +1,4 @@
-// sparq_code_scores_packed: sparq_code_scores with a tail in a quantized KV cache (quantized.1).
+// sparq_code_scores_packed: sparq_code_scores that reads the tail from a quantized KV cache (quantized.1).
 //
 // inputs       queries (B, Hq, 1, D) T; component_weight (B, Hkv, D) float; codes (B, Hkv, D, words) uint;
 //              lo, step (B, Hkv, D, groups) half; centre (B, Hkv, D) float;

@@ -1,9 +1,9 @@
-// Selection of components.
+// Selection of the query components for scoring.
 #pragma once
 
 #include "threadgroup.h"
 
-// Number of the D components that rank before component d; ties go to the lower component.
+// Rank of component d: the number of components with larger scores. Ties go to the lower component.
 inline uint larger_components(const threadgroup uint* component, uint d, uint D) {
   const uint own = component[d];
   uint larger = 0;

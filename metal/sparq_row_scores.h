@@ -1,10 +1,10 @@
-// SparQ's first launch for a quantized KV cache: logits of all keys from all components, without dequantizing them.
+// SparQ's first launch for a quantized KV cache: logits of all keys from all components, without dequantizing the keys.
 #pragma once
 
 #include "rows.h"
 #include "sparq_tiles.h"
 
-constant constexpr uint UNIT = 32;  // components of a row that a lane reads: BITS words with one scale
+constant constexpr uint UNIT = 32;  // components that a lane reads at once: BITS words that share a scale
 
 // Number of lanes that share a row of d components, a power of 2.
 constexpr uint unit_lanes(uint d) {
@@ -15,14 +15,14 @@ constexpr uint unit_lanes(uint d) {
   return lanes;
 }
 
-// Number of lanes per row, and of rows that a lane loads at once.
+// Number of lanes that share a row, and number of rows that a lane loads at once.
 template <int D, int G, uint KEYS>
 struct UnitLayout {
   enum : uint { units = D / UNIT, lanes = unit_lanes(D), batch = G <= 4 ? KEYS : G <= 8 ? KEYS / 2 : KEYS / 4 };
 };
 
-// Store the queries so that lanes that share a row read adjacent numbers, and the sum of each unit. Ends with a
-// barrier.
+// Copy the queries to threadgroup memory, ordered so that lanes that share a row read adjacent numbers, and compute the
+// sum of each unit. Ends with a barrier.
 template <int D, int G, typename Queries>
 void load_units(
     Queries queries,       // (G, D)
@@ -44,12 +44,12 @@ void load_units(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Logits (quantized.2) for KEYS consecutive keys of each thread. Lanes that share rows process the keys of one lane
-// after the other; that lane receives the sums.
+// Logits (quantized.2) of KEYS consecutive keys per thread. Lanes that share rows process the keys of each of these
+// lanes in turn, and the lane that owns the keys receives the sums.
 template <int D, int G, uint KEYS, uint BITS, uint GROUP, typename Codes, typename Scales>
 void row_logits(
     PackedRows<D, BITS, GROUP, Codes, Scales> rows,
-    uint first,  // key of this thread
+    uint first,  // first key of this thread
     uint stop,   // end of the keys to score
     const threadgroup float4* q,
     const threadgroup float* totals,

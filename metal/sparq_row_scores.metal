@@ -1,5 +1,5 @@
-// sparq_row_scores: logits of all keys from all components of a quantized KV cache (quantized.2), and the statistics of
-// each tile for the softmax (sparq.4). Tiles and outputs are as in sparq_code_scores.
+// sparq_row_scores: logits of all keys from all components of a quantized KV cache (quantized.2), and the softmax
+// statistics of each tile (sparq.4). Tiles and outputs are the same as in sparq_code_scores.
 //
 // inputs       queries (B, Hq, 1, D) T; key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint;
 //              key_scales, key_biases (B, Hkv, capacity, D / ROW_GROUP) T; left_padding (B,) int; length () int;

@@ -6,10 +6,11 @@
 
 constant constexpr uint SCORE_KEYS = 4;  // consecutive keys per thread
 
-// Select the `rank` components with the largest |q| summed over the group, times `weight` if WEIGHTED (sparq.1),
-// (sparq.2), and gather the queries there. Every threadgroup repeats the selection, which is cheap beside its keys.
-// component: D sums as unsigned bits, which have the order of the sums, as no sum is negative; NaN counts as +inf.
-// chosen: D. q_r: D rows of G, of which `rank` are written. Ends with a barrier.
+// Select the `rank` components with the largest sum of |q| over the group, times `weight` if WEIGHTED (sparq.1),
+// (sparq.2), and gather these components of the queries. Every threadgroup repeats the selection, which costs little
+// compared with scoring the keys. Ends with a barrier.
+// component: D sums as unsigned bits, which sort like the sums, because no sum is negative; NaN counts as +inf.
+// chosen: D entries. q_r: D rows of G queries, of which `rank` rows are written.
 template <int D, int G, bool WEIGHTED, typename Queries, typename Weights>
 void choose_components(
     Queries queries,  // (G, D)
@@ -65,14 +66,14 @@ void coverage_factors(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Logits (sparq.3) of SCORE_KEYS keys: one pass over `rank` rows of component-major keys. ALIGNED: rows begin at a
-// multiple of SCORE_KEYS, so that a thread loads its keys at once; unused columns behind the last key may be read.
+// Logits (sparq.3) of SCORE_KEYS keys, in one pass over `rank` rows of component-major keys. If ALIGNED, rows begin at
+// multiples of SCORE_KEYS and a thread loads its keys at once; unused columns after the last key may then be read.
 template <int G, bool ALIGNED, typename T>
 void approximate_logits(
     const device T* keys_t,  // (D, capacity), at the thread's first key
     size_t capacity,
     uint rank,
-    uint keys,  // number of keys that exist, at most SCORE_KEYS
+    uint keys,  // number of keys of this thread, at most SCORE_KEYS
     const threadgroup int* chosen,
     const threadgroup float* q_r,
     thread float (&logits)[SCORE_KEYS][G]) {

@@ -1,4 +1,4 @@
-// sparq_scores: approximate logits of all keys (sparq.3), and the statistics of each tile for the softmax (sparq.4). A
+// sparq_scores: approximate logits of all keys (sparq.3), and the softmax statistics of each tile (sparq.4). A
 // threadgroup scores a tile of 1,024 keys of a KV head.
 //
 // inputs       queries (B, Hq, 1, D) T; component_weight (B, Hkv, D) float; keys_t (B, Hkv, D, capacity) T;

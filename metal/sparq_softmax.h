@@ -1,11 +1,11 @@
-// The softmax of each query of a group, from the statistics of the tiles.
+// Merge of the tiles' statistics into the softmax of each query of a group.
 #pragma once
 
 #include "threadgroup.h"
 
 // Largest logit (.x) and 1 / sum of exp(logit - largest) (.y) over all tiles for each query of the group. The softmax
-// of (sparq.4) is exp(logit - .x) * .y. If no key is valid or a logit is NaN or +inf, .y is 0: only the keys with such
-// a logit, whose softmax becomes NaN, are then ranked by the head. The caller adds a barrier.
+// of (sparq.4) is exp(logit - .x) * .y. If no key is valid or a logit is NaN or +inf, .y is 0. Keys with a NaN or +inf
+// logit then get softmax NaN, and all other keys get 0. The caller adds a barrier.
 template <int G, typename Statistics>
 void merge_statistics(Statistics tiles, uint count, threadgroup float2* merged, Place place) {
   for (uint g = place.simdgroup; g < G; g += place.simdgroups) {

@@ -1,11 +1,11 @@
-// Outputs of SparQ's first launch for the second: the statistics of each tile of keys, and the scores of its keys.
+// Outputs of SparQ's first launch: the scores of all keys, and the softmax statistics of each tile of keys.
 #pragma once
 
 #include "sparq_codes.h"
 
 // Largest logit and sum of exp(logit - largest) of a tile for each query of the group; -inf and 0 without a valid key.
 // The sum is NaN if a logit is NaN or +inf.
-// largest: the same for every thread; partial: MAX_SIMDGROUPS floats for each query.
+// largest: output, the same in all threads. partial: scratch memory, MAX_SIMDGROUPS floats per query.
 template <int G, uint KEYS>
 void tile_statistics(
     const thread float (&logits)[KEYS][G],
@@ -60,8 +60,8 @@ inline uint to_eight_bits(float logit, float largest) {
   return below < float(NO_WEIGHT) - 0.5f ? uint(rint(below)) : NO_WEIGHT;
 }
 
-// Write the scores of a thread's `count` keys as float32 logits or in 8 bits. All KEYS are written 16 or 4 bytes at a
-// time if their address is aligned.
+// Write the scores of a thread's `count` keys as float32 or 8-bit logits. If `count` is KEYS and the address is
+// aligned, 16 or 4 bytes are written at a time.
 template <int G, uint KEYS>
 void store_scores(
     device float* scores,
@@ -124,15 +124,15 @@ void store_none(device uchar* scores) {
   }
 }
 
-// Write the statistics and scores of a tile. This thread owns `written` keys from valid key `first` on, and columns
-// before the first valid key.
+// Write the statistics and scores of a tile. This thread writes the scores of `written` keys, beginning with valid key
+// `first`, and a part of the columns before the first valid key.
 template <int G, uint KEYS, typename Score>
 void store_tile(
     const thread float (&logits)[KEYS][G],
     uint first,
     uint written,
     ScoreTile tile,
-    threadgroup float* partial,  // as for tile_statistics
+    threadgroup float* partial,  // scratch memory: see tile_statistics
     device Score* scores,        // (stride, G)
     device float* statistics,    // (G, 2)
     Place place) {

@@ -1,4 +1,4 @@
-// Sizes and reductions that all kernels share. Threadgroups are whole SIMD groups of 32 lanes.
+// Sizes and reductions that all kernels share. A threadgroup consists of full SIMD groups of 32 lanes.
 #pragma once
 
 #include <metal_stdlib>
@@ -11,16 +11,16 @@ static_assert(MAX_SIMDGROUPS <= LANES, "of_simdgroup gives each a lane");
 
 // Position of a thread in its threadgroup.
 struct Place {
-  uint lane;       // in its SIMD group
-  uint simdgroup;  // in the threadgroup
+  uint lane;       // index in the SIMD group
+  uint simdgroup;  // index of the SIMD group in the threadgroup
   uint simdgroups;
 
   uint index() const { return simdgroup * LANES + lane; }
   uint threads() const { return simdgroups * LANES; }
 };
 
-// Load one value of `partial` per lane; lanes without a SIMD group receive `otherwise`. Every SIMD group can call this
-// after a barrier.
+// Load partial[lane], one value per SIMD group of the threadgroup; lanes beyond the number of SIMD groups receive
+// `otherwise`. Every SIMD group can call this function after a barrier.
 template <typename T>
 T of_simdgroup(const threadgroup T* partial, Place place, T otherwise) {
   return place.lane < place.simdgroups ? partial[place.lane] : otherwise;

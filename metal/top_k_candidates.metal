@@ -1,4 +1,4 @@
-// top_k_candidates: the best items of each tile of a row of candidates. A threadgroup processes one tile.
+// top_k_candidates: list the best items of each tile of a row of candidates. A threadgroup processes one tile.
 //
 // inputs       candidate_bits (B, H, N) uint; candidate_indices (B, H, N) int; top_k () int
 // outputs      bits (B, H, tiles * slots) uint; indices (B, H, tiles * slots) int

@@ -1,4 +1,4 @@
-// top_k_scores: the best keys of each tile of a row of scores (sparq.6). A threadgroup processes one tile.
+// top_k_scores: list the best keys of each tile of a row of scores (sparq.6). A threadgroup processes one tile.
 //
 // inputs       scores (B, H, S) float; left_padding (B,) int; length, local_window, top_k () int
 // outputs      bits (B, H, tiles * slots) uint; indices (B, H, tiles * slots) int

@@ -1,17 +1,18 @@
-// Select: the k largest scores of a row, exactly, without sorting. Shared by every method.
+// Exact selection of the k largest scores of a row without sorting, used by all decode methods.
 //
-// Scores are mapped to unsigned integers in the same order. The k-th largest is found two bits at a time by counting.
-// All items above it, and the first items equal to it, are written in order of index. A row that fits into the
-// registers of one threadgroup is read once. The launcher divides longer rows into tiles and processes the best k of
-// each tile as a shorter row. If k is too large for that, the row is read again in every round.
+// Scores are mapped to unsigned integers with the same order. The threshold for the k largest integers is found by
+// counting, two bits per round. All items above the threshold, and the first items equal to the threshold, are written
+// in order of index. A row that fits into the registers of one threadgroup is read once. The launcher divides a longer
+// row into tiles, and the best k items of all tiles form a shorter row. If k is too large for tiles, each round reads
+// the row.
 #pragma once
 
 #include "threadgroup.h"
 
-constant constexpr uint TOP_K_ITEMS = 16;       // per lane, in registers
+constant constexpr uint TOP_K_ITEMS = 16;       // items per lane, held in registers
 constant constexpr uint TOP_K_PARTIAL = 3 * MAX_SIMDGROUPS;
-constant constexpr uint NEVER = 0;              // bits of an item that is never chosen: invalid or -inf
-constant constexpr uint ALWAYS = 0xFFFFFFFF;    // bits of an item of the local window, above every score
+constant constexpr uint NEVER = 0;              // bits of an item that is never selected: invalid or -inf
+constant constexpr uint ALWAYS = 0xFFFFFFFF;    // bits of an item in the local window, above every score
 
 // a < b if and only if ordered_bits(a) < ordered_bits(b). NaN counts as +inf.
 inline uint ordered_bits(float score) {
@@ -22,18 +23,18 @@ inline uint ordered_bits(float score) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The part of a row that one threadgroup processes, and the position of its result.
+// The part of a row that one threadgroup processes, and the position of the result.
 struct Tile {
   uint b;      // sequence
   uint row;    // b * H + head
-  uint first;  // item of the row
-  uint count;  // of items
+  uint first;  // index of the first item in the row
+  uint count;  // number of items
   uint k;      // number of items to select
-  uint slots;  // capacity of a tile's result
-  size_t out;  // its first slot
+  uint slots;  // number of result slots per tile
+  size_t out;  // index of the first result slot
 };
 
-// With one threadgroup along x the tile is the whole row; otherwise it has as many items as the registers hold.
+// With one threadgroup along x, the tile is the whole row. Otherwise a tile has as many items as the registers hold.
 inline Tile make_tile(uint3 at, uint3 grid, uint row_length, uint top_k, Place place) {
   Tile tile;
   tile.b = at.z;
@@ -53,7 +54,7 @@ struct Window {
   uint local;    // first key of the local window
   uint length;   // number of keys
 
-  // True if the score of key j is not needed; its bits are then in `bits`.
+  // True if the bits of key j do not depend on its score; `bits` is then NEVER or ALWAYS.
   bool decides(uint j, thread uint& bits) const {
     bits = j < padding ? NEVER : ALWAYS;
     return j < padding || j >= local;
@@ -64,12 +65,12 @@ inline Window make_window(int length, int padding, int local_window) {
   return {uint(max(padding, 0)), uint(max(length - local_window, 0)), uint(length)};
 }
 
-// Source of a row: scores of the caller.
+// Score source for top-k selection: one float32 score per key.
 template <typename Scores>
 struct ScoredKeys {
-  Scores scores;  // pointer to the row
+  Scores scores;  // scores of the row
   Window window;
-  uint first;  // key of item 0
+  uint first;  // index of the key that is item 0
 
   uint bits(uint item) const {
     const uint j = first + item;
@@ -79,7 +80,7 @@ struct ScoredKeys {
   int index(uint item) const { return int(first + item); }
 };
 
-// Source of a row: the best of each tile of a longer row.
+// Score source for top-k selection: the best items of each tile of a longer row.
 template <typename Bits, typename Indices>
 struct Candidates {
   Bits candidate_bits;
@@ -90,14 +91,14 @@ struct Candidates {
 };
 
 // The part of a row that one lane processes: item i of a block is item `first + 32 i` of the row. The items of a SIMD
-// group are consecutive, so that its loads coalesce.
+// group are consecutive, so that its loads are coalesced.
 template <typename Source>
 struct Items {
   Source source;
-  uint count;   // of the row
-  uint start;   // this lane's first item
-  uint end;     // past the items of this SIMD group
-  uint blocks;  // of TOP_K_ITEMS per lane; the same for all lanes
+  uint count;   // number of items in the row
+  uint start;   // index of this lane's first item
+  uint end;     // end of this SIMD group's items
+  uint blocks;  // number of blocks of TOP_K_ITEMS items per lane; the same for all lanes
   uint loaded;
   uint bits[TOP_K_ITEMS];
 
@@ -128,8 +129,8 @@ Items<Source> make_items(Source source, uint count, Place place) {
   return items;
 }
 
-// Return the sum of the SIMD groups' counts to every thread. `round` alternates between two halves of `partial`, so
-// that one barrier per sum is enough.
+// Return the sum of the counts of all SIMD groups to every thread. Successive calls alternate between two halves of
+// `partial` by `round`, so that one barrier per sum is enough.
 inline uint3 threadgroup_sum(uint3 counts, threadgroup uint3* partial, uint round, Place place) {
   threadgroup uint3* side = partial + (round & 1) * MAX_SIMDGROUPS;
   if (place.lane == 0) {
@@ -140,7 +141,7 @@ inline uint3 threadgroup_sum(uint3 counts, threadgroup uint3* partial, uint roun
   return uint3(simd_sum(all.x), simd_sum(all.y), simd_sum(all.z));
 }
 
-// Number of items with the digits 1, 2 and 3 at `shift`, among the items that equal `threshold` above `shift`.
+// Numbers of items whose two bits at `shift` are 1, 2 and 3, among items whose higher bits equal those of `threshold`.
 template <typename Source>
 uint3 count_digits(
     thread Items<Source>& items, uint threshold, uint shift, threadgroup uint3* partial, uint round, Place place) {
@@ -159,16 +160,16 @@ uint3 count_digits(
   return threadgroup_sum(counts, partial, round, place);
 }
 
-// The largest bits that at least k items of the row reach; NEVER if fewer than k items can be selected.
+// Return a threshold that at least k items reach and at most k items exceed; NEVER if fewer than k can be selected.
 template <typename Source>
 uint kth_largest(thread Items<Source>& items, uint k, threadgroup uint3* partial, Place place) {
   uint threshold = 0;
-  uint above = 0;  // items that are larger in the digits found so far
+  uint above = 0;  // number of items that are larger in the bits found so far
   for (uint round = 0; round < 16; ++round) {
     const uint shift = 30 - 2 * round;
     const uint3 count = count_digits(items, threshold, shift, partial, round, place);
     uint digit = 3;
-    uint reached = above + count.z;  // items that reach this digit
+    uint reached = above + count.z;  // number of items at or above the candidate digit
     if (reached < k) {
       above = reached;
       digit = 2;
@@ -199,7 +200,7 @@ void select_best(Source source, Tile tile, Bits bits, Indices indices, threadgro
   const auto chosen_bits = bits + tile.out;
   const auto chosen_indices = indices + tile.out;
 
-  // Items above the threshold and items equal to it: in this lane, in earlier SIMD groups, and in total.
+  // Numbers of items above and equal to the threshold: in this lane, in earlier SIMD groups, and in total.
   uint above = 0;
   uint equal = 0;
   for (uint block = 0; block < items.blocks; ++block) {

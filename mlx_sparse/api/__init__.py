@@ -1,1 +1,1 @@
-"""Public functions, written once for every array library (`functions`) and bound to MLX (`mlx_functions`)."""
+"""Public functions: generic over the array library (`functions`), and bound to MLX (`mlx_functions`)."""

@@ -1,4 +1,4 @@
-"""Counts of a model's attention calls, which `--attn-report` prints."""
+"""Report of a model's attention calls, printed by `--attn-report`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any, Protocol
 
 from ..model_parts import Part
 
-JSON_KEY = "mlx_sparse_report"  # key of the line that ``--attn-report json`` prints
-IN_FLIGHT = 64  # calls whose figures the device may still compute
+JSON_KEY = "mlx_sparse_report"  # key in the output of ``--attn-report json``
+IN_FLIGHT = 64  # maximum number of calls with statistics that the device may still be computing
 
-# All reports share one lock, because adding to a report and reading it are short.
+# All reports share one lock, because updates and reads are short.
 _lock = threading.RLock()
 
 
 class Counting(Protocol):
-    """Figures that the device computes: `mlx_sparse.lm.figures.BucketCounts`."""
+    """Statistics computed on the device: `mlx_sparse.lm.figures.BucketCounts`."""
 
     def figures(self) -> Any:
-        """Wait for the figures. Any thread may call this, one at a time."""
+        """Wait for the device and return the statistics. Any thread may call this method, one thread at a time."""
 
 
 @dataclass
 class Totals:
-    """Sums over attention calls; `Report` documents them."""
+    """Sums over attention calls. `Report` documents the attributes."""
 
     sparse_calls: int = 0
     dense_calls: Counter[str] = field(default_factory=Counter)
@@ -44,8 +44,8 @@ class Counts(Totals):
     """Totals of one call of a model.
 
     Attributes:
-        decode: further figures of decode steps; None if the method has none.
-        counting: figures that the device computes; None if there are none.
+        decode: additional statistics of decode steps; None if the method has none.
+        counting: statistics that the device is still computing; None if there are none.
     """
 
     decode: Any = None
@@ -56,31 +56,32 @@ class Counts(Totals):
 class Report(Totals):
     """Totals of all calls of one enabled model. Any thread may add to a report or read it at any time.
 
-    A call of the model adds its counts when it returns; a call that raises adds nothing. Reading evaluates no arrays,
-    with one exception: with SAAP, `buckets` and `sparse_bytes` wait for the decode steps in flight, because the device
-    counts their keys.
+    A model call adds its counts when it returns; a call that raises adds nothing. Reading a report does not evaluate
+    arrays, with one exception: with SAAP, `buckets` and `sparse_bytes` wait for the decode steps in flight, because
+    the device counts the attended keys.
 
     Attributes:
-        attn: the text form of the methods, with every "auto" resolved.
-        backend: the backend that runs it.
-        model_type: the library's name of the model family.
+        attn: methods and their options in the format of ``--attn``, with every "auto" resolved.
+        backend: backend that runs the methods.
+        model_type: model family, such as "llama".
         model: name or path of the model; empty if unknown.
-        layers: attention layers.
-        served_layers: layers that can attend sparsely.
-        dense_layers: number of other layers by reason.
-        sparse_calls: decode calls that ran sparsely.
-        dense_calls: number of other calls by reason.
-        formula_bytes: bytes that the sparse calls moved, by the papers' formulae, without keys that the device counts.
-        dense_bytes: bytes that dense attention would have moved in the same calls.
-        prefill: figures of the prefill chunks (`mlx_sparse.lm.figures.PrefillFigures`); None without a prefill method.
+        layers: number of attention layers.
+        served_layers: number of layers that can attend sparsely.
+        dense_layers: number of layers that always attend densely, by reason.
+        sparse_calls: number of decode calls that used sparse attention.
+        dense_calls: number of calls that used dense attention, by reason.
+        formula_bytes: bytes that the sparse calls moved, by the papers' formulae, except bytes of keys that the device
+            counts.
+        dense_bytes: bytes that dense attention would have moved in the sparse calls.
+        prefill: statistics of prefill chunks (`mlx_sparse.lm.figures.PrefillFigures`); None without a prefill method.
         decodes: True if there is a decode method.
-        crossovers: returns the crossover lengths of the layers, as lines.
+        crossovers: function that returns the crossover lengths of the layers as lines of text.
         sent_bytes, messages: bytes and messages sent to the other ranks of a sharded context.
-        checked_bytes: bytes moved by verification steps of a lossless model, or by its decode steps without drafts.
-        drafts: figures of drafts (`mlx_sparse.lm.figures.DraftFigures`); None without `--lossless`.
-        part: the part of the model on this process.
-        kv_heads: KV heads of a served layer, here and in the whole model; None if layers differ.
-        counted: `buckets` without the steps in flight.
+        checked_bytes: bytes moved by verification steps of a lossless model and by its decode steps without drafts.
+        drafts: draft statistics (`mlx_sparse.lm.figures.DraftFigures`); None without `--lossless`.
+        part: layers and KV heads of the model that this process runs.
+        kv_heads: KV heads of a served layer on this rank and in the whole model; None if layers differ.
+        counted: `buckets` without the decode steps in flight.
     """
 
     attn: str
@@ -98,10 +99,10 @@ class Report(Totals):
     _counting: deque[Counting] = field(default_factory=deque, init=False, repr=False)
 
     def add(self, counts: Counts) -> None:
-        """Count a call of the model."""
+        """Add the counts of one model call."""
         with _lock:
             for total in fields(Totals):
-                # New objects, so that a reader's copy does not change.
+                # Replace the objects instead of changing them, because readers may share them.
                 setattr(self, total.name, _sum(getattr(self, total.name), getattr(counts, total.name)))
             self.counted = _sum(self.counted, counts.decode)
             if counts.counting is not None:
@@ -109,25 +110,25 @@ class Report(Totals):
             self._settle(IN_FLIGHT)
 
     def _settle(self, in_flight: int = 0) -> None:
-        """Wait for the figures of all calls except the last ``in_flight``, and add them."""
+        """Wait for the statistics of all calls except the last ``in_flight``, and add these statistics."""
         while len(self._counting) > in_flight:
             self.counted = _sum(self.counted, self._counting.popleft().figures())
 
     @property
     def buckets(self) -> Any:
-        """Figures of SAAP (`mlx_sparse.lm.figures.BucketFigures`); None with other methods."""
+        """Statistics of SAAP (`mlx_sparse.lm.figures.BucketFigures`); None with other methods."""
         with _lock:
             self._settle()
             return self.counted
 
     @property
     def sparse_bytes(self) -> int:
-        """Bytes that the sparse calls moved, by the papers' formulae. The device counts the keys of SAAP."""
+        """Bytes that the sparse calls moved, by the papers' formulae. With SAAP, waits for the device."""
         with _lock:
             return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Return the report as a dict that can be serialized as JSON."""
         with _lock:
             data = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
             data |= {"dense_layers": dict(self.dense_layers), "dense_calls": dict(self.dense_calls)}
@@ -141,12 +142,12 @@ class Report(Totals):
             return data
 
     def calls(self) -> Counts:
-        """Return the calls so far, without waiting for the device."""
+        """Return the sparse, dense and prefill call counts so far, without waiting for the device."""
         with _lock:
             return Counts(self.sparse_calls, self.dense_calls, prefill=self.prefill)
 
     def opening(self) -> list[str]:
-        """Return the lines that are known before any call: served layers and crossover lengths."""
+        """Return the first lines of the report, known before any call: served layers and crossover lengths."""
         model = ", ".join(filter(None, (self.model_type, self.model)))
         served = f"{self.served_layers} of {self.layers} layers ({model})"
         lines = [f"{self.attn} on {self.backend}: {served}{self._held()}"]
@@ -155,7 +156,7 @@ class Report(Totals):
         return lines + self.crossovers()
 
     def _held(self) -> str:
-        """Return a description of the part of the model on this process; empty for a whole model."""
+        """Describe which layers, shards or KV heads this process runs; empty for a whole model."""
         if self.part.layers is not None:
             last = self.part.first_layer + self.part.layers - 1
             return f", layers {self.part.first_layer} to {last} of the model on this rank"
@@ -200,12 +201,12 @@ class Report(Totals):
 
 
 def _sum(known: Any, more: Any) -> Any:
-    """Return the sum of figures that may be None."""
+    """Add two values; None counts as zero."""
     return more if known is None else known if more is None else known + more
 
 
 def listing(counts: Counter[str]) -> str:
-    """Return counts with their reasons, the most frequent first."""
+    """Format counts and reasons as "3 too short, 1 masked", the largest count first."""
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
 
 

@@ -1,4 +1,4 @@
-"""One checked call of a public function, for any array library (`Library`)."""
+"""Argument checks, backend selection and statistics of a public function, for any array library (`Library`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ INF = float("inf")
 
 
 class Library(Protocol):
-    """Array operations of one library, which the public functions need.
+    """Operations that the public functions need from an array library.
 
     `mlx_sparse.api.mlx_functions.MLX` and `mlx_sparse.cuda_ref.api.Torch` implement this protocol.
 
     Attributes:
-        xp: the module of the library, for functions that have the same name in all libraries.
+        xp: module of the library, for functions that have the same name in all libraries.
     """
 
     xp: Any
@@ -28,33 +28,36 @@ class Library(Protocol):
     def check_array(
         self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
     ) -> None:
-        """Raise unless ``array`` belongs to this library, is on the device of ``like``, and has an accepted type."""
+        """Raise unless ``array`` is an array of this library, on the device of ``like``, with an accepted type."""
 
     def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Any) -> str:
         """Return the backend that runs ``function`` on these arrays.
 
         Raises:
-            BackendUnavailable, ConfigError, ShapeError: no backend can run the function on them.
+            BackendUnavailable, ConfigError, ShapeError: no backend can run the function on these arrays.
         """
 
     def load(self, function: str, backend: str) -> Callable[..., Any]:
-        """Return the function of the backend. It takes checked arrays and returns ``out`` and float32 ``lse`` first."""
+        """Return the backend's implementation of ``function``.
+
+        The implementation does not check its arguments. Its first results are ``out`` and float32 ``lse``.
+        """
 
     def padding(self, left_padding: Any, sizes: Sizes, like: Any) -> Any:
-        """Return ``left_padding (B,)`` as the backends take it, clamped to 0..S; None stays None."""
+        """Convert ``left_padding (B,)`` to an array clamped to 0..S; None stays None."""
 
     def ones(self, shape: tuple[int, ...], like: Any) -> Any:
-        """Return float32 ones on the device of ``like``."""
+        """Return a float32 array of ones on the device of ``like``."""
 
     def visit(self, bucket_ids: Any, visited: Any) -> dict[str, Any]:
-        """Return the arguments of the backends of `saap_attention` for these bucket ids and visited buckets."""
+        """Convert bucket ids and visited buckets to keyword arguments for a backend's `saap_attention`."""
 
     def count_blocks(self, blocks: Any) -> Any:
-        """Return the number of attended key blocks per head ``(B, Hq)`` from the third result of a prefill function."""
+        """Count the attended key blocks of each head, ``(B, Hq)``, in the block lists of a prefill function."""
 
 
 class Call:
-    """Check the arrays of one call, and run it on its backend."""
+    """Call of a public function: check the arrays, select the backend and run the function."""
 
     def __init__(
         self,
@@ -78,17 +81,17 @@ class Call:
         self.return_stats = return_stats
 
     def sparse(self, attended: int) -> bool:
-        """Return True if a decode step that attends ``attended`` keys skips any key. Other calls are dense."""
+        """Return True if the call is a decode step with more than ``attended`` keys. Other calls are dense."""
         return self.sizes.L == 1 and self.sizes.S > attended
 
     def check(self, name: str, array: Any, shape: tuple[int, ...], *, same_type: bool = False) -> None:
-        """Check the shape of an optional array, and with ``same_type`` that it has the type of the keys."""
+        """Check the shape of an optional array. With ``same_type``, also check that the array has the queries' type."""
         if array is not None:
             self.library.check_array(name, array, self.arrays[0], same_type=same_type)
             check_shape(name, array, shape)
 
     def check_keys_t(self, keys_t: Any, key_bits: int) -> None:
-        """Check component-major keys: an array with the type of the keys, or `KeyCodes` if ``key_bits`` is below 16."""
+        """Check component-major keys: an array with the queries' type, or `KeyCodes` if ``key_bits`` is below 16."""
         if isinstance(keys_t, KeyCodes):
             for name, array in zip(KeyCodes._fields, keys_t, strict=True):
                 self.library.check_array(f"keys_t.{name}", array, self.arrays[0])
@@ -97,16 +100,16 @@ class Call:
         check_keys_t(keys_t, self.sizes, key_bits)
 
     def load(self, function: str) -> Callable[..., Any]:
-        """Return ``function`` of the backend."""
+        """Return the implementation of ``function`` in the selected backend."""
         return self.library.load(function, self.backend)
 
     def run(self, **parameters: Any) -> Any:
-        """Call the function of the backend."""
+        """Run the function on the selected backend and return its results."""
         run = self.load(self.function)
         return run(*self.arrays, scale=self.scale, left_padding=self.left_padding, **parameters)
 
     def dense(self, layout: Layout | None = None) -> Any:
-        """Run dense attention. With a ``layout``, `Stats` are in the unit of prefill."""
+        """Run dense attention. With a ``layout``, `Stats` count elements as for a prefill method."""
         out = self.load("dense")(*self.arrays, scale=self.scale, left_padding=self.left_padding)
         if not self.return_stats:
             return out
@@ -117,7 +120,12 @@ class Call:
         return out, record if layout is None else stats.as_prefill(record, layout, n.D)
 
     def decode(self, count: Callable[..., int], attended: int, **parameters: Any) -> Any:
-        """Run a decode step that attends ``attended`` keys and moves ``count`` elements; dense if it skips no key."""
+        """Run a decode step, or dense attention if the step would skip no key.
+
+        Args:
+            count: function of S, D and ``top_k`` that returns the number of elements moved.
+            attended: number of keys that the step attends.
+        """
         if not self.sparse(attended):
             return self.dense()
         out, lse = self.run(**parameters)
@@ -130,7 +138,7 @@ class Call:
         return Stats(moved, dense, min(top_k, n.S) / n.S, self.recall(lse))
 
     def recall(self, lse: Any) -> Any:
-        """Return the attention recall of ``lse`` by a dense pass over the keys; None if it was not requested."""
+        """Compute the attention recall from ``lse`` and a dense pass over the keys; None if it was not requested."""
         if self.return_stats != "recall":
             return None
         queries, keys, _ = self.arrays
@@ -139,7 +147,7 @@ class Call:
         return self.library.xp.where(dense == -INF, 1.0, self.library.xp.exp(lse - dense))
 
     def prefill(self, layout: Layout, **parameters: Any) -> Any:
-        """Run a prefill function, which returns ``out``, ``lse`` and the attended blocks."""
+        """Run a prefill method and return ``out``, with `Stats` if requested."""
         out, lse, blocks = self.load(self.function)(*self.arrays, scale=self.scale, **parameters)
         if not self.return_stats:
             return out

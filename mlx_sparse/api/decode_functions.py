@@ -10,11 +10,11 @@ from ..methods import stats
 from ..methods.scoring_keys import KEY_BITS, KeyCodes
 from .checked_call import Call, Library
 
-Array = Any  # of the library that the functions are for
+Array = Any  # array type of the library
 
 
 class DecodeFunctions:
-    """Functions that take one query per sequence."""
+    """Dense attention and the decode functions, for one query per sequence."""
 
     _library: Library
 
@@ -28,7 +28,7 @@ class DecodeFunctions:
         scale: float | None = None,
         backend: str = "auto",
     ) -> tuple[Array, Array]:
-        """Attend the listed keys exactly, with one query per head (sparq.7).
+        """Compute exact attention of one query per head over the listed keys (sparq.7).
 
         Args:
             indices: ``(B, Hkv, N)`` int32, ascending. ``-1``, or any number that is not the index of a key,
@@ -58,7 +58,7 @@ class DecodeFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """Attend all valid keys causally: the baseline."""
+        """Compute dense causal attention over all valid keys, the baseline of all methods."""
         call = Call(self._library, "dense", (queries, keys, values), scale, left_padding, backend, return_stats)
         return call.dense()
 
@@ -84,18 +84,18 @@ class DecodeFunctions:
         """Run one decode step of SparQ attention (docs/spec/sparq.md; arXiv 2312.04985, Algorithm 1).
 
         Args:
-            rank: number r of query components that score every key, 1..D.
-            top_k: keys attended per KV head, the local window included.
-            local_window: last valid keys that are always attended; None means ``top_k // 4``.
-            reallocate: True mixes in the mean value for the softmax mass of the skipped keys; "auto" does so for one
-                query head per KV head.
-            component_score: rank components by |q| ("query", the paper) or by |q| times the spread of the keys
-                ("query_key").
+            rank: number r of query components used to score each key, 1..D.
+            top_k: number of keys attended per KV head, including the local window.
+            local_window: number of last valid keys that are always attended; None means ``top_k // 4``.
+            reallocate: True mixes in the mean value, weighted by the softmax mass of the skipped keys; "auto" does so
+                if each KV head has one query head.
+            component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation
+                of the keys ("query_key").
             key_bits: bits per component of the scoring keys: 16 (the paper) or 4.
             keys_t: ``(B, Hkv, D, S)`` component-major keys, or with ``key_bits=4`` the `KeyCodes` of `code_keys`.
-                Without them, the call saves no time on real hardware. The `metal` backend copies slices of larger
-                buffers on every call; a cache passes whole buffers.
-            value_mean: ``(B, Hkv, D)`` mean of the valid values, the current one included; computed if None.
+                If None, the call is slower than dense attention. The `metal` backend copies ``keys_t`` on every call
+                if it is a slice of a larger buffer.
+            value_mean: ``(B, Hkv, D)`` mean of the valid values, including the current one; computed if None.
 
         Returns:
             ``out (B, Hq, L, D)`` in the type of ``queries``; with ``return_stats`` also a `Stats`.
@@ -136,7 +136,7 @@ class DecodeFunctions:
         )
 
     def code_keys(self, keys: Array, *, left_padding: Array | None = None, backend: str = "auto") -> KeyCodes:
-        """Quantize keys to int4 scoring keys (sparq.17) to (sparq.20), the ``keys_t`` of ``key_bits=4``."""
+        """Quantize keys to int4 scoring keys (sparq.17) to (sparq.20), to pass as ``keys_t`` with ``key_bits=4``."""
         call = Call(self._library, "code_keys", (keys, keys, keys), left_padding=left_padding, backend=backend)
         coded: KeyCodes = call.load("code_keys")(keys, call.left_padding)
         return coded
@@ -150,7 +150,7 @@ class DecodeFunctions:
         left_padding: Array | None = None,
         backend: str = "auto",
     ) -> Array:
-        """Return the attention that each key received from causal ``queries``: the ``scores`` of `h2o_attention`.
+        """Return the attention that each key received from causal ``queries``, the ``scores`` for `h2o_attention`.
 
         Returns:
             float32 ``(B, Hkv, S)``, -inf at invalid keys.
@@ -174,14 +174,14 @@ class DecodeFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """Attend ``top_k`` keys: the last ``local_window`` keys and the heavy hitters. Evict the other keys for good.
+        """Run one decode step of H2O: attend the last ``local_window`` keys and the heavy hitters, evict other keys.
 
         Args:
             scores: ``(B, Hkv, S)`` attention received so far, 0 for the current key, -inf for evicted keys.
+            top_k: number of keys attended per KV head, including the local window.
 
         Returns:
-            ``out, scores``; with ``return_stats`` also a `Stats`. The new scores are -inf at the keys that this
-            step evicted.
+            ``out`` and the new ``scores``, which are -inf at evicted keys; with ``return_stats`` also a `Stats`.
         """
         call = Call(self._library, "h2o", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes

@@ -1,7 +1,7 @@
-"""Public functions, written once for every array library.
+"""Public functions, generic over the array library.
 
-Shapes: ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)`` with the current tokens included. Query i of L
-is at position ``S - L + i``. ``left_padding (B,)`` int is the first valid key of each row.
+Shapes: ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)`` including the current tokens. Query i of L is
+at position ``S - L + i``. ``left_padding (B,)`` int is the index of the first valid key of each sequence.
 
 Every function returns ``out (B, Hq, L, D)`` in the type of ``queries``. With ``return_stats=True`` it also returns a
 `Stats`. ``return_stats="recall"`` adds the attention recall, which costs one dense pass over the keys. Decode methods
@@ -23,13 +23,13 @@ from .saap_functions import SaapFunctions
 
 
 class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions):
-    """The public functions on the arrays of one library."""
+    """Public functions for the arrays of one library."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
 
     def _of_method(self, method: Any) -> Callable[..., Any]:
-        """Return the public function of a class of `mlx_sparse.methods`, whose settings are the arguments."""
+        """Build the public function of a method class in `mlx_sparse.methods`; its settings are keyword arguments."""
         prefill = method.stage == "prefill"
 
         def attention(
@@ -66,6 +66,6 @@ class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions):
 
 
 def public_functions(*backends: str) -> list[str]:
-    """Return the names of the public functions that any of these backends has."""
+    """Return the names of the public functions that at least one of ``backends`` implements."""
     names = [name for name in dir(Functions) if not name.startswith("_")]
     return [name for name in names if FUNCTIONS.get(name.removesuffix("_attention"), {}).keys() & set(backends)]

@@ -47,7 +47,7 @@ class MLX:
         largest: Any = visited.max().item() if visited.size else -1
         if largest >= MAX_BUCKETS:
             raise ConfigError(f"visited: expected buckets of at most {MAX_BUCKETS - 1}, got {largest}.")
-        # Any negative number is an empty slot. A negative int64 could become a bucket as int32.
+        # Any negative number is an empty slot. Converted to int32, a negative int64 could wrap to a valid bucket.
         ascending = mx.sort(mx.where(visited < 0, -1, visited.astype(mx.int32)), axis=-1)
         again = mx.pad(ascending[..., 1:] == ascending[..., :-1], [(0, 0), (0, 0), (1, 0)])[..., : visited.shape[2]]
         if bucket_ids.itemsize == 1:

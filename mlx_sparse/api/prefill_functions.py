@@ -1,8 +1,8 @@
-"""Public functions: the prefill methods (docs/spec/sample.md).
+"""Public functions: block-sparse prefill and SampleAttention (docs/spec/sample.md).
 
-Every row block of ``block_size`` queries attends the key blocks that a method selects for it, per query head. Blocks
-count from position 0, so that chunks after a cached prefix (``L < S``) have the same blocks. With the `ops` backend
-attention waits for the selected blocks, so these functions do not work inside `mx.compile`.
+A row block is ``block_size`` consecutive queries. Per query head, each row block attends the key blocks selected for
+it. Blocks start at multiples of ``block_size`` from position 0, also after a cached prefix (``L < S``). The `ops`
+backend evaluates the selected blocks, so these functions do not work inside `mx.compile`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ..checks import ShapeError, check_block_size, check_sample
 from ..methods.block_layout import Layout
 from .checked_call import Call, Library
 
-Array = Any  # of the library that the functions are for
+Array = Any  # array type of the library
 
 
 class PrefillFunctions:
-    """Functions that take a prefill chunk."""
+    """Functions for prefill chunks."""
 
     _library: Library
 
@@ -32,11 +32,11 @@ class PrefillFunctions:
         scale: float | None = None,
         backend: str = "auto",
     ) -> tuple[Array, Array]:
-        """Attend the listed key blocks of each row block exactly and causally (sample.8).
+        """Compute exact causal attention of each row block over its listed key blocks (sample.8).
 
         Args:
-            blocks: ``(B, Hq, R, N)`` int32, ascending, for the R row blocks that contain a query. ``-1``, or any number
-                that is not the index of a block, is an empty slot.
+            blocks: ``(B, Hq, R, N)`` int32 indices of key blocks, ascending, for the R row blocks that contain a query.
+                ``-1``, or any number that is not the index of a block, is an empty slot.
 
         Returns:
             ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries with nothing to attend.
@@ -67,7 +67,7 @@ class PrefillFunctions:
         """Select the key blocks that SampleAttention attends (sample.1 to sample.7).
 
         Returns:
-            ``(B, Hq, R, N)`` int32 for `attend_blocks`.
+            ``(B, Hq, R, N)`` int32, the ``blocks`` argument of `attend_blocks`.
         """
         call = Call(self._library, "sample_select", (queries, keys, keys), scale=scale, backend=backend)
         check_sample(alpha_column, alpha_slash, chunks, block_size)
@@ -96,15 +96,15 @@ class PrefillFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """Attend a prefill chunk by SampleAttention (MLSys 2025, Algorithm 1).
+        """Run SampleAttention on a prefill chunk (MLSys 2025, Algorithm 1).
 
-        Attention is dense if an alpha is 1 or every row block contains a sampled row, for example in a chunk of one
-        block.
+        Attention is dense if ``alpha_column`` or ``alpha_slash`` is 1, or if every row block contains a sampled row,
+        for example in a chunk of one block.
 
         Args:
-            alpha_column, alpha_slash: share of the sample's softmax mass that the selected key blocks, and the selected
-                diagonals, must each reach; above 0, at most 1.
-            chunks: number of regions of the queries, each with its own sample.
+            alpha_column: share of the sample's softmax mass that the selected key blocks must reach, above 0 up to 1.
+            alpha_slash: share of the sample's softmax mass that the selected diagonals must reach, above 0 up to 1.
+            chunks: number of regions into which the queries are divided; each region has its own sample.
             block_size: 32, 64 or 128 tokens.
         """
         call = Call(self._library, "sample", (queries, keys, values), scale, None, backend, return_stats)

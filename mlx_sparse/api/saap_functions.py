@@ -9,7 +9,7 @@ from ..checks import MAX_BUCKETS, Sizes, check_centroids, check_int, check_route
 from ..methods import stats
 from .checked_call import Call, Library
 
-Array = Any  # of the library that the functions are for
+Array = Any  # array type of the library
 
 
 class SaapFunctions:
@@ -18,14 +18,14 @@ class SaapFunctions:
     _library: Library
 
     def saap_assign(self, keys: Array, centroids: Array, *, backend: str = "auto") -> Array:
-        """Return the bucket of each key: the centroid with the largest inner product (saap.1).
+        """Assign each key to the bucket of the centroid with the largest inner product (saap.1).
 
         Args:
             keys: ``(B, Hkv, n, D)`` before RoPE.
             centroids: ``(Hkv, C, D)``.
 
         Returns:
-            int32 ``(B, Hkv, n)``; keys with NaN or inf are in bucket 0.
+            int32 bucket ids ``(B, Hkv, n)``; 0 for keys with NaN or inf.
         """
         library = self._library
         library.check_array("keys", keys)
@@ -48,18 +48,19 @@ class SaapFunctions:
         probes: int = 32,
         backend: str = "auto",
     ) -> Array:
-        """Select the ``probes`` buckets that the query heads of each KV head visit together (saap.5), (saap.8).
+        """Select ``probes`` buckets per KV head, shared by its query heads (saap.5), (saap.8).
 
         Args:
             queries: ``(B, Hq, 1, D)`` before RoPE.
-            out_weight: ``(Hkv, H, C)``; without a hidden layer ``(Hkv, D, C)``, for k-means ``scale * centroids``.
+            out_weight: ``(Hkv, H, C)``, or ``(Hkv, D, C)`` without a hidden layer. To route by k-means, pass ``scale``
+                times the transposed centroids and no hidden layer.
             out_bias: ``(Hkv, C)``.
             hidden_weight: ``(Hkv, D, H)``.
             hidden_bias: ``(Hkv, H)``.
-            probes: 1..C.
+            probes: number of buckets to visit, 1..C.
 
         Returns:
-            int32 ``(B, Hkv, probes)``, ascending; NaN counts as +inf.
+            int32 bucket ids ``(B, Hkv, probes)``, ascending; a NaN score counts as +inf.
         """
         network = {"out_weight": out_weight, "out_bias": out_bias}
         network |= {"hidden_weight": hidden_weight, "hidden_bias": hidden_bias}
@@ -93,12 +94,13 @@ class SaapFunctions:
     ) -> Any:
         """Run one decode step of SAAP attention (docs/spec/saap.md; arXiv 2502.08246).
 
-        The step attends the first ``sink_tokens`` and the last ``recent_tokens`` valid keys, the current one included,
-        and every key in a visited bucket. This function builds the index for one step; a cache reuses its index.
+        The step attends the first ``sink_tokens`` and the last ``recent_tokens`` valid keys, including the current key,
+        and all keys in the visited buckets. This function builds a bucket index on each call.
 
         Args:
-            bucket_ids: ``(B, Hkv, S)`` int; a number that is not the index of a bucket, such as -1, = in no bucket.
-            visited: ``(B, Hkv, n)`` int; negative = empty slot. A bucket listed twice is visited once.
+            bucket_ids: ``(B, Hkv, S)`` int bucket of each key. -1, or any number that is not the index of a bucket,
+                means that the key is in no bucket.
+            visited: ``(B, Hkv, n)`` int bucket ids. Negative numbers are empty slots; duplicates are ignored.
         """
         call = Call(self._library, "saap", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes

@@ -1,4 +1,4 @@
-"""The file that `mlx-sparse train-saap` writes: centroids and query networks per layer and KV head."""
+"""Artefact file of `mlx-sparse train-saap`: centroids and query networks of each layer and KV head."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from .tensors import read_tensors, refuse, write_tensors
 __all__ = ["MAX_HIDDEN", "Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
 
 FORMAT = 1
-SPACE = "before_rope"  # the value in files: keys are clustered before RoPE
+SPACE = "before_rope"  # value of "space" in the file: keys are clustered before RoPE
 NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 NAME = re.compile(rf"layers\.(0|[1-9][0-9]{{0,8}})\.({'|'.join(('centroids', *NETWORK))})")
-WORD = re.compile(r"[\w.-]{1,64}")  # a model family or a hash, which messages repeat
+WORD = re.compile(r"[\w.-]{1,64}")  # model family or hash; limited, because error messages contain it
 MAX_HIDDEN = 1024  # largest hidden size that the kernels support
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Centroids ``(Hkv, C, D)`` and query networks of one layer, with batch norm merged into the networks.
+    """Centroids and query networks of one layer, with batch norm merged into the network weights.
 
-    hidden_weight ``(Hkv, D, H)``, hidden_bias ``(Hkv, H)``, out_weight ``(Hkv, H, C)``, out_bias ``(Hkv, C)``.
+    Shapes: centroids ``(Hkv, C, D)``, hidden_weight ``(Hkv, D, H)``, hidden_bias ``(Hkv, H)``, out_weight
+    ``(Hkv, H, C)``, out_bias ``(Hkv, C)``.
     """
 
     centroids: mx.array
@@ -50,12 +51,14 @@ class Artefact:
     """Content of an artefact file.
 
     Attributes:
-        layers: layers by index among the KV caches of the model.
-        buckets: C of every layer.
-        hidden: H of every layer.
-        sink_tokens, recent_tokens: the exact part that was excluded from the training targets.
+        layers: centroids and networks by index of the layer's KV cache in the model.
+        buckets: number of buckets C of every layer.
+        hidden: number of hidden units H of every layer.
+        sink_tokens, recent_tokens: numbers of first and last keys that were excluded from the training targets, because
+            they are always attended.
         model: ``model_type`` and ``hash`` of the model that was used for training.
-        training: options and figures of the training, for information only.
+        training: training options and results, for information only.
+        versions: package versions at training time.
     """
 
     layers: dict[int, Layer]
@@ -68,7 +71,7 @@ class Artefact:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def check_model(self, model: Any) -> None:
-        """Raise `ArtefactError` unless the artefact was trained on ``model`` or on a copy with the same `identity`."""
+        """Raise `ArtefactError` unless the artefact was trained on a model with the `identity` of ``model``."""
         self._check(identity(model), kv_shapes(model))
 
     def _check(self, found: Mapping[str, str], shapes: Sequence[tuple[int, int] | None]) -> None:
@@ -95,13 +98,13 @@ class Artefact:
             )
 
     def part_for(self, model: Any) -> Artefact:
-        """Return the artefact with the layers and KV heads of ``model``, which may be a part of a model.
+        """Return the artefact for the layers and KV heads of ``model``, which may be one rank's part of a model.
 
-        If `model_info.record_facts` recorded the whole model of a part, it is checked as by `check_model`. Otherwise
-        only the family and the shapes are compared, not the weights.
+        The artefact is checked against the whole model as in `check_model`. If ``model`` is a part and
+        `model_info.record_facts` did not record the whole model, only the family and the shapes are checked.
 
         Raises:
-            ArtefactError: the artefact is for another model, or cannot be cut in the same way as ``model``.
+            ArtefactError: the artefact is for another model, or cannot be split in the same way as ``model``.
         """
         part, whole = part_of(model), recorded_facts(model)
         if part.whole:
@@ -124,11 +127,12 @@ class Artefact:
         return replace(self, layers=layers)
 
     def save(self, path: str | Path) -> None:
-        """Write the file atomically.
+        """Write the artefact to a file, atomically.
 
         Raises:
-            ArtefactError: `load` would refuse the file.
-            OSError: the file cannot be written. An older file stays unchanged.
+            ArtefactError: the tensors have names, shapes or values that `load` refuses, or ``path`` does not end in
+                .safetensors.
+            OSError: the file cannot be written. An existing file is unchanged.
         """
         path = Path(path)
         tensors = {
@@ -153,11 +157,10 @@ class Artefact:
 
 
 def load(path: str | Path) -> Artefact:
-    """Read an artefact and check its whole content.
+    """Read an artefact file and validate its metadata and all tensors.
 
     Raises:
-        ArtefactError: the file is missing, truncated, damaged, of another kind or format, or holds numbers that are
-            not finite.
+        ArtefactError: the file is missing, truncated, damaged or of another kind or format, or contains NaN or inf.
     """
     path = Path(path)
     tensors, metadata = read_tensors(path)
@@ -169,9 +172,9 @@ def load(path: str | Path) -> Artefact:
 
 
 def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) -> Layer:
-    """Return the layer with the KV heads of ``part``. MLX gives each part consecutive heads."""
+    """Return the KV heads of ``layer`` that belong to ``part``. MLX assigns consecutive heads to each rank."""
     heads, _, D = layer.centroids.shape
-    if shape == (heads, D):  # every part has all heads
+    if shape == (heads, D):  # every rank has all KV heads
         return layer
     if shape is None or shape[1] != D or shape[0] * part.size != heads:
         has = "no keys" if shape is None else f"{shape[0]} KV heads of {shape[1]}"
@@ -184,12 +187,16 @@ def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that influence a result."""
+    """Return the versions of mlx-sparse-attention, mlx and mlx-lm by package name."""
     return {name: version(name) for name in ("mlx-sparse-attention", "mlx", "mlx-lm")}
 
 
 def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Check the metadata and return them."""
+    """Validate the metadata of a file and return the decoded JSON description.
+
+    Raises:
+        ArtefactError: the description is missing, damaged, or of another kind or format.
+    """
     try:
         about = json.loads(metadata["mlx_sparse"])
         kind, form = about["kind"], about["format"]
@@ -216,7 +223,7 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _layers(path: Path, tensors: Mapping[str, mx.array], buckets: int, hidden: int) -> dict[int, Layer]:
-    """Check the tensors and return their layers. Each layer has centroids and a complete network."""
+    """Validate names, shapes and values of the tensors and group the tensors by layer."""
     by_layer: dict[int, dict[str, mx.array]] = {}
     for name, array in tensors.items():
         found = NAME.fullmatch(name)

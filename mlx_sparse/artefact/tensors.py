@@ -1,4 +1,4 @@
-"""Read and write safetensors files of float16 and float32 tensors. Files are written atomically."""
+"""Read safetensors files of float16 and float32 tensors, and write them atomically."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..checks import ArtefactError
 from ..files import replace_file
 
 TYPES = ("F16", "F32")
-QUOTED = 120  # longest description of a file in a message, in characters
+QUOTED = 120  # maximum length of a problem description in an error message, in characters
 
 
 def read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Return the tensors of a file by name, and its metadata.
+    """Read a safetensors file and return the tensors by name, and the metadata.
 
     Raises:
-        ArtefactError: the file cannot be read, is truncated, damaged, or of another kind.
+        ArtefactError: the file cannot be read, is truncated or damaged, or has tensors of other types.
     """
-    if not path.is_file():  # reading a pipe would not end
+    if not path.is_file():  # reading a pipe could block forever
         raise refuse(path, "none that can be read (no file)")
     try:
         with safe_open(path, framework="mlx") as file:
@@ -35,11 +35,11 @@ def read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a file of float16 and float32 tensors.
+    """Write float16 and float32 tensors to a safetensors file.
 
     Raises:
-        ArtefactError: ``path`` does not end in .safetensors, which MLX would add.
-        OSError: the file cannot be written. An older file stays unchanged.
+        ArtefactError: ``path`` does not end in .safetensors. MLX would append this suffix.
+        OSError: the file cannot be written. An existing file is unchanged.
     """
     if path.suffix != ".safetensors":
         raise ArtefactError(f"path: expected a name in .safetensors, got {path}.")
@@ -51,14 +51,14 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping
             with safe_open(new, framework="mlx"):
                 pass
         except (SafetensorError, RuntimeError):
-            # MLX does not report the reason, or any error.
+            # MLX does not report why a write failed, and may report no error at all.
             raise OSError(errno.ENOSPC, "no room for the whole file (disk full?)", str(path)) from None
 
     replace_file(path, write)
 
 
 def refuse(path: Path, found: str) -> ArtefactError:
-    """Return the error about a file. Text of other libraries in ``found`` is cut."""
+    """Return an `ArtefactError` about a file; ``found`` describes the problem and is cut to `QUOTED` characters."""
     found = " ".join(found.split())
     found = found if len(found) <= QUOTED else f"{found[:QUOTED]}..."
     return ArtefactError(f"{path}: expected a file written by mlx-sparse train-saap, got {found}. Train it again.")

@@ -1,1 +1,1 @@
-"""The `metal` backend: the kernels of metal/ on Apple GPUs, with the signatures of the `ops` backend."""
+"""The `metal` backend: launches the kernels in metal/ on Apple GPUs, with the same signatures as the `ops` backend."""

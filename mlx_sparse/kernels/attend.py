@@ -1,4 +1,4 @@
-"""Exact attention over an index list on the GPU, shared by every decode method (metal/attend.h)."""
+"""Exact attention over an index list on the GPU, used by all decode methods (metal/attend.h)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Reallocation(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Sizes and numbers that determine a launch over a list of keys."""
+    """Sizes and parameters that determine a launch over a list of keys; ``length`` keys are in use."""
 
     B: int
     Hq: int
@@ -59,7 +59,7 @@ class Listed(NamedTuple):
 
 
 def splits_of(N: int, lists: int) -> int:
-    """Return the number of threadgroups per list, for ``lists`` lists of ``N`` entries."""
+    """Return the number of threadgroups that share each of ``lists`` lists of ``N`` entries."""
     if N <= UNSPLIT:
         return 1
     part = max(2 * TILE, -(-N * lists // GROUPS // TILE) * TILE)
@@ -68,11 +68,12 @@ def splits_of(N: int, lists: int) -> int:
 
 @cache
 def heads_of(D: int, G: int) -> tuple[int, int]:
-    """Return query heads and SIMD groups per threadgroup, so that the sums of a lane fit into registers.
+    """Return the query heads and SIMD groups per threadgroup for which the sums of a lane fit into registers.
 
-    A lane holds four float32 sums per head and 128 components, and four rows in flight. Metal does not launch more
-    threads than the registers of a kernel allow: with 512 threads each has about 100. A group that is too large for 256
-    threads is divided among threadgroups, and each of them reads the keys and values.
+    For each chunk of 128 components, a lane holds four float32 sums per head and loads four rows at once. With 512
+    threads, each thread has about 100 registers, and Metal refuses to launch a kernel that needs more. A query group
+    that needs too many registers even with 256 threads is divided among threadgroups, each of which reads all keys and
+    values.
     """
     chunks = -(-D // 128)
     heads = next(n for n in range(G, 0, -1) if G % n == 0 and (n == 1 or 4 * chunks * (n + 4) <= 96))
@@ -80,7 +81,7 @@ def heads_of(D: int, G: int) -> tuple[int, int]:
 
 
 def _narrow(indices: mx.array, keys: int) -> mx.array:
-    """Convert to int32. A 64-bit number outside its range becomes -1, so that it does not wrap to a key."""
+    """Convert indices to int32. A 64-bit index outside ``0 .. keys - 1`` becomes -1 instead of wrapping to a key."""
     if indices.dtype == mx.int32:
         return indices
     if indices.itemsize > 4:
@@ -103,11 +104,10 @@ def attend_indices(
 
     Args:
         queries: ``(B, Hq, 1, D)``.
-        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied. Both
-            are arrays, or both are quantized in the same form.
-        indices: ``(B, Hkv, N)`` int32; -1 or any number that is not a key = empty slot.
-        counts: ``(B, Hkv)`` number of slots of each list that are in use; only these are divided among the
-            threadgroups. None = all.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied. Both are
+            arrays, or both are quantized with the same bits and group size.
+        indices: ``(B, Hkv, N)`` int32; -1, or any number that is not the index of a key, is an empty slot.
+        counts: ``(B, Hkv)`` number of slots in use in each list; later slots are ignored. None means all slots.
         reallocation: inputs for mixing in the mean value (sparq.10); not together with ``counts``.
 
     Returns:
@@ -139,10 +139,10 @@ def attend_indices(
 
 @lru_cache(maxsize=KEPT)
 def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
-    """Build the launch over ``N`` entries; each of ``splits`` threadgroups attends one part of the list.
+    """Build the launch of `attend_indices` over ``N`` entries; each of ``splits`` threadgroups attends one part.
 
-    The outputs are float32 ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``; with reallocation also
-    ``alpha`` of the shape of ``lse``. A single split writes the results of `attend_indices`, the mean value included.
+    The outputs are float32 ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``; if ``mixed``, also ``alpha``
+    with the shape of ``lse``. A single split writes the final results of `attend_indices`.
     """
     B, Hq, Hkv, D, dtype, length, scale, form = n
     G, splits = Hq // Hkv, splits_of(N, B * Hkv)
@@ -161,12 +161,12 @@ def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
 
 
 def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
-    """Return True if `attend_candidates` reads the candidates once and one threadgroup processes the list."""
+    """Return True if one threadgroup of `attend_candidates` can hold all candidates and attend to ``top_k`` keys."""
     return top_k <= UNSPLIT and candidates <= ITEMS * LANES * heads_of(D, G)[1]
 
 
 def attend_candidates(n: Listed, top_k: int) -> Launch:
-    """Build the launch that selects the best ``top_k`` candidates of a `select.listing` and attends to them."""
+    """Build the launch that selects the best ``top_k`` candidates of a `select.listing` and attends to these keys."""
     B, Hq, Hkv, D, dtype, length, scale, form = n
     G = Hq // Hkv
     heads, simdgroups = heads_of(D, G)

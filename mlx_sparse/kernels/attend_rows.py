@@ -10,9 +10,10 @@ from ..methods.registry import METAL_ROWS
 from .launch import KEPT, LANES, Kernel, Launch, integer, of_one_type, padding_or_zeros, real
 from .merge import GROUPS, UNSPLIT, merging
 
-SIDE = 8  # rows of a SIMD group
-# A split writes a float32 row for each query row, which the merge reads again. Each of its keys is two rows to read.
-# With this many keys per query row, the results of the splits add an eighth to the bytes moved in float16.
+SIDE = 8  # query rows per SIMD group
+# Minimum number of keys of a split, per query row. A split reads a key row and a value row for each key. It writes one
+# float32 row for each query row, which the merge reads again. At this minimum and in float16, the rows that the splits
+# write add an eighth to the bytes moved.
 KEYS_PER_ROW = 16
 
 _ROWS = ("queries", "keys", "values")
@@ -20,16 +21,16 @@ ROWS = Kernel("attend_rows", "attend_rows.h", (*_ROWS, "left_padding", "length",
 
 
 def supports(D: int, rows: int) -> bool:
-    """Return True if the kernels support ``D`` and a query group of ``rows``. They stage 16 components at a time."""
+    """Return True if the kernel supports head dimension ``D``, a multiple of 16, and query groups of ``rows`` rows."""
     return D % 16 == 0 and D <= 256 and rows <= METAL_ROWS
 
 
 def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
-    """Return the query rows of a threadgroup and the keys that it stages.
+    """Return the number of query rows per threadgroup and the number of keys staged at once.
 
-    A lane holds D / 4 numbers of its query and D / 4 sums. Up to D = 128 the registers suffice for 512 threads, above
-    for 256; more than 64 rows are then divided among threadgroups. Two threadgroups fit on a
-    core beside their staged keys.
+    A lane holds D / 4 components of its query and D / 4 sums. The registers suffice for 512 threads (128 rows) if D is
+    at most 128, otherwise for 256 threads (64 rows). More rows are divided among threadgroups. The staged keys leave
+    enough threadgroup memory for two threadgroups per GPU core.
     """
     shares = -(-rows // (METAL_ROWS if D <= 128 else METAL_ROWS // 2))
     padding = 16 // itemsize
@@ -38,7 +39,7 @@ def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
 
 
 def splits_of(N: int, lists: int, rows: int) -> int:
-    """Return the number of threadgroups per query group, for ``lists`` groups of ``rows`` over ``N`` keys."""
+    """Return how many threadgroups share the ``N`` keys of each of ``lists`` query groups of ``rows`` rows."""
     return min(-(-N // max(UNSPLIT, -(-N * lists // GROUPS))), max(N // (KEYS_PER_ROW * rows), 1))
 
 
@@ -55,8 +56,8 @@ def attend_rows(
 
     Args:
         queries: ``(B, Hq, L, D)``, at positions ``length - L ..``; `supports` must accept ``D`` and ``Hq // Hkv * L``.
-        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied if both
-            have one type.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use; not copied if both have the same
+            type.
         left_padding: ``(B,)`` first valid key of each sequence.
 
     Returns:
@@ -79,7 +80,7 @@ def attend_rows(
 def _attending(
     B: int, Hkv: int, rows: int, D: int, dtype: mx.Dtype, row_type: mx.Dtype, length: int, scale: float
 ) -> Launch:
-    """Build the launch over ``length`` keys.
+    """Build the launch of `attend_rows` over ``length`` keys.
 
     The outputs are ``out (B, Hkv, splits, rows, D)``, float32 if there are several splits, and float32
     ``lse (B, Hkv, splits, rows)``.

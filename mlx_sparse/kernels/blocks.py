@@ -1,4 +1,4 @@
-"""Attention over lists of key blocks on the GPU, shared by every prefill method (metal/attend_blocks.h)."""
+"""Attention over lists of key blocks on the GPU, used by all prefill methods (metal/attend_blocks.h)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTEND = Kernel(
 
 
 def tile_of(D: int, itemsize: int) -> tuple[int, int]:
-    """Return the query rows and keys that a threadgroup stages: as in MLX's prefill kernel, or the most that fit."""
+    """Return how many query rows and keys a threadgroup stages: the tile of MLX's prefill kernel, or a smaller one."""
 
     def fits(rows: int, keys: int) -> bool:
         padding = 16 // itemsize
@@ -43,13 +43,14 @@ def attend_blocks(
 
     Args:
         queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
-        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied if all
-            three have one type.
-        blocks: ``(B, Hq, R, N)`` int32, R touched row blocks; -1 or any number that is not a block = empty slot.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use; not copied if queries, keys and
+            values have the same type.
+        blocks: int32 ``(B, Hq, R, N)`` for the R row blocks that contain a query. -1, or any number that is not the
+            index of a block, is an empty slot.
 
     Returns:
-        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries
-        without a key.
+        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries that
+        attend no key.
     """
     S = keys.shape[2] if length is None else length
     lists = _sorted_lists(blocks, Layout(queries.shape[2], S, 1, block_size))
@@ -57,7 +58,7 @@ def attend_blocks(
 
 
 def _sorted_lists(blocks: mx.array, layout: Layout) -> mx.array:
-    """Sort the lists, remove duplicate blocks and gaps, and return them as int32."""
+    """Convert block lists to ascending int32 lists without duplicates, padded with -1."""
     if blocks.shape[3] == 0:
         return mx.full((*blocks.shape[:3], 1), -1, mx.int32)
     none = layout.key_blocks
@@ -77,7 +78,7 @@ def attend_lists(
     scale: float,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute `attend_blocks` for ascending lists that end at their first -1."""
+    """Compute `attend_blocks` for ascending lists without duplicates that end at the first -1."""
     S, dtype = keys.shape[2] if length is None else length, queries.dtype
     queries, keys, values = of_one_type(queries, keys, values)
     attend = partial(_attend, keys=keys, values=values, block_size=block_size, scale=scale)
@@ -101,7 +102,7 @@ def _attend(
     scale: float,
     length: int,
 ) -> tuple[mx.array, mx.array]:
-    """Launch the kernel once."""
+    """Compute ``out`` and ``lse`` of `attend_blocks` in one kernel launch."""
     B, Hq, L, D = queries.shape
     rows, staged = tile_of(D, keys.itemsize)
     inputs = {

@@ -1,4 +1,4 @@
-"""Build launches from the files of metal/. Only this module calls `mx.fast.metal_kernel`."""
+"""Compile and launch the kernels in metal/. Only this module calls `mx.fast.metal_kernel`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import mlx.core as mx
 
 from ..ops.packed_rows import PackedRows, Rows
 
-LANES = 32
-KEPT = 64  # cached launches of a kind: one per layer size, as all layers of a step have one length
-Outputs = Sequence[tuple[tuple[int, ...], mx.Dtype]]  # shapes and types
+LANES = 32  # threads per SIMD group
+KEPT = 64  # size of each cache of launches; a decode step needs one launch per kernel and layer shape
+Outputs = Sequence[tuple[tuple[int, ...], mx.Dtype]]  # shape and type of each output
 
 INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 
 
 def text(name: str) -> str:
-    """Return the text of a file in metal/."""
+    """Return the source text of a file in metal/."""
     return files("mlx_sparse.metal").joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
 def flattened(name: str) -> str:
-    """Return a header of metal/ after the headers that it includes, each once. MLX compiles a single text."""
+    """Return a header of metal/ with its includes expanded, each once, because MLX compiles a single source text."""
     parts: dict[str, str] = {}
 
     def add(name: str) -> None:
@@ -43,9 +43,9 @@ def flattened(name: str) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Kernel with the body metal/NAME.metal and the templates of a header.
+    """Metal kernel with the body metal/NAME.metal, which uses the templates in ``header``.
 
-    The comment at the top of the body describes the inputs, the outputs, the grid and the bytes that it moves.
+    The comment at the top of metal/NAME.metal lists the inputs, the outputs, the grid and the bytes moved.
     """
 
     name: str
@@ -72,16 +72,16 @@ class Kernel:
         groups: tuple[int, int, int],
         threads: int,
     ) -> list[mx.array]:
-        """Launch ``groups`` threadgroups of ``threads`` threads; ``outputs`` lists shapes and types."""
+        """Launch ``groups`` threadgroups of ``threads`` threads; ``outputs`` is the shape and type of each output."""
         launch = Launch(self, outputs, template=template, groups=groups, threads=threads)
         return launch(*(inputs[name] for name in self.inputs))
 
 
 class Launch:
-    """A kernel with everything except its input arrays.
+    """Kernel with all launch arguments bound, except the input arrays.
 
-    Building a launch costs host time in every layer. Everything that depends on sizes only is therefore built once and
-    cached by the sizes, in a `lru_cache`.
+    Building a launch costs host time in every layer. Callers therefore build a launch once for each combination of
+    sizes and cache the launch with `lru_cache`.
     """
 
     def __init__(
@@ -106,44 +106,44 @@ class Launch:
         )
 
     def __call__(self, *arrays: mx.array) -> list[mx.array]:
-        """Launch the kernel with its first inputs, in order; the numbers follow them."""
+        """Launch the kernel with ``arrays`` as its first inputs, followed by ``numbers``."""
         launched: list[mx.array] = self._run(inputs=[*arrays, *self.numbers])
         return launched
 
 
 @lru_cache(maxsize=256)
 def integer(value: int) -> mx.array:
-    """Return a 0-d int32, shared by all layers of a step. A new value does not recompile a kernel."""
+    """Return a 0-d int32 array, cached by value. As an input, a new value does not recompile the kernel."""
     return mx.array(value, mx.int32)
 
 
 @lru_cache(maxsize=16)
 def real(value: float) -> mx.array:
-    """Return a 0-d float32."""
+    """Return a 0-d float32 array, cached by value."""
     return mx.array(value, mx.float32)
 
 
 def of_one_type(*arrays: mx.array) -> list[mx.array]:
-    """Convert the arrays to their common type: the kernels for matrix units stage rows in one type."""
+    """Convert the arrays to their common type, because the kernels for matrix units stage rows of one type."""
     dtype = mx.result_type(*arrays)
     return [array if array.dtype == dtype else array.astype(dtype) for array in arrays]
 
 
-Form = tuple[int, int] | None  # bits and group size of quantized rows; None for other rows
+Form = tuple[int, int] | None  # bits and group size of quantized rows; None for rows that are not quantized
 
 
 def parts_of(rows: Rows) -> tuple[tuple[mx.array, ...], Form]:
-    """Return the arrays of keys or values that a kernel reads, and their form."""
+    """Return the arrays that store the keys or values, and the bits and group size if the rows are quantized."""
     return (rows.parts, (rows.bits, rows.group_size)) if isinstance(rows, PackedRows) else ((rows,), None)
 
 
 def row_template(form: Form) -> dict[str, int]:
-    """Return the template parameters of a kernel for quantized rows; none for other rows."""
+    """Return the template parameters for quantized rows; empty for rows that are not quantized."""
     return {} if form is None else {"ROW_BITS": form[0], "ROW_GROUP": form[1]}
 
 
 def padding_or_zeros(left_padding: mx.array | None, B: int) -> mx.array:
-    """Return the first valid key of each sequence as int32 ``(B,)``."""
+    """Return the index of the first valid key of each sequence as int32 ``(B,)``, 0 without padding."""
     return _zeros(B) if left_padding is None else left_padding.astype(mx.int32)
 
 

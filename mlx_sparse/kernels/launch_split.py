@@ -1,4 +1,4 @@
-"""Split prefill into several launches, so that no command buffer blocks a GPU that also draws the screen."""
+"""Split prefill into several launches, because a long command buffer blocks a GPU that also draws the screen."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-# Multiply-adds of one launch if it attended every key. macOS ends a process that occupies the GPU for seconds; the
-# limit is not documented. The smallest Apple GPU (2.3 TFLOP/s) takes 1 s for this work at a quarter of its peak, and
-# sparse lists need less.
+# Maximum number of multiply-adds of one launch, computed as if each query attended every key. macOS kills a process
+# that occupies the GPU for seconds; the limit is not documented. The smallest Apple GPU (2.3 TFLOP/s) does this work in
+# 1 s at a quarter of its peak rate. Sparse attention does less work.
 MAX_WORK = 1 << 38
-# Minimum number of query rows of a launch: one tile of the kernels for matrix units.
+# Minimum number of query rows per launch: one tile of the kernels for matrix units.
 MIN_ROWS = 32
 
 Attend = Callable[[mx.array, mx.array, int], tuple[mx.array, mx.array]]
 
 
 def launch_rows(heads: int, S: int, D: int) -> int:
-    """Return the query rows per launch, a power of two, for ``heads`` query heads of all sequences and ``S`` keys."""
+    """Return the number of query rows per launch, a power of two.
+
+    Args:
+        heads: number of query heads of all sequences together, B * Hq.
+    """
     rows = MAX_WORK // (2 * heads * S * D)
     return max(1 << rows.bit_length() - 1 if rows else 0, MIN_ROWS)
 
 
 def query_ranges(L: int, S: int, rows: int) -> list[tuple[int, int]]:
-    """Return the query range ``[start, stop)`` of each launch; positions at the borders are multiples of ``rows``."""
+    """Split ``L`` queries into ranges ``[start, stop)`` that are cut at positions divisible by ``rows``."""
     first = S - L
     cuts = [0, *(position - first for position in range((first // rows + 1) * rows, S, rows)), L]
     return list(pairwise(cuts))
@@ -36,8 +40,8 @@ def attend_in_launches(
     """Compute ``out`` and ``lse`` of `attend_blocks` in several launches of ``attend``.
 
     Args:
-        attend: function of the queries of one launch, the lists of its row blocks and the number of keys up to its last
-            query.
+        attend: launches the kernel once. Arguments: the queries, the block lists of their row blocks and the number of
+            keys up to the last query.
         queries: ``(B, Hq, L, D)`` at positions ``S - L ..``.
         blocks: ``(B, Hq, R, N)``.
     """
@@ -51,7 +55,7 @@ def attend_in_launches(
         length = S - L + stop
         touched = slice((S - L + start) // block_size - first_block, (length - 1) // block_size + 1 - first_block)
         out, lse = attend(queries[:, :, start:stop], blocks[:, :, touched], length)
-        # This ends the command buffer without waiting for it.
+        # `async_eval` ends the command buffer without waiting for the results.
         mx.async_eval(out, lse)  # type: ignore[no-untyped-call]
         outs.append(out)
         lses.append(lse)

@@ -1,4 +1,4 @@
-"""Exact merge of the parts of a split attention on the GPU (metal/merge.h)."""
+"""Merge attention results over parts of the keys exactly, on the GPU (metal/merge.h)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import mlx.core as mx
 
 from .launch import KEPT, Kernel, Launch
 
-UNSPLIT = 512  # longest list that is attended without a second launch
-GROUPS = 512  # threadgroups that fill the largest GPU several times
+UNSPLIT = 512  # maximum length of a list that one threadgroup attends, so that no merge is needed
+GROUPS = 512  # number of threadgroups that fills the largest GPU several times
 
 MERGE = Kernel("merge_parts", "merge.h", ("part_out", "part_lse"), ("out", "lse"))
 MERGE_REALLOCATE = Kernel(
@@ -19,7 +19,7 @@ MERGE_REALLOCATE = Kernel(
 
 @lru_cache(maxsize=KEPT)
 def merging(B: int, Hkv: int, G: int, D: int, dtype: mx.Dtype, mixed: bool = False) -> Launch:
-    """Build the launch that merges float32 parts ``(B, Hkv, splits, G)``.
+    """Build the launch that merges the float32 results of ``splits`` parts: ``out (B, Hkv, splits, G, D)`` and ``lse``.
 
     The outputs are ``out (B, Hkv * G, 1, D)`` and ``lse (B, Hkv * G, 1)``. If ``mixed``, the launch also mixes in the
     mean value (sparq.10).

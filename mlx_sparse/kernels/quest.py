@@ -1,6 +1,7 @@
 """Quest on the GPU: docs/spec/quest.md, equations (quest.2) to (quest.5).
 
-Launches score all pages, select the best pages and attend to their keys. MLX's operations convert pages to keys.
+Kernel launches score all pages, select the best pages and attend to the keys of these pages. MLX operations convert
+page indices to key indices.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .attend import attend_indices
 from .launch import Kernel, integer, padding_or_zeros
 from .select import top_k_select
 
-PAGES, THREADS = 64, 256  # per threadgroup
+PAGES, THREADS = 64, 256  # pages and threads per threadgroup
 
 SCORES = Kernel(
     "quest_scores",
@@ -36,11 +37,11 @@ def quest_select(
     page_max: mx.array,
     length: int | None = None,
 ) -> mx.array:
-    """Select the keys of one decode step (quest.5): ``(B, Hkv, K * page_size)`` int32, if there are more than K pages.
+    """Select the keys of one decode step with more than K pages (quest.5): int32 ``(B, Hkv, K * page_size)``.
 
     Args:
-        page_min, page_max: ``(B, Hkv, capacity, D)`` bounds of the pages before the current one; whole buffers.
-        length: keys in use; all of them when None.
+        page_min, page_max: ``(B, Hkv, capacity, D)`` bounds of the pages before the current page; not copied.
+        length: number of keys in use; None means all keys.
     """
     length = keys.shape[2] if length is None else length
     (B, Hkv, _, D), count = page_min.shape, -(-length // page_size)
@@ -67,11 +68,11 @@ def quest_select(
 def quest_attention(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, length: int | None = None, **selection: Any
 ) -> tuple[mx.array, mx.array]:
-    """Run one decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
+    """Run one decode step of Quest: ``out (B, Hq, 1, D)`` in the type of ``queries``, float32 ``lse (B, Hq, 1)``.
 
     Args:
-        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
-        selection: the other parameters of `quest_select`. Page bounds that are absent are computed from all keys.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied.
+        selection: the other parameters of `quest_select`. If the page bounds are absent, they are computed.
     """
     indices = quest_select(queries, keys, length=length, **with_bounds(keys, selection))
     return attend_indices(queries, keys, values, indices, scale=scale, length=length)

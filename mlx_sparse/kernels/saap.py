@@ -1,7 +1,7 @@
 """SAAP on the GPU: docs/spec/saap.md, equations (saap.5) to (saap.10).
 
-A decode step has three launches: the router, the list of keys, and attention over it. A fourth merges the parts of a
-list of more than 512 keys.
+A decode step has three launches: route the queries to buckets, list the keys, and attend to the listed keys. If a list
+has more than 512 keys, it is split, and a fourth launch merges the parts.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ INDICES = Kernel(
 
 
 def shape_of(G: int, *layers: int) -> tuple[int, int]:
-    """Return the adjacent units per lane and the threads, for the numbers of units of the ``layers``.
+    """Return the number of adjacent output units per lane and the number of threads per threadgroup.
 
-    A lane holds one float32 sum per unit and query head, at most 32. Up to eight lanes share a unit.
+    A lane holds one float32 sum per unit and query head, at most 32 sums. Up to eight lanes share a unit.
+
+    Args:
+        layers: number of output units of each layer.
     """
     width = next(n for n in (4, 2, 1) if n * G <= 32 and all(units % n == 0 for units in layers))
     simdgroups = -(-LANES_PER_UNIT * max(layers) // (width * LANES))
@@ -60,13 +63,14 @@ def saap_route(
         hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``.
 
     Returns:
-        ``(B, Hkv, probes)`` int32, ascending; NaN counts as +inf.
+        int32 bucket ids ``(B, Hkv, probes)``, ascending; a NaN score counts as +inf.
     """
     B, Hq, _, D = queries.shape
     Hkv, _, C = out_weight.shape
     G = Hq // Hkv
     hidden = () if hidden_weight is None else (hidden_weight.shape[2],)
-    # MLX passes fewer than eight elements in another address space, from which the kernel reads one weight at a time.
+    # MLX passes arrays of fewer than eight elements in the constant address space. There, the kernel can only load one
+    # weight at a time.
     width, threads = shape_of(G, C, *hidden) if out_weight.size >= 8 else (1, LANES)
     inputs = {
         "queries": queries,
@@ -98,16 +102,16 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys of a decode step (saap.10): sinks, keys at ``covered`` and behind, keys of the visited buckets.
+    """List the keys of a decode step: sinks, keys that are not in the index, keys of the visited buckets (saap.10).
 
     Args:
-        visited: ``(B, Hkv, n)`` int32, without duplicates; any number that is not a bucket = empty slot.
-        offsets, key_ids: results of `saap_index` for the first ``covered`` keys.
-        covered: one number, or int32 ``(B,)``.
-        capacity: length of a list; further keys are omitted.
+        visited: ``(B, Hkv, n)`` int bucket ids without duplicates; a number that is not a bucket is an empty slot.
+        offsets, key_ids: index of the first ``covered`` keys, from `saap_index`.
+        covered: number of keys in the index, as an int or as int32 ``(B,)``.
+        capacity: length of each list; keys beyond it are omitted.
 
     Returns:
-        ``indices (B, Hkv, capacity)`` int32, -1 behind the keys, and their number ``counts (B, Hkv)`` int32.
+        int32 ``indices (B, Hkv, capacity)``, -1 after the last key, and the number of keys ``counts (B, Hkv)``, int32.
     """
     B, Hkv, slots = visited.shape
     if slots == 0:
@@ -137,10 +141,10 @@ def saap_indices(
 def saap_attention(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, length: int | None = None, **visit: Any
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run one decode step: ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)``.
+    """Run one decode step of SAAP: ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)``.
 
     Args:
-        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied.
         visit: the other arguments of `list_keys`.
     """
     S = keys.shape[2] if length is None else length
@@ -156,5 +160,5 @@ def _constant(B: int, number: int) -> mx.array:
 
 @lru_cache(maxsize=64)
 def _zeros(*shape: int) -> mx.array:
-    """Return a placeholder for weights that a network does not have."""
+    """Return float16 zeros that replace the absent weights or biases of a network."""
     return mx.array(np.zeros(shape, np.float16))

@@ -1,6 +1,6 @@
 """SampleAttention on the GPU: docs/spec/sample.md, equations (sample.1) to (sample.8).
 
-Two launches score the sampled rows, array operations select the blocks, and one launch attends to them.
+Two kernels score the sampled rows, MLX operations select the key blocks, and one kernel attends to the selected blocks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .blocks import THREADGROUP_MEMORY, attend_lists
 from .launch import LANES, Kernel, integer, of_one_type, real
 from .launch_split import MAX_WORK
 
-SIDE = 8  # rows of a matrix
+SIDE = 8  # rows of a matrix in registers
 SUM_THREADS, SUMMED_BLOCKS = 256, 32
-GROUPS = 1024  # threadgroups that fill the largest GPU several times
+GROUPS = 1024  # number of threadgroups that fills the largest GPU several times
 
 SCORES = Kernel(
     "sample_scores",
@@ -32,9 +32,9 @@ SUMS = Kernel(
 
 
 def shape_of(rows: int, D: int, itemsize: int) -> dict[str, int]:
-    """Return the matrices per SIMD group, the SIMD groups and the staged keys for a sample of ``rows``.
+    """Return template parameters for a sample of ``rows``: matrices per SIMD group, SIMD groups and staged keys.
 
-    A lane holds its part of the queries in registers, two float32 per matrix, at most 64.
+    A lane holds a part of the queries in registers: two float32 per 8x8 matrix, at most 64 in total.
     """
     fragments = 2 if D <= 128 and rows > 32 else 1
     simdgroups = min(8, -(-rows // (SIDE * fragments)))
@@ -52,16 +52,16 @@ def sample_scores(
     rows: int | None = None,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute the attention mass of each region's sample by key block and by offset bin (sample.3) to (sample.5).
+    """Sum the attention mass of each region's sampled rows by key block and by offset bin (sample.3) to (sample.5).
 
     Args:
         queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
-        keys: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; a whole buffer, which is not copied if ``queries``
-            have its type.
-        rows: query rows sampled per region; None means ``block_size``.
+        keys: ``(B, Hkv, capacity, D)`` buffer with ``length`` rows in use; not copied if queries and keys have the same
+            type.
+        rows: number of query rows sampled per region; None means ``block_size``.
 
     Returns:
-        ``column`` and ``slash``, float32 ``(B, Hq, C, Nk)``.
+        ``column``, the mass by key block, and ``slash``, the mass by offset bin: float32 ``(B, Hq, C, Nk)``.
     """
     queries, keys = of_one_type(queries, keys)
     B, Hq, L, D = queries.shape
@@ -83,7 +83,7 @@ def sample_scores(
 def _scores(
     queries: mx.array, keys: mx.array, layout: Layout, sampled: int, scale: float, heads: tuple[int, int]
 ) -> list[mx.array]:
-    """Score a range of KV heads in two launches: ``column`` and ``slash``, ``(B, heads, G, C, Nk)``."""
+    """Compute ``column`` and ``slash (B, heads, G, C, Nk)`` for the KV heads ``heads[0] .. heads[1] - 1``."""
     B, Hq, _, D = queries.shape
     G, count, C = Hq // keys.shape[1], heads[1] - heads[0], len(layout.regions)
     shape = shape_of(sampled, D, queries.itemsize)
@@ -120,7 +120,10 @@ def _scores(
 
 @lru_cache(maxsize=64)
 def _samples(samples: tuple[tuple[int, int], ...]) -> mx.array:
-    """Return first rows and ends as int32 ``(max(C, 4), 2)``. MLX passes fewer than eight elements differently."""
+    """Convert the sampled row ranges ``[start, stop)`` of C regions to an int32 array ``(max(C, 4), 2)``.
+
+    The array has at least eight elements, because MLX passes smaller arrays in another address space.
+    """
     numbers = [*samples, *[(0, 0)] * (4 - len(samples))]
     return mx.array(numbers, mx.int32)
 
@@ -136,7 +139,7 @@ def sample_select(
     scale: float,
     length: int | None = None,
 ) -> mx.array:
-    """Select the key blocks of each row block (sample.7): ``(B, Hq, R, Nk)`` int32, ascending, then -1; lazily."""
+    """Select the key blocks of each row block (sample.7): lazy int32 ``(B, Hq, R, Nk)``, ascending, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2] if length is None else length, chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale, length=layout.S)
     return block_select.select(
@@ -154,13 +157,16 @@ def sample_attention(
     length: int | None = None,
     **selection: Any,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Attend a chunk: ``out (B, Hq, L, D)`` in the type of ``queries``, float32 ``lse (B, Hq, L)`` and its blocks.
+    """Run SampleAttention on a prefill chunk.
 
     Args:
         queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
-        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied if all
-            three have one type.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use; not copied if queries, keys and
+            values have the same type.
         selection: the other parameters of `sample_select`.
+
+    Returns:
+        ``out (B, Hq, L, D)`` in the type of ``queries``, float32 ``lse (B, Hq, L)`` and the result of `sample_select`.
     """
     given: dict[str, Any] = {"block_size": block_size, "scale": scale, "length": length}
     blocks = sample_select(queries, keys, **selection, **given)

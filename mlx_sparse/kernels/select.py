@@ -1,4 +1,4 @@
-"""Exact top-k of a row on the GPU without sorting it, shared by every method (metal/top_k_select.h)."""
+"""Exact top-k selection on the GPU without sorting, used by all decode methods (metal/top_k_select.h)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 from .launch import KEPT, LANES, Kernel, Launch, Outputs, integer, padding_or_zeros
 
 ITEMS = 16  # items per thread, in registers: TOP_K_ITEMS
-FEW_THREADS, MANY_THREADS = 256, 512  # per tile; more would leave too few registers on some GPUs
+FEW_THREADS, MANY_THREADS = 256, 512  # threads per tile; with more threads, some GPUs have too few registers
 
 SCORES = Kernel(
     "top_k_scores",
@@ -26,11 +26,11 @@ CANDIDATES = Kernel(
 
 
 def tiles_of(items: int, top_k: int) -> tuple[int, int, int]:
-    """Return the tiles of a row, the threads per tile and the result slots per tile.
+    """Return the number of tiles per row, threads per tile and result slots per tile.
 
-    A row that fits into the registers of a threadgroup is one tile. A longer row is divided among threadgroups, into
-    tiles of at least twice ``top_k`` items. If ``top_k`` is too large for that, one threadgroup reads the row several
-    times.
+    A row that fits into the registers of a threadgroup is one tile. A longer row is divided among threadgroups, with
+    at least ``2 * top_k`` items per tile. If ``top_k`` is too large for the registers, one threadgroup reads the whole
+    row several times.
     """
     threads = next((n for n in (FEW_THREADS, MANY_THREADS) if items <= ITEMS * n), 0)
     if threads:
@@ -53,10 +53,10 @@ def listing(
     more: Outputs = (),
     template: Mapping[str, Any] = MappingProxyType({}),
 ) -> Launch:
-    """Build a launch that lists the best ``top_k`` of each tile of rows with ``items`` items.
+    """Build a launch that lists the best ``top_k`` items of each tile of a row of ``items`` items.
 
-    The outputs are ``bits`` and ``indices (B, Hkv, tiles * slots)``, then ``more``. With one tile they are the best
-    ``min(top_k, items)`` of the row.
+    The outputs are ``bits (B, Hkv, tiles * slots)``, the scores as ordered integers, ``indices`` with the same shape,
+    and the outputs in ``more``. With one tile, ``slots`` is ``min(top_k, items)`` and the selection is complete.
     """
     tiles, threads, slots = tiles_of(items, top_k)
     listed = (B, Hkv, tiles * slots)
@@ -71,10 +71,10 @@ def listing(
 
 
 def merge(bits: mx.array, indices: mx.array, top_k: int) -> mx.array:
-    """Select the best of the candidates of a `listing`, in rounds until one tile is left.
+    """Select the best ``top_k`` candidates of a `listing`, in as many launches as needed.
 
     Returns:
-        ``indices (B, Hkv, top_k)`` int32, ascending, -1 in empty slots.
+        int32 ``indices (B, Hkv, top_k)``, ascending, -1 in empty slots.
     """
     while bits.shape[2] > top_k:
         bits, indices = _merging(*bits.shape, top_k)(bits, indices)
@@ -90,10 +90,10 @@ def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_paddin
     """Select the last ``local_window`` valid keys and the best other keys, ``top_k`` in total (sparq.6).
 
     Args:
-        scores: float32 ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never chosen, NaN counts as +inf.
+        scores: float32 ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never selected, NaN counts as +inf.
 
     Returns:
-        ``(B, Hkv, min(top_k, S))`` int32, ascending; ties go to the lower index; -1 in empty slots.
+        int32 key indices ``(B, Hkv, min(top_k, S))``, ascending, -1 in empty slots; ties go to the lower index.
     """
     B, Hkv, S = scores.shape
     bits, indices = scored_listing(B, Hkv, S, local_window, top_k)(scores, padding_or_zeros(left_padding, B))
@@ -102,5 +102,5 @@ def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_paddin
 
 @lru_cache(maxsize=KEPT)
 def scored_listing(B: int, Hkv: int, S: int, local_window: int, top_k: int) -> Launch:
-    """Build a `listing` of float32 scores ``(B, Hkv, S)``."""
+    """Build a `listing` launch whose inputs are float32 scores ``(B, Hkv, S)`` and the left padding."""
     return listing(SCORES, B, Hkv, S, top_k, [integer(S), integer(local_window), integer(top_k)])

@@ -1,8 +1,8 @@
 """SparQ attention on the GPU: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21).
 
-A decode step has three launches: the logits of all keys, the best keys of each tile, and attention over the best of
-these. If the mean value is mixed in or more than 512 keys are selected, another launch selects the keys. One more
-merges the parts of a split list.
+A decode step has three launches. The first computes approximate logits of all keys. The second lists the best keys of
+each tile. The third selects ``top_k`` of these keys and attends to the selected keys. If the mean value is mixed in or
+more than 512 keys are selected, selection is a separate launch. If the list is split, one more launch merges the parts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .attend import Listed, Reallocation, attend_candidates, attend_indices, tak
 from .launch import KEPT, Form, Kernel, Launch, Outputs, integer, padding_or_zeros, parts_of, real, row_template
 from .select import listing, merge, tiles_of
 
-KEYS = 4  # per thread: SCORE_KEYS
+KEYS = 4  # keys per thread: SCORE_KEYS
 THREADS = 256
 
-CODE_TILE = 1024  # coded keys of a threadgroup: SCORE_TILE
+CODE_TILE = 1024  # int4 keys per threadgroup: SCORE_TILE
 
 SCORES = Kernel(
     "sparq_scores",
@@ -58,16 +58,16 @@ CODE_CANDIDATES = Kernel(
 
 
 class Sizes(NamedTuple):
-    """Everything that determines the launches of a decode step, except its arrays.
+    """Sizes and parameters that determine the launches of a decode step.
 
     Attributes:
         dtype: type of the queries and of the output.
-        length: keys in use.
-        weighted: the components have a weight.
-        scored: source of the scores: "columns" of component-major keys, int4 "codes", or quantized "rows".
-        exact: the logits must be float32, because reallocation reads them. Logits from columns always are.
-        aligned: each column holds a multiple of 4 keys.
-        form: form of quantized rows.
+        length: number of keys in use.
+        weighted: True if the components have weights (sparq.1).
+        scored: scoring keys: "columns" (component-major keys), "codes" (int4) or "rows" (quantized KV cache).
+        exact: True if reallocation needs float32 logits. Logits from "columns" are always float32.
+        aligned: True if the capacity of component-major keys is a multiple of 4.
+        form: bits and group size of a quantized KV cache; None for other caches.
     """
 
     B: int
@@ -88,21 +88,21 @@ class Sizes(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """True if the logits are written in 8 bits: sixteenths of a nat below the largest of their tile."""
+        """True if logits are stored in 8 bits, as sixteenths of a nat below the largest logit of the tile."""
         return self.scored != "columns" and not self.exact
 
     @property
     def code_tiles(self) -> int:
-        """Number of tiles: the tiles of the keys in full groups, and one for the tail."""
+        """Number of tiles of keys in full quantization groups, plus one tile for the remaining keys (the tail)."""
         return -(-(self.length // GROUP * GROUP) // CODE_TILE) + 1
 
 
 def sparq_scores(n: Sizes) -> Launch:
-    """Build the launch that writes approximate logits of all keys from ``rank`` components (sparq.3).
+    """Build the launch that computes approximate logits of all keys from ``rank`` components (sparq.3).
 
-    The outputs are float32. ``logits (B, Hkv, stride, G)`` are -inf for invalid keys; ``stride`` is the next multiple
-    of 4. ``statistics (B, Hkv, tiles, G, 2)`` are the largest logit and the sum of ``exp(logit - largest)`` of each
-    tile of 1,024 keys.
+    The outputs are float32. ``logits (B, Hkv, stride, G)`` are -inf for invalid keys; ``stride`` is ``length`` rounded
+    up to a multiple of 4. ``statistics (B, Hkv, tiles, G, 2)`` are the largest logit and the sum of
+    ``exp(logit - largest)`` of each tile of 1,024 keys.
     """
     tiles = -(-n.length // (KEYS * THREADS))
     logits = (n.B, n.Hkv, -(-n.length // KEYS) * KEYS, n.G)
@@ -117,12 +117,12 @@ def sparq_scores(n: Sizes) -> Launch:
 
 
 def sparq_code_scores(n: Sizes) -> Launch:
-    """Build the launch that writes approximate logits (sparq.21) of all keys from int4 codes.
+    """Build the launch that computes approximate logits of all keys from int4 scoring keys (sparq.21).
 
-    The outputs are the same as for `sparq_scores`, with a stride that is a multiple of 8 and one more tile for the
-    tail. `narrow` logits are uint8.
+    The outputs are the same as for `sparq_scores`, except that ``stride`` is a multiple of 8, the tail has a separate
+    tile and `narrow` logits are uint8.
     """
-    per_thread = 8 if n.G <= 4 else 4  # more do not fit into the registers
+    per_thread = 8 if n.G <= 4 else 4  # keys; more keys do not fit into the registers
     template = {"D": n.D, "G": n.G, "WEIGHTED": n.weighted, "KEYS": per_thread}
     return Launch(
         CODE_SCORES_PACKED if n.form else CODE_SCORES,
@@ -135,7 +135,10 @@ def sparq_code_scores(n: Sizes) -> Launch:
 
 
 def sparq_row_scores(n: Sizes) -> Launch:
-    """Build the launch that scores quantized rows with all components (quantized.2); outputs as `sparq_code_scores`."""
+    """Build the launch that computes logits of a quantized KV cache from all components (quantized.2).
+
+    The outputs are the same as for `sparq_code_scores`.
+    """
     return Launch(
         ROW_SCORES,
         _scored(n),
@@ -147,7 +150,7 @@ def sparq_row_scores(n: Sizes) -> Launch:
 
 
 def _scored(n: Sizes) -> Outputs:
-    """Return shapes and types of the logits and statistics of `code_tiles`."""
+    """Return the output shapes and types of `sparq_code_scores` and `sparq_row_scores`."""
     logits = (n.B, n.Hkv, -(-n.length // 8) * 8, n.G)
     return [(logits, mx.uint8 if n.narrow else mx.float32), ((n.B, n.Hkv, n.code_tiles, n.G, 2), mx.float32)]
 
@@ -155,8 +158,8 @@ def _scored(n: Sizes) -> Outputs:
 def sparq_candidates(n: Sizes) -> Launch:
     """Build the launch that lists the best keys of each tile (sparq.6) and the softmax of the logits (sparq.4).
 
-    The outputs are ``bits`` and ``indices`` of a `select.listing`, and float32 ``softmax (B, Hkv, G, 2)``: largest
-    logit and ``1 / sum(exp(logit - largest))``.
+    The outputs are the ``bits`` and ``indices`` of a `select.listing`, and float32 ``softmax (B, Hkv, G, 2)``: the
+    largest logit and ``1 / sum(exp(logit - largest))``.
     """
     return listing(
         CODE_CANDIDATES if n.narrow else CANDIDATES,
@@ -177,7 +180,7 @@ class Launches(NamedTuple):
     """Launches of a decode step.
 
     Attributes:
-        attend: selects the best keys of all tiles and attends to them; None if that needs several launches.
+        attend: selects the best keys of all tiles and attends to these keys; None if this needs several launches.
     """
 
     scores: Launch
@@ -187,7 +190,7 @@ class Launches(NamedTuple):
 
 @lru_cache(maxsize=KEPT)
 def launches(n: Sizes) -> Launches:
-    """Build the launches of a decode step; layers of the same sizes share them."""
+    """Build the launches of a decode step, cached for other layers with the same sizes."""
     tiles, _, slots = tiles_of(n.length, n.top_k)
     left = tiles * slots
     fits = not n.exact and left > n.top_k and takes_candidates(n.D, n.G, left, n.top_k)
@@ -199,10 +202,10 @@ class Candidates(NamedTuple):
     """Results of the first two launches of a decode step.
 
     Attributes:
-        bits, indices: outputs of a `select.listing`.
-        logits: output of `sparq_scores`, `sparq_code_scores` or `sparq_row_scores`.
-        softmax: output of `sparq_candidates`.
-        attend: see `Launches`.
+        bits, indices: best keys of each tile, from `sparq_candidates`.
+        logits: approximate logits from `sparq_scores`, `sparq_code_scores` or `sparq_row_scores`.
+        softmax: largest logit and ``1 / sum(exp(logit - largest))`` per query head, from `sparq_candidates`.
+        attend: third launch of the step; None if the remaining work needs several launches.
     """
 
     bits: mx.array
@@ -215,14 +218,14 @@ class Candidates(NamedTuple):
 def find_candidates(
     queries: mx.array, keys: Rows, how: Selection, *, exact: bool = False, length: int | None = None
 ) -> Candidates:
-    """Find the best keys of each tile from ``rank`` components.
+    """Score all keys with ``rank`` components and list the best keys of each tile.
 
     Args:
-        how: parameters. Codes in ``keys_t (B, Hkv, D, capacity)`` include at least all full groups. Without ``keys_t``,
-            quantized keys are scored by their rows if ``rank`` is D. Other keys are transposed first, which costs more
-            than dense attention.
-        exact: see `Sizes`.
-        length: keys in use; all of them when None.
+        how: parameters of the selection. If ``keys_t`` is `KeyCodes`, it must cover all full groups. If ``keys_t`` is
+            None and ``rank`` is D, a quantized KV cache is scored directly. In all other cases without ``keys_t``, the
+            keys are transposed first, which costs more than dense attention.
+        exact: True if reallocation needs float32 logits.
+        length: number of keys in use; None means all keys.
     """
     (B, Hq, _, D), Hkv = queries.shape, keys.shape[1]
     weight = _no_weight() if how.component_weight is None else how.component_weight
@@ -246,7 +249,7 @@ def find_candidates(
 
 
 def _not_empty(coded: KeyCodes) -> KeyCodes:
-    """Pad empty codes to one group, because a kernel does not accept empty arrays."""
+    """Pad empty codes to one group, because kernels do not accept empty arrays."""
     if coded.lo.shape[-1] > 0:
         return coded
     codes, lo, step = (mx.pad(array, [(0, 0)] * 3 + [(0, WORDS)]) for array in coded[:3])
@@ -256,7 +259,7 @@ def _not_empty(coded: KeyCodes) -> KeyCodes:
 def sparq_select(
     queries: mx.array, keys: Rows, how: Selection, *, exact: bool = False, length: int | None = None
 ) -> mx.array:
-    """Select the keys of one decode step: ``(B, Hkv, min(top_k, S))`` int32, ascending, -1 in empty slots."""
+    """Select the keys of one decode step: int32 ``(B, Hkv, min(top_k, S))``, ascending, -1 in empty slots."""
     found = find_candidates(queries, keys, how, exact=exact, length=length)
     return merge(found.bits, found.indices, how.top_k)
 
@@ -271,12 +274,13 @@ def sparq_attention(
     length: int | None = None,
     **selection: Any,
 ) -> tuple[mx.array, mx.array]:
-    """Run one decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
+    """Run one decode step of SparQ: ``out (B, Hq, 1, D)`` in the type of ``queries``, float32 ``lse (B, Hq, 1)``.
 
     Args:
-        keys, values: ``(B, Hkv, capacity, D)`` with ``length`` rows in use; whole buffers, which are not copied.
-        value_mean: float32 ``(B, Hkv, D)``; needed to reallocate.
-        selection: the fields of a `Selection`.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied.
+        reallocate: mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
+        value_mean: float32 ``(B, Hkv, D)`` mean of the valid values; needed if ``reallocate``.
+        selection: the fields of `Selection`.
     """
     how = Selection(**selection)
     found = find_candidates(queries, keys, how, exact=reallocate, length=length)

@@ -1,5 +1,5 @@
-"""The `ops` backend: every method in MLX array operations, on any device of MLX.
+"""The `ops` backend: all methods in MLX array operations, on any MLX device.
 
-Arguments are checked in `mlx_sparse.api`; equation numbers refer to docs/spec. Scores, softmax, sums and accumulators
+`mlx_sparse.api` checks the arguments. Equation numbers such as (sparq.7) refer to docs/spec. Scores, softmax and sums
 are float32 for every storage type.
 """

@@ -1,4 +1,4 @@
-"""Exact softmax attention over all keys or over an index list, shared by every method."""
+"""Exact softmax attention over all keys or over an index list, used by all methods."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def group_queries(queries: mx.array, Hkv: int) -> mx.array:
 
 
 def softmax_lse(scores: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Return the softmax over the last axis where ``mask`` is True, and its log-sum-exp.
+    """Return the softmax and log-sum-exp over the last axis, restricted to keys where ``mask`` is True.
 
-    A row without a key gives 0 and -inf. A row with NaN or +inf has no softmax: those keys get NaN, the others 0.
+    A row without keys gets weights 0 and log-sum-exp -inf. In a row with NaN or +inf, the keys with NaN or +inf get
+    weight NaN and all other keys get weight 0.
     """
     if mask is not None:
         scores = mx.where(mask, scores, -mx.inf)
@@ -31,7 +32,7 @@ def softmax_lse(scores: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.a
 
 
 def exact_logits(queries: mx.array, keys: Rows) -> mx.array:
-    """Return float32 logits ``(B, Hkv, G, S)`` of float32 ``queries (B, Hkv, G, D)`` without dequantizing keys."""
+    """Return float32 logits ``(B, Hkv, G, S)`` of float32 ``queries (B, Hkv, G, D)`` without dequantizing the keys."""
     if isinstance(keys, PackedRows):
         group_size, bits = keys.group_size, keys.bits
         return mx.quantized_matmul(queries, *keys.parts, transpose=True, group_size=group_size, bits=bits)
@@ -51,9 +52,9 @@ def attend_indices(
 
     Args:
         queries: ``(B, Hq, 1, D)``.
-        keys, values: ``(B, Hkv, S, D)``; only the listed rows of a quantized cache are dequantized.
-        indices: ``(B, Hkv, N)`` int32; -1 or any number that is not a key = empty slot.
-        counts: ``(B, Hkv)`` number of slots of each list that are in use; the others are empty. None = all.
+        keys, values: ``(B, Hkv, S, D)``; of a quantized KV cache, only the listed rows are dequantized.
+        indices: ``(B, Hkv, N)`` int32; -1, or any number that is not the index of a key, is an empty slot.
+        counts: ``(B, Hkv)`` number of slots in use in each list; later slots are ignored. None means all slots.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot
@@ -65,7 +66,7 @@ def attend_indices(
     rows = mx.where(filled, indices, 0)
     keys_n = take_rows(keys, rows).astype(mx.float32)
     values_n = take_rows(values, rows).astype(mx.float32)
-    # An empty slot gathers row 0, which may be uninitialized or padding. The row must not enter the sum.
+    # Empty slots gather row 0, which may be padding with NaN. Zero the values, because 0 * NaN is NaN.
     values_n = mx.where(filled[..., None], values_n, 0.0)
     q = group_queries(queries, keys.shape[1]) * scale
     weights, lse = softmax_lse(q @ keys_n.swapaxes(-1, -2), filled[:, :, None, :])
@@ -76,7 +77,7 @@ def attend_indices(
 def dense_attention(
     queries: mx.array, keys: Rows, values: Rows, *, scale: float, left_padding: mx.array | None
 ) -> mx.array:
-    """Compute causal attention of ``queries (B, Hq, L, D)`` at positions ``S - L ..`` with MLX's kernel."""
+    """Compute dense causal attention of ``queries (B, Hq, L, D)`` at positions ``S - L ..`` with MLX's kernel."""
     keys, values = keys[:], values[:]
     L, S, dtype = queries.shape[2], keys.shape[2], queries.dtype
     if left_padding is None:
@@ -84,14 +85,14 @@ def dense_attention(
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask).astype(dtype)
     valid = valid_keys(S, left_padding)
     seen = causal_mask(L, S, left_padding)[:, None]
-    # Padding may hold any number, and 0 * inf is NaN.
+    # Padding may contain any number, and 0 * inf is NaN.
     keys, values = (mx.where(valid[:, None, :, None], rows, 0) for rows in (keys, values))
     out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen)
     return mx.where(seen.any(axis=-1, keepdims=True), out, 0).astype(dtype)
 
 
 def dense_lse(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention, the reference of attention recall."""
+    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention, for computing attention recall."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale
@@ -111,15 +112,15 @@ def dense_lse(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.a
 def attend_rows(
     queries: mx.array, keys: Rows, values: Rows, *, scale: float, causal: bool
 ) -> tuple[mx.array, mx.array]:
-    """Compute exact attention over a part of the keys; `merge` combines the parts.
+    """Compute exact attention over a part of the keys; `merge` combines the results of several parts.
 
     Args:
         queries: ``(B, Hq, L, D)``.
         keys, values: ``(B, Hkv, n, D)``; ``n`` may be 0.
-        causal: True if the queries belong to the last ``L`` rows; otherwise each query attends all rows.
+        causal: True if query i is at the position of key ``n - L + i``; False if each query attends all ``n`` keys.
 
     Returns:
-        float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``; 0 and -inf without rows.
+        float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``; 0 and -inf if ``n`` is 0.
     """
     B, Hq, L, D = queries.shape
     Hkv, n = keys.shape[1:3]
@@ -150,6 +151,6 @@ def merge(*parts: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
 
 
 def causal_mask(L: int, S: int, left_padding: mx.array | None) -> mx.array:
-    """Return a bool mask ``(B or 1, L, S)``; True = attend."""
+    """Return a causal mask ``(B or 1, L, S)``, True where a query attends a key."""
     causal = mx.arange(S) <= mx.arange(S - L, S)[:, None]
     return causal[None] if left_padding is None else causal & valid_keys(S, left_padding)[:, None, :]

@@ -1,4 +1,4 @@
-"""The decode baselines: docs/spec/sparq.md, section "Baselines"."""
+"""Decode baselines: docs/spec/sparq.md, section "Baselines"."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def streaming_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Attend the first ``sink_tokens`` and last ``recent_tokens`` valid keys; S is larger than their sum."""
+    """Attend the first ``sink_tokens`` and last ``recent_tokens`` valid keys; S must exceed their sum."""
     B, Hkv, S, _ = keys.shape
     first = mx.zeros((B, 1), mx.int32) if left_padding is None else left_padding[:, None].astype(mx.int32)
     slots = mx.concatenate([first + mx.arange(sink_tokens), mx.arange(S - recent_tokens, S) + 0 * first], axis=1)
-    # With padding a sink can lie in the recent window, and a slot of the window before the first valid key.
+    # With padding, a sink can be in the recent window, and the window can begin before the first valid key.
     is_sink = mx.arange(sink_tokens + recent_tokens) < sink_tokens
     valid = mx.where(is_sink, slots < S - recent_tokens, slots >= first)
     indices = mx.sort(mx.where(valid, slots, S), axis=-1)
@@ -43,7 +43,7 @@ def oracle_top_k_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Attend the keys that SparQ selects from exact scores."""
+    """Attend the keys that SparQ would select if its scores were exact."""
     weights, _ = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
     indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=local_window, left_padding=left_padding)
     return attend_indices(queries, keys, values, indices, scale=scale)
@@ -58,9 +58,9 @@ def flexgen_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Sum the values of the ``top_k`` largest group-summed softmax weights, without renormalization.
+    """Attend the ``top_k`` keys with the largest dense softmax weights, summed over the group, without renormalization.
 
-    The second result is the dense log-sum-exp plus the log of the attention recall, as for the other methods.
+    The returned log-sum-exp covers the selected keys, as for the other methods.
     """
     weights, lse = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
     indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
@@ -84,7 +84,7 @@ def h2o_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Attend local keys and heavy hitters: ``out``, ``lse`` and the new scores, -inf for evicted keys."""
+    """Run one decode step of H2O: return ``out``, ``lse`` and the new scores, which are -inf for evicted keys."""
     B, Hkv, S = scores.shape
     scores = scores.astype(mx.float32)
     indices = top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
@@ -94,14 +94,14 @@ def h2o_attention(
     keys_n = take_rows(keys, rows).astype(mx.float32)
     weights, _ = softmax_lse((group_queries(queries, Hkv) * scale) @ keys_n.swapaxes(-1, -2), filled[:, :, None, :])
     received = mx.take_along_axis(scores, rows, axis=-1) + weights.mean(axis=2)
-    # Empty slots write to one additional slot at the end.
+    # Empty slots write to an additional slot S, which is removed.
     updated = mx.full((B, Hkv, S + 1), -mx.inf)
     updated = mx.put_along_axis(updated, mx.where(filled, indices, S), received, axis=-1)
     return out, lse, updated[..., :S]
 
 
 def h2o_scores(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Return the attention that each key received from ``L`` causal queries: the group mean, float32 (B, Hkv, S)."""
+    """Return the softmax weight of each key, summed over ``L`` causal queries: the group mean, float32 (B, Hkv, S)."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale
@@ -114,7 +114,7 @@ def h2o_scores(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.
         scores = causal_scores(wait_for([received], grouped[..., first:stop, :]), keys[..., :end, :])
         if left_padding is not None:
             scores = mx.where(valid_keys(end, left_padding)[:, None, None, None], scores, -mx.inf)
-        # This is `softmax_lse`, normalized by a matrix product to avoid a second array of that size.
+        # Same as `softmax_lse`, but a matrix product normalizes the weights, to avoid a second array of their size.
         top = mx.max(scores, axis=-1, keepdims=True)
         top = mx.where(top == -mx.inf, 0.0, mx.where(mx.isnan(top), mx.inf, top))
         exps = mx.exp(scores - top)
@@ -128,7 +128,7 @@ def h2o_scores(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.
 def exact_weights(
     queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None
 ) -> tuple[mx.array, mx.array]:
-    """Return exact float32 softmax weights ``(B, Hkv, G, S)`` and log-sum-exp ``(B, Hkv, G)`` of one step."""
+    """Return the float32 softmax weights ``(B, Hkv, G, S)`` and log-sum-exp ``(B, Hkv, G)`` of dense attention."""
     S = keys.shape[2]
     logits = exact_logits(group_queries(queries, keys.shape[1]) * scale, keys)
     valid = None if left_padding is None else valid_keys(S, left_padding)[:, None, None, :]

@@ -1,6 +1,6 @@
-"""Block lists from the scores of SampleAttention: docs/spec/sample.md, (sample.6), (sample.7).
+"""Selection of key blocks from the scores of SampleAttention: docs/spec/sample.md, (sample.6), (sample.7).
 
-The `ops` and `metal` backends share this module. All of its arrays are much smaller than the keys.
+The `ops` and `metal` backends share this module. The arrays in this module are much smaller than the keys.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from ..methods.block_layout import Layout
 
 
 def keep(scores: mx.array, alpha: float) -> mx.array:
-    """Keep the fewest largest ``scores (..., Nk)`` whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
+    """Select the fewest largest ``scores (..., Nk)`` whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
     Returns:
-        Bool of the shape of the float32 scores; ties go to the lower index. If a share is NaN, every score is kept.
+        Bool mask with the shape of ``scores``; ties go to the lower index. If a score is NaN, all scores are selected.
     """
     ordered = -mx.sort(-scores, axis=-1)
     reached = mx.cumsum(ordered, axis=-1)
@@ -25,13 +25,13 @@ def keep(scores: mx.array, alpha: float) -> mx.array:
 
 
 def best(scores: mx.array, count: int) -> mx.array:
-    """Keep the ``count`` largest of ``scores (..., Nk)``; ties go to the lower index. With a NaN, keep all."""
+    """Return a mask of the ``count`` largest ``scores (..., Nk)``. Ties go to the lower index; a NaN selects all."""
     ordered = -mx.sort(-scores, axis=-1)
     return _largest(scores, ordered, mx.full((*scores.shape[:-1], 1), min(count, scores.shape[-1]), mx.int32))
 
 
 def _largest(scores: mx.array, ordered: mx.array, count: mx.array) -> mx.array:
-    """Keep the ``count (..., 1)`` largest scores; the result does not depend on the order of equal scores in a sort."""
+    """Return a mask of the ``count (..., 1)`` largest scores, given the scores in descending order as ``ordered``."""
     last = mx.take_along_axis(ordered, count - 1, axis=-1)
     above, level = scores > last, scores == last
     room = count - mx.sum(above, axis=-1, keepdims=True)
@@ -40,15 +40,17 @@ def _largest(scores: mx.array, ordered: mx.array, count: mx.array) -> mx.array:
 
 
 def merge(column_kept: mx.array, slash_kept: mx.array, layout: Layout, *, sampled_in_full: bool) -> mx.array:
-    """Extend kept columns and bins ``(B, Hq, C, Nk)`` over the row blocks of each region (sample.7).
+    """Convert the selected key blocks and offset bins of each region to a mask of row blocks and key blocks (sample.7).
 
     Args:
-        sampled_in_full: attend every causal block in row blocks with a sampled row, as SampleAttention does.
+        column_kept: bool ``(B, Hq, C, Nk)``, selected key blocks of each region.
+        slash_kept: bool ``(B, Hq, C, Nk)``, selected offset bins of each region.
+        sampled_in_full: if True, row blocks with a sampled row attend every causal block, as in SampleAttention.
 
     Returns:
-        Bool ``(B, Hq, R, Nk)``; True = attend.
+        Bool mask ``(B, Hq, R, Nk)``, True where a row block attends a key block.
     """
-    # A bin covers two block diagonals, because its offsets cross a block border in most rows.
+    # A bin covers two block diagonals: in most rows of a block, the offsets of a bin belong to two key blocks.
     slash_kept = slash_kept | mx.pad(slash_kept, [*[(0, 0)] * 3, (1, 0)])[..., :-1]
     region = mx.array(layout.region_of)
     row = mx.arange(layout.first_block, layout.key_blocks)[:, None]
@@ -66,14 +68,15 @@ def block_lists(mask: mx.array, width: int | None = None) -> mx.array:
     """Convert a mask ``(B, Hq, R, Nk)`` to ascending int32 lists ``(B, Hq, R, width)``, padded with -1.
 
     Args:
-        width: at least the length of the longest list. None = that length, which waits for the GPU.
+        width: number of slots per list, at least the length of the longest list. None means the length of the longest
+            list, which must be computed before this function returns.
     """
     if width is None:
         longest = mx.max(mx.sum(mask, axis=-1)).item()
         assert isinstance(longest, int)
         width = longest
     lists = mx.full((*mask.shape[:3], width + 1), -1, mx.int32)
-    # Blocks that are not kept are written to an additional last slot, which is removed.
+    # Blocks that are not selected are written to an additional last slot, which is removed.
     slot = mx.where(mask, mx.cumsum(mask.astype(mx.int32), axis=-1) - 1, width)
     block = mx.broadcast_to(mx.arange(mask.shape[-1], dtype=mx.int32), mask.shape)
     return mx.put_along_axis(lists, slot, block, axis=-1)[..., :width]
@@ -88,6 +91,6 @@ def select(
     alpha_slash: float,
     width: int | None = None,
 ) -> mx.array:
-    """Select block lists ``(B, Hq, R, width)`` from the scores ``(B, Hq, C, Nk)`` of SampleAttention."""
+    """Select the key blocks ``(B, Hq, R, width)`` of each row block from the two results of `sample_scores`."""
     kept = keep(column, alpha_column), keep(slash, alpha_slash)
     return block_lists(merge(*kept, layout, sampled_in_full=True), width)

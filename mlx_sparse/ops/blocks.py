@@ -1,7 +1,7 @@
-"""Attention over lists of key blocks, shared by every prefill method: docs/spec/sample.md, (sample.8).
+"""Attention over lists of key blocks, shared by all block-sparse prefill methods: docs/spec/sample.md, (sample.8).
 
-Row blocks with lists of equal length form a batch, so that lists need no padding and only the diagonal block needs a
-mask.
+Row blocks with lists of equal length are processed in one batch. Lists then need no padding, and only the diagonal
+block needs a mask.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ..methods.block_layout import Layout
 
 Array = npt.NDArray[Any]
 
-# Maximum number of scores per batch, unless one row block has more: they fit into the cache of a CPU, or occupy a GPU.
+# Maximum number of scores per batch. On a CPU the scores of a batch fit into the cache; on a GPU they occupy all cores.
+# A single row block may have more scores than this maximum.
 MAX_SCORES = {mx.cpu: 1 << 20, mx.gpu: 1 << 24}
 
 
@@ -26,16 +27,16 @@ def attend_blocks(
 ) -> tuple[mx.array, mx.array]:
     """Compute exact causal attention of every query over the listed key blocks of its row block.
 
-    The call waits for ``blocks``.
+    This function evaluates ``blocks``.
 
     Args:
         queries: ``(B, Hq, L, D)``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int32; -1 or any number that is not a block = empty slot.
+        blocks: ``(B, Hq, R, N)`` int32; -1, or any number that is not the index of a block, is an empty slot.
 
     Returns:
-        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries
-        without a key.
+        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries that
+        attend no key.
     """
     B, Hq, L, D = queries.shape
     S = keys.shape[2]
@@ -44,7 +45,7 @@ def attend_blocks(
     lead, tail = (S - L) % block_size, -S % block_size
     rows = _in_blocks(queries, lead, tail, block_size).reshape(B * Hq * R, block_size, D)
     keys, values = (_in_blocks(array, 0, tail, block_size) for array in (keys, values))
-    # MLX has no attention kernel for CPUs.
+    # MLX has a fused attention kernel only for GPUs.
     attend = _plain if mx.default_device().type == mx.cpu else _fused
 
     order, outs, lses = [], [], []
@@ -69,17 +70,17 @@ def attend_blocks(
 
 
 def wait_for(done: list[mx.array], array: mx.array) -> mx.array:
-    """Return ``array``, computed after the last of ``done``. Otherwise MLX computes all batches at once in memory."""
+    """Make ``array`` depend on the last array in ``done``, so that MLX does not hold all batches in memory at once."""
     return mx.depends(array, done[-1]) if done else array
 
 
 def batch_size(scores: int) -> int:
-    """Return how many items with ``scores`` scores each form a batch."""
+    """Return the number of items per batch if each item has ``scores`` scores."""
     return max(1, MAX_SCORES[mx.default_device().type] // scores)
 
 
 def causal_scores(queries: mx.array, keys: mx.array) -> mx.array:
-    """Return ``queries @ keys^T`` ``(..., n, N)`` for queries at the last n of N positions; -inf above the diagonal."""
+    """Return causal scores ``queries @ keys^T (..., n, N)`` of the last n of N positions; -inf above the diagonal."""
     n, N = queries.shape[-2], keys.shape[-2]
     causal = mx.arange(n) <= mx.arange(n)[:, None]
     edge = mx.where(causal, queries @ keys[..., N - n :, :].swapaxes(-1, -2), -mx.inf)
@@ -97,15 +98,15 @@ def _in_blocks(array: mx.array, lead: int, tail: int, block_size: int) -> mx.arr
 
 
 def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool]]:
-    """Group the row blocks by the length of their lists and by whether the list contains the diagonal block.
+    """Group row blocks whose lists have the same length and either all or none contain the diagonal block.
 
     Yields:
-        Row blocks ``(M,)``, numbered over all heads; ascending key blocks ``(M, n)``; True if the last one is the
-        diagonal block.
+        Indices ``(M,)`` of row blocks, counted over all sequences and heads; their key blocks ``(M, n)``, ascending;
+        True if the last key block is the diagonal block.
     """
     row_block = np.tile(np.arange(layout.first_block, layout.key_blocks), blocks.shape[0] * blocks.shape[1])
     lists = blocks.reshape(len(row_block), -1)
-    # The mask permits lists in any order with duplicates. Its last column receives numbers that are not a block.
+    # A mask accepts lists in any order and with duplicates. Numbers that are not a causal block go to the last column.
     mask = np.zeros((len(row_block), layout.key_blocks + 1), dtype=bool)
     causal = (lists >= 0) & (lists <= row_block[:, None])
     mask[np.arange(len(lists))[:, None], np.where(causal, lists, layout.key_blocks)] = True
@@ -120,19 +121,19 @@ def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool
 
 
 def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """Attend a batch with MLX's kernel. In a packed batch the last query attends the last key."""
+    """Attend a batch with MLX's fused kernel, whose causal mask aligns the last query with the last key."""
     q, k, v = (array[:, None] for array in (queries, keys, values))
     mask = "causal" if diagonal else None
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)[:, 0]
 
 
 def _plain(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """Attend a batch with float32 products, which are faster than 16-bit products on a CPU."""
+    """Attend a batch with float32 products, which are faster on a CPU than 16-bit products."""
     return mx.softmax(_scores(queries, keys, scale, diagonal), axis=-1) @ values.astype(mx.float32)
 
 
 def _lse(queries: mx.array, keys: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """Return the log-sum-exp of a batch in a separate graph, which MLX computes only if it is used."""
+    """Return the log-sum-exp of a batch. The scores are computed again, so that an unused result costs nothing."""
     return mx.logsumexp(_scores(queries, keys, scale, diagonal), axis=-1)
 
 

@@ -1,6 +1,6 @@
-"""Lists of keys by bucket (CSR), in array operations: docs/spec/saap.md, (saap.9).
+"""Index of the keys of each SAAP bucket in CSR format: docs/spec/saap.md, (saap.9).
 
-The `ops` and `metal` backends share this module. A cache rebuilds its lists every few hundred tokens.
+The `ops` and `metal` backends share this module. Caches rebuild the index every few hundred tokens.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import mlx.core as mx
 def saap_index(
     bucket_ids: mx.array, *, buckets: int, sink_tokens: int, left_padding: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """List the keys behind the sinks by bucket, ascending within a bucket (saap.9).
+    """Sort the keys after the sinks by bucket, in ascending order within each bucket (saap.9).
 
     Args:
-        bucket_ids: ``(B, Hkv, n)`` int; a number outside ``0 .. buckets - 1`` = in no bucket.
+        bucket_ids: ``(B, Hkv, n)`` int bucket of each key; keys with a number outside ``0 .. buckets - 1`` are omitted.
 
     Returns:
-        ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)``, int32: bucket c holds the keys
-        ``key_ids[offsets[c] : offsets[c + 1]]``; slots at ``offsets[buckets]`` and behind are undefined.
+        int32 ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)``. Bucket c consists of the keys
+        ``key_ids[offsets[c] : offsets[c + 1]]``; entries from ``offsets[buckets]`` on are undefined.
     """
     B, Hkv, n = bucket_ids.shape
     if n == 0:
         return mx.zeros((B, Hkv, buckets + 1), mx.int32), mx.zeros((B, Hkv, 0), mx.int32)
-    sink_tokens = min(sink_tokens, n)  # more would overflow 32 bits
+    sink_tokens = min(sink_tokens, n)  # a larger number could overflow 32 bits
     first = mx.array(sink_tokens) if left_padding is None else (left_padding + sink_tokens)[:, None, None]
     listed = (bucket_ids >= 0) & (bucket_ids < buckets) & (mx.arange(n) >= first)
     ids = mx.where(listed, bucket_ids, buckets).astype(mx.int32)
     counts = mx.zeros((B, Hkv, buckets + 1), mx.int32)
     counts = counts.at[mx.arange(B)[:, None, None], mx.arange(Hkv)[:, None], ids].add(1)[..., :buckets]
     offsets = mx.pad(mx.cumsum(counts, axis=-1), [(0, 0), (0, 0), (1, 0)])
-    # The number combines bucket and key, so that the result does not depend on the order of equal numbers in a sort.
+    # Sort by bucket * n + key: all numbers differ, so the result does not depend on whether the sort is stable.
     wide = mx.uint32 if (buckets + 1) * n <= 2**32 else mx.int64
     order = mx.sort(ids.astype(wide) * n + mx.arange(n).astype(wide), axis=-1)
     return offsets, (order % n).astype(mx.int32)

@@ -10,10 +10,10 @@ from .select import take_rows
 
 
 def code_keys(keys: Rows, left_padding: mx.array | None) -> KeyCodes:
-    """Code the full groups of each sequence of ``keys (B, Hkv, S, D)``; further slots are 0.
+    """Quantize the full groups of each sequence of ``keys (B, Hkv, S, D)`` to int4; slots after them are 0.
 
     Args:
-        left_padding: ``(B,)`` first valid key of each sequence, where its first group begins.
+        left_padding: ``(B,)`` index of the first valid key of each sequence, where the first group begins.
     """
     keys = keys[:]
     if left_padding is None:
@@ -28,10 +28,11 @@ def code_keys(keys: Rows, left_padding: mx.array | None) -> KeyCodes:
 
 
 def code_groups(keys: mx.array, centre: mx.array | None = None) -> KeyCodes:
-    """Code the full groups of valid ``keys (B, Hkv, S, D)``; the first group begins with the first key.
+    """Quantize the full groups of ``keys (B, Hkv, S, D)`` without padding; the first group begins with key 0.
 
     Args:
-        centre: float32 ``(B, Hkv, D)`` of the earlier groups; None if these groups are the first.
+        centre: float32 ``(B, Hkv, D)`` center of the earlier groups of the sequence; None to compute the center from
+            the first group.
     """
     B, Hkv, S, D = keys.shape
     groups = S // GROUP
@@ -41,7 +42,7 @@ def code_groups(keys: mx.array, centre: mx.array | None = None) -> KeyCodes:
         # (sparq.17)
         middle = least[:, :, 0] * 0.5 + most[:, :, 0] * 0.5 if groups else mx.zeros((B, Hkv, D))
         centre = mx.where(mx.isfinite(middle), middle, 0)
-    # (sparq.18): rounding keeps the order, so the smallest difference belongs to the smallest key
+    # (sparq.18) Rounding preserves order, so the smallest key has the smallest difference.
     least, most = least - centre[:, :, None], most - centre[:, :, None]
     # (sparq.19)
     odd = ~(mx.isfinite(least) & mx.isfinite(most))
@@ -58,12 +59,15 @@ def code_groups(keys: mx.array, centre: mx.array | None = None) -> KeyCodes:
 
 
 def _full_groups(S: int, left_padding: mx.array) -> mx.array:
-    """Return a bool mask ``(B, 1, 1, S // GROUP)`` of the full groups of each sequence."""
+    """Return a mask ``(B, 1, 1, S // GROUP)``, True for the full groups of each sequence."""
     return (mx.arange(S // GROUP) < (S - left_padding)[:, None] // GROUP)[:, None, None]
 
 
 def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None) -> mx.array:
-    """Return the deviation of each component over the valid keys (sparq.22): float32 ``(B, Hkv, D)``."""
+    """Estimate the standard deviation of each component from its int4 codes (sparq.22): float32 ``(B, Hkv, D)``.
+
+    Sequences without a full group use the exact standard deviation of the valid keys.
+    """
     from .sparq import deviation
 
     S = keys.shape[2]
@@ -79,16 +83,16 @@ def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None) -> mx
         return mx.where(there, array, 0).sum(axis=-1, keepdims=True) / count
 
     found = mx.sqrt(mean((middle - mean(middle)) ** 2) + mean(width**2) / 16).squeeze(-1)
-    # A sequence without a coded group has all its valid keys at the end.
+    # If a sequence has no full group, all its valid keys are among the last GROUP keys.
     last = S - GROUP
     return mx.where(there.any(axis=-1), found, deviation(keys[:, :, last:], left_padding - last))
 
 
 def group_moments(coded: KeyCodes) -> mx.array:
-    """Return the running statistics of some groups for (sparq.22), float32 ``(3, B, Hkv, D)``.
+    """Return statistics of the groups in ``coded`` for (sparq.22), float32 ``(3, B, Hkv, D)``.
 
-    They are the mean of the middles, the sum of their squared distances from the mean, and the sum of the squared
-    widths.
+    The three statistics are the mean of the group middles, the sum of squared deviations from this mean, and the sum of
+    squared group widths.
     """
     middle, width = _middles(coded)
     mean = middle.mean(axis=-1)
@@ -96,7 +100,7 @@ def group_moments(coded: KeyCodes) -> mx.array:
 
 
 def _middles(coded: KeyCodes) -> tuple[mx.array, mx.array]:
-    """Return middle and width of the range of each coded group: float32 ``(B, Hkv, D, groups)``."""
+    """Return the middle and the width of each group's value range: float32 ``(B, Hkv, D, groups)``."""
     width = coded.step.astype(mx.float32) * LARGEST_CODE
     return coded.lo.astype(mx.float32) + width / 2, width
 
@@ -108,16 +112,16 @@ def approximate_logits(
     coded: KeyCodes,
     left_padding: mx.array | None,
 ) -> mx.array:
-    """Return approximate logits (sparq.21), float32 ``(B, Hkv, G, S)``; the caller scales the queries.
+    """Return approximate logits of all keys from int4 codes (sparq.21), float32 ``(B, Hkv, G, S)``.
 
     Args:
-        queries: float32 ``(B, Hkv, G, r)`` at these components.
-        components: ``(B, Hkv, r)`` int32.
-        keys: ``(B, Hkv, S, D)``; only the keys of the unfilled group are read.
+        queries: float32 ``(B, Hkv, G, r)``, the selected components of the queries, already scaled.
+        components: int32 ``(B, Hkv, r)`` indices of the selected components.
+        keys: ``(B, Hkv, S, D)``; only keys after the last full group are read.
     """
     S = keys.shape[2]
     groups = S // GROUP
-    last = groups * GROUP if left_padding is None else max(0, S - GROUP + 1)  # the first key of the longest tail
+    last = groups * GROUP if left_padding is None else max(0, S - GROUP + 1)  # first key of the longest tail
     centre = mx.take_along_axis(coded.centre, components, axis=2)
     rows = mx.take_along_axis(keys[:, :, last:], components[:, :, None], axis=3).astype(mx.float32)
     tail = queries @ (rows - centre[:, :, None]).swapaxes(-1, -2)
@@ -127,7 +131,7 @@ def approximate_logits(
     found = mx.quantized_matmul(queries, codes, step, lo, transpose=False, group_size=GROUP, bits=CODE_BITS)
     if left_padding is None:
         return mx.concatenate([found, tail], axis=-1)
-    # The codes of a sequence begin at its first valid key.
+    # Codes begin at the first valid key of a sequence. Move the logits to the positions of their keys.
     first = left_padding[:, None]
     place = mx.arange(S) - first
     found = mx.take_along_axis(found, mx.clip(place, 0, groups * GROUP - 1)[:, None, None], axis=-1)

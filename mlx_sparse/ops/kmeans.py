@@ -1,4 +1,4 @@
-"""Spherical k-means by array operations: docs/spec/saap.md, (saap.1), (saap.2)."""
+"""Spherical k-means in MLX array operations: docs/spec/saap.md, (saap.1), (saap.2)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from ..checks import ConfigError
 
 ITERATIONS = 10
-CHUNK = 1 << 25  # products per chunk: 128 MiB
+CHUNK = 1 << 25  # maximum number of key-centroid products in memory at once: 128 MiB
 
 
 def assign(keys: mx.array, centroids: mx.array) -> mx.array:
-    """Assign each key ``(..., n, D)`` to the centroid ``(..., C, D)`` with the largest product (saap.1).
+    """Assign each key ``(..., n, D)`` to the centroid ``(..., C, D)`` with the largest inner product (saap.1).
 
-    The result is int32 ``(..., n)``. Ties go to the lower bucket, and keys that hold NaN or inf to bucket 0.
+    Returns int32 bucket ids ``(..., n)``. Ties go to the lower bucket. Keys with NaN or inf are assigned to bucket 0.
     """
     *heads, n, _ = keys.shape
     if n == 0:
@@ -29,7 +29,7 @@ def assign(keys: mx.array, centroids: mx.array) -> mx.array:
         best = mx.argmax(rows @ directions, axis=-1).astype(mx.int32)
         ids.append(mx.where(mx.isfinite(rows).all(axis=-1), best, 0))
         if n > step:
-            mx.eval(ids[-1])  # one chunk of products at a time
+            mx.eval(ids[-1])  # hold the products of one chunk in memory at a time
     return ids[0] if len(ids) == 1 else mx.concatenate(ids, axis=-1)
 
 
@@ -37,7 +37,7 @@ def fit(keys: mx.array, buckets: int, *, seed: int = 0, iterations: int = ITERAT
     """Fit float32 unit centroids ``(..., C, D)`` to keys ``(..., n, D)``, starting from random keys.
 
     Raises:
-        ConfigError: more buckets than keys.
+        ConfigError: there are more buckets than keys.
     """
     centroids = keys[..., mx.array(start_points(keys.shape[-2], buckets, seed)), :].astype(mx.float32)
     centroids = _unit(centroids, mx.zeros_like(centroids))
@@ -60,10 +60,10 @@ def move(keys: mx.array, centroids: mx.array) -> mx.array:
 
 
 def start_points(n: int, buckets: int, seed: int) -> np.ndarray:
-    """Return the ascending indices of ``buckets`` random keys out of ``n``.
+    """Draw ``buckets`` random key indices below ``n`` without replacement, in ascending order.
 
     Raises:
-        ConfigError: more buckets than keys.
+        ConfigError: there are more buckets than keys.
     """
     if buckets > n:
         raise ConfigError(f"buckets: expected at most the number of keys to cluster, {n:,}, got {buckets:,}.")

@@ -1,7 +1,7 @@
 """Prefill baselines that hash queries and keys: docs/spec/sample.md, section "Baselines".
 
-They exist for comparison and are slow: every pair of a query and a key is scored, some query rows at a time, and
-masked.
+These baselines are for quality comparisons only. They are slow, because they score all pairs of queries and keys, in
+batches of query rows, and then mask the scores.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ Result = tuple[mx.array, mx.array, mx.array]
 
 
 def hash_codes(vectors: mx.array, buckets: int) -> mx.array:
-    """Hash ``vectors (..., D)`` to the nearest end of ``buckets / 2`` random directions, 0..buckets - 1 (sample.15)."""
+    """Hash ``vectors (..., D)`` to 0..buckets - 1, the nearest of ``buckets / 2`` random directions +-r (sample.15)."""
     along = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], buckets // 2))
     return mx.argmax(mx.concatenate([along, -along], axis=-1), axis=-1)
 
 
 def hash_sparse_attention(queries: mx.array, keys: mx.array, values: mx.array, *, buckets: int, scale: float) -> Result:
-    """Attend the keys with the hash of the query (sample.15): ``out``, ``lse`` and the keys ``(B, Hq, L, N)``."""
+    """Attend keys with the same hash as the query (sample.15).
+
+    Returns:
+        ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` and int32 indices of the attended keys ``(B, Hq, L, N)``.
+    """
     L, S = queries.shape[2], keys.shape[2]
     code_q, code_k = hash_codes(queries, buckets), _by_head(hash_codes(keys, buckets), queries, keys)
     lost = _nan_keys(queries, keys)
@@ -39,12 +43,12 @@ def hash_sparse_attention(queries: mx.array, keys: mx.array, values: mx.array, *
 
 
 def sort_ranks(vectors: mx.array, hash_bits: int) -> mx.array:
-    """Return the rank, 0..M - 1, of each row of ``vectors (..., M, D)`` when sorted by hash (sample.17)."""
+    """Return the rank, 0..M - 1, of each row of ``vectors (..., M, D)`` in the order of the row hashes (sample.17)."""
     positive = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], hash_bits)) > 0
-    # Gray code to number: each digit is the parity of the signs up to it.
+    # Convert the Gray code to a number: each binary digit is the parity of the signs up to this digit.
     digits = mx.cumsum(positive.astype(mx.int32), axis=-1) % 2
     code = (digits * mx.array(1 << np.arange(hash_bits)[::-1])).sum(axis=-1)
-    # MLX's sorts are not stable; the index makes all numbers different.
+    # MLX's sorts are not stable. Adding the row index makes all sort keys different.
     M = code.shape[-1]
     order = mx.argsort(code.astype(mx.int64) * M + mx.arange(M), axis=-1)
     return mx.argsort(order, axis=-1)
@@ -61,7 +65,12 @@ def hyperattention_attention(
     exact_rows: int,
     scale: float,
 ) -> Result:
-    """Run HyperAttention (sample.16) to (sample.18): ``out``, unweighted ``lse`` and the keys ``(B, Hq, L, N)``."""
+    """Run HyperAttention (sample.16) to (sample.18).
+
+    Returns:
+        ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` without sampling weights, and int32 indices of the attended
+        keys ``(B, Hq, L, N)``.
+    """
     L, S = queries.shape[2], keys.shape[2]
     cut = list(pieces(L, S, exact_rows))
     spans = {span for _, _, before in cut for span in before}
@@ -90,7 +99,10 @@ def hyperattention_attention(
 def _span_pairs(
     queries: mx.array, keys: mx.array, span: Span, bucket_size: int, sampled_keys: int, hash_bits: int
 ) -> Callable[[int, int], tuple[mx.array, mx.array]]:
-    """Return a function of a row range: which keys of a span share its buckets, and which are sampled (sample.18)."""
+    """Return a function that maps a range of query rows to two masks over the keys of a span (sample.18).
+
+    The first mask is True for keys in the bucket of the query, the second for sampled keys.
+    """
     P, M, offset = span.stop - span.start, span.last - span.first, keys.shape[2] - queries.shape[2]
     if bucket_size + sampled_keys >= M:
         return lambda start, stop: (mx.ones((1, 1, 1, M), mx.bool_), mx.zeros((M,), mx.bool_))
@@ -103,17 +115,17 @@ def _span_pairs(
 
 
 def _by_head(array: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
-    """Repeat an array of KV heads for each query head."""
+    """Repeat ``array (B, Hkv, ...)`` for each query head: ``(B, Hq, ...)``."""
     return mx.repeat(array, queries.shape[1] // keys.shape[1], axis=1)
 
 
 def _nan_keys(queries: mx.array, keys: mx.array) -> mx.array:
-    """Return True for keys with NaN, which have no hash: every query attends them. Bool ``(B, Hq, 1, S)``."""
+    """Return a mask ``(B, Hq, 1, S)`` of keys with NaN, which have no hash and are attended by every query."""
     return _by_head(mx.isnan(keys.astype(mx.float32).sum(axis=-1)), queries, keys)[:, :, None]
 
 
 def _steps(queries: mx.array, keys: mx.array, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Split the positions ``[start, stop)`` into batches of bounded size."""
+    """Split the query positions ``[start, stop)`` into ranges whose scores fit into one batch."""
     rows = batch_size(queries.shape[0] * queries.shape[1] * keys.shape[2])
     for first in range(start, stop, rows):
         yield first, min(first + rows, stop)
@@ -127,7 +139,12 @@ def _attend(
     choose: Callable[[int, int], tuple[mx.array, mx.array | None]],
     scale: float,
 ) -> Result:
-    """Attend the keys that ``choose`` returns for the positions of each step, weighted by ``exp(weight)``."""
+    """Attend the causal keys selected by ``choose``, with weights multiplied by ``exp(weight)``.
+
+    Args:
+        steps: ranges ``(start, stop)`` of query positions.
+        choose: function of ``start`` and ``stop`` that returns a mask of selected keys and ``weight``; None means 0.
+    """
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     k, v = (array.astype(mx.float32)[:, :, None] for array in (keys, values))

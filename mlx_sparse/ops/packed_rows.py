@@ -1,4 +1,4 @@
-"""Keys or values as mlx-lm's quantized caches store them: docs/spec/quantized.md."""
+"""Quantized keys or values in the format of mlx-lm's quantized caches: docs/spec/quantized.md."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 import mlx.core as mx
 
-BITS = (2, 3, 4, 5, 6, 8)  # of a component
+BITS = (2, 3, 4, 5, 6, 8)  # bits per component
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Quantized rows ``(B, Hkv, S, D)`` by `mx.quantize`: each group of a row has a scale and a bias (quantized.1).
+    """Keys or values ``(B, Hkv, S, D)`` quantized by `mx.quantize` (quantized.1).
 
-    They can stand where an array of keys or values does. Indexing returns rows as numbers, in ``dtype``.
+    A `PackedRows` can replace an array of keys or values. Indexing returns dequantized rows in ``dtype``.
 
     Attributes:
         codes: uint32 ``(B, Hkv, S, D * bits / 32)``, lowest bits first.
         scales: ``(B, Hkv, S, D / group_size)`` in ``dtype``.
         biases: ``(B, Hkv, S, D / group_size)`` in ``dtype``.
-        bits: of a component.
+        bits: number of bits per component.
     """
 
     codes: mx.array
@@ -31,7 +31,7 @@ class PackedRows:
 
     @classmethod
     def of(cls, rows: mx.array, *, bits: int, group_size: int = 64) -> PackedRows:
-        """Quantize ``rows (B, Hkv, S, D)``; D is a multiple of ``group_size``, which is 32, 64 or 128."""
+        """Quantize ``rows (B, Hkv, S, D)``; ``group_size`` is 32, 64 or 128 and must divide D."""
         return cls.from_parts(mx.quantize(rows, group_size=group_size, bits=bits), bits)
 
     @classmethod
@@ -51,12 +51,12 @@ class PackedRows:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of ``dtype``."""
+        """Size of one element of ``dtype`` in bytes."""
         return self.scales.itemsize
 
     @property
     def group_size(self) -> int:
-        """Components that share a scale and a bias."""
+        """Number of components that share a scale and a bias."""
         return self.shape[3] // self.scales.shape[3]
 
     @property
@@ -74,13 +74,13 @@ class PackedRows:
         return self.codes, self.scales, self.biases
 
     def after(self, done: mx.array) -> PackedRows:
-        """Return the same rows, which are read once ``done`` is computed."""
+        """Return rows that depend on ``done``: MLX reads the rows only after ``done`` is computed."""
         return PackedRows(mx.depends(self.codes, done), self.scales, self.biases, self.bits)
 
     def __getitem__(self, at: Any) -> mx.array:
-        """Dequantize the rows at ``at`` with all their components, in float32, and round once (quantized.1)."""
+        """Dequantize the rows at index ``at`` in float32 and round the result to ``dtype`` (quantized.1)."""
         codes, scales, biases = (part[at] for part in self.parts)
-        if codes.size == 0:  # `mx.dequantize` takes no empty array
+        if codes.size == 0:  # `mx.dequantize` rejects empty arrays
             return mx.zeros((*codes.shape[:-1], self.shape[3]), self.dtype)
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         rows = mx.dequantize(codes, scales, biases, group_size=self.group_size, bits=self.bits)

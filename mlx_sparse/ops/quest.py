@@ -10,7 +10,8 @@ from .attend import attend_indices, group_queries
 from .packed_rows import Rows
 from .select import top_k_select
 
-SECOND_LARGEST = 3.4028232635611926e38  # of float32: `top_k_select` takes the current page's +inf for the largest
+# Second largest float32: limit of other pages' scores. `top_k_select` clips the current page's +inf to the largest.
+SECOND_LARGEST = 3.4028232635611926e38
 
 
 def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) -> tuple[mx.array, mx.array]:
@@ -18,10 +19,10 @@ def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) ->
 
     Args:
         keys: ``(B, Hkv, S, D)``.
-        left_padding: ``(B,)`` first valid key of each row, where its first page begins.
+        left_padding: ``(B,)`` index of the first valid key of each sequence, where the first page begins.
 
     Returns:
-        Two ``(B, Hkv, P, D)`` in the type of ``keys``; +inf and -inf for a page without a key.
+        Minimum and maximum, each ``(B, Hkv, P, D)`` in the type of ``keys``; +inf and -inf for pages without keys.
     """
     keys = keys[:]
     B, Hkv, S, D = keys.shape
@@ -39,7 +40,7 @@ def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) ->
 
 
 def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of `quest_select` with the bounds of all pages, computed if they are absent."""
+    """Add the page bounds to the parameters of `quest_select` if they are absent."""
     if "page_min" in selection:
         return selection
     bounds = page_bounds(keys, selection["left_padding"], page_size=selection["page_size"])
@@ -47,7 +48,10 @@ def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
 
 
 def page_scores(queries: mx.array, page_min: mx.array, page_max: mx.array) -> mx.array:
-    """Return upper bounds of the page scores for the group (quest.3): float32 ``(B, Hkv, P)``; NaN becomes +inf."""
+    """Return an upper bound of q.k for each page, over all query heads of the group: float32 ``(B, Hkv, P)``.
+
+    A NaN becomes +inf (quest.2), (quest.3).
+    """
     q = group_queries(queries, page_min.shape[1])
     # (quest.2)
     bounds = mx.maximum(q, 0) @ page_max.swapaxes(-1, -2).astype(mx.float32)
@@ -90,10 +94,10 @@ def quest_select(
 def quest_attention(
     queries: mx.array, keys: Rows, values: Rows, *, scale: float, **selection: Any
 ) -> tuple[mx.array, mx.array]:
-    """Run one decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
+    """Run one decode step of Quest: ``out (B, Hq, 1, D)`` in the type of ``queries``, float32 ``lse (B, Hq, 1)``.
 
     Args:
-        selection: the other parameters of `quest_select`. Page bounds that are absent are computed from all keys.
+        selection: the other parameters of `quest_select`. If the page bounds are absent, they are computed.
     """
     selection = with_bounds(keys, selection)
     return attend_indices(queries, keys, values, quest_select(queries, keys, **selection), scale=scale)

@@ -1,4 +1,4 @@
-"""SAAP in array operations: docs/spec/saap.md."""
+"""SAAP in MLX array operations: docs/spec/saap.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def saap_route(
     hidden_bias: mx.array | None = None,
     probes: int,
 ) -> mx.array:
-    """Select the ``probes`` buckets that each group visits (saap.5), (saap.8).
+    """Select ``probes`` buckets per KV head, shared by its query heads (saap.5), (saap.8).
 
     Args:
         queries: ``(B, Hq, 1, D)`` before RoPE.
@@ -28,7 +28,7 @@ def saap_route(
         out_bias: ``(Hkv, C)``; hidden_weight: ``(Hkv, D, H)``; hidden_bias: ``(Hkv, H)``.
 
     Returns:
-        int32 ``(B, Hkv, probes)``, ascending; NaN counts as +inf.
+        int32 bucket ids ``(B, Hkv, probes)``, ascending; a NaN score counts as +inf.
     """
     x = group_queries(queries, out_weight.shape[0])
     if hidden_weight is not None:
@@ -56,17 +56,17 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys of one decode step: sinks, keys at ``covered`` and behind, keys of the visited buckets (saap.10).
+    """List the keys of a decode step: sinks, keys that are not in the index, keys of the visited buckets (saap.10).
 
     Args:
-        visited: ``(B, Hkv, n)`` int, without duplicates; a number that is not a bucket = empty slot.
-        offsets: ``(B, Hkv, C + 1)``; key_ids: ``(B, Hkv, m)``, results of `saap_index` for keys 0..covered-1.
-        covered: one number, or int ``(B,)``.
-        capacity: slots of a list; further keys are omitted.
+        visited: ``(B, Hkv, n)`` int bucket ids without duplicates; a number that is not a bucket is an empty slot.
+        offsets, key_ids: index of the first ``covered`` keys, from `saap_index`.
+        covered: number of keys in the index, as an int or as int ``(B,)``.
+        capacity: length of each list; keys beyond it are omitted.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)``, in this order without gaps, then -1, and their number ``counts
-        (B, Hkv)``.
+        int32 ``indices (B, Hkv, capacity)`` in this order, -1 after the last key, and the number of keys
+        ``counts (B, Hkv)``.
     """
     B, Hkv, n = visited.shape
     C = offsets.shape[2] - 1
@@ -79,13 +79,13 @@ def saap_indices(
     begin = mx.take_along_axis(offsets, bucket, axis=-1)
     size = mx.where(real, mx.take_along_axis(offsets, bucket + 1, axis=-1) - begin, 0)
     exact_begin = mx.concatenate([first, mx.maximum(first, known)], axis=-1)
-    sinks_end = mx.minimum(first + min(sink_tokens, length), known)  # more would overflow 32 bits
+    sinks_end = mx.minimum(first + min(sink_tokens, length), known)  # a larger sum could overflow 32 bits
     exact_end = mx.concatenate([sinks_end, mx.full((B, 1, 1), length)], axis=-1)
     exact_size = mx.maximum(exact_end - exact_begin, 0)
     begin = mx.concatenate([mx.broadcast_to(exact_begin, (B, Hkv, 2)), begin], axis=-1).astype(mx.int32)
     size = mx.concatenate([mx.broadcast_to(exact_size, (B, Hkv, 2)), size], axis=-1).astype(mx.int32)
     stop = mx.cumsum(size, axis=-1)
-    # The run of a slot is the number of runs that end at or before it.
+    # Each output slot belongs to the run with index = number of runs that end at or before the slot.
     rows, heads = mx.arange(B)[:, None, None], mx.arange(Hkv)[None, :, None]
     ends = mx.zeros((B, Hkv, capacity + 1), mx.int32).at[rows, heads, mx.minimum(stop, capacity)].add(1)
     run = mx.minimum(mx.cumsum(ends[..., :capacity], axis=-1), n + 1)
@@ -102,7 +102,7 @@ def saap_indices(
 def saap_attention(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, **visit: Any
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run one decode step with an index built for it (saap.9) to (saap.11).
+    """Build a bucket index and run one decode step (saap.9) to (saap.11).
 
     Args:
         visit: the other arguments of `list_keys`.
@@ -125,11 +125,14 @@ def list_keys(
     recent_tokens: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Build an index of ``S`` keys and list the keys of one decode step with the `saap_indices` of a backend.
+    """Build a bucket index of the keys before the last ``recent_tokens`` and list the keys of one decode step.
 
     Args:
-        bucket_ids: ``(B, Hkv, S or more)`` int; a number that is not a bucket = attended in the exact part only.
-        visited: ``(B, Hkv, n)`` int, without duplicates.
+        expand: `saap_indices` of a backend.
+        S: number of keys in use.
+        bucket_ids: ``(B, Hkv, S or more)`` int bucket of each key; a key with a number that is not a bucket is attended
+            only as a sink or recent key.
+        visited: ``(B, Hkv, n)`` int bucket ids without duplicates.
     """
     window: dict[str, Any] = {"sink_tokens": sink_tokens, "left_padding": left_padding}
     covered = max(S - recent_tokens, 0)

@@ -14,10 +14,10 @@ from .blocks import attend_blocks, batch_size, causal_scores, wait_for
 def sample_scores(
     queries: mx.array, keys: mx.array, *, chunks: int, block_size: int, scale: float, rows: int | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Compute the attention mass of each region's sample by key block and by offset bin: float32 ``(B, Hq, C, Nk)``.
+    """Sum the attention mass of each region's sampled rows by key block and by offset bin: float32 ``(B, Hq, C, Nk)``.
 
     Args:
-        rows: query rows sampled per region; None means ``block_size``.
+        rows: number of query rows sampled per region; None means ``block_size``.
     """
     B, Hq, L, _ = queries.shape
     Hkv, S = keys.shape[1:3]
@@ -45,10 +45,10 @@ def sample_select(
     block_size: int,
     scale: float,
 ) -> mx.array:
-    """Select the key blocks that each row block attends: ``(B, Hq, R, Nk)`` int32, ascending, then -1."""
+    """Select the key blocks that each row block attends: int32 ``(B, Hq, R, Nk)``, ascending, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale)
-    # Row blocks with sampled rows attend every block, so that the longest list is usually this long.
+    # Row blocks with sampled rows attend every causal block, so the longest list usually has Nk blocks.
     return block_select.select(
         column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, width=layout.key_blocks
     )
@@ -63,24 +63,31 @@ def sample_attention(
     scale: float,
     **selection: Any,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Attend a chunk: ``out (B, Hq, L, D)`` in the type of ``queries``, float32 ``lse (B, Hq, L)`` and its blocks.
+    """Run SampleAttention on a prefill chunk.
 
     Args:
         selection: the other parameters of `sample_select`.
+
+    Returns:
+        ``out (B, Hq, L, D)`` in the type of ``queries``, float32 ``lse (B, Hq, L)`` and the result of `sample_select`.
     """
     blocks = sample_select(queries, keys, block_size=block_size, scale=scale, **selection)
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
 
 
 def _masses(queries: mx.array, keys: mx.array, layout: Layout, scale: float) -> mx.array:
-    """Return both masses ``(B, H, 2, Nk)`` of ``queries (B, H, n, D)`` at the last n of the N positions of ``keys``."""
-    # (sample.3) the sample's attention
+    """Compute `masses_of` the attention of ``queries (B, H, n, D)`` at the last n positions of ``keys``."""
+    # (sample.3)
     scores = causal_scores(queries.astype(mx.float32) * scale, keys.astype(mx.float32))
     return masses_of(mx.softmax(scores, axis=-1), layout)
 
 
 def masses_of(weights: mx.array, layout: Layout) -> mx.array:
-    """Return both masses ``(B, H, 2, Nk)`` of attention weights ``(B, H, n, N)`` of the last n of N positions."""
+    """Sum attention weights ``(B, H, n, N)`` of the last n of N positions by key block and by offset bin.
+
+    Returns:
+        float32 ``(B, H, 2, Nk)``: mass by key block, then mass by offset bin.
+    """
     B, H, n, end = weights.shape
     first = end - n
     column = mx.zeros((B, H, layout.key_blocks))
@@ -92,16 +99,18 @@ def masses_of(weights: mx.array, layout: Layout) -> mx.array:
         behind = layout.key_blocks - row_block - 1
         # (sample.4) by key block
         column = column + _pad(near + far, behind)
-        # (sample.5) by offset: the key block m away has a part at offsets of bin m, and the rest in bin m - 1
+        # (sample.5) by offset: of the key block m blocks before, the near keys are in bin m, the far keys in bin m - 1
         slash = slash + _pad(near[..., ::-1], behind) + _pad(far[..., ::-1], behind + 1)[..., 1:]
     return mx.stack([column, slash], axis=2)
 
 
 def _by_block(weights: mx.array, first: int, size: int) -> tuple[mx.array, mx.array]:
-    """Sum ``weights (B, H, n, N)`` by key block: keys up to the place of the row in its block, and later keys.
+    """Sum ``weights (B, H, n, N)`` of one row block by key block, separately for near and far keys.
+
+    Near keys have an offset in their block up to the row's offset in its own block; far keys have a larger offset.
 
     Args:
-        first: position of the first row. All rows are in one row block; the last row is at position N - 1.
+        first: position of the first row; the last row is at position N - 1.
     """
     B, H, n, N = weights.shape
     blocks = _pad(weights, -N % size).reshape(B, H, n, -1, size)

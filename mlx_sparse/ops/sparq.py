@@ -15,17 +15,17 @@ from .select import take_rows, top_k_select, valid_keys
 
 
 def sparq_logits(queries: mx.array, keys: Rows, how: Selection) -> mx.array:
-    """Return approximate logits of every key from ``rank`` components, float32 ``(B, Hkv, G, S)``.
+    """Return approximate logits of all keys from ``rank`` components, float32 ``(B, Hkv, G, S)``.
 
-    Logits of padding are undefined. Without ``keys_t`` the rows of ``keys`` are scored; if ``rank`` is D, quantized
-    rows are not dequantized.
+    Logits of padding are undefined. If ``how.keys_t`` is None, ``keys`` are scored. If in addition ``rank`` is D, a
+    quantized KV cache is scored without being dequantized.
     """
     rank, keys_t = how.rank, how.keys_t
     B = queries.shape[0]
     Hkv, D = keys.shape[1], keys.shape[3]
     q = group_queries(queries, Hkv)
 
-    # (sparq.1) one score per component, shared by the group; (sparq.2) the r largest
+    # (sparq.1) score of each component, summed over the group; (sparq.2) selection of the r largest
     component = mx.abs(q).sum(axis=2)
     if how.component_weight is not None:
         component = component * how.component_weight
@@ -51,19 +51,19 @@ def sparq_logits(queries: mx.array, keys: Rows, how: Selection) -> mx.array:
 
 
 def sparq_select(queries: mx.array, keys: Rows, how: Selection) -> tuple[mx.array, mx.array]:
-    """Select the keys of one decode step by their `sparq_logits`.
+    """Select the keys of one decode step by `sparq_logits`.
 
     Returns:
-        ``indices (B, Hkv, min(top_k, S))`` and float32 ``alpha (B, Hq)``.
+        int32 key ``indices (B, Hkv, min(top_k, S))`` and ``alpha (B, Hq)``, the approximate softmax mass of these keys.
     """
     logits, padding = sparq_logits(queries, keys, how), how.left_padding
-    # (sparq.4) approximate attention, (sparq.5) summed over the group, (sparq.6) the keys
+    # (sparq.4) approximate attention, (sparq.5) sum over the group, (sparq.6) selection of the keys
     valid = None if padding is None else valid_keys(keys.shape[2], padding)[:, None, None, :]
     s_hat, _ = softmax_lse(logits, valid)
     window = how.local_window
     indices = top_k_select(s_hat.sum(axis=2), top_k=how.top_k, local_window=window, left_padding=padding)
 
-    # (sparq.8) their approximate mass
+    # (sparq.8) approximate softmax mass of the selected keys
     chosen = mx.take_along_axis(s_hat, mx.maximum(indices, 0)[:, :, None, :], axis=-1)
     alpha = mx.where((indices >= 0)[:, :, None, :], chosen, 0.0).sum(axis=-1)
     return indices, alpha.reshape(queries.shape[:2])
@@ -78,18 +78,19 @@ def sparq_attention(
     value_mean: mx.array | None,
     **selection: Any,
 ) -> tuple[mx.array, mx.array]:
-    """Run one decode step: ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
+    """Run one decode step of SparQ: ``out (B, Hq, 1, D)`` in the type of ``queries``, float32 ``lse (B, Hq, 1)``.
 
     Args:
-        value_mean: ``(B, Hkv, D)``; needed to reallocate.
-        selection: the fields of a `Selection`.
+        reallocate: mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
+        value_mean: ``(B, Hkv, D)`` mean of the valid values; needed if ``reallocate``.
+        selection: the fields of `Selection`.
     """
     how = Selection(**selection)
     indices, alpha = sparq_select(queries, keys, how)
     out, lse = attend_indices(queries, keys, values, indices, scale=how.scale)
     if reallocate:
         assert value_mean is not None
-        # (sparq.10) in float32: in bfloat16 an alpha of .9996 rounds to 1
+        # (sparq.10) in float32, because bfloat16 rounds an alpha of 0.9996 to 1
         alpha = alpha[..., None, None]
         mean = mx.repeat(value_mean.astype(mx.float32), queries.shape[1] // keys.shape[1], axis=1)[:, :, None, :]
         mixed = alpha * out.astype(mx.float32) + (1.0 - alpha) * mean
