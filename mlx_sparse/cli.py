@@ -18,7 +18,7 @@ HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
 
 # Subcommands that parse their own arguments, with the module of their main().
 OWN_PARSERS = {
-    "demo": "mlx_sparse.tools.demo",
+    "try": "mlx_sparse.tools.try_model",
     "advise": "mlx_sparse.tools.advise",
     "calibrate": "mlx_sparse.tools.measure",
     "eval": "mlx_sparse.tools.evaluate.run",
