@@ -1,7 +1,7 @@
 """Time torch's attention and the public functions of this package on an NVIDIA GPU, without mlx.
 
-Steps are captured as CUDA graphs over sets of caches that together exceed the L2 cache, and timed by CUDA events. In
-Triton's interpreter on the CPU the steps are plain calls, and their times are not meaningful.
+Steps are captured as CUDA graphs and timed by CUDA events. The steps of a graph rotate through copies of the KV cache
+that together exceed the L2 cache. In Triton's interpreter the steps are plain calls, and the times are meaningless.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from mlx_sparse.tools.environment import memory, versions
 
 from .availability import interpreted, unavailable
 
-Step = Callable[[int], torch.Tensor]  # takes the number of a set of caches and returns the output
+Step = Callable[[int], torch.Tensor]  # takes the index of a cache copy and returns the attention output
 
 ROTATIONS = 3  # steps read this multiple of the L2 cache before they read the same keys and values again
-MOST_COPIES = 64  # sets of caches
-LARGEST_SHARE = 0.8  # of the free memory
+MOST_COPIES = 64  # maximum number of cache copies
+LARGEST_SHARE = 0.8  # maximum share of the free memory that a case may use
 ENOUGH = 300e-6  # minimum duration in seconds of all steps of one graph
 FASTEST = 4e12  # bytes per second, used only to compute the number of steps of a graph
 
@@ -49,10 +49,10 @@ def device() -> torch.device:
 
 
 def machine() -> dict[str, Any]:
-    """Return the GPU and the versions."""
+    """Return the GPU, the platform and the versions of torch, triton and this package for the report."""
     found: dict[str, Any] = {"platform": platform.platform()} | versions(("torch", "triton", "mlx-sparse-attention"))
     if interpreted():
-        return found | {"chip": "CPU, Triton's interpreter: the times mean nothing", "device": "cpu"}
+        return found | {"chip": "CPU, Triton's interpreter: the times are meaningless", "device": "cpu"}
     gpu = torch.cuda.get_device_properties(0)
     about = {"chip": gpu.name, "device": "cuda", "memory": gpu.total_memory, "l2": gpu.L2_cache_size}
     return found | about | {"processors": gpu.multi_processor_count, "cuda": torch.version.cuda}
@@ -62,7 +62,7 @@ def check(request: Request) -> None:
     """Validate a request before anything runs.
 
     Raises:
-        ConfigError: an option that the kernels do not have.
+        ConfigError: the kernels do not support one of the options.
         BackendUnavailable: there is no GPU, and Triton's interpreter is not enabled.
     """
     check_request(request, ("triton",))
@@ -71,7 +71,7 @@ def check(request: Request) -> None:
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the variants of a case.
+    """Yield the attention variants that are timed for a case: torch, dense Triton, and each sparse method.
 
     Raises:
         MemoryError: the case is too large for this GPU.
@@ -95,7 +95,7 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
 
 
 def free_memory() -> int:
-    """Return the number of bytes that a case may use."""
+    """Return the free memory in bytes, on the GPU or, in the interpreter, on the CPU."""
     if interpreted():
         return memory()
     gc.collect()
@@ -104,10 +104,10 @@ def free_memory() -> int:
 
 
 class Timer:
-    """Steps on sets of caches in turns, captured as one CUDA graph; on the CPU, plain calls."""
+    """Time attention calls that rotate through cache copies, as one CUDA graph or, on the CPU, as plain calls."""
 
     def __init__(self, step: Step, copies: int, moved: int) -> None:
-        self._step, self.output = step, step(0)  # compiles the kernels too
+        self._step, self.output = step, step(0)  # the first call also compiles the kernels
         self._graph: Any = None
         if interpreted():
             return
@@ -123,7 +123,7 @@ class Timer:
         torch.cuda.current_stream().wait_stream(stream)
 
     def sample(self) -> float:
-        """Return the seconds of a step, from the second of two consecutive runs. The first run hides its launch."""
+        """Return the seconds per step. The graph is replayed twice, and only the second replay is timed."""
         if self._graph is None:
             start = time.perf_counter()
             self._step(0)
@@ -149,7 +149,7 @@ def to_numpy(tensor: torch.Tensor) -> Any:
 
 
 class TorchVariant(Variant):
-    """A variant whose step is captured and timed."""
+    """An attention variant on torch tensors that `Timer` times."""
 
     copies = 1
 
@@ -158,12 +158,12 @@ class TorchVariant(Variant):
         self.role, self.ours = ("dense" if name else "sparse"), not (name or "").startswith("torch")
 
     def batch(self, array: Any, dtype: str | None = None) -> torch.Tensor:
-        """Repeat the array of one sequence for all sequences."""
+        """Copy an array of one sequence to the device and repeat it for all sequences."""
         found = to_torch(array, dtype)
         return found.expand(self.case.B, *found.shape[1:]).contiguous()
 
     def time(self, step: Step) -> None:
-        """Capture the step that is timed."""
+        """Create the timer of ``step``, which captures the CUDA graph."""
         self._timer = Timer(step, self.copies, self.row.details["bytes_formula"] or 2 * self.case.keys)
 
     def run(self, turn: int) -> float:
@@ -174,7 +174,7 @@ class TorchVariant(Variant):
 
 
 class Caches:
-    """Sets of caches of a case with the same random numbers."""
+    """Copies of a KV cache with random keys and values, which together exceed the L2 cache."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -183,24 +183,24 @@ class Caches:
         self.count = min(MOST_COPIES, max(1, math.ceil(8 * ROTATIONS * l2 / (2 * case.keys))))
 
     def normal(self, *shape: int) -> torch.Tensor:
-        """Draw random numbers in the type of the case."""
+        """Draw normal random numbers in the dtype of the case."""
         return torch.randn(shape, device=device(), dtype=getattr(torch, self.case.dtype))
 
     @cached_property
     def queries(self) -> torch.Tensor:
-        """``(B, Hq, 1, D)``."""
+        """Random queries ``(B, Hq, 1, D)``."""
         return self.normal(self.case.B, self.case.shape.Hq, 1, self.case.shape.D)
 
     @cached_property
     def sets(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values ``(B, Hkv, S, D)``."""
+        """Keys and values ``(B, Hkv, S, D)`` of each cache copy."""
         shape = self.case.B, self.case.shape.Hkv, self.case.S, self.case.shape.D
         first = self.normal(*shape), self.normal(*shape)
         return [first, *((first[0].clone(), first[1].clone()) for _ in range(self.count - 1))]
 
 
 class DenseStep(TorchVariant):
-    """Our dense decode step."""
+    """Decode step with the dense attention of this package, and base class of the other decode variants."""
 
     def __init__(self, case: Case, caches: Caches, name: str | None = None, config: Any = None) -> None:
         super().__init__(case, str(config or "dense"), name)
@@ -209,16 +209,16 @@ class DenseStep(TorchVariant):
             self.row.note = f"dense: all of {case.S:,} keys are attended"
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
-        """Run the step. ``state`` is the auxiliary cache state."""
+        """Run the decode step. ``state`` is the auxiliary cache state that `state` returned."""
         out: torch.Tensor = cuda_ref.dense_attention(queries, keys, values)
         return out
 
     def state(self, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        """Return the auxiliary cache state over these rows."""
+        """Compute the auxiliary cache state of the method for these keys and values, or None."""
         return None
 
     def problem(self) -> Problem:
-        """Make the problem of the check."""
+        """Build the inputs and expected output that `check` compares with."""
         return random_problem(self.case)
 
     def check(self) -> str | None:
@@ -232,7 +232,7 @@ class DenseStep(TorchVariant):
 
 
 class TorchStep(DenseStep):
-    """torch's attention. With the queries of a group as rows of one KV head, torch selects another kernel."""
+    """Decode step with torch's attention, by ``enable_gqa`` or with the queries of a group as rows of one head."""
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
         B, Hkv, _, D = keys.shape
@@ -242,7 +242,7 @@ class TorchStep(DenseStep):
 
 
 class SparqStep(DenseStep):
-    """A decode step of SparQ, with 16-bit or int4 scoring keys."""
+    """Decode step with SparQ, with 16-bit or int4 scoring keys."""
 
     def __init__(self, case: Case, caches: Caches, config: Any) -> None:
         super().__init__(case, caches, None, config)
@@ -265,7 +265,7 @@ class SparqStep(DenseStep):
 
 
 class SaapStep(DenseStep):
-    """A decode step of SAAP with a trained router: route, list and attend."""
+    """Decode step with SAAP and a trained router: select buckets, list their keys, and attend."""
 
     def __init__(self, case: Case, caches: Caches, config: Any) -> None:
         super().__init__(case, caches, None, config)
@@ -298,17 +298,17 @@ class SaapStep(DenseStep):
 
 
 class Inputs(Prompt):
-    """A prompt, and its tensors for all sequences."""
+    """The prompt of a prefill case, with its tensors on the device."""
 
     @cached_property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Queries, keys and values."""
+        """Queries, keys and values of all sequences."""
         made = (to_torch(array, self.case.dtype) for array in (self.queries, self.keys, self.values))
         return [array.expand(self.case.B, *array.shape[1:]).contiguous() for array in made]
 
 
 class DensePrefill(TorchVariant):
-    """Prefill in one call by our dense attention."""
+    """Prefill in one call with the dense attention of this package."""
 
     def __init__(self, case: Case, prompt: Inputs, name: str | None = None, config: Any = None) -> None:
         super().__init__(case, "dense" if config is None else str(config), name, density=None)
@@ -325,7 +325,7 @@ class DensePrefill(TorchVariant):
 
 
 class TorchPrefill(DensePrefill):
-    """Prefill by torch's attention."""
+    """Prefill in one call with torch's attention."""
 
     def attend(self, *rows: torch.Tensor) -> torch.Tensor:
         q, k, v = rows
@@ -333,7 +333,7 @@ class TorchPrefill(DensePrefill):
 
 
 class SamplePrefill(DensePrefill):
-    """SampleAttention, sampling included."""
+    """Prefill in one call with SampleAttention. The time includes the sampling of queries."""
 
     def __init__(self, case: Case, prompt: Inputs, config: Any) -> None:
         super().__init__(case, prompt, None, config)

@@ -1,4 +1,4 @@
-"""Validate torch tensors, in addition to `mlx_sparse.checks`."""
+"""Validate torch tensors and their devices. Checks without tensors are in `mlx_sparse.checks`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .availability import interpreted, unavailable
 from .launchers import configs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CODE_TYPES = {  # types of the arrays of int4 scoring keys: `mlx_sparse.methods.scoring_keys.KeyCodes`
+CODE_TYPES = {  # dtypes of the arrays of `mlx_sparse.methods.scoring_keys.KeyCodes`
     "keys_t.codes": torch.uint8,
     "keys_t.lo": torch.float16,
     "keys_t.step": torch.float16,
@@ -37,7 +37,7 @@ def check_group(G: int) -> None:
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Raise `BackendUnavailable` unless Triton's kernels run on this device."""
+    """Raise `BackendUnavailable` unless ``backend`` names this backend and Triton's kernels run on ``device``."""
     if backend not in ("auto", "triton"):
         raise BackendUnavailable(f"backend: expected auto or triton for mlx_sparse.cuda_ref, got {backend}.")
     reason = unavailable()
@@ -83,7 +83,7 @@ def check_integers(name: str, array: torch.Tensor) -> None:
 
 
 def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tensor | None:
-    """Return ``left_padding`` in the form that the kernels require: int32 within 0..S, on the device of the tensors."""
+    """Validate ``left_padding`` and return it as int32, clamped to 0..S, on ``device``; None stays None."""
     if left_padding is None:
         return None
     try:
@@ -96,11 +96,11 @@ def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tenso
 
 
 def check_real(name: str, array: torch.Tensor) -> None:
-    """Raise `ConfigError` unless the kernels support tensors of this type."""
+    """Raise `ConfigError` unless ``array`` is float32, float16 or bfloat16."""
     if array.dtype not in DTYPES:
         raise ConfigError(f"{name}: expected float32, float16 or bfloat16, got {type_name(array.dtype)}.")
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """Return the name of a type without "torch."."""
+    """Return the name of a torch dtype without the prefix, such as "float16"."""
     return str(dtype).removeprefix("torch.")

@@ -25,7 +25,7 @@ def dense_attention(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend one query by our split-KV kernel, and several queries by torch's attention."""
+    """Compute dense attention, with our split-KV kernel for one query and with torch's attention for several."""
     if queries.shape[2] > 1:
         return _prompt(queries, keys, values, scale, left_padding)
     out: torch.Tensor = dense_decode(queries, keys, values, scale, left_padding)[0]
@@ -39,7 +39,7 @@ def _prompt(
     scale: float,
     padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend several queries by torch's attention, which has a fast causal form only for L = S."""
+    """Compute dense causal attention of several queries with torch. Only the case L = S has a fast causal kernel."""
     L, S, grouped = queries.shape[2], keys.shape[2], queries.shape[1] > keys.shape[1]
     if padding is None and L == S:
         return functional.scaled_dot_product_attention(
@@ -61,7 +61,7 @@ def _prompt(
 def dense_lse(
     queries: torch.Tensor, keys: torch.Tensor, *, scale: float, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the float32 log-sum-exp of dense causal attention, ``(B, Hq, L)``, the reference of attention recall."""
+    """Return the log-sum-exp of dense causal attention, float32 ``(B, Hq, L)``, to measure attention recall."""
     L, S = queries.shape[2], keys.shape[2]
     lse: torch.Tensor
     if L == 1:
@@ -80,7 +80,7 @@ def dense_lse(
 
 
 def saap_assign(keys: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Assign each key to its bucket (saap.1), by torch's matrix product."""
+    """Return the bucket of each key (saap.1), computed with torch's matrix product."""
     columns = centroids.float().mT
     step = max(1, ASSIGNED_AT_ONCE // (keys.shape[0] * columns.shape[0] * columns.shape[2]))
     ids = torch.empty(keys.shape[:3], dtype=torch.int32, device=keys.device)
@@ -117,7 +117,7 @@ def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None) -> KeyCodes
         return code_groups(keys)
     S = keys.shape[2]
     groups = S // GROUP
-    # Shift every row to its first valid key. Slots after the last key are in no full group.
+    # Shift every row, so that it starts at its first valid key. No full group contains the slots after the last key.
     place = left_padding[:, None] + torch.arange(groups * GROUP, device=keys.device)
     rows = torch.take_along_dim(keys, place.clamp(max=S - 1)[:, None, :, None], dim=2)
     codes, lo, step, centre = code_groups(rows)
@@ -159,7 +159,7 @@ def code_groups(keys: torch.Tensor, centre: torch.Tensor | None = None) -> KeyCo
 
 
 def _centre(least: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-    """Return the centre (sparq.17) ``(B, Hkv, D)`` from the bounds ``(B, Hkv, groups, D)`` of groups."""
+    """Return the center (sparq.17) ``(B, Hkv, D)`` from the minima and maxima ``(B, Hkv, groups, D)`` of the groups."""
     B, Hkv, groups, D = least.shape
     if groups == 0:
         return least.new_zeros(B, Hkv, D)
@@ -168,7 +168,7 @@ def _centre(least: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
 
 
 def _full(groups: int, S: int, left_padding: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the full ``groups`` of each row: ``(B, 1, 1, groups)``."""
+    """Return a bool mask ``(B, 1, 1, groups)``: True for the full groups of each row."""
     full = (S - left_padding) // GROUP
     return torch.arange(groups, device=left_padding.device) < full[:, None, None, None]
 
@@ -191,6 +191,6 @@ def key_spread(coded: KeyCodes, keys: torch.Tensor, left_padding: torch.Tensor |
         return torch.where(there, array, 0.0).sum(dim=-1, keepdim=True) / count
 
     found = (mean((middle - mean(middle)).square()) + mean(width.square()) / 16).sqrt().squeeze(-1)
-    # All valid keys of a row without a full group are at the end of the buffer.
+    # If a row has no full group, all its valid keys are at the end of the buffer.
     last = S - GROUP + 1
     return torch.where(there[..., 0], found, deviation(keys[:, :, last:], left_padding - last))

@@ -5,9 +5,8 @@ Functions on arrays: `sparq_attention`, `saap_attention`, `sample_attention` and
 not import mlx or mlx_lm.
 """
 
-TYPE_CHECKING = (
-    False  # importing typing would add 10 ms to every start of Python, because the start-up hook imports this file
-)
+# Importing typing would add 10 ms to every start of Python, because the start-up hook imports this file.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 

@@ -1,4 +1,4 @@
-"""Export models to ONNX: the operators of domain ``mlx_sparse``, and the models that use them."""
+"""Export models to ONNX with the operators of the domain ``mlx_sparse``."""
 
 if __name__ != "mlx_sparse.onnx_export":  # an editable install puts the project root on sys.path
     raise ImportError("onnx_export/ is installed as mlx_sparse.onnx_export: run `pip install -e .`, then import that")
@@ -32,7 +32,7 @@ _HOMES = {
     "operators": "OPERATORS",
     "runtime.runner": "Runner",
     "schemas": "registered",
-}  # imported on first use, so that a command can report a missing onnx in one line
+}  # imported on first use, so that a command can print a one-line error if onnx is missing
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 __all__ = list(_HOME_OF)
 

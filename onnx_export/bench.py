@@ -1,7 +1,7 @@
-"""Time ONNX Runtime on a CPU: our operators with native kernels, or as function bodies of standard operators.
+"""Time our operators in ONNX Runtime on a CPU, with native kernels or with function bodies of standard operators.
 
-The caches contain the new token of a decode step from the start, so that the same step can be repeated. Successive
-steps use different sets of caches, so that no set stays in a processor's cache.
+The KV caches contain the new token of a decode step from the start, so that the same step can be repeated. Successive
+steps use different copies of the KV caches, so that no copy stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .runtime import memory, native
 
 Array = npt.NDArray[Any]
 
-IN_PLAY = 600_000_000  # bytes of keys and values that a variant reads before it reads the same ones again
-LARGEST_SHARE = 0.8  # of the memory of the machine
-PAUSE = 0.003  # seconds between two variants, in which the threads of the previous variant stop
+BYTES_IN_TURNS = 600_000_000  # total bytes of the cache copies that a variant reads in turns
+LARGEST_SHARE = 0.8  # maximum share of the machine's memory that a case may use
+PAUSE = 0.003  # seconds between two variants, so that the threads of the previous variant stop
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine and the versions."""
+    """Return the machine and the versions of onnxruntime and onnx for the report."""
     return environment.machine() | {"onnxruntime": version("onnxruntime"), "onnx": version("onnx")}
 
 
@@ -46,7 +46,7 @@ def check(request: Request) -> None:
     """Validate a request before anything runs.
 
     Raises:
-        ConfigError: an option that ONNX Runtime does not have.
+        ConfigError: ONNX Runtime does not support one of the options.
     """
     inputs.check_request(request, ("native", "standard"))
     for case, config in product(request.cases, request.methods):
@@ -56,13 +56,13 @@ def check(request: Request) -> None:
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the variants of a case.
+    """Yield the attention variants that are timed for a case: dense attention and each sparse method.
 
     Raises:
         MemoryError: the case is too large for this machine.
     """
     decode = case.step is None
-    needed = 4 * max(2 * case.keys, IN_PLAY) if decode else 16 * case.S * case.shape.D * case.shape.Hq
+    needed = 4 * max(2 * case.keys, BYTES_IN_TURNS) if decode else 16 * case.S * case.shape.D * case.shape.Hq
     check_memory(needed, environment.memory(), LARGEST_SHARE)
     shared: Any = Caches(case) if decode else inputs.Prompt(case)
     kind = OrtStep if decode else OrtPrefill
@@ -71,14 +71,14 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
 
 
 def records_of(coded: KeyCodes) -> Array:
-    """Return int4 scoring keys as the operators take them: ``(B, Hkv D, groups, record)``."""
+    """Return int4 scoring keys in the layout of the operators: uint8 ``(B, Hkv D, groups, record)``."""
     ranges = np.stack([coded.lo, coded.step], axis=-1).astype("<f2").view(np.uint8)
     records = np.concatenate([ranges, coded.codes.reshape(*coded.lo.shape, -1)], axis=-1)
     return records.reshape(len(records), -1, *records.shape[-2:])
 
 
 class Caches:
-    """Sets of caches of one case with the same random numbers.
+    """Copies of the KV caches of one case with the same random numbers.
 
     There are three kinds of arrays: keys and values as "rows", "transposed" (component-major) keys, and int4 scoring
     keys as "codes".
@@ -87,18 +87,18 @@ class Caches:
     def __init__(self, case: Case) -> None:
         self.case, self.lanes = case, lanes_for(case.S)
         self.capacity = -(-case.S // self.lanes) * self.lanes
-        self.count = max(2, -(-IN_PLAY // (2 * case.keys)))
+        self.count = max(2, -(-BYTES_IN_TURNS // (2 * case.keys)))
         self.problem = inputs.random_problem(case)
         self._sets: dict[str, list[dict[str, Array]]] = {}
 
     def sets(self, kind: str) -> list[dict[str, Array]]:
-        """Return the sets of one kind of arrays, by the name of an input."""
+        """Return all copies of one kind of arrays. Each copy maps input names to arrays."""
         if kind not in self._sets:
             self._sets[kind] = [self.arrays(self.problem, kind) for _ in range(self.count)]
         return self._sets[kind]
 
     def arrays(self, problem: inputs.Problem, kind: str) -> dict[str, Array]:
-        """Return the arrays of a problem in buffers of the full capacity."""
+        """Copy one kind of arrays of ``problem`` into buffers with the capacity of the caches, by input name."""
         _, Hkv, S, D = problem.keys.shape
         keys, values = (memory.zeros((1, Hkv, self.capacity, D), self.case.dtype) for _ in "kv")
         keys[:, :, :S], values[:, :, :S] = problem.keys, problem.values
@@ -116,7 +116,7 @@ class Caches:
 
 
 class OrtVariant(Variant):
-    """A model of one node on onnxruntime with caches that grow in place; without a method, our dense operator."""
+    """One-node model on onnxruntime that updates its caches in place; without a method, our dense operator."""
 
     def __init__(self, case: Case, shared: Any, threads: int, config: Any, backend: str) -> None:
         name = None if config else "CachedAttention"
@@ -127,15 +127,15 @@ class OrtVariant(Variant):
         self.row.note = reason and reason.partition(".")[0]
 
     def common(self, **sizes: int) -> dict[str, Any]:
-        """Return the inputs that all operators have."""
+        """Return the arguments of `operator_model` that all operators share: dtype, axis lengths and scale."""
         shape = self.case.shape
         axes = {"B": 1, "Hq": shape.Hq, "Hkv": shape.Hkv, "D": shape.D}
         return {"dtype": self.case.dtype, "sizes": axes | sizes, "scale": shape.D**-0.5}
 
     def load(self, model: onnx.ModelProto) -> None:
-        """Load a model.
+        """Create a session for a model.
 
-        One process times several sessions in turns, so threads do not spin when their work is done.
+        One process times several sessions in turns, so idle threads sleep instead of spinning.
         """
         options = native.session_options("auto" if self.backend == "native" else "off")
         options.intra_op_num_threads = self.threads
@@ -147,14 +147,14 @@ class OrtVariant(Variant):
         self._binding = self._session.io_binding()
 
     def new_tokens(self, rows: Sequence[Array], start: int) -> dict[str, Array]:
-        """Return the inputs and the output of new tokens; ``rows`` are their queries, keys and values."""
+        """Return input and output arrays for new tokens with the queries, keys and values in ``rows``."""
         names = ("query", "key", "value")
         new = {name: np.ascontiguousarray(row, self.case.dtype) for name, row in zip(names, rows, strict=True)}
         numbers: dict[str, Array] = {"past_length": np.array([start]), "left_padding": np.array([0])}
         return new | numbers | {"output": np.zeros_like(new["query"])}
 
     def place(self, arrays: Mapping[str, Array]) -> None:
-        """Use these arrays in the following runs. The session does not copy them."""
+        """Bind ``arrays`` as inputs and outputs of the next runs, without a copy."""
         for name, array in arrays.items():
             value = memory.ort_value(array)
             if name in self._inputs:
@@ -164,7 +164,7 @@ class OrtVariant(Variant):
 
 
 class OrtStep(OrtVariant):
-    """A decode step."""
+    """Decode step with one operator on onnxruntime."""
 
     def __init__(self, case: Case, shared: Caches, threads: int, config: Any, backend: str) -> None:
         super().__init__(case, shared, threads, config, backend)
@@ -198,13 +198,13 @@ class OrtStep(OrtVariant):
             more |= {"past_bucket_ids": ids, "centroids": np.zeros((Hkv, inputs.BUCKETS, D), np.float16)}
             more |= self._index.network
         else:
-            # One step in 64 fills a group and quantizes it. If S is such a step, start half a group earlier.
+            # One step in 64 fills and quantizes a group. If the step at S does, start half a group earlier.
             early = self._coded and case.S % GROUP == 0
             self._problem = inputs.planted_problem(replace(case, S=case.S - GROUP // 2) if early else case, config)
             self.row.details["bytes_formula"] = int(case.rows * case.item * config.elements(case.S, D))
             found = config.parameters(case.shape.G)
             own = {name: found[name] for name in ("rank", "top_k", "local_window")} | {"component_score": 0}
-            own |= {"reallocate": int(found["reallocate"]), "dense_below": 0}  # 0: sparse at every length
+            own |= {"reallocate": int(found["reallocate"]), "dense_below": 0}  # dense_below=0: sparse at every length
             if self._coded:
                 common["sizes"] |= {"3Hkv": 3 * Hkv, "HkvD": Hkv * D, **coded_axes(caches.capacity)}
                 model = operator_model("SparQCodedAttention", **common, **own)
@@ -222,13 +222,13 @@ class OrtStep(OrtVariant):
         return self._problem.wrong(self.output())
 
     def output(self) -> Array:
-        """Run the model for the check."""
+        """Run the model on the inputs of the check and return the attention output."""
         self.place(self._arrays)
         self._session.run_with_iobinding(self._binding)
         return self._arrays["output"]
 
     def run(self, turn: int) -> float:
-        """Run two steps on two sets of caches and time the second. Its threads are already awake, as in a model."""
+        """Run steps on two cache copies and return the seconds of the second, whose threads are awake as in a model."""
         time.sleep(PAUSE)
         start = 0.0
         for n in (2 * turn, 2 * turn + 1):
@@ -240,7 +240,7 @@ class OrtStep(OrtVariant):
 
 
 class OrtPrefill(OrtVariant):
-    """Prefill in one call. Dense attention of standard operators runs in chunks, as in an exported model."""
+    """Prefill in one call, or in chunks for the function body of dense attention, as in an exported model."""
 
     def prepare(self) -> None:
         case, prompt, common = self.case, self.shared, self.common(C=self.case.S)
@@ -263,7 +263,7 @@ class OrtPrefill(OrtVariant):
         return found
 
     def output(self) -> Array:
-        """Run the model for the check."""
+        """Run the prefill and return the attention output of all chunks."""
         self.run(0)
         return np.concatenate([chunk["output"] for chunk in self._chunks], axis=2)
 

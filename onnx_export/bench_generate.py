@@ -1,7 +1,7 @@
 """Measure decoded tokens per second of models exported to float32: ``mlx-sparse bench generate --engine onnx``.
 
-The speed depends on the sizes of the caches only, so the caches are filled with random numbers: prefill of 32,768
-tokens would take half an hour on a CPU. The results are still checked: both backends must give the same logits.
+The caches are filled with random numbers, because the speed depends on their sizes only and prefill of 32,768 tokens
+would take half an hour on a CPU. The results are still checked: both backends must compute the same logits.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .exporter.export import export
 from .runtime import native
 from .runtime.runner import Runner
 
-MODES = {"native": "auto", "standard": "off"}  # what `Runner` takes, by backend
-TOKENS = (5, 6, 7)  # of the check
-MOST_ERROR = 0.05  # of the largest logit. Rounding may let a layer select another key.
+MODES = {"native": "auto", "standard": "off"}  # argument `native` of `Runner` by backend
+TOKENS = (5, 6, 7)  # token ids that the check decodes
+MOST_ERROR = 0.05  # relative to the largest logit, because rounding may change which keys a layer selects
 
 
 def variants(
@@ -37,7 +37,7 @@ def variants(
     """Export a model with each method, and yield for each length the decoders of both backends.
 
     Raises:
-        ConfigError: the model cannot be exported for both backends, or was made for shorter contexts.
+        ConfigError: the model cannot be exported for both backends, or supports only shorter contexts.
     """
     capacity = max(lengths) + tokens + 1
     modes = {backend: mode for backend, mode in MODES.items() if mode == "off" or not native.unavailable()}
@@ -56,10 +56,10 @@ def variants(
 
 
 def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
-    """Write random numbers into the caches, the same for each backend.
+    """Write random numbers into the caches, equal for both backends.
 
     Raises:
-        MemoryError: they are too large for this machine.
+        MemoryError: the caches are too large for this machine.
     """
     check_memory(2 * sum(array.nbytes for array in caches.values()), memory(), LARGEST_SHARE)
     rng = np.random.Generator(np.random.SFC64(1))
@@ -76,7 +76,7 @@ def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
 
 
 class Decoder(Generation):
-    """Decode with one file and one backend."""
+    """Decoder that runs one exported file with one backend."""
 
     def __init__(
         self, context: Context, method: str, runners: Mapping[str, Runner], below: int, backend: str, tokens: int
@@ -84,20 +84,21 @@ class Decoder(Generation):
         super().__init__(context, method, backend, error=None)
         self._runners, self._runner, self._tokens = runners, runners[backend], tokens
         if method != "dense" and context.S < below:
-            self.remark = f"its steps are dense below {below:,} keys"
+            self.remark = f"decode steps are dense below {below:,} keys"
 
     def _first(self, runner: Runner, token: int) -> npt.NDArray[Any]:
         runner.resume_at(self.case.S)
         return runner.step([[token]]).copy()
 
     def check(self) -> str | None:
-        """Compare the logits of a decode step with the logits of the other backend."""
+        """Return a message if the logits of a decode step differ from the other backend's logits, else None."""
         errors = []
         for token in TOKENS:
             ours, *others = (self._first(runner, token) for runner in self._runners.values())
             errors.append(float(np.abs((others or [ours])[0] - ours).max() / np.abs(ours).max()))
         self.row.details["error"] = worst = max(errors, key=lambda error: (np.isnan(error), error))
-        return None if worst <= MOST_ERROR else f"wrong result: the backends' logits differ by {worst:.1e} of them"
+        wrong = f"wrong result: the logits differ between backends by {worst:.1e} of the largest logit"
+        return None if worst <= MOST_ERROR else wrong
 
     def run(self, turn: int) -> float:
         token = int(self._first(self._runner, TOKENS[0])[0].argmax())

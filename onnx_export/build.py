@@ -1,4 +1,4 @@
-"""Build nodes and one-node models of the operators."""
+"""Build nodes and one-node models for the operators of this domain."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ WEIGHT_TYPES = ("float32", "float16")
 
 
 def element(kind: str, **own: str) -> int:
-    """ONNX's number of a tensor's type, ``own`` of those that are open."""
+    """Return ONNX's number of the element type ``kind``. ``own`` maps type variables such as T to dtypes."""
     if kind in own:
         return TYPES[own[kind]]
     return int(onnx.TensorProto.DataType.Value(kind.removeprefix("tensor(").removesuffix(")").upper()))
 
 
 def node(name: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: float) -> onnx.NodeProto:
-    """Make a node with every attribute written, because a kernel may have other defaults.
+    """Create a node that has every attribute, because a kernel may have other defaults.
 
     Raises:
-        ConfigError: an attribute is missing, unknown or out of range, or the inputs or outputs are too few or too many.
+        ConfigError: an attribute is missing, unknown or out of range, or the number of inputs or outputs is wrong.
     """
     op = operator(name)
     written: Mapping[str, float] = {"spec": SPEC, **attributes}
@@ -65,13 +65,13 @@ def operator_model(
     sizes: Mapping[str, int] | None = None,
     **attributes: float,
 ) -> onnx.ModelProto:
-    """Make a checked model of one node ``name``, with the function bodies that a stock runtime needs.
+    """Build and check a model with one node ``name`` and the function bodies that a stock runtime needs.
 
     Args:
-        name: the operator.
-        dtype: float32, float16 or bfloat16, of queries, keys and values.
-        weights: float32 or float16, of centroids and query networks (type W).
-        sizes: axis lengths to fix, such as ``{"D": 128}``; the others stay symbolic.
+        name: the name of the operator.
+        dtype: type of queries, keys and values: float32, float16 or bfloat16.
+        weights: type W of centroids and query networks: float32 or float16.
+        sizes: fixed axis lengths, such as ``{"D": 128}``; all other axes stay symbolic.
         attributes: all attributes but ``spec``.
 
     Raises:
@@ -104,7 +104,7 @@ def operator_model(
 
 
 def check(model: onnx.ModelProto) -> None:
-    """Run the ONNX checker and shape inference with our operators registered.
+    """Validate a model with the ONNX checker and shape inference, which know our operators during the call.
 
     Raises:
         onnx.checker.ValidationError, onnx.shape_inference.InferenceError: the model is invalid.

@@ -1,8 +1,8 @@
 """Build the function bodies of operators: model-local functions of standard operators.
 
-Decode steps and appends are ONNX text in bodies/, one file per method; shared.onnxtxt begins with the constants. The
-operators that append to caches and then attend are composed here from calls of these functions. A call takes the
-values that have the names of its inputs, and passes attributes on by name.
+Decode steps and appends are ONNX text in bodies/, one file per method; shared.onnxtxt begins with the constants. This
+module composes the operators that append to caches and then attend from calls of these functions. Inputs and
+attributes of a call are matched by name with the values and attributes of the calling operator.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .operators import FUNCTIONS, OPERATORS, PROMPTS
 
 BODIES = Path(__file__).parent / "bodies"
 CONSTANTS = "constants"
-# For each operator over caches: the function that appends, and the functions of a sparse decode step, if it has one.
+# For each operator with caches: the function that appends, and the functions of its sparse decode step, if any.
 COMPOSED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "CachedAttention": ("Append", ()),
     "SparQAttention": ("SparQAppend", ("KeyChunks", "SparQ")),
     "SaapAttention": ("SaapAppend", ("Saap",)),
 }
-# Inputs of a called function whose value has another name in the calling operator.
+# Inputs of called functions that have another name in the calling operator.
 CACHES = {"keys": "present_key", "values": "present_value", "bucket_ids": "present_bucket_ids"}
 _KINDS = {int: AttributeProto.INT, float: AttributeProto.FLOAT}
 _TYPES = {a.name: _KINDS[a.type] for operator in OPERATORS.values() for a in operator.attributes}
 
 
 def operator(name: str) -> Operator:
-    """Return the operator of that name.
+    """Return the operator with the given name.
 
     Raises:
         ConfigError: there is no such operator.
@@ -63,34 +63,29 @@ def function(name: str, profile: Profile = DEFAULT) -> FunctionProto:
 
 @cache
 def _parsed(name: str) -> FunctionProto:
-    head, brace, body = _texts()[name][1].partition("{\n")
+    head, brace, body = _texts()[name].partition("{\n")
     used = set(re.findall(r"\w+", body))
-    constants = [line for line in _texts()[CONSTANTS][1].splitlines() if line.partition(" ")[0] in used]
+    constants = [line for line in _texts()[CONSTANTS].splitlines() if line.partition(" ")[0] in used]
     return onnx.parser.parse_function("\n".join([head, brace, *constants, body]))
 
 
-def file_of(name: str) -> str:
-    """Return the name of the file in bodies/ that has the text of a function."""
-    return _texts()[name][0]
-
-
 @cache
-def _texts() -> dict[str, tuple[str, str]]:
-    """Return the file and the text without comments of each function, and of the constants."""
+def _texts() -> dict[str, str]:
+    """Read bodies/. Return the text without comments of each function and of the constants."""
     found = {}
     for file in sorted(BODIES.glob("*.onnxtxt")):
         constants, *functions = re.split(r"(?m)^(?=<opset_import)", re.sub(r"#.*", "", file.read_text("utf-8")))
         if constants.strip():
-            found[CONSTANTS] = file.name, constants
+            found[CONSTANTS] = constants
         for text in functions:
             name = re.search(r"^\w+", text, re.MULTILINE)
             assert name, file
-            found[name[0]] = file.name, text
+            found[name[0]] = text
     return found
 
 
 def _attention(made: Operator, profile: Profile) -> FunctionProto:
-    """Compose the function body of an operator that appends to caches, then runs a decode step or prefill."""
+    """Compose the function body of an operator: append to the caches, then run a decode step or prefill."""
     append, step = COMPOSED[made.base or made.name]
     prompt = _call(PROMPTS if made.base else "DenseAttention", made)
     nodes = [
@@ -110,7 +105,7 @@ def _attention(made: Operator, profile: Profile) -> FunctionProto:
 
 
 def _call(name: str, caller: Operator) -> NodeProto:
-    """Call a function with the attributes of the caller. If the caller has no ``window``, pass 0."""
+    """Build a node that calls a function with the attributes of ``caller``, and window 0 if the caller has none."""
     called = _parsed(name)
     node = helper.make_node(name, [CACHES.get(value, value) for value in called.input], called.output, domain=DOMAIN)
     for attribute in called.attribute:
@@ -123,14 +118,14 @@ def _call(name: str, caller: Operator) -> NodeProto:
 
 
 def _branch(name: str, calls: list[NodeProto]) -> GraphProto:
-    """Make a branch of an If from calls, the last of which gives the output."""
+    """Build a branch of an If node from ``calls``. The output of the last call is the output of the branch."""
     given = f"output_{name}"
     calls[-1].output[0] = given
     return helper.make_graph(calls, name, [], [onnx.ValueInfoProto(name=given)])
 
 
 def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[FunctionProto]:
-    """Return the function bodies of these operators and of all functions that they call; callees come first.
+    """Return the function bodies of operators and of all functions that these call, callees first.
 
     Operators that only the native kernels run have no function body.
     """
@@ -145,12 +140,12 @@ def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[Function
 
 
 def bodies(nodes: Iterable[NodeProto], profile: Profile = DEFAULT) -> list[FunctionProto]:
-    """Return the functions that these nodes need."""
+    """Return the function bodies that ``nodes`` need, callees first."""
     return functions(dict.fromkeys(node.op_type for node in nodes if node.domain == DOMAIN), profile)
 
 
 def calls(holder: FunctionProto | GraphProto) -> Iterator[NodeProto]:
-    """Yield the nodes of the domain in a graph or function, and in the graphs inside its nodes."""
+    """Yield the nodes of our domain in a graph or function, including nodes in subgraphs of If and Loop."""
     for node in holder.node:
         if node.domain == DOMAIN:
             yield node
@@ -160,9 +155,9 @@ def calls(holder: FunctionProto | GraphProto) -> Iterator[NodeProto]:
 
 
 def inline(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Replace every operator of the domain by its function body, for runtimes without local functions.
+    """Replace every operator of our domain by its function body, for runtimes without local functions.
 
-    Inputs, outputs and weights keep their names. External data stays where it is.
+    Inputs, outputs and weights keep their names. External data is not moved.
 
     Raises:
         ConfigError: an operator of the domain has no function body in the model.

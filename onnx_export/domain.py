@@ -1,4 +1,4 @@
-"""Define the operator domain: its name, versions of ONNX, and the classes that describe operators."""
+"""Define the operator domain: its name, the supported ONNX versions, and the classes that describe operators."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 DOMAIN = "mlx_sparse"
 VERSION = 1
-SPEC = 1  # version of the specification; every node has it as `spec`, and a kernel of another version refuses the node
+SPEC = 1  # version of the specification: the attribute `spec` of every node, which kernels compare with their version
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Version of the standard operators and of the file format. The newest versions load in few runtimes."""
+    """Versions of the standard operators (opset) and of the file format (IR). Few runtimes load the newest versions."""
 
     opset: int
     ir: int
@@ -21,12 +21,12 @@ DEFAULT = Profile(opset=24, ir=11)
 COMPAT = Profile(opset=18, ir=8)
 
 T = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
-W = ("tensor(float)", "tensor(float16)")  # storage types of query networks and centroids
+W = ("tensor(float)", "tensor(float16)")  # types of query networks and centroids
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output. ``axes`` names its axis lengths; "?" is a length that shape inference leaves open."""
+    """An input or output of an operator. ``axes`` names its axes; shape inference does not infer the length of "?"."""
 
     name: str
     type: str
@@ -45,7 +45,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Attribute:
-    """An attribute. ``low`` and ``high`` bound an integer, or ``choices`` lists its values.
+    """An attribute of an operator. An integer has bounds ``low`` and ``high`` or a list of ``choices``.
 
     A float with ``high`` is a fraction above 0 and at most 1.
     """
@@ -62,7 +62,7 @@ class Attribute:
 class Operator:
     """An operator of the domain.
 
-    Its function body is a text in bodies/, or composed from the function body of ``base`` (compose.py). If
+    The function body is a text in bodies/, or compose.py composes it from the function body of ``base``. If
     ``has_body`` is False, only the native kernels run the operator.
     """
 
@@ -87,5 +87,5 @@ class Operator:
 
     @property
     def weighted(self) -> bool:
-        """Return True if the operator has weights, which have the type W."""
+        """Return True if the operator has weight inputs (type W)."""
         return any(tensor.type == "W" for tensor in self.inputs)

@@ -1,4 +1,4 @@
-"""List all operators: their inputs, outputs and attributes."""
+"""Define all operators with their inputs, outputs, attributes and documentation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mlx_sparse.methods.scoring_keys import GROUP
 from .domain import Attribute, Operator, Tensor
 
 _SPEC = Attribute("spec", int, "Version of the specification of the node. This page describes version 1.", 1, 1)
-_SCALE = Attribute("scale", float, "Factor of the logits, c; usually D ** -0.5.")
+_SCALE = Attribute("scale", float, "Factor c of the logits, usually D ** -0.5.")
 _SPARQ = (
     _SPEC,
-    Attribute("rank", int, "Number of components read of every key, r: 1 to D.", 1),
-    Attribute("top_k", int, "Number of keys attended to, k, the local window included.", 1),
-    Attribute("local_window", int, "Number of last valid keys, l, that are always attended to: 0 to `top_k`.", 0),
+    Attribute("rank", int, "Number of components r that are read of every key: 1 to D.", 1),
+    Attribute("top_k", int, "Number of keys k that are attended to, the local window included.", 1),
+    Attribute("local_window", int, "Number l of last valid keys that are always attended to: 0 to `top_k`.", 0),
     Attribute(
         "reallocate",
         int,
@@ -27,7 +27,7 @@ _SPARQ = (
     Attribute(
         "component_score",
         int,
-        "Score of a component (sparq.1): 0 is |q|; 1 is |q| times the standard deviation of the keys, and t is 1.",
+        "Score of a component (sparq.1). 0: |q|. 1: |q| times the standard deviation of the keys, with t = 1.",
         0,
         1,
     ),
@@ -67,11 +67,11 @@ _PADDING = Tensor(
     "First valid key of each row, 0 without padding. Keys before it may be NaN.",
 )
 _LENGTH = Tensor("length", "tensor(int64)", "B", "Number of keys in each row, the current tokens included.")
-_KEYS = Tensor("keys", "T", "B Hkv C D", "Keys. Keys at `length` and after it never reach the result.")
+_KEYS = Tensor("keys", "T", "B Hkv C D", "Keys. Keys from index `length` on have no effect.")
 _VALUES = Tensor("values", "T", "B Hkv C D", "Values.")
 OUTPUT = Tensor("output", "T", "B Hq L D", "Attention output.")
 
-# Shared by the operators with caches.
+# Tensors of all operators with caches.
 _IN_PLACE = (
     "If you bind one buffer to a `past_*` and its `present_*`, the operator appends in place. If a token lies outside "
     "the slots 0 to C - 1, the runtime raises an error."
@@ -85,12 +85,12 @@ _PAST_LENGTH = Tensor("past_length", "tensor(int64)", "B", "Number of tokens so 
 _PRESENT_KEY = Tensor("present_key", "T", "B Hkv C D", "`past_key` with the new tokens.")
 _PRESENT_VALUE = Tensor("present_value", "T", "B Hkv C D", "`past_value` with the new tokens.")
 
-# Shared by the operators with SparQ's caches.
-_LANES = Attribute("lanes", int, "Keys per chunk of `past_key_t`; C is a multiple of it.", 1)
+# Tensors of the operators with SparQ's caches.
+_LANES = Attribute("lanes", int, "Number of keys per chunk of `past_key_t`. C is a multiple of this number.", 1)
 _DENSE_BELOW = Attribute(
     "dense_below",
     int,
-    "A single query is attended densely while the longest row, the new token included, has fewer keys than this.",
+    "A decode step is dense if the longest row, the new token included, has fewer keys than this number.",
     0,
 )
 _VALUE_MEAN = Tensor(
@@ -129,7 +129,7 @@ _SPARQ_PRESENT = (
     Tensor("present_sums", "tensor(float)", "B Hkv 3 D", "`past_sums` with the new tokens."),
 )
 
-# SparQ with int4 scoring keys.
+# Tensors of SparQ with int4 scoring keys.
 _CODES = (
     "Int4 scoring keys in groups of 64, (sparq.17) to (sparq.20), counted from the first valid key of each row. Each "
     "component of each KV head has ceil(C / 64) records of 36 bytes: lo and step as little-endian float16, then the "
@@ -141,7 +141,7 @@ _SUMMARY = (
 )
 
 
-# SAAP: docs/spec/saap.md.
+# Tensors of SAAP, docs/spec/saap.md.
 _BUCKET_IDS = "Bucket of each key so far, 0 to N - 1. A key with any other number is in no bucket."
 _SAAP_NETWORK = (
     Tensor("centroids", "W", "Hkv N D", "Centroids of the N buckets; N is at most 32767."),
@@ -160,7 +160,7 @@ OWN: Mapping[str, Operator] = {
             "is at most `top_k` is attended densely. The output of a row without a valid key is 0.",
             _SPARQ,
             (
-                Tensor("query", "T", "B Hq 1 D", "Query of the current token, with its position encoded."),
+                Tensor("query", "T", "B Hq 1 D", "Query of the current token, with position encoding applied."),
                 _KEYS,
                 Tensor(
                     "keys_t",
@@ -192,7 +192,7 @@ OWN: Mapping[str, Operator] = {
             "The output of a query without a valid key is 0.",
             (_SPEC, _SCALE, WINDOW),
             (
-                Tensor("query", "T", "B Hq L D", "Queries; query i of L sits at position `length` - L + i."),
+                Tensor("query", "T", "B Hq L D", "Queries; the position of query i is `length` - L + i."),
                 _KEYS,
                 _VALUES,
                 _PADDING,
@@ -206,7 +206,7 @@ OWN: Mapping[str, Operator] = {
             "if an alpha is 1 or every row block contains a sampled row.",
             SAMPLE,
             (
-                Tensor("query", "T", "B Hq L D", "Queries; query i of L sits at position `length` - L + i."),
+                Tensor("query", "T", "B Hq L D", "Queries; the position of query i is `length` - L + i."),
                 _KEYS,
                 _VALUES,
                 Tensor(
@@ -265,7 +265,7 @@ OWN: Mapping[str, Operator] = {
             "after the last full group.",
             _SPARQ,
             (
-                Tensor("query", "T", "B Hq 1 D", "Query of the current token, with its position encoded."),
+                Tensor("query", "T", "B Hq 1 D", "Query of the current token, with position encoding applied."),
                 _KEYS,
                 Tensor("key_codes", "tensor(uint8)", "B HkvD groups 36", _CODES),
                 _VALUES,
@@ -296,9 +296,14 @@ OWN: Mapping[str, Operator] = {
                 _KEY,
                 _VALUE,
                 _PAST_KEY,
-                Tensor("past_key_codes", "tensor(uint8)", "B HkvD groups 36", _CODES),
+                Tensor(
+                    "past_key_codes",
+                    "tensor(uint8)",
+                    "B HkvD groups 36",
+                    "`key_codes` of `SparQCoded` for the tokens so far.",
+                ),
                 _PAST_VALUE,
-                Tensor("past_summary", "tensor(float)", "B 3Hkv D", _SUMMARY),
+                Tensor("past_summary", "tensor(float)", "B 3Hkv D", "`summary` of `SparQCoded` for the tokens so far."),
                 _PAST_LENGTH,
                 _PADDING,
             ),
@@ -347,11 +352,11 @@ OWN: Mapping[str, Operator] = {
     )
 }
 
-# Functions that function bodies call. They are not operators and have no schema and no kernel.
+# Functions that function bodies call. These are not operators: they have neither a schema nor a kernel.
 PROMPTS = "PromptAttention"
-FUNCTIONS = (PROMPTS, "SparQComponents", "SparQChoice", "KeyChunks", "IsStep", "Rows", "SaapAppend", "Saap")
+FUNCTIONS = (PROMPTS, "SparQComponents", "SparQSelect", "KeyChunks", "IsStep", "Rows", "SaapAppend", "Saap")
 _WHEN_SAMPLED = (
-    "A chunk is sampled if it has more than `block_size` tokens and no padding, and if all rows have one length of "
+    "A chunk is sampled if it has more than `block_size` tokens and no padding. All rows must have one length of "
     "`dense_prompt_below` keys or more"
 )
 _DENSE_PROMPT = Attribute(
@@ -366,12 +371,12 @@ CODE_RECORD = 36  # bytes per component of a group of int4 scoring keys: lo, ste
 
 
 def coded_axes(capacity: int) -> dict[str, int]:
-    """Return the lengths of the axes that only int4 scoring keys have, for caches of ``capacity`` keys."""
+    """Return the axis lengths of int4 scoring keys that no other cache has, for caches of ``capacity`` keys."""
     return {"groups": -(-capacity // GROUP)}
 
 
 def _sampling(base: Operator) -> Operator:
-    """Return the operator that uses SampleAttention for prefill chunks and is equal to ``base`` otherwise."""
+    """Return the variant of operator ``base`` that uses SampleAttention for prefill chunks."""
     kept = tuple(attribute for attribute in base.attributes if attribute is not WINDOW)
     same = f"`{base.name}`" + (" with window 0" if WINDOW in base.attributes else "")
     return replace(
@@ -383,11 +388,11 @@ def _sampling(base: Operator) -> Operator:
     )
 
 
-# Every operator that appends to caches and attends has a variant with SampleAttention for prefill.
+# Each operator that appends to caches and attends has a variant with SampleAttention for prefill.
 _PAIRS = {pair.name: pair for pair in map(_sampling, OWN.values()) if pair.states and pair.outputs[0] is OUTPUT}
 OPERATORS: Mapping[str, Operator] = {**OWN, **_PAIRS}
-# States of another shape than keys and values, which a file cannot store as keys and values of a virtual layer.
+# States whose shape differs from keys and values, so that a virtual layer cannot store them.
 RECURRENT = sorted({name for each in OWN.values() for name, state in each.states.items() if not state.as_keys})
 SAMPLING: Mapping[str, str] = {
     pair.base: name for name, pair in _PAIRS.items()
-}  # by operator, the variant that samples prefill
+}  # name of the variant with SampleAttention by operator

@@ -1,4 +1,4 @@
-"""Register the operators with ONNX as schemas with shape inference."""
+"""Register the operators as ONNX schemas with shape inference."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .operators import OPERATORS
 
 
 def infer(operator: Operator) -> Callable[[onnx.shape_inference.InferenceContext], None]:
-    """Return the shape inference of an operator: axes of the same name have the same length in inputs and outputs.
+    """Return a shape inference function for an operator, in which axes with the same name have the same length.
 
-    The returned function raises `onnx.shape_inference.InferenceError` if the inputs contradict each other.
+    The returned function raises `onnx.shape_inference.InferenceError` if the shapes of the inputs disagree.
     """
 
     def run(context: onnx.shape_inference.InferenceContext) -> None:
@@ -49,7 +49,7 @@ def _bind(
     shape: onnx.TensorShapeProto,
     lengths: dict[str, onnx.TensorShapeProto.Dimension],
 ) -> None:
-    """Record the axis lengths of one input. A fixed length replaces a symbolic one."""
+    """Record the axis lengths of one input in ``lengths``. A fixed length replaces a symbolic length."""
     where = f"{operator.name}: {tensor.name}"
     if len(shape.dim) != len(tensor.dims):
         raise onnx.shape_inference.InferenceError(f"{where}: expected axes ({tensor.axes}), got {len(shape.dim)} axes.")
@@ -68,7 +68,7 @@ def _bind(
 
 
 def schema(operator: Operator) -> OpSchema:
-    """Return the operator as an `onnx.defs.OpSchema`, with its shape inference."""
+    """Return the `onnx.defs.OpSchema` of an operator with its shape inference."""
     kinds = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT}
 
     def formal(tensor: Tensor) -> OpSchema.FormalParameter:
@@ -93,7 +93,7 @@ def schema(operator: Operator) -> OpSchema:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Register the operators, so that the ONNX checker and shape inference check their nodes."""
+    """Register the schemas inside the context, so that the ONNX checker and shape inference know the operators."""
     for operator in OPERATORS.values():
         onnx.defs.register_schema(schema(operator))
     try:

@@ -124,7 +124,7 @@ def _api() -> str:
     for kind in functions.Functions.__bases__:
         names = [name for name in WRITTEN if name in vars(kind)]
         parts += [f"## {cleandoc(kind.__doc__)}".rstrip("."), *map(_entry, names)] if names else []
-    parts += [f"## Baselines\n\n{', '.join(made)} take the settings of their [methods](methods.md) as arguments."]
+    parts += [f"## Other methods\n\n{', '.join(made)} take the settings of their [methods](methods.md) as arguments."]
     values += ["mlx_sparse.api.call_report.Report", "mlx_sparse.calibrate.Calibration"]
     parts += ["## Parameters and results", *map(_entry, values), "## Errors", *map(_entry, errors)]
     return "\n\n".join(parts)

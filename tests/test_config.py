@@ -1,4 +1,4 @@
-"""The text form METHOD[:key=value,...][+METHOD...], presets and TOML files."""
+"""Test the text form METHOD[:key=value,...][+METHOD...], presets and TOML files."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_preset_sets_what_the_specification_lists(preset: str, settings: dict[
     ],
 )
 def test_for_model_resolves_auto(text: str, qk_norm: bool, expected: str) -> None:
-    """If the estimate of the attended mass is too low, the mean value is not mixed in."""
+    """Test "auto". Reallocation is off if the estimated attention recall is too low."""
     (config,) = parse(text)
     assert isinstance(config, SparQ)
     assert str(config.for_model(qk_norm=qk_norm)) == expected
@@ -352,7 +352,7 @@ def test_a_folder_is_refused_as_a_toml_file(tmp_path: Path) -> None:
         load_toml(tmp_path)
 
 
-# --- What a configuration costs --------------------------------------------------------------------------------------
+# --- Costs of a configuration ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

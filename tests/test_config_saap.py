@@ -1,4 +1,4 @@
-"""SAAP's settings: text, TOML and errors."""
+"""Test SAAP's settings: text, TOML and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations of the prefill methods: their text form, and settings by context."""
+"""Test configurations of the prefill methods: text form, and settings by context length."""
 
 from __future__ import annotations
 

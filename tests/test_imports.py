@@ -30,7 +30,7 @@ LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 SHARED = {"checks", "extras", "files", "methods", "api"}
 BENCH = SHARED | {"tools", "oracle"}  # allowed for benchmark variants, whose core is in tools
 FREE = {"torch", "triton", "onnx", "onnxruntime"}  # mlx_sparse runs without them
-FACTS = (["__version__"], ["__path__"])  # attributes of the package, not parts
+FACTS = (["__version__"], ["__path__"])  # attributes of the package that are no modules
 APART = {"cuda_ref", "onnx_export"}  # installed inside mlx_sparse
 
 
@@ -165,7 +165,7 @@ TESTS = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"msl"}
 
 @pytest.mark.parametrize("folder", ["mlx_sparse", "cuda_ref", "onnx_export"])
 def test_installed_code_does_not_import_tests(folder):
-    """Installed code must not change sys.path either."""
+    """Test that installed code does not import tests or change sys.path."""
     assert {"msl", "cases", "conftest"} <= TESTS
     for path in files(folder):
         top = {found.split(".")[0] for found in imports(path)}

@@ -38,7 +38,7 @@ def run(*command: object, cwd: Path = ROOT, check: bool = True, **env: str) -> s
 def dependencies(tmp_path_factory) -> Path:
     """Link this environment's packages, without this project, into a folder, so that nothing is downloaded.
 
-    torch is left out: a plain install has none, and transformers would spend two seconds to import it.
+    torch is omitted: a plain install has none, and transformers would need two seconds to import it.
     """
     folder = tmp_path_factory.mktemp("dependencies")
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
@@ -150,7 +150,7 @@ def test_install_hint_of_an_extra_works(installed, built, request):
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs onnxruntime")
 def test_smoke_test_reports_missing_parts(installed, request):
-    """Check the refusal only: .github/workflows/release.yml runs the whole smoke test, which takes half a minute."""
+    """Check only the error. .github/workflows/release.yml runs the whole smoke test, which takes half a minute."""
     lacks = {"wheel without compiler": "native kernels", "editable": "an installed package"}
     if missing := lacks.get(request.node.callspec.params["installed"]):
         check = [installed.python, ROOT / "scripts" / "smoke.py", "--native"]
@@ -175,7 +175,7 @@ def test_fresh_interpreter_has_the_hook(installed):
 
 @pytest.mark.parametrize("start", [["-m", "mlx_lm", "generate"], ["-c", "from mlx_lm.generate import main; main()"]])
 def test_mlx_lm_generate_has_attn(installed, start):
-    """The second command is the body of the script mlx_lm.generate."""
+    """Test two commands. The second is the body of the script mlx_lm.generate."""
     assert "--attn" in run(installed.python, *start, "--help", cwd=installed.folder).stdout
 
 

@@ -194,11 +194,11 @@ def test_deep_genai_settings_are_a_one_line_error(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "library.so")
     (tmp_path / "genai_config.json").write_text(DEEP)
-    assert "expected one with genai_config.json" in message_of(lambda: genai.add_native_library(tmp_path))
+    assert "from export-onnx with genai_config.json" in message_of(lambda: genai.add_native_library(tmp_path))
 
 
 def test_only_pinned_libraries_are_preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifest of the folder is not trusted, because an attacker could have written it."""
+    """Test that the manifest of the folder is not trusted, because an attacker could have written it."""
     monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
     names = list(blas.BUILDS["x86_64"].libraries)
     folder = build_directory(

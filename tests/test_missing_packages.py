@@ -138,7 +138,7 @@ def test_own_import_errors_are_not_renamed(error: Exception) -> None:
 def test_extras_match_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {"": project["dependencies"]} | project["optional-dependencies"]
-    del declared["test"], declared["docs"]  # for who changes it
+    del declared["test"], declared["docs"]  # for developers
     homes: dict[str, set[str]] = {}
     for extra, requirements in declared.items():
         for requirement in requirements:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import methods_page
 import pytest
 
 from mlx_sparse.methods import METHODS, SparQ
@@ -33,9 +34,19 @@ def test_methods_page_is_up_to_date() -> None:
         assert (row in METHODS_PAGE) == (name != "dense"), name
 
 
-def test_documented_sparq_defaults() -> None:
-    assert f"`rank` ({SparQ().rank})" in METHODS_PAGE
-    assert f"`top_k` ({SparQ().top_k})" in METHODS_PAGE
+def test_parameter_tables_are_up_to_date() -> None:
+    again = "python tests/fixtures/methods_page.py writes the tables again"
+    assert methods_page.page(METHODS_PAGE) == METHODS_PAGE, again
+    assert [found[1] for found in methods_page.SECTION.finditer(METHODS_PAGE)] == [
+        "sparq",
+        "sample",
+        "saap",
+        "quest",
+        "baselines",
+    ]
+
+
+def test_documented_crossover_lengths() -> None:
     assert "Where nothing was measured it is `16 * top_k`" in METHODS_PAGE
     assert SparQ(top_k=200).shortest_context() == 3200
     assert SparQ(top_k=127).shortest_context() == 128

@@ -1,8 +1,8 @@
-"""Provide the public functions on torch tensors, which `mlx_sparse.api.functions` documents.
+"""Provide the attention functions of `mlx_sparse` on torch tensors; `mlx_sparse.api.functions` documents them.
 
-Slices of larger buffers are not copied. A ``keys_t`` is fast if it is a slice of a buffer whose last axis is a multiple
-of 16. Each function validates its arguments and calls a launcher, a torch operator that `mlx_sparse.methods.table`
-lists. `mlx_sparse.cuda_ref.api.parts` has the functions that only this backend has.
+Slices of larger buffers are not copied. ``keys_t`` is read fastest if it is a slice of a buffer whose last axis is a
+multiple of 16. Each function validates its arguments and calls a launcher, which is a torch operator listed in
+`mlx_sparse.methods.table`. Functions that only this backend has are in `mlx_sparse.cuda_ref.api.parts`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCKS = frozenset({"attend_blocks", "sample", "sample_select"})  # prefill func
 
 
 class Torch:
-    """`mlx_sparse.api.checked_call.Library` of torch with the single backend `triton`."""
+    """Implement `mlx_sparse.api.checked_call.Library` for torch, with `triton` as the only backend."""
 
     xp: Any = torch
 
@@ -32,7 +32,7 @@ class Torch:
     ) -> None:
         checks.check_tensor(name, array)
         checks.check_code_type(name, array)
-        if name.endswith(("_weight", "_bias")):  # of a query network
+        if name.endswith(("_weight", "_bias")):  # arrays of a query network
             checks.check_real(name, array)
         if integers:
             checks.check_integers(name, array)

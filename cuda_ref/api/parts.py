@@ -1,4 +1,4 @@
-"""Provide parts of methods that only this backend exposes, for caches and benchmarks."""
+"""Provide single steps of the methods as functions, for caches and benchmarks. Other backends do not export them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from . import Torch
 def top_k_select(
     scores: torch.Tensor, *, top_k: int, local_window: int, left_padding: Any = None, backend: str = "auto"
 ) -> torch.Tensor:
-    """Select the last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
+    """Select ``top_k`` keys: the last ``local_window`` valid keys and the keys with the largest scores (sparq.6).
 
     Args:
         scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never selected, NaN counts as +inf.
 
     Returns:
-        ``(B, Hkv, min(top_k, S))`` int32, ascending, ties to the lower index, -1 in slots that no key fills.
+        Key indices ``(B, Hkv, min(top_k, S))`` int32, ascending, then -1. Of equal scores the lower index is selected.
     """
     check_tensor("scores", scores)
     check_backend(backend, scores.device)
@@ -47,7 +47,7 @@ def sample_scores(
     scale: float | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the attention mass of each region's sample by key block and by distance (sample.4), (sample.5).
+    """Sum the softmax weights of each region's sampled queries by key block (sample.4) and by distance (sample.5).
 
     Returns:
         ``column`` and ``slash``, float32 ``(B, Hq, C, Nk)``.
@@ -62,10 +62,10 @@ def sample_scores(
 def saap_index(
     bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List keys in bucket order (saap.9), by torch's sort.
+    """List the keys in the order of their buckets (saap.9) with torch's sort.
 
     Args:
-        bucket_ids: ``(B, Hkv, n)`` int of keys 0..n-1; any number outside 0..buckets-1 = in no bucket.
+        bucket_ids: ``(B, Hkv, n)`` int, the buckets of keys 0..n-1. A number outside 0..buckets-1 means no bucket.
 
     Returns:
         ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)`` int32. Bucket c has the keys
@@ -90,15 +90,17 @@ def saap_indices(
     left_padding: Any = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the keys of one step: sinks, keys at ``covered`` and after it, keys of the visited buckets (saap.10).
+    """List the keys that a decode step attends to (saap.10).
+
+    These are the sink tokens, the keys at ``covered`` and after it, and the keys of the visited buckets.
 
     Args:
-        visited: ``(B, Hkv, n)`` int, distinct; numbers outside 0..buckets-1 are empty slots.
-        offsets, key_ids: results of `saap_index` for keys 0..covered-1.
-        capacity: slots of a list; keys that exceed it are omitted.
+            visited: ``(B, Hkv, n)`` int, distinct; numbers outside 0..buckets-1 are empty slots.
+            offsets, key_ids: results of `saap_index` for keys 0..covered-1.
+            capacity: number of slots of a list. Further keys are omitted.
 
     Returns:
-        ``indices (B, Hkv, capacity)`` int32, packed in this order, then -1, and ``counts (B, Hkv)`` of used slots.
+            ``indices (B, Hkv, capacity)`` int32 in the order above, then -1, and the number of used slots ``(B, Hkv)``.
     """
     B, Hkv, _ = _check_rows("visited", visited)
     check_backend(backend, visited.device)

@@ -8,7 +8,7 @@
     model.generate(**inputs, past_key_values=cache)
     print(cache.report)
 
-transformers is imported when one of the names is first used.
+transformers is imported on the first use of one of the names below.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..availability import unavailable
 __all__ = ["SparQCache", "SparQLayer", "register", "report"]
 
 _HOME = {"SparQCache": ".cache", "SparQLayer": ".cache", "register": ".attention", "report": ".attention"}
-OLDEST = (5, 17)  # oldest supported version, because of the caches and the attention interface
+OLDEST = (5, 17)  # oldest version with the cache classes and the attention interface used here
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Implement ``attn_implementation="sparq"``: SparQ above the crossover length, transformers' attention otherwise."""
+"""Implement ``attn_implementation="sparq"``: SparQ at the crossover length and longer, otherwise dense attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _without_cache = Report(attn=NAME, backend="triton", model_type="calls without a
 
 
 def register() -> None:
-    """Register ``attn_implementation="sparq"`` with transformers. Call this before the model is loaded.
+    """Register ``attn_implementation="sparq"`` with transformers. Call this function before you load the model.
 
     Raises:
         BackendUnavailable: Triton's kernels cannot run here.
@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def report(cache: SparQCache | None = None) -> Report:
-    """Return the report of the attention calls with ``cache``, or of the calls without a `SparQCache`."""
+    """Return the report of all attention calls with ``cache``; for None, of all calls without a `SparQCache`."""
     return _without_cache if cache is None else cache.report
 
 
@@ -61,7 +61,7 @@ def attention(
     """Implement transformers' attention interface: ``query (B, Hq, L, D)``, ``key`` and ``value (B, Hkv, S, D)``.
 
     Returns:
-        ``out (B, L, Hq, D)`` and no weights.
+        ``out (B, L, Hq, D)`` and None in place of the attention weights.
     """
     origin = origin_of(key)
     padding = None if attention_mask is None else padding_of(attention_mask)
@@ -85,20 +85,20 @@ def attention(
     origin.cache.report.add(_counts(config, key))
     sinks = kwargs.get("s_aux")
     if sinks is not None:
-        # An attention sink of the model is one more logit in the softmax, without a value.
+        # An attention sink adds a logit without a value to the softmax.
         out = (out * torch.sigmoid(lse - sinks.float()[None, :, None])[..., None]).to(out.dtype)
     return out.transpose(1, 2), None
 
 
 def _counts(config: SparQ, key: torch.Tensor) -> Counts:
-    """Return the counts of one sparse decode step."""
+    """Return the report counts of one sparse decode step: one call, and the bytes of sparse and dense attention."""
     B, Hkv, S, D = key.shape
     size = B * Hkv * key.element_size()
     return Counts(1, formula_bytes=size * config.elements(S, D), dense_bytes=size * dense_elements(S, D))
 
 
 def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
-    """Return the settings with "auto" resolved for this model."""
+    """Return the SparQ settings of the cache, with "auto" replaced by the value for this model."""
     attn = cache.attn
     if attn.component_score == "auto" or (attn.component_score == "query_key" and attn.reallocate == "auto"):
         grouped = getattr(module, "num_key_value_groups", 1) > 1
@@ -118,7 +118,7 @@ def has_qk_norm(module: torch.nn.Module) -> bool:
 def _layer_reasons(
     origin: Origin, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> Iterator[str]:
-    """Yield the reasons why no call of this layer can be sparse. The caller uses the first reason only."""
+    """Yield the reasons why this layer never attends sparsely. The caller uses the first reason only."""
     reason = dense_layer(origin.layer)
     if reason is not None:
         yield reason
@@ -127,7 +127,7 @@ def _layer_reasons(
     low, high = configs.HEAD_DIMS
     D = query.shape[-1]
     if not key.shape[-1] == value.shape[-1] == D:
-        yield "with head dims of queries, keys and values that differ"
+        yield "with different head dims of queries, keys and values"
     if D % 8 != 0 or not low <= D <= high:
         yield f"with a head dim of {D}"
     if origin.cache.attn.rank > D:
@@ -135,7 +135,7 @@ def _layer_reasons(
     if query.shape[1] > configs.LARGEST_GROUP * key.shape[1]:
         yield f"with more than {configs.LARGEST_GROUP} query heads per KV head"
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
-        yield "with a type other than float32, float16 and bfloat16, or several"
+        yield "with mixed types, or a type other than float32, float16 and bfloat16"
     if kwargs.get("softcap") is not None:
         yield "with soft-capped scores"
     if kwargs.get("s_aux") is not None and not origin.cache.attn.serves_sinks(query.shape[1] // key.shape[1]):
@@ -153,7 +153,7 @@ def _call_reasons(
     padding: Padding | None,
     dropout: float,
 ) -> Iterator[str]:
-    """Yield the reasons why this call attends densely. Reasons that need to wait for the GPU come last."""
+    """Yield the reasons why this call attends densely. Checks that wait for the GPU come last."""
     L, S = query.shape[2], key.shape[2]
     if L > reasons.VERIFY_QUERIES or S == L > 1:
         yield reasons.PROMPT
@@ -163,7 +163,7 @@ def _call_reasons(
         yield "on a device without Triton"
     shortest = _shortest_context(origin.cache, module, query, key)
     if shortest >= NEVER:
-        yield "whose scores would move more bytes than they save"
+        yield "for which sparse attention would read more bytes"
     if S < shortest:
         yield reasons.shorter_than(shortest)
     if dropout > 0:
@@ -171,13 +171,13 @@ def _call_reasons(
     if torch.is_grad_enabled() and query.requires_grad:
         yield "with gradients"
     if attention_mask is not None and padding is None:
-        yield "with a mask made elsewhere"
+        yield "with a custom attention mask"
     if padding is not None and padding.first is None:
         yield "with a mask that is not left padding"
 
 
 def _shortest_context(cache: SparQCache, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return the smallest number of keys at which a step is sparse, from `dense_below` or from the cost model."""
+    """Return the crossover length in keys, from the option `dense_below` or from the cost model."""
     B, Hkv, _, D = key.shape
     step = Step(B * Hkv, query.shape[1] // Hkv, D, key.element_size(), gpu_kind(key.device))
     if step not in cache.thresholds:
@@ -186,7 +186,7 @@ def _shortest_context(cache: SparQCache, module: torch.nn.Module, query: torch.T
 
 
 def gpu_kind(device: torch.device) -> str:
-    """Return the kind of GPU for `Step`, or an empty string for the CPU."""
+    """Return the kind of GPU that the cost model uses (see `Step`), or an empty string for the CPU."""
     return nvidia_kind(configs.capability(device)) if device.type == "cuda" else ""
 
 
@@ -207,7 +207,7 @@ def _dense(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend by transformers' sdpa, or with soft caps and sinks by the model's own eager attention."""
+    """Attend densely with transformers' sdpa, or with the model's eager attention for soft caps and sinks."""
     given = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if not given:
         dense: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

@@ -1,4 +1,4 @@
-"""Store keys and values of a layer with auxiliary cache state, and read left padding from transformers' causal mask."""
+"""Store the keys, values and auxiliary cache state of a layer, and read left padding from transformers' mask."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from transformers.masking_utils import sdpa_mask
 from mlx_sparse.checks import ShapeError
 
 from .key_codes import Codes
-from .running_statistics import RunningStatistics, lasting
+from .running_statistics import RunningStatistics, outside_inference_mode
 
-# Capacities are multiples of this number of rows, so that the rows of ``keys_t`` start on cache lines of 128 bytes.
+# Each capacity is a multiple of this number, so that the rows of ``keys_t`` start at 128-byte cache lines.
 ROW_MULTIPLE = 256
-ROOM = 32  # buffers grow by 1/32, so that copying moves fewer bytes per token than a decode step reads
+ROOM = 32  # buffers grow by 1/32, so that the average copy per token is small compared with the reads of a decode step
 
 
 class Buffers:
-    """Rows ``[0, length)`` of a cache layer; appending a token copies nothing.
+    """Growable buffers of a cache layer. Rows ``[0, length)`` are in use, and appending rarely copies them.
 
     The first SparQ step computes ``keys_t`` or the int4 scoring keys, and the running statistics. Later steps update
-    them. A short context therefore costs as much as with transformers' own layer.
+    these arrays. A context that stays dense therefore costs as much as with transformers' own layer.
 
     Attributes:
         keys, values: ``(B, Hkv, capacity, D)``; rows at ``length`` and after it are stale.
         keys_t: ``(B, Hkv, D, capacity)`` component-major copy of rows ``[0, transposed)``, or None.
         codes: int4 scoring keys, which replace ``keys_t`` and the running statistics of the keys, or None.
-        key_moments, value_moments: running statistics of the valid rows under ``left_padding``, or None.
+        key_statistics, value_statistics: running statistics of the valid rows under ``left_padding``, or None.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Allocate empty buffers for rows with the sizes and types of ``keys`` and ``values (B, Hkv, L, D)``."""
+        """Allocate empty buffers with the heads, head dims and dtypes of ``keys`` and ``values (B, Hkv, L, D)``."""
         self.keys, self.values = (rows.new_empty(*rows.shape[:2], 0, rows.shape[3]) for rows in (keys, values))
         self.length = 0
         self.keys_t: torch.Tensor | None = None
         self.transposed = 0
         self.codes: Codes | None = None
-        self._forget_moments()
+        self._discard_statistics()
 
-    def _forget_moments(self) -> None:
-        self.key_moments: RunningStatistics | None = None
-        self.value_moments: RunningStatistics | None = None
+    def _discard_statistics(self) -> None:
+        self.key_statistics: RunningStatistics | None = None
+        self.value_statistics: RunningStatistics | None = None
         self.left_padding: torch.Tensor | None = None
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append rows ``(B, Hkv, L, D)``."""
+        """Append ``keys`` and ``values (B, Hkv, L, D)``."""
         for rows, buffer in ((keys, self.keys), (values, self.values)):
             B, Hkv, L, D = rows.shape
             if (B, Hkv, D, rows.dtype) != (
                 *buffer.shape[:2],
                 buffer.shape[3],
                 buffer.dtype,
-            ):  # torch would broadcast it
+            ):  # torch would broadcast these rows
                 wanted = f"(B={len(buffer)}, Hkv={buffer.shape[1]}, L={L}, D={buffer.shape[3]}) in {buffer.dtype}"
                 raise ShapeError(
                     f"past_key_values: expected rows {wanted}, got {tuple(rows.shape)} in {rows.dtype}. "
-                    "Take a new SparQCache for another batch or model."
+                    "Create a new SparQCache for another batch or model."
                 )
         stop = self.length + keys.shape[2]
         if stop > self.keys.shape[2]:
@@ -67,7 +67,7 @@ class Buffers:
         self.values[:, :, self.length : stop] = values
         self.length = stop
 
-    @lasting
+    @outside_inference_mode
     def _grow(self, length: int) -> None:
         capacity = -(-(length + length // ROOM) // ROW_MULTIPLE) * ROW_MULTIPLE
 
@@ -81,43 +81,43 @@ class Buffers:
             self.keys_t = grown(self.keys_t, 3, self.transposed)
 
     def crop(self, length: int) -> None:
-        """Remove rows at ``length`` and after it."""
-        for kept in (self.key_moments, self.value_moments, self.codes):
+        """Remove all rows from index ``length`` to the end."""
+        for kept in (self.key_statistics, self.value_statistics, self.codes):
             if kept is not None:
                 kept.rewind(length)
         self.transposed = min(self.transposed, length)
         self.length = length
 
-    @lasting
+    @outside_inference_mode
     def select(self, sequences: torch.Tensor) -> None:
-        """Select ``sequences`` in the given order, with repetitions."""
+        """Keep only ``sequences``, in the given order. A sequence may occur several times."""
         self.keys, self.values = self.keys.index_select(0, sequences), self.values.index_select(0, sequences)
         if self.keys_t is not None:
             self.keys_t = self.keys_t.index_select(0, sequences)
         if self.left_padding is not None:
             self.left_padding = self.left_padding.index_select(0, sequences)
-        for kept in (self.key_moments, self.value_moments, self.codes):
+        for kept in (self.key_statistics, self.value_statistics, self.codes):
             if kept is not None:
                 kept.select(sequences)
 
     def columns(self) -> torch.Tensor:
-        """Return ``keys_t (B, Hkv, D, length)`` of the rows in use."""
+        """Transpose new rows and return the component-major keys ``(B, Hkv, D, length)``."""
         self.codes = None
         if self.keys_t is None:
-            self._begin_columns()
+            self._allocate_columns()
         assert self.keys_t is not None
         rows = slice(self.transposed, self.length)
         self.keys_t[..., rows] = self.keys[:, :, rows].transpose(-1, -2)
         self.transposed = self.length
         return self.keys_t[..., : self.length]
 
-    @lasting
-    def _begin_columns(self) -> None:
+    @outside_inference_mode
+    def _allocate_columns(self) -> None:
         B, Hkv, capacity, D = self.keys.shape
         self.keys_t = self.keys.new_empty(B, Hkv, D, capacity)
 
     def coded(self, padding: Padding | None) -> Codes:
-        """Return the int4 scoring keys of the rows in use."""
+        """Quantize new full groups and return the int4 scoring keys of the rows in use."""
         first = None if padding is None else padding.first
         kept = self.codes
         if kept is None or not _same(kept.padding, padding):
@@ -130,34 +130,34 @@ class Buffers:
     def statistics(
         self, *, mean: bool, spread: bool, padding: Padding | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return on request the mean of the valid values and the deviation of the valid keys, float32 ``(B, Hkv, D)``.
+        """Return the mean of the valid values and the standard deviation of the valid keys.
 
-        Later calls update the mean in place.
+        Both are float32 ``(B, Hkv, D)``, or None if not requested. Later calls update the mean in place.
         """
         if not mean and not spread:
             return None, None
         first = None if padding is None else padding.first
-        lacking = (mean and self.value_moments is None) or (spread and self.key_moments is None)
+        lacking = (mean and self.value_statistics is None) or (spread and self.key_statistics is None)
         if lacking or not _same(self.left_padding, padding):
-            self._begin_moments(mean, spread)
+            self._allocate_statistics(mean, spread)
         self.left_padding = first
-        for moments, buffer in ((self.key_moments, self.keys), (self.value_moments, self.values)):
+        for moments, buffer in ((self.key_statistics, self.keys), (self.value_statistics, self.values)):
             if moments is not None:
                 moments.extend(buffer, self.length, first)
         return (
-            self.value_moments.mean if mean and self.value_moments else None,
-            self.key_moments.deviation() if spread and self.key_moments else None,
+            self.value_statistics.mean if mean and self.value_statistics else None,
+            self.key_statistics.deviation() if spread and self.key_statistics else None,
         )
 
-    @lasting
-    def _begin_moments(self, mean: bool, spread: bool) -> None:
-        self._forget_moments()
-        self.value_moments = RunningStatistics(self.values, spread=False) if mean else None
-        self.key_moments = RunningStatistics(self.keys, spread=True) if spread else None
+    @outside_inference_mode
+    def _allocate_statistics(self, mean: bool, spread: bool) -> None:
+        self._discard_statistics()
+        self.value_statistics = RunningStatistics(self.values, spread=False) if mean else None
+        self.key_statistics = RunningStatistics(self.keys, spread=True) if spread else None
 
 
 def _same(known: torch.Tensor | None, padding: Padding | None) -> bool:
-    """Return True if the left padding equals the left padding of the earlier steps."""
+    """Return True if ``padding`` equals the left padding ``known`` from earlier steps."""
     if known is None or padding is None:
         return known is None and padding is None
     return known is padding.first or padding.equals(known)
@@ -167,26 +167,27 @@ _NAME = "_mlx_sparse_padding"
 
 
 class Padding:
-    """Left padding that the mask ``(B, 1, 1, S)`` of one decode step describes.
+    """Left padding, read from the attention mask ``(B, 1, 1, S)`` of one decode step.
 
-    Every layer of a step gets the same mask. Reading the mask waits for the GPU, so it is read once, at the first
-    sparse layer, and never in dense steps.
+    Every layer of a step gets the same mask. Reading the mask waits for the GPU, so only the first sparse layer reads
+    the mask. Dense steps never read the mask.
     """
 
     def __init__(self, mask: torch.Tensor) -> None:
-        self._mask = mask.detach()  # a new object, because the mask refers to this one and a cycle would keep memory
+        # The mask refers to this Padding. A reference back to the same object would be a cycle, which keeps the memory.
+        self._mask = mask.detach()
         self._compared: tuple[torch.Tensor, bool] | None = None
 
     @cached_property
     def first(self) -> torch.Tensor | None:
-        """First valid key of each sequence, int32 ``(B,)``; None if the mask is not left padding."""
+        """Index of the first valid key of each sequence, int32 ``(B,)``; None if the mask is not left padding."""
         S = self._mask.shape[3]
         first = S - self._mask[:, 0, 0].sum(dim=1, dtype=torch.int32)
         valid = torch.arange(S, device=first.device) >= first[:, None]
         return first if self._mask.shape[1] == 1 and torch.equal(self._mask[:, 0, 0], valid) else None
 
     def equals(self, earlier: torch.Tensor) -> bool:
-        """Return True if `first` equals the ``earlier`` tensor. The comparison runs once per tensor, not per layer."""
+        """Return True if `first` equals ``earlier``. The result is cached, so that only one layer waits for the GPU."""
         if self._compared is None or self._compared[0] is not earlier:
             assert self.first is not None
             self._compared = earlier, torch.equal(earlier, self.first)
@@ -194,7 +195,7 @@ class Padding:
 
 
 def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Return the mask of sdpa. For a decode step, attach its `Padding`."""
+    """Build the mask of transformers' sdpa. The mask of a decode step gets a `Padding` as an attribute."""
     made = sdpa_mask(*args, **kwargs)
     if made is not None and made.shape[2] == 1:
         setattr(made, _NAME, Padding(made))
@@ -202,6 +203,6 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 
 def padding_of(attention_mask: torch.Tensor) -> Padding | None:
-    """Return the `Padding` of a mask, or None if `mask` did not make it or it was changed."""
+    """Return the `Padding` of an attention mask, or None if the mask does not come unchanged from `mask`."""
     found: Padding | None = getattr(attention_mask, _NAME, None)
     return found

@@ -34,7 +34,7 @@ class SparQLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._show(Buffers(key_states, value_states))
+        self._set_views(Buffers(key_states, value_states))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -44,10 +44,10 @@ class SparQLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         assert self.buffers is not None
         self.buffers.append(key_states, value_states)
-        return self._show(self.buffers)
+        return self._set_views(self.buffers)
 
-    def _show(self, buffers: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
-        """Set the attributes that transformers reads."""
+    def _set_views(self, buffers: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
+        """Set the attributes that transformers reads, and return the keys and values in use."""
         self.buffers, self.is_initialized = buffers, True
         self.keys, self.values = (rows[:, :, : buffers.length] for rows in (buffers.keys, buffers.values))
         return self.keys, self.values
@@ -60,14 +60,14 @@ class SparQLayer(DynamicLayer):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` rows: 0 or negative, as in transformers."""
+        """Remove the last ``-tokens_to_remove`` rows. As in transformers, the number is 0 or negative."""
         if tokens_to_remove > 0:
             raise ConfigError(
                 f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}. crop(-n) removes the last n tokens."
             )
         if self.buffers is not None and tokens_to_remove:
             self.buffers.crop(max(self.buffers.length + tokens_to_remove, 0))
-            self._show(self.buffers)
+            self._set_views(self.buffers)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -79,11 +79,11 @@ class SparQLayer(DynamicLayer):
             )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Select the sequences ``indices`` in the given order. ``indices`` are numbers, or one bool per sequence."""
+        """Select sequences by ``indices``, which are sequence numbers in the wanted order or one bool per sequence."""
         if self.buffers is not None:
             sequences = indices.to(self.device)
             self.buffers.select(sequences.nonzero()[:, 0] if sequences.dtype == torch.bool else sequences)
-            self._show(self.buffers)
+            self._set_views(self.buffers)
 
     def offload(self) -> None:
         raise ConfigError(
@@ -93,7 +93,7 @@ class SparQLayer(DynamicLayer):
     def attend(
         self, query: torch.Tensor, config: SparQ, *, scale: float, padding: Padding | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend ``query (B, Hq, 1, D)`` by SparQ. Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``."""
+        """Run SparQ for ``query (B, Hq, 1, D)``. Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``."""
         assert self.keys is not None
         assert self.values is not None
         settings = config.parameters(query.shape[1] // self.keys.shape[1])
@@ -123,7 +123,10 @@ class SparQLayer(DynamicLayer):
         padding: Padding | None,
         coded: bool = False,
     ) -> tuple[torch.Tensor | KeyCodes, torch.Tensor | None, torch.Tensor | None]:
-        """Return ``keys_t (B, Hkv, D, S)`` or the int4 scoring keys, and `Buffers.statistics`, of all rows."""
+        """Return the scoring keys and the results of `Buffers.statistics` for all rows.
+
+        The scoring keys are ``keys_t (B, Hkv, D, S)``, or int4 scoring keys if ``coded``.
+        """
         assert self.buffers is not None
         if coded:
             assert self.keys is not None
@@ -134,29 +137,28 @@ class SparQLayer(DynamicLayer):
 
 
 class Origin(NamedTuple):
-    """The cache and the layer that returned the keys of an attention call."""
+    """The cache and the cache layer that the keys of an attention call come from."""
 
     cache: SparQCache
     layer: Any
-    keys: torch.Tensor  # the tensor that the layer returned
+    keys: torch.Tensor  # the keys as the layer returned them
     values: torch.Tensor
 
     def current(self, values: torch.Tensor) -> bool:
-        """Return True if the layer has not changed since and returned ``values`` together with the keys."""
+        """Return True if the layer is unchanged since it returned ``values`` together with the keys."""
         return self.keys is self.layer.keys and self.values is values
 
 
 def origin_of(keys: torch.Tensor) -> Origin | None:
-    """Return the origin of ``keys``, or None if no `SparQCache` returned them."""
+    """Return the cache and layer of ``keys``, or None if the tensor does not come from a `SparQCache`."""
     found: Origin | None = getattr(keys, _NAME, None)
     return found
 
 
 class SparQCache(DynamicCache):
-    """A cache for models loaded with ``attn_implementation="sparq"``.
+    """A KV cache for models loaded with ``attn_implementation="sparq"``, for inference only.
 
-    Full-attention layers are `SparQLayer`; sliding-window and other layers are transformers' own and stay dense.
-    Inference only.
+    Full-attention layers are `SparQLayer`. Sliding-window layers and other layers are transformers' own and stay dense.
 
     Args:
         config: ``model.config``.
@@ -164,7 +166,7 @@ class SparQCache(DynamicCache):
 
     Attributes:
         report: counts of sparse and dense attention calls, updated while the model runs.
-        thresholds: smallest number of keys at which steps are sparse, by layer sizes, for layers that have run.
+        thresholds: crossover length in keys by layer sizes, for the layers that have run.
 
     Raises:
         ConfigError: ``attn`` is invalid or does not fit the model, the model was not loaded with
@@ -187,7 +189,7 @@ class SparQCache(DynamicCache):
         head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
         if isinstance(head_dim, int):
             self.attn.check_head_dim(head_dim)
-        # transformers creates the layers; replace plain full-attention layers.
+        # transformers created the layers. Replace its plain full-attention layers.
         super().__init__(config=config)
         self.layers = [SparQLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.thresholds: dict[Step, int] = {}
@@ -210,7 +212,7 @@ class SparQCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append to a layer and return all keys and values. The keys carry a reference to their layer.
+        """Append keys and values to a layer. Return all its keys and values; the keys refer to their layer.
 
         An attention function receives keys and values, but neither the cache nor the layer. The layer number of a
         module does not identify the cache, and some models pass the keys of one layer to other layers. Therefore the
@@ -229,17 +231,18 @@ class SparQCache(DynamicCache):
         return tagged, values
 
 
+# This is not a method, because the report would then keep the cache alive.
 def _crossovers(thresholds: dict[Step, int], how: str) -> list[str]:
-    """Return lines of the report. This is not a method, so that the report does not refer back to the cache."""
+    """Return the report lines about crossover lengths."""
     lengths = ("never sparse" if keys >= NEVER else f"sparse from {keys:,} keys on" for keys in thresholds.values())
     return [f"{length} ({how})" for length in dict.fromkeys(lengths)]
 
 
 def dense_layer(layer: Any) -> str | None:
-    """Return the reason why a layer of a cache always attends densely, or None."""
+    """Return the reason why a cache layer always attends densely, or None for a `SparQLayer`."""
     if isinstance(layer, SparQLayer):
         return None
-    kind = "a sliding window" if getattr(layer, "is_sliding", False) else "a cache layer of its own"
+    kind = "a sliding window" if getattr(layer, "is_sliding", False) else "a custom cache layer"
     return f"with {kind} ({type(layer).__name__})"
 
 

@@ -1,4 +1,4 @@
-"""Store int4 scoring keys of a cache, which SparQ reads instead of a component-major copy of the keys."""
+"""Store int4 scoring keys of a cache. SparQ reads these instead of a component-major copy of the keys."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 
 from ..torch_functions import code_groups, key_spread
-from .running_statistics import lasting
+from .running_statistics import outside_inference_mode
 
-BYTES = GROUP // 2  # bytes of the codes of a group per component
+BYTES = GROUP // 2  # bytes of codes per group and component
 CHUNK = 2048  # maximum number of rows that are quantized at a time, which limits the float32 copies
 
 
 class Codes:
-    """Int4 scoring keys of the full groups of each sequence (sparq.17) to (sparq.20).
+    """Int4 scoring keys of a cache layer: the full groups of each sequence, (sparq.17) to (sparq.20).
 
     Attributes:
-        coded: arrays for the capacity of the buffer; slots after the last full group of a sequence are stale.
+        coded: arrays with the capacity of the buffer. Slots after the last full group of a sequence are stale.
         length: number of rows whose full groups are quantized.
         padding: ``(B,)`` first valid row of each sequence, or None.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(self, keys: torch.Tensor, padding: torch.Tensor | None) -> None:
         """Allocate empty codes for the buffer ``keys (B, Hkv, capacity, D)``."""
         B, Hkv, capacity, D = keys.shape
@@ -40,9 +40,9 @@ class Codes:
     def nbytes(self) -> int:
         return self.coded.nbytes
 
-    @lasting
+    @outside_inference_mode
     def rewind(self, length: int) -> None:
-        """Remove rows at ``length`` and after it."""
+        """Remove all rows from index ``length`` to the end."""
         if length >= self.length:
             return
         for sequences, first in self._runs:
@@ -53,7 +53,7 @@ class Codes:
                 self.coded.centre[sequences] = 0
         self.length = length
 
-    @lasting
+    @outside_inference_mode
     def extend(self, keys: torch.Tensor, length: int) -> None:
         """Quantize the full groups of rows ``[0, length)`` of the buffer ``keys``."""
         if length // GROUP > self.coded.lo.shape[-1]:
@@ -84,14 +84,14 @@ class Codes:
         self.coded = KeyCodes(grown(codes, BYTES), grown(lo, 1), grown(step, 1), centre)
 
     def read(self) -> KeyCodes:
-        """Return the codes of the full groups, with the number of groups of a sequence without padding."""
+        """Return the codes of all full groups as slices. Sequences with padding have stale slots at the end."""
         codes, lo, step, centre = self.coded
         groups = self.length // GROUP
         return KeyCodes(codes[..., : groups * BYTES], lo[..., :groups], step[..., :groups], centre)
 
-    @lasting
+    @outside_inference_mode
     def spread(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the spread (sparq.22) of ``keys``. It is computed once for each group."""
+        """Return the spread (sparq.22) of each component of ``keys``, cached until another group is full."""
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(), keys, self.padding)
@@ -100,9 +100,9 @@ class Codes:
             self._spread = found
         return found
 
-    @lasting
+    @outside_inference_mode
     def select(self, sequences: torch.Tensor) -> None:
-        """Select ``sequences`` in the given order."""
+        """Keep only ``sequences``, in the given order."""
         self.coded = KeyCodes(*(array.index_select(0, sequences) for array in self.coded))
         if self.padding is not None:
             self.padding = self.padding.index_select(0, sequences)
@@ -117,7 +117,10 @@ def _full(length: int, first: int) -> int:
 
 
 def _runs(padding: torch.Tensor | None) -> list[tuple[slice, int]]:
-    """Return runs of adjacent sequences with the same first valid row, and that row. Their groups fill together."""
+    """Return slices of adjacent sequences with the same first valid row, each with this row.
+
+    The groups of these sequences become full at the same time.
+    """
     if padding is None:
         return [(slice(None), 0)]
     runs, start = [], 0

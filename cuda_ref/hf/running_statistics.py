@@ -1,4 +1,4 @@
-"""Compute running statistics of cache rows. Removing rows leaves no rounding error."""
+"""Compute running statistics of cache rows, which stay accurate when rows are removed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 CHUNK = 8192  # maximum number of rows that are merged at a time, which limits the float32 copies
-BLOCK = 256  # rows between marks
+BLOCK = 256  # number of rows between marks
 
 
-def lasting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run ``method`` outside of torch.inference_mode, because later calls write to the tensors that it makes."""
+def outside_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``method`` to run outside of torch.inference_mode, so that later calls can write to its tensors."""
     wrapped: Callable[..., Any] = torch.inference_mode(False)(torch.no_grad()(method))
     return wrapped
 
@@ -23,7 +23,7 @@ class State:
     """Running statistics of the valid rows in ``[0, length)``, updated in place.
 
     Attributes:
-        count: number of valid rows, ``(B, 1, 1)`` if sequences are padded.
+        count: number of valid rows; a tensor ``(B, 1, 1)`` if sequences are padded.
         mean: float32 ``(B, Hkv, D)``; 0 if there is no valid row.
         squares: float32 ``(B, Hkv, D)`` sum of squared deviations, or None.
     """
@@ -37,7 +37,7 @@ class State:
         return replace(self, mean=self.mean.clone(), squares=None if self.squares is None else self.squares.clone())
 
     def merge(self, rows: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Merge the ``valid`` ones of ``rows (B, Hkv, n, D)`` into the statistics."""
+        """Merge the valid rows of ``rows (B, Hkv, n, D)`` into the statistics; all rows if ``valid`` is None."""
         added: int | torch.Tensor
         self.length += rows.shape[2]
         rows = rows.float()
@@ -62,24 +62,24 @@ class State:
         self.count = total
 
     def select(self, rows: torch.Tensor) -> State:
-        """Return the statistics of the sequences ``rows`` in the given order."""
+        """Return the statistics of the sequences with the indices ``rows``, in this order."""
         count = self.count.index_select(0, rows) if isinstance(self.count, torch.Tensor) else self.count
         squares = None if self.squares is None else self.squares.index_select(0, rows)
         return State(self.length, count, self.mean.index_select(0, rows), squares)
 
 
 class RunningStatistics:
-    """Mean and, optionally, squared deviation of cache rows per component.
+    """Mean and, optionally, sum of squared deviations of cache rows per component.
 
-    Each chunk is merged with its own mean and deviation. This is accurate even if the mean is much larger than the
-    spread, whereas plain sums of squares would cancel.
+    Each chunk of rows is reduced to its mean and its squared deviations before the merge. The result is accurate even
+    if the mean is much larger than the spread, where plain sums of squares would cancel.
 
-    Rows are never subtracted, because a NaN would remain and a large number would leave a rounding error. A crop
-    restores the state of a mark and merges the rows after the mark again. If no mark is left, it merges all remaining
-    rows. When a row fills a block, the whole block is merged again, which removes the rounding of single rows.
+    Rows are never subtracted: a NaN would remain, and a large number would leave a rounding error. After a crop, the
+    statistics restart from the last remaining mark, or from zero, and the rows after the mark are merged again. When a
+    block of rows is full, the whole block is merged again, which removes the rounding of single rows.
 
     Attributes:
-        state: statistics of all rows so far.
+        state: statistics of all rows that are merged so far.
         marks: copies of the state at the ends of the last two blocks.
     """
 
@@ -90,13 +90,13 @@ class RunningStatistics:
         self.marks: list[State] = []
 
     def rewind(self, length: int) -> None:
-        """Remove rows at ``length`` and after it."""
+        """Remove all rows from index ``length`` to the end."""
         if length < self.state.length:
             self.marks = [mark for mark in self.marks if mark.length <= length]
-            self._go_back()
+            self._restore_mark()
 
-    @lasting
-    def _go_back(self) -> None:
+    @outside_inference_mode
+    def _restore_mark(self) -> None:
         if self.marks:
             self.state = self.marks[-1].copy()
         else:
@@ -108,22 +108,22 @@ class RunningStatistics:
         """Merge the new rows up to ``length`` of ``buffer (B, Hkv, capacity, D)``.
 
         Args:
-            left_padding: ``(B,)`` first valid row of each sequence, the same in every call. Earlier rows are ignored.
+            left_padding: ``(B,)`` first valid row of each sequence, equal in all calls. Rows before it are ignored.
         """
         full = length // BLOCK * BLOCK
         if self.state.length < full:
-            self._go_back()
+            self._restore_mark()
             for stop in (full - BLOCK, full):
                 if stop > self.state.length:
-                    self._take(buffer, stop, left_padding)
+                    self._merge_rows(buffer, stop, left_padding)
                     self.marks = [*self.marks, self._mark()][-2:]
-        self._take(buffer, length, left_padding)
+        self._merge_rows(buffer, length, left_padding)
 
-    @lasting
+    @outside_inference_mode
     def _mark(self) -> State:
         return self.state.copy()
 
-    def _take(self, buffer: torch.Tensor, stop: int, left_padding: torch.Tensor | None) -> None:
+    def _merge_rows(self, buffer: torch.Tensor, stop: int, left_padding: torch.Tensor | None) -> None:
         for first in range(self.state.length, stop, CHUNK):
             last = min(first + CHUNK, stop)
             valid = None
@@ -134,7 +134,7 @@ class RunningStatistics:
 
     @property
     def mean(self) -> torch.Tensor:
-        """Mean (sparq.9), float32 ``(B, Hkv, D)``, which is updated in place."""
+        """Mean (sparq.9), float32 ``(B, Hkv, D)``. Later calls update this tensor in place."""
         return self.state.mean
 
     def deviation(self) -> torch.Tensor:
@@ -144,7 +144,7 @@ class RunningStatistics:
         count = count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
         return (self.state.squares / count).sqrt_()
 
-    @lasting
+    @outside_inference_mode
     def select(self, rows: torch.Tensor) -> None:
-        """Select the sequences ``rows`` in the given order."""
+        """Keep only the sequences with the indices ``rows``, in this order."""
         self.state, self.marks = self.state.select(rows), [mark.select(rows) for mark in self.marks]

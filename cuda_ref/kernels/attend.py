@@ -1,9 +1,9 @@
 """Compute exact attention of one query per head over a list of keys or over all keys. All methods share this kernel.
 
-The grid is (splits of the list, Hkv, B), or (programs) if rows have different numbers of entries. A program reads
+The grid is (splits of the list, Hkv, B), or (programs,) if rows have different numbers of entries. A program reads
 `share` rows of K and of V, D * itemsize bytes each, once for the whole group, and updates a running softmax. If there
 are several splits, a program writes G * (D + 3) float32 numbers. The last program of a row merges the splits of the
-row. The merge is exact, because every split has its largest logit and its sum.
+row. The merge is exact, because every split stores its largest logit and its sum.
 """
 
 import triton
@@ -14,7 +14,7 @@ from .numbers import finite, widen
 
 @triton.jit
 def times_values(weights, values, total):
-    """Return ``total + weights @ values`` with float32 weights, split into two numbers of the type of the values."""
+    """Return ``total + weights @ values``, where each float32 weight is a sum of two numbers of the values' dtype."""
     high = weights.to(values.dtype)
     total = tl.dot(high, values, total, input_precision="ieee")
     if values.dtype != tl.float32:
@@ -25,13 +25,13 @@ def times_values(weights, values, total):
 
 @triton.jit
 def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
-    """Add the mean of the values, weighted by the softmax mass of the unselected keys (sparq.10)."""
+    """Return ``mean`` combined with the mean value, which gets the softmax weight of the unselected keys (sparq.10)."""
     return alpha * mean + (1.0 - alpha) * tl.load(value_mean + d, mask=d < D, other=0.0)
 
 
 @triton.jit
 def write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D: tl.constexpr, G: tl.constexpr):
-    """Normalize, reallocate and store. Rows without keys get 0 and -inf."""
+    """Normalize, reallocate and store the output and its log-sum-exp. Rows without keys get 0 and -inf."""
     some = total != 0  # True for NaN, so that NaN reaches the output
     result = weighted / tl.where(some, total, 1.0)[:, None]
     if value_mean is not None:
@@ -55,7 +55,7 @@ def merge_splits(
     GROUP: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Merge the splits of one row and store the result."""
+    """Merge the splits of one row (sequence and KV head), and store the output and its log-sum-exp."""
     g = tl.arange(0, GROUP)
     d = tl.arange(0, BLOCK_D)
     top = tl.full([GROUP], float("-inf"), tl.float32)
@@ -86,19 +86,19 @@ def merge_splits(
 
 
 @triton.jit
-def work_of(program, programs, counts, rows, entries, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return the work of one of ``programs`` if rows of ``counts`` entries are divided into equal shares.
+def assigned_work(program, programs, counts, rows, entries, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Return the row and the share of entries that a program processes, if rows have ``counts`` entries.
 
     Returns:
-        The row; the first program of the row; the number of programs of the row, 0 if this program has no work; the
-        entries of the row; and the share of a program, in whole blocks.
+        The row; the first program of this row; the number of programs of this row, 0 for a program without work; the
+        number of entries of this row; and the number of entries per program, in whole blocks.
     """
     total = tl.zeros([], tl.int64)
     for first in range(0, rows, BLOCK_ROWS):
         r = first + tl.arange(0, BLOCK_ROWS)
         count = tl.minimum(tl.load(counts + r, mask=r < rows, other=0), entries)
         total += tl.sum(count.to(tl.int64), axis=0)
-    # The last program of a row may have less than a share. A row without entries has one program.
+    # The last program of a row may have fewer entries than the share. A row without entries has one program.
     spare = tl.maximum(programs - rows, 1)
     share = tl.maximum(tl.cdiv(tl.cdiv(total, spare), BLOCK_N), 1).to(tl.int32) * BLOCK_N
     row, start, splits, found = 0, 0, 0, 0
@@ -121,10 +121,10 @@ def work_of(program, programs, counts, rows, entries, BLOCK_N: tl.constexpr, BLO
 def attend(
     queries,  # (B, Hkv, G, D)
     keys,  # (B, Hkv, length, D), last stride 1
-    values,  # likewise
+    values,  # same as keys
     indices,  # (B, Hkv, entries) int32, or None for keys left_padding to length
-    counts,  # (B, Hkv) int32: used entries, divided by `work_of`; None: all entries, in equal shares
-    left_padding,  # (B,) int32, or None; for no list only
+    counts,  # (B, Hkv) int32: used entries, divided by `assigned_work`; None: all entries, in equal shares
+    left_padding,  # (B,) int32, or None; used only without a list
     logits,  # (B, Hkv, G, stride_l) float32 of sparq_scores, or None without reallocation
     softmax,  # (B, Hkv, G, 2) float32 of top_k_select, or None
     value_mean,  # (B, Hkv, D) float32, or None
@@ -162,7 +162,7 @@ def attend(
         row = (b * heads + h).to(tl.int64)
         first_part = row * splits
     else:
-        place, first_part, splits, used, share = work_of(
+        place, first_part, splits, used, share = assigned_work(
             tl.program_id(0), tl.num_programs(0), counts, rows, entries, BLOCK_N, BLOCK_ROWS
         )
         if splits == 0:
@@ -190,7 +190,7 @@ def attend(
     d = tl.arange(0, BLOCK_D)
     q = tl.load(queries + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & (d < D)[None, :], other=0.0)
     q = widen(q, UPCAST)
-    # For entries `start` to `end`: largest logit, sum, weighted sum of values, and part of alpha.
+    # Over entries `start` to `end`: largest logit, sum of exponentials, weighted sum of values, and part of alpha.
     largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     weighted = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)

@@ -1,8 +1,8 @@
 """Compute exact causal attention of prefill over listed key blocks or over all key blocks.
 
-A program has BLOCK_M queries of one row block of one query head. It reads the keys and values of the list of this row
-block, BLOCK_N at a time, 2 * D * itemsize bytes per key. The last row blocks have the most work, so their programs
-start first. Heads that share keys start together, so that all but the first find the keys in the L2 cache.
+A program processes BLOCK_M queries of one row block of one query head. It reads the keys and values that this row
+block lists, BLOCK_N at a time, 2 * D * itemsize bytes per key. The last row blocks have the most work, so their
+programs start first. Heads that share keys start together, so that most reads of keys and values hit the L2 cache.
 """
 
 import triton
@@ -15,7 +15,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def listed_end(blocks, row_block, width, BLOCK: tl.constexpr):
-    """Return the index after the last list entry that is a key block up to the diagonal."""
+    """Return the end of the used list entries: one past the last entry that is a key block up to the diagonal."""
     end = 0
     for first in range(0, width, BLOCK):
         place = first + tl.arange(0, BLOCK)
@@ -27,13 +27,13 @@ def listed_end(blocks, row_block, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, place, stride, there, d, D: tl.constexpr):
-    """Load rows of ``D`` numbers, and 0 outside the array."""
+    """Load the rows ``place`` of ``D`` numbers, and zeros where ``there`` is False."""
     return tl.load(rows + place[:, None] * stride + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
 def write_rows(out, lse, place, there, d, largest, total, weighted, D: tl.constexpr):
-    """Normalize and store rows and their log-sum-exp. Rows without keys get 0 and -inf."""
+    """Normalize and store the output rows and their log-sum-exp. Rows without keys get 0 and -inf."""
     some = total != 0  # True for NaN, so that NaN reaches the output
     safe = tl.where(some, total, 1.0)
     result = weighted * (1.0 / safe)[:, None]
@@ -44,16 +44,16 @@ def write_rows(out, lse, place, there, d, largest, total, weighted, D: tl.conste
 @triton.jit(do_not_specialize=["length", "offset", "first_row_block", "tiles", "heads", "width"])
 def attend_blocks(
     queries,  # (B, Hq, count, D), last stride 1
-    keys,  # (B, Hkv, length, D), likewise
-    values,  # likewise
-    blocks,  # (B, Hq, row blocks of this launch, width) int32, ascending; other numbers = empty slots; None for all
+    keys,  # (B, Hkv, length, D), last stride 1
+    values,  # same as keys
+    blocks,  # (B, Hq, row blocks of this launch, width) int32, ascending; invalid: empty slot; None: all blocks
     out,  # out: (B, Hq, count, D)
     lse,  # out: (B, Hq, count) float32
     count,
     length,
     offset,  # position of the first query
     first_row_block,
-    tiles,  # of BLOCK_M queries, of this launch
+    tiles,  # number of tiles of BLOCK_M queries in this launch
     heads,
     width,
     scale,  # above 0

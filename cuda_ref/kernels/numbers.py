@@ -1,11 +1,11 @@
-"""Provide numeric helpers of the kernels: softmax of tiles without valid keys, aligned masks, and 8-bit logits."""
+"""Provide numeric helpers for the kernels: softmax of tiles without valid keys, aligned masks, and 8-bit logits."""
 
 import triton
 import triton.language as tl
 
-GROUP = tl.constexpr(64)  # int4 scoring keys that share lo and step
-# An 8-bit logit is the distance from the largest logit of its tile in units of 1/16 nat.
-NO_WEIGHT = tl.constexpr(254)  # -inf, or a distance that exceeds 8 bits
+GROUP = tl.constexpr(64)  # number of int4 scoring keys that share lo and step
+# The code of an 8-bit logit is its distance from the largest logit of the tile in units of 1/16 nat.
+NO_WEIGHT = tl.constexpr(254)  # -inf, or a distance that does not fit
 NO_SOFTMAX = tl.constexpr(255)  # NaN or +inf
 
 
@@ -17,43 +17,43 @@ def finite(largest):
 
 @triton.jit
 def widen(loaded, UPCAST: tl.constexpr):
-    """Convert a load to float32 in the interpreter, which stores bfloat16 as bits and cannot compute with them."""
+    """Convert loaded numbers to float32 if ``UPCAST``. Triton's interpreter cannot compute in bfloat16."""
     return loaded.to(tl.float32) if UPCAST else loaded
 
 
 @triton.jit
 def rounded_up(length):
-    """Round up to a multiple of 16. Masks that end there do not split loads of 16 bytes."""
+    """Round ``length`` up to a multiple of 16. A mask that ends at this multiple keeps loads of 16 bytes whole."""
     return tl.cdiv(length, 16) * 16
 
 
 @triton.jit
 def rounded_down(first):
-    """Round ``first`` down to a multiple of 16. Masks that begin there do not split loads of 16 bytes."""
+    """Round ``first`` down to a multiple of 16. A mask that begins at this multiple keeps loads of 16 bytes whole."""
     return first // 16 * 16
 
 
 @triton.jit
 def encode_logit(logit, largest):
-    """Encode a logit of a tile with this ``largest`` logit in 8 bits."""
-    below = (largest - logit) * 16.0  # +inf or NaN without weight
+    """Encode a logit in 8 bits, as its distance from the ``largest`` logit of the tile."""
+    below = (largest - logit) * 16.0  # +inf, or NaN for a key without weight
     code = tl.where(below < NO_WEIGHT - 0.5, tl.floor(below + 0.5), NO_WEIGHT)
     return tl.where(logit < float("inf"), code, NO_SOFTMAX).to(tl.uint8)
 
 
 @triton.jit
 def decode_logit(code, largest):
-    """Decode an 8-bit logit with an error of at most 1/32; NaN if it has no softmax."""
+    """Decode an 8-bit logit with an error of at most 1/32. `NO_SOFTMAX` becomes NaN."""
     logit = tl.where(code < NO_WEIGHT, largest - code.to(tl.float32) / 16.0, float("-inf"))
     return tl.where(code == NO_SOFTMAX, float("nan"), logit)
 
 
 @triton.jit
 def tile_of(s, first_valid, length, tiles, TILE: tl.constexpr):
-    """Return the tiles of keys ``s``, whose largest logit is the reference of 8-bit logits.
+    """Return the tile number of each key ``s``. 8-bit logits are relative to the largest logit of the tile.
 
-    Quantized keys are in tiles of TILE keys, counted from ``first_valid``. All other keys are in the last tile of a
-    row. Keys before ``first_valid`` are assigned to it too, because they have no weight in any tile.
+    Quantized keys form tiles of TILE keys, counted from ``first_valid``. All other keys are in the last tile of a row.
+    This includes the keys before ``first_valid``, which have no weight in any tile.
     """
     place = s - first_valid
     coded = (length - first_valid) // GROUP * GROUP

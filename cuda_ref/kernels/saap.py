@@ -1,13 +1,13 @@
 """Run SAAP's query network, select the buckets that each group visits, and list the keys of these buckets.
 
-`saap_hidden` and `saap_route` are the two layers. One program per tile of columns reads the weights, K * N * itemsize
-bytes per layer and KV head, once for up to 32 rows of queries. In the paper's shape these are 2.4 MB per KV head, as
-much as the keys and values of a decode step that reads 5 % of about 50k tokens. Each product of queries and weights is
-a sum of three TF32 products. It is exact for 16-bit weights and keeps 22 bits of float32 numbers of any magnitude. The
-last program of a row of logits, 4 * C bytes per query head, selects the buckets.
+`saap_hidden` and `saap_route` compute the two layers. One program per tile of columns reads the weights once for up to
+32 rows of queries: K * N * itemsize bytes per layer and KV head. In the paper's shape these are 2.4 MB per KV head. A
+decode step that attends to 5 % of about 50k tokens reads the same number of bytes of keys and values. Each product of
+queries and weights is a sum of three TF32 products, which is exact for 16-bit weights and keeps 22 bits of float32
+numbers of any magnitude. The last program of a row of logits, 4 * C bytes per query head, selects the buckets.
 
-`saap_expand` writes the list of a step. It reads and writes 4 bytes for each key of a visited bucket and writes 4 bytes
-for each other slot. Every program computes the keys of its slots, so several programs can share a bucket of any size.
+`saap_expand` writes the key list of a step. It reads and writes 4 bytes for each key of a visited bucket and writes 4
+bytes for each other slot. Every program finds the keys of its own slots, so several programs can share a large bucket.
 """
 
 import triton
@@ -21,7 +21,7 @@ from .top_k_select import fill, kth_largest, ordered_bits, write_best
 def affine(
     x, weight, bias, starts, there, n, K, N, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return columns ``n`` of ``x @ weight + bias`` in float32; rows of ``x`` start at ``starts``."""
+    """Return columns ``n`` of ``x @ weight + bias`` in float32. ``starts`` are the offsets of the rows of ``x``."""
     y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
@@ -36,7 +36,7 @@ def affine(
 
 @triton.jit
 def rows_of_tile(sequence, batch, h, heads, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the rows ``(b, h, g)`` of a tile that begins with ``sequence``, group by group, and their mask."""
+    """Return the row numbers ``(b, h, g)`` of a query tile, from ``sequence`` on, and a mask of existing rows."""
     m = tl.arange(0, BLOCK_M)
     b, g = sequence + m // GROUP, m % GROUP
     return (b.to(tl.int64) * heads + h) * G + g, (b < batch) & (g < G)
@@ -68,13 +68,13 @@ def saap_hidden(
     if bias is not None:
         bias += h * N
     y = affine(x, weight, bias, row * K, there, n, K, N, BLOCK_M, BLOCK_K, BLOCK_N)
-    hidden = tl.where(y < 0.0, 0.0, y)  # tl.maximum would drop a NaN
+    hidden = tl.where(y < 0.0, 0.0, y)  # ReLU; tl.maximum would drop a NaN
     tl.store(out + row[:, None] * N + n[None, :], hidden, mask=there[:, None] & (n < N)[None, :])
 
 
 @triton.jit
-def choose_buckets(logits, visited, C, probes, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Select the ``probes`` best buckets of one group, ascending: (saap.5), (saap.8)."""
+def select_buckets(logits, visited, C, probes, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Select the ``probes`` buckets of one group with the largest probabilities, (saap.5) and (saap.8), ascending."""
     c = tl.arange(0, BLOCK_C)
     score = tl.zeros([BLOCK_C], tl.float32)
     for first in range(0, G, BLOCK_G):
@@ -83,7 +83,7 @@ def choose_buckets(logits, visited, C, probes, G: tl.constexpr, BLOCK_G: tl.cons
         logit = tl.load(logits + g[:, None] * C + c[None, :], mask=there, other=float("-inf"), cache_modifier=".cg")
         exponentials = tl.exp(logit - finite(tl.max(logit, axis=1))[:, None])
         total = tl.sum(exponentials, axis=1)
-        # If a logit is NaN or +inf, the head has no softmax. Then its NaN and +inf logits become NaN, all others 0.
+        # If a logit of a head is NaN or +inf, its NaN and +inf logits become probability NaN, and all others 0.
         score += tl.sum(exponentials / tl.where(total > 0, total, float("inf"))[:, None], axis=0)
     bits = ordered_bits(tl.where(c < C, score, float("-inf")))
     threshold, ties = kth_largest(bits, c < C, probes)
@@ -127,7 +127,7 @@ def saap_route(
         tl.debug_barrier()
         for b in range(first, tl.minimum(first + BLOCK_M // GROUP, batch)):
             group = h.to(tl.int64) + b * heads
-            choose_buckets(logits + group * G * C, visited + group * probes, C, probes, G, BLOCK_G, BLOCK_C)
+            select_buckets(logits + group * G * C, visited + group * probes, C, probes, G, BLOCK_G, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["length", "covered", "sink_tokens", "capacity", "probes", "buckets", "indexed"])
@@ -154,7 +154,7 @@ def saap_expand(
     visited += row * probes
     offsets += row * (buckets + 1)
     slot = tile * BLOCK + tl.arange(0, BLOCK)
-    # (saap.10) sinks, then the tail; both are runs of consecutive keys
+    # (saap.10) sink tokens, then the unindexed tail. Both are consecutive keys.
     first_valid = 0
     if left_padding is not None:
         first_valid = tl.load(left_padding + b)
@@ -162,7 +162,7 @@ def saap_expand(
     tail = tl.maximum(covered, first_valid)
     used = sinks + tl.maximum(length - tail, 0)
     key = tl.where(slot < sinks, first_valid + slot, tail + slot - sinks)
-    # Offset from a slot to an index in key_ids, for slots of visited buckets
+    # The difference between an index in key_ids and its slot, for slots of visited buckets
     shift = tl.zeros([BLOCK], tl.int32)
     listed = used
     for first in range(0, probes, BLOCK_P):

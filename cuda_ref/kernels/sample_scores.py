@@ -1,16 +1,15 @@
-"""Run SampleAttention's selection: the attention mass of each region's sample by key block and offset, and block lists.
+"""Select key blocks by SampleAttention: sum the softmax weights of sampled queries, and write lists of key blocks.
 
-The kernels do not store the scores and multiply every key with a query once. `sample_scores` reads the keys of its
-share of key blocks, D * itemsize bytes per key, once for each query head. It stores two float32 numbers for each
-sampled query and key block, because a key block has at most two offset bins per query. Keys up to the query's index in
-the block belong to one bin, the other keys to the next bin. The numbers are logarithms, so they need neither a largest
-score nor the sum of the row. `sample_sums` reads these 8 bytes twice, along columns and along diagonals. With 128
-sampled queries this is 24 bytes per key and query head, from the L2 cache for up to about 200k keys. A second pass over
-the keys would read D * itemsize bytes instead and repeat the products.
+The kernels do not store the scores, and multiply every key with a query only once. A program of `sample_scores` reads
+its share of the key blocks, D * itemsize bytes per key, once for each query head. It stores two float32 numbers for
+each sampled query and key block, because the keys of a block are in at most two offset bins of a query. Keys up to the
+query's index in its block are in one bin, and the other keys are in the next bin. The numbers are logarithms of
+unnormalized sums, so no program needs the largest score or the sum of the whole row. `sample_sums` reads these 8 bytes
+twice, along columns and along diagonals. With 128 sampled queries this is 24 bytes per key and query head, from the L2
+cache for up to about 200k keys. A second pass over the keys would read D * itemsize bytes and repeat the products.
 
-`merge_blocks` makes the list of key blocks of every row block (sample.7). A program makes one list. It reads two bytes
-for each key block up to the diagonal, three bits of which decide if the block is selected. It writes four bytes per
-list entry.
+`merge_blocks` writes the list of key blocks of every row block (sample.7), one list per program. It reads two bytes for
+each key block up to the diagonal. Three bits of these decide if the block is selected. It writes four bytes per entry.
 """
 
 import triton
@@ -23,7 +22,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def sampled_rows(c, chunks, first_row_block, row_blocks, offset, length, BLOCK_SIZE: tl.constexpr):
-    """Return the positions (sample.2) of the first sampled query of region ``c`` and of the first query after it."""
+    """Return the positions (sample.2) at which the sampled queries of region ``c`` start and stop."""
     first = (first_row_block + c.to(tl.int64) * row_blocks // chunks) * BLOCK_SIZE
     stop = (first_row_block + (c + 1).to(tl.int64) * row_blocks // chunks) * BLOCK_SIZE
     stop = tl.minimum(stop, length)
@@ -32,15 +31,15 @@ def sampled_rows(c, chunks, first_row_block, row_blocks, offset, length, BLOCK_S
 
 @triton.jit
 def log2_of(mass):
-    """Return the base-2 logarithm; -inf for 0."""
+    """Return the base-2 logarithm of ``mass``, and -inf for 0."""
     return tl.where(mass > 0, tl.log2(tl.where(mass > 0, mass, 1.0)), float("-inf"))
 
 
 @triton.jit(do_not_specialize=["length", "offset", "first_row_block", "row_blocks", "chunks", "rows", "heads"])
 def sample_scores(
     queries,  # (B, Hq, length - offset, D), last stride 1
-    keys,  # (B, Hkv, length, D), likewise
-    parts,  # out: (C, B Hq, key blocks, 2, BLOCK_SIZE) float32: log2 of the mass, before the row is normalized
+    keys,  # (B, Hkv, length, D), last stride 1
+    parts,  # out: (C, B Hq, key blocks, 2, BLOCK_SIZE) float32: log2 of the sum of exponentials, not normalized
     statistics,  # out: (C, B Hq, splits, 2, BLOCK_SIZE) float32: largest logit, sum of exp(logit - largest), for base 2
     length,
     offset,  # position of the first query
@@ -90,10 +89,10 @@ def sample_scores(
     total = tl.zeros([BLOCK_M], tl.float32)
     n = tl.arange(0, BLOCK_N)
     # The loop body is inline, because calls would make the interpreter twice as slow.
-    seen = tl.cdiv(stop, BLOCK_SIZE)  # key blocks that the sample sees
+    seen = tl.cdiv(stop, BLOCK_SIZE)  # number of key blocks up to the last sampled query
     share = tl.cdiv(seen, splits)
     for block in range(split * share, tl.minimum((split + 1) * share, seen)):
-        near = tl.zeros([BLOCK_M], tl.float32)  # of keys up to the query's place in a block
+        near = tl.zeros([BLOCK_M], tl.float32)  # sum over the keys up to the query's index in its block
         far = tl.zeros([BLOCK_M], tl.float32)
         for first in tl.static_range(0, BLOCK_SIZE, BLOCK_N):
             key = block * BLOCK_SIZE + first + n
@@ -126,7 +125,7 @@ def sample_scores(
 
 @triton.jit
 def row_logarithms(statistics, splits, m, BLOCK_SIZE: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
-    """Return log2 of the sum of each sampled query's row; +inf for missing queries, which then have no mass."""
+    """Return log2 of the row sum of each sampled query. Missing queries get +inf, so that they add no weight."""
     largest = tl.full(m.shape, float("-inf"), tl.float32)
     total = tl.zeros(m.shape, tl.float32)
     for first in range(0, splits, BLOCK_SPLITS):
@@ -143,8 +142,8 @@ def row_logarithms(statistics, splits, m, BLOCK_SIZE: tl.constexpr, BLOCK_SPLITS
 
 
 @triton.jit
-def mass_of(parts, block, which: tl.constexpr, m, seen, logarithm, BLOCK_SIZE: tl.constexpr):
-    """Sum one part of key blocks ``block (blocks, queries)`` over the sampled queries ``m``."""
+def bin_weight(parts, block, which: tl.constexpr, m, seen, logarithm, BLOCK_SIZE: tl.constexpr):
+    """Return the softmax weight of one offset bin of each key block, summed over the sampled queries ``m``."""
     place = (block * 2 + which) * BLOCK_SIZE + m[None, :]
     part = tl.load(parts + place, mask=(block >= 0) & (block < seen), other=float("-inf"))
     return tl.sum(tl.exp2(part - logarithm[None, :]), axis=1)
@@ -154,10 +153,10 @@ def mass_of(parts, block, which: tl.constexpr, m, seen, logarithm, BLOCK_SIZE: t
     do_not_specialize=["length", "offset", "first_row_block", "row_blocks", "chunks", "rows", "splits", "key_blocks"]
 )
 def sample_sums(
-    parts,  # of `sample_scores`
-    statistics,  # likewise
+    parts,  # output of `sample_scores`
+    statistics,  # output of `sample_scores`
     column,  # out: (B Hq, C, key blocks) float32
-    slash,  # out: likewise
+    slash,  # out: same as column
     length,
     offset,
     first_row_block,
@@ -183,15 +182,15 @@ def sample_sums(
 
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     out = (row.to(tl.int64) * chunks + c) * key_blocks + index
-    # (sample.4) both parts of a key block
+    # (sample.4): both bins of a key block
     block = tl.broadcast_to(index[:, None], [BLOCK, BLOCK_SIZE])
-    mass = mass_of(parts, block, 0, m, seen, logarithm, BLOCK_SIZE)
-    mass += mass_of(parts, block, 1, m, seen, logarithm, BLOCK_SIZE)
+    mass = bin_weight(parts, block, 0, m, seen, logarithm, BLOCK_SIZE)
+    mass += bin_weight(parts, block, 1, m, seen, logarithm, BLOCK_SIZE)
     tl.store(column + out, mass, mask=index < key_blocks)
-    # (sample.5) the near part of the key block at the bin's distance, and the far part of the key block before it
+    # (sample.5): the near bin of the key block at this distance, and the far bin of the key block before that block
     block = (position // BLOCK_SIZE)[None, :] - index[:, None]
-    mass = mass_of(parts, block, 0, m, seen, logarithm, BLOCK_SIZE)
-    mass += mass_of(parts, block - 1, 1, m, seen, logarithm, BLOCK_SIZE)
+    mass = bin_weight(parts, block, 0, m, seen, logarithm, BLOCK_SIZE)
+    mass += bin_weight(parts, block - 1, 1, m, seen, logarithm, BLOCK_SIZE)
     tl.store(slash + out, mass, mask=index < key_blocks)
 
 
@@ -209,8 +208,8 @@ def sample_sums(
     ]
 )
 def merge_blocks(
-    column_kept,  # (B Hq, C, key blocks) uint8: 1 = kept
-    slash_kept,  # likewise
+    column_kept,  # (B Hq, C, key blocks) uint8: 1 = selected
+    slash_kept,  # same as column_kept
     blocks,  # out: (B Hq, made, width) int32, ascending, then -1
     counts,  # out: (B Hq, row blocks) int32: entries of each list, for the rows of this launch
     length,
@@ -218,8 +217,8 @@ def merge_blocks(
     first_row_block,
     row_blocks,
     chunks,
-    first,  # row block of this launch, counted from first_row_block
-    made,  # row blocks of this launch
+    first,  # first row block of this launch, counted from first_row_block
+    made,  # number of row blocks of this launch
     width,
     key_blocks,
     BLOCK_SIZE: tl.constexpr,
@@ -228,11 +227,11 @@ def merge_blocks(
     program = tl.program_id(0)
     row, index = (program // made).to(tl.int64), first + program % made
     row_block = first_row_block + index
-    # The region: its first row block is c * row_blocks // chunks.
+    # Find region c of the row block. The first row block of a region is c * row_blocks // chunks.
     c = ((index + 1).to(tl.int64) * chunks - 1) // row_blocks
     sample, stop = sampled_rows(c, chunks, first_row_block, row_blocks, offset, length, BLOCK_SIZE)
     sampled = (row_block * BLOCK_SIZE < stop) & ((row_block + 1) * BLOCK_SIZE > sample)
-    all_from = tl.where(sampled, 0, row_block)  # the diagonal at least
+    all_from = tl.where(sampled, 0, row_block)  # the diagonal block is always attended
     column_kept += (row * chunks + c) * key_blocks
     slash_kept += (row * chunks + c) * key_blocks
     blocks += program.to(tl.int64) * width

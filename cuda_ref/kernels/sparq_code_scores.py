@@ -17,14 +17,14 @@ from .sparq_scores import component_at, component_ranks, logit_factors, query_co
 
 
 @triton.jit
-def of_keys(ranges, ROWS: tl.constexpr, GROUPS: tl.constexpr, TIMES: tl.constexpr):
-    """Repeat the numbers of groups ``(ROWS, GROUPS)``: ``(ROWS, GROUPS * TIMES)``."""
+def repeat_for_keys(ranges, ROWS: tl.constexpr, GROUPS: tl.constexpr, TIMES: tl.constexpr):
+    """Repeat each number of ``ranges (ROWS, GROUPS)`` for the keys of its group: ``(ROWS, GROUPS * TIMES)``."""
     return tl.reshape(tl.broadcast_to(ranges[:, :, None], [ROWS, GROUPS, TIMES]), [ROWS, GROUPS * TIMES])
 
 
 @triton.jit
 def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tiles, stride_l):
-    """Write the scores ``(BLOCK_G, keys)`` of a tile up to key ``end``, and its part of (sparq.4)."""
+    """Write the logits ``(BLOCK_G, keys)`` of a tile up to key ``end``, and its softmax statistics (sparq.4)."""
     largest = tl.max(approximate, axis=1)
     total = tl.sum(tl.exp(approximate - finite(largest)[:, None]), axis=1)
     tl.store(statistics + heads * 2 * tiles + tile, largest, mask=there)
@@ -36,7 +36,7 @@ def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tile
 
 @triton.jit
 def write_margin(logits, first, end, heads, there, stride_l):
-    """Write "no weight" to columns ``first`` to ``end``, at most 16, which are read together with adjacent keys."""
+    """Write "no weight" to columns ``first`` to ``end``, because aligned loads of 16 columns also read these."""
     column = first + tl.arange(0, 16)
     weight = tl.full([16], NO_WEIGHT if logits.dtype.element_ty == tl.uint8 else float("-inf"), tl.float32)
     weight = weight.to(logits.dtype.element_ty)
@@ -47,18 +47,18 @@ def write_margin(logits, first, end, heads, there, stride_l):
 @triton.jit(do_not_specialize=["length", "blocks", "tiles"])
 def sparq_code_scores(
     queries,  # (B, Hkv, G, D)
-    codes,  # (B, Hkv, D, groups * 32) uint8, last stride 1: of each row from its first valid key on
+    codes,  # (B, Hkv, D, groups * 32) uint8, last stride 1; each row starts at its first valid key
     lo,  # (B, Hkv, D, groups) float16, last stride 1
-    step,  # likewise, with the same strides
+    step,  # same type, shape and strides as lo
     centre,  # (B, Hkv, D) float32
-    keys,  # (B, Hkv, length, D), last stride 1: read behind the last full group
+    keys,  # (B, Hkv, length, D), last stride 1; only keys after the last full group are read
     component_weight,  # (B, Hkv, D) float32, or None for the paper's rule
     left_padding,  # (B,) int32, or None
-    logits,  # out: (B, Hkv, G, stride_l) float32 or uint8, see `encode_logit`; from the line of the first valid key on
+    logits,  # out: (B, Hkv, G, stride_l) float32 or uint8 (`encode_logit`); not written before the first valid key
     statistics,  # out: (B, Hkv, G, 2, tiles) float32: largest logit, sum of exp(logit - largest)
     tickets,  # out: (B, Hkv, 2) int32, zeros for the launches that follow
     length,
-    blocks,  # tiles of a program
+    blocks,  # number of tiles per program
     tiles,
     scale,
     stride_l,
@@ -77,7 +77,7 @@ def sparq_code_scores(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,  # keys of a tile
+    BLOCK_S: tl.constexpr,  # number of keys per tile
 ):
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = (b * tl.num_programs(1) + h).to(tl.int64)
@@ -100,20 +100,20 @@ def sparq_code_scores(
     if component_weight is None:
         factor = logit_factors(queries, before, scale, D, G, RANK, BLOCK_D, BLOCK_G)
 
-    BYTES: tl.constexpr = GROUP // 2  # of a group
+    BYTES: tl.constexpr = GROUP // 2  # bytes of codes per group
     GROUPS: tl.constexpr = BLOCK_S // GROUP
     g = tl.arange(0, BLOCK_G)
     heads = row * G + g
     groups = (length - first_valid) // GROUP
-    coded_tiles = tl.cdiv(length // GROUP * GROUP, BLOCK_S)  # of the longest row
+    coded_tiles = tl.cdiv(length // GROUP * GROUP, BLOCK_S)  # number of tiles of the longest row
     if split * blocks < coded_tiles:
         for tile in range(split * blocks, tl.minimum((split + 1) * blocks, coded_tiles)):
-            # (sparq.21): `q lo` is summed once per group. `step code` is exact (11 bits times 4 bits), so
-            # `q (step code)` has one rounding less than `(q step) code`, and one product serves all heads.
+            # (sparq.21): `q lo` is summed once per group. `step code` is exact (11 bits times 4 bits). Therefore
+            # `q (step code)` has one rounding error less than `(q step) code`, and all heads share `step code`.
             group = tile * GROUPS + tl.arange(0, GROUPS)
             byte = tile * (GROUPS * BYTES) + tl.arange(0, GROUPS * BYTES)
             base = tl.zeros([BLOCK_G, GROUPS], tl.float32)
-            first_keys = tl.zeros([BLOCK_G, GROUPS * BYTES], tl.float32)  # of each byte
+            first_keys = tl.zeros([BLOCK_G, GROUPS * BYTES], tl.float32)  # logits of the first key of each byte
             second_keys = tl.zeros([BLOCK_G, GROUPS * BYTES], tl.float32)
             for first in tl.static_range(0, RANK, BLOCK_R):
                 rank = first + tl.arange(0, BLOCK_R)
@@ -130,11 +130,11 @@ def sparq_code_scores(
                     other=0,
                     eviction_policy="evict_first",
                 )
-                widths = of_keys(width, BLOCK_R, GROUPS, BYTES)
+                widths = repeat_for_keys(width, BLOCK_R, GROUPS, BYTES)
                 base = tl.dot(q, least, base, input_precision="ieee")
                 first_keys = tl.dot(q, (packed & 15).to(tl.float32) * widths, first_keys, input_precision="ieee")
                 second_keys = tl.dot(q, (packed >> 4).to(tl.float32) * widths, second_keys, input_precision="ieee")
-            approximate = tl.interleave(first_keys, second_keys) + of_keys(base, BLOCK_G, GROUPS, GROUP)
+            approximate = tl.interleave(first_keys, second_keys) + repeat_for_keys(base, BLOCK_G, GROUPS, GROUP)
             place = tile * BLOCK_S + tl.arange(0, BLOCK_S)
             coded = place < groups * GROUP
             approximate = tl.where(coded[None, :], approximate * factor[:, None], float("-inf"))

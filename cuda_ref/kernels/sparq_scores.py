@@ -1,9 +1,9 @@
 """Compute SparQ's approximate logits of all keys from the components with the largest scores.
 
-The grid is (splits of the keys, Hkv, B). Every program selects the components of its KV head again, which costs D
-numbers compared with thousands of keys. It reads RANK components of `blocks * BLOCK_S` keys, RANK * itemsize bytes per
-key, once for the whole group. It writes G float32 logits per key, and for each query head the largest logit and the
-sum of exponentials.
+The grid is (splits of the keys, Hkv, B). Every program repeats the selection of components of its KV head. The
+selection is cheap: it reads D numbers per query head, and a program reads thousands of keys. A program then reads RANK
+components of `blocks * BLOCK_S` keys, RANK * itemsize bytes per key, once for the whole group. It writes G float32
+logits per key, and for each query head the largest logit and the sum of exponentials.
 """
 
 import triton
@@ -14,10 +14,10 @@ from .numbers import finite, rounded_up, widen
 
 @triton.jit
 def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the scores (sparq.1) of components d as distinct integers in the order of the scores.
+    """Return distinct integers that sort the components ``d`` by their scores (sparq.1).
 
-    The high bits are the bits of the score, which are ordered because scores are not negative. The low bits put the
-    lower index first.
+    The high bits are the bits of the float32 score, which sort correctly because scores are not negative. The low bits
+    sort equal scores by index.
     """
     score = tl.zeros(d.shape, tl.float32)
     for g in tl.static_range(G):
@@ -33,7 +33,7 @@ def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexp
 def component_ranks(
     queries, component_weight, D: tl.constexpr, G: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Return the rank of each component (sparq.2). Sums run along columns, so each thread sums its own column."""
+    """Return the rank of each component (sparq.2), 0 for the best. Each thread sums one column of comparisons."""
     before = tl.arange(0, BLOCK_D)
     if RANK < D:
         keys = component_keys(queries, component_weight, before, D, G, BLOCK_D)
@@ -43,14 +43,14 @@ def component_ranks(
 
 @triton.jit
 def component_at(before, rank):
-    """Return the component of a given ``rank``."""
+    """Return the component with each ``rank``, given the rank ``before`` of each component."""
     d = tl.arange(0, before.shape[0])
     return tl.sum(tl.where(before[:, None] == rank[None, :], d[:, None], 0), axis=0)
 
 
 @triton.jit
 def query_components(queries, component, wanted, D: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Load ``(components, BLOCK_G)`` of the group's queries."""
+    """Load the selected components of the group's queries: ``(components, BLOCK_G)``."""
     g = tl.arange(0, BLOCK_G)[None, :]
     return tl.load(queries + g * D + component[:, None], mask=(g < G) & wanted[:, None], other=0.0)
 
@@ -66,12 +66,12 @@ def logit_factors(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Return c / t of (sparq.3) for each query head, if |q| alone selects the components."""
+    """Return the factor c / t of (sparq.3) for each query head. It applies if |q| alone selects the components."""
     d = tl.arange(0, BLOCK_D)
     q = tl.abs(query_components(queries, d, d < D, D, G, BLOCK_G).to(tl.float32))
     total = tl.sum(q, axis=0)
     covered = tl.sum(tl.where(before[:, None] < RANK, q, 0.0), axis=0)
-    # If all selected components of a head are 0, its approximate logits are 0 and need no factor.
+    # If all selected components of a head are 0, the approximate logits of this head are 0 for any factor.
     return scale * tl.where(covered > 0, tl.sqrt(total / tl.where(covered > 0, covered, 1.0)), 1.0)
 
 
@@ -85,7 +85,7 @@ def sparq_scores(
     statistics,  # out: (B, Hkv, G, 2, splits) float32: largest logit, sum of exp(logit - largest)
     tickets,  # out: (B, Hkv, 2) int32, zeros for the launches that follow
     length,
-    blocks,  # blocks of BLOCK_S keys per program
+    blocks,  # number of blocks of BLOCK_S keys per program
     scale,
     stride_l,
     stride_kb,
@@ -124,9 +124,9 @@ def sparq_scores(
     largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     readable = rounded_up(length) if ALIGNED else length
-    share = blocks * BLOCK_S  # a product with a constant shows the compiler that tiles are aligned
+    share = blocks * BLOCK_S  # the constant factor lets the compiler assume aligned tiles
     for start in range(split * share, tl.minimum((split + 1) * share, length), BLOCK_S):
-        # Keys are the rows of the product: matrix units have 16 rows and 8 columns, and a group fills 8 better.
+        # Keys are the rows of the product. Matrix units have 16 rows and 8 columns, and a group is closer to 8 columns.
         s = start + tl.arange(0, BLOCK_S)
         approximate = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
         for first in tl.static_range(0, RANK, BLOCK_R):
@@ -151,7 +151,7 @@ def sparq_scores(
         exponentials = tl.exp(approximate - finite(top)[None, :])
         total = total * tl.exp(largest - finite(top)) + tl.sum(exponentials, axis=0)
         largest = top
-    # The program's part of (sparq.4)
+    # Softmax statistics of this split (sparq.4)
     splits = tl.num_programs(0)
     tl.store(statistics + heads * 2 * splits + split, largest, mask=g < G)
     tl.store(statistics + heads * 2 * splits + splits + split, total, mask=g < G)

@@ -1,12 +1,12 @@
 """Select exactly the k largest scores of a row without sorting. All methods share this kernel.
 
-Scores become unsigned integers in the same order. Four histograms of 256 bins, eight bits at a time, find the k-th
-largest. The kernel writes all scores above it, and the first scores equal to it, in the order of their index.
+Scores are converted to unsigned integers in the same order. Four histograms of 256 bins, for eight bits each, find the
+k-th largest score. The kernel writes the indices of all larger scores and of the first equal scores, ascending.
 
 The grid is (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, as float32 or bytes, sums their
 softmax over the group and stores the best k of its tile, eight bytes each. The last program of a row reads the
 candidates of all tiles, once if they fit into one block, and selects the best k of the row. The softmax of the group
-needs the scores of all tiles, so this kernel is the first that can build the histograms.
+needs the logits of all tiles, so the kernel that computes the logits cannot build the histograms.
 """
 
 import triton
@@ -14,14 +14,14 @@ import triton.language as tl
 
 from .numbers import NO_WEIGHT, decode_logit, finite, rounded_down, rounded_up, tile_of
 
-# Bits of a score that is never selected (invalid or -inf), and of a key of the local window, above every score.
+# Bits of scores that are never selected (invalid or -inf), and bits of keys of the local window, above every score.
 NEVER = tl.constexpr(0)
 ALWAYS = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
 def ordered_bits(score):
-    """Return bits that are ordered as unsigned numbers exactly as the scores are; NaN counts as +inf."""
+    """Return each score as an unsigned integer with the same order. NaN counts as +inf."""
     score = tl.where(score < float("inf"), score, float("inf"))
     score = tl.where(score == 0.0, 0.0, score)  # -0 equals 0
     bits = score.to(tl.uint32, bitcast=True)
@@ -31,14 +31,14 @@ def ordered_bits(score):
 
 @triton.jit
 def digit_counts(bits, threshold, there, shift):
-    """Return the histogram of the eight bits at ``shift`` over items whose higher bits equal those of ``threshold``."""
+    """Return the histogram of the eight bits at ``shift``, over items with the same higher bits as ``threshold``."""
     same = ((bits ^ threshold) >> shift >> 8) == 0  # in two steps: a shift by 32 is undefined
     return tl.histogram(((bits >> shift) & 255).to(tl.int32), 256, mask=there & same)
 
 
 @triton.jit
 def next_digit(counts, wanted):
-    """Return the largest digit that ``wanted`` items reach, and how many of these items have exactly this digit."""
+    """Return the largest digit that ``wanted`` items reach, and how many items with this digit to select."""
     digits = tl.arange(0, 256)
     reaching = tl.cumsum(counts, 0, reverse=True)
     digit = tl.max(tl.where(reaching >= wanted, digits, 0), axis=0)
@@ -47,20 +47,23 @@ def next_digit(counts, wanted):
 
 @triton.jit
 def is_tie(bits, threshold):
-    """Return a mask of items that equal the threshold and can be selected."""
+    """Return a mask of the selectable items that equal the threshold."""
     return (bits == threshold) & (bits != NEVER)
 
 
 @triton.jit
 def is_best(bits, threshold, ties, ties_before):
-    """Return a mask of the best items: above the threshold, or one of the first ``ties`` items equal to it."""
+    """Return a mask of the selected items: items above the threshold, and the first ``ties`` items equal to it."""
     tie = is_tie(bits, threshold)
     return (bits > threshold) | (tie & (ties_before + tl.cumsum(tie.to(tl.int32), 0) <= ties))
 
 
 @triton.jit
 def kth_largest(bits, there, wanted):
-    """Return the bits that ``wanted`` items reach, NEVER if too few can be selected, and how many ties to select."""
+    """Return the bits of the ``wanted``-th largest item and the number of ties to select.
+
+    If fewer than ``wanted`` items can be selected, the bits are `NEVER`.
+    """
     threshold = tl.full([], NEVER, tl.uint32)
     for step in range(4):
         shift = 24 - 8 * step
@@ -71,7 +74,7 @@ def kth_largest(bits, there, wanted):
 
 @triton.jit
 def kth_largest_of_many(candidate_bits, count, wanted, BLOCK: tl.constexpr):
-    """Compute `kth_largest` of ``count`` items in memory."""
+    """Compute `kth_largest` of ``count`` items that are loaded from memory in blocks."""
     threshold = tl.full([], NEVER, tl.uint32)
     for step in range(4):
         shift = 24 - 8 * step
@@ -87,9 +90,10 @@ def kth_largest_of_many(candidate_bits, count, wanted, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_softmax(statistics, splits, BLOCK: tl.constexpr):
-    """Return the largest logit of a head's row, and 1 / sum of exp(logit - largest); 0 without a valid key.
+    """Merge the splits of a row. Return the largest logit and the factor 1 / sum of exp(logit - largest).
 
-    The second is also 0 if a logit is NaN or +inf. The head then has no softmax, and only these keys become NaN.
+    The factor is 0 if there is no valid key, or if a logit is NaN or +inf. Then only the NaN and +inf logits get the
+    score NaN.
     """
     largest = float("-inf")
     total = 0.0
@@ -105,7 +109,7 @@ def row_softmax(statistics, splits, BLOCK: tl.constexpr):
 
 @triton.jit
 def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits):
-    """Return the scores of keys ``s`` for query head ``g``; ``tile`` is their tile if logits have 8 bits."""
+    """Return the scores of keys ``s`` for query head ``g``. For 8-bit logits ``tile`` is the tile of each key."""
     if tile is None:
         logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
     else:
@@ -122,7 +126,7 @@ def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, spli
 
 @triton.jit
 def group_scores(logits, statistics, softmax, s, tile, readable, stride_l, splits, G: tl.constexpr):
-    """Return the scores of keys ``s`` for the group (sparq.4), (sparq.5). Without ``statistics`` load plain scores."""
+    """Return the scores of keys ``s``, summed over the group (sparq.4), (sparq.5), or the given scores for G = 1."""
     score = tl.zeros(s.shape, tl.float32)
     if G <= 8:  # all heads at once; more do not fit into the registers
         for g in tl.static_range(G):
@@ -135,7 +139,7 @@ def group_scores(logits, statistics, softmax, s, tile, readable, stride_l, split
 
 @triton.jit
 def write_best(indices, bits, index, threshold, ties, written, ties_before):
-    """Append the best of these items to a list of ``written`` items. Return the new numbers of items and of ties."""
+    """Append the selected items to the list ``indices``. Return the new length of the list and number of ties."""
     best = is_best(bits, threshold, ties, ties_before)
     slot = written + tl.cumsum(best.to(tl.int32), 0) - 1
     tl.store(indices + slot, index, mask=best)
@@ -145,7 +149,7 @@ def write_best(indices, bits, index, threshold, ties, written, ties_before):
 
 @triton.jit
 def fill(slots, first, end, value, BLOCK: tl.constexpr):
-    """Write ``value`` to the slots at ``first`` and after it."""
+    """Write ``value`` to the slots from ``first`` to ``end``."""
     for start in range(0, end, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         tl.store(slots + slot, tl.zeros([BLOCK], slots.dtype.element_ty) + value, mask=(slot >= first) & (slot < end))
@@ -153,7 +157,7 @@ def fill(slots, first, end, value, BLOCK: tl.constexpr):
 
 @triton.jit
 def merge_tiles(candidate_bits, candidate_indices, count, indices, slots, BLOCK: tl.constexpr):
-    """Write the best of ``count`` candidates of all tiles of a row, in order of index."""
+    """Select the best of the ``count`` candidates of all tiles of a row, and write their indices in ascending order."""
     if count <= BLOCK:
         item = tl.arange(0, BLOCK)
         bits = tl.load(candidate_bits + item, mask=item < count, other=NEVER, cache_modifier=".cg")
@@ -175,12 +179,12 @@ def merge_tiles(candidate_bits, candidate_indices, count, indices, slots, BLOCK:
 
 @triton.jit(do_not_specialize=["length", "top_k", "local_window", "splits"])
 def top_k_select(
-    logits,  # (B, Hkv, G, stride_l) float32 or of 8 bits: approximate logits, or scores with G = 1
-    statistics,  # (B, Hkv, G, 2, splits) float32 of the previous launch; per tile for 8 bits; None for scores
+    logits,  # (B, Hkv, G, stride_l) float32 or uint8 approximate logits, or float32 scores with G = 1
+    statistics,  # (B, Hkv, G, 2, splits) float32 of the previous launch; per tile for uint8; None for scores
     softmax,  # out: (B, Hkv, G, 2) float32: largest logit, 1 / sum of exp(logit - largest); None for scores
     left_padding,  # (B,) int32, or None
     candidate_bits,  # scratch: (B, Hkv, tiles, min(top_k, BLOCK)) int32
-    candidate_indices,  # scratch, of the same shape
+    candidate_indices,  # scratch, same shape and type
     indices,  # out: (B, Hkv, min(top_k, length)) int32, ascending, then -1
     tickets,  # (B, Hkv, 2) int32, zeros
     length,

@@ -12,9 +12,9 @@ from ..kernels.attend import attend as kernel
 from . import configs
 from .launch import Launch, contiguous, fake_attention, power_of_2, result_like, rows, strides, upcast
 
-PROGRAMS_PER_PROCESSOR = 2  # target number of programs, which sets the number of splits
-BLOCK_SPLITS = 8  # splits that are merged at a time
-MOST_ROWS = 1024  # rows whose counts are read at a time
+PROGRAMS_PER_PROCESSOR = 2  # target number of programs, from which the number of splits follows
+BLOCK_SPLITS = 8  # number of splits that are merged at a time
+MOST_ROWS = 1024  # maximum number of rows whose counts are read at a time
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Listed:
     """The keys that a decode step attends to.
 
     Attributes:
-        indices: ``(B, Hkv, N)`` int32, contiguous; a number that is not a key is an empty slot.
-        counts: ``(B, Hkv)`` int32, contiguous; entries at this index and after it are empty slots. The used entries of
-            all rows are divided among the programs, so that neither long rows nor empty slots cost time.
-        tickets: int32 ``(B, Hkv, 2)`` whose second number is 0; allocated if None.
+        indices: ``(B, Hkv, N)`` int32, contiguous; numbers that are not keys are empty slots.
+        counts: ``(B, Hkv)`` int32, contiguous: number of used entries per row. The used entries of all rows are divided
+            equally among the programs. None: all entries are used.
+        tickets: ``(B, Hkv, 2)`` int32 with zeros in ``[..., 1]``; allocated if None.
     """
 
     indices: torch.Tensor
@@ -35,7 +35,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Reallocation:
-    """Inputs of (sparq.8) and (sparq.10): ``logits`` and ``softmax`` of `GroupScores`, and float32 ``value_mean``."""
+    """Inputs of the reallocation (sparq.8), (sparq.10): two arrays of `GroupScores` and the float32 ``value_mean``."""
 
     logits: torch.Tensor
     softmax: torch.Tensor | None
@@ -46,7 +46,7 @@ class Reallocation:
 def dense_decode(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, left_padding: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one step of dense attention. Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``."""
+    """Run one dense decode step. Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``."""
     return attend(
         queries.contiguous(), rows(keys), rows(values), None, scale=scale, left_padding=contiguous(left_padding)
     )
@@ -63,7 +63,7 @@ def attend_indices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to listed keys (sparq.7). Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
-    Entries at ``counts (B, Hkv)`` int32 and after it are empty slots.
+    ``counts (B, Hkv)`` int32 is the number of used entries of each list.
     """
     if indices.dtype != torch.int32:  # an int64 number must not wrap to a valid key
         indices = torch.where((indices >= 0) & (indices < keys.shape[2]), indices, -1).to(torch.int32)
@@ -85,16 +85,16 @@ def attend(
     left_padding: torch.Tensor | None = None,
     reallocation: Reallocation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend exactly with one query per head (sparq.7), split over the keys and merged exactly.
+    """Compute exact attention of one query per head (sparq.7). The keys are split among programs and merged exactly.
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
         keys, values: ``(B, Hkv, S, D)``, last stride 1.
-        listed: the keys to attend to; None for all keys at ``left_padding`` and after it.
+        listed: the keys to attend to; None for all keys from ``left_padding`` on.
 
     Returns:
-        ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf for rows without
-        keys.
+        ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. Rows without keys get 0 and
+        -inf.
     """
     B, Hq, _, D = queries.shape
     Hkv, S = keys.shape[1:3]
@@ -164,6 +164,6 @@ def attend(
 
 
 def programs_for_counts(rows: int, entries: int, block: int, device: torch.device) -> int:
-    """Return the number of programs: enough for all processors, two per row or more, and at most one per block."""
+    """Return the number of programs: enough for all processors, at least two per row, at most one per block."""
     wanted = max(PROGRAMS_PER_PROCESSOR * configs.processors(device), 2 * rows)
     return min(wanted, rows * max(1, -(-entries // block)))

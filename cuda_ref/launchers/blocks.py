@@ -12,7 +12,7 @@ from ..kernels.attend_blocks import attend_blocks as kernel
 from . import configs
 from .launch import Launch, fake_attention, power_of_2, result_like, rows, strides, upcast
 
-BLOCK_LIST = 1024  # list entries that are read at a time to find the end of the list
+BLOCK_LIST = 1024  # number of list entries that are read at a time to find the end of the list
 
 
 @torch.library.custom_op("mlx_sparse::attend_blocks", mutates_args=())
@@ -24,22 +24,22 @@ def attend_blocks(
     block_size: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend exactly and causally to the key blocks that are listed for each row block (sample.8).
+    """Compute exact causal attention of each row block over its listed key blocks (sample.8).
 
     Args:
-        queries: ``(B, Hq, L, D)``; query i sits at position ``S - L + i``.
+        queries: ``(B, Hq, L, D)``; the position of query i is ``S - L + i``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int, ascending; a number that is not a key block is an empty slot. None for all key
+        blocks: ``(B, Hq, R, N)`` int, ascending; numbers that are not key blocks are empty slots. None for all key
             blocks.
 
     Returns:
-        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries without
-        keys.
+        ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``. Queries without keys get 0 and
+        -inf.
     """
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size)
     if blocks is not None:
         fresh = (blocks >= 0) & (blocks < layout.key_blocks)  # an int64 number must not wrap to a valid block
-        fresh[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]  # attend once to a block that is listed twice
+        fresh[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]  # attend only once to a block that is listed twice
         blocks = torch.where(fresh, blocks.to(torch.int32), -1)
     prefill = Prefill(rows(queries), rows(keys), rows(values), layout, scale)
     prefill.attend(blocks, 0, layout.row_blocks)
@@ -50,9 +50,9 @@ attend_blocks.register_fake(fake_attention)
 
 
 class Prefill:
-    """Inputs and outputs of a prefill that several launches compute, each for some row blocks.
+    """Inputs and outputs of a prefill. Each launch computes a range of row blocks.
 
-    All arrays have last stride 1. A list of blocks is int32 and contiguous.
+    All arrays have last stride 1. Lists of key blocks are int32 and contiguous.
     """
 
     def __init__(
@@ -65,7 +65,10 @@ class Prefill:
         self.lse = torch.empty(queries.shape[:3], dtype=torch.float32, device=queries.device)
 
     def attend(self, blocks: torch.Tensor | None, first: int, stop: int) -> None:
-        """Compute row blocks ``first`` to ``stop``, counted from the first one with a query, with one list each."""
+        """Compute row blocks ``first`` to ``stop``, counted from the row block of the first query.
+
+        ``blocks`` has one list of key blocks for each of these row blocks; None for all key blocks.
+        """
         B, Hq, L, D = self.queries.shape
         Hkv, S = self.keys.shape[1:3]
         BLOCK_D = power_of_2(D, 16)
@@ -107,10 +110,10 @@ class Prefill:
         ).run()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``out`` and ``lse``."""
+        """Return ``out (B, Hq, L, D)`` in the dtype of the queries and float32 ``lse (B, Hq, L)``."""
         return self.out.to(self.dtype), self.lse
 
 
 def positive(queries: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """Return queries and a scale above 0 with the same scores. The largest score is then the largest product."""
+    """Return queries and a positive scale with the same scores, so that the largest product is the largest score."""
     return (queries, scale) if scale > 0 else (queries * math.copysign(scale != 0, scale), abs(scale) or 1.0)

@@ -1,7 +1,7 @@
-"""Define tile sizes, warps and stages by architecture, in an explicit table so that all runs are equal.
+"""Define tile sizes, warps and pipeline stages by GPU architecture, in a fixed table for reproducible launches.
 
-tests/kernels/test_triton_aot.py compiles the table for every architecture in it and rejects register spills, tiles that
-do not fit and scalar loads. The values satisfy these checks. They were not timed, because no GPU was available.
+tests/kernels/test_triton_aot.py compiles every entry of the table. The test rejects register spills, tiles that do not
+fit and scalar loads. The values pass this test, but were not tuned by timing on a GPU.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ LARGEST_GROUP = 16  # largest number of query heads per KV head of the tiles
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile of one program.
+    """Key tile and launch options of one program of the decode kernels.
 
     Attributes:
-        elements: number of elements of the key tile that is loaded at a time, for two bytes per element.
-        warps: number of warps of 32 threads, for two bytes per element.
+        elements: number of key elements that are loaded at a time, if an element has two bytes.
+        warps: number of warps of 32 threads, if an element has two bytes.
         stages: number of stages of the software pipeline.
     """
 
@@ -33,14 +33,14 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of one architecture: for the score kernels, for `attend` with a list, and for `attend` without a list."""
+    """Tiles of one architecture for the score kernels, for `attend` with a list and for `attend` without a list."""
 
     scores: Tiles
     listed: Tiles
     dense: Tiles
 
 
-# By compute capability. A device uses the nearest entry that is not above its own capability.
+# By compute capability. A device uses the largest entry that is not above its compute capability.
 METHODS: Mapping[int, Config] = {
     80: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
     90: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
@@ -50,7 +50,7 @@ METHODS: Mapping[int, Config] = {
 
 @dataclass(frozen=True)
 class BlockTile:
-    """Tile of one program of the prefill kernels.
+    """Tile and launch options of one program of the prefill kernels.
 
     Attributes:
         queries: number of queries of the tile.
@@ -65,7 +65,7 @@ class BlockTile:
     stages: int
 
 
-# For two bytes per element, by compute capability, largest head dim and block size.
+# For two bytes per element. The keys are compute capability, largest head dim, and block size.
 BLOCK_TILES: Mapping[int, Mapping[int, Mapping[int, BlockTile]]] = {
     80: {
         64: {128: BlockTile(128, 64, 8, 3), 64: BlockTile(64, 64, 4, 3), 32: BlockTile(32, 32, 4, 3)},
@@ -88,7 +88,7 @@ WITHOUT_MATRIX_UNITS = BlockTile(32, 32, 8, 2)  # for float32 on all architectur
 
 @dataclass(frozen=True)
 class ColumnTile:
-    """Tile of one program of a query network's layer.
+    """Tile and launch options of one program that computes a layer of SAAP's query network.
 
     Attributes:
         columns: number of weight columns of the program.
@@ -103,19 +103,19 @@ class ColumnTile:
     stages: int
 
 
-COLUMNS = (64, 32, 16)  # possible weight columns of a program of a query network's layer
-MOST_ROWS = 256  # maximum rows of a tile: with more, short rows need too many registers
-SELECT_WARPS = {1024: 8, 2048: 8, 4096: 8}  # warps of `top_k_select` by the keys of a tile
-WITHOUT_A_GPU = 4  # assumed number of processors, so that the interpreter merges a few splits
+COLUMNS = (64, 32, 16)  # possible values of ColumnTile.columns
+MOST_ROWS = 256  # maximum rows of a tile; with more, tiles of small head dims need too many registers
+SELECT_WARPS = {1024: 8, 2048: 8, 4096: 8}  # warps of `top_k_select` by number of keys per tile
+WITHOUT_A_GPU = 4  # assumed number of processors, so that tests in the interpreter merge a few splits
 
 
 def config(device: torch.device) -> Config:
-    """Return the row of the table for ``device``."""
+    """Return the tiles of the decode kernels on ``device``."""
     return METHODS[nearest(device)]
 
 
 def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> BlockTile:
-    """Return the tile of `attend_blocks` on this device."""
+    """Return the tile of `attend_blocks` for head dim ``D`` on ``device``."""
     if itemsize > 2:
         return WITHOUT_MATRIX_UNITS
     tiles = BLOCK_TILES[nearest(device)]
@@ -123,30 +123,32 @@ def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> 
 
 
 def sample_tile(block_size: int, itemsize: int) -> BlockTile:
-    """Return the tile of `sample_scores`. It accumulates no values, so two programs fit on every processor."""
+    """Return the tile of `sample_scores`, for which two programs fit on a processor."""
     if itemsize > 2:
         return BlockTile(32, 32, 4, 2)
     return BlockTile(block_size, min(block_size, 64), 8 if block_size == 128 else 4, 2)
 
 
 def columns(N: int, itemsize: int, queries: int, programs: int, device: torch.device) -> ColumnTile:
-    """Return the tile of a layer with ``N`` outputs, with ``programs`` per column tile and ``queries`` per program.
+    """Return the tile of a query network layer with ``N`` outputs: the widest tile that keeps all processors busy.
 
-    It is the widest tile that keeps all processors busy. With more queries fewer rows fit into registers.
+    Args:
+        queries: number of queries per program. With more queries, fewer weight rows fit into registers.
+        programs: number of programs per column tile.
     """
     wide = (width for width in COLUMNS if -(-N // width) * programs >= processors(device))
     return ColumnTile(next(wide, min(COLUMNS)), max(32, 2048 // (queries * itemsize)), 4, 6)
 
 
 def nearest(device: torch.device) -> int:
-    """Return the architecture in the tables that ``device`` uses."""
+    """Return the architecture whose table entry ``device`` uses, such as 90."""
     known = [architecture for architecture in METHODS if architecture <= capability(device)]
     return max(known, default=min(METHODS))
 
 
 @cache
 def capability(device: torch.device) -> int:
-    """Return the compute capability: 90 is sm_90."""
+    """Return the compute capability of ``device`` as an integer, such as 90 for sm_90."""
     if device.type != "cuda":
         return min(METHODS)
     major, minor = torch.cuda.get_device_capability(device)
@@ -155,39 +157,39 @@ def capability(device: torch.device) -> int:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors."""
+    """Return the number of multiprocessors of ``device``."""
     if device.type != "cuda":
         return WITHOUT_A_GPU
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def rows(tiles: Tiles, width: int, itemsize: int) -> int:
-    """Return the rows of ``width`` elements in a tile: a power of 2, at least the 16 rows of the matrix units."""
+    """Return the number of rows of ``width`` elements per tile: a power of 2 from 16, the size of matrix units."""
     return min(MOST_ROWS, max(16, tiles.elements * 2 // (width * itemsize)))
 
 
 def warps(tiles: Tiles, width: int, itemsize: int) -> int:
-    """Return the warps of `attend`: one thread for each of ``width`` accumulators.
+    """Return the number of warps of `attend`, with at least one thread for each of ``width`` accumulators.
 
-    The number is doubled for float32, which is multiplied without matrix units.
+    The number is doubled for float32, because matrix units do not multiply float32.
     """
     return max(tiles.warps * max(1, itemsize // 2), width // 32)
 
 
 def score_warps(tiles: Tiles, width: int) -> int:
-    """Return the warps of the score kernels: one thread for each component.
+    """Return the number of warps of the score kernels, with one thread for each component.
 
-    With two components per thread the registers do not suffice. Two threads per component would load it twice.
+    Two components per thread need too many registers. Two threads per component would load the component twice.
     """
     return max(tiles.warps, width // 32)
 
 
 def splits(items: int, rows: int, per_processor: int, device: torch.device) -> int:
-    """Return the number of splits of ``items`` that keeps every processor busy, with ``rows`` programs per split."""
+    """Return the number of splits of ``items`` that keeps all processors busy. Each split has ``rows`` programs."""
     return max(1, min(items, per_processor * processors(device) // rows))
 
 
 def share(items: int, block: int, rows: int, per_processor: int, device: torch.device) -> int:
-    """Return the items per program, in whole blocks, that keep every processor busy."""
+    """Return the number of items per program, in whole blocks, that keeps all processors busy."""
     programs = max(1, per_processor * processors(device) // rows)
     return -(-max(1, -(-items // programs)) // block) * block

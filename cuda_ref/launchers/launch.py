@@ -1,4 +1,4 @@
-"""Launch a kernel, and prepare tensors for it."""
+"""Launch Triton kernels, and prepare tensors for a launch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..availability import interpreted
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of one kernel.
+    """A kernel with its grid, arguments and options. `run` launches the kernel.
 
     Attributes:
-        kernel: a function of `kernels`.
+        kernel: a Triton function of the package `kernels`.
         grid: number of programs along the three axes.
-        arguments: tensors and numbers by name.
-        constants: compile-time arguments by name.
+        arguments: tensors and numbers by parameter name.
+        constants: compile-time arguments by parameter name.
         options: ``num_warps`` and ``num_stages``.
     """
 
@@ -38,27 +38,27 @@ class Launch:
 
 
 def rows(array: torch.Tensor) -> torch.Tensor:
-    """Return ``array`` with last stride 1, as the kernels require. Arrays of caches are not copied."""
+    """Return ``array`` with last stride 1. An array that has this stride, such as a cache slice, is not copied."""
     return array if array.stride(-1) == 1 else array.contiguous()
 
 
 def contiguous(array: torch.Tensor | None) -> torch.Tensor | None:
-    """Return an optional tensor as a contiguous tensor."""
+    """Return ``array`` as a contiguous tensor, or None for None."""
     return None if array is None else array.contiguous()
 
 
 def strides(letter: str, array: torch.Tensor, axes: str = "bhn") -> dict[str, int]:
-    """Return the first strides of ``array`` as kernel arguments: stride_kb, stride_kh and stride_kn for "k"."""
+    """Return the strides of ``array`` as kernel arguments, such as stride_kb, stride_kh and stride_kn for "k"."""
     return {f"stride_{letter}{axis}": stride for axis, stride in zip(axes, array.stride(), strict=False)}
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Return True if kernels must widen loads to float32, because Triton's interpreter cannot compute in bfloat16."""
+    """Return True for bfloat16 in Triton's interpreter, which must convert loads to float32 before it computes."""
     return interpreted() and dtype == torch.bfloat16
 
 
 def result_like(queries: torch.Tensor) -> torch.Tensor:
-    """Allocate the result of a kernel. It is float32 if the interpreter would truncate to bfloat16."""
+    """Allocate the output of an attention kernel, as float32 where Triton's interpreter would truncate to bfloat16."""
     return torch.empty(
         queries.shape, dtype=torch.float32 if upcast(queries.dtype) else queries.dtype, device=queries.device
     )
@@ -70,6 +70,6 @@ def power_of_2(number: int, least: int = 1) -> int:
 
 
 def fake_attention(queries: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty ``out`` and ``lse``. This is the fake implementation of all torch operators that attend."""
+    """Return empty ``out`` and ``lse``: the fake implementation of the torch operators that compute attention."""
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     return out, queries.new_empty(queries.shape[:3], dtype=torch.float32)

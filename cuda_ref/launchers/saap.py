@@ -15,10 +15,10 @@ from . import configs
 from .attend import Listed, attend
 from .launch import Launch, contiguous, fake_attention, power_of_2, rows
 
-CHOSEN_FROM = 4096  # probabilities that a program loads at a time
-MOST_ROWS = 32  # query rows that share one read of the weights
-SLOTS = 128  # slots of a list per program
-VISITED = 64  # visited buckets that are read at a time
+PROBABILITIES_AT_ONCE = 4096  # number of bucket probabilities that a program loads at a time
+MOST_ROWS = 32  # maximum number of query rows that share one read of the weights
+SLOTS = 128  # number of list slots per program
+VISITED = 64  # number of visited buckets that are read at a time
 
 
 @torch.library.custom_op("mlx_sparse::saap_route", mutates_args=())
@@ -39,7 +39,7 @@ def saap_route(
         hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``.
 
     Returns:
-        ``(B, Hkv, probes)`` int32, ascending; -1 in empty slots, if fewer buckets have a probability above 0.
+        ``(B, Hkv, probes)`` int32, ascending, then -1 if fewer buckets have a probability above 0.
     """
     queries, out_weight = queries.contiguous(), out_weight.contiguous()
     B, Hq = queries.shape[:2]
@@ -76,7 +76,7 @@ def saap_route(
             **group,
             "BLOCK_K": tiles.rows,
             "BLOCK_N": tiles.columns,
-            "BLOCK_G": min(GROUP, max(1, CHOSEN_FROM // BLOCK_C)),
+            "BLOCK_G": min(GROUP, max(1, PROBABILITIES_AT_ONCE // BLOCK_C)),
             "BLOCK_C": BLOCK_C,
         },
         {"num_warps": tiles.warps, "num_stages": tiles.stages},
@@ -92,7 +92,7 @@ def _(queries: torch.Tensor, out_weight: torch.Tensor, *given: Any) -> torch.Ten
 def _hidden(
     queries: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int, rows: Mapping[str, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the hidden layer, float32 ``(B, Hkv, G, H)``, and zeroed tickets for the next launch."""
+    """Compute the hidden layer. Return its output, float32 ``(B, Hkv, G, H)``, and zeros as tickets of `saap_route`."""
     B, D = queries.shape[0], queries.shape[3]
     Hkv, _, H = weight.shape
     device = queries.device
@@ -112,9 +112,9 @@ def _hidden(
 def saap_index(
     bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the keys in bucket order (saap.9): ``offsets (B, Hkv, C + 1)`` and ``key_ids (B, Hkv, n)``."""
+    """List the keys in the order of their buckets (saap.9): ``offsets (B, Hkv, C + 1)``, ``key_ids (B, Hkv, n)``."""
     position = torch.arange(bucket_ids.shape[2], device=bucket_ids.device)
-    sink_tokens = min(sink_tokens, bucket_ids.shape[2])  # what is added to it fits int32
+    sink_tokens = min(sink_tokens, bucket_ids.shape[2])  # later sums fit into int32
     first = sink_tokens if left_padding is None else (left_padding + sink_tokens)[:, None, None]
     indexed = (bucket_ids >= 0) & (bucket_ids < buckets) & (position >= first)
     ids = torch.where(indexed, bucket_ids, buckets).to(torch.int32).contiguous()
@@ -126,13 +126,13 @@ def saap_index(
 
 @dataclass(frozen=True)
 class Index:
-    """The keys of a cache in bucket order.
+    """Lists of the keys of each bucket.
 
     Attributes:
         offsets, key_ids: results of `saap_index`.
-        covered: number of indexed keys; later keys are always attended.
-        sink_tokens: number of first keys, which are not in the index.
-        capacity: number of slots of a step's list.
+        covered: number of keys in the lists; later keys are always attended.
+        sink_tokens: number of first keys, which are always attended and not in the lists.
+        capacity: number of slots in the key list of a decode step.
     """
 
     offsets: torch.Tensor
@@ -153,7 +153,7 @@ def saap_indices(
     capacity: int,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the keys of a step (saap.10). Return int32 ``indices (B, Hkv, capacity)`` and ``counts (B, Hkv)``."""
+    """List the keys of a decode step (saap.10): int32 ``indices (B, Hkv, capacity)`` and ``counts (B, Hkv)``."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, length, left_padding)
     assert listed.counts is not None
@@ -166,7 +166,7 @@ def _(visited: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def expand(visited: torch.Tensor, index: Index, length: int, left_padding: torch.Tensor | None) -> Listed:
-    """List the keys of one step (saap.10). All arrays are int32."""
+    """List the keys that a decode step attends to (saap.10). All arrays are int32."""
     B, Hkv, probes = visited.shape
     whole: dict[str, Any] = {"dtype": torch.int32, "device": visited.device}
     indices = torch.empty(B, Hkv, index.capacity, **whole)
@@ -185,7 +185,7 @@ def expand(visited: torch.Tensor, index: Index, length: int, left_padding: torch
             "tickets": tickets,
             "length": length,
             "covered": index.covered,
-            "sink_tokens": min(index.sink_tokens, index.covered),  # what is added to it fits int32
+            "sink_tokens": min(index.sink_tokens, index.covered),  # later sums fit into int32
             "capacity": index.capacity,
             "probes": probes,
             "buckets": index.offsets.shape[2] - 1,
@@ -211,7 +211,7 @@ def saap_decode(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run one decode step over visited buckets. Return ``out``, ``lse`` and ``counts (B, Hkv)`` of attended keys."""
+    """Run one decode step over visited buckets. Return ``out``, ``lse`` and numbers of attended keys ``(B, Hkv)``."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, keys.shape[2], left_padding)
     assert listed.counts is not None
@@ -237,7 +237,7 @@ def saap_attention(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run one decode step over visited buckets, with an index built for it (saap.9) to (saap.11)."""
+    """Build the index of the visited buckets and run one decode step, (saap.9) to (saap.11)."""
     S = keys.shape[2]
     covered = S - recent_tokens
     places, slots = _as_slots(bucket_ids[..., :covered], visited)
@@ -249,10 +249,10 @@ def saap_attention(
 
 
 def _as_slots(bucket_ids: torch.Tensor, visited: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Renumber buckets by their slots in ``visited``, so that bucket numbers may have any size.
+    """Renumber the visited buckets as 0, 1, 2, ..., so that bucket numbers may have any size.
 
     Returns:
-        For each key the first slot with its bucket, -1 if there is none; and the slot numbers, ``(B, Hkv, n)`` int32.
+        The new bucket number of each key, -1 for keys of other buckets, and the new ``visited``, both int32.
     """
     slots = torch.arange(visited.shape[2], dtype=torch.int32, device=visited.device).expand(visited.shape).contiguous()
     if not visited.shape[2]:

@@ -16,15 +16,15 @@ from . import configs
 from .blocks import Prefill, positive
 from .launch import Launch, fake_attention, power_of_2, rows, strides, upcast
 
-PROGRAMS_PER_PROCESSOR = 2  # target number of programs, which sets the number of splits of the keys
-SUMMED = 32  # key blocks and offset bins per program of `sample_sums`
-BLOCK_SPLITS = 8  # splits whose statistics are read at a time
-MERGED = 1024  # key blocks that are read at a time
-LIST_BYTES = 512 << 20  # maximum bytes of lists in memory; all lists for a million keys and 32 heads need 8.6 GB
+PROGRAMS_PER_PROCESSOR = 2  # target number of programs, from which the number of splits of the keys follows
+SUMMED = 32  # number of key blocks and of offset bins per program of `sample_sums`
+BLOCK_SPLITS = 8  # number of splits whose statistics are read at a time
+MERGED = 1024  # number of key blocks that are read at a time
+LIST_BYTES = 512 << 20  # maximum bytes of block lists; all lists of a million keys and 32 heads would need 8.6 GB
 
 
 class SampleMasks(NamedTuple):
-    """``column`` and ``slash``: ``(B, Hq, C, Nk)`` uint8, 1 = kept."""
+    """Masks of the selected columns and offset bins, ``(B, Hq, C, Nk)`` uint8, 1 = selected."""
 
     column: torch.Tensor
     slash: torch.Tensor
@@ -41,16 +41,16 @@ def sample_prefill(
     block_size: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attend by SampleAttention. Return ``out``, float32 ``lse (B, Hq, L)`` and int32 counts ``(B, Hq, R)``.
+    """Run SampleAttention. Return ``out``, float32 ``lse (B, Hq, L)`` and int32 ``counts (B, Hq, R)``.
 
-    The counts are the numbers of key blocks that each row block attends to. Row blocks are processed in portions whose
-    lists fit into `LIST_BYTES`.
+    The counts are the number of key blocks of each row block. Row blocks are processed in ranges whose lists fit into
+    `LIST_BYTES`.
     """
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     B, Hq = queries.shape[:2]
     counts = torch.empty(B, Hq, layout.row_blocks, dtype=torch.int32, device=queries.device)
     queries, keys = rows(queries), rows(keys)
-    kept = choose(queries, keys, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, scale=scale)
+    kept = select_masks(queries, keys, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, scale=scale)
     prefill = Prefill(queries, keys, rows(values), layout, scale)
     for first, stop in portions(layout, 4 * B * Hq):
         prefill.attend(merge(kept, layout, first, stop, layout.first_block + stop, counts), first, stop)
@@ -74,11 +74,11 @@ def sample_select(
     block_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """Select the key blocks of every row block (sample.1) to (sample.7): int32 ``(B, Hq, R, Nk)``, ascending."""
+    """List the key blocks of each row block, (sample.1) to (sample.7): ``(B, Hq, R, Nk)`` int32, ascending, then -1."""
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     counts = torch.empty(*queries.shape[:2], layout.row_blocks, dtype=torch.int32, device=queries.device)
     alphas = {"alpha_column": alpha_column, "alpha_slash": alpha_slash}
-    kept = choose(rows(queries), rows(keys), layout, **alphas, scale=scale)
+    kept = select_masks(rows(queries), rows(keys), layout, **alphas, scale=scale)
     return merge(kept, layout, 0, layout.row_blocks, layout.key_blocks, counts)
 
 
@@ -92,7 +92,7 @@ def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> torch.Tensor:
 def sample_scores(
     queries: torch.Tensor, keys: torch.Tensor, chunks: int, block_size: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the attention mass of each region's sample. See `score`."""
+    """Sum the softmax weights of each region's sampled queries, see `score`."""
     return score(rows(queries), rows(keys), Layout(queries.shape[2], keys.shape[2], chunks, block_size), scale=scale)
 
 
@@ -107,7 +107,7 @@ def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> tuple[torch.Ten
 def score(
     queries: torch.Tensor, keys: torch.Tensor, layout: Layout, *, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the attention mass of each region's sample by key block and by offset bin (sample.4), (sample.5).
+    """Sum the softmax weights of each region's sampled queries by key block (sample.4) and by offset bin (sample.5).
 
     Args:
         queries, keys: ``(B, Hq, L, D)`` and ``(B, Hkv, S, D)``, last stride 1.
@@ -174,20 +174,21 @@ def score(
 
 
 def keep(scores: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Select (sample.6) the fewest largest ``scores (..., Nk)`` whose fraction of the sum reaches ``alpha - 1e-6``.
+    """Select the fewest largest ``scores (..., Nk)`` whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
     Returns:
-        uint8 of the same shape, 1 = selected; ties go to the lower index. If fractions are NaN, all are selected.
+        uint8 of the same shape, 1 = selected. Of equal scores the lower index is selected first. If the shares are
+        NaN, all scores are selected.
     """
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     share = ordered.cumsum(dim=-1) / ordered.sum(dim=-1, keepdim=True)
-    # The first score is always selected, each later score only if the sum of the earlier ones is below alpha.
+    # The first score is always selected. A later score is selected if the sum of the earlier scores is below alpha.
     needed = torch.ones_like(order, dtype=torch.uint8)
     needed[..., 1:] = ~(share[..., :-1] >= alpha - 1e-6)
     return torch.empty_like(needed).scatter_(-1, order, needed)
 
 
-def choose(
+def select_masks(
     queries: torch.Tensor,
     keys: torch.Tensor,
     layout: Layout,
@@ -196,17 +197,17 @@ def choose(
     alpha_slash: float,
     scale: float,
 ) -> SampleMasks:
-    """Return the selected columns and offset bins of each region."""
+    """Select the columns and offset bins of each region."""
     column, slash = score(queries, keys, layout, scale=scale)
     return SampleMasks(keep(column, alpha_column), keep(slash, alpha_slash))
 
 
 def merge(kept: SampleMasks, layout: Layout, first: int, stop: int, width: int, counts: torch.Tensor) -> torch.Tensor:
-    """Make the lists (sample.7) of row blocks ``first`` to ``stop``, counted from the first row block with a query.
+    """List the key blocks (sample.7) of row blocks ``first`` to ``stop``, counted from the first query's row block.
 
     Args:
-        width: slots of a list; at least the number of key blocks up to the last diagonal.
-        counts: ``(B, Hq, R)`` int32, output for the lengths of these lists.
+        width: number of slots of a list; at least the number of key blocks up to the last diagonal.
+        counts: output, ``(B, Hq, R)`` int32: the lengths of these lists.
 
     Returns:
         ``(B, Hq, stop - first, width)`` int32, ascending, then -1.
@@ -234,7 +235,7 @@ def merge(kept: SampleMasks, layout: Layout, first: int, stop: int, width: int, 
 
 
 def portions(layout: Layout, entry: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of row blocks, the last first, whose lists fit into `LIST_BYTES` with ``entry`` bytes per entry."""
+    """Yield ranges of row blocks, last range first, whose lists fit into `LIST_BYTES` at ``entry`` bytes per entry."""
     stop = layout.row_blocks
     while stop > 0:
         width = layout.first_block + stop

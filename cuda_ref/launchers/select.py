@@ -11,12 +11,12 @@ from ..kernels.top_k_select import top_k_select as kernel
 from . import configs
 from .launch import Launch, contiguous
 
-LINE = 16  # rows of logits start at multiples of this number of elements
+LINE = 16  # each row of logits starts at a multiple of this number of elements
 
 
 @dataclass(frozen=True)
 class GroupScores:
-    """Approximate scores by which a group of query heads selects keys.
+    """Approximate logits of all keys, from which each group of query heads selects keys.
 
     Attributes:
         logits: float32 ``(B, Hkv, G, S rounded up to a multiple of 16)``, or uint8 in units of 1/16 nat below the
@@ -24,8 +24,8 @@ class GroupScores:
         statistics: float32 ``(B, Hkv, G, 2, splits)``: largest logit and sum of exp(logit - largest) of each split.
         softmax: float32 ``(B, Hkv, G, 2)``, output of `select`: largest logit and 1 / sum of exp(logit - largest).
         tickets: int32 ``(B, Hkv, 2)`` zeros, one for each of the two launches that follow.
-        tile: for uint8 logits, the number of quantized keys per split, counted from a row's first valid key. The
-            unquantized keys are the last split. 0 for float32.
+        tile: number of quantized keys per split for uint8 logits, counted from the first valid key of a row. The
+            unquantized keys are the last split. 0 for float32 logits.
     """
 
     logits: torch.Tensor
@@ -38,7 +38,7 @@ class GroupScores:
     def empty(
         cls, B: int, Hkv: int, G: int, S: int, splits: int, device: torch.device, *, tile: int = 0
     ) -> GroupScores:
-        """Allocate scores of S keys in ``splits`` splits, as uint8 if ``tile`` keys per split are given."""
+        """Allocate the arrays for S keys in ``splits`` splits. The logits are uint8 if ``tile`` is not 0."""
         real: dict[str, Any] = {"dtype": torch.float32, "device": device}
         return cls(
             torch.empty(B, Hkv, G, S + -S % LINE, dtype=torch.uint8 if tile else torch.float32, device=device),
@@ -53,7 +53,7 @@ class GroupScores:
 def top_k_select(
     scores: torch.Tensor, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6). -inf is never selected, NaN counts as +inf."""
+    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6). -inf is never selected; NaN counts as +inf."""
     B, Hkv, S = scores.shape
     tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=scores.device)
     given = GroupScores(scores.contiguous()[:, :, None], None, None, tickets)
@@ -67,7 +67,7 @@ def _(scores: torch.Tensor, top_k: int, *_: object) -> torch.Tensor:
 
 
 def block_size(S: int, top_k: int) -> int:
-    """Return the smallest number of keys per tile for which the candidates of all tiles fit into one block."""
+    """Return the smallest number of keys per tile with which one block can merge the candidates of all tiles."""
     return next(
         (block for block in configs.SELECT_WARPS if -(-S // block) * min(top_k, block) <= block),
         max(configs.SELECT_WARPS),
@@ -77,10 +77,10 @@ def block_size(S: int, top_k: int) -> int:
 def select(
     scores: GroupScores, S: int, *, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Select the last ``local_window`` valid keys and the best of the rest, ``top_k`` together (sparq.6).
+    """Select ``top_k`` keys: the last ``local_window`` valid keys and the keys with the largest scores (sparq.6).
 
     Returns:
-        ``(B, Hkv, min(top_k, S))`` int32, ascending, ties to the lower index, -1 in slots that no key fills.
+        Key indices ``(B, Hkv, min(top_k, S))`` int32, ascending, then -1. Of equal scores the lower index is selected.
     """
     B, Hkv, G, stride = scores.logits.shape
     device = scores.logits.device

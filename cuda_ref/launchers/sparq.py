@@ -17,9 +17,9 @@ from .attend import Listed, Reallocation, attend
 from .launch import Launch, contiguous, fake_attention, power_of_2, rows, strides, upcast
 from .select import GroupScores, select
 
-MOST_COMPONENTS = 64  # components of a tile; with more, the kernel sums over several tiles
-PROGRAMS_PER_PROCESSOR = 4  # target number of programs, which sets the number of splits
-CODE_COMPONENTS = 16  # components of int4 scoring keys per product: more would not fit into the registers
+MOST_COMPONENTS = 64  # maximum number of components per tile; the kernel sums more components over several tiles
+PROGRAMS_PER_PROCESSOR = 4  # target number of programs, from which the number of splits follows
+CODE_COMPONENTS = 16  # components of int4 scoring keys per product; more would not fit into the registers
 
 
 def sparq_attention(
@@ -32,7 +32,7 @@ def sparq_attention(
     value_mean: torch.Tensor | None,
     **selection: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call `sparq_decode` with the arguments of all backends. Torch operators accept lists, but not `KeyCodes`."""
+    """Call `sparq_decode` with the argument names of all backends, and pass `KeyCodes` as a list of tensors."""
     scored = [keys.mT] if keys_t is None else list(keys_t) if isinstance(keys_t, KeyCodes) else [keys_t]
     mean = value_mean if reallocate else None
     result: tuple[torch.Tensor, torch.Tensor] = sparq_decode(
@@ -60,8 +60,8 @@ def sparq_decode(
     Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
     Args:
-        scored: a list of the component-major keys ``(B, Hkv, D, S)``, or of the four arrays of `KeyCodes`.
-        value_mean: ``(B, Hkv, D)`` for reallocation; None for no reallocation.
+        scored: a list with the component-major keys ``(B, Hkv, D, S)``, or with the four arrays of `KeyCodes`.
+        value_mean: ``(B, Hkv, D)``, the mean value for reallocation; None for no reallocation.
     """
     queries, keys = queries.contiguous(), rows(keys)
     component_weight, left_padding = contiguous(component_weight), contiguous(left_padding)
@@ -81,10 +81,10 @@ sparq_decode.register_fake(fake_attention)
 def sparq_select(
     queries: torch.Tensor, keys: torch.Tensor, selection: Selection, *, exact: bool
 ) -> tuple[torch.Tensor, GroupScores]:
-    """Select the keys of one decode step. Return ``indices (B, Hkv, min(top_k, S))`` int32, and the scores.
+    """Select the keys of one decode step. Return ``indices (B, Hkv, min(top_k, S))`` int32 and the approximate logits.
 
     Args:
-        exact: True if the logits must be float32, because reallocation reads them. For 16-bit keys they always are.
+        exact: True if reallocation reads the logits, so that int4 scoring keys must also give float32 logits.
     """
     if isinstance(selection.keys_t, KeyCodes):
         scores = sparq_code_scores(queries, keys, selection, narrow=not exact)
@@ -105,8 +105,8 @@ def sparq_scores(queries: torch.Tensor, selection: Selection) -> GroupScores:
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        selection: its ``keys_t`` may have any strides. It is fast if the last stride is 1 and the others are multiples
-            of 16.
+        selection: settings and arrays of the selection. ``keys_t`` may have any strides, and is read fastest if the
+            last stride is 1 and the other strides are multiples of 16.
     """
     keys_t = selection.keys_t
     B, Hkv, _, S = keys_t.shape
@@ -148,7 +148,7 @@ def sparq_scores(queries: torch.Tensor, selection: Selection) -> GroupScores:
         },
         {
             "num_warps": configs.score_warps(tiles, BLOCK_D),
-            # Without matrix units a loop with more than two stages needs too many registers.
+            # float32 has no matrix units. A loop with more than two stages would need too many registers.
             "num_stages": min(tiles.stages, 2) if keys_t.dtype == torch.float32 else tiles.stages,
         },
     ).run()
@@ -158,8 +158,8 @@ def sparq_scores(queries: torch.Tensor, selection: Selection) -> GroupScores:
 def readable_beyond(keys_t: torch.Tensor) -> bool:
     """Return True if each row of ``keys_t (B, Hkv, D, S)`` may be read up to the next multiple of 16 keys.
 
-    This is true for slices of a cache whose capacity is a multiple of 16. With masks that end at S, loads of 16 bytes
-    would become loads of single elements.
+    This is true for slices of a cache whose capacity is a multiple of 16. Otherwise the mask must end at S, which turns
+    loads of 16 bytes into loads of single elements.
     """
     S = keys_t.shape[3]
     beyond = -S % 16
@@ -177,8 +177,8 @@ def sparq_code_scores(queries: torch.Tensor, keys: torch.Tensor, selection: Sele
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
         keys: ``(B, Hkv, S, D)``, last stride 1; only unquantized keys are read.
-        selection: its ``keys_t`` has the codes of all full groups. It is fast if the last strides are 1 and the other
-            strides of ``codes`` are multiples of 16.
+        selection: settings and arrays of the selection. ``keys_t`` has the codes of all full groups, and is read
+            fastest if the last strides are 1 and the other strides of ``codes`` are multiples of 16.
         narrow: True to write the logits as 8-bit codes.
     """
     B, Hkv, S, D = keys.shape
@@ -189,8 +189,8 @@ def sparq_code_scores(queries: torch.Tensor, keys: torch.Tensor, selection: Sele
     tiles = configs.config(queries.device).scores
     BLOCK_D = power_of_2(D, 32)
     warps = configs.score_warps(tiles, BLOCK_D)
-    BLOCK_S = 32 * warps * 16 * 8 // (CODE_COMPONENTS * CODE_BITS)  # a load of 16 bytes for each thread
-    full = S // GROUP * GROUP  # keys in full groups of the longest row
+    BLOCK_S = 32 * warps * 16 * 8 // (CODE_COMPONENTS * CODE_BITS)  # each thread loads 16 bytes
+    full = S // GROUP * GROUP  # number of keys in full groups of a row without padding
     share = configs.share(full, BLOCK_S, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
     tail = int(full < S or selection.left_padding is not None)
     parts = -(-full // BLOCK_S) + tail

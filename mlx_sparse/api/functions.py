@@ -44,6 +44,9 @@ class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions):
         ) -> Any:
             padding = None if prefill else settings.pop("left_padding", None)
             call = Call(self._library, method.name, (queries, keys, values), scale, padding, backend, return_stats)
+            if unknown := settings.keys() - set(method.setting_names()):
+                name = attention.__name__
+                raise TypeError(f"{name}() got an unexpected keyword argument {min(unknown)!r}")
             config = method(**settings)
             if prefill:
                 return call.prefill(config.layout(call.sizes.L, call.sizes.S), **config.parameters())

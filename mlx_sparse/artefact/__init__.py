@@ -20,7 +20,7 @@ from .tensors import read_tensors, refuse, write_tensors
 __all__ = ["MAX_HIDDEN", "Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
 
 FORMAT = 1
-SPACE = "pre_rope"  # keys are clustered before RoPE
+SPACE = "before_rope"  # the value in files: keys are clustered before RoPE
 NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 NAME = re.compile(rf"layers\.(0|[1-9][0-9]{{0,8}})\.({'|'.join(('centroids', *NETWORK))})")
 WORD = re.compile(r"[\w.-]{1,64}")  # a model family or a hash, which messages repeat

@@ -1,1 +1,1 @@
-"""KV caches for mlx-lm, and what methods keep beside them."""
+"""KV caches for mlx-lm with the auxiliary cache state of the sparse attention methods."""

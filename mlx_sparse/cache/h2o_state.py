@@ -1,4 +1,4 @@
-"""H2O's auxiliary cache state: the attention that each key has received (docs/spec/sparq.md, "Baselines")."""
+"""H2O's auxiliary cache state: the accumulated attention of each key (docs/spec/sparq.md, "Baselines")."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from .state import State
 if TYPE_CHECKING:
     from .sparse_cache import SparseCache
 
-# Number of last states that are kept for trims after rejected drafts. Each has one float32 number per key.
+# Number of states that are stored, so that rejected drafts can be trimmed. A state has one float32 per key and KV head.
 STATES = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Scores after the queries of rows ``[0, length)``.
+    """Accumulated attention of each key after the queries of rows ``[0, length)``.
 
     Attributes:
-        scores: float32 ``(B, Hkv, length)``; -inf for evicted and padded keys.
+        length: number of rows whose queries have been counted.
+        scores: float32 ``(B, Hkv, length)``, -inf for evicted keys and padding.
     """
 
     length: int
@@ -31,13 +32,13 @@ class Scores:
 
 
 class H2OState(State):
-    """Scores of the keys of a cache.
+    """Accumulated attention scores for the keys of a cache.
 
     The scores cannot be rebuilt from keys and values. They become unknown if queries were not counted, or if a trim
-    goes back further than the kept states.
+    removes more rows than the stored states allow.
 
     Attributes:
-        states: the last states, the longest last; empty before the first row.
+        states: the last `STATES` scores in order of length; empty before the first row.
     """
 
     def __init__(self, states: list[Scores] | None = None) -> None:
@@ -58,13 +59,14 @@ class H2OState(State):
             self.states.pop()
 
     def add(self, queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None) -> None:
-        """Count the queries of a dense call.
+        """Add the attention of a dense call to the scores.
 
         Args:
-            queries: ``(B, Hq, L, D)``, the last of ``keys (B, Hkv, S, D)``; ``length`` is ``S - L``.
+            queries: ``(B, Hq, L, D)``, the queries of the last L rows of ``keys``.
+            keys: ``(B, Hkv, S, D)``. The scores must cover the first ``S - L`` rows.
         """
         L, S = queries.shape[2], keys.shape[2]
-        # In a verification step any draft may be rejected, so every query gets a state.
+        # Store a state for every query of a verification step, because any draft can be rejected.
         step = 1 if L <= STATES else L
         for stop in range(step, L + 1, step):
             counted, seen = queries[:, :, stop - step : stop], keys[:, :, : S - L + stop]
@@ -93,7 +95,7 @@ class H2OState(State):
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> H2OState | None:
-        """Return the state of the batch; None if the scores of one cache are unknown."""
+        """Return the state of the merged batch, or None if the scores of any cache are unknown."""
         S = max(cache.length for _, cache in parts)
         padded = []
         for received, cache in parts:
@@ -104,13 +106,13 @@ class H2OState(State):
         return H2OState([Scores(S, mx.concatenate(padded))])
 
     def submit(self) -> None:
-        """Start computing the added scores. Otherwise they would not be evaluated, and would keep the keys alive."""
+        """Start computing the new scores on the device. Unevaluated scores would keep old keys in memory."""
         if not self._submitted:
             mx.async_eval([state.scores for state in self.states])  # type: ignore[no-untyped-call]
             self._submitted = True
 
     def _grown(self, shape: tuple[int, ...]) -> mx.array:
-        """Return the last scores ``(B, Hkv, S)``, 0 for later rows."""
+        """Return the last scores, padded with 0 to ``shape`` ``(B, Hkv, S)``."""
         if not self.states:
             return mx.zeros(shape)
         return mx.pad(self.states[-1].scores, [(0, 0), (0, 0), (0, shape[2] - self.length)])

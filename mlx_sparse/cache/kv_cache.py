@@ -1,6 +1,6 @@
-"""KV caches that attend sparsely: mlx-lm's caches with auxiliary cache state that is not part of their ``state``.
+"""Subclasses of mlx-lm's KV caches that attend sparsely. Their ``state`` excludes the auxiliary cache state.
 
-`adopt` changes the class of a cache in place. Keys, values and offset stay the same, so files, trimming, merging and
+`adopt` changes the class of a cache in place. Keys, values and offset stay the same, so saving, trimming, merging and
 batching work as before.
 """
 
@@ -17,8 +17,8 @@ from ..ops.packed_rows import PackedRows
 from .sparse_cache import FullSample, Run, SparseCache
 from .state import State
 
-# Bytes of keys and values that prefill dequantizes at a time; at least one KV head.
-UNPACKED = 16 << 20
+# Bytes of keys and values that prefill dequantizes at a time. One KV head may exceed this limit.
+DEQUANTIZED_BYTES = 16 << 20
 
 
 class SparseKVCache(SparseCache, KVCache):
@@ -55,10 +55,10 @@ class SparseQuantizedKVCache(SparseCache, QuantizedKVCache):
         return keys.first(S), values.first(S), {}
 
     def by_heads(self, run: Run, queries: mx.array, backend: str) -> tuple[mx.array, ...]:
-        # Only the dequantized rows of as many KV heads as fit into `UNPACKED` bytes exist at a time.
+        # Dequantize a few KV heads at a time, to use about `DEQUANTIZED_BYTES` bytes.
         keys, values, S = self.key_rows, self.value_rows, self.length
         B, Hkv, _, D = keys.shape
-        G, step = queries.shape[1] // Hkv, max(1, UNPACKED // (2 * B * S * D * keys.itemsize))
+        G, step = queries.shape[1] // Hkv, max(1, DEQUANTIZED_BYTES // (2 * B * S * D * keys.itemsize))
         length = {"length": S} if backend in WHOLE_BUFFERS else {}
         parts: list[tuple[mx.array, ...]] = []
         for first in range(0, Hkv, step):
@@ -70,11 +70,11 @@ class SparseQuantizedKVCache(SparseCache, QuantizedKVCache):
 
 
 class SparseBatchKVCache(SparseCache, BatchKVCache):
-    """`mlx_lm.models.cache.BatchKVCache`, the server's left-padded batch, that can attend sparsely."""
+    """`mlx_lm.models.cache.BatchKVCache`, a left-padded batch of sequences, that can attend sparsely."""
 
     padding_mask: mx.array | None = None
-    _first: list[int] | None = None  # first row of each sequence; None: unknown since rows moved
-    # Ends of ragged prompts while mlx-lm processes them with right padding. `lm.seam` records them.
+    _first: list[int] | None = None  # cached `first_rows`; None after rows moved
+    # End row of each prompt while mlx-lm processes prompts of different lengths with right padding. `lm.seam` sets it.
     prompt_ends: list[int] | None = None
 
     @property
@@ -89,7 +89,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:
         mask: mx.array = super().make_mask(N, return_array, **kwargs)
-        # `is_padding_mask` recognizes this mask by identity: it masks only the left padding.
+        # `is_padding_mask` compares masks with this one by identity. Without a window it only masks left padding.
         self.padding_mask = mask if kwargs.get("window_size") is None else None
         return mask
 
@@ -98,7 +98,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         self._first = None
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
-        # This waits for the GPU, so it is done once per composition of the batch, for all layers together.
+        # Reading `left_padding` waits for the GPU. Read all layers together, once until sequences join or leave.
         if self._first is None:
             batches = [entry for entry in (self, *others) if isinstance(entry, SparseBatchKVCache)]
             batches = [entry for entry in batches if entry.left_padding.size == self.left_padding.size]
@@ -109,10 +109,10 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         return self._first
 
     def extents(self, others: Iterable[Any]) -> list[tuple[int, int]] | None:
-        """Return the rows ``[first, stop)`` of each sequence; None if mlx-lm pads on the right by an unknown number.
+        """Return the rows ``[first, stop)`` of each sequence, or None if the amount of right padding is unknown.
 
         Args:
-            others: the batch caches of the other layers, as in `first_rows`.
+            others: caches of the other layers, as in `first_rows`.
         """
         first_rows = self.first_rows(others)
         ends: list[int] | None = [self.length] * len(first_rows)
@@ -124,25 +124,25 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         return [(min(first, end), end) for first, end in zip(first_rows, ends, strict=True)]
 
     def select_rows(self, sequence: int, first: int, stop: int) -> SparseKVCache:
-        """Return rows ``[first, stop)`` of a sequence as a separate cache with its full sample."""
+        """Return a cache of one sequence with rows ``[first, stop)`` and the `FullSample` of that sequence."""
         one = SparseKVCache()  # type: ignore[no-untyped-call]
-        # For row 0 this is a view of the whole buffer, which kernels read without a copy.
+        # If `first` is 0, take the whole buffer, which kernels can read without a copy.
         rows = slice(0, None) if first == 0 else slice(first, stop)
         one.keys, one.values = (array[sequence : sequence + 1, :, rows] for array in (self.keys, self.values))
         one.offset = stop - first
-        one._full_samples = self._fulls[sequence : sequence + 1]
+        one._full_samples = self._samples_by_sequence[sequence : sequence + 1]
         return one
 
     def store_full_sample(self, sequence: int, one: SparseKVCache) -> None:
-        """Store the record of a full sample of a sequence, or remove it."""
-        known = self._fulls
+        """Copy the `FullSample` of a sequence from ``one``, a cache that `select_rows` returned."""
+        known = self._samples_by_sequence
         self._full_samples = (*known[:sequence], *(one._full_samples or (None,)), *known[sequence + 1 :])
 
     @property
-    def _fulls(self) -> tuple[FullSample | None, ...]:
+    def _samples_by_sequence(self) -> tuple[FullSample | None, ...]:
         return self._full_samples or (None,) * self.left_padding.size
 
-    # The following methods move rows.
+    # The following methods move rows, so they also update the auxiliary state.
 
     def prepare(self, **kwargs: Any) -> None:
         self._moved(lambda method, state: state.roll(None, self.length))
@@ -155,14 +155,14 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
     def filter(self, batch_indices: Any) -> None:
         length = self.length
         kept: Any = mx.array(batch_indices).tolist()
-        fulls = self._fulls
-        self._full_samples = tuple(fulls[sequence] for sequence in kept)
+        samples = self._samples_by_sequence
+        self._full_samples = tuple(samples[sequence] for sequence in kept)
         super().filter(batch_indices)  # type: ignore[no-untyped-call]
         self._moved(lambda method, state: state.filter(kept, length, length - self.length))
 
     def extend(self, other: Any) -> None:
         adopt(other)
-        self._full_samples = self._fulls + other._fulls
+        self._full_samples = self._samples_by_sequence + other._samples_by_sequence
         self._moved(lambda method, state: state.join(self, other.aux_states.get(method), other))
         super().extend(other)  # type: ignore[no-untyped-call]
 
@@ -176,7 +176,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
 
 
 def merge(caches: list[Any]) -> Any:
-    """Merge caches of one sequence each into mlx-lm's batch, with the auxiliary states of any of them."""
+    """Merge single-sequence caches and their auxiliary states into a batch, in place of `KVCache.merge`."""
     merged = BatchKVCache.merge(caches)
     states = {method: state for cache in caches for method, state in getattr(cache, "aux_states", {}).items()}
     for method, state in states.items():
@@ -187,7 +187,7 @@ def merge(caches: list[Any]) -> Any:
     return merged
 
 
-# mlx-lm saves a cache under its class name, and loads it by that name.
+# mlx-lm writes the class name of a cache to files and loads the class of that name. Keep mlx-lm's names.
 SparseKVCache.__name__ = KVCache.__name__
 SparseBatchKVCache.__name__ = BatchKVCache.__name__
 SparseQuantizedKVCache.__name__ = QuantizedKVCache.__name__
@@ -200,7 +200,7 @@ SPARSE_CLASSES: dict[type, type] = {
 
 
 def adopt(cache: Any) -> None:
-    """Let mlx-lm's plain caches attend sparsely, by changing their class in place. Takes lists and CacheList too."""
+    """Change the class of KV caches in place, so that they can attend sparsely. Lists of caches are allowed."""
     if isinstance(cache, (list, tuple)):
         for entry in cache:
             adopt(entry)
@@ -211,7 +211,7 @@ def adopt(cache: Any) -> None:
 
 
 def is_padding_mask(mask: Any, caches: Iterable[Any]) -> bool:
-    """Return True if ``mask`` is only causal, or the causal mask with left padding that a batch of ``caches`` made."""
+    """Return True if ``mask`` is causal, with or without the left padding of a batch cache in ``caches``."""
     if isinstance(mask, str):
-        return True  # the only string of mlx-lm is "causal"
+        return True  # mlx-lm uses no string except "causal"
     return any(isinstance(cache, SparseBatchKVCache) and cache.padding_mask is mask for cache in caches)

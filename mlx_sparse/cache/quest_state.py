@@ -1,4 +1,4 @@
-"""Quest's auxiliary cache state: the bounds of the pages of keys."""
+"""Quest's auxiliary cache state: the elementwise bounds of each page of keys."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class QuestState(State):
-    """Keep the bounds (quest.1) of the pages before the current one of each sequence.
+    """Bounds (quest.1) of all pages of each sequence except the current page.
 
-    The bounds are elements of the keys, so they can be rebuilt from them.
+    The bounds can be rebuilt from the keys.
 
     Attributes:
-        bounds: smallest and largest, each ``(B, Hkv, capacity, D)``. Page p of a sequence begins p * ``page_size`` keys
-            after the sequence's first valid key. Empty before the first step.
-        page_size: keys of a page.
-        rows: number of rows of the cache whose full pages have bounds.
+        bounds: the smallest and the largest components of each page, two arrays ``(B, Hkv, pages, D)``. Page p of a
+            sequence begins p * ``page_size`` rows after the first valid key. Empty before the first decode step.
+        page_size: number of keys in a page.
+        rows: number of rows of the cache that have been processed; the full pages in these rows have bounds.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class QuestState(State):
         if config.page_size != self.page_size:
             self.bounds, self.page_size, self.rows = [], config.page_size, 0
         self._make_room(cache)
-        before = cache.length - 1  # the current page needs no bounds
+        before = cache.length - 1  # the current page is always attended and needs no bounds
         for sequence, first in enumerate(cache.first_rows()):
             known, full = ((max(rows - first, 0)) // self.page_size for rows in (self.rows, before))
             if full > known:
@@ -59,7 +59,7 @@ class QuestState(State):
             self.bounds = [mx.pad(bound, [(0, 0), (0, 0), (0, missing), (0, 0)]) for bound in self.bounds]
 
     def _add(self, cache: SparseCache, sequence: int, first: int, known: int, full: int) -> None:
-        """Add the bounds of pages ``known`` to ``full - 1`` of one sequence."""
+        """Compute the bounds of pages ``[known, full)`` of one sequence, whose first valid row is ``first``."""
         keys = cache.key_rows if len(self.bounds[0]) == 1 else cache.key_rows[sequence : sequence + 1]
         rows = keys[..., first + known * self.page_size : first + full * self.page_size, :]
         for bound, new in zip(

@@ -1,4 +1,4 @@
-"""Running statistics of the rows of a cache, with exact removal of rows."""
+"""Running mean and standard deviation of the rows of a KV cache. Trims remove rows exactly."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import mlx.core as mx
 from ..ops.packed_rows import Rows
 from ..ops.select import valid_keys
 
-# Rows whose sum is rounded once. Also the distance of the states that are kept for longer trims.
+# Rows that are summed together, to limit rounding errors. The states at the ends of blocks serve longer trims.
 BLOCK = 128
-# Number of states of the last steps that are kept too, so that a rejected draft costs nothing.
+# Number of decode steps whose states are stored, so that removing a rejected draft needs no new sums.
 STEPS = 16
-# Rows that prefill sums at a time, so that their float32 copies stay small.
+# Rows that prefill sums at a time, which limits the memory of the float32 copies.
 CHUNK = 8192
 
 
@@ -23,9 +23,10 @@ class State:
     """Sums over the valid rows among ``[0, length)``.
 
     Attributes:
-        sums: float32 ``(B, Hkv, 1 or 2, D)``: sums of the rows and, with ``spread``, of the squared distances from the
-            mean. Before the first row ``B``, ``Hkv`` and ``D`` are 1.
-        count: float32 number of valid rows, at least 1; ``(B, 1, 1, 1)`` with padding.
+        length: number of rows of the cache that the sums cover.
+        sums: float32 ``(B, Hkv, 1 or 2, D)``: the sum of the rows and, with ``spread``, the sum of the squared
+            distances from the mean. ``(1, 1, 1 or 2, 1)`` before the first row.
+        count: float32 number of valid rows, at least 1: a scalar, or ``(B, 1, 1, 1)`` with padding.
     """
 
     length: int
@@ -36,20 +37,21 @@ class State:
 class RunningStatistics:
     """Mean and, with ``spread``, standard deviation of the valid rows of keys or values.
 
-    Rows are never subtracted, because a NaN would remain, and a large number would leave its rounding error. A trim
-    goes back to an earlier state, and the next step sums the rows after that state. After a trim of fewer than `STEPS`
-    steps there are usually none, and after a trim of up to `BLOCK` rows fewer than `BLOCK`. After a longer trim without
-    a state, the next step sums all remaining rows.
+    Rows are never subtracted from a sum, because a NaN would remain in the sum, and a large number would leave a
+    rounding error. Instead, a trim restores an earlier state, and the next step adds the rows after that state. After a
+    trim of fewer than `STEPS` steps there are usually no such rows. After a trim of up to `BLOCK` rows there are fewer
+    than `BLOCK`. If no earlier state is left, the next step sums all rows again.
 
-    A decode step adds its row in one launch. The step that fills a block sums the block again from its rows, which
-    removes the rounding errors of single rows.
+    A decode step adds one row in one kernel launch. The step that fills a block sums the rows of the block again, which
+    removes the rounding errors of the single additions.
 
     Args:
-        padding: ``(B,)`` first valid row of each sequence, or None. Earlier rows may hold anything.
+        padding: ``(B,)`` first valid row of each sequence, or None. Earlier rows may have any contents.
+        spread: True to compute the standard deviation too.
 
     Attributes:
         blocks: the states at the ends of the last two blocks.
-        steps: the last states after these blocks.
+        steps: the states after the last decode steps since these blocks.
     """
 
     def __init__(self, padding: mx.array | None, *, spread: bool) -> None:
@@ -60,7 +62,7 @@ class RunningStatistics:
 
     @property
     def state(self) -> State:
-        """Sums and count of the covered rows."""
+        """Sums and row count over all rows that have been added."""
         return (self.steps or self.blocks)[-1]
 
     @property
@@ -74,7 +76,7 @@ class RunningStatistics:
             self.steps = [state for state in self.steps if state.length <= length]
 
     def extend(self, buffer: Rows, S: int) -> None:
-        """Cover rows ``[0, S)`` of ``buffer (B, Hkv, capacity, D)``."""
+        """Add the missing rows, so that the statistics cover rows ``[0, S)`` of ``buffer (B, Hkv, capacity, D)``."""
         self.rewind(S)
         full = S // BLOCK * BLOCK
         if self.state.length < full:
@@ -87,7 +89,7 @@ class RunningStatistics:
             self.steps = [*self.steps, add(buffer, S)][-STEPS:]
 
     def _with_row(self, buffer: Rows, stop: int) -> State:
-        """Return the state with the row of a decode step, the last row before ``stop``."""
+        """Return the state after adding row ``stop - 1``, the row of a decode step."""
         start, sums = self.state.length, self.state.sums
         row = buffer[..., start:stop, :]
         if self._padding is None:
@@ -101,7 +103,7 @@ class RunningStatistics:
         return State(stop, added, count)
 
     def _with_rows(self, buffer: Rows, stop: int) -> State:
-        """Return the state with rows ``[state.length, stop)``."""
+        """Return the state after adding rows ``[state.length, stop)``."""
         start, sums = self.state.length, self.state.sums
         valid = None if self._padding is None else valid_keys(stop, self._padding)[:, None, start:, None]
 
@@ -113,36 +115,36 @@ class RunningStatistics:
         if sums.shape[2] == 2:
             n, m = self._count(0, start), self._count(start, stop)
             apart = rows - added / mx.maximum(m, 1)
-            # Correct the rounding error of the mean, which would count once for every row.
+            # The rounding error of the mean would enter the sum once for every row. Correct the sum.
             rest = summed(apart)
             squares = mx.maximum(summed(apart**2) - rest * (rest / mx.maximum(m, 1)), 0.0)
             added = added + rest
-            # The means differ: Chan, Golub, LeVeque, Updating formulae for computing sample variances, 1979. Sums of
-            # the squares themselves would lose the deviation of components far from 0.
+            # Combine the sums of two parts with different means (Chan, Golub, LeVeque, Updating formulae for computing
+            # sample variances, 1979). A plain sum of squares would be inexact for components far from 0.
             between = added / mx.maximum(m, 1) - sums[:, :, :1] / mx.maximum(n, 1)
             squares = squares + between * between * (n * (m / mx.maximum(n + m, 1)))
             added = mx.concatenate([added, squares], axis=2)
         return State(stop, sums + added, mx.maximum(self._count(0, stop), 1))
 
     def _count(self, start: int, stop: int) -> mx.array:
-        """Return the number of valid rows among ``[start, stop)``."""
+        """Return the number of valid rows in ``[start, stop)``: a scalar, or ``(B, 1, 1, 1)`` with padding."""
         if self._padding is None:
             return mx.array(float(stop - start))
         return mx.maximum(stop - mx.maximum(start, self._padding), 0).astype(mx.float32)[:, None, None, None]
 
     def mean(self) -> mx.array:
-        """Return the mean (sparq.9), float32 ``(B, Hkv, D)``."""
+        """Return the mean of the valid rows (sparq.9), float32 ``(B, Hkv, D)``."""
         return (self.state.sums[:, :, :1] / self.state.count).squeeze(2)
 
     def deviation(self) -> mx.array:
-        """Return the standard deviation (sparq.1), float32 ``(B, Hkv, D)``."""
+        """Return the standard deviation of the valid rows (sparq.1), float32 ``(B, Hkv, D)``."""
         return _deviation(self.state.sums[:, :, 1:], self.state.count).squeeze(2)
 
 
-_SQUARES = mx.array([[False], [True]])  # along axis 2 of the sums
+_SQUARES = mx.array([[False], [True]])  # True selects the squared distances on axis 2 of the sums
 
 
-# A decode step calls these functions once per layer. Compiled, each is one launch instead of several.
+# A decode step calls these functions once per layer. `mx.compile` reduces each to one kernel launch.
 
 
 @partial(mx.compile, shapeless=True)
@@ -161,7 +163,7 @@ def _add_key(
 
 @partial(mx.compile, shapeless=True)
 def _unpadded(row: mx.array, padding: mx.array, position: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the row, 0 for padding, and the number of valid rows including it, at least 1."""
+    """Return the row, with 0 for padding, and the number of valid rows up to ``position``, at least 1."""
     count = (position + 1 - padding).astype(mx.float32)
     return mx.where(count > 0, row, 0.0), mx.maximum(count, 1)
 

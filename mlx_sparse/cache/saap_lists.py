@@ -1,4 +1,4 @@
-"""The keys of a cache by bucket, and the keys that a decode step of SAAP attends (docs/spec/saap.md)."""
+"""Lists of a cache's keys by SAAP bucket, and key selection for SAAP's decode steps (docs/spec/saap.md)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class KeyLists:
-    """Lists of the keys that left the recent window, by bucket (saap.9).
+    """Indices of the keys of each bucket, without the keys of the recent window (saap.9).
 
     Attributes:
-        covered: for each sequence, the row before which its keys are listed.
-        bounds: ``covered`` in the form that the kernels take.
-        listed: number of keys in ``key_ids`` for each sequence, summed over its heads.
-        capacity: largest number of keys of any step until the next `rebuild_lists`.
+        offsets: ``(B, Hkv, buckets + 1)``, start of each bucket in ``key_ids``.
+        key_ids: ``(B, Hkv, any)``, indices of the keys, sorted by bucket.
+        covered: for each sequence, the end of the listed rows. Keys at or after this row are in no list.
+        bounds: ``covered`` as the kernels take it: an int if all sequences are equal, else int32 ``(B,)``.
+        listed: for each sequence, the number of listed keys, summed over KV heads.
+        capacity: upper limit of the keys that one decode step attends before the next `rebuild_lists`.
     """
 
     offsets: mx.array
@@ -39,19 +41,19 @@ class KeyLists:
 
 
 def needs_rebuild(index: BucketIndex, cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> bool:
-    """Return True if the lists of a step at position ``S`` need `rebuild_lists` first."""
+    """Return True if a decode step at position ``S`` must call `rebuild_lists` first."""
     return index.lists is None or index.lists.covered != covered_rows(cache, first_rows, S, config)
 
 
 def attended_keys(
     index: BucketIndex, queries_before: mx.array, S: int, config: SAAP, padding: mx.array | None, backend: str
 ) -> tuple[mx.array, mx.array]:
-    """List the keys that a step at length ``S`` attends (saap.8), (saap.10): ``indices`` and ``counts``."""
+    """Select the keys of a decode step over ``S`` rows (saap.8, saap.10): return ``indices`` and ``counts``."""
     assert index.lists is not None
     route, expand = (registry.load(function, backend) for function in ("saap_route", "saap_indices"))
     network = dict(index.network or {})
     if index.router.centroids is None:
-        # `saap_route` takes one network for all sequences, so the sequences become heads of one sequence.
+        # `saap_route` takes one network for the whole batch. Pass the sequences as further heads of one sequence.
         B, Hkv = network["out_weight"].shape[:2]
         queries_before = queries_before.reshape(1, -1, *queries_before.shape[2:])
         network = {name: weight.flatten(0, 1) for name, weight in network.items()}
@@ -71,9 +73,9 @@ def attended_keys(
 
 
 def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> list[int]:
-    """Return for each sequence the row before which its keys are listed in a step at position ``S``.
+    """Return, for each sequence, the end of the rows that are in lists at position ``S``.
 
-    The rows are multiples of ``merge_every`` after the first key of the sequence, so a batch does not change them.
+    The end is a multiple of ``merge_every`` after the first key of the sequence. It does not depend on the batch.
     """
     every = config.merge_every
     return [
@@ -82,11 +84,11 @@ def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP
 
 
 def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: Iterable[int] | None = None) -> None:
-    """Rebuild the lists of all layers for a step at position ``S``, with one wait for the device.
+    """Rebuild the lists of all layers for a decode step at position ``S``. Wait for the device once.
 
     Args:
-        caches: caches with an index of at least ``S - 1`` rows each.
-        sequences: sequences whose centroids are fitted, as in `BucketIndex.complete`.
+        caches: one cache per layer, with an index of at least ``S - 1`` rows.
+        sequences: sequences of the batch that get centroids, as in `BucketIndex.complete`.
     """
     first_rows = caches[0].first_rows(caches)
     covered = covered_rows(caches[0], first_rows, S, config)
@@ -107,7 +109,11 @@ def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: It
 def _list_keys(
     cache: SparseCache, index: BucketIndex, covered: list[int], config: SAAP, sequences: Iterable[int] | None
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the lists (saap.9), and per sequence the number of keys in the ``probes`` largest and in all buckets."""
+    """Build the lists of a layer (saap.9): return ``offsets``, ``key_ids`` and key counts, int32 ``(2, B)``.
+
+    The counts of a sequence are the keys in its ``probes`` largest buckets (maximum over KV heads), and the keys in all
+    buckets (sum over KV heads).
+    """
     index.complete(cache, config, sequences)
     B, Hkv, _, _ = cache.key_rows.shape
     last = max(covered)

@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from .saap_lists import KeyLists
     from .sparse_cache import SparseCache
 
-# Mode online fits centroids to this many keys per bucket. More keys change the centroids little.
-POINTS = 64
-# Rows that are converted to pre-RoPE keys and assigned at a time.
+# Number of keys per bucket to which the online mode fits centroids. More keys change the centroids little.
+KEYS_PER_BUCKET = 64
+# Rows that are converted to pre-RoPE keys and assigned to buckets at a time.
 CHUNK = 4096
-# Decode steps whose keys are assigned together, so that the centroids are read once for all of them. A model that
-# computes queries, keys and values in one product keeps at most this many of its rows alive.
-TOGETHER = 64
+# Decode steps whose keys are assigned to buckets together, with one read of the centroids. Pending keys are slices of
+# other arrays, for example of a joint QKV projection, and keep at most this number of rows of them in memory.
+PENDING_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Router:
-    """The buckets and the query network of a layer, shared by all caches of a model.
+    """Key centroids and query network of one layer, shared by all caches of a model.
 
     Attributes:
-        source: reconstructs pre-RoPE keys (`mlx_sparse.lm.rope.Source`).
-        scale: of the attention scores.
+        source: object that returns pre-RoPE keys (`mlx_sparse.lm.rope.Source`).
+        scale: scale of the attention scores.
         buckets: number of buckets C.
-        centroids: ``(Hkv, C, D)``; None if each sequence has its own.
-        network: the weights that `saap_route` takes; empty if the centroids route.
+        centroids: ``(Hkv, C, D)``; None if centroids are fitted for each sequence (online mode).
+        network: weights for `saap_route`; None in the online mode, which routes with the centroids.
     """
 
     source: Any
@@ -49,28 +49,28 @@ class Router:
 
 
 def kmeans_network(centroids: mx.array, scale: float) -> dict[str, mx.array]:
-    """Return the network whose logits are the scores of the centroids ``(..., C, D)``."""
+    """Return a linear query network whose logits are the attention scores of the centroids ``(..., C, D)``."""
     return {"out_weight": mx.contiguous((centroids * scale).swapaxes(-1, -2))}
 
 
 class BucketIndex(State):
-    """The buckets of the keys of a cache.
+    """Bucket ids of the keys of a cache.
 
-    The index covers rows ``[0, length)``: the first rows by their bucket ids, the rest by their pre-RoPE keys, which
-    are assigned to buckets together. Later rows are unknown, for example in a cache from a file. `complete`
-    reconstructs their pre-RoPE keys. The index of a sequence does not depend on its batch. Without centroids of the
-    model, each sequence has its own centroids.
+    The index covers rows ``[0, length)``. The first rows have bucket ids. The remaining rows are stored as pre-RoPE
+    keys until they are assigned to buckets together. Rows at ``length`` and above are unknown, for example in a cache
+    that was loaded from a file; `complete` reconstructs the pre-RoPE keys of these rows. The index of a sequence does
+    not depend on the other sequences of the batch. In the online mode each sequence has separate centroids.
 
     Attributes:
-        centroids: ``(Hkv, C, D)`` of the router, or ``(B, Hkv, C, D)`` of the sequences; None before the first fit.
-        network: weights that route, for all sequences or for each sequence.
-        fitted: for each sequence with its own centroids, the row before which the keys were used for the fit. Other
-            sequences have centroids of 0.
-        ids: int16 ``(B, Hkv, n)``, the buckets of rows ``[0, n)``; None if n is 0.
-        pending: pre-RoPE keys of the rows after those, ``(B, Hkv, any, D)`` each.
-        lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`; None before it, and after rows moved.
-        listening: True while a plan needs ``received``.
-        received: row and keys of the last write, if ``listening``.
+        centroids: ``(Hkv, C, D)`` from the router, or ``(B, Hkv, C, D)`` in the online mode; None before the first fit.
+        network: weights for `saap_route`, shared by the sequences or with a batch axis like ``centroids``.
+        fitted: in the online mode, the end of the rows to which the centroids of each sequence were fitted. Sequences
+            without an entry have centroids of 0.
+        ids: int16 ``(B, Hkv, n)``, the bucket ids of rows ``[0, n)``; None if n is 0.
+        pending: pre-RoPE keys of the rows after these n rows, arrays ``(B, Hkv, any, D)``.
+        lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`; None before the first call or if rows moved.
+        listening: True during a forward pass; `receive` then stores its arguments in ``received``.
+        received: first row and keys of the last write; None if they have been processed.
     """
 
     def __init__(self, router: Router) -> None:
@@ -92,12 +92,12 @@ class BucketIndex(State):
 
     @property
     def assigned(self) -> int:
-        """Number of rows with ids."""
+        """Number of rows with bucket ids."""
         return 0 if self.ids is None else self.ids.shape[2]
 
     @property
     def length(self) -> int:
-        """Number of known rows."""
+        """Number of rows with bucket ids or pending pre-RoPE keys."""
         return self.assigned + sum(rows.shape[2] for rows in self.pending)
 
     def receive(self, start: int, keys: mx.array) -> None:
@@ -106,7 +106,7 @@ class BucketIndex(State):
             self.received = (start, keys)
 
     def rewind(self, length: int) -> None:
-        """Forget the rows at index ``length`` and above, and the centroids that were fitted to them."""
+        """Forget the rows at index ``length`` and above, and all centroids that were fitted to any of these rows."""
         self._forget_rows(length)
         if any(stop > length for stop in self.fitted.values()):
             self.fitted = {sequence: stop for sequence, stop in self.fitted.items() if stop <= length}
@@ -124,14 +124,14 @@ class BucketIndex(State):
             self.lists = None
 
     def write(self, start: int, before: mx.array) -> mx.array | None:
-        """Add pre-RoPE keys that the cache wrote at row ``start``. Return ids if new ids have to be evaluated.
+        """Add pre-RoPE keys ``before (B, Hkv, n, D)`` at row ``start``. Return ``ids`` if this call has extended them.
 
-        Rows after unknown rows stay unknown. Without centroids, all rows stay unknown.
+        The keys are ignored if earlier rows are unknown, or if there are no centroids yet.
         """
         if start != self.length or self.centroids is None:
             return None
         self.pending.append(before)
-        return self._assign_pending() if self.length - self.assigned >= TOGETHER else None
+        return self._assign_pending() if self.length - self.assigned >= PENDING_ROWS else None
 
     def _assign_pending(self) -> mx.array | None:
         if not self.pending:
@@ -146,12 +146,12 @@ class BucketIndex(State):
         return self.ids
 
     def complete(self, cache: SparseCache, config: SAAP, sequences: Iterable[int] | None = None) -> None:
-        """Assign every row of ``cache`` to a bucket, after fitting missing centroids.
+        """Fit missing centroids and assign every row of ``cache`` to a bucket.
 
-        If the router's source is ``irreversible``, all rows must be known.
+        If the router's source is ``irreversible``, the index must already cover all rows.
 
         Args:
-            sequences: sequences whose centroids are fitted; None means all sequences with keys.
+            sequences: sequences that get centroids; None means all sequences with keys.
         """
         if self.router.centroids is None:
             self._fit(cache, config, range(len(cache.first_rows())) if sequences is None else sequences)
@@ -173,7 +173,7 @@ class BucketIndex(State):
         return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
 
     def _fit(self, cache: SparseCache, config: SAAP, sequences: Iterable[int]) -> None:
-        """Fit missing centroids of the sequences that have keys, and assign their keys again."""
+        """Fit the missing centroids of ``sequences``, and assign the keys of these sequences to the new buckets."""
         _, Hkv, _, D = cache.key_rows.shape
         C, first_rows = self.router.buckets, cache.first_rows()
         first_key = {b: first_rows[b] + config.sink_tokens for b in sequences if b not in self.fitted}
@@ -197,17 +197,17 @@ class BucketIndex(State):
             mx.eval(self.network)
 
     def _fit_one(self, cache: SparseCache, sequence: int, start: int, first_row: int) -> mx.array:
-        """Fit centroids ``(Hkv, C, D)`` to the keys of a sequence at row ``start`` and above."""
+        """Fit centroids ``(Hkv, C, D)`` to rows ``start`` and above of a sequence that begins at ``first_row``."""
         C, count = self.router.buckets, cache.length - start
-        # Evenly spaced rows; with fewer rows than buckets some occur twice.
-        chosen = start + np.linspace(0, count - 1, min(max(count, C), POINTS * C)).astype(np.int32)
-        # Each row becomes a sequence of one row, so that each has its own position.
+        # Evenly spaced rows. If there are fewer rows than buckets, some rows occur more than once.
+        chosen = start + np.linspace(0, count - 1, min(max(count, C), KEYS_PER_BUCKET * C)).astype(np.int32)
+        # Make each row a sequence of one row, because the inverse RoPE takes one position per sequence.
         keys = cache.key_rows[sequence].swapaxes(0, 1)[mx.array(chosen)][:, :, None]
         places = np.concatenate([at + np.arange(last - first) for first, last, at in cache.runs(0, cache.length)])
         before = self.router.source.inverse_rope(keys, mx.array(places[chosen] - first_row))
         return kmeans.fit(before[:, :, 0].swapaxes(0, 1), C).astype(cache.key_rows.dtype)
 
-    # The following methods track changes of mlx-lm to the rows of a batch.
+    # The following methods update the index after mlx-lm has changed the rows or the sequences of a batch.
 
     def pack(self) -> BucketIndex:
         return self
@@ -219,7 +219,7 @@ class BucketIndex(State):
         if self.ids is not None:
             self.ids = self.ids[rows][..., start:] if start < self.assigned else None
         if self.centroids is not None and self.router.centroids is None:
-            self._own(self.centroids[rows])
+            self._set_centroids(self.centroids[rows])
         stops = ((place, self.fitted.get(sequence)) for place, sequence in enumerate(sequences))
         self.fitted = {place: stop - start for place, stop in stops if stop is not None}
         return self
@@ -242,7 +242,7 @@ class BucketIndex(State):
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> BucketIndex | None:
-        """Return the index of the batch; None if the caches belong to several models."""
+        """Return the index of the merged batch, or None unless all caches use the same router."""
         routers = {index.router for index, _ in parts if isinstance(index, BucketIndex)}
         if len(routers) != 1:
             return None
@@ -254,8 +254,8 @@ class BucketIndex(State):
         place = 0
         for index, cache in known:
             index.rewind(cache.length)  # rows may have been trimmed after the last write
-            behind = length - cache.length
-            merged.fitted |= {place + sequence: behind + stop for sequence, stop in index.fitted.items()}
+            padding = length - cache.length
+            merged.fitted |= {place + sequence: padding + stop for sequence, stop in index.fitted.items()}
             place += len(cache.first_rows())
         fitted = [index.centroids for index, _ in known if index.centroids is not None]
         if not fitted:
@@ -268,13 +268,15 @@ class BucketIndex(State):
             blank = mx.zeros((1, *fitted[0].shape[1:]), fitted[0].dtype)
             blanks = [mx.repeat(blank, len(cache.first_rows()), axis=0) for _, cache in known]
             own = [index.centroids for index, _ in known]
-            merged._own(mx.concatenate([zeros if one is None else one for one, zeros in zip(own, blanks, strict=True)]))
+            merged._set_centroids(
+                mx.concatenate([zeros if one is None else one for one, zeros in zip(own, blanks, strict=True)])
+            )
         return merged
 
     def _all_ids(self, cache: SparseCache, heads: int, length: int) -> mx.array | None:
-        """Return the ids of ``cache``, left-padded to ``length`` rows; None if some ids cannot be computed."""
+        """Return the bucket ids of ``cache``, left-padded to ``length`` rows, or None if some cannot be computed."""
         if self.centroids is None or cache.length == 0:
-            return mx.zeros((len(cache.first_rows()), heads, length), mx.int16)  # until centroids are fitted
+            return mx.zeros((len(cache.first_rows()), heads, length), mx.int16)  # replaced when centroids are fitted
         if self.router.source.irreversible is not None and self.length < cache.length:
             return None
         self._complete_ids(cache)
@@ -287,12 +289,15 @@ class BucketIndex(State):
         if self.ids is not None and length <= self.assigned:
             one.ids = self.ids[part, :, start:length]
         if self.centroids is not None and self.router.centroids is None:
-            one._own(self.centroids[part])
+            one._set_centroids(self.centroids[part])
         one.fitted = {0: self.fitted[sequence] - start} if sequence in self.fitted else {}
         return one
 
     def insert(self, sequence: int, one: BucketIndex, first: int, sequences: int) -> None:
-        """Store the centroids and ids that the index from `extract` fitted for one of the ``sequences``."""
+        """Copy centroids and bucket ids from ``one``, an index that `extract` returned, unless they exist already.
+
+        ``sequence`` is the index of the sequence in the batch, and ``first`` is its first valid row.
+        """
         if sequence in self.fitted or not one.fitted:
             return
         assert one.centroids is not None
@@ -300,25 +305,26 @@ class BucketIndex(State):
         if self.centroids is None:
             self.centroids = mx.zeros((sequences, *one.centroids.shape[1:]), one.centroids.dtype)
         self.centroids[sequence] = one.centroids[0]
-        self._own(self.centroids)
+        self._set_centroids(self.centroids)
         self.fitted = self.fitted | {sequence: first + one.fitted[0]}
         if self.ids is not None:
             self.ids[sequence, :, first : first + one.assigned] = one.ids[0]
 
-    def _own(self, centroids: mx.array) -> None:
+    def _set_centroids(self, centroids: mx.array) -> None:
         self.centroids, self.network = centroids, kmeans_network(centroids, self.router.scale)
 
     def unfitted(self, sequences: Iterable[int]) -> bool:
-        """Return True if one of the sequences has no centroids of its own yet, but needs them."""
+        """Return True in the online mode if at least one of ``sequences`` has no centroids yet."""
         return self.router.centroids is None and not self.fitted.keys() >= set(sequences)
 
 
 def _nearest(before: mx.array, centroids: mx.array) -> mx.array:
+    """Return the bucket ids of pre-RoPE keys ``before (B, Hkv, n, D)``, int16 ``(B, Hkv, n)``."""
     ids: mx.array = registry.load("saap_assign", "ops")(before, centroids)
-    return ids.astype(mx.int16)  # represents MAX_BUCKETS
+    return ids.astype(mx.int16)  # int16 is enough for MAX_BUCKETS
 
 
 def index_of(cache: SparseCache) -> BucketIndex | None:
-    """Return the SAAP index of a cache, or None."""
+    """Return the SAAP index of a cache, or None if the cache has no index."""
     index = cache.aux_states.get(SAAP.name)
     return index if isinstance(index, BucketIndex) else None

@@ -1,4 +1,4 @@
-"""A KV cache with the positions of one context-parallel shard, which reports all positions to mlx-lm."""
+"""KV cache of one context-parallel shard. Its ``offset`` counts the tokens of all shards."""
 
 from __future__ import annotations
 
@@ -15,52 +15,54 @@ from ..checks import ConfigError
 from ..methods.scoring_keys import GROUP
 from .sparse_cache import SparseCache
 
-# Consecutive positions of one rank: whole groups of quantized scoring keys, pages and blocks of SampleAttention. The
-# number is small, so that the ranks get equal shares of every chunk.
+# Number of consecutive positions that one rank stores. It is a multiple of the group size of quantized scoring keys and
+# of usual page and block sizes. It is small, so that every prefill chunk is spread evenly over the ranks.
 BLOCK = 2 * GROUP
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The positions of one rank: all with ``position // BLOCK % size == rank``.
+    """Set of positions that one rank stores: all with ``position // BLOCK % size == rank``.
 
-    The rank of a position does not depend on the length, so trims, further turns and files move no keys between ranks.
+    A position belongs to the same rank at every context length, so no keys move between ranks when a cache is trimmed,
+    extended or loaded from a file.
     """
 
     rank: int
     size: int
 
     def before(self, position: int) -> int:
-        """Return the number of positions of the rank before ``position``."""
+        """Return the number of positions below ``position`` that belong to the rank."""
         rounds, rest = divmod(position, BLOCK * self.size)
         return rounds * BLOCK + min(max(rest - self.rank * BLOCK, 0), BLOCK)
 
     def own(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return the positions of the rank in ``[start, stop)``, ascending."""
+        """Return the positions in ``[start, stop)`` that belong to the rank, in ascending order."""
         return self.positions(self.before(start), self.before(stop))
 
     def positions(self, first: int, last: int) -> npt.NDArray[Any]:
-        """Return the positions of the rank's rows ``[first, last)``."""
+        """Return the position in the sequence of each of the rank's rows ``[first, last)``."""
         rows = np.arange(first, last, dtype=np.int32)
         return (rows // BLOCK * self.size + self.rank) * BLOCK + rows % BLOCK
 
     def span(self, length: int) -> slice:
-        """Return the rank's part of ``length`` items that all ranks have, such as the queries of a chunk."""
+        """Return this rank's slice of ``length`` items that all ranks have, for example the queries of a chunk."""
         return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
 
 
 class ShardedKVCache(SparseCache, KVCache):
-    """`mlx_lm.models.cache.KVCache` with the rows of one `Shard`.
+    """`mlx_lm.models.cache.KVCache` that stores the rows of one `Shard`.
 
-    ``offset`` is the number of positions, which RoPE, masks and trims use; `length` is the number of rows here. All
-    ranks compute the keys of every token, and each keeps its own.
+    ``offset`` is the number of tokens of the sequence, which RoPE, masks and trims use. `length` is the number of rows
+    on this rank. All ranks compute the keys and values of every token; each rank stores the rows of its shard.
 
     Attributes:
-        sent: an array that depends on the messages of the last write. A rank that stores none of the written keys
-            evaluates this array. Otherwise the other ranks would wait for its messages.
-        calls: number of open calls of a model. Without an open call, the rows of other ranks cannot be attended.
-        agreed: position up to which the ranks have checked that they agree; -1 before the first call.
-        chunk: during a call of a model, keys and values of its tokens, of all positions.
+        sent: array that depends on all messages of the last forward pass. mlx-lm evaluates this array with the cache,
+            so that a rank sends its messages even if it stores none of the new keys.
+        calls: number of forward passes in progress. At 0, writes raise an error, because attention over the rows of
+            this rank only would be wrong.
+        agreed: position up to which the ranks have checked that their tokens agree; -1 before the first forward pass.
+        chunk: keys and values of all tokens of the current forward pass; None outside a forward pass.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -69,7 +71,7 @@ class ShardedKVCache(SparseCache, KVCache):
         self.chunk: tuple[mx.array, mx.array] | None = None
         self.sent: mx.array | None = None
         self.calls, self.agreed = 0, -1
-        self._lowest = 0  # lowest position to which the cache was trimmed after the last `take_lowest`
+        self._lowest = 0  # lowest position of all trims since the last `take_lowest`
 
     @property
     def length(self) -> int:
@@ -77,14 +79,14 @@ class ShardedKVCache(SparseCache, KVCache):
 
     @property
     def position(self) -> int:
-        """Number of positions of all ranks together."""
+        """Number of tokens of the sequence on all ranks together."""
         return int(self.offset)
 
     @property
     def shards(self) -> int:  # type: ignore[override]
         return self.shard.size
 
-    # During a call of a model these arrays have a shape even if the rank has no rows yet.
+    # In a forward pass these arrays have the right shape and type, even if the rank has no rows yet.
 
     @property
     def key_rows(self) -> mx.array:
@@ -101,7 +103,7 @@ class ShardedKVCache(SparseCache, KVCache):
         return rows
 
     def own_rows(self) -> tuple[mx.array, mx.array]:
-        """Return keys and values ``(B, Hkv, length, D)``."""
+        """Return the keys and values on this rank, ``(B, Hkv, length, D)`` each."""
         return self.key_rows[..., : self.length, :], self.value_rows[..., : self.length, :]
 
     def rows_before(self, position: int) -> int:
@@ -115,22 +117,24 @@ class ShardedKVCache(SparseCache, KVCache):
         return [(first, last, int(self.shard.positions(first, last)[0])) for first, last in pairwise(edges)]
 
     def counts(self) -> list[int]:
-        """Return the number of rows of each rank."""
+        """Return the number of rows on each rank."""
         return [Shard(rank, self.shard.size).before(self.position) for rank in range(self.shard.size)]
 
     def take_lowest(self) -> int:
-        """Return the position before which no row changed since the last call of this method."""
+        """Return the lowest position of all trims since the last call. Rows before this position are unchanged."""
         lowest, self._lowest = self._lowest, self.position
         return lowest
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write this rank's rows. Return the arguments, because this rank does not have all older rows.
+        """Store the rows of this rank. Return the arguments, because this rank does not have all older rows.
 
         Raises:
-            ConfigError: the model is not enabled with ``shard``.
+            ConfigError: no forward pass of a model that is enabled with ``shard`` is in progress.
         """
         if not self.calls:
-            raise ConfigError("cache: expected a whole one, got a rank's share of --shard context. Make a new one.")
+            raise ConfigError(
+                "cache: expected a complete KV cache, got one shard of --shard context. Create a new cache."
+            )
         self.take(keys, values)
         return self.keys_and_values()
 
@@ -139,7 +143,7 @@ class ShardedKVCache(SparseCache, KVCache):
         return self.chunk
 
     def take(self, keys: mx.array, values: mx.array) -> None:
-        """Write this rank's rows of further positions."""
+        """Store this rank's part of the keys and values ``(B, Hkv, n, D)`` of the next n positions."""
         start, stop = self.position, self.position + keys.shape[2]
         first = self.length
         own = self.shard.own(start, stop)
@@ -152,24 +156,24 @@ class ShardedKVCache(SparseCache, KVCache):
         self.chunk = keys, values
 
     def _write(self, first: int, *written: mx.array) -> None:
-        """Write rows from ``first`` on, in buffers that grow as mlx-lm's do."""
+        """Write keys and values at row ``first``. Enlarge the buffers in steps of the size that mlx-lm uses."""
         last = first + written[0].shape[2]
         buffers: list[Any] = [self.keys, self.values]
         for kind, rows in enumerate(written):
             if buffers[kind] is None or last > buffers[kind].shape[2]:
-                room = -(-last // self.step) * self.step - first
-                buffers[kind] = _grown(buffers[kind], first, rows, room)
+                empty = -(-last // self.step) * self.step - first
+                buffers[kind] = _grown(buffers[kind], first, rows, empty)
             buffers[kind][..., first:last, :] = rows
         self.keys, self.values = buffers
 
     @property
     def state(self) -> Any:
-        """Arrays that mlx-lm evaluates after each chunk."""
+        """Arrays that mlx-lm evaluates after each prefill chunk."""
         return [array for array in (self.keys, self.values, self.sent) if array is not None]
 
     @state.setter
     def state(self, value: Any) -> None:
-        raise ConfigError("--shard context: expected a cache that it made, got the state of another.")
+        raise ConfigError("--shard context: expected a new cache, got the state of another cache.")
 
     def trim(self, n: int) -> int:
         trimmed: int = super().trim(n)  # type: ignore[no-untyped-call]
@@ -179,16 +183,16 @@ class ShardedKVCache(SparseCache, KVCache):
         return trimmed
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        raise ConfigError(f"kv_bits: expected caches in full precision with --shard, got {bits} bits. Drop one.")
+        raise ConfigError(f"kv_bits: expected unquantized caches with --shard, got {bits} bits. Drop one option.")
 
     @property
     def merge(self) -> Any:
-        """Raise `AttributeError`, because mlx-lm's server uses batches if the caches have this attribute."""
+        """Raise `AttributeError`, because mlx-lm's server would batch requests if caches had this attribute."""
         raise AttributeError("merge")
 
 
 def shard_caches(caches: Any, shard: Shard) -> Any:
-    """Return the caches with a `ShardedKVCache` for each plain one, and the rank's part of its rows."""
+    """Replace each `KVCache` in a list by a `ShardedKVCache` with the rows of this rank."""
     return [_sharded(cache, shard) for cache in caches]
 
 
@@ -204,16 +208,16 @@ def _sharded(cache: Any, shard: Shard) -> Any:
     return found
 
 
-def _at(rows: mx.array, places: Any) -> mx.array:
-    """Return ``rows (B, H, n, D)`` at these indices, as a slice if they are consecutive."""
-    first, last = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
-    if last - first == len(places):
+def _at(rows: mx.array, indices: Any) -> mx.array:
+    """Return the entries of ``rows (B, H, n, D)`` at ``indices`` of axis 2, as a slice if they are consecutive."""
+    first, last = (int(indices[0]), int(indices[-1]) + 1) if len(indices) else (0, 0)
+    if last - first == len(indices):
         return rows[:, :, first:last]
-    return rows[:, :, mx.array(places)]
+    return rows[:, :, mx.array(indices)]
 
 
-def _grown(buffer: mx.array | None, first: int, rows: mx.array, room: int) -> mx.array:
-    """Return the first ``first`` rows of ``buffer``, followed by ``room`` empty rows."""
+def _grown(buffer: mx.array | None, first: int, rows: mx.array, empty: int) -> mx.array:
+    """Return the first ``first`` rows of ``buffer``, followed by ``empty`` rows of zeros in the type of ``rows``."""
     B, H, _, D = rows.shape
-    blank = mx.zeros((B, H, room, D), rows.dtype)
+    blank = mx.zeros((B, H, empty, D), rows.dtype)
     return blank if buffer is None else mx.concatenate([buffer[..., :first, :], blank], axis=2)

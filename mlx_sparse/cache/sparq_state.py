@@ -16,21 +16,23 @@ from .state import State
 if TYPE_CHECKING:
     from .sparse_cache import SparseCache
 
-# Rows of component-major keys have a multiple of this many keys, so that each starts on a cache line of 128 bytes.
+# The capacity of component-major keys is a multiple of this number of keys, so that the row of each component starts on
+# a cache line of 128 bytes.
 ROW_MULTIPLE = 64
-# The same for rows of int4 codes, in groups.
+# The same alignment for int4 codes, as a number of groups.
 GROUPS_MULTIPLE = 4
-# Rows that prefill quantizes and evaluates at a time, so that their float32 copies stay small.
+# Rows that prefill quantizes and evaluates at a time, which limits the memory of the float32 copies.
 CHUNK = 2048
 
 
 class SparQState(State):
-    """Scoring keys and running statistics of a cache. They can be rebuilt from keys and values.
+    """SparQ's scoring keys and running statistics, which can be rebuilt from keys and values.
 
     Attributes:
-        columns: component-major keys for ``key_bits=16``; None before the first step with them.
-        codes: quantized scoring keys for ``key_bits=4``; None before the first step with them.
-        keys, values: running statistics of keys and values, up to the last step that used them; None before it.
+        columns: component-major keys; None unless the last decode step had ``key_bits=16``.
+        codes: quantized scoring keys; None unless the last decode step had ``key_bits=4``.
+        keys, values: running statistics of the keys and of the values; None before the first decode step that needs
+            them.
     """
 
     def __init__(self) -> None:
@@ -84,7 +86,7 @@ class SparQState(State):
         return found
 
     def _mixes(self, config: SparQ, G: int) -> bool:
-        """Return True if steps mix in the mean value. The result is cached for the last configuration."""
+        """Return True if decode steps add the mean value (reallocation). The last result is cached."""
         if config is not self._config or G != self._group:
             self._config, self._group, self._mixing = config, G, config.reallocates(G)
         return self._mixing
@@ -94,8 +96,8 @@ class Columns:
     """Component-major keys (``key_bits=16``).
 
     Attributes:
-        keys_t: ``(B, Hkv, D, capacity)``; columns after ``covered`` are stale. None before the first step.
-        covered: number of copied rows.
+        keys_t: ``(B, Hkv, D, capacity)``, valid in columns ``[0, covered)``. None before the first decode step.
+        covered: number of rows of the cache that have been copied to ``keys_t``.
     """
 
     def __init__(self) -> None:
@@ -111,12 +113,12 @@ class Columns:
         self.covered = min(self.covered, length)
 
     def extend(self, keys: Rows, S: int) -> None:
-        """Cover rows ``[0, S)`` of the buffer ``keys``."""
+        """Copy the missing rows, so that ``keys_t`` covers rows ``[0, S)`` of the buffer ``keys``."""
         if S <= self.covered:
             self.covered = S
             return
         if self.keys_t is None or self.covered == 0:
-            # The copy has the capacity of the buffer, so that the next steps do not grow it.
+            # Copy the whole buffer including its empty rows, so that the next decode steps need not enlarge `keys_t`.
             room = _capacity(keys.shape[2]) - keys.shape[2]
             self.keys_t = mx.contiguous(mx.pad(keys[:].swapaxes(-1, -2), [(0, 0)] * 3 + [(0, room)]))
         else:
@@ -128,32 +130,32 @@ class Columns:
         self.covered = S
 
     def read(self, S: int, *, whole: bool) -> mx.array:
-        """Return ``keys_t`` of ``S`` rows, or the whole buffer."""
+        """Return the whole ``keys_t`` if ``whole``, else its first ``S`` columns."""
         assert self.keys_t is not None
         return self.keys_t if whole else self.keys_t[..., :S]
 
 
 class Codes:
-    """Quantized scoring keys (int4) of the full groups of keys (sparq.17) to (sparq.20).
+    """Quantized scoring keys (int4) for all full groups of keys (sparq.17 to sparq.20).
 
     Attributes:
-        coded: codes with the capacity of the whole buffer. Codes after the groups of a sequence are stale. None before
-            the first group.
-        covered: number of rows whose full groups are quantized.
-        centre: float32 ``(B, Hkv, D)``, the center of the codes (sparq.17) if it is set from outside; else None.
+        coded: codes for all rows of the buffer. The codes of groups that are not full are invalid. None before the
+            first full group.
+        covered: number of rows that have been processed; all full groups in these rows are quantized.
+        centre: float32 ``(B, Hkv, D)``, the center of the codes (sparq.17) from `set_centre`. None if the center is
+            computed from the first group of each sequence.
     """
 
     def __init__(self, padding: mx.array | None, first_rows: list[int]) -> None:
-        """Start without codes. Sequences begin at ``first_rows``; ``padding`` is the same as an array, or None."""
+        """Create an empty state. Sequences begin at ``first_rows``; ``padding`` is the same array on the device."""
         self.centre: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0
         self._padding = padding
         self._first = first_rows
         each = [(slice(b, b + 1), first) for b, first in enumerate(first_rows)]
-        self._alike = (
-            each if len(set(first_rows)) > 1 else [(slice(None), first_rows[0])]
-        )  # sequences that are quantized together
+        # Slices of the batch that are quantized together, with the first row of their sequences.
+        self._slices = each if len(set(first_rows)) > 1 else [(slice(None), first_rows[0])]
         self._spread: mx.array | None = None
         self._until = 0  # number of rows at which the next group is full
 
@@ -172,31 +174,31 @@ class Codes:
         self._spread = None
         if self.centre is not None:
             return
-        # The center of a sequence is removed with its first group.
+        # The first group of a sequence defines the center, so remove both together.
         self.coded = self.coded._replace(centre=self.coded.centre * (mx.array(left) > 0)[:, None, None])
 
     def set_centre(self, centre: mx.array) -> None:
-        """Set the center of all codes. No group may have been quantized around another center."""
+        """Set the center of all codes. Groups that are already quantized must have the same center."""
         self.centre = centre
         if self.coded is not None:
             self.coded = self.coded._replace(centre=centre)
 
     def extend(self, keys: Rows, S: int) -> None:
-        """Quantize the full groups in rows ``[0, S)`` of the buffer ``keys``."""
+        """Quantize all new full groups in rows ``[0, S)`` of the buffer ``keys``."""
         self.rewind(S)
         if S < self._until:
             self.covered = S
             return
-        for sequences, first in self._alike:
+        for sequences, first in self._slices:
             old, new = _full(self.covered, first), _full(S, first)
             if new > old:
                 self._spread = None
                 self._code(keys, sequences, first, old, new)
         self.covered = S
-        self._until = min(first + (_full(S, first) + 1) * GROUP for _, first in self._alike)
+        self._until = min(first + (_full(S, first) + 1) * GROUP for _, first in self._slices)
 
     def _code(self, keys: Rows, sequences: slice, first: int, old: int, new: int) -> None:
-        """Quantize the groups ``[old, new)`` of sequences that begin at row ``first``."""
+        """Quantize groups ``[old, new)`` of a slice of the batch whose sequences begin at row ``first``."""
         if self.coded is None or self.coded.lo.shape[-1] < new:
             self._grow(keys)
         assert self.coded is not None
@@ -231,7 +233,7 @@ class Codes:
         self.coded = KeyCodes(codes, lo, step, old.centre)
 
     def read(self, keys: Rows, *, whole: bool) -> KeyCodes:
-        """Return the codes of as many groups as a sequence without padding has, or the whole buffers."""
+        """Return the whole code buffers if ``whole``, else the codes of the full groups of an unpadded sequence."""
         if self.coded is None:
             self._grow(keys)
         assert self.coded is not None
@@ -242,18 +244,18 @@ class Codes:
         return KeyCodes(codes[..., : groups * WORDS], lo[..., :groups], step[..., :groups], centre)
 
     def spread(self, keys: Rows, S: int) -> mx.array:
-        """Return the spread (sparq.22) of rows ``[0, S)`` of the buffer ``keys``. It is computed once per group."""
+        """Return the key spread (sparq.22) of rows ``[0, S)`` of ``keys``, recomputed after each new full group."""
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(keys, whole=False), keys[..., :S, :], self._padding)
-        # Without a full group, the spread of a sequence changes with every row.
+        # Before its first full group, the spread of a sequence changes with every row and is not cached.
         if _full(S, max(self._first)) > 0:
             self._spread = found
         return found
 
 
 def _full(length: int, first: int) -> int:
-    """Return the number of full groups in ``length`` rows of a sequence that begins at row ``first``."""
+    """Return the number of full groups of a sequence in rows ``[first, length)``."""
     return max(0, length - first) // GROUP
 
 

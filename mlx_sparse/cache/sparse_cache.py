@@ -1,6 +1,6 @@
-"""Mixin for KV caches that attend sparsely and have auxiliary cache state.
+"""Mixin that adds sparse attention and auxiliary cache state to mlx-lm's KV caches.
 
-The states follow their cache through trim, growth, copies and batches.
+The auxiliary state stays valid when a cache is trimmed, extended, copied or batched.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from ..methods.table import WHOLE_BUFFERS
 from ..ops.packed_rows import PackedRows, Rows
 from .state import State
 
-# A function of query heads, their queries, keys, values and further parameters. Results have the heads on axis 1.
+# Function for `SparseCache.by_heads`. Arguments: slice of the query heads, queries of these heads, keys, values, and
+# keyword arguments with the length. The heads are on axis 1 of every result.
 Run = Callable[[slice, mx.array, Any, Any, dict[str, int]], tuple[mx.array, ...]]
 
 
 @dataclass(frozen=True)
 class FullSample:
-    """Record of a sample that selected too many blocks: settings, density limit and context length."""
+    """Settings, density limit and context length of a sample that selected too many blocks."""
 
     config: Prefill
     max_density: float
     keys: int
 
     def covers(self, config: Prefill, max_density: float, S: int) -> bool:
-        """Return True if ``S`` keys need no new sample. Density falls slowly: the next sample is at ``2 * keys``."""
+        """Return True if the selection is assumed to exceed ``max_density`` at ``S`` keys too, up to 2x ``keys``."""
         return (self.config, self.max_density) == (config, max_density) and self.keys <= S < 2 * self.keys
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeStep:
-    """A decode method, bound to a backend and to layers of ``G`` query heads per KV head.
+    """Decode method with the backend function that runs the method for ``G`` query heads per KV head.
 
     Attributes:
-        function: the function of the backend.
-        parameters: the arguments that are the same for every step.
+        function: the backend's function for a decode step.
+        parameters: keyword arguments of ``function`` that are the same for every decode step.
     """
 
     config: Method
@@ -51,17 +52,17 @@ class DecodeStep:
 
     @classmethod
     def bind(cls, config: Method, G: int, backend: str) -> DecodeStep:
-        """Bind ``config``, which `Method.for_model` has resolved."""
+        """Load the backend's function for ``config``, whose "auto" values `Method.for_model` has replaced."""
         return cls(config, G, backend, registry.load(config.name, backend), config.parameters(G))
 
 
 class SparseCache:
-    """Mixin for mlx-lm's caches: `attend` for decode steps, `attend_prefill` for prefill chunks, auxiliary state.
+    """Mixin that lets mlx-lm's caches attend sparsely: `attend` for decode steps, `attend_prefill` for chunks.
 
     Attributes:
-        aux_states: auxiliary cache states by method.
+        aux_states: auxiliary cache state of each method, by the method's name.
         shards: number of context-parallel shards of the sequence.
-        layer_plan: plan of the layer of the model that called last; None before a call, and after rows moved.
+        layer_plan: `lm.plan.LayerPlan` of the last decode step; None before the first and after rows moved.
     """
 
     keys: Any
@@ -69,17 +70,17 @@ class SparseCache:
     aux_states: Mapping[str, State] = MappingProxyType({})
     shards = 1
     layer_plan: Any = None
-    _full_samples: tuple[FullSample | None, ...] = ()  # one, or one for each sequence of a batch; empty for new rows
+    _full_samples: tuple[FullSample | None, ...] = ()  # one entry, or one per sequence of a batch
 
     @property
     def key_rows(self) -> Rows:
-        """The buffer of keys ``(B, Hkv, capacity, D)``."""
+        """Buffer of keys ``(B, Hkv, capacity, D)``."""
         rows: mx.array = self.keys
         return rows
 
     @property
     def value_rows(self) -> Rows:
-        """The buffer of values ``(B, Hkv, capacity, D)``."""
+        """Buffer of values ``(B, Hkv, capacity, D)``."""
         rows: mx.array = self.values
         return rows
 
@@ -97,19 +98,19 @@ class SparseCache:
 
     @property
     def position(self) -> int:
-        """Number of positions of the sequence. A context-parallel shard has fewer rows."""
+        """Number of tokens of the sequence. It exceeds `length` if this cache is a context-parallel shard."""
         return self.length
 
     def rows_before(self, position: int) -> int:
-        """Return the number of rows at positions before ``position``."""
+        """Return the number of rows of this cache that precede ``position`` in the sequence."""
         return position
 
     def own(self, start: int, rows: mx.array) -> tuple[int, mx.array]:
-        """Return the first row, then the part of ``rows (B, H, n, D)`` at position ``start`` that this cache stores."""
+        """Return the part of ``rows`` at position ``start`` that this cache stores, after its first row index."""
         return start, rows
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Split rows ``[start, stop)`` into runs of consecutive positions: first row, last row + 1, position."""
+        """Split rows ``[start, stop)`` into runs of consecutive positions, each ``(first row, end row, position)``."""
         return [(start, stop, start)]
 
     @property
@@ -119,7 +120,7 @@ class SparseCache:
 
     @property
     def state(self) -> Any:
-        """State that mlx-lm saves and evaluates, unchanged."""
+        """Arrays that mlx-lm saves and evaluates. The auxiliary state is not among them."""
         return super().state  # type: ignore[misc]
 
     @state.setter
@@ -138,12 +139,12 @@ class SparseCache:
             state.receive(self.length, keys)
         if any(self._full_samples):
             rows = [self.length - first for first in self.first_rows()]
-            kept = zip(self._full_samples, rows, strict=False)  # one record for all rows of a batch without padding
+            kept = zip(self._full_samples, rows, strict=False)  # a batch without padding may share one record
             self._full_samples = tuple(full if full and full.keys <= length else None for full, length in kept)
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
-        """Return the first valid row of each sequence. ``others`` are the batch caches of the other layers."""
+        """Return the first valid row of each sequence. Pass the other layers' caches to wait only once for all."""
         return [0] * (1 if self.keys is None else self.key_rows.shape[0])
 
     def add_state(self, method: str, state: State) -> State:
@@ -152,27 +153,27 @@ class SparseCache:
         return state
 
     def state_of(self, method: str) -> State | None:
-        """Return the auxiliary state of ``method``, made if absent; None if the method has no state."""
+        """Return the auxiliary state of ``method``, or None if the method has none. Create a missing state."""
         state = self.aux_states.get(method)
         if state is None and (begin := registry.load_state(method)) is not None:
             state = self.add_state(method, begin())
         return state
 
     def _moved(self, follow: Callable[[str, State], State | None]) -> None:
-        """Rows were permuted or replaced. Keep only the state that tracks them."""
+        """Replace each auxiliary state by ``follow(method, state)``, or drop it if that is None. Call if rows moved."""
         self.layer_plan = None
         followed = {method: follow(method, state) for method, state in self.aux_states.items()}
         self.aux_states = {method: state for method, state in followed.items() if state is not None}
 
     def step_bytes(self, config: Method, position: int) -> int:
-        """Return the bytes that a decode step at ``position`` moves by the formula of the method, per shard."""
+        """Return the bytes that a decode step at ``position`` moves on each shard, by the formula of the method."""
         keys = self.key_rows
         B, Hkv, _, D = keys.shape
         moved = config.step_bytes(position, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)
         return B * Hkv * moved // self.shards
 
     def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
-        """Bind ``config`` and run one decode step with `take_step`."""
+        """Run one decode step of the method ``config``. See `take_step` for the arguments and results."""
         G = queries.shape[1] // self.key_rows.shape[1]
         return self.take_step(queries, DecodeStep.bind(config, G, backend), scale)
 
@@ -180,10 +181,10 @@ class SparseCache:
         """Run one decode step over this cache.
 
         Args:
-            queries: ``(B, Hq, 1, D)``; their keys and values have been written.
+            queries: ``(B, Hq, 1, D)``. Write the keys and values of this token to the cache first.
 
         Returns:
-            ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)`` of the attended keys.
+            ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``, the log-sum-exp of the attended scores.
         """
         name, parameters = step.config.name, step.parameters
         keys, values, length = self.rows(step.backend)
@@ -200,7 +201,7 @@ class SparseCache:
     def select_prefill(
         self, queries: mx.array, config: Prefill, *, scale: float, backend: str, max_density: float
     ) -> mx.array | None:
-        """Select blocks for `attend_prefill`; None if their density exceeds ``max_density``. Waits for the device."""
+        """Return blocks for `attend_prefill`; None if they exceed ``max_density``. This waits for the device."""
         S = self.length
         if any(full is not None and full.covers(config, max_density, S) for full in self._full_samples):
             return None
@@ -222,13 +223,13 @@ class SparseCache:
         """Attend a prefill chunk over this cache, which must not be a padded batch.
 
         Args:
-            queries: ``(B, Hq, L, D)``; their keys and values have been written.
-            config: the settings from `Prefill.at` for this context.
-            blocks: the result of `select_prefill`; None to select blocks here.
+            queries: ``(B, Hq, L, D)``. Write the keys and values of the chunk to the cache first.
+            config: the prefill method with the parameters for this context length (`Prefill.at`).
+            blocks: result of `select_prefill`; None to select the blocks here.
 
         Returns:
-            ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` of the attended keys, and the attended blocks
-            ``(B, Hq, R, N)``.
+            ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` (the log-sum-exp of the attended scores), and the
+            attended blocks ``(B, Hq, R, N)``.
         """
         name = config.name if blocks is None else "attend_blocks"
         function = registry.load(name, backend)
@@ -245,13 +246,13 @@ class SparseCache:
         return out, lse, chosen[0] if blocks is None else blocks
 
     def rows(self, backend: str) -> tuple[Any, Any, dict[str, int]]:
-        """Return keys, values and parameters as ``backend`` reads them: whole buffers and the length, or slices."""
+        """Return keys, values and keyword arguments for ``backend``: whole buffers and ``length``, or slices."""
         S = self.length
         if backend in WHOLE_BUFFERS:
             return self.key_rows, self.value_rows, {"length": S}
         return self.keys[..., :S, :], self.values[..., :S, :], {}
 
     def by_heads(self, run: Run, queries: mx.array, backend: str) -> tuple[mx.array, ...]:
-        """Call ``run`` with ``queries (B, Hq, L, D)`` and `rows` for all heads. Subclasses may split the heads."""
+        """Call ``run`` on ``queries (B, Hq, L, D)`` and this cache's rows. Subclasses may run a few heads at a time."""
         keys, values, length = self.rows(backend)
         return run(slice(None), queries, keys, values, length)

@@ -1,4 +1,4 @@
-"""Base class of the auxiliary cache states of all methods."""
+"""Base class for the auxiliary cache state of a method."""
 
 from __future__ import annotations
 
@@ -13,73 +13,75 @@ if TYPE_CHECKING:
 
 
 class State(ABC):
-    """Auxiliary cache state of a method. It follows the writes and trims of its cache, and is copied with it.
+    """Auxiliary cache state of a method, updated on writes and trims of a cache and copied with the cache.
 
-    A cache makes the state, without arguments, at the first decode step of its method. A state that can be rebuilt from
-    keys and values implements `nbytes`, `rewind` and `read`. mlx-lm also quantizes rows (`pack`) and changes batches
-    (`filter`, `extract`, `roll`, `join`, `merge`). These methods return the state after the change. Here they return
-    None: the state is dropped, and the next step rebuilds it.
+    A cache creates the state without arguments at the first decode step of the method. A state that can be rebuilt from
+    keys and values only needs to implement `nbytes`, `rewind` and `read`. mlx-lm also quantizes the rows of a cache
+    (`pack`) and changes the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
+    override these methods to return the updated state. The base class returns None: the cache drops the state, and the
+    next decode step rebuilds it.
     """
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of all arrays of the state."""
+        """Bytes of all arrays in this state."""
 
     @abstractmethod
     def rewind(self, length: int) -> None:
         """Forget the rows at index ``length`` and above, because they will be overwritten."""
 
     def receive(self, start: int, keys: mx.array) -> None:
-        """Prepare for ``keys (B, Hkv, n, D)``, which the cache will write at row ``start``. Forget later rows."""
+        """Forget the rows from ``start`` on, before the cache writes ``keys (B, Hkv, n, D)`` at row ``start``."""
         self.rewind(start)
 
     def read(self, cache: SparseCache, config: Any, G: int, *, whole: bool) -> dict[str, Any]:
-        """Cover the rows in use of ``cache``, and return arguments of the method's function by name.
+        """Update the state to all rows of ``cache``, and return keyword arguments for the method's function.
 
         Args:
-            config: the method and its settings.
-            G: query heads per KV head.
-            whole: True if the function reads whole buffers and a length; False if it reads arrays of the rows in use.
+            config: the method with its parameters.
+            G: number of query heads per KV head.
+            whole: True if the function takes whole buffers and a length; False if it takes only the rows in use.
         """
         return {}
 
     def store_returned(self, *returned: mx.array) -> None:
-        """Store the arrays that the method's function returned after ``out`` and ``lse``."""
+        """Store the arrays that the method's function returned in addition to ``out`` and ``lse``."""
         raise NotImplementedError(
             f"{type(self).__name__}: the method's function returned arrays that this state cannot store"
         )
 
     def pack(self) -> State | None:
-        """Return the state after the rows of the cache are quantized in place, or None."""
+        """Return the state to use after mlx-lm has quantized the cache, or None to drop the state."""
         return None
 
     def filter(self, sequences: list[int], length: int, start: int) -> State | None:
-        """Return the state of these sequences of a batch, for the rows ``[start, length)``, or None."""
+        """Return the state for some sequences of the batch and rows ``[start, length)``, or None to drop the state."""
         return None
 
     def extract(self, sequence: int, length: int, start: int) -> State | None:
-        """Return the state of one sequence, for the rows ``[start, length)``, or None. The batch is not changed."""
+        """Return a new state for one sequence and rows ``[start, length)``, or None. Do not change this state."""
         return None
 
     def roll(self, padding: mx.array | None, length: int) -> State | None:
-        """Return the state after the last ``padding (B,)`` of ``length`` rows moved to the front, or None.
+        """Return the state after mlx-lm converts right padding to left padding, or None to drop the state.
 
-        These rows are padding. If ``padding`` is None, no row moves: mlx-lm announces right padding, or found none.
+        The last ``padding (B,)`` of ``length`` rows move to the front. If ``padding`` is None, no row moves: either
+        mlx-lm is about to pad on the right, or there was no padding.
         """
         return None
 
     def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> State | None:
-        """Return the state after the sequences of ``other`` are appended to the batch ``cache``, or None.
+        """Return the state for the batch ``cache`` followed by the sequences of ``other``, or None to drop the state.
 
-        All sequences are aligned at their last row. The caches are not changed yet.
+        All sequences end at the same row. mlx-lm appends the sequences after this call.
 
         Args:
-            theirs: the state of the same method on ``other``.
+            theirs: state of the same method on ``other``, or None.
         """
         return None
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> State | None:
-        """Return the state of one left-padded batch of these caches, or None. The caches are not changed."""
+        """Return a new state for the left-padded batch of the given caches, or None. Do not change the arguments."""
         return None

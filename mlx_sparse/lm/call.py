@@ -1,4 +1,4 @@
-"""Execute the attention calls of one forward pass of an enabled model by the plans of its layers."""
+"""Sparse or dense attention for the layers of an enabled model in one forward pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .plan import LayerPlan, Plan, Probe, layer_reason
 
 
 class Phase(Enum):
-    """Purpose of a forward pass in self-speculative decoding: only drafts may be sparse."""
+    """Purpose of a forward pass in self-speculative decoding: draft tokens sparsely, or check them densely."""
 
     DRAFT = "draft"
     CHECK = "check"
@@ -35,7 +35,7 @@ _phase: ContextVar[Phase | None] = ContextVar("phase", default=None)
 
 @contextlib.contextmanager
 def in_phase(phase: Phase) -> Iterator[None]:
-    """Give forward passes of this thread the purpose ``phase`` inside the ``with`` block."""
+    """Set the phase of all forward passes on this thread inside the ``with`` block."""
     token = _phase.set(phase)
     try:
         yield
@@ -44,17 +44,18 @@ def in_phase(phase: Phase) -> Iterator[None]:
 
 
 class Call:
-    """Executes and counts the attention calls of one forward pass of an enabled model.
+    """Context manager that attends for all layers of an enabled model in one forward pass.
 
-    A context manager: inside the ``with`` block, the attention calls of the thread that entered it come here. Plain KV
-    caches are converted to caches of this package in place. At the end the counts are added to the report, except after
-    an exception.
+    Inside the ``with`` block, this object receives all attention calls of the thread. Plain KV caches are converted to
+    sparse caches in place. At the end, the counts are added to the report, except after an exception.
 
     Attributes:
-        probe: collects the properties of the layers in a trial call; None in other calls.
+        plan: plan of the enabled model.
+        probe: result of the trial call of `enable`; None in all other calls.
         caches: the caches of all layers.
-        counts: the counts of this call, for the report.
-        checks: True if a lossless model checks drafts, or decodes without drafts.
+        hooks: hooks of the decode method for this forward pass; None if the method has none.
+        counts: counts of this forward pass for the report.
+        checks: True if the forward pass checks the drafts of a lossless model, or decodes without drafts.
     """
 
     def __init__(self, plan: Plan, caches: Any, *, probe: Probe | None = None) -> None:
@@ -67,7 +68,7 @@ class Call:
         self.counts = Counts()
         phase = _phase.get()
         self.checks = phase is Phase.CHECK
-        self._drafts = plan.lossless is None or phase is Phase.DRAFT  # True if decode steps may be sparse
+        self._drafts = plan.lossless is None or phase is Phase.DRAFT  # True if a decode step may be sparse
         self._planned = plan.decodes and self._drafts
         self._figures: PrefillCounts | None = None
         self._step_keys = 0  # number of keys of a decode step; 0 in other calls
@@ -82,7 +83,7 @@ class Call:
         if hooks is not None:
             hooks.end()
         if error is None:
-            # Start the computation of counts that nothing else evaluates. Only `PrefillCounts.figures` waits.
+            # `submit` starts the computation of counts on the device. Only `PrefillCounts.figures` waits for results.
             counts.counting = None if hooks is None else hooks.submit()
             counts.prefill = None if self._figures is None else self._figures.figures()
             plan.report.add(counts)
@@ -91,7 +92,7 @@ class Call:
                 watch(self._step_keys, counts)
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the call, tokens first. Ranks that share a context replace them by common ones."""
+        """Return the arguments of the model call. A sharded context replaces the tokens by rank 0's tokens."""
         return inputs
 
     @property
@@ -130,15 +131,15 @@ class Call:
     def _step(
         self, layer: LayerPlan, queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None
     ) -> mx.array | None:
-        """Execute the plan of a layer; None for a dense step."""
+        """Attend a decode step by the plan of the layer, or return None if the plan is dense."""
         counts = self.counts
         if layer.reason is not None:
             counts.dense_calls[layer.reason] += 1
             return None
         S, (fixed, per_key) = cache.position, layer.sparse_bytes
         counts.sparse_calls += 1
-        counts.dense_bytes += layer.dense_bytes * (S + 1)  # the new key and value are written
-        # Round per head, so that the counts of ranks with parts of the heads add up to the count of one process.
+        counts.dense_bytes += layer.dense_bytes * (S + 1)  # S keys and values are read, one is written
+        # Round for each head, so that tensor-parallel ranks together count the same bytes as one process.
         counts.formula_bytes += layer.heads * round(fixed + per_key * S)
         if self.hooks is None:
             out, lse = cache.take_step(queries, layer.step, scale)
@@ -154,7 +155,7 @@ class Call:
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Attend if the layer has no valid plan: make one, or find the reason for dense attention."""
+        """Attend a call without a valid plan: plan the layer, or count the reason for dense attention."""
         if isinstance(cache, SparseQuantizedKVCache) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)
@@ -186,10 +187,10 @@ class Call:
         sinks: mx.array | None,
         layer_index: int,
     ) -> mx.array | None:
-        """Attend and count one call of a layer; None for dense attention.
+        """Attend and count one call of a layer, or return None for dense attention.
 
         Args:
-            layer_index: position of the layer's cache, for the report.
+            layer_index: index of the layer's cache, for the report.
         """
         self._step_keys = keys.shape[2] if queries.shape[2] == 1 else 0
         if queries.shape[2] > 1:
@@ -228,18 +229,18 @@ class Call:
         return self.plan.chunk_reason(L, S, self.caches, mask)
 
     def probe_reason(self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None) -> Any:
-        """Return the reason why a layer stays dense in every stage, or None."""
+        """Return the reason why a layer can never attend sparsely, or None."""
         assert self.probe is not None
         masked = mask is not None and not is_padding_mask(mask, self.caches)
         return self.probe.reason(queries, keys, cache, masked=masked, sinks=sinks, hooks=self.hooks)
 
     def layer_index(self, cache: Any) -> int:
-        """Return the position of the layer's cache, or -1."""
+        """Return the index of ``cache`` among the caches of the model, or -1 if it is not among them."""
         return next((index for index, one in enumerate(self.caches) if one is cache), -1)
 
 
 def under_plan(cls: Any) -> Callable[..., Any]:
-    """Return a model class's `__call__` for enabled models, with the same signature, because mlx-lm inspects it."""
+    """Wrap ``__call__`` of a model class to attend by the plan. The signature stays, because mlx-lm inspects it."""
     signature = inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)

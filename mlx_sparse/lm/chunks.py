@@ -1,4 +1,4 @@
-"""Multi-token calls of an enabled model (prefill chunks, ragged batches, verification steps), and dense attention."""
+"""Attention for prefill chunks, batches of different prompt lengths and verification steps, sparse or dense."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from . import seam
 if TYPE_CHECKING:
     from .call import Call
 
-# Limits of MLX's attention kernel for few queries: queries, query rows of a KV head (query heads x queries), head dims.
+# Limits of MLX's attention kernel for few queries: queries, query rows of a KV head (query heads x queries), head dim.
 QUERIES, ROWS, HEAD_DIMS = 8, 32, (64, 96, 128, 256)
 
 
 def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
-    """Return the largest number of query rows of a KV head that one dense kernel attends on a GPU."""
+    """Return the largest number of query rows per KV head that one dense GPU kernel can attend."""
     ours = (
         backend != "ops" and not packed and metal.supports(D, registry.METAL_ROWS) and not registry.unavailable("metal")
     )
@@ -33,17 +33,17 @@ def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
 def drafts_per_kernel(G: int, rows: int = ROWS) -> int:
     """Return the number of drafts, at least 1, that one GPU kernel can check.
 
-    With more drafts, MLX writes the scores to memory.
+    For more drafts, MLX would write the scores to memory.
 
     Args:
-        G: query heads per KV head.
-        rows: largest number of query rows of a KV head that the kernel attends.
+        G: number of query heads per KV head.
+        rows: largest number of query rows per KV head that the kernel can attend.
     """
     return max(min(QUERIES, rows // G) - 1, 1)
 
 
 def large_group(backend: str, queries: mx.array, keys: Rows) -> bool:
-    """Return True if the Metal kernel for large query groups can attend a verification step and MLX's kernel cannot."""
+    """Return True if only the Metal kernel for large query groups, not MLX's kernel, can attend these queries."""
     _, heads, L, D = queries.shape
     G = heads // keys.shape[1]
     if L <= QUERIES and G * L <= ROWS and D in HEAD_DIMS:
@@ -56,7 +56,7 @@ def attend_check(
 ) -> mx.array | None:
     """Attend a verification step ``(1, Hq, L, D)`` causally with the kernel for large query groups.
 
-    Return None if MLX's own attention is used.
+    Return None if MLX's kernel is sufficient or the kernel for large query groups is not available.
     """
     if not large_group(backend, queries, keys):
         return None
@@ -69,17 +69,17 @@ FUSED_HEAD_DIMS = (64, 80, 128)  # head dims for which MLX's GPU kernel for pref
 
 
 def attend_sequence(queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None) -> mx.array:
-    """Attend the last queries ``(1, Hq, L, D)`` of a cache of one sequence with mlx-lm's attention."""
+    """Attend ``queries (1, Hq, L, D)``, the last of a sequence, densely with mlx-lm's attention."""
     keys, values, _ = cache.rows("ops")
     mask: Any = "causal" if queries.shape[2] > 1 else None
     return seam.original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
 def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.array:
-    """Attend a prefill chunk ``(B, Hq, L, D)`` causally over a quantized KV cache.
+    """Attend a prefill chunk ``(B, Hq, L, D)`` densely and causally over a quantized KV cache.
 
-    mlx-lm would store the scores of all queries and keys. This function dequantizes the rows by heads and calls MLX's
-    fused kernel. If MLX has no fused kernel for the head dim, it attends a few queries at a time.
+    mlx-lm would store the scores of all queries and keys. To save this memory, dequantize the rows of a few heads at a
+    time and call MLX's fused kernel. If MLX has no fused kernel for the head dim, attend a few queries at a time.
     """
     fused = mx.default_device().type == mx.gpu and queries.shape[3] in FUSED_HEAD_DIMS
 
@@ -100,7 +100,7 @@ def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.arr
 
 
 def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:
-    """Return ``out (B, Hq, L, D)`` with one more logit ``sinks (Hq,)`` in the softmax of each head, without a value."""
+    """Rescale ``out (B, Hq, L, D)`` after adding the logits ``sinks (Hq,)`` to the softmax denominator."""
     share = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
     return (out.astype(mx.float32) * share[..., None]).astype(out.dtype)
 
@@ -108,10 +108,10 @@ def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:
 def replace_with_dense(
     out: mx.array, sequences: list[int], queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array:
-    """Return ``out (B, Hq, 1, D)`` of a decode step with dense attention for these sequences of the batch."""
+    """Replace the rows of ``sequences`` in ``out (B, Hq, 1, D)`` by dense attention, and return ``out``."""
     first_rows, batch = cache.first_rows(), mx.array(sequences)
     start = min(first_rows[sequence] for sequence in sequences)
-    keys, values = (rows[:, :, start:][batch] for rows in cache.rows("ops")[:2])  # as long as the longest of them
+    keys, values = (rows[:, :, start:][batch] for rows in cache.rows("ops")[:2])
     own = mx.array([first_rows[sequence] - start for sequence in sequences])[:, None, None, None]
     mask = mx.arange(cache.length - start) >= own
     out[batch] = seam.original(queries[batch], keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
@@ -124,10 +124,10 @@ def attend_chunk(
     """Attend a prefill chunk with the prefill method.
 
     Args:
-        layer_index: position of the layer's cache, for the report.
+        layer_index: index of the layer's cache, for the report.
 
     Returns:
-        ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; None if too many blocks are selected.
+        ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; None if the selected blocks exceed the density limit.
     """
     plan = call.plan
     assert plan.prefill is not None
@@ -150,16 +150,17 @@ def attend_chunk(
 
 
 def differs_by_sequence(call: Call, L: int, cache: SparseBatchKVCache) -> bool:
-    """Return True if a call of ``L`` queries may be sparse for one sequence of a batch and dense for another.
+    """Return True if a call with ``L`` queries per sequence must attend each sequence of a batch separately.
 
-    Without a prefill method, a chunk with one token of a sequence is the decode step of a single prompt.
+    Some sequences can be sparse and others dense. If a chunk has only one token of a sequence, that token is attended
+    as a decode step, as for a single prompt.
     """
     if L == 1:
         return False
     prefills = call.plan.prefill is not None
     ends = cache.prompt_ends or [cache.length]
     if not prefills and len(cache.first_rows(call.caches)) == 1 and min(ends) >= cache.length:
-        return False  # the only sequence has no padding, so its auxiliary state stays valid
+        return False  # a single sequence without padding needs no separate cache
     before = cache.length - L
     return prefills or any(min(end - before, L) == 1 for end in ends)
 
@@ -167,10 +168,10 @@ def differs_by_sequence(call: Call, L: int, cache: SparseBatchKVCache) -> bool:
 def attend_each(
     call: Call, queries: mx.array, cache: SparseBatchKVCache, scale: float, mask: Any, sinks: mx.array | None
 ) -> mx.array | None:
-    """Attend a prefill chunk of a padded batch, one sequence after the other; None if all sequences are dense.
+    """Attend a prefill chunk of a padded batch sequence by sequence. Return None if all sequences are dense.
 
-    mlx-lm cuts each prompt of a batch into the same chunks as a single prompt. The selection for a chunk, and whether
-    it is dense, depend on the sequence's own rows only, so an answer does not depend on the other sequences.
+    mlx-lm splits each prompt of a batch into the same chunks as a single prompt. The selection for a chunk depends only
+    on the rows of its sequence, so the output for a prompt does not depend on the other prompts.
     """
     before = cache.length - queries.shape[2]
     extents = cache.extents(call.caches)
@@ -207,11 +208,11 @@ def attend_each(
 def attend_dense(
     call: Call, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array | None:
-    """Attend densely if MLX would read keys more than once or dequantize all of them; None for mlx-lm's attention."""
+    """Attend densely where mlx-lm's attention would be slow or need much memory; otherwise return None."""
     plan = call.plan
     if call.checks:
         return attend_check(plan.backend, queries, keys, cache, scale, sinks)
-    # In a lossless model, MLX's own attention returns the same bits for several queries as for single ones.
+    # A lossless model needs mlx-lm's attention, which returns the same bits for one query and for several queries.
     if plan.lossless is not None or sinks is not None or not isinstance(keys, PackedRows):
         return None
     return attend_packed(queries, cache, scale)

@@ -1,7 +1,7 @@
-"""The option ``--attn`` of mlx-lm's commands.
+"""Support for ``--attn`` in mlx-lm's commands.
 
-`run` wraps a command's ``main``: it adds our options to the argument parser, enables the methods on each model
-that the command loads, and prints a report at the end. Without the option nothing changes. `Session` is one run.
+`run` wraps the ``main`` of a command. It adds the sparse attention options to the argument parser, enables the methods
+on each model that the command loads, and prints a report at the end. Without ``--attn`` the command does not change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ..api.call_report import JSON_KEY, Counts, Report, listing
 from ..checks import ConfigError, SparseAttentionError
 from ..methods import NEVER, Method, Prefill, registry
-from .distributed.ranks import Ranks, difference, facts_of, lost
+from .distributed.ranks import Ranks, connection_error, difference, facts_of
 from .loading import has_all_weights, loading, refuse_rotating_cache, refuse_unquantizable, unfit_warning
 from .options import add_options, end, fail, print_error, requested
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """One run of a command with ``--attn``.
+    """Options, models and reports of one run of an mlx-lm command.
 
     Attributes:
         report_format: value of ``--attn-report``.
-        reports: reports by model and methods.
-        requests: number of calls by kind of request of an evaluation suite.
+        reports: report of each pair of model path and methods.
+        requests: numbers of attention calls for each kind of lm-eval request.
         ranks: rank of this process and number of ranks.
     """
 
@@ -57,9 +57,9 @@ class Session:
         self.calibration: Calibration | None = None
         self.max_tokens: int | None = None
         self.max_kv_size: int | None = None
-        self.kv_quantization: dict[str, int] = {}  # bits and group size of quantized caches
+        self.kv_quantization: dict[str, int] = {}  # bits and group size of a quantized KV cache
         self.shard: str | None = None
-        self.lossless: int | None = None  # draft length for each check; 0 for the fastest
+        self.lossless: int | None = None  # number of drafts for each check; 0 to select it by speed
         self.draft: str | None = None
         self.loading: str | None = None
         self.loads = self.loads_at_start = 0
@@ -67,7 +67,7 @@ class Session:
         self.exit_stack = contextlib.ExitStack()  # closed when the command ends
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-        """Check our options, alone and with the command's options, before a model is loaded; exit on an error."""
+        """Check and store the options before a model is loaded. Exit on an error."""
         from ..calibrate import Calibration
 
         self.report_format = args.attn_report
@@ -91,7 +91,7 @@ class Session:
             fail(parser, f"--attn-report: expected text, json or off with --attn {names}, got {self.report_format}.")
         prompt_cache = getattr(args, "prompt_cache_file", None)
         if prompt_cache is not None and not self.only_prompts and not Path(prompt_cache).is_file():
-            fail(parser, f"--prompt-cache-file: expected a file, got {prompt_cache}.")
+            fail(parser, f"--prompt-cache-file: expected an existing file, got {prompt_cache}.")
         if self.suites and prefill is not None and args.batch_size > 1:
             args.batch_size = 1
             print(f"[mlx-sparse] using --batch-size 1: {prefill.name} needs prompts without padding.", file=sys.stderr)
@@ -109,10 +109,10 @@ class Session:
         if self.serves:
             from . import serving
 
-            self.exit_stack.enter_context(serving.shown(self))
+            self.exit_stack.enter_context(serving.request_logging(self))
 
     def _checked(self, args: argparse.Namespace, configs: tuple[Method, ...]) -> tuple[Prefill | None, Method | None]:
-        """Return the method of each stage, after the checks that need no model."""
+        """Return the prefill method and the decode method, after all checks that need no model."""
         from .hooks import hooks_of
         from .model import select_methods
         from .speculative.generation import check_drafts, check_options
@@ -127,9 +127,9 @@ class Session:
         return prefill, decode
 
     def _check_shard(self, args: argparse.Namespace) -> None:
-        """Raise `ConfigError` if the command has options that exclude ``--shard``."""
+        """Raise `ConfigError` if the command has an option that is not supported with ``--shard``."""
         if getattr(args, "kv_bits", None) is not None:
-            raise ConfigError("--shard: expected caches in full precision, got --kv-bits. Drop one.")
+            raise ConfigError("--shard: expected unquantized caches, got --kv-bits. Drop one option.")
         if self.suites or getattr(args, "draft_model", None) is not None:
             got = "mlx_lm.evaluate" if self.suites else "--draft-model"
             raise ConfigError(f"--shard: expected one model that all processes run together, got {got}.")
@@ -137,7 +137,7 @@ class Session:
             raise ConfigError(f"--shard: expected one sequence at a time, got --batch-size {args.batch_size}.")
 
     def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Save a prompt cache as mlx-lm's ``save_prompt_cache`` does, also from a sharded context."""
+        """Save a prompt cache with mlx-lm's ``save_prompt_cache``. With ``--shard``, combine the shards first."""
         if self.shard is None:
             return original(*args, **kwargs)
         from .distributed.context import save
@@ -148,15 +148,15 @@ class Session:
     def handshake(
         self, parser: argparse.ArgumentParser, args: argparse.Namespace | None, *, refused: bool = False
     ) -> None:
-        """End the program on all ranks unless all run the same command.
+        """Check that all ranks run the same command, and exit on all ranks if not.
 
         Args:
             args: the arguments; None if they could not be parsed.
-            refused: True if this rank has printed an error about its arguments and exits.
+            refused: True if this rank has printed an error about its arguments and will exit.
         """
         problem = None
         try:
-            self.ranks = Ranks.here()
+            self.ranks = Ranks.start()
             if self.ranks.size == 1:
                 return
             files = [config.file for config in self.configs if config.file is not None]
@@ -172,14 +172,14 @@ class Session:
             self.exit_stack.enter_context(contextlib.redirect_stdout(null))
 
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
-        """Find a model on disk or on the hub as mlx-lm does, and count it."""
+        """Find a model on disk or on the hub as mlx-lm does, and count the model as loaded."""
         self.loads += not self.loads_part
         self.loading = model
         with self._exiting_on_error(), loading(model):
             return original(model, *args, **kwargs)
 
     def load(self, original: Callable[..., Any], model: Path, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as mlx-lm's ``load_model`` does, and enable the methods on it."""
+        """Load a model as mlx-lm's ``load_model`` does, and enable the methods on this model."""
         from ..model_info import record_facts
 
         with self._exiting_on_error():
@@ -197,7 +197,7 @@ class Session:
         return loaded
 
     def load_part(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
-        """Load this rank's part of a model as mlx-lm's ``sharded_load`` does, and enable the methods on it."""
+        """Load this rank's part of a model, or with ``--shard`` the whole model, and enable the methods."""
         if self.shard is not None:
             from mlx_lm import utils
 
@@ -214,7 +214,7 @@ class Session:
         return loaded
 
     def _enable_part(self, model: Any, path: str) -> None:
-        """Enable the methods on this rank's part of a model. If one rank fails, all ranks raise."""
+        """Enable the methods on this rank's part of a model. If one rank fails, raise on all ranks."""
         from .model import require_served
 
         plan, refusal = None, None
@@ -234,10 +234,10 @@ class Session:
             self._print_crossovers(plan, plan.report)
 
     def _enable(self, model: Any, path: str) -> Plan | None:
-        """Enable the methods on a loaded model. A model that is loaded again continues its report.
+        """Enable the methods on a loaded model. If the model was loaded before, continue its report.
 
         Returns:
-            The plan of the model; None if there is no method for it.
+            The plan of the model, or None if no method applies to the model.
         """
         from .model import enable, plan_of
 
@@ -267,7 +267,7 @@ class Session:
         return plan
 
     def _print_crossovers(self, plan: Plan, report: Report) -> None:
-        """Print the served layers and crossover lengths before the first token."""
+        """Print the number of sparse layers and the crossover lengths before the first token."""
         if self.report_format not in ("text", "recall"):
             return
         lines = report.opening()
@@ -278,11 +278,11 @@ class Session:
             plan.watch = functools.partial(self._watch, plan)
 
     def _watch(self, plan: Plan, S: int, counts: Counts) -> None:
-        """Print a line if no call of the run can be sparse.
+        """Print a line if no call of this run can be sparse.
 
         Args:
-            S: number of keys of the first decode step.
-            counts: counts of this step.
+            S: number of keys in the first decode step.
+            counts: counts of this decode step.
         """
         prompts = plan.report.prefill
         if counts.sparse_calls or (prompts is not None and prompts.calls):
@@ -300,7 +300,7 @@ class Session:
 
     @contextlib.contextmanager
     def _exiting_on_error(self) -> Iterator[None]:
-        """Exit the process if the first load fails on a thread: mlx-lm's server would continue without a model."""
+        """Exit the process if a first load fails on a thread. mlx-lm's server would continue without a model."""
         try:
             yield
         except SparseAttentionError as error:
@@ -310,16 +310,16 @@ class Session:
             raise
 
     def prints(self) -> bool:
-        """Return True if this process prints. Only rank 0 does."""
+        """Return True if this process prints lines and reports: only rank 0, and not with ``--attn-report off``."""
         return self.report_format != "off" and self.ranks.rank == 0
 
     def print_line(self, text: str) -> None:
-        """Print a line on standard error."""
+        """Print a line with a prefix on standard error, if this process prints."""
         if self.prints():
             print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
 
     def log(self, text: str) -> None:
-        """Write a line to the command's log."""
+        """Write a line to the command's log, if this process prints."""
         if self.prints():
             logging.info(f"[mlx-sparse] {text}")
 
@@ -329,7 +329,7 @@ class Session:
         return reports | ({"requests": self.requests} if self.requests else {})
 
     def print_report(self) -> None:
-        """Print the reports on standard error: standard output is the model's."""
+        """Print the reports on standard error, because standard output has the generated text."""
         if not self.prints():
             return
         if "json" in self.report_format:
@@ -339,7 +339,7 @@ class Session:
                 print(f"[mlx-sparse] {report}", file=sys.stderr)
 
     def calls(self) -> Counts:
-        """Return the counts of all models so far; ``prefill`` is the number of sparse prefill calls, or None."""
+        """Return the current counts of all models. ``prefill`` is the number of sparse prefill calls, or None."""
         found = [report.calls() for report in list(self.reports.values())]
         return Counts(
             sum(counts.sparse_calls for counts in found),
@@ -349,19 +349,19 @@ class Session:
 
 
 def run(main: Callable[..., Any], command: str) -> Any:
-    """Run ``main`` of the mlx-lm command ``command`` with our options added to it."""
+    """Run ``main``, the entry point of the mlx-lm command ``command``, with the sparse attention options."""
     session = Session(command)
     try:
         with _options_in_first_parser(session), _enabled_on_load(session, main), session.exit_stack:
             if session.suites:
                 from . import lm_eval
 
-                session.exit_stack.enter_context(lm_eval.scored(session))
+                session.exit_stack.enter_context(lm_eval.sparse_evaluation(session))
             return main()
     except SparseAttentionError as error:
         end(command, str(error))
     except RuntimeError as error:
-        if session.ranks.size == 1 or (line := lost(error)) is None:
+        if session.ranks.size == 1 or (line := connection_error(error)) is None:
             raise
         end(command, line)
     finally:
@@ -371,13 +371,13 @@ def run(main: Callable[..., Any], command: str) -> Any:
 
 @contextlib.contextmanager
 def _options_in_first_parser(session: Session) -> Iterator[None]:
-    """Add our options to the first parser that parses, the command's own."""
+    """Add the sparse attention options to the first parser that parses, which belongs to the command."""
     original = argparse.ArgumentParser.parse_args
 
     def parse_args(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
         argparse.ArgumentParser.parse_args = original  # type: ignore[method-assign]
         if session.suites:
-            parser.prog = session.command  # mlx-lm passes its description as the name
+            parser.prog = session.command  # mlx-lm passes the description in place of the program name
         add_options(parser)
         parsed = None
         try:
@@ -399,7 +399,7 @@ def _options_in_first_parser(session: Session) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[None]:
-    """Enable the session's methods on each model that mlx-lm loads inside the ``with`` block, also on draft models."""
+    """Enable the session's methods on each model, or draft model, that mlx-lm loads inside the ``with`` block."""
     from mlx_lm import utils
 
     ours: dict[str, Callable[..., Any]] = {
@@ -408,7 +408,7 @@ def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[Non
         "sharded_load": session.load_part,
         "save_prompt_cache": session.save,
     }
-    # Commands import some of these functions by value.
+    # Commands import some of these functions by value, so replace them in the globals of `main` too.
     places = [(where, name) for where in (vars(utils), getattr(main, "__globals__", {})) for name in ours]
     originals = [(place, name, place[name]) for place, name in places if name in place]
 

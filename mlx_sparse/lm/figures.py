@@ -1,4 +1,4 @@
-"""Figures of sparse calls. The device counts on the thread that runs the model; readers get plain numbers."""
+"""Statistics of sparse calls for the report: counted on the device, then converted to plain numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..methods.block_layout import Layout
 
-BINS = 1000  # of the histogram of attention recall
+BINS = 1000  # bins in the histogram of attention recall
 LOW_QUANTILE = 0.01
 
 
@@ -22,11 +22,11 @@ class LayerFigures:
     """Sums over the sparse prefill calls of one layer.
 
     Attributes:
-        pairs: causal pairs of a row block and a key block, of all sequences.
-        attended: attended pairs of each query head.
-        rows: queries whose attention recall was measured.
+        pairs: number of causal pairs of a row block and a key block, summed over sequences.
+        attended: number of attended pairs for each query head.
+        rows: number of queries whose attention recall was measured.
         lost: sum of 1 - recall over these queries.
-        least: smallest recall; NaN if a recall is NaN.
+        least: smallest attention recall; NaN if any recall is NaN.
     """
 
     pairs: int
@@ -46,19 +46,19 @@ class LayerFigures:
 
     @property
     def density(self) -> list[float]:
-        """Attended share of the causal block pairs, by query head."""
+        """Share of the causal block pairs that each query head attended."""
         return [count / self.pairs for count in self.attended]
 
 
 @dataclass(frozen=True)
 class PrefillFigures:
-    """Counts of sparse prefill calls.
+    """Statistics of sparse prefill calls.
 
     Attributes:
         calls: number of sparse calls.
-        queries: queries of these calls, one for each position.
-        sampled_queries: queries that were scored to select the blocks.
-        layers: sums by the position of a layer's cache.
+        queries: number of query positions in these calls.
+        sampled_queries: number of query positions that were scored to select the blocks.
+        layers: sums of each layer, by index of the layer's cache.
         histogram: number of queries in each bin of attention recall.
     """
 
@@ -82,7 +82,7 @@ class PrefillFigures:
 
     @property
     def density(self) -> dict[int, list[float]]:
-        """Density of every query head over all calls, by the position of the layer's cache."""
+        """Density of every query head over all calls, by index of the layer's cache."""
         return {index: layer.density for index, layer in sorted(self.layers.items())}
 
     @property
@@ -94,7 +94,7 @@ class PrefillFigures:
     def recall(self) -> dict[str, float] | None:
         """Attention recall over all layers, heads and queries; None if it was not measured.
 
-        "mean", "min", and "low": 99 % of the queries reach this recall, rounded down to 0.001.
+        The keys are "mean", "min", and "low", the recall that 99 % of the queries reach, rounded down to 0.001.
         """
         measured = [layer for layer in self.layers.values() if layer.rows]
         if not measured:
@@ -116,14 +116,14 @@ class PrefillFigures:
             layers.append(entry)
         found: dict[str, Any] = {"calls": self.calls, "sampled": self.sampled, "layers": layers}
         if layers:
-            densities = [entry["density"] for entry in layers]
-            found["density"] = {"mean": _mean(densities), "min": min(densities), "max": max(densities)}
+            by_layer, by_head = [entry["density"] for entry in layers], [d for entry in layers for d in entry["heads"]]
+            found["density"] = {"mean": _mean(by_layer), "min": min(by_head), "max": max(by_head)}
         if (recall := self.recall) is not None:
             found["recall"] = recall
         return found
 
     def lines(self) -> list[str]:
-        """Return the figures as text."""
+        """Return the statistics as lines of text."""
         if not self.calls:
             return ["  sparse prefill calls: none"]
         densities = [_mean(layer.density) for layer in self.layers.values()]
@@ -133,44 +133,46 @@ class PrefillFigures:
         ]
         if (recall := self.recall) is not None:
             lines.append(
-                f"  attention recall: {recall['mean']:.4f}, at least {recall['low']:.3f} for 99% of the queries and "
-                f"{recall['min']:.4f} for all"
+                f"  attention recall: mean {recall['mean']:.4f}, at least {recall['low']:.3f} for 99% of the queries "
+                f"and {recall['min']:.4f} for all queries"
             )
         return lines
 
 
 class PrefillCounts:
-    """Counts of the sparse prefill calls of one call of the model, on the device until `figures` is called."""
+    """Counts of sparse prefill calls in one forward pass, on the device until `figures` is called."""
 
     def __init__(self) -> None:
         self._layers: list[tuple[int, Layout, mx.array]] = []
         self._recalls: list[tuple[int, int, list[mx.array]]] = []
 
     def add(self, layer: int, blocks: mx.array, layout: Layout) -> None:
-        """Count a call of ``layer`` that attended ``blocks (B, Hq, R, N)``."""
+        """Count a call of the layer with index ``layer`` that attended ``blocks (B, Hq, R, N)``."""
         self._layers.append((layer, layout, (blocks >= 0).sum(axis=(2, 3))))
 
     def add_recall(self, layer: int, recall: mx.array) -> None:
-        """Count the attention recall ``(B, Hq, L)`` of a call that has been added."""
-        # The recall is NaN if the model overflows: count it as 0.
+        """Add the attention recall ``(B, Hq, L)`` of a call. Pass the call to `add` first."""
+        # The recall is NaN if the model overflows. The histogram counts NaN as 0.
         bins = mx.clip(mx.where(mx.isnan(recall), 0.0, recall) * BINS, 0, BINS - 1).astype(mx.int32).flatten()
         counts = mx.zeros(BINS, mx.int32).at[bins].add(1)
         self._recalls.append((layer, recall.size, [(1.0 - recall).sum(), recall.min(), counts]))
 
     def figures(self) -> PrefillFigures | None:
-        """Wait for the counts and return plain numbers; None if there are none.
+        """Wait for the counts and return them as plain numbers, or None if no call was added.
 
-        Only the thread that counted may call this. The wait costs no time, because mlx-lm evaluates the caches after
-        each chunk and waits for the same work.
+        Only the thread that ran the model may call this. This adds no delay, because mlx-lm waits for the same
+        computation after each chunk.
         """
         if not self._layers:
             return None
         mx.eval([attended for *_, attended in self._layers], [arrays for *_, arrays in self._recalls])
         found = PrefillFigures()
         for index, layout, array in self._layers:
-            found += PrefillFigures(1, layout.L, layout.L * layout.sampled_share, {index: _of_call(array, layout)})
+            found += PrefillFigures(
+                1, layout.L, layout.L * layout.sampled_share, {index: _layer_figures(array, layout)}
+            )
         for index, rows, (lost, least, counts) in self._recalls:
-            # No further pairs: the other sums of the layer do not change.
+            # `add` has already counted the pairs of this call.
             heads = (0,) * len(found.layers[index].attended)
             recall = LayerFigures(0, heads, rows, _float(lost), _float(least))
             histogram = Counter({place: int(count) for place, count in enumerate(np.array(counts)) if count})
@@ -178,8 +180,8 @@ class PrefillCounts:
         return found
 
 
-def _of_call(array: mx.array, layout: Layout) -> LayerFigures:
-    """Return the figures of a call that attended so many blocks ``(B, Hq)``."""
+def _layer_figures(array: mx.array, layout: Layout) -> LayerFigures:
+    """Return the sums of one call from its numbers of attended blocks ``(B, Hq)``."""
     attended = np.array(array)
     heads = tuple(int(count) for count in attended.sum(axis=0, dtype=np.int64))
     return LayerFigures(attended.shape[0] * layout.causal_pairs, heads)
@@ -187,13 +189,13 @@ def _of_call(array: mx.array, layout: Layout) -> LayerFigures:
 
 @dataclass(frozen=True)
 class BucketFigures:
-    """Counts of SAAP's decode steps, summed over sequences and KV heads.
+    """Statistics of SAAP's decode steps, summed over steps, sequences and KV heads.
 
     Attributes:
-        valid: number of keys without padding.
-        listed: number of keys in the lists of buckets; all other keys are attended.
+        valid: number of keys, without padding.
+        listed: number of keys in bucket lists. All other keys are attended.
         attended: number of attended keys.
-        bytes: bytes of the attended keys and values and of their lists.
+        bytes: bytes of the attended keys, of their values and of their list entries.
     """
 
     valid: int = 0
@@ -206,7 +208,7 @@ class BucketFigures:
 
     @property
     def selectivity(self) -> float:
-        """Attended share of the keys in the lists of buckets (saap.12); 0 if there are none."""
+        """Share of the keys in bucket lists that were attended (saap.12); 0 if no key was in a list."""
         visited = self.attended - (self.valid - self.listed)
         return visited / self.listed if self.listed else 0.0
 
@@ -216,30 +218,30 @@ class BucketFigures:
 
 
 class BucketCounts:
-    """Counts of SAAP's decode steps in one call of the model, on the device until `figures` is called."""
+    """Counts of SAAP's decode steps in one forward pass, on the device until `figures` is called."""
 
     def __init__(self) -> None:
         self._lists: list[tuple[mx.array, int]] = []
-        self._known = BucketFigures()  # counts on the host
+        self._known = BucketFigures()  # the counts that the host computes
 
     def add(self, counts: mx.array, key_bytes: int, *, valid: int, listed: int) -> None:
-        """Count a step with lists of ``counts (B, Hkv)`` keys; each attended key moves ``key_bytes`` bytes."""
-        # A new array without a copy, so that no other graph has it: see `figures`.
+        """Count a decode step that attended ``counts (B, Hkv)`` keys and moved ``key_bytes`` bytes per key."""
+        # `flatten` returns a new array that belongs to no other graph, as `figures` requires.
         self._lists.append((counts.flatten(), key_bytes))
         self._known += BucketFigures(valid, listed)
 
     def submit(self) -> BucketCounts | None:
-        """Start to compute the counts, without a wait, on the thread that counted. Return None if there are none."""
+        """Start computing the counts, on the thread that ran the model. Return None if no step was added."""
         if not self._lists:
             return None
         mx.async_eval([counts for counts, _ in self._lists])  # type: ignore[no-untyped-call]
         return self
 
     def figures(self) -> BucketFigures:
-        """Wait for the counts and return plain numbers.
+        """Wait for the counts and return them as plain numbers.
 
-        Any thread may call this after `submit`, one thread at a time. It only waits for submitted arrays, and no graph
-        that another thread evaluates has these arrays.
+        After `submit`, any thread may call this, but only one thread at a time. This is safe because the arrays are
+        already submitted and belong to no graph that another thread evaluates.
         """
         found = self._known
         for counts, key_bytes in self._lists:
@@ -250,17 +252,19 @@ class BucketCounts:
 
 @dataclass(frozen=True)
 class DraftFigures:
-    """Counts of drafted and checked tokens.
+    """Statistics of self-speculative decoding.
 
     Attributes:
-        checks: dense calls that checked drafts. Each returns the accepted drafts and one more token.
-        alone: tokens of dense decode steps without drafts.
-        examined: drafts by position whose predecessors were all accepted.
-        accepted: accepted drafts by position.
-        drafted: all drafts.
-        draft_seconds, check_seconds: time of the ``timed`` checks.
-        alone_seconds: time of the ``timed_alone`` dense steps.
-        pauses: number of times that drafting was slower than dense decoding and was paused.
+        checks: number of dense calls that checked drafts. Each returns the accepted drafts and one more token.
+        alone: number of tokens from dense decode steps without drafts.
+        examined: for each position in a draft, the number of drafts whose predecessors were all accepted.
+        accepted: for each position in a draft, the number of accepted drafts.
+        drafted: number of drafts.
+        draft_seconds, check_seconds: time for drafting and for checking in the timed checks.
+        timed: number of timed checks.
+        alone_seconds: time of the timed dense steps.
+        timed_alone: number of timed dense steps.
+        pauses: number of times that drafting was paused, because it was slower than dense decoding.
     """
 
     checks: int = 0
@@ -293,17 +297,17 @@ class DraftFigures:
         return {**vars(self), "tokens": self.tokens}
 
     def lines(self) -> list[str]:
-        """Return the figures as text."""
+        """Return the statistics as lines of text."""
         found = []
         if self.checks:
             taken = sum(self.accepted)
             by_position = ", ".join(f"{a / e:.0%}" for a, e in zip(self.accepted, self.examined, strict=True) if e)
             found.append(
                 f"  drafts: {taken:,} of {self.drafted:,} accepted ({by_position} by position), "
-                f"{(self.checks + taken) / self.checks:.1f} tokens for each of {self.checks:,} checks"
+                f"{(self.checks + taken) / self.checks:.1f} tokens per check in {self.checks:,} checks"
             )
         if self.alone:
-            pauses = f"; drafting was slower and paused {self.pauses:,} times" if self.pauses else ""
+            pauses = f"; drafting was slower and was paused {self.pauses:,} times" if self.pauses else ""
             found.append(f"  without drafts: {self.alone:,} tokens{pauses}")
         if self.timed:
             parts = {

@@ -1,4 +1,4 @@
-"""Hooks of H2O: count the attention that each key receives in dense calls, mainly in prefill."""
+"""Hooks of H2O: sum the attention that each key receives in dense calls, mainly in prefill."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Observer(CallHooks):
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
     ) -> None:
-        """Count the call if `h2o_scores` computes the same attention."""
+        """Add the attention of a dense call to the scores, if the call is causal and has no sinks."""
         L, S = queries.shape[2], keys.shape[2]
         causal = is_padding_mask(mask, self.caches) if mask is not None else L == 1
-        ragged = getattr(cache, "_right_padding", None) is not None  # some of the queries are padding
+        ragged = getattr(cache, "_right_padding", None) is not None  # some queries are padding
         if causal and not ragged and sinks is None and _counted(cache, S - L):
             received = cache.state_of(H2O.name)
             assert isinstance(received, H2OState)
@@ -39,12 +39,12 @@ class Observer(CallHooks):
 
 
 class ObservedPrompts(ModelHooks):
-    """Hooks of H2O on one model."""
+    """Hooks of H2O for one model."""
 
     call_hooks = Observer
 
 
 def _counted(cache: SparseCache, length: int) -> bool:
-    """Return True if exactly the attention of the queries of rows ``[0, length)`` has been counted."""
+    """Return True if the scores contain the attention of exactly the queries in rows ``[0, length)``."""
     received = cache.aux_states.get(H2O.name)
     return length == (received.length if isinstance(received, H2OState) else 0)

@@ -1,4 +1,4 @@
-"""Hooks for the work of a decode method besides attention; `methods.table.HOOKS` lists the methods that have some."""
+"""Base classes of the hooks for decode methods that need more than attention calls (`methods.table.HOOKS`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..methods import Method, registry
 
 
 class CallHooks:
-    """Hooks of a decode method in one forward pass of a model, on the thread that runs it.
+    """Hooks of a decode method for one forward pass. One thread calls all of them.
 
     Attributes:
-        config: the method; None if only prefill is sparse.
-        caches: the caches of the call, by layer.
+        config: the decode method; None if only prefill is sparse.
+        caches: the caches of all layers.
     """
 
     def __init__(self, config: Method | None, caches: list[Any]) -> None:
@@ -25,71 +25,75 @@ class CallHooks:
         self.caches = caches
 
     def refusal(self, cache: Any) -> str | None:
-        """Return the reason why the layer of ``cache`` stays dense at every decode step, or None."""
+        """Return the reason why all decode steps of the layer with this cache are dense, or None."""
         return None
 
     def keys_written(self, cache: SparseCache) -> None:
-        """Process the keys that a layer has just written to ``cache``."""
+        """Process new keys after a layer has written them to ``cache``."""
 
     def step_reason(self, cache: SparseCache) -> str | None:
-        """Return the reason why this decode step of a layer is dense, or None."""
+        """Return the reason why the current decode step of a layer is dense, or None."""
         return None
 
     def sizes(self, cache: SparseCache) -> dict[str, int]:
-        """Return the fields of `methods.Step` that do not follow from the shapes of queries and keys."""
+        """Return the fields of `methods.Step` that the shapes of queries and keys do not determine."""
         return {}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Return the bytes that a decode step at ``position`` moves by formula, without counts on the device."""
+        """Return the bytes that a decode step at ``position`` moves by formula, without keys counted on the device."""
         return cache.step_bytes(self.config, position)
 
     def step(
         self, queries: mx.array, cache: SparseCache, step: DecodeStep, served: list[int], scale: float
     ) -> tuple[mx.array, mx.array]:
-        """Attend one decode step of a layer after `keys_written`, as `SparseCache.take_step` does.
+        """Attend one decode step of a layer. Return the same results as `SparseCache.take_step`.
 
         Args:
-            served: sequences of the batch whose results are used.
+            served: sequences of the batch whose sparse results are used.
         """
         return cache.take_step(queries, step, scale)
 
     def single_sequence(
         self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ``one`` has the state of a sequence of ``cache``, for one decode step.
+        """Return a context manager that lends ``one`` the state of one sequence of a batch for a decode step.
 
         Args:
-            first: first row of the sequence.
-            queries: queries of the batch.
-            part: the last of these queries of the sequence.
+            cache: cache of the batch.
+            sequence: index of the sequence in the batch.
+            one: cache with the rows of this sequence only.
+            first: first row of the sequence in ``cache``.
+            queries: ``(B, Hq, L, D)``, queries of the batch.
+            part: ``(1, Hq, 1, D)``, the query of this decode step, a slice of ``queries``.
         """
         return contextlib.nullcontext()
 
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
     ) -> None:
-        """Process a dense attention call of a layer that can decode sparsely."""
+        """Process a dense attention call of a layer that can attend sparsely in other calls."""
 
     def submit(self) -> Counting | None:
-        """Start to compute arrays that nothing else evaluates, after a successful call; return counts on the device."""
+        """Start the evaluation of pending arrays after a forward pass. Return counts on the device, or None."""
         return None
 
     def end(self) -> None:
-        """Clean up after the call, also after an exception."""
+        """Clean up after the forward pass, even if it raised an exception."""
 
 
 class ModelHooks:
-    """Hooks of a decode method on an enabled model, for all its calls.
+    """Hooks of a decode method for one model, shared by all forward passes.
 
     Args:
-        config: the method; None if only prefill is sparse.
-        model: the model, before it is enabled.
+        config: the decode method; None if only prefill is sparse.
+        model: the model, which is not enabled yet.
 
     Raises:
         ConfigError, ArtefactError: the method cannot run on the model.
 
     Attributes:
-        figures: zero counts, if `CallHooks.submit` returns counts; else None.
+        call_hooks: class of the hooks for one forward pass.
+        figures: counts of zero if `CallHooks.submit` returns counts, else None.
     """
 
     call_hooks: type[CallHooks] = CallHooks
@@ -100,24 +104,24 @@ class ModelHooks:
 
     @classmethod
     def check(cls, config: Any) -> None:
-        """Check the method before a model is loaded.
+        """Check the parameters of the method before a model is loaded.
 
         Raises:
             ConfigError, ArtefactError: the method cannot run on any model.
         """
 
     def open(self) -> None:
-        """Start to hook into the model, when it is enabled."""
+        """Attach the hooks to the model. `enable` calls this."""
 
     def close(self) -> None:
-        """Undo `open`, when the model is disabled."""
+        """Detach the hooks from the model. `disable` calls this."""
 
     def of_call(self, caches: list[Any]) -> CallHooks:
-        """Return the hooks of a forward pass with these caches."""
+        """Return the hooks for a forward pass with ``caches``."""
         return self.call_hooks(self.config, caches)
 
 
 def hooks_of(config: Method | None) -> type[ModelHooks]:
-    """Return the hooks of a method; the base class if the method has none."""
+    """Return the hooks class of a method, or `ModelHooks` if the method needs no hooks."""
     found: type[ModelHooks] | None = None if config is None else registry.load_hooks(config.name)
     return found or ModelHooks

@@ -1,8 +1,8 @@
-"""``mlx_lm.evaluate`` with ``--attn``: run the requests of public evaluation suites with sparse attention.
+"""Support for ``--attn`` in ``mlx_lm.evaluate``, which runs the tasks of lm-eval.
 
-lm-eval requests the likelihood of a continuation after a context, the likelihood of a whole text, or generated text.
-mlx-lm scores continuations and texts in one forward pass, like a prompt, so a decode method would not be used. With a
-decode method, this module decodes them one token at a time, from the last token of the context, as in generation.
+A task requests the likelihood of a continuation of a context, the likelihood of a whole text, or generated text. mlx-lm
+computes likelihoods with prefill only, so a decode method would not be used. With a decode method, this module feeds
+the continuation one token at a time from the last token of the context, as in generation.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from ..checks import BackendUnavailable
 if TYPE_CHECKING:
     from .command import Session
 
-# Request kind by output type of a task, if lm-eval uses different names.
+# Name of the request kind for each output type of a task, where the two names differ in lm-eval.
 REQUESTS = {"multiple_choice": "loglikelihood"}
 
 
 @contextlib.contextmanager
-def scored(session: Session) -> Iterator[None]:
-    """Make mlx-lm's evaluation use the methods of ``session`` and name them in its results.
+def sparse_evaluation(session: Session) -> Iterator[None]:
+    """Make mlx-lm's evaluation use the methods of ``session``, and add the method to the results.
 
     Raises:
-        BackendUnavailable: the interfaces of the installed mlx-lm differ.
+        BackendUnavailable: the installed mlx-lm has different interfaces.
     """
     import lm_eval
     from mlx_lm import evaluate
 
     original, simple_evaluate = evaluate.MLXLM, lm_eval.simple_evaluate
-    evaluate.MLXLM = _scorer(session, original)  # type: ignore[misc]
-    lm_eval.simple_evaluate = _marking(session, simple_evaluate)
+    evaluate.MLXLM = _scorer_class(session, original)  # type: ignore[misc]
+    lm_eval.simple_evaluate = _with_method(session, simple_evaluate)
     try:
         yield
     finally:
@@ -43,19 +43,19 @@ def scored(session: Session) -> Iterator[None]:
         lm_eval.simple_evaluate = simple_evaluate
 
 
-def _scorer(session: Session, original: Any) -> Any:
-    """Return a subclass of mlx-lm's model for lm-eval. Without ``--attn`` it behaves like mlx-lm's class."""
+def _scorer_class(session: Session, original: Any) -> Any:
+    """Return a subclass of ``original``, mlx-lm's model for lm-eval, that scores with the methods of ``session``."""
     import mlx.core as mx
     from mlx import nn
 
     for name in ("_process_prompt", "_score_fn"):
         if "step_size" not in inspect.signature(getattr(original, name, lambda: None)).parameters:
             raise BackendUnavailable(
-                f"mlx_lm: expected an evaluate.MLXLM.{name} that takes a step size, got none. Install mlx-lm 0.32."
+                f"mlx_lm: expected evaluate.MLXLM.{name} with a parameter step_size, got none. Install mlx-lm 0.32."
             )
 
     class Scorer(original):  # type: ignore[misc]
-        """Scores one token at a time with a decode method, and counts the calls of each kind of request."""
+        """Scores one token at a time if there is a decode method. Counts the calls for each kind of request."""
 
         def _process_prompt(self, prompt: Any, step_size: int = 2048) -> Any:
             if session.decode is None or len(prompt) == 1:
@@ -70,23 +70,23 @@ def _scorer(session: Session, original: Any) -> Any:
             return super()._score_fn(inputs, cache, step_size)
 
         def loglikelihood(self, requests: Any) -> Any:
-            with _counted(session, "loglikelihood"):
+            with _counting_calls(session, "loglikelihood"):
                 return super().loglikelihood(requests)
 
         def loglikelihood_rolling(self, requests: Any) -> Any:
-            with _counted(session, "loglikelihood_rolling"):
+            with _counting_calls(session, "loglikelihood_rolling"):
                 return super().loglikelihood_rolling(requests)
 
         def generate_until(self, requests: Any) -> Any:
-            with _counted(session, "generate_until"):
+            with _counting_calls(session, "generate_until"):
                 return super().generate_until(requests)
 
     return Scorer
 
 
 @contextlib.contextmanager
-def _counted(session: Session, kind: str) -> Iterator[None]:
-    """Count the calls of one kind of requests; print a warning if a method made no sparse call."""
+def _counting_calls(session: Session, kind: str) -> Iterator[None]:
+    """Count the attention calls for one kind of request. Print a warning if a method made no sparse call."""
     if not session.reports:
         yield
         return
@@ -99,20 +99,21 @@ def _counted(session: Session, kind: str) -> Iterator[None]:
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dense.most_common())
     for config, calls, stage in ((session.prefill, prompts, "prefill"), (session.decode, steps, "decoding")):
         if config is not None and not calls:
-            figures = "results are for dense attention" if not prompts + steps else f"{stage} stayed dense"
+            effect = "the results are for dense attention" if not prompts + steps else f"{stage} was dense"
             print(
-                f"[mlx-sparse] warning: {kind} requests made no sparse call with {config.name}, so their {figures}; "
+                f"[mlx-sparse] warning: no sparse call with {config.name} in {kind} requests: {effect}; "
                 f"dense calls: {reasons or 'none'}",
                 file=sys.stderr,
             )
 
 
 def _calls(report: Any) -> tuple[int, int, Counter[str]]:
+    """Return the numbers of sparse prefill calls and sparse decode calls, and the dense calls by reason."""
     return report.prefill.calls if report.prefill else 0, report.sparse_calls, Counter(report.dense_calls)
 
 
-def _marking(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return lm-eval's evaluation with the method in its results: mlx-lm's file name is the same as for dense runs."""
+def _with_method(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap lm-eval's ``simple_evaluate`` to add the method, which is not in the file name, to the results."""
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         found = simple_evaluate(*args, **kwargs)
@@ -120,7 +121,7 @@ def _marking(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[
             return found
         for task, result in found["results"].items():
             result["attn"] = next(iter(session.reports.values())).attn
-            kind = found.get("configs", {}).get(task, {}).get("output_type")  # none: a group of tasks
+            kind = found.get("configs", {}).get(task, {}).get("output_type")  # None for a group of tasks
             if calls := session.requests.get(REQUESTS.get(kind, kind)):
                 result["attn_calls"] = calls
         return found

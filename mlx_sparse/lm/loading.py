@@ -1,4 +1,4 @@
-"""Load the model of a command, with one-line errors and warnings."""
+"""Checks before and after a command loads a model, with one-line errors and warnings."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..checks import ConfigError, SparseAttentionError
 
 @contextlib.contextmanager
 def loading(model: object) -> Iterator[None]:
-    """Replace the errors of mlx-lm and the hub while they load ``model``.
+    """Convert errors during the load of ``model`` to one-line errors.
 
     Raises:
-        ConfigError: with the first line of their error.
+        ConfigError: mlx-lm or the hub raised an error. The message has the first line of that error.
     """
     try:
         yield
@@ -28,7 +28,7 @@ def loading(model: object) -> Iterator[None]:
 
 
 def has_all_weights(folder: Path) -> bool:
-    """Return True if ``folder`` has all weights of the model; a pipeline stage may have only its own weights."""
+    """Return True if ``folder`` has all weights of the model. A pipeline stage may have downloaded only a part."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
@@ -43,16 +43,16 @@ def refuse_rotating_cache(model_path: Path) -> None:
     model_class, _ = utils._get_classes(config)
     if not hasattr(model_class, "make_cache"):
         raise ConfigError(
-            f"--max-kv-size: expected none with --attn for {config.get('model_type')}, got one: it makes the caches "
-            "rotating, and no method supports these. Drop one of the options."
+            f"--max-kv-size: expected no limit with --attn for {config.get('model_type')}, got one. It selects "
+            "rotating caches, which no method supports. Drop one option."
         )
 
 
 def refuse_unquantizable(model: Any, form: Mapping[str, int]) -> None:
-    """Raise `ConfigError` if mlx-lm cannot quantize the caches of ``model``, before mlx-lm fails during prefill.
+    """Raise `ConfigError` if mlx-lm cannot quantize the caches of ``model`` and would fail during prefill.
 
     Args:
-        form: arguments of ``to_quantized``; the default group size is 64.
+        form: arguments for ``to_quantized``: bits and group size.
     """
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
@@ -67,23 +67,25 @@ def refuse_unquantizable(model: Any, form: Mapping[str, int]) -> None:
                 cache.to_quantized(**form)
         except (NotImplementedError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"--kv-bits: expected caches that mlx-lm can quantize, got: {reason} Drop it.") from None
+            raise ConfigError(
+                f"--kv-bits: expected caches that mlx-lm can quantize, got: {reason} Drop --kv-bits."
+            ) from None
 
 
-# By mlx-lm's name of the family: the reason. Each entry was measured or published; docs/advise.md has the sources.
+# Reason why a model family is unfit for sparse attention, by mlx-lm's family name. docs/advise.md has the sources.
 UNFIT: Mapping[str, str] = {
     **dict.fromkeys(
         ("gemma4", "gemma4_text"),
-        "its answers are reported to change too much even with the best 2,048 keys of its global layers",
+        "its answers reportedly change too much, even if the global layers attend the best 2,048 keys",
     ),
-    "minimax_m3_vl": "it was trained to select its own blocks of keys, and most of its layers stay dense",
+    "minimax_m3_vl": "it was trained with another selection of key blocks, and most of its layers stay dense",
 }
 
 
 def unfit_warning(model_type: str) -> str | None:
-    """Return a one-line warning about sparse attention with a model of this family, or None."""
+    """Return a one-line warning if a model family is unfit for sparse attention, or None."""
     reason = UNFIT.get(model_type)
     if reason is None:
         return None
     about = f"{model_type} is known to be unfit for sparse attention: {reason} (docs/advise.md)"
-    return f"{about}. mlx-sparse advise measures your model"
+    return f"{about}. Run 'mlx-sparse advise' to measure your model"

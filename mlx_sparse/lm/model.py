@@ -1,4 +1,4 @@
-"""Turn sparse attention on and off for a loaded mlx-lm model."""
+"""Enable and disable sparse attention for a model that mlx-lm has loaded."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ Attn = str | Method | tuple[Method, ...]
 
 
 class NothingServed(ConfigError):
-    """Error: no layer of a model can attend sparsely.
+    """Error for a model without any layer that can attend sparsely.
 
     Attributes:
-        report: the layers, with the reason why each stays dense; no layers if the model computes its own attention.
+        report: report with the number of dense layers by reason; zero layers if the model never calls mlx-lm's
+            attention function.
     """
 
     def __init__(self, message: str, report: Report) -> None:
@@ -51,44 +52,44 @@ def enable(
     lossless: bool = False,
     draft_tokens: int | None = None,
 ) -> Report:
-    """Replace the attention of ``model`` by sparse attention, for every cache that it is called with.
+    """Replace the attention of ``model`` by sparse attention.
 
-    Any number of threads may call an enabled model at the same time, each with its own caches, and read the report. No
-    thread may call the model while it is enabled or disabled.
+    Any number of threads may call an enabled model and read the report at the same time, if each thread has separate
+    caches. Do not call the model on any thread during `enable` or `disable`.
 
     Args:
-        model: a model loaded by mlx-lm. Call its `shard` or `pipeline` before. An artefact of SAAP is then cut like the
-            model, and only the model's family and shapes are compared with the artefact.
+        model: a model loaded by mlx-lm. Call the model's `shard` or `pipeline` first. A SAAP artefact is then sliced in
+            the same way, and checked only against the family and the shapes of the model.
         attn: ``METHOD[:key=value,...][+METHOD...]`` with at most one prefill and one decode method, for example
-            ``"sample+sparq:rank=16"``; or configurations of `mlx_sparse.methods`. ``"dense"`` attends as mlx-lm
-            does, but stores no scores of a whole prefill chunk over a quantized cache.
-        backend: "auto", or a backend by name.
-        recall: also measure the attention recall of prompts, the share of the softmax mass on the attended keys. This
-            takes a dense pass over the keys.
+            ``"sample+sparq:rank=16"``; or a method or a tuple of methods from `mlx_sparse.methods`. ``"dense"`` attends
+            as mlx-lm does, but never stores the scores of a whole prefill chunk over a quantized KV cache.
+        backend: "auto" or the name of a backend.
+        recall: True to measure the attention recall of prefill, the share of the softmax mass on the attended keys.
+            This takes an additional dense pass over the keys.
         calibration: crossover lengths on this machine. None uses the lengths that `mlx-sparse calibrate` or ``--attn``
-            measured, and the documented model for other shapes.
+            has measured, and the documented model for other layer shapes.
         shard: "context" shards the keys and values of one sequence over the ranks of MLX's distributed runtime. Each
-            rank runs the whole model. With "context:local" each rank selects among its own keys.
-        lossless: let mlx-lm generate the tokens of dense attention: sparse decode steps draft tokens and one dense call
-            checks several. This applies to `mlx_lm.generate`, `mlx_lm.stream_generate` and mlx-lm's commands, one
-            sequence at a time. Batches and direct calls of the model decode densely.
-        draft_tokens: draft length for each check, 1 to 7; None for the length with the most tokens per second.
+            rank runs the whole model. With "context:local" each rank selects among the keys that it stores.
+        lossless: True to generate the same tokens as dense attention. Sparse decode steps draft tokens, and one dense
+            call checks several drafts. This applies to `mlx_lm.generate`, `mlx_lm.stream_generate` and mlx-lm's
+            commands, one sequence at a time. Batches and direct calls of the model decode densely.
+        draft_tokens: number of drafts for each check, 1 to 7; None for the number with the most tokens per second.
 
     Returns:
-        The report. Each later call of the model adds its counts when it returns.
+        A report. Each later call of the model adds to its counts.
 
     Raises:
-        ConfigError: the method or its parameters are wrong, no layer of the model can use them, or the model is already
-            enabled.
-        ArtefactError: SAAP's file cannot be read, or was trained for another model.
-        BackendUnavailable: the backend cannot run here, or the interfaces of the installed mlx-lm differ.
+        ConfigError: the method or its parameters are invalid, no layer of the model can use the method, or the model is
+            already enabled.
+        ArtefactError: SAAP's artefact cannot be read, or was trained for another model.
+        BackendUnavailable: the backend cannot run here, or the installed mlx-lm has different interfaces.
     """
     seam.require()
     if plan_of(model) is not None:
-        raise ConfigError("model: expected one that is not enabled, got one that is. Call mlx_sparse.disable first.")
+        raise ConfigError("model: expected a model that is not enabled, got an enabled model. Call mlx_sparse.disable.")
     configs = parse(attn) if isinstance(attn, str) else (attn,) if isinstance(attn, Method) else attn
     if not isinstance(configs, tuple) or not all(isinstance(config, Method) for config in configs):
-        raise ConfigError(f"attn: expected text, a configuration or a tuple of them, got {attn!r}.")
+        raise ConfigError(f"attn: expected a string, a method or a tuple of methods, got {attn!r}.")
     prefill, decode = select_methods(configs)
     if decode is not None:
         decode = resolve(decode, model)
@@ -99,28 +100,28 @@ def enable(
         prefill, decode, backend, model_type(model), hooks, recall=recall, calibration=calibration or Calibration()
     )
     if shard is not None:
-        from .distributed.context import share_context  # imported here for start-up time, as below
+        from .distributed.context import share_context  # imported only if needed, to start faster
 
         share_context(plan, shard)
     if lossless:
-        from .speculative.generation import draft, wrap
+        from .speculative.generation import make_lossless, wrap
 
-        draft(plan, model, draft_tokens)
+        make_lossless(plan, model, draft_tokens)
     elif draft_tokens is not None:
-        raise ConfigError(f"draft_tokens: expected none without lossless, got {draft_tokens}.")
+        raise ConfigError(f"draft_tokens: expected None without lossless, got {draft_tokens}.")
     names = seam.bind(model)
     if not names:
         raise NothingServed(
             f"model: expected attention through mlx_lm.models.base.{seam.NAME}, got {plan.report.model_type}, which "
-            f"computes its own or has none. Run it without {plan.name}.",
+            f"never calls it. Run this model without {plan.name}.",
             plan.report,
         )
     unwrap = wrap() if lossless else None
     cls = type(model)
-    # This also releases a model that is deleted without `disable`.
+    # The finalizer restores mlx-lm's functions if the model is deleted without `disable`.
     release = weakref.finalize(model, _release, names, unwrap)
     release.atexit = False
-    # nn.Module would add the attribute to its parameters.
+    # A normal assignment would add the attribute to the parameters of the nn.Module.
     object.__setattr__(model, "_mlx_sparse", (plan, cls, release))
     hooks.open()
     try:
@@ -133,7 +134,7 @@ def enable(
 
 
 def disable(model: Any) -> None:
-    """Undo `enable`. Do nothing if the model is not enabled."""
+    """Restore the dense attention of an enabled model. Do nothing if the model is not enabled."""
     state = getattr(model, "_mlx_sparse", None)
     if state is None:
         return
@@ -145,7 +146,7 @@ def disable(model: Any) -> None:
 
 
 def _release(names: list[str], unwrap: Callable[[], None] | None) -> None:
-    """Restore the functions of mlx-lm that no other enabled model needs."""
+    """Restore mlx-lm's functions in the modules ``names``, unless another enabled model uses them."""
     seam.unbind(names)
     if unwrap is not None:
         unwrap()
@@ -153,7 +154,7 @@ def _release(names: list[str], unwrap: Callable[[], None] | None) -> None:
 
 @contextlib.contextmanager
 def sparse(model: Any, attn: Attn = "sparq", *, backend: str = "auto", recall: bool = False) -> Iterator[Report]:
-    """Enable ``model`` inside a ``with`` block: `enable`, then `disable`."""
+    """Enable sparse attention for ``model`` inside a ``with`` block. See `enable` for the arguments."""
     report = enable(model, attn, backend=backend, recall=recall)
     try:
         yield report
@@ -165,10 +166,10 @@ def sparse(model: Any, attn: Attn = "sparq", *, backend: str = "auto", recall: b
 def lossless(
     model: Any, attn: Attn = "sparq", *, backend: str = "auto", draft_tokens: int | None = None
 ) -> Iterator[Report]:
-    """Enable ``model`` losslessly inside a ``with`` block: mlx-lm generates the tokens of dense attention.
+    """Generate the same tokens as dense attention, but faster, inside a ``with`` block.
 
-    The method drafts tokens, and one dense call over the same caches checks several. A draft is accepted only if dense
-    attention samples the same token.
+    Sparse decode steps draft tokens, and one dense call over the same caches checks several drafts. A draft is accepted
+    only if dense attention samples the same token. See `enable` for the arguments.
     """
     report = enable(model, attn, backend=backend, lossless=True, draft_tokens=draft_tokens)
     try:
@@ -178,22 +179,22 @@ def lossless(
 
 
 def report(model: Any) -> Report | None:
-    """Return the report of an enabled model; None for other models."""
+    """Return the report of an enabled model, or None if the model is not enabled."""
     plan = plan_of(model)
     return plan.report if plan else None
 
 
 def plan_of(model: Any) -> Plan | None:
-    """Return the plan of an enabled model; None for other models."""
+    """Return the plan of an enabled model, or None if the model is not enabled."""
     state = getattr(model, "_mlx_sparse", None)
     return state[0] if state else None
 
 
 def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method | None]:
-    """Return the prefill method and the decode method; None for a dense stage.
+    """Return the prefill method and the decode method, with None for a dense stage.
 
     Raises:
-        ConfigError: there are several methods for one stage, no method, or a method that cannot run in a model.
+        ConfigError: there is no method, there are several for one stage, or a method cannot run in a model.
     """
     if configs == (Dense(),):
         return None, None
@@ -210,7 +211,7 @@ def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method 
     if prefill and any(config.observes_prefill for config in decode):
         seen, hidden = decode[0].name, prefill[0].name
         raise ConfigError(
-            f"attn: expected dense prefill with {seen}, which counts the attention of prefill, got {hidden}."
+            f"attn: expected dense prefill with {seen}, which sums the attention of all queries, got {hidden}."
         )
     if not configs:
         raise ConfigError("attn: expected a prefill or a decode method, got none.")
@@ -218,7 +219,7 @@ def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method 
 
 
 def resolve(config: M, model: Any) -> M:
-    """Replace "auto" in the parameters by the values for this model."""
+    """Return ``config`` with each "auto" parameter replaced by the value for this model."""
     sizes = config_of(model)
     heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     grouped = heads is not None and kv_heads is not None and kv_heads < heads
@@ -226,7 +227,7 @@ def resolve(config: M, model: Any) -> M:
 
 
 def has_qk_norm(model: Any) -> bool:
-    """Return True if a layer normalizes its queries or keys, with or without weights."""
+    """Return True if any layer of the model normalizes its queries or keys."""
     modules = model.named_modules()
     switched_on = any(getattr(module, "use_qk_norm", False) is True for _, module in modules)
     return (
@@ -237,24 +238,24 @@ def has_qk_norm(model: Any) -> bool:
 
 
 def _sparse_class(cls: Any, plan: Plan) -> type:
-    """Make a subclass of a model's class whose calls run under the model's plan."""
-    # A copy of the model is not enabled, so that disabling one does not change the other.
+    """Return a subclass of the model class ``cls`` whose calls attend by ``plan``."""
+    # Copies of the model are not enabled, so that `disable` affects only one model.
     reduce = seam.reduce_as(cls, "_mlx_sparse")
     own = {"__call__": under_plan(cls), "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    if (made := plan.new_caches) is not None:
+    if (convert := plan.new_caches) is not None:
 
         def make_cache(self: Any) -> list[Any]:
-            return made(cls.make_cache(self) if hasattr(cls, "make_cache") else [KVCache() for _ in self.layers])
+            return convert(cls.make_cache(self) if hasattr(cls, "make_cache") else [KVCache() for _ in self.layers])
 
         own["make_cache"] = make_cache
     return type(cls.__name__, (cls,), own)
 
 
 def _probe(model: Any, plan: Plan) -> None:
-    """Call the model once on one token, without evaluation, to find the layers that the method can serve.
+    """Find the layers that can attend sparsely, by a forward pass on one token that MLX never evaluates.
 
     Raises:
-        ConfigError: the method can serve no layer on any rank, or a parameter does not fit the head dim.
+        ConfigError: no layer of a complete model can attend sparsely, or a parameter does not fit the head dim.
     """
     caches, probe = make_prompt_cache(model), Probe(plan)
     with (plan.new_call or Call)(plan, caches, probe=probe):
@@ -272,12 +273,12 @@ def _probe(model: Any, plan: Plan) -> None:
     found += [reasons.OWN_ATTENTION for c in leaves(caches) if id(c) not in seen]
     report.layers, report.served_layers = len(found), found.count(None)
     report.dense_layers.update(reason for reason in found if reason is not None)
-    if report.part.layers is None:  # in a pipeline, another rank may have layers to serve
+    if report.part.layers is None:  # another stage of a pipeline may have sparse layers
         require_served(report, plan.name)
 
 
 def require_served(report: Report, methods: str) -> None:
-    """Raise `ConfigError` if no layer can be served."""
+    """Raise `NothingServed` if no layer can attend sparsely."""
     if report.served_layers == 0:
         listed = ", ".join(f"{count} {reason}" for reason, count in report.dense_layers.items())
         raise NothingServed(

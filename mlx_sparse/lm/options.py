@@ -1,4 +1,4 @@
-"""Options for mlx-lm's commands, and errors about them."""
+"""Sparse attention options for mlx-lm's commands, and one-line errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPORTS = ("text", "recall", "json", "json+recall", "off")
 
 
 class _Once(argparse.Action):
-    """Store a value and refuse a second use of the option."""
+    """Store the value of an option, and fail if the option is given twice."""
 
     def __call__(
         self,
@@ -24,43 +24,43 @@ class _Once(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if getattr(namespace, self.dest) is not None:
-            fail(parser, f"{option_string}: expected once, got twice. Join methods with '+'.")
+            fail(parser, f"{option_string}: expected this option once, got it twice. Join methods with '+'.")
         setattr(namespace, self.dest, values)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add our options to a command's parser."""
+    """Add the sparse attention options to the parser of an mlx-lm command."""
     group = parser.add_argument_group(
         "sparse attention",
-        "Use a sparse attention method for prefill, for decoding, or one for each (mlx-sparse-attention). A stage "
-        "without a method stays dense.",
+        "Use sparse attention for prefill, for decoding, or for both (mlx-sparse-attention). Attention is dense in a "
+        "stage without a method.",
     )
     group.add_argument(
         "--attn",
         action=_Once,
         metavar="METHOD[:KEY=VALUE,...][+METHOD...]",
-        help="Method and parameters, for example 'sample', 'sparq:rank=16,top_k=256' or both, 'sample+sparq'. "
-        "'mlx-sparse matrix' lists the methods and their stages (default: dense attention).",
+        help="Methods with parameters, for example 'sample' for prefill, 'sparq:rank=16,top_k=256' for decoding, or "
+        "'sample+sparq' for both. 'mlx-sparse matrix' lists all methods (default: dense attention).",
     )
     group.add_argument(
         "--attn-config",
         action=_Once,
         metavar="FILE.toml",
-        help="Parameters from a TOML file with one table per method; --attn wins over it.",
+        help="TOML file with one table of parameters per method. Parameters in --attn take precedence.",
     )
     group.add_argument(
         "--attn-backend",
         default="auto",
         metavar="NAME",
-        help="Backend of the methods: 'metal' (our kernels, on Apple GPUs), 'ops' (MLX array operations), or 'auto': "
-        "metal if it can run (default: auto).",
+        help="Backend: 'metal' (kernels for Apple GPUs), 'ops' (MLX array operations), or 'auto', which selects metal "
+        "if it is available (default: auto).",
     )
     group.add_argument(
         "--shard",
         choices=SHARDS,
-        help="Under mlx.launch, shard the context: every process runs the whole model and has a part of the keys and "
-        "values. With 'context:local' each selects among its own keys, which takes fewer messages (default: mlx-lm's "
-        "own sharding of the model).",
+        help="With mlx.launch, shard the context: every process runs the whole model and stores a part of the keys and "
+        "values. With 'context:local', each process selects among the keys that it stores, which needs fewer messages "
+        "(default: mlx-lm shards the model).",
     )
     group.add_argument(
         "--lossless",
@@ -68,29 +68,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const=0,
         type=int,
         metavar="N",
-        help="Give the tokens of dense attention: the method drafts N tokens (1 to 7), one dense call over the same "
-        "cache checks them, and rejected ones are removed (default N: as many as give most tokens per second, none if "
-        "dense steps are faster).",
+        help="Generate the same tokens as dense attention: the method drafts N tokens (1 to 7), and one dense call "
+        "checks them. Without N, the number of drafts with the most tokens per second is measured; it is 0 if dense "
+        "steps are faster.",
     )
     group.add_argument(
         "--no-calibrate",
         action="store_true",
-        help="Measure nothing: from what context on a method is sparse is left to a documented model, unless this "
-        "machine has been measured before. Otherwise the first context that is long enough is measured, once for each "
-        "model's shape, in at most 10 seconds.",
+        help="Do not measure the context length at which sparse attention becomes faster. Use earlier measurements on "
+        "this machine, or else a documented model. By default, each model shape is measured once, at the first long "
+        "context, in at most 10 seconds.",
     )
     group.add_argument(
         "--attn-report",
         choices=REPORTS,
         default="text",
-        help="How to say at the end, on standard error, which calls were sparse, which dense and why, and what that "
-        "saved (default: text). 'recall' and 'json+recall' also measure the attention recall of prompts, which takes "
-        "a dense pass over the keys.",
+        help="Format of the report on standard error at the end: sparse calls, dense calls with reasons, and bytes "
+        "saved (default: text). 'recall' and 'json+recall' also measure the attention recall of prefill, which takes "
+        "an additional dense pass over the keys.",
     )
 
 
 def requested(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
-    """Return the methods of the options, and True if crossover lengths may be measured."""
+    """Return the methods that the options select, and True if crossover lengths may be measured."""
     base: dict[str, Method] = {}
     calibrates = not args.no_calibrate
     if args.attn_config is not None:
@@ -100,7 +100,7 @@ def requested(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
 
 
 def fail(parser: argparse.ArgumentParser, message: str) -> Any:
-    """End the program with a one-line error; argparse would print the whole usage first."""
+    """End the program with a one-line error and exit code 2, without the usage text that argparse prints."""
     end(parser.prog, message)
 
 

@@ -1,4 +1,4 @@
-"""Plans of an enabled model and its layers: the method of each stage and its crossover length."""
+"""Plan of an enabled model, with its methods and crossover lengths, and plans for the decode steps of each layer."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from ..ops.packed_rows import PackedRows, Rows
 from .figures import PrefillFigures
 from .hooks import CallHooks, ModelHooks
 
-SPAN = 960  # keys for the linear fit of a formula of bytes: a multiple of common page and group sizes
+SPAN = 960  # keys between the two points of the linear byte formula: a multiple of common page and group sizes
 
 
 class Plan:
-    """State that all calls of an enabled model share.
+    """Configuration and report that all forward passes of an enabled model share.
 
     Attributes:
         prefill, decode: the method of each stage; None if the stage is dense.
+        backend: "auto" or the name of a backend.
         recall: True if the attention recall of prefill is measured.
-        hooks: work of the decode method besides attention.
-        hooked: True if the method has hooks of its own.
+        hooks: hooks of the decode method.
+        hooked: True if the decode method needs hooks.
         calibration: crossover lengths of both methods on this machine.
         decodes: True if decode steps may be sparse; False in a command that only processes a prompt.
-        watch: called once, after the first decode step, with its number of keys and its counts.
-        layers: number of served layers by method and sizes.
+        watch: function that gets the number of keys and the counts of the first decode step; None after that step.
+        layers: number of layers that can attend sparsely, by method and layer shape.
         report: counts of all calls.
-        lossless: draft length for each check, 0 for the fastest; None if the model is not lossless.
+        lossless: number of drafts for each check, 0 to select it by speed; None if the model is not lossless.
         shards: number of ranks that share the context.
-        new_call: constructor of a forward pass; None for `lm.call.Call`.
-        new_caches: converts the model's new caches; None if they need no conversion.
+        new_call: constructor of the context manager for a forward pass; None for `lm.call.Call`.
+        new_caches: function that converts the model's new caches; None if they need no conversion.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Plan:
 
     @property
     def configs(self) -> list[Method]:
-        """Methods of the stages that are sparse."""
+        """The prefill method and the decode method, without None."""
         return [config for config in (self.prefill, self.decode) if config is not None]
 
     @property
@@ -81,7 +82,7 @@ class Plan:
         return "+".join(config.name for config in self.configs) or Dense.name
 
     def crossovers(self) -> list[str]:
-        """Return the crossover lengths of the served layers, one line for equal layers."""
+        """Return lines of text with the crossover lengths of the layers. Layers with equal lengths share a line."""
         lines: dict[Method, Counter[str]] = {}
         for (config, layer), count in self.layers.items():
             if config is self.decode and not self.decodes:
@@ -89,9 +90,9 @@ class Plan:
             line = describe(config, self.calibration.threshold(config, layer))
             if self.calibration.needs_measurement(config, layer):
                 first = self.calibration.shortest_measured(config)
-                line = f"{line[:-1]}; the first context of {first:,} keys is measured)"
+                line = f"{line[:-1]}; will be measured at {first:,} keys)"
             if self.shards > 1 and config.measurable:
-                line += ", of each rank"
+                line += ", on each rank"
             lines.setdefault(config, Counter())[line] += count
         return [
             f"{count} layers: {line}" if len(alike) > 1 else line
@@ -100,7 +101,7 @@ class Plan:
         ]
 
     def sparse_from(self) -> int:
-        """Return the context length below which no decode step can be sparse; `NEVER` if every step is dense."""
+        """Return the smallest context length at which a decode step can be sparse; `NEVER` if there is none."""
         found = [NEVER]
         for config, layer in self.layers:
             if config is self.decode:
@@ -110,22 +111,22 @@ class Plan:
         return min(found)
 
     def count_in(self, report: Report) -> None:
-        """Add further counts to the report of an earlier plan with the same methods and the same model."""
+        """Continue ``report``, the report of an earlier plan with the same methods and model, instead of a new one."""
         if report is not self.report:
             for name in ("backend", "layers", "served_layers", "dense_layers", "crossovers", "part", "kv_heads"):
                 setattr(report, name, getattr(self.report, name))
             self.report = report
 
     def resolve(self, config: Method, queries: mx.array, keys: Rows) -> str:
-        """Return the backend that runs ``config`` for these sizes."""
-        # Prefill attends dequantized rows.
+        """Return the name of the backend that runs ``config`` for queries and keys of these shapes."""
+        # Prefill dequantizes the rows of a quantized KV cache.
         bits = keys.bits if isinstance(keys, PackedRows) and not isinstance(config, Prefill) else None
         return registry.resolve(self.backend, config.name, D=queries.shape[3], G=_group(queries, keys), bits=bits)
 
     def sizes(
         self, config: Method, queries: mx.array, keys: Rows, cache: Any, backend: str, hooks: CallHooks | None
     ) -> Layer:
-        """Return the sizes on which the crossover length of a layer depends."""
+        """Return the layer shape, backend and cache type on which the crossover length of a layer depends."""
         prompts = isinstance(config, Prefill)
         gpu = registry.gpu_kind() if backend == "metal" else ""
         more: dict[str, Any] = {} if prompts or hooks is None else hooks.sizes(cache)
@@ -164,11 +165,13 @@ class Plan:
     def plan_layer(
         self, queries: mx.array, keys: Rows, cache: SparseCache, caches: Sequence[Any], hooks: CallHooks | None
     ) -> LayerPlan:
-        """Plan the decode steps of a layer over ``cache``, if `step_reason` is None.
+        """Plan the decode steps of a layer over ``cache``. Call this only if `step_reason` is None.
 
         Args:
-            queries: queries of the current decode step, whose keys have been written.
+            queries: ``(B, Hq, 1, D)`` of the current decode step.
+            keys: all keys of the layer, including the key of this step.
             caches: the caches of all layers.
+            hooks: hooks of the decode method for this forward pass, or None.
         """
         assert self.decode is not None
         config, S, first_rows = self.decode, cache.length, cache.first_rows(caches)
@@ -206,19 +209,20 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """Decision how a layer attends at decode steps over one cache.
+    """Plan for the decode steps of one layer over one cache, valid for a range of context lengths.
 
     Attributes:
-        plan: the plan of the model.
-        queries: shape of the queries.
+        plan: plan of the model.
+        queries: shape of the queries, ``(B, Hq, 1, D)``.
         start, stop: the plan is valid for ``start <= cache.length < stop``.
         reason: reason why decode steps are dense; None if they are sparse.
-        step: the method, bound to its backend and parameters.
-        served: sequences of the batch that are long enough for sparse attention.
-        short: sequences below the crossover length whose sparse result would differ from the dense result.
-        heads: KV heads of all sequences.
-        dense_bytes: bytes of keys and values of one position, of all these heads.
-        sparse_bytes: bytes that a sparse step moves by formula for one head: a constant, and the bytes per key.
+        step: decode method with the function of the backend.
+        served: indices of the sequences that are long enough for sparse attention.
+        short: indices of the other sequences that need dense attention. Shorter sequences, of which sparse attention
+            attends all keys, are not among them.
+        heads: number of KV heads in the batch, ``B * Hkv``.
+        dense_bytes: bytes of the keys and values of one position in all ``heads``.
+        sparse_bytes: bytes that a sparse step moves for each head by formula: a constant, and the bytes per key.
     """
 
     plan: Plan
@@ -234,18 +238,19 @@ class LayerPlan:
     sparse_bytes: tuple[float, float]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Drop the plan from copies and files of a cache."""
+        """Replace the plan by None in copies and files of a cache."""
         return type(None), ()
 
 
 @dataclass
 class Probe:
-    """Properties of the layers of a model, collected by a trial call.
+    """Result of the trial call that finds the layers that can attend sparsely.
 
     Attributes:
-        found: for each attention call its cache and the reason why the layer stays dense, or None.
-        backends: backends of the served layers.
-        layers: number of served layers by method and sizes.
+        plan: plan of the model.
+        found: for each attention call, the cache and the reason why the layer stays dense, or None.
+        backends: names of the backends that the layers use.
+        layers: number of layers that can attend sparsely, by method and layer shape.
     """
 
     plan: Plan
@@ -263,7 +268,7 @@ class Probe:
         sinks: mx.array | None,
         hooks: CallHooks | None,
     ) -> str | None:
-        """Return the reason why a layer stays dense in every stage, or None.
+        """Return the reason why a layer can never attend sparsely, or None. Record the backend of each method.
 
         Args:
             masked: True if the mask is neither causal nor a padding mask.
@@ -288,7 +293,7 @@ class Probe:
 
 
 def layer_reason(keys: Any, values: Any, cache: Any) -> str | None:
-    """Return the reason why a layer can never attend sparsely, or None."""
+    """Return the reason why a layer with this cache can never attend sparsely, or None."""
     if cache is None:
         return reasons.NO_CACHE
     if not isinstance(cache, SparseCache):
@@ -303,5 +308,5 @@ def layer_reason(keys: Any, values: Any, cache: Any) -> str | None:
 
 
 def _group(queries: mx.array, keys: Rows) -> int:
-    """Return the number of query heads per KV head."""
+    """Return the number of query heads per KV head (G)."""
     return queries.shape[1] // keys.shape[1]

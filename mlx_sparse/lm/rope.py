@@ -1,10 +1,10 @@
-"""Find the pre-RoPE queries and keys of a model, which SAAP's index needs.
+"""Pre-RoPE queries and keys of a model, which SAAP needs to assign keys to buckets.
 
-A model passes queries and keys to attention after RoPE. `Recorder` stores the last calls of the model's rope modules
-and finds the input of a call by the identity of its output, which is exact and costs nothing. `inverse` computes the
-inverse RoPE, for keys that were not recorded (a prompt cache from a file) and for rows that are scaled after RoPE. A
-`Source` uses one of the two for a layer, and `find_sources` selects it. `observe` reports the attention calls of a
-model that is not enabled.
+A model passes queries and keys to attention after RoPE. `Recorder` stores the last calls of the model's RoPE modules,
+and returns the input of the call with a given output array. This is exact and adds no computation. `inverse` computes
+the inverse RoPE for keys that were not recorded (a prompt cache from a file) and for rows that are scaled after RoPE.
+`find_sources` finds out for each layer which of the two to use, and returns a `Source`. `observe` reports the attention
+calls of a model that is not enabled.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..model_parts import without_pipeline
 from . import seam
 
 RECORDERS = "_mlx_sparse_recorders"
-# A layer calls its rope module twice, for queries and keys. Some layers split them.
+# Recorded calls per thread. A layer has one RoPE call for queries and one for keys, or more if it splits them.
 RECORDED = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Recorded call of a rope module."""
+    """Recorded call of a RoPE module: input, output and position offset."""
 
     rope: Any
     before: mx.array
@@ -40,21 +40,21 @@ class Call:
 
 
 def ropes(model: Any) -> list[Any]:
-    """Return the rope modules of ``model``, each once, by the names of mlx-lm's classes."""
+    """Return the RoPE modules of ``model`` without duplicates. Class names identify them."""
     found = {id(module): module for _, module in model.named_modules() if _is_rope(type(module))}
     return list(found.values())
 
 
 def _is_rope(cls: type) -> bool:
     name = cls.__name__.lower()
-    return ("rope" in name or "rotary" in name) and "attention" not in name  # phixtral has a RoPEAttention
+    return ("rope" in name or "rotary" in name) and "attention" not in name  # phixtral has a class RoPEAttention
 
 
 class Recorder:
-    """Context manager that records the last calls of a model's rope modules, separately for each thread.
+    """Context manager that records the last RoPE calls of a model, separately for each thread.
 
-    Get the input of a call with `input_of`. Call `clear` after each layer or forward pass, because recorded arrays stay
-    in memory.
+    `input_of` returns the input of a recorded call. Call `clear` after each layer or forward pass, because recorded
+    arrays stay in memory.
     """
 
     def __init__(self, model: Any) -> None:
@@ -63,7 +63,7 @@ class Recorder:
 
     @property
     def calls(self) -> deque[Call]:
-        """Last calls of this thread."""
+        """Last RoPE calls on this thread."""
         if not hasattr(self._own, "calls"):
             self._own.calls = deque(maxlen=RECORDED)
         calls: deque[Call] = self._own.calls
@@ -73,7 +73,7 @@ class Recorder:
         for rope in self._ropes:
             if not hasattr(rope, RECORDERS):
                 rope.__class__ = _recording(type(rope))
-                # nn.Module would add the list to its parameters.
+                # A normal assignment would add the list to the parameters of the nn.Module.
                 object.__setattr__(rope, RECORDERS, [])
             getattr(rope, RECORDERS).append(self)
         return self
@@ -88,7 +88,7 @@ class Recorder:
         self.clear()
 
     def input_of(self, array: mx.array) -> mx.array | None:
-        """Remove the call that returned ``array``, the same object, and return its input; None if there is none."""
+        """Return the input of the call that returned the object ``array``, or None, and forget the call."""
         for call in self.calls:
             if call.after is array:
                 self.calls.remove(call)
@@ -96,18 +96,18 @@ class Recorder:
         return None
 
     def record_part(self, array: mx.array, part: mx.array, where: tuple[slice, ...]) -> None:
-        """Record ``part``, which is ``array[where]``, as an output too if ``array`` was recorded."""
+        """Record ``part = array[where]`` as an additional output, if ``array`` is a recorded output."""
         for call in list(self.calls):
             if call.after is array:
                 self.calls.append(Call(call.rope, call.before[where], part, call.offset))
 
     def clear(self) -> None:
-        """Remove all calls of this thread."""
+        """Remove all recorded calls of this thread."""
         self.calls.clear()
 
 
 def _recording(cls: type) -> type:
-    """Return a subclass of a rope module's class that adds each call to the recorders."""
+    """Return a subclass of a RoPE class whose calls are recorded."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         after = cls.__call__(self, *args, **kwargs)
@@ -122,20 +122,21 @@ def _recording(cls: type) -> type:
 
 
 def rotate(rope: Any, rows: mx.array, offset: int | mx.array) -> mx.array:
-    """Return ``rope`` of ``rows (B, H, n, D)``, the first at position ``offset``, without a record."""
+    """Apply ``rope`` to ``rows (B, H, n, D)`` at positions ``offset`` and above, without recording the call."""
     cls = type(rope).__mro__[1] if hasattr(rope, RECORDERS) else type(rope)
     rotated: mx.array = cls.__call__(rope, rows, offset=offset)
     return rotated
 
 
 def inverse(rope: Any, rotated: mx.array, offset: int | mx.array) -> mx.array:
-    """Return the pre-RoPE rows of ``rotated (B, H, n, D)``, the first at position ``offset``.
+    """Return the inverse RoPE of ``rotated (B, H, n, D)``.
 
-    A rope R scales each component and rotates pairs of equal scale, so ``R^-1 = g^-2 R^T``. R^T is the gradient of R,
-    and the gain g is R of ones at position 0. The result is computed in float32 and rounded to the type of ``rotated``.
+    RoPE is a linear map R that scales each component and rotates pairs of equal scale, so ``R^-1 = g^-2 R^T``. R^T is
+    the gradient of R, and the gain g is R applied to ones at position 0. The result is computed in float32 and rounded
+    to the type of ``rotated``.
 
     Args:
-        offset: one position, or one per sequence of the batch.
+        offset: position of the first row, or one such position per sequence of the batch.
     """
     rows = rotated.astype(mx.float32)
     _, (transposed,) = mx.vjp(lambda x: rotate(rope, x, offset), [mx.zeros_like(rows)], [rows])
@@ -144,7 +145,7 @@ def inverse(rope: Any, rotated: mx.array, offset: int | mx.array) -> mx.array:
 
 
 def irreversible(rope: Any, D: int) -> str | None:
-    """Return the reason why `inverse` is wrong for ``rope`` and rows of ``D`` components, or None."""
+    """Return the reason why `inverse` is wrong for ``rope`` and head dim ``D``, or None."""
     rows = mx.cos(mx.arange(66 * D, dtype=mx.float32)).reshape(1, 1, 66, D)
     far = 1 << 22  # longer than every model's context, and exact in float32
     few, many = rotate(rope, rows[:, :, :2], far), rotate(rope, rows, far)[:, :, :2]
@@ -153,27 +154,27 @@ def irreversible(rope: Any, D: int) -> str | None:
     return None if _close(inverse(rope, rotate(rope, rows, 5), 5), rows, 1e-3) else reasons.ROPE_NOT_INVERTIBLE
 
 
-def _close(a: mx.array, b: mx.array, share: float) -> bool:
-    """Return True if the arrays differ by at most ``share`` of the largest absolute value of ``b``."""
+def _close(a: mx.array, b: mx.array, tolerance: float) -> bool:
+    """Return True if no element differs by more than ``tolerance`` times the largest absolute value of ``b``."""
     a, b = a.astype(mx.float32), b.astype(mx.float32)
-    near: Any = (mx.abs(a - b).max() <= share * mx.abs(b).max()).item()
+    near: Any = (mx.abs(a - b).max() <= tolerance * mx.abs(b).max()).item()
     return bool(near)
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Source of the pre-RoPE queries and keys of one layer.
+    """Access to the pre-RoPE queries and keys of one layer.
 
     Attributes:
-        rope: the layer's rope module; None if the layer calls none.
-        irreversible: reason why keys that were not recorded cannot be inverted; None if they can.
+        rope: RoPE module of the layer; None if the layer has no RoPE.
+        irreversible: reason why `inverse_rope` is not possible; None if it is possible.
     """
 
     rope: Any = None
     irreversible: str | None = None
 
     def pre_rope(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
-        """Return the pre-RoPE rows of ``rows (B, H, n, D)``, the first at position ``offset``; None if unknown."""
+        """Return the recorded or inverted pre-RoPE rows of ``rows (B, H, n, D)``; None if neither is possible."""
         if self.rope is None:
             return rows
         recorded = recorder.input_of(rows)
@@ -182,17 +183,17 @@ class Source:
         return inverse(self.rope, rows, offset)
 
     def inverse_rope(self, rows: mx.array, offset: int | mx.array) -> mx.array:
-        """Return the pre-RoPE rows of rows that were not recorded. Do not call this if ``irreversible`` is set."""
+        """Return the inverse RoPE of rows that were not recorded. Do not call this if ``irreversible`` is set."""
         return rows if self.rope is None else inverse(self.rope, rows, offset)
 
 
 def find_source(recorder: Recorder, arrays: tuple[mx.array, ...], position: int, rotations: int) -> Source | str:
-    """Return the source of a layer's pre-RoPE queries and keys, or the reason why there is none.
+    """Find out how to get the pre-RoPE queries and keys of a layer; return the reason if it is impossible.
 
     Args:
-        recorder: the recorder with the calls of this layer.
-        arrays: the queries and the new keys that the layer passes to attention and to the cache.
-        position: position of their first row, above 0, because RoPE changes nothing at position 0.
+        recorder: recorder with the RoPE calls of this layer.
+        arrays: the queries that the layer passes to attention, and the new keys that it writes to the cache.
+        position: position of the first row of both arrays. It must exceed 0, where RoPE changes nothing.
         rotations: number of calls of `mx.fast.rope` in the layer, inside and outside of modules.
     """
     if rotations == 0 and not recorder.calls:
@@ -216,7 +217,7 @@ def _is_position(offset: Any, position: int) -> bool:
 
 
 def _only_scaled(call: Call, array: mx.array, position: int) -> bool:
-    """Return True if ``array`` is the output of ``call`` times a factor per row; `inverse` then returns scaled rows."""
+    """Return True if ``array`` is the output of ``call`` with each row multiplied by a positive factor."""
     if call.before.shape != array.shape:
         return False
     rows, expected = inverse(call.rope, array, position).astype(mx.float32), call.before.astype(mx.float32)
@@ -228,14 +229,14 @@ def _only_scaled(call: Call, array: mx.array, position: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Attention call of a model that is not enabled.
+    """Attention call of a model that is not enabled, as `observe` reports it.
 
     Attributes:
-        layer: position of the layer's cache among the caches of the model; -1 if it is not one of them.
+        layer: index of the layer's cache among the caches of the model; -1 for another cache.
         queries: ``(B, Hq, L, D)`` after RoPE.
-        keys: ``(B, Hkv, L, D)`` after RoPE, the rows that the layer wrote; None if it wrote none.
-        scale: scale of the scores.
-        position: position of the first row in the cache.
+        keys: ``(B, Hkv, L, D)`` after RoPE, the rows that the layer wrote to the cache; None if it wrote no rows.
+        scale: scale of the attention scores.
+        position: index of the first written row in the cache.
         rotations: number of calls of `mx.fast.rope` since the last attention call.
     """
 
@@ -248,7 +249,7 @@ class Seen:
 
 
 class _Observer:
-    """Listener at the seam that reports attention calls and lets mlx-lm attend."""
+    """Listener that reports each attention call to ``visit`` and lets mlx-lm attend."""
 
     def __init__(self, caches: list[Any], visit: Callable[[Seen], None], rotations: list[int]) -> None:
         self.caches = caches
@@ -265,10 +266,10 @@ class _Observer:
         self.rotations[0] = 0  # after the visit, which may rotate too
 
     @contextmanager
-    def reading_writes(self) -> Iterator[None]:
-        """Record the rows that are written to the caches."""
+    def recording_writes(self) -> Iterator[None]:
+        """Record in ``written`` the rows that the model writes to each cache, inside the ``with`` block."""
 
-        def noting(cache: Any) -> Callable[..., Any]:
+        def recording(cache: Any) -> Callable[..., Any]:
             write = type(cache).update_and_fetch
 
             def update_and_fetch(keys: Any, values: Any) -> Any:
@@ -279,7 +280,7 @@ class _Observer:
 
         watched = [cache for cache in self.caches if hasattr(cache, "update_and_fetch")]
         for cache in watched:
-            cache.update_and_fetch = noting(cache)
+            cache.update_and_fetch = recording(cache)
         try:
             yield
         finally:
@@ -292,8 +293,9 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
 
     Args:
         model: a model loaded by mlx-lm that is not enabled.
-        caches: the result of ``make_prompt_cache(model)``.
-        recorder: an active recorder; its calls are removed after each visit.
+        caches: result of ``make_prompt_cache(model)``.
+        visit: function that receives each attention call.
+        recorder: an entered recorder of the model. It is cleared after each visit.
     """
 
     def visit_and_forget(seen: Seen) -> None:
@@ -306,7 +308,7 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
             observer = _Observer(leaves(caches), visit_and_forget, rotations)
             token = seam.active.set(observer)
             try:
-                with observer.reading_writes():
+                with observer.recording_writes():
                     logits: mx.array = model(tokens, cache=caches)
             finally:
                 seam.active.reset(token)
@@ -317,13 +319,13 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
 
 
 def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dict[int, Source | str]:
-    """Return the source of pre-RoPE rows, or the reason why there is none, by the position of a layer's cache.
+    """Return for each layer the source of pre-RoPE rows, or the reason why there is none, by index of its cache.
 
-    The model is called on two tokens, because RoPE changes nothing at position 0. Nothing is evaluated unless a layer
-    changes its rows after RoPE.
+    The model is called on two tokens, because RoPE changes nothing at position 0. MLX evaluates the arrays of a layer
+    only if the layer changes queries or keys after RoPE.
 
     Args:
-        visit: called before each attention call, as in `observe`.
+        visit: function that receives each attention call, as in `observe`.
     """
     caches = make_prompt_cache(model)
     sources: dict[int, Source | str] = {}
@@ -335,22 +337,22 @@ def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dic
             found = find_source(recorder, (seen.queries, seen.keys), seen.position, seen.rotations)
             sources.setdefault(seen.layer, found)
 
-    # A pipeline stage runs alone here: its input does not matter, and other ranks do not run this.
+    # Run a pipeline stage without the other ranks, which do not call this function. The input does not matter.
     with Recorder(model) as recorder, without_pipeline(model):
         for position in range(2):
             observe(model, mx.array([[position]], mx.int32), caches, find, recorder)
     return sources
 
 
-# Held while `mx.fast.rope` is replaced.
+# Lock while `mx.fast.rope` is replaced.
 _counting = threading.RLock()
 
 
 @contextmanager
 def _counting_rotations() -> Iterator[list[int]]:
-    """Count this thread's calls of `mx.fast.rope` in the only element of the list.
+    """Count the calls of `mx.fast.rope` on this thread, in the only element of the returned list.
 
-    All rotations in mlx-lm call this function. Calls of other threads are not counted.
+    All RoPE implementations in mlx-lm call this function.
     """
     with _counting:
         original, count, thread = mx.fast.rope, [0], threading.get_ident()

@@ -1,4 +1,4 @@
-"""Hooks of SAAP: the routers of a model's layers and the indices of its caches."""
+"""Hooks of SAAP: a router for each layer of a model, and bucket indices for the caches."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .rope import Recorder, Seen, Source, find_sources
 
 
 def load_artefact(config: SAAP) -> artefacts.Artefact | None:
-    """Load the artefact of ``config``; None in the online mode.
+    """Load the artefact of ``config``, or return None in the online mode.
 
     Raises:
         ArtefactError: the file cannot be read.
-        ConfigError: the artefact has fewer buckets than ``probes``.
+        ConfigError: the mode needs an artefact and none is given, or it has fewer buckets than ``probes``.
     """
     if config.file is None:
         return None
@@ -40,13 +40,13 @@ def load_artefact(config: SAAP) -> artefacts.Artefact | None:
 
 
 def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
-    """Return the router of each attention layer, or the reason why it is dense, by the position of its cache.
+    """Return the router of each attention layer, or the reason why the layer is dense, by index of its cache.
 
     Args:
         model: a model that is not enabled.
 
     Raises:
-        ArtefactError, ConfigError: as in `load_artefact`, or the artefact was trained for another model.
+        ArtefactError, ConfigError: `load_artefact` failed, or the artefact was trained for another model.
     """
     artefact = load_artefact(config)
     if artefact is not None:
@@ -72,13 +72,13 @@ def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
 
 
 def _attending_before(model: Any) -> int:
-    """Return the number of attention layers of the whole model before the first layer of this part."""
+    """Return the number of attention layers on earlier pipeline stages; 0 for a whole model."""
     first, whole = part_of(model).first_layer, recorded_facts(model)
     return first if whole is None else sum(shape is not None for shape in whole.shapes[:first])
 
 
 def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: float) -> Router | str:
-    """Return the artefact's router for a layer, or the reason why there is none."""
+    """Return the router of a layer from an artefact, or the reason why the artefact has none."""
     arrays = artefact.layers.get(layer)
     if arrays is None:
         return reasons.NOT_IN_ARTEFACT
@@ -87,7 +87,7 @@ def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: fl
 
 
 class Buckets(ModelHooks):
-    """Hooks of SAAP on one model: routers by the position of the layer's cache."""
+    """Hooks of SAAP for one model: routers by index of the layer's cache, and a RoPE recorder."""
 
     figures = BucketFigures()
 
@@ -95,7 +95,7 @@ class Buckets(ModelHooks):
         super().__init__(config, model)
         self.routers = find_routers(config, model)
         self.recorder = Recorder(model)
-        # Evaluate now: only the thread that made an array may evaluate it, and all threads use these.
+        # All threads use these arrays, but only this thread may evaluate them, so evaluate them now.
         mx.eval([[router.centroids, router.network] for router in self.routers.values() if isinstance(router, Router)])
 
     @classmethod
@@ -113,7 +113,7 @@ class Buckets(ModelHooks):
 
 
 class Indices(CallHooks):
-    """Updates the indices of the caches in one forward pass, and attends with them."""
+    """Hooks of SAAP for one forward pass: update the bucket index of each cache, and attend with it."""
 
     config: SAAP
 
@@ -140,21 +140,21 @@ class Indices(CallHooks):
             self._caches.append(cache)
 
     def end(self) -> None:
-        """Stop recording keys, because the caller may now change the caches."""
+        """Stop recording keys, because the caller may change the caches after the forward pass."""
         for cache in self._caches:
             if (index := index_of(cache)) is not None:
                 index.listening, index.received = False, None
         self._recorder.clear()
 
     def submit(self) -> BucketCounts | None:
-        """Start to compute counts and bucket ids. Unevaluated ids would keep the keys in memory."""
+        """Start computing counts and bucket ids on the device. Unevaluated ids would keep old keys in memory."""
         if self._unsubmitted:
             mx.async_eval(self._unsubmitted)  # type: ignore[no-untyped-call]
         return self._counts.submit()
 
     def refusal(self, cache: Any) -> str | None:
         router = self._routers.get(self._layers.get(id(cache), -1), reasons.NOT_WRITTEN)
-        # With a shared context, every rank needs the inverse RoPE, also a rank without keys.
+        # With a sharded context, all ranks need the inverse RoPE, even if a rank stores no keys.
         return router if isinstance(router, str) else router.source.irreversible if cache.shards > 1 else None
 
     def keys_written(self, cache: SparseCache) -> None:
@@ -216,7 +216,7 @@ class Indices(CallHooks):
         return {"buckets": router.buckets, "network": network // cache.key_rows.shape[1]}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Return the bytes by formula without the attended keys, which are counted on the device."""
+        """Return the bytes of a decode step by formula, without the attended keys, which the device counts."""
         B, Hkv, _, D = cache.key_rows.shape
         known: int = B * Hkv * (cache.key_rows.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
         return known
@@ -228,7 +228,7 @@ class Indices(CallHooks):
         assert index is not None
         first_rows = cache.first_rows(self._caches)
         if index.unfitted(served) or needs_rebuild(index, cache, first_rows, S, self.config):
-            # Update all layers together, so that the host waits for the device once.
+            # Rebuild the lists of all layers together, so that the host waits for the device only once.
             others = [one for one in self._caches if one is not cache and self._updates_with(one, S, served)]
             rebuild_lists([cache, *others], S, self.config, served)
         offset = S - 1 if padding is None else S - 1 - padding
@@ -251,11 +251,11 @@ class Indices(CallHooks):
         return attended
 
     def _updates_with(self, cache: SparseCache, S: int, served: list[int]) -> bool:
-        """Return True if the index of another layer must be merged at position ``S`` too, and has the keys for it."""
+        """Return True if another layer's lists must be rebuilt at position ``S`` too, and its keys are known."""
         index = index_of(cache)
         if index is None or cache.keys is None or not S - 1 <= cache.position <= S:
             return False
-        # Centroids are fitted at the layer's own step, after its last key has been written.
+        # A layer fits centroids in its own decode step, after it has written its last key.
         if index.unfitted(served) or not needs_rebuild(index, cache, cache.first_rows(self._caches), S, self.config):
             return False
         return index.length >= cache.length or index.router.source.irreversible is None

@@ -1,4 +1,4 @@
-"""Replace the attention function that mlx-lm's models call."""
+"""Replacement for the attention function that mlx-lm's models call."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ merge = inspect.getattr_static(caches.KVCache, "merge")
 
 
 class Listener(Protocol):
-    """Receiver of attention calls: a `Call` of an enabled model, or an observer."""
+    """Object that handles the attention calls of a model: a `Call` of an enabled model, or an observer."""
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Return the result of the call, or None to let mlx-lm attend densely."""
+        """Return the attention output, or None to let mlx-lm attend densely."""
 
 
-# The listener of the model that is being called on this thread.
+# Listener of the forward pass that is running on this thread.
 active: ContextVar[Listener | None] = ContextVar("active", default=None)
 
 
@@ -48,7 +48,7 @@ def scaled_dot_product_attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attend as the active listener does, or as mlx-lm's function of this name if the listener returns None."""
+    """Attend with the active listener, or with mlx-lm's function of this name if the listener returns None."""
     listener = active.get()
     if listener is not None:
         out = listener.attend(queries, keys, values, cache, scale, mask, sinks)
@@ -58,8 +58,8 @@ def scaled_dot_product_attention(
     return dense
 
 
-def prepare_noting_ends(cache: Any, *, lengths: list[int] | None = None, **padding: Any) -> None:
-    """Call mlx-lm's `BatchKVCache.prepare` and store the ends of ragged prompts, which mlx-lm does not."""
+def prepare_and_store_ends(cache: Any, *, lengths: list[int] | None = None, **padding: Any) -> None:
+    """Call mlx-lm's `BatchKVCache.prepare`, and store the end rows of prompts of different lengths."""
     prepare(cache, lengths=lengths, **padding)  # type: ignore[no-untyped-call]
     cache.prompt_ends = None if lengths is None else [cache.size() + length for length in lengths]
 
@@ -68,10 +68,10 @@ _bound: Counter[str] = Counter()
 
 
 def bind(model: Any) -> list[str]:
-    """Put our function into the modules of the classes of ``model``; return the names of the modules.
+    """Replace the attention function in the modules of ``model``; return the names of these modules.
 
-    Model files import mlx-lm's function by value, so each module has its own reference. Batches of caches are merged
-    and prepared before a model gets them, so this also replaces `KVCache.merge` and `BatchKVCache.prepare`.
+    Each model file imports mlx-lm's function by value, so the function is replaced in every module. `KVCache.merge` and
+    `BatchKVCache.prepare` are replaced too, because mlx-lm calls them before it calls the model.
     """
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
     ours = scaled_dot_product_attention
@@ -80,13 +80,13 @@ def bind(model: Any) -> list[str]:
         _bound[name] += 1
         setattr(sys.modules[name], NAME, ours)
     if names:
-        caches.BatchKVCache.prepare = prepare_noting_ends  # type: ignore[method-assign, assignment]
+        caches.BatchKVCache.prepare = prepare_and_store_ends  # type: ignore[method-assign, assignment]
         caches.KVCache.merge = staticmethod(kv_cache.merge)  # type: ignore[method-assign]
     return sorted(names)
 
 
 def unbind(names: list[str]) -> None:
-    """Undo one `bind`; the last one restores mlx-lm's function."""
+    """Undo one call of `bind`. After the last one, restore mlx-lm's functions."""
     for name in names:
         _bound[name] -= 1
         if _bound[name] == 0:
@@ -96,19 +96,19 @@ def unbind(names: list[str]) -> None:
         caches.KVCache.merge = merge  # type: ignore[method-assign]
 
 
-def moved() -> list[str]:
-    """Return the interfaces of the installed mlx-lm that differ from what this version needs; empty if none do."""
+def changed_interfaces() -> list[str]:
+    """Return descriptions of the interfaces of the installed mlx-lm that have changed; empty if it is supported."""
     problems = []
     if list(inspect.signature(original).parameters) != PARAMETERS:
-        problems.append("mlx_lm.models.base.scaled_dot_product_attention takes other parameters")
+        problems.append("mlx_lm.models.base.scaled_dot_product_attention has other parameters")
     if not callable(getattr(utils, "load_model", None)):
-        problems.append("mlx_lm.utils.load_model is gone")
+        problems.append("mlx_lm.utils.load_model is missing")
     for cls, members in (
         (caches.KVCache, ("update_and_fetch", "state", "trim", "make_mask", "nbytes", "merge")),
         (caches.QuantizedKVCache, ("update_and_fetch", "state", "trim", "make_mask", "nbytes")),
         (caches.BatchKVCache, ("update_and_fetch", "state", "prepare", "finalize", "filter", "extend", "make_mask")),
     ):
-        problems += [f"{cls.__name__}.{member} is gone" for member in members if not hasattr(cls, member)]
+        problems += [f"{cls.__name__}.{member} is missing" for member in members if not hasattr(cls, member)]
     if not problems:
         cache = caches.KVCache()
         rows = mx.zeros((1, 1, 1, 1))
@@ -123,8 +123,8 @@ def moved() -> list[str]:
 
 
 def require() -> None:
-    """Raise `BackendUnavailable` if mlx-lm's interfaces have changed: attention would silently stay dense."""
-    problems = moved()
+    """Raise `BackendUnavailable` if mlx-lm's interfaces have changed, because attention would silently be dense."""
+    problems = changed_interfaces()
     if problems:
         version = getattr(mlx_lm, "__version__", "unknown")
         raise BackendUnavailable(
@@ -134,7 +134,7 @@ def require() -> None:
 
 
 def reduce_as(cls: type, attribute: str) -> Any:
-    """Return a ``__reduce_ex__`` that copies and pickles an object as a plain ``cls`` without ``attribute``."""
+    """Return a ``__reduce_ex__`` that copies and pickles an object as an instance of ``cls`` without ``attribute``."""
 
     def reduce(self: Any, protocol: Any) -> Any:
         reduced: Any = cls.__reduce_ex__(self, protocol)  # type: ignore[call-arg]

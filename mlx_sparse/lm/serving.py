@@ -1,7 +1,7 @@
-"""Add to `mlx_lm.server`: a log line about sparse attention for each request, and ``GET /v1/sparse``.
+"""Additions to `mlx_lm.server`: a log line about sparse attention for each request, and ``GET /v1/sparse``.
 
-The server answers each connection on its own thread. One other thread runs the model for all requests, and one forward
-pass may serve several. The log line of a request counts the calls between its start and its end.
+The server has one thread for each connection. Another thread runs the model for all requests, and one forward pass may
+serve several requests. So the log line of a request counts all calls between the start and the end of the request.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PATH = "/v1/sparse"
 
 @dataclass(eq=False)
 class Request:
-    """An open request.
+    """A request that the server is answering.
 
     Attributes:
-        before: counts of all models when the request started.
-        together: largest number of requests that were open at the same time.
-        tokens: number of tokens of the answer so far.
+        before: counts of all models at the start of the request.
+        together: largest number of concurrent requests so far, including this request.
+        tokens: number of tokens generated so far.
     """
 
     before: Counts
@@ -38,11 +38,11 @@ class Request:
 
 
 class Requests:
-    """The open requests.
+    """All requests that the server is answering.
 
     Args:
-        count: returns the counts of all models so far.
-        log: writes the line of a request.
+        count: function that returns the current counts of all models.
+        log: function that writes a log line.
     """
 
     def __init__(self, count: Callable[[], Counts], log: Callable[[str], object]) -> None:
@@ -51,7 +51,7 @@ class Requests:
         self._lock = threading.Lock()
 
     def begin(self) -> Request:
-        """Add a new request."""
+        """Add a request and return it."""
         request = Request(self._count())
         with self._lock:
             self._open.append(request)
@@ -60,16 +60,16 @@ class Requests:
         return request
 
     def end(self, request: Request) -> None:
-        """Remove a request that is answered or canceled."""
+        """Remove a request that has been answered or canceled."""
         with self._lock:
             self._open.remove(request)
 
     def answer(self, request: Request, context: Any, responses: Iterator[Any]) -> Iterator[Any]:
-        """Yield ``responses``, one for each token; then log the request, also if the client has disconnected."""
+        """Yield ``responses``, one per token, and log the request at the end, even if the client disconnects."""
 
         def listened() -> Iterator[Any]:
             try:
-                yield  # started here, so that `finally` runs even if no token is read
+                yield  # start the generator now, so that `finally` runs even if no token is read
                 for response in responses:
                     request.tokens += 1
                     yield response
@@ -83,7 +83,7 @@ class Requests:
 
 
 def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
-    """Return the log line of a request with ``prompt`` tokens, ``cached`` of them in the server's prompt cache."""
+    """Return the log line of a request with ``prompt`` tokens, of which the server had cached ``cached``."""
     known = f" ({cached:,} cached)" if cached > 0 else ""
     others = f" of up to {request.together} concurrent requests" if request.together > 1 else ""
     calls = [f"{now.sparse_calls - request.before.sparse_calls:,} sparse"]
@@ -94,8 +94,8 @@ def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
     return f"prompt of {prompt:,} tokens{known}, {request.tokens:,} generated; calls{others}: {', '.join(calls)}"
 
 
-def moved() -> str | None:
-    """Return the first interface of mlx-lm's server that this version cannot use, or None."""
+def changed_interface() -> str | None:
+    """Return the name of the first interface of mlx-lm's server that has changed, or None."""
     from mlx_lm import server
 
     expected = {
@@ -113,12 +113,12 @@ def moved() -> str | None:
 
 
 @contextlib.contextmanager
-def shown(session: Session) -> Iterator[None]:
-    """Add the log lines and the page to mlx-lm's server; print a line if its interfaces have changed."""
-    found = moved()
+def request_logging(session: Session) -> Iterator[None]:
+    """Add the log lines and the page to mlx-lm's server, or print a warning if its interfaces have changed."""
+    found = changed_interface()
     if found is not None:
         session.print_line(
-            f"no log lines for requests and no {PATH}: mlx-lm's {found} has changed. The report is printed at the end."
+            f"warning: no log lines and no {PATH}: mlx-lm's {found} has changed. The report is printed at the end."
         )
         yield
         return

@@ -88,7 +88,7 @@ class Method:
 
     @property
     def attended(self) -> int:
-        """Keys attended per step and KV head. Shorter contexts are attended densely."""
+        """Keys attended per step and KV head. Contexts of up to this many keys are attended densely."""
         if not hasattr(self, "top_k"):
             raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
         return int(self.top_k)

@@ -22,7 +22,7 @@ class Streaming(Method):
 
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
-    reads: ClassVar[str] = "the first 16 and the last 112 keys (StreamingLLM); forgets the middle"
+    reads: ClassVar[str] = "the first 16 and the last 112 keys"
     look: ClassVar[tuple[str, str]] = ("#E69F00", "D")
     grows: ClassVar[str] = "recent_tokens"
 
@@ -47,7 +47,7 @@ class StreamingPrefill(Prefill):
 
     name: ClassVar[str] = "streaming_prefill"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
-    reads: ClassVar[str] = "a window and the first keys; forgets the middle"
+    reads: ClassVar[str] = "a window and the first keys"
     look: ClassVar[tuple[str, str]] = ("#E69F00", "D")
 
     block_size: int = 64
@@ -70,8 +70,8 @@ class H2O(Method):
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
     reads: ClassVar[str] = (
-        "the last keys and those that received most attention so far (H2O); the rest is evicted for good. "
-        "To compare with: it has to count what dense prompts attend to"
+        "the last keys and the keys that received most attention so far; all other keys are evicted. For comparison: "
+        "it counts the attention of dense prefill"
     )
     look: ClassVar[tuple[str, str]] = ("#D55E00", "s")
     grows: ClassVar[str] = "top_k"
@@ -97,7 +97,7 @@ class FlexGen(Method):
 
     name: ClassVar[str] = "flexgen"
     source: ClassVar[str] = "FlexGen, arXiv 2303.06865"
-    reads: ClassVar[str] = "every key, the values of the `top_k` largest weights"
+    reads: ClassVar[str] = "every key, and the values with the `top_k` largest weights"
     look: ClassVar[tuple[str, str]] = ("#CC79A7", "v")
     grows: ClassVar[str] = "top_k"
 
@@ -122,7 +122,7 @@ class OracleTopK(Method):
 
     name: ClassVar[str] = "oracle_top_k"
     source: ClassVar[str] = "the bound in the SparQ paper"
-    reads: ClassVar[str] = "every key; attends the best `top_k`. A bound, not a saving"
+    reads: ClassVar[str] = "every key; attends to the best `top_k` keys. An upper bound of quality that saves nothing"
     look: ClassVar[tuple[str, str]] = ("#009E73", "^")
     grows: ClassVar[str] = "top_k"
 
@@ -143,7 +143,7 @@ class MInference(Prefill):
 
     name: ClassVar[str] = "minference"
     source: ClassVar[str] = "MInference, arXiv 2407.02490"
-    reads: ClassVar[str] = "as many as fixed budgets pay for (MInference, in whole blocks)"
+    reads: ClassVar[str] = "key blocks and distances with most of a sample's attention, a fixed number of them"
     look: ClassVar[tuple[str, str]] = ("#882255", "s")
 
     block_size: int = 64
@@ -194,8 +194,8 @@ class HyperAttention(Prefill):
     name: ClassVar[str] = "hyperattention"
     source: ClassVar[str] = "HyperAttention, arXiv 2310.05869"
     reads: ClassVar[str] = (
-        "a bucket of keys with hashes like the query's, and a weighted sample. To compare with: no faster than dense "
-        "attention here"
+        "a bucket of keys with hashes similar to the query's, and a weighted sample. For comparison: no faster than "
+        "dense attention here"
     )
     look: ClassVar[tuple[str, str]] = ("#CC79A7", "X")
 
@@ -227,7 +227,7 @@ class HashSparse(Prefill):
 
     name: ClassVar[str] = "hash_sparse"
     source: ClassVar[str] = "Sparse Flash Attention, arXiv 2306.01160"
-    reads: ClassVar[str] = "the keys with the query's hash. To compare with: no faster than dense attention here"
+    reads: ClassVar[str] = "the keys with the query's hash. For comparison: no faster than dense attention here"
     look: ClassVar[tuple[str, str]] = ("#44AA99", "P")
 
     buckets: int = 16

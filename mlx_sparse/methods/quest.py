@@ -31,7 +31,7 @@ class Quest(Method):
     source: ClassVar[str] = "Quest, arXiv 2406.10774"
     reads: ClassVar[str] = (
         "the smallest and largest components of each page of 16 keys, then the `top_k` keys and values of the pages "
-        "that promise most ([Quest](docs/spec/quest.md))"
+        "with the largest bounds ([Quest](docs/spec/quest.md))"
     )
     look: ClassVar[tuple[str, str]] = ("#F0E442", "P")
     grows: ClassVar[str] = "top_k"

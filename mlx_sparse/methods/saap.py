@@ -39,8 +39,8 @@ class SAAP(Method):
     name: ClassVar[str] = "saap"
     source: ClassVar[str] = "SAAP, arXiv 2502.08246"
     reads: ClassVar[str] = (
-        "the weights of a small network, then the keys and values of the buckets it names, and the first and last ones "
-        "([SAAP](docs/spec/saap.md)); for very long contexts, after training once per model"
+        "the weights of a small network, then the keys and values of the buckets that it selects, and the first and "
+        "last keys ([SAAP](docs/spec/saap.md)); for very long contexts, after training once per model"
     )
     look: ClassVar[tuple[str, str]] = ("#56B4E9", "P")
     grows: ClassVar[str] = "probes"

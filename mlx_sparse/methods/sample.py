@@ -37,8 +37,8 @@ class Sample(Prefill):
     Attributes:
         block_size: queries per row block and keys per key block: 32, 64 or 128.
         alpha_column: share of the sample's softmax mass that the selected key blocks must reach; above 0, at most 1.
-        alpha_slash: the same for the selected diagonals.
-        chunks: regions of the queries with a sample each.
+        alpha_slash: share of the sample's softmax mass that the selected diagonals must reach; above 0, at most 1.
+        chunks: regions of a prefill chunk, each with its own sample.
         dense_below: keys below which attention stays dense without a sample. "auto" is `SAMPLE_PAYS_FROM`.
         dense_above: density of the sample's selection above which attention stays dense. "auto" is the density that was
             measured on this machine (`mlx-sparse calibrate`), and `SAMPLE_PAYS_UP_TO` before a measurement. If
@@ -51,7 +51,7 @@ class Sample(Prefill):
     name: ClassVar[str] = "sample"
     source: ClassVar[str] = "SampleAttention, MLSys 2025, arXiv 2406.15486"
     reads: ClassVar[str] = (
-        "the key blocks and distances that hold most of a sample's attention, per head "
+        "the key blocks and distances with most of a sample's attention, per head "
         "([SampleAttention](docs/spec/sample.md))"
     )
     look: ClassVar[tuple[str, str]] = ("#332288", "o")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import check_int, check_shape
+from ..checks import check_int
 from ..methods.stats import quest_elements
 from .attend import attend_indices, checked, dense_attention, float64, with_stats
 from .select import ranked, top_k_select
@@ -45,8 +45,6 @@ def quest_select(
     page_size: int = 16,
     top_k: int = 1024,
     left_padding: npt.ArrayLike | None = None,
-    page_min: npt.ArrayLike | None = None,
-    page_max: npt.ArrayLike | None = None,
 ) -> tuple[Array, Array]:
     """Select the pages of one decode step for ``queries (B, Hq, 1, D)`` and ``keys (B, Hkv, S, D)``.
 
@@ -57,7 +55,6 @@ def quest_select(
     q, k = float64(queries), float64(keys)
     B, Hkv, S, D = k.shape
     low, high = page_bounds(k, left_padding, page_size=page_size)
-    low, high = (own if given is None else float64(given) for own, given in ((low, page_min), (high, page_max)))
     grouped = q.reshape(B, Hkv, -1, D)
     # (quest.2) with 0 * inf = NaN, then (quest.3)
     with np.errstate(invalid="ignore"):
@@ -85,8 +82,6 @@ def quest_attention(
     top_k: int = 1024,
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
-    page_min: npt.ArrayLike | None = None,
-    page_max: npt.ArrayLike | None = None,
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
@@ -94,17 +89,12 @@ def quest_attention(
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("page_size", page_size, 1)
     check_int("top_k", top_k, 1)
-    pages = -(-n.S // page_size)
-    for name, bounds in (("page_min", page_min), ("page_max", page_max)):
-        check_shape(name, None if bounds is None else np.asarray(bounds), (n.B, n.Hkv, pages, n.D))
     attended = -(-top_k // page_size) * page_size
     if n.L > 1 or n.S <= attended:
         return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
     scale = n.D**-0.5 if scale is None else scale
 
-    indices, _ = quest_select(
-        q, k, page_size=page_size, top_k=top_k, left_padding=left_padding, page_min=page_min, page_max=page_max
-    )
+    indices, _ = quest_select(q, k, page_size=page_size, top_k=top_k, left_padding=left_padding)
     out, lse = attend_indices(q, k, v, indices, scale=scale)
     moved = quest_elements(n.S, n.D, top_k=attended, page_size=page_size)
     return with_stats(out, lse, (q, k, v), scale, left_padding, moved, attended, return_stats)

@@ -393,6 +393,8 @@ def _check(args: argparse.Namespace) -> None:
     check_int("--passage", args.passage, SHORTEST)
     check_int("--limit", args.limit, 1)
     check_int("--seed", args.seed, 0, (1 << 63) - 1)
+    if args.no_quality and args.save is not None:
+        raise ConfigError(f"--save: expected none with --no-quality, which recommends no method, got {args.save}.")
     check_own("--save", args.save, FIRST_LINE)
     check_options(args)
 

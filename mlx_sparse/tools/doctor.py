@@ -102,9 +102,9 @@ def _device() -> str:
 
 
 def _seams() -> list[str]:
-    from ..lm.seam import moved
+    from ..lm.seam import changed_interfaces
 
-    return moved()
+    return changed_interfaces()
 
 
 def _hook(problems: list[str]) -> str:

@@ -1,1 +1,1 @@
-"""Export a model that mlx-lm loads to a folder that ONNX Runtime runs."""
+"""Export an mlx-lm model to a folder for ONNX Runtime."""

@@ -1,4 +1,4 @@
-"""Run the command ``export-onnx``."""
+"""Parse the arguments of ``mlx-sparse export-onnx`` and run the export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that prints a one-line error without the usage."""
+    """Argument parser that prints one-line errors without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {shortened(message)}\n")
@@ -46,13 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"Checked on onnxruntime: {made.agreement}.")
     if made.sparse_from is not None and made.sparse_from >= NEVER:
         print(
-            "It decodes densely: without native kernels sparse steps are slower at every length. With native kernels "
-            "give --dense-below."
+            "All decode steps are dense, because sparse steps without native kernels are slower at every length. If "
+            "you use native kernels, set --dense-below."
         )
     elif made.sparse_from is not None and made.sparse_from > made.max_length:
         print(
-            f"It decodes densely: sparse steps begin at {made.sparse_from} keys, the caches have {made.max_length}. "
-            "Give a larger --max-length, or dense_below."
+            f"All decode steps are dense, because they become sparse at {made.sparse_from} keys and the caches have "
+            f"{made.max_length}. Set a larger --max-length or a smaller dense_below."
         )
     return 0
 
@@ -77,7 +77,7 @@ def _export(args: argparse.Namespace) -> Exported:
 
 
 def _removed(arguments: Sequence[str]) -> str | None:
-    """Return a message for the first option that was removed, or None."""
+    """Return an error message for the first option that a newer version removed, or None."""
     words = [part for word in arguments for part in word.split("=", 1)]
     for option, value in zip(words, [*words[1:], ""], strict=True):
         if replacement := removed("export-onnx", option, value):
@@ -114,8 +114,8 @@ def _parser() -> argparse.ArgumentParser:
         "--dense-below",
         type=int,
         metavar="N",
-        help="Number of keys below which decode steps are dense, as dense_below=N in --method (default: the cost model "
-        "in docs/onnx.md, which does not depend on the machine).",
+        help="Number of keys below which decode steps are dense, as dense_below=N in --method (default: computed from "
+        "the head dim, the same on every machine: docs/onnx.md).",
     )
     parser.add_argument(
         "--max-length",

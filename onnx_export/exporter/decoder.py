@@ -1,7 +1,7 @@
-"""Build the graph of a decoder-only language model: from mlx-lm's modules to ONNX nodes.
+"""Build the ONNX graph of a decoder-only language model from mlx-lm's modules.
 
 Arithmetic is float32, but the inputs of attention nodes are rounded to the type of the caches. A row of the batch is a
-left-padded sequence; the caches contain ``past_length`` tokens of the row, padding included.
+left-padded sequence. The caches contain ``past_length`` tokens of each row, padding included.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .methods.base import Decoding
 from .weights import Weights
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
-CONV = Tensor("conv", "tensor(float)", "B 1 1", "Nothing: onnxruntime-genai wants it beside a state that is alone.")
+CONV = Tensor("conv", "tensor(float)", "B 1 1", "Unused. onnxruntime-genai requires two further states or none.")
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Target:
     Attributes:
         decode: method of decode steps.
         prompts: method of prefill with every "auto" resolved; None if prefill is dense.
-        max_length: smallest capacity of the caches in tokens.
-        lanes: keys per chunk of component-major keys.
+        max_length: number of tokens that the caches must have space for.
+        lanes: number of keys per chunk of component-major keys.
         dtype: type of the caches and of unquantized weights.
-        dequantize: store quantized weights in ``dtype`` too.
-        genai: arrange the caches as onnxruntime-genai expects them.
+        dequantize: True to store quantized weights in ``dtype`` too.
+        genai: True to name and arrange the caches as onnxruntime-genai expects.
     """
 
     decode: Decoding
@@ -52,18 +52,18 @@ class Target:
 
     @property
     def text(self) -> str:
-        """Return both methods as text."""
+        """Return the prefill and decode methods as text, such as "sample+sparq"."""
         if self.prompts is None:
             return self.decode.text
         return str(self.prompts) if self.decode == EXACT else f"{self.prompts}+{self.decode.text}"
 
     def attributes(self, decode: Decoding, *, sampled: bool) -> dict[str, float]:
-        """Return the attributes of a layer's node except ``scale`` and ``window``."""
+        """Return the attributes of a layer's attention node except ``scale`` and ``window``."""
         prompts = sample.attributes(self.prompts) if sampled and self.prompts else {}
         return {**decode.attributes(self.lanes), **prompts}
 
     def shortened(self) -> Target:
-        """Return the target with methods that are sparse on short prompts."""
+        """Return a copy of the settings with methods that are sparse on short prompts, for verification."""
         prompts = self.prompts and sample.shortened(self.prompts)
         decode = self.decode.shortened()
         return replace(self, decode=decode, prompts=prompts)
@@ -75,7 +75,7 @@ class Target:
 
 
 def output_of(layer: int) -> str:
-    """Return the name of a layer's output."""
+    """Return the name of the graph value that a layer outputs."""
     return f"layers.{layer}/output"
 
 
@@ -87,7 +87,7 @@ class Decoder:
         family: properties that the modules of the model do not show.
         target: settings of the file.
         graph: graph that receives the nodes and weights.
-        written: callback that receives the name of each mlx-lm parameter when the parameter has been written.
+        written: callback with the name of each mlx-lm parameter, called after the parameter was written.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class Decoder:
     ) -> None:
         self.model, self.family, self.target, self.g = model, family, target, graph
         self.weights = Weights(graph, target.dtype, dequantize=target.dequantize, written=written)
-        self._virtual = 0  # states in layers after the last
+        self._virtual = 0  # number of states in virtual layers after the last layer
         self._sizes: dict[str | int, str | int] = {}
         self._angles: dict[Rope, tuple[str, str]] = {}
 
     def add(self) -> None:
-        """Add inputs, layers and outputs."""
+        """Add the inputs, the layers and the outputs of the model to the graph."""
         g, inner = self.g, self.model.model
         ids = g.input("input_ids", INT64, ["batch", "length"])
         g.output("logits", FLOAT, ["batch", 1, int(inner.embed_tokens.weight.shape[0])])
@@ -121,7 +121,7 @@ class Decoder:
         g.op("Identity", logits, output="logits")
 
     def _add_positions(self, ids: str) -> None:
-        """Compute padding and past length of the rows, and positions of the new tokens in float32 (B, L, 1)."""
+        """Add nodes for the padding and past length of each row, and for positions of new tokens, float32 (B, L, 1)."""
         g = self.g
         mask = g.input("attention_mask", INT64, ["batch", "total"])
         ones = g.op("Cast", mask, to=FLOAT)  # some runtimes have no ArgMax of int64
@@ -129,12 +129,12 @@ class Decoder:
         last = g.op("ArgMax", ones, axis=1, keepdims=0, select_last_index=1)
         tokens = g.op("ReduceSum", mask, g.constant([1]), keepdims=0)
         length = g.op("Shape", ids, start=1, end=2)
-        # If a row is only padding, its new tokens take the first slots, and none of them is valid.
+        # If a row is only padding, its new tokens are written to the first slots, and no key is valid.
         empty = g.op("Equal", tokens, g.constant(0))
         self.padding = g.op("Where", empty, length, first)
         past_tokens = g.op("Sub", tokens, length)
         past_length = g.op("Add", self.padding, past_tokens)
-        # If the mask has a hole or is too short for the new tokens, past_length is out of range, and append raises.
+        # If the mask has a hole or is shorter than the new tokens, set past_length out of range, so that append fails.
         end = g.op("Add", last, g.constant(1))
         whole = g.op("Or", empty, g.op("Equal", g.op("Sub", end, self.padding), tokens))
         enough = g.op("GreaterOrEqual", past_length, g.constant(0))
@@ -156,7 +156,7 @@ class Decoder:
         return self.g.op("Add", h, normed(family.after_mlp, made), output=output_of(i))
 
     def _norm(self, name: str, module: Any, x: str) -> str:
-        """Add RMSNorm over the last axis, in nodes that ONNX Runtime fuses into one."""
+        """Add RMSNorm over the last axis, as nodes that ONNX Runtime fuses into one."""
         g = self.g
         square = g.op("Pow", x, g.constant(2.0, np.float32))
         mean = g.op("ReduceMean", square, g.constant([-1]), keepdims=1)
@@ -209,9 +209,9 @@ class Decoder:
             k = self._norm(f"{name}.k_norm", attention.k_norm, k)
         rope, before = rope_of(attention.rope), [q, k]
         if rope is not None:
-            q, k = self._turned(rope, q, D), self._turned(rope, k, D)
+            q, k = self._rotated(rope, q, D), self._rotated(rope, k, D)
         window = window_of(layer, self.model)
-        decode = EXACT if window or not self.target.decode.serves(i) else self.target.decode
+        decode = EXACT if window or not self.target.decode.supports(i) else self.target.decode
         taken = {"query": q, "key": k, "value": v, **decode.routing(before, [q, k])}
         values = {name: self._stored(g.op("Transpose", part, perm=[0, 2, 1, 3])) for name, part in taken.items()}
         out = self._attend(i, decode, values, (Hkv, D), float(attention.scale), window)
@@ -221,12 +221,12 @@ class Decoder:
         return self.weights.linear(f"{name}.o_proj", attention.o_proj, flat)
 
     def _stored(self, value: str) -> str:
-        """Cast a value to the type of the caches."""
+        """Add a cast to the type of the caches, unless this type is float32."""
         dtype = self.target.dtype
         return value if dtype == "float32" else self.g.op("Cast", value, to=build.TYPES[dtype])
 
-    def _turned(self, rope: Rope, x: str, D: int) -> str:
-        """Apply RoPE to queries or keys (B, L, H, D)."""
+    def _rotated(self, rope: Rope, x: str, D: int) -> str:
+        """Add nodes that apply RoPE to queries or keys (B, L, H, D)."""
         g = self.g
         cos, sin = self._angle(rope)
         pairs = len(rope.frequencies)
@@ -238,17 +238,17 @@ class Decoder:
             first, second = (g.op("Squeeze", half, g.constant([4])) for half in g.split(paired, [1, 1]))
         else:
             first, second = g.split(x, [pairs, pairs])
-        turned = [
+        rotated = [
             g.op("Sub", g.op("Mul", first, cos), g.op("Mul", second, sin)),
             g.op("Add", g.op("Mul", first, sin), g.op("Mul", second, cos)),
         ]
         if rope.traditional:
-            last = [g.op("Unsqueeze", half, g.constant([4])) for half in turned]
-            turned = [g.op("Reshape", g.op("Concat", *last, axis=4), g.constant([0, 0, 0, 2 * pairs]))]
-        return g.op("Concat", *turned, *kept, axis=3) if len(turned + kept) > 1 else turned[0]
+            last = [g.op("Unsqueeze", half, g.constant([4])) for half in rotated]
+            rotated = [g.op("Reshape", g.op("Concat", *last, axis=4), g.constant([0, 0, 0, 2 * pairs]))]
+        return g.op("Concat", *rotated, *kept, axis=3) if len(rotated + kept) > 1 else rotated[0]
 
     def _angle(self, rope: Rope) -> tuple[str, str]:
-        """Return cosine and sine (B, L, 1, pairs) of the angles, computed once for all layers with the same RoPE."""
+        """Return the cosine and sine (B, L, 1, pairs) of the RoPE angles. Layers with equal RoPE share these nodes."""
         if rope not in self._angles:
             g = self.g
             scope, g.scope = g.scope, f"rope.{len(self._angles)}/"
@@ -267,9 +267,9 @@ class Decoder:
     def _attend(
         self, i: int, decode: Decoding, values: dict[str, str], sizes: tuple[int, int], scale: float, window: int
     ) -> str:
-        """Add the attention node of a layer and its states; return its output (B, Hq, L, D).
+        """Add the attention node of layer ``i`` with its caches. Return the node's output (B, Hq, L, D).
 
-        ``values`` are the inputs of the node that the layer computes. ``sizes`` are KV heads and head dim.
+        ``values`` are the inputs that the layer computes. ``sizes`` are the number of KV heads and the head dim.
         """
         g, capacity = self.g, self.target.capacity
         sampled = self.target.prompts is not None and not window
@@ -295,7 +295,7 @@ class Decoder:
         return outputs["output"]
 
     def _state(self, i: int, name: str, state: Tensor) -> tuple[str, str]:
-        """Add the input and the output of a state of layer ``i``.
+        """Add the graph input and output of one state (cache) of layer ``i`` and return their names.
 
         onnxruntime-genai supports keys and values only. Other states of the same shape are therefore stored as keys
         and values of virtual layers after the last layer.
@@ -312,7 +312,7 @@ class Decoder:
         return self.g.input(f"{past}.{place}", element, dims), self.g.output(f"{present}.{place}", element, dims)
 
     def _fill_last_virtual_layer(self) -> None:
-        """Add values to the last virtual layer if the number of states is odd, because genai requires them."""
+        """Add unused values to the last virtual layer if it has only keys, because genai requires both."""
         if self.target.genai and self._virtual % 2:
             past, present = self._state(0, "none", OPERATORS["Append"].states["key"])
             self.g.op("Identity", past, output=present)

@@ -1,4 +1,4 @@
-"""Export a model that mlx-lm loads to a folder that ONNX Runtime runs."""
+"""Export an mlx-lm model to a folder for ONNX Runtime: check, write, and verify the logits."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from ..compose import inline as inlined
 from ..defaults import IN_FILES, SAMPLE_CHUNK, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from ..runtime import native as kernels
-from ..runtime.genai import ends_of, write_config
+from ..runtime.genai import eos_tokens, write_config
 from .decoder import Decoder, Target
 from .families import check_modules, family_of
-from .folder import check_free, emerging
+from .folder import atomic_folder, check_free
 from .graph import DataFile, Graph
 from .methods import DECODE, sample
 from .verify.compare import Agreement, compare
@@ -38,9 +38,9 @@ from .weights import QUANTIZED
 
 _NAMES = [kind.name for kind in DECODE]
 EXPORTED = [*_NAMES, Sample.name, *(f"{Sample.name}+{name}" for name in _NAMES if name != Dense.name)]
-MOST = 2**31 - 1  # tokens
+MOST = 2**31 - 1  # largest number of tokens
 MAX_LENGTH = 4096  # default of --max-length if the model allows it
-# Files of tokenizers; those that exist are copied.
+# Tokenizer files, which are copied if the model has them.
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -65,7 +65,7 @@ class Exported:
         max_length: maximum number of tokens.
         nbytes: size of model.onnx and its data in bytes.
         agreement: differences between the logits of the file and of MLX.
-        sparse_from: smallest number of keys at which decode steps are sparse; None if the method decodes densely.
+        sparse_from: number of keys at and above which decode steps are sparse; None if all decode steps are dense.
     """
 
     folder: Path
@@ -90,27 +90,27 @@ def export(
     native: bool = False,
     genai: bool = True,
 ) -> Exported:
-    """Write ``out``: model.onnx, its data, the tokenizer and the configuration for onnxruntime-genai.
+    """Export a model to the folder ``out``: model.onnx, its data, the tokenizer and genai_config.json.
 
     Args:
         model: a folder or a Hugging Face repository that mlx-lm loads.
-        out: a folder that does not exist or is empty. It is created when the files have been written and verified.
-        method: one of `EXPORTED` with [:key=value,...].
+        out: a folder that does not exist or is empty. It is created after all files were written and verified.
+        method: one of `EXPORTED` with optional settings, such as "sparq:rank=16".
         attn_config: TOML file with a table for each method, such as [sparq]; ``method`` overrides it.
-        dense_below: number of keys below which decode steps are dense, as in ``method``. The default comes from the
-            cost model in `defaults`, which does not depend on the machine.
+        dense_below: number of keys below which decode steps are dense, as the setting in ``method``. The default comes
+            from the cost model in `defaults`, which does not depend on the machine.
         max_length: maximum number of tokens; by default the limit of the model, at most `MAX_LENGTH`.
         dtype: float32, float16 or bfloat16: type of caches and unquantized weights; by default the type of the
             model. If you set float32, quantized weights are dequantized.
         compat: write opset 18 and IR 8 instead of 24 and 11.
-        inline: replace the operators by their function bodies.
+        inline: replace the operators by their function bodies, for runtimes without local functions.
         native: allow operators that only the native kernels run, which ``key_bits=4`` needs.
-        genai: write genai_config.json; has no effect with ``inline``.
+        genai: write genai_config.json. This has no effect with ``inline``.
 
     Raises:
         ConfigError: an argument is invalid, or the model cannot be exported.
         ArtefactError: the weights are corrupt, or the logits of the file differ from MLX's.
-        BackendUnavailable: the file needs native kernels, and this machine has none to verify it with.
+        BackendUnavailable: the file needs native kernels for its verification, and this machine has none.
         OSError: ``out`` cannot be written.
     """
     prompts, config = methods_of(method, attn_config)
@@ -127,21 +127,21 @@ def export(
     family = family_of(settings)
     check_modules(loaded, dequantize=dtype == "float32")
     length = length_of(settings, max_length)
-    decode = DECODE[type(config)].settled(config, loaded)
+    decode = DECODE[type(config)].resolve(config, loaded)
     target = Target(
         decode,
         max_length=length,
         lanes=lanes_for(length),
-        dtype=dtype or own_type(loaded),
+        dtype=dtype or weight_dtype(loaded),
         dequantize=dtype == "float32",
         genai=genai and not inline,
-        prompts=prompts and sample.settled(prompts, length),
+        prompts=prompts and sample.resolve(prompts, length),
     )
 
     def lower(proto: onnx.ModelProto) -> onnx.ModelProto:
         return inlined(proto) if inline else proto
 
-    with emerging(folder) as made:
+    with atomic_folder(folder) as made:
         proto = _write(made, loaded, family, target, settings, compat=compat)
         onnx.save(lower(proto), made / "model.onnx")
         nbytes = sum(file.stat().st_size for file in made.iterdir())
@@ -159,43 +159,43 @@ def export(
 
 
 def _with_dense_below(config: Method, given: int) -> Method:
-    """Return the decoding method with ``--dense-below`` applied.
+    """Return the decode method with the value of ``--dense-below``.
 
     Raises:
-        ConfigError: the method has no such setting, or its text sets the number too.
+        ConfigError: the method has no setting dense_below, or ``--method`` sets it too.
     """
     configured = getattr(config, "dense_below", None)
     if configured is None:
-        raise ConfigError(f"--dense-below: expected none beside a --method that decodes densely, got {given}.")
+        raise ConfigError(f"--dense-below: expected no value for a --method that decodes densely, got {given}.")
     if configured != "auto":
-        raise ConfigError(f"--dense-below: expected none beside dense_below={configured} of the method, got {given}.")
+        raise ConfigError(f"--dense-below: expected no value with dense_below={configured} in --method, got {given}.")
     check_int("--dense-below", given, 0, MOST)
     setting: dict[str, Any] = {"dense_below": given}
     return dataclasses.replace(config, **setting)
 
 
 def _check_native(config: Method, *, native: bool, inline: bool) -> None:
-    """Check that native kernels run a file with int4 scoring keys, whose operators have no function body.
+    """Check that a file with int4 scoring keys can run. It needs native kernels, because it has no function bodies.
 
     Raises:
-        ConfigError: the file would not run.
-        BackendUnavailable: this machine has no native kernels to verify the file with.
+        ConfigError: the options do not allow native kernels.
+        BackendUnavailable: this machine has no native kernels to verify the file.
     """
     key_bits = getattr(config, "key_bits", 16)
     if key_bits == 16:
         return
     if inline:
-        raise ConfigError(f"key_bits: expected 16 beside --inline, got {key_bits}, which only the native kernels run.")
+        raise ConfigError(f"key_bits: expected 16 with --inline, got {key_bits}, which only the native kernels run.")
     if not native:
         raise ConfigError(
-            f"key_bits: expected 16 for a file that every runtime runs, got {key_bits}. Give --native if the "
-            "native kernels of this package will be registered where it runs."
+            f"key_bits: expected 16 for a file that every runtime runs, got {key_bits}. Add --native if you "
+            "will run the file with the native kernels of this package."
         )
     kernels.library_path()
 
 
 def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None, Method]:
-    """Return the prefill method (None if dense) and the decoding method of ``--method`` and ``--attn-config``.
+    """Parse ``--method`` and ``--attn-config``. Return the prefill method (None if dense) and the decode method.
 
     Raises:
         ConfigError: a method cannot be exported, or a key or value is invalid.
@@ -211,7 +211,7 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
 
 
 def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
-    """Return mlx-lm's model with lazy weights, its folder and its config.json.
+    """Load a model with lazy weights. Return mlx-lm's model, its folder and its config.json.
 
     Raises:
         ConfigError: mlx-lm cannot load the model, or its architecture cannot be exported.
@@ -221,7 +221,7 @@ def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
         settings = utils.load_config(source)
         family_of(settings)
         loaded, settings = utils.load_model(source, lazy=True)
-        loaded(mx.array([[0, 0]]))  # lazy: this checks shapes and computes nothing
+        loaded(mx.array([[0, 0]]))  # lazy, so this call checks shapes without any computation
     except ConfigError:
         raise
     except Exception as error:  # mlx-lm, huggingface_hub and MLX raise many types
@@ -232,7 +232,7 @@ def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
 
 
 def _check_tokens(settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a special token is not a number."""
+    """Raise `ConfigError` if the id of a special token in a config.json is not an integer."""
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         value = settings.get(key)
         ids = value if isinstance(value, list) and key.startswith("eos") else [] if value is None else [value]
@@ -241,10 +241,10 @@ def _check_tokens(settings: Mapping[str, Any]) -> None:
 
 
 def length_of(settings: Mapping[str, Any], requested: int | None) -> int:
-    """Return the maximum number of tokens.
+    """Return the maximum number of tokens: ``requested``, or the default for a model with these ``settings``.
 
     Raises:
-        ConfigError: ``max_length`` exceeds the positions of the model.
+        ConfigError: ``requested`` exceeds the positions of the model.
     """
     limit = settings.get("max_position_embeddings")
     limit = limit if isinstance(limit, int) and limit > 0 else None
@@ -257,20 +257,20 @@ def length_of(settings: Mapping[str, Any], requested: int | None) -> int:
     return requested
 
 
-def own_type(model: Any) -> str:
-    """Return the type of the model's unquantized weights, or of its scales."""
+def weight_dtype(model: Any) -> str:
+    """Return the dtype of the model's unquantized matrices; if there are none, the dtype of the quantization scales."""
     embedding = model.model.embed_tokens
     dtype = (embedding.scales if isinstance(embedding, QUANTIZED) else embedding.weight).dtype
     name = str(dtype).removeprefix("mlx.core.")
     if name not in build.TYPES:
-        raise ConfigError(f"--model: expected weights of type {', '.join(build.TYPES)}, got {name}. Give --dtype.")
+        raise ConfigError(f"--model: expected weights of type {', '.join(build.TYPES)}, got {name}. Set --dtype.")
     return name
 
 
 def _write(
     folder: Path, model: Any, family: Any, target: Target, settings: Mapping[str, Any], *, compat: bool
 ) -> onnx.ModelProto:
-    """Write the data of model.onnx and return the model.
+    """Write the external data file of model.onnx to ``folder`` and return the model.
 
     Raises:
         ConfigError: the model has weights that its family does not use.
@@ -285,12 +285,12 @@ def _write(
         graph = Graph(data)
         Decoder(model, family, target, graph, written).add()
     if left:
-        raise ConfigError(f"--model: expected weights that the exporter knows, got {min(left)}.")
+        raise ConfigError(f"--model: expected only weights that the exporter supports, got {min(left)}.")
     return graph.model(COMPAT if compat else DEFAULT, metadata(target, settings))
 
 
 def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata that a runner needs."""
+    """Return the metadata that `Runner` reads from model.onnx: method, lengths, and end-of-sequence tokens."""
     metadata = {
         "spec": SPEC,
         "version": mlx_sparse.__version__,
@@ -298,7 +298,7 @@ def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
         "model_type": settings["model_type"],
         "max_length": target.max_length,
         "dtype": target.dtype,
-        "eos_token_ids": json.dumps(ends_of(settings)),
+        "eos_token_ids": json.dumps(eos_tokens(settings)),
     }
     if target.prompts is not None:
         metadata["prompt_piece"] = SAMPLE_CHUNK

@@ -1,7 +1,7 @@
 """Describe the model families that can be exported.
 
 Most differences (biases, q/k norms, fused projections, position encodings, windows, tied embeddings) are read from the
-modules that mlx-lm builds. The rest is a row of `FAMILIES`.
+modules that mlx-lm builds. All other properties are in the table `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the family that a config.json names.
+    """Return the family of a model from its config.json.
 
     Raises:
         ConfigError: the family cannot be exported.
@@ -89,7 +89,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary position encoding: component pair i is rotated by ``position * scale * frequencies[i]``.
+    """A rotary position encoding, which rotates component pair i by ``position * scale * frequencies[i]``.
 
     Attributes:
         frequencies: float32 (pairs,); the first ``2 * pairs`` components of a head are rotated.
@@ -105,7 +105,7 @@ class Rope:
 
 
 def rope_of(module: Any) -> Rope | None:
-    """Return the encoding of an attention layer's ``rope``, or None if the layer has none.
+    """Return the parameters of an attention layer's ``rope`` module, or None if the layer has none.
 
     Raises:
         ConfigError: the type of encoding cannot be exported.
@@ -117,9 +117,10 @@ def rope_of(module: Any) -> Rope | None:
         half = module.dims // 2
         if not (half > 0 and module.base > 0):
             raise ConfigError(
-                f"--model: expected rope_theta above 0 and components to turn, got {module.base} and {module.dims}."
+                "--model: expected rope_theta above 0 and at least 2 rotated components, got "
+                f"{module.base} and {module.dims}."
             )
-        # Compute in float32 as MLX does, because rounding changes the angles of distant positions.
+        # Compute in float32 like MLX, because other rounding would change the angles of distant positions.
         turned = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(module.base) / half))
         return Rope(tuple(np.array(turned).tolist()), module.scale, 1.0, module.traditional)
     factors: dict[type, Callable[[], tuple[float, bool]]] = {
@@ -138,7 +139,7 @@ def rope_of(module: Any) -> Rope | None:
 
 
 def window_of(layer: Any, model: Any) -> int:
-    """Return the sliding window of a layer in keys, 0 if the layer attends to all keys."""
+    """Return the sliding window of a layer in keys, or 0 if the layer attends to all keys."""
     if getattr(layer, "use_sliding", False):
         window = model.model.sliding_window
     elif getattr(layer.self_attn, "is_sliding", False):
@@ -158,10 +159,10 @@ def head_dim(attention: Any) -> int:
 
 
 def check_modules(model: Any, *, dequantize: bool) -> None:
-    """Check the modules and quantization of a model before anything is written.
+    """Check the modules and the quantization of a model before anything is written.
 
     Raises:
-        ConfigError: the exporter does not support a module or its quantization; the message has its name.
+        ConfigError: the exporter does not support a module or its quantization.
     """
     for name, module in dict(tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)).items():
         if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
@@ -171,7 +172,7 @@ def check_modules(model: Any, *, dequantize: bool) -> None:
                 raise ConfigError(f"{name}: expected a weight of 4 or 8 bits, got {module.bits}. {REMEDY}")
         elif not (isinstance(module, (nn.Linear, nn.Embedding)) or _is_norm(module) or _is_rope(name)):
             raise ConfigError(
-                f"--model: expected modules that the exporter knows, got {type(module).__name__} at {name}."
+                f"--model: expected modules that the exporter supports, got {type(module).__name__} at {name}."
             )
 
 

@@ -1,4 +1,4 @@
-"""Create the folder of an exported model atomically."""
+"""Create the output folder of an export atomically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_sparse.checks import ConfigError
 
 
 def check_free(folder: Path) -> None:
-    """Raise `ConfigError` unless ``folder`` is empty or does not exist, and can be replaced."""
+    """Raise `ConfigError` unless ``folder`` can be created, or is empty and can be replaced."""
     if not folder.exists() and not folder.is_symlink():
         return
     if folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()):
@@ -27,8 +27,8 @@ def check_free(folder: Path) -> None:
 
 
 @contextmanager
-def emerging(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside ``folder``. It is renamed to ``folder`` at the end, or removed on an error."""
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside ``folder``. Rename it to ``folder`` at the end, or remove it after an error."""
     missing = [parent for parent in folder.parents if not parent.exists()]
     made = None
     try:
@@ -36,11 +36,11 @@ def emerging(folder: Path) -> Iterator[Path]:
         _remove_leftovers(folder)
         made = Path(tempfile.mkdtemp(".partial", f".{folder.name}.", folder.parent))
         with _opened(made) as handle:
-            with suppress(OSError):  # some network drives have no locks: leftovers stay there
+            with suppress(OSError):  # some network drives have no locks, and leftovers stay there
                 fcntl.flock(handle, fcntl.LOCK_EX)
             yield made
             made.chmod(0o777 & ~_umask())  # mkdtemp grants access to the user only
-            made.rename(folder)  # an empty folder is replaced, anything else is an error
+            made.rename(folder)  # replaces an empty folder, and raises for anything else
     except BaseException:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
@@ -52,7 +52,7 @@ def emerging(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """Open a folder that is not a link. The system releases a lock on the handle when this process ends."""
+    """Open a folder that is not a link, and yield its file descriptor. Locks on it end with this process."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield handle
@@ -61,7 +61,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove temporary folders of killed exports to ``folder``: folders of this user that no process has locked."""
+    """Remove temporary folders of killed exports to ``folder``: unlocked folders that belong to this user."""
     start = f".{folder.name}."
     for left in folder.parent.iterdir():
         if left.name.startswith(start) and left.name.endswith(".partial"):

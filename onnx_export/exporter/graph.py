@@ -1,4 +1,4 @@
-"""Build a graph: nodes, and weights that are written to the data file one at a time."""
+"""Build an ONNX graph from nodes and weights. Weights are written to the data file one at a time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..domain import DOMAIN, VERSION, Profile
 
 MICROSOFT = "com.microsoft"
 DATA = "model.onnx.data"
-ALIGNMENT = 4096  # a page: runtimes map the file
+ALIGNMENT = 4096  # bytes of a page, because runtimes map the file into memory
 
 
 class DataFile:
-    """The external data of a model, written tensor by tensor, so that only the current tensor is in memory."""
+    """The external data file of a model. Tensors are written one by one, so that only one tensor is in memory."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / DATA).open("wb")
@@ -33,7 +33,7 @@ class DataFile:
         self._file.close()
 
     def add(self, name: str, array: np.ndarray, element: int) -> TensorProto:
-        """Write an array and return its initializer."""
+        """Write an array to the file and return an initializer that refers to it."""
         array = np.ascontiguousarray(array)
         self._file.write(bytes(-self._file.tell() % ALIGNMENT))
         tensor = TensorProto(name=name, data_type=element, dims=array.shape, data_location=TensorProto.EXTERNAL)
@@ -45,7 +45,7 @@ class DataFile:
 
 
 class Graph:
-    """Nodes in the order they are added, under names that begin with ``scope``."""
+    """Builder of an ONNX graph. The names of new nodes begin with ``scope``."""
 
     def __init__(self, data: DataFile) -> None:
         self.scope = ""
@@ -57,13 +57,13 @@ class Graph:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
 
     def op(self, kind: str, *inputs: str, domain: str = "", output: str = "", **attributes: Any) -> str:
-        """Add a node with one output and return the name of the output, ``output`` if it is given."""
+        """Add a node with one output and return the name of the output, which is ``output`` if given."""
         name = f"{self.scope}{kind}_{len(self.nodes)}"
         self.add(helper.make_node(kind, inputs, [output or name], name, domain=domain or None, **attributes))
         return output or name
 
     def split(self, value: str, sizes: Sequence[int]) -> list[str]:
-        """Split a value along its last axis."""
+        """Add a node that splits a value along its last axis, and return the names of the outputs."""
         name = f"{self.scope}Split_{len(self.nodes)}"
         outputs = [f"{name}_{i}" for i in range(len(sizes))]
         self.add(helper.make_node("Split", [value, self.constant(sizes)], outputs, name, axis=-1))
@@ -73,7 +73,7 @@ class Graph:
         self.nodes.append(node)
 
     def constant(self, value: Any, dtype: type = np.int64) -> str:
-        """Return a small constant. Equal constants are added once."""
+        """Return the name of a small constant. Equal constants are added only once."""
         array: np.ndarray = np.asarray(value, dtype)
         key = array.dtype.name, array.shape, array.tobytes()
         if key not in self._constants:
@@ -82,7 +82,7 @@ class Graph:
         return self._constants[key]
 
     def weight(self, name: str, array: np.ndarray, dtype: str | None = None) -> str:
-        """Write a weight to the data file. Bfloat16 is passed as bits in uint16, with its ``dtype``."""
+        """Write a weight to the data file and return its name. For bfloat16, pass bits in uint16 and ``dtype``."""
         element = TYPES[dtype] if dtype else helper.np_dtype_to_tensor_dtype(array.dtype)
         self._initializers.append(self._data.add(name, array, element))
         return name
@@ -96,7 +96,7 @@ class Graph:
         return name
 
     def model(self, profile: Profile, metadata: dict[str, str]) -> onnx.ModelProto:
-        """Return the model, with the function bodies of the operators that it uses."""
+        """Return the finished model with the function bodies of all its operators."""
         graph = helper.make_graph(self.nodes, "decoder", self.inputs, self.outputs, self._initializers)
         domains = {node.domain for node in self.nodes}
         opsets = [helper.make_opsetid("", profile.opset), helper.make_opsetid(DOMAIN, VERSION)]

@@ -1,10 +1,11 @@
 """Convert MLX's affine-quantized weights to inputs of ``com.microsoft`` ``MatMulNBits`` and ``GatherBlockQuantized``.
 
 MLX stores ``w = scale * code + bias`` for groups along the last axis. The two operators compute
-``w = scale * (code - zero)`` with an integer ``zero`` in the range of the codes. The codes stay the same and scales may
-be negative, so both are equal if ``-bias / scale`` is such an integer. `mlx.core.quantize` makes it an integer, but
-rounds scale and bias to their type. In float16 and bfloat16 the quotient is then some hundredths of a step off, which
-changes logits as much as rounding to these types. Therefore the residual of the biases is stored as offsets and added.
+``w = scale * (code - zero)`` with an integer ``zero`` in the range of the codes, and allow negative scales. Both are
+equal for the same codes if ``-bias / scale`` is an integer in this range. `mlx.core.quantize` selects an integer
+quotient, but then rounds scale and bias to their type. In float16 and bfloat16 the quotient is therefore off by some
+hundredths of a step, which changes logits as much as rounding to these types. The exporter stores the remaining part
+of the biases as offsets, and the graph adds these.
 
 Arrays are NumPy arrays. Bfloat16 is ``ml_dtypes.bfloat16`` or its bits in uint16.
 """
@@ -18,22 +19,22 @@ import numpy as np
 
 from mlx_sparse.checks import ArtefactError
 
-BITS = (4, 8)  # that the operators support
-ULP = 2.0**-23  # of float32, relative
+BITS = (4, 8)  # number of bits per weight that the operators support
+ULP = 2.0**-23  # relative distance of adjacent float32 numbers
 REMEDY = "Export with --dtype float32, which dequantizes the weights."
 REMAKE = "Run mlx_lm.convert --dequantize on the model and export the result."
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """A weight of N rows and K columns, in groups of ``block_size`` along K.
+    """A quantized weight of N rows and K columns, in groups of ``block_size`` along K.
 
     Attributes:
         codes: uint8 (N, K / block_size, block_size * bits / 8); the low half of a byte is the first of two 4-bit codes.
         scales: float32 (N, K / block_size); float32 represents every storage type exactly.
         zeros: uint8 (N, K / block_size), one zero point per byte.
-        offsets: float32 (N, K / block_size), the bias minus ``-scale * zero``; None if all offsets are within the
-            rounding of float32.
+        offsets: float32 (N, K / block_size), equal to ``bias + scale * zero``; None if all offsets are within the
+            rounding error of float32.
     """
 
     codes: np.ndarray
@@ -45,7 +46,7 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """Shape (N, K) of the dequantized weight."""
         return self.scales.shape[0], self.scales.shape[1] * self.block_size
 
     def matmul(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -56,7 +57,7 @@ class Blocks:
         N, K = self.shape
         zeros = self.zeros
         if self.bits == 4:
-            zeros = np.pad(zeros, ((0, 0), (0, zeros.shape[1] % 2)))  # every row starts a byte
+            zeros = np.pad(zeros, ((0, 0), (0, zeros.shape[1] % 2)))  # every row starts at a byte
             zeros = zeros[:, ::2] | zeros[:, 1::2] << 4
         inputs = {"B": self.codes, "scales": self.scales.ravel(), "zero_points": zeros.ravel()}
         return inputs, {"K": K, "N": N, "bits": self.bits, "block_size": self.block_size}
@@ -64,16 +65,16 @@ class Blocks:
     def gather(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Return the inputs ``data``, ``scales`` and ``zero_points`` of GatherBlockQuantized, and its attributes.
 
-        ``data`` is the ``B`` of `matmul`, so a tied embedding is stored once. The last axes of the output are
-        (blocks, block_size). If there are `offsets`, add their gathered rows, then merge the two axes.
+        ``data`` equals ``B`` of `matmul`, so a tied embedding is stored once. The last axes of the output are (blocks,
+        block_size). If there are `offsets`, add the gathered rows of `offsets`, then merge the two axes.
         """
         attributes = {"gather_axis": 0, "quantize_axis": 2, "bits": self.bits, "block_size": self.block_size}
         return {"data": self.codes, "scales": self.scales[..., None], "zero_points": self.zeros[..., None]}, attributes
 
     def halves(self) -> tuple[Blocks, Blocks]:
-        """Split an 8-bit weight into two 4-bit weights, the high and the low half bytes, whose sum is exactly equal.
+        """Split an 8-bit weight into the 4-bit weights of the high and low half bytes, whose sum is exactly equal.
 
-        With 8 bits ONNX Runtime 1.31 is 30 times slower than with these two weights, or it rounds the input to 8 bits.
+        With an 8-bit weight, ONNX Runtime 1.31 is 30 times slower, or rounds the input to 8 bits.
         """
 
         def half(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Blocks:
@@ -96,10 +97,10 @@ def blocks(
     step, bias = _float32(scales), _float32(biases)
     codes = np.ascontiguousarray(weight).view(np.uint8).reshape(*step.shape, group_size * bits // 8)
     flat = step == 0
-    if flat.any():  # every weight of the group equals its bias: use code 1 and the bias as scale
+    if flat.any():  # scale 0: all weights of the group equal the bias, so use code 1 and the bias as scale
         codes = np.where(flat[..., None], np.uint8({4: 0x11, 8: 1}[bits]), codes)
         step, bias = np.where(flat, bias, step), np.where(flat, np.float32(0), bias)
-    # A group of zeros keeps scale 0, for which any zero point is correct.
+    # A group of zeros keeps scale 0, and any zero point is correct.
     zeros = np.clip(np.rint(-bias / np.where(step == 0, 1.0, step.astype(np.float64))), 0, 2**bits - 1)
     moved = step.astype(np.float64) * zeros
     left = bias + moved
@@ -108,7 +109,7 @@ def blocks(
 
 
 def _float32(array: np.ndarray) -> np.ndarray:
-    """Widen float32, float16 or bfloat16 exactly."""
+    """Convert float32, float16 or bfloat16 (as bits in uint16) to float32 without rounding."""
     if array.dtype.name in ("uint16", "bfloat16"):
         return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32)

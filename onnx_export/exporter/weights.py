@@ -1,4 +1,4 @@
-"""Add layers with weights: the stored tensors and the nodes that read them."""
+"""Add linear layers, embeddings and norms to a graph: their stored weights and their nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def numpy_of(array: mx.array) -> np.ndarray:
-    """Return a NumPy array, without a copy if possible; bfloat16 becomes its bits in uint16."""
+    """Convert an MLX array to NumPy, without a copy if possible. Bfloat16 becomes bits in uint16."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=None)
 
 
@@ -29,13 +29,13 @@ def _check_finite(name: str, array: mx.array) -> None:
 
 
 class Weights:
-    """Builder of the layers with weights of one model.
+    """Builder of the linear layers, embeddings and norms of one model.
 
     Args:
         graph: graph that receives weights and nodes.
         dtype: type of unquantized matrices; vectors are stored in float32.
-        dequantize: store quantized matrices unquantized.
-        written: callback that receives the name of each mlx-lm parameter when the parameter has been written.
+        dequantize: True to store quantized matrices unquantized.
+        written: callback with the name of each mlx-lm parameter, called after the parameter was written.
     """
 
     def __init__(self, graph: Graph, dtype: str, *, dequantize: bool, written: Callable[[str], None]) -> None:
@@ -46,13 +46,13 @@ class Weights:
         self._summed: dict[tuple[str, int], str] = {}
 
     def vector(self, name: str, array: mx.array, shift: float = 0.0) -> str:
-        """Store a norm's weight or a bias."""
+        """Store the weight of a norm or a bias as float32, with ``shift`` added, and return its name."""
         self._written(name)
         _check_finite(name, array)
         return self._graph.weight(name, numpy_of(array.astype(mx.float32) + shift))
 
     def linear(self, name: str, module: Any, x: str) -> str:
-        """Apply ``nn.Linear`` or ``nn.QuantizedLinear`` to x (..., K)."""
+        """Add nodes that apply ``nn.Linear`` or ``nn.QuantizedLinear`` to x (..., K), and return the output's name."""
         if self._stays_quantized(module):
             halves, offsets = self._halves(name, module)
             planes = [(self._store(name, i, half.matmul()[0]), half.matmul()[1]) for i, half in enumerate(halves)]
@@ -64,7 +64,7 @@ class Weights:
         return y
 
     def embedding(self, name: str, module: Any, ids: str) -> tuple[str, Callable[[str], str]]:
-        """Return float32 embeddings of ids (B, L), and a function that multiplies x (B, 1, K) by the same matrix."""
+        """Add an embedding of ids (B, L). Return its float32 output and a function that adds the tied output head."""
         g = self._graph
         if not self._stays_quantized(module):
             stored = self._matrix(name, module)
@@ -107,7 +107,7 @@ class Weights:
         return isinstance(module, QUANTIZED) and not self._dequantize
 
     def _matrix(self, name: str, module: Any, *, transposed: bool = False) -> str:
-        """Store a matrix (N, K) or its transpose, unquantized."""
+        """Store a matrix (N, K) or its transpose unquantized, and return its name."""
         weight = f"{name}.weight"
         if isinstance(module, QUANTIZED):
             weights, *ranges = self._parts(name, module)
@@ -119,7 +119,7 @@ class Weights:
         cast = array.astype(getattr(mx, self._dtype))
         if not mx.isfinite(cast).all().item():
             _check_finite(weight, array)
-            raise ConfigError(f"--dtype: expected a type that holds {weight}, got {self._dtype}.")
+            raise ConfigError(f"--dtype: expected a type with the range of {weight}, got {self._dtype}.")
         return self._graph.weight(weight, numpy_of(cast.T if transposed else cast), self._dtype)
 
     def _widened(self, value: str) -> str:
@@ -131,21 +131,21 @@ class Weights:
         return [module.weight, module.scales, module.biases]
 
     def _halves(self, name: str, module: Any) -> tuple[list[Blocks], str | None]:
-        """Return a quantized matrix as one or two of 4 bits, and the stored offsets (N, blocks) if it needs them."""
+        """Return a quantized matrix as one or two 4-bit weights, and the name of its offsets (N, blocks), or None."""
         arrays = map(numpy_of, self._parts(name, module))
         made = blocks(f"{name}.weight", *arrays, group_size=module.group_size, bits=module.bits)
         offsets = None if made.offsets is None else self._graph.weight(f"{name}.offsets", made.offsets)
         return [made] if made.bits == 4 else list(made.halves()), offsets
 
     def _store(self, name: str, plane: int, inputs: dict[str, np.ndarray]) -> list[str]:
-        """Store codes, scales and zero points."""
+        """Store the codes, scales and zero points of one 4-bit weight, and return their names."""
         return [self._graph.weight(f"{name}.{part}.{plane}", array) for part, array in inputs.items()]
 
     def _sum_of_products(self, x: str, planes: list[tuple[Any, dict[str, Any]]], offsets: str | None) -> str:
         g = self._graph
         y = None
         for inputs, attributes in planes:
-            # Level 0 computes in float32.
+            # accuracy_level 0 computes in float32.
             part = g.op("MatMulNBits", x, *inputs, domain=MICROSOFT, accuracy_level=0, **attributes)
             y = part if y is None else g.op("Add", y, part)
         assert y is not None
@@ -155,7 +155,7 @@ class Weights:
         return y
 
     def _sums(self, x: str, size: int) -> str:
-        """Sum x (B, L, K) over blocks, once for all layers with the same input x."""
+        """Add nodes that sum x (B, L, K) over blocks of ``size``. Layers with the same input x share these nodes."""
         if (x, size) not in self._summed:
             g = self._graph
             grouped = g.op("Reshape", x, g.constant([0, 0, -1, size]))

@@ -24,7 +24,7 @@ void append_columns(const Append& a, const void* key, void* plane, int64_t posit
 }
 
 // Adds the tokens after the first `skip` to the running statistics of `valid` tokens: sums of v, of k, and of the
-// squared differences between k and its mean. Sums are float32 over a few tokens and double over all tokens.
+// squared differences between k and its mean. A sum over a few tokens is float32; over all tokens, double.
 // Differences are relative to a shift, the old mean or the first key, because sums of k^2 would cancel for components
 // far from 0.
 void append_sums(const Append& a, const char* key, const char* value, const float* past, float* present, int64_t valid,
@@ -59,7 +59,7 @@ void append_sums(const Append& a, const char* key, const char* value, const floa
     const double squares = past[2 * D + d] + total[2 * D + d] - (added ? apart * apart / double(valid + added) : 0);
     present[d] = float(past[d] + total[d]);
     present[D + d] = float(past[D + d] + apart + (added ? double(added) * shift[d] : 0));
-    present[2 * D + d] = squares < 0 ? 0 : float(squares);  // rounding
+    present[2 * D + d] = squares < 0 ? 0 : float(squares);  // negative only by rounding
   }
 }
 

@@ -5,14 +5,14 @@
 
 namespace {
 
-// Rows of component-major keys that are added together, and the following rows.
+// Component-major rows that are added together, with the rows that follow for prefetching.
 template <class T>
 struct Run {
   const T *row[kTileComponents], *next[kTileComponents];
 };
 
-// a (R, count) += q (N, R) . N rows of keys, or = with `start`. Rows are read in long runs, a few at a time.
-// Short runs of all rows in turn reach half the bandwidth.
+// Computes a (R, count) += q (N, R) . N rows of keys; = in place of += with `start`. A few rows are read at a time, in
+// long runs. Short runs over all rows would reach half of the bandwidth.
 template <int R, int N, class T>
 inline void add_components(const Columns& columns, const Run<T>& run, const float* q, float* a, int64_t stride,
                            bool start) {
@@ -71,12 +71,12 @@ void approximate(const Columns& columns, const float* q, float* a, int64_t strid
   }
 }
 
-// Loads pairs of vectors of codes: of even keys, then of odd keys.
+// Loads pairs of vectors of codes: first of even keys, then of odd keys.
 inline void load_codes(const uint8_t* p, F* codes) {
   for (int v = 0; v < kCodeVectors; v += 2) nibbles(p + v / 2 * W, codes[v], codes[v + 1]);
 }
 
-// The scores of a group are the sum of q lo, equal for all keys, and of (q step) code. Keys are not dequantized.
+// Scores of a group: the sum of q lo, equal for all keys, plus the sum of (q step) code. No key is dequantized.
 template <int R>
 void approximate_records(const Codes& codes, const float* q, float* work, float* a, int64_t stride) {
   for (int n = 0; n < codes.groups; n++, a += kGroup) {
@@ -89,7 +89,7 @@ void approximate_records(const Codes& codes, const float* q, float* work, float*
       }
       for (int i = 0; i < codes.rank; i++) {
         const uint8_t* record = group + codes.components[i] * codes.stride;
-        if (j == 0) {  // during the products of the first keys, which hide the latency
+        if (j == 0) {  // prefetch during the products of the first keys, which hide the latency
           __builtin_prefetch(record + codes.ahead, 0, 2);
           const float lo = half_at(record), step = half_at(record + 2);
           for (int r = 0; r < R; r++) base[r] += q[i * R + r] * lo;

@@ -1,4 +1,4 @@
-// The operators on plain pointers with validated arguments.
+// The operators as functions on plain pointers. All arguments are validated.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace sparse {
 
-// Called for each head after its new keys and values were appended, to update further caches.
+// Callback for each head, after its new keys and values were appended, to update further caches.
 struct HeadCallback {
   virtual void head(int64_t b, int64_t h) const = 0;
 
@@ -18,7 +18,7 @@ struct HeadCallback {
   ~HeadCallback() = default;
 };
 
-// Appends tokens to the caches of one node; a past and its present may be the same memory.
+// Appends tokens to the caches of one node. A past and its present may be the same memory.
 struct Append {
   Type type;
   int64_t Hkv, L, C, D;
@@ -26,7 +26,7 @@ struct Append {
   const void *past_key, *past_value;
   void *present_key, *present_value;  // (B, Hkv, C, D)
   const int64_t* past_length;         // (B)
-  // SparQAttention has two more caches; null elsewhere.
+  // Two more caches of SparQAttention; null for other operators.
   const void* past_key_t = nullptr;
   void* present_key_t = nullptr;  // (B, Hkv, C / lanes, D, lanes)
   int64_t lanes = 0;
@@ -46,7 +46,7 @@ struct Append {
   }
 };
 
-// Int4 scoring keys of these caches and their summary: docs/spec/sparq.md, (sparq.17) to (sparq.20), (sparq.22), and
+// Int4 scoring keys of the caches, and their summary: docs/spec/sparq.md, (sparq.17) to (sparq.20), (sparq.22), and
 // docs/spec/operators.md, SparQCoded.
 struct CodedKeys final : HeadCallback {
   const Append& append;
@@ -73,7 +73,7 @@ struct Attention {
   const void* query;  // (B, Hq, L, D)
   const void *keys, *values;
   void* output;
-  const int64_t *first, *length;  // (B): valid keys are first <= j < length; query i of L sits at length - L + i
+  const int64_t *first, *length;  // (B): valid keys are first <= j < length; position of query i: length - L + i
   float scale;
   int64_t window = 0;
   const Append* append = nullptr;  // runs before attention
@@ -86,7 +86,7 @@ struct Attention {
   void read(float* out, const char* plane, int64_t first, int64_t count) const {
     typed().widen(out, plane + first * D * size_of(type), count * D);
   }
-  // Offset in bytes of the query or output of the first query head of KV head h.
+  // Offset in bytes of the queries or outputs of the group of KV head h.
   int64_t group_offset(int64_t b, int64_t h) const { return (b * Hq + h * G()) * L * D * size_of(type); }
 };
 
@@ -96,11 +96,11 @@ struct SparQ {
   bool reallocate, by_key;
   const void* keys_t;    // (B, Hkv, chunks, D, lanes)
   int64_t lanes, plane;  // plane: number of elements per head
-  // Or int4 scoring keys.
+  // Int4 scoring keys in place of keys_t, or null.
   const uint8_t* codes = nullptr;  // (B, Hkv D, groups, record)
   int64_t groups = 0;
   const float* summary = nullptr;  // (B, 3 Hkv, D)
-  // Mean value and deviation (B, Hkv, D) are inputs, or are computed from the running statistics (B, Hkv, 3, D).
+  // Mean value and deviation (B, Hkv, D) as inputs, or running statistics (B, Hkv, 3, D) to compute them.
   const float *value_mean = nullptr, *deviation = nullptr, *sums = nullptr;
   int32_t* indices = nullptr;  // (B, Hkv, slots) or null
   int64_t slots = 0;
@@ -109,18 +109,18 @@ struct SparQ {
 void attend_densely(const Attention&, const Pool&);
 // Appends the new keys of a head and lists the keys that its query attends to, ascending. Returns their number.
 using SelectKeys = std::function<int64_t(int64_t b, int64_t h, int32_t* listed)>;
-// Attention over the listed keys, at most `room` keys per head. After all heads have listed their keys, each list is
-// divided among the workers, because lists may differ in length.
+// Attends to the listed keys, at most `room` keys per head. All heads first list their keys. Then each list is divided
+// among the workers, because lists may differ in length.
 void attend_lists(const Attention&, int64_t room, const SelectKeys&, const Pool&);
 void attend_sparsely(const Attention&, const SparQ&, const Pool&);
 
-// Mean value (sparq.9) and deviation of (sparq.1) of `valid` tokens from their sums (3, D).
+// Computes the mean value (sparq.9) and the deviation of (sparq.1) of `valid` tokens from their sums (3, D).
 void sums_to_statistics(const float* sums, int64_t valid, int64_t D, float* mean, float* deviation);
 
-// Appends in a separate parallel run.
+// Appends to all heads in a separate parallel run.
 void append_all(const Append&, int64_t B, const Pool&);
 
-// Keys low <= j < high.
+// A range of keys low <= j < high.
 struct Span {
   int64_t low, high;
 };
@@ -132,13 +132,13 @@ size_t rows_bytes(int64_t count, int64_t D);
 // Loads the rows of queries i0 to i0 + n - 1 of a group, head by head.
 void load_queries(const Attention&, const Rows&, int64_t b, int64_t h, int64_t i0, int64_t n);
 
-// Divides by the sums and writes the rows of queries i0 to i0 + n - 1. The output of a query without keys is 0.
+// Divides the outputs by the sums and writes the rows of queries i0 to i0 + n - 1. Without keys an output is 0.
 void store_rows(const Attention&, const Rows&, int64_t b, int64_t h, int64_t i0, int64_t n);
 
-// Merges the splits of a head into the first split. The result is exact.
+// Merges the splits of a head exactly into the first split.
 void merge(const Rows* parts, int64_t count);
 
-// Number of splits per head that keeps every worker busy, with at least `least` of `length` keys per split.
+// Returns the number of splits per head that keeps all workers busy, with at least `least` of `length` keys per split.
 inline int64_t parts_for(int64_t heads, int64_t length, int64_t least, int64_t tasks_per_worker) {
   if (heads % workers() == 0) return 1;
   const int64_t wanted = (tasks_per_worker * workers() + heads - 1) / std::max<int64_t>(heads, 1);

@@ -1,4 +1,4 @@
-// Shared by operators with caches: validated inputs, and attention of prefill.
+// Validated inputs and prefill attention, for all operators with caches.
 #pragma once
 
 #include <limits>
@@ -22,7 +22,7 @@ Attention attention_of(const Attributes&, const Context&);
 
 inline int64_t longest_of(const Attention& a) { return *std::max_element(a.length, a.length + a.B); }
 
-// Memory for the lengths of the rows of a call.
+// Memory for the row lengths of a call.
 struct Lengths {
   Scratch scratch;
   int64_t* all;
@@ -50,13 +50,13 @@ struct Caches {
   void make(const Context&, Append&, int key_at, int value_at) const;
 };
 
-// Returns the attention over the caches of `append`. `length` needs space for B.
+// Returns the attention over the caches of `append`. `length` needs space for B numbers.
 Attention attention_over(const Attributes&, const Context&, const Caches&, const Append&, const Tensor& query,
                          const Tensor& padding, int64_t* length);
 
 SampleSettings sample_of(const Attributes&);
 
-// Attends with the new tokens by SampleAttention if the node has its attributes and the call can be sampled, otherwise
+// Attends with the new tokens: by SampleAttention if the node has its attributes and the call can be sampled, otherwise
 // densely.
 void attend_prompt(const Attributes&, Attention&, const Pool&);
 

@@ -53,7 +53,7 @@ void fail(const char* argument, const std::string& expected, const std::string& 
 void check(const ort::Api* api, ort::Status* status, const char* what) {
   if (!status) return;
   ort::ReleaseStatus::call(api, status);
-  throw Error(std::string(what) + ": ONNX Runtime refused it.");
+  throw Error(std::string(what) + ": ONNX Runtime returned an error.");
 }
 
 void Tensor::expect(std::initializer_list<int64_t> lengths) const {

@@ -1,4 +1,4 @@
-// Access of operators to ONNX Runtime: attributes, inputs, outputs and errors.
+// Attributes, inputs, outputs and errors of operators in ONNX Runtime.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace sparse {
 
-// An error of the caller with the message `<argument>: expected X, got Y.`
+// Error about an argument, with the message `<argument>: expected X, got Y.`
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -53,10 +53,10 @@ class Context {
   Type type_, weights_;
 };
 
-// The element type of a letter of a signature.
+// Returns the element type for a letter of a signature.
 ort::ElementType element_type(char letter, Type type, Type weights);
 
-// Throws the error of a status and releases the status.
+// Throws an exception with the message of a status, and releases the status.
 void check(const ort::Api*, ort::Status*, const char* what);
 
 }  // namespace sparse

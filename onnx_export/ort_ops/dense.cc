@@ -1,4 +1,4 @@
-// Exact attention with a running softmax: over all keys, in one pass over K and V, and over lists of keys.
+// Exact attention with a running softmax, over all keys in one pass over K and V, or over lists of keys.
 
 #include <cmath>
 
@@ -8,8 +8,8 @@ namespace sparse {
 
 namespace {
 
-constexpr int64_t kRows = 128;        // query rows of a block, summed over the heads of the group
-constexpr int64_t kLeastKeys = 1024;  // minimum keys of a split: a smaller split costs more time than it saves
+constexpr int64_t kRows = 128;        // query rows per block, for all heads of the group together
+constexpr int64_t kLeastKeys = 1024;  // minimum keys per split; a smaller split costs more time than it saves
 
 // Attends to keys [low, high) of a head, for rows that attend to all of these keys.
 void attend_all(const Attention& a, const Rows& rows, int64_t b, int64_t h, Span keys, float* scores) {
@@ -59,7 +59,7 @@ void attend_one_query(const Attention& a, const Pool& pool) {
   });
 }
 
-// Attends with queries i0 to i0 + n - 1 of a group, each to the keys up to its position.
+// Attends with queries i0 to i0 + n - 1 of a group. Each query attends to the keys up to its position.
 void attend_block(const Attention& a, int64_t b, int64_t h, int64_t i0, int64_t n) {
   Scratch scratch(Scratch::kTask, RowTile::bytes(a, a.G() * n));
   RowTile tile(a, {b, h * a.G(), a.G(), i0, n}, scratch);
@@ -141,7 +141,7 @@ void attend_densely(const Attention& a, const Pool& pool) {
 
 namespace {
 
-constexpr int64_t kLeastListed = 512;  // minimum keys of a split of a list
+constexpr int64_t kLeastListed = 512;  // minimum keys per split of a list
 
 void attend_listed(const Attention& a, const Rows& rows, int64_t b, int64_t h, const int32_t* listed, int64_t count) {
   Scratch scratch(Scratch::kTask, Scratch::size<float>(rows.count * kBlock));

@@ -1,4 +1,4 @@
-// The inner loops for the instruction set of SPARSE_SIMD: kScalar, kAvx2, kAvx512 or kNeon.
+// Inner loops for the instruction set SPARSE_SIMD: kScalar, kAvx2, kAvx512 or kNeon.
 
 #include "kernels.h"
 
@@ -11,7 +11,7 @@ constexpr float kInfinity = __builtin_inff();
 
 inline int64_t row_of(const Keys& block, int j) { return block.index ? block.index[j] : block.first + j; }
 
-// Dot products of R query rows with kTileKeys key rows.
+// Computes the dot products of R query rows with kTileKeys key rows.
 template <int R, class T>
 inline void dots(const float* q, const T* const* k, int D, float* scores) {
   F total[R][kTileKeys];
@@ -52,7 +52,7 @@ void score_block(const Rows& rows, const Keys& block, float* scores) {
       const int ahead = j + c + kRowsAhead;
       if (block.index && ahead < block.count) prefetch(keys + row_of(block, ahead) * D, D * sizeof(T));
     }
-    for (int c = 0; c < kTileKeys; c++) {  // after the end use the last key again; its score is ignored
+    for (int c = 0; c < kTileKeys; c++) {  // after the end, repeat the last key; its score is ignored
       const int64_t row = row_of(block, j + c < block.count ? j + c : block.count - 1) * D;
       k[c] = keys + row;
       prefetch(values + row, D * sizeof(T));
@@ -109,7 +109,7 @@ void weigh(const Rows& rows, const Keys& block, float* scores) {
   }
 }
 
-// output (R, N vectors at d) += weights (R, count) values.
+// Computes output (R, N vectors at d) += weights (R, count) values.
 template <int R, int N, class T>
 inline void add_values(const Rows& rows, int r0, int d, const Keys& block, const float* weights, bool fetch) {
   const T *values = static_cast<const T*>(block.values), *keys = static_cast<const T*>(block.keys);
@@ -177,7 +177,7 @@ void exponentials(float* a, int n, bool write, float* top, float* total) {
   *total = sum(partial);
 }
 
-// For kG heads, or for G heads if kG is 0.
+// Sums over kG heads, or over G heads if kG is 0.
 template <int kG>
 int collect_heads(const float* a, int64_t stride, const float* factor, int G, int n, int32_t first, float threshold,
                   float* z, int32_t* index) {
@@ -210,7 +210,7 @@ int32_t bound_of(const int32_t* keys, int n, int k) {
     least = keys[i] < least ? keys[i] : least;
     most = keys[i] > most ? keys[i] : most;
   }
-  int64_t low = least, high = int64_t(most) + 1;  // at least k keys reach low, fewer reach high
+  int64_t low = least, high = int64_t(most) + 1;  // at least k keys reach low, and fewer than k reach high
   while (high - low > 1) {
     const int32_t middle = int32_t(low + (high - low) / 2);
     int reach = 0;

@@ -1,7 +1,7 @@
-// The vectors of the instruction set that is compiled for: partial loads and stores, type conversions, prefetching.
+// Vector helpers of the current instruction set: partial loads and stores, type conversions, prefetching.
 //
-// A file that includes this must not call a function template or an inline function of another header: the linker
-// keeps one copy for all instruction sets, perhaps one that this machine cannot run.
+// A file that includes this header must not call a function template or an inline function of another header. The
+// linker keeps one copy for all instruction sets, which may contain instructions that this machine lacks.
 #pragma once
 
 #include "kernels.h"

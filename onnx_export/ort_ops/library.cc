@@ -65,7 +65,7 @@ ort::Status* compute(void* kernel, ort::KernelContext* context) {
   });
 }
 
-const ort::Api* known_api = nullptr;  // the shape callback receives no API
+const ort::Api* known_api = nullptr;  // the shape callback gets no API pointer
 
 // Sets the shape of outputs that have the shape of an input, if all of its dimensions are numbers or symbols.
 ort::Status* infer(const ort::CustomOp* op, ort::ShapeContext* context) {
@@ -143,7 +143,7 @@ ort::Status* add_operators(const ort::Api* api, ort::Domain* domain) {
 
 }  // namespace
 
-// Called by SessionOptions.register_custom_ops_library. All sessions of a runtime share one domain.
+// SessionOptions.register_custom_ops_library calls this function. All sessions of a runtime share one domain.
 EXPORTED ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
   static std::mutex mutex;
   static std::vector<std::pair<const ort::Api*, ort::Domain*>> domains;
@@ -165,11 +165,11 @@ EXPORTED ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort:
   return ort::AddCustomOpDomain::call(api, options, domain);
 }
 
-// Versions of the package and of the operator specification that the library was built for.
+// Returns the versions of the package and of the operator specification that the library was built for.
 EXPORTED const char* mlx_sparse_ort_version() { return SPARSE_VERSION " spec 1"; }
 
-// For tests and reports: selects the kernels by name (null: the fastest) and the number of workers that work is divided
-// among (0: default of this machine). Returns the name of the kernels, or null if this machine does not support them.
+// For tests and reports: selects the kernels by name (null: the fastest) and the number of workers (0: default of this
+// machine). Returns the name of the kernels, or null if this machine does not support them.
 EXPORTED const char* mlx_sparse_ort_limit(const char* name, int worker_count) {
   if (!limit_kernels(name)) return nullptr;
   set_workers(worker_count);

@@ -13,8 +13,8 @@ SparQ sparq_of(const Attributes& attributes, int64_t D) {
   return s;
 }
 
-// No row has more than `most` keys, so a larger k is equivalent.
-void clamp_choice(SparQ& s, int64_t most) {
+// Clamp k to `most`, because no row has more keys.
+void clamp_selection(SparQ& s, int64_t most) {
   s.top_k = std::min(s.top_k, std::max<int64_t>(most, 1));
   s.local_window = std::min(s.local_window, s.top_k);
 }
@@ -43,7 +43,7 @@ void compute_sparq(const Attributes& attributes, const Context& context) {
   s.keys_t = keys_t.data, s.lanes = lanes, s.plane = chunks * a.D * lanes;
   s.value_mean = mean.floats(), s.deviation = deviation.floats();
   s.slots = std::min(s.top_k, touched * lanes);
-  clamp_choice(s, longest);
+  clamp_selection(s, longest);
   a.output = context.output(0, {a.B, a.Hq, 1, a.D});
   s.indices = static_cast<int32_t*>(context.output(1, {a.B, a.Hkv, s.slots}));
   attend_sparsely(a, s, Pool(context.api(), context.context()));
@@ -70,7 +70,7 @@ void compute_sparq_coded(const Attributes& attributes, const Context& context) {
   s.codes = codes.bytes(), s.summary = summary.floats();
   const int64_t longest = longest_of(a);
   s.slots = std::min(s.top_k, std::max<int64_t>(1, longest));
-  clamp_choice(s, longest);
+  clamp_selection(s, longest);
   a.output = context.output(0, {a.B, a.Hq, 1, a.D});
   s.indices = static_cast<int32_t*>(context.output(1, {a.B, a.Hkv, s.slots}));
   attend_sparsely(a, s, Pool(context.api(), context.context()));
@@ -136,7 +136,7 @@ void compute_cached(const Attributes& attributes, const Context& context) {
   attend_prompt(attributes, a, Pool(context.api(), context.context()));
 }
 
-// Caches of SparQ in addition to keys and values: inputs `key_t_at` and `sums_at`, outputs starting at `first`.
+// Reads the further caches of SparQ from inputs `key_t_at` and `sums_at`, and allocates their outputs from `first` on.
 void add_sparq_caches(const Attributes& attributes, const Context& context, Append& append, int64_t B, int key_t_at,
                       int sums_at, int first, const int64_t* padding) {
   const int64_t Hkv = append.Hkv, C = append.C, D = append.D, lanes = attributes["lanes"];
@@ -186,7 +186,7 @@ void compute_sparq_attention(const Attributes& attributes, const Context& contex
   if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
   s.keys_t = append.present_key_t, s.lanes = attributes["lanes"], s.plane = a.C * a.D;
   s.sums = append.present_sums;
-  clamp_choice(s, longest_of(a));
+  clamp_selection(s, longest_of(a));
   attend_sparsely(a, s, pool);
 }
 
@@ -211,7 +211,7 @@ void compute_sparq_coded_attention(const Attributes& attributes, const Context& 
   const Pool pool(context.api(), context.context());
   if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
   s.codes = coded.present, s.groups = coded.groups(), s.summary = coded.summary;
-  clamp_choice(s, longest_of(a));
+  clamp_selection(s, longest_of(a));
   attend_sparsely(a, s, pool);
 }
 

@@ -1,4 +1,4 @@
-// The operators of domain mlx_sparse, docs/spec/operators.md: attributes, validation and the call. Each file that
+// Operators of the domain mlx_sparse (docs/spec/operators.md): attributes, validation and calls. Each file that
 // implements operators registers their signatures.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace sparse {
 
 constexpr int64_t kSpec = 1;
 
-// The attributes of a node by name; 0 for attributes that are not in its signature.
+// Attributes of a node by name; 0 for attributes that its signature lacks.
 class Attributes {
  public:
   int64_t operator[](const char* name) const { return of(integers, name); }
@@ -34,12 +34,12 @@ struct Signature {
   std::string name;
   const char* inputs;      // one letter per input: T, W, f for float, i for int64, s for int16, u for uint8
   const char* outputs;     // T, f, s, u, or n for int32
-  int shape_of[6];         // by output, the input with the same shape; -1 for none
+  int shape_of[6];         // for each output the input with the same shape, or -1
   std::string attributes;  // names other than `spec`, separated by spaces
   void (*compute)(const Attributes&, const Context&);
 };
 
-// All signatures. They do not change after the library has been loaded.
+// Returns all signatures, which do not change after the library was loaded.
 std::vector<Signature>& signatures();
 
 // A static object of this type adds signatures when the library is loaded.

@@ -36,7 +36,7 @@ RowTile::RowTile(const Attention& a, const RowSet& rows, Scratch& scratch)
   load();
 }
 
-// Stores queries times the factor of the logits, component by component, and zeros for unused rows of the tile.
+// Stores the queries times the factor of the logits, component by component. Unused rows of the tile are zero.
 void RowTile::load() {
   const int64_t D = a_.D, n = rows_.n;
   for (int64_t g = 0; g < rows_.heads; g++) {

@@ -19,11 +19,11 @@ class RowTile {
   RowTile(const Attention&, const RowSet&, Scratch&);
 
   // Returns logits (n, width) of keys j to j + n - 1, n <= kBlock; -inf for keys outside a row's span. The next call
-  // overwrites them.
+  // overwrites the logits.
   float* logits(int64_t j, int n);
-  // Updates the running softmax of every row with these keys.
+  // Updates the running softmax of every row with keys j to j + n - 1.
   void attend(int64_t j, int n);
-  // Divides by the sums and writes the output. The output of a query without keys is 0.
+  // Divides the outputs by the sums and writes them. The output of a query without keys is 0.
   void write();
 
   int width() const { return width_; }
@@ -41,7 +41,7 @@ class RowTile {
   float *rows_room_, *queries_, *output_, *logits_, *top_, *sum_, *faded_, *keys_, *values_;
 };
 
-// The keys that query i attends to.
+// Returns the span of keys that query i attends to.
 Span span(const Attention&, int64_t b, int64_t i);
 
 }  // namespace sparse

@@ -1,4 +1,4 @@
-// Threads and work memory of a call.
+// Threads and scratch memory of a call.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace sparse {
 
-// Number of threads that work is divided among. A session may use fewer.
+// Number of workers among which work is divided. A session may use fewer threads.
 int workers();
 void set_workers(int count);  // for tests; 0 restores the default
 
@@ -52,13 +52,13 @@ class Pool {
   const ort::KernelContext* context_ = nullptr;
 };
 
-// Memory that a thread keeps between calls and that only grows, so that repeated calls allocate nothing. There is one
-// kind for a task, one for a nested part of a task, and two for data that the tasks of a call share. The calling thread
-// runs tasks too, so these kinds must be separate.
+// Scratch memory of a thread, which persists between calls and only grows, so that repeated calls allocate nothing.
+// There is one kind for a task, one for a nested part of a task, and two for data that the tasks of a call share. The
+// kinds are separate, because the calling thread runs tasks too.
 class Scratch {
  public:
   enum Kind { kTask, kPart, kCall, kLengths };
-  // Takes all memory of this kind of the thread. Earlier results of take() become invalid.
+  // Takes all memory of this kind for this thread. Earlier results of take() become invalid.
   Scratch(Kind kind, size_t bytes);
   // Returns the next n numbers of type T, starting at a cache line.
   template <class T>

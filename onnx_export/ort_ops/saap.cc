@@ -1,5 +1,5 @@
-// SAAP, docs/spec/saap.md: buckets of new keys, and one decode step. There is no index in bucket order. A step scans
-// the bucket numbers of all keys of a head, which is 2 bytes per key.
+// SAAP, docs/spec/saap.md: assigns new keys to buckets, and runs a decode step. There are no lists of keys by bucket. A
+// step reads the bucket numbers of all keys of a head, 2 bytes per key.
 
 #include "caches.h"
 #include "select.h"
@@ -37,7 +37,7 @@ struct Saap {
 
 int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
 
-// One layer of the network of a KV head, applied to x (n) of every head of the group.
+// One layer of the query network of a KV head.
 struct Layer {
   const char *weight, *bias;  // (n, width), (width)
   int64_t n, width;
@@ -71,7 +71,7 @@ class Step {
   const int64_t G, features, widest;
 };
 
-// y (G, padded width) = x (G, padded n) weight + bias. Rows of weights whose factor is 0 are not read.
+// Computes y (G, padded width) = x (G, padded n) weight + bias. Rows of weights whose factor is 0 are not read.
 void Step::apply(const Layer& layer, const float* x, float* y, Scratch& scratch) const {
   const TypeKernels& kernels = a.kernels->type[s.weights];
   const int64_t stride = padded(layer.width);
@@ -106,7 +106,7 @@ void Step::apply(const Layer& layer, const float* x, float* y, Scratch& scratch)
   }
 }
 
-// (saap.5), (saap.8): sets a flag for each visited bucket. The last flag is for keys without a bucket.
+// (saap.5), (saap.8): sets the flag of each visited bucket. The last flag is for keys without a bucket.
 const uint8_t* Step::route(int64_t b, int64_t h, Scratch& scratch) const {
   const int64_t D = a.D, N = s.buckets;
   float *x = scratch.take<float>(G * padded(widest)), *y = scratch.take<float>(G * padded(widest));
@@ -131,7 +131,7 @@ const uint8_t* Step::route(int64_t b, int64_t h, Scratch& scratch) const {
   for (int64_t g = 0; g < G; g++) {
     float *logits = x + g * padded(N), top, sum;
     a.kernels->exponentials(logits, int(N), true, &top, &sum);
-    // If a logit is NaN or +inf, the head has no softmax. Its NaN and +inf logits become NaN, all others 0.
+    // If a logit is NaN or +inf, the head has no softmax. NaN and +inf logits become NaN, and all others 0.
     const float total = sum > 0 ? sum : __builtin_inff();
     for (int64_t i = 0; i < N; i++) score[i] += logits[i] / total;
   }
@@ -141,8 +141,8 @@ const uint8_t* Step::route(int64_t b, int64_t h, Scratch& scratch) const {
   return visited;
 }
 
-// (saap.10): lists the first keys, the keys of the visited buckets and the last keys. `listed` needs space for all keys
-// of the row and one more.
+// (saap.10): lists the first keys, the keys of the visited buckets and the last keys. `listed` needs space for one
+// number more than the row has keys.
 int64_t Step::list(int64_t b, int64_t h, const uint8_t* visited, int32_t* listed) const {
   const int64_t first = a.first[b], end = std::max(first, a.length[b]);
   const int64_t recent = end - std::min(s.recent_tokens, end - first);
@@ -201,7 +201,7 @@ void Assign::head(int64_t b, int64_t h) const {
   }
 }
 
-// One layer of the query networks of all KV heads, from x (.., n) to (.., width).
+// Checks the shapes of one layer of the query networks, which maps (.., n) to (.., width).
 void check_layer(const Tensor& weight, const Tensor& bias, int64_t Hkv, int64_t n, int64_t width) {
   weight.expect({Hkv, n, width});
   bias.expect({Hkv, width});

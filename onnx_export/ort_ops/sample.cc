@@ -10,8 +10,8 @@ namespace sparse {
 
 namespace {
 
-// (sample.6): marks the fewest largest scores whose fraction of the total reaches alpha - 1e-6. With NaN all scores are
-// marked. `order` needs space for n.
+// (sample.6): marks the fewest largest scores whose share of the total reaches alpha - 1e-6. If the share is NaN, all
+// scores are marked. `order` needs space for n.
 void keep(const float* scores, int64_t n, float alpha, char* kept, int32_t* order) {
   std::iota(order, order + n, 0);
   std::sort(order, order + n, [scores](int32_t i, int32_t j) {
@@ -28,7 +28,7 @@ void keep(const float* scores, int64_t n, float alpha, char* kept, int32_t* orde
 
 }  // namespace
 
-// (sample.1), (sample.2)
+// (sample.1), (sample.2): computes the regions and their samples.
 Sample::Sample(const Attention& a, const SampleSettings& s) : a_(a), s_(s) {
   S_ = a.length[0], offset_ = S_ - a.L, first_ = offset_ / s.block, Nk_ = (S_ + s.block - 1) / s.block;
   R_ = Nk_ - first_, C_ = std::min(s.chunks, R_);
@@ -43,8 +43,8 @@ Sample::Sample(const Attention& a, const SampleSettings& s) : a_(a), s_(s) {
   everything_ = sampled == R_ || s.alpha_column >= 1 || s.alpha_slash >= 1;
 }
 
-// (sample.3) to (sample.6) for one head and region, in one pass over the keys. For a row with index t in its row block
-// the first t + 1 keys of a key block belong to one bin, and the other keys to the previous bin.
+// (sample.3) to (sample.6) for one head and region, in one pass over the keys. For a row with index t in its row block,
+// the first t + 1 keys of a key block are in one bin, and the other keys are in the previous bin.
 void Sample::score(int64_t head, int64_t c) {
   const Region& region = regions_[c];
   const int64_t n = region.end - region.row, block = s_.block, start = offset_ + region.row;
@@ -104,7 +104,7 @@ const Sample::Region& Sample::region_of(int64_t r) const {
   return *std::find_if(regions_.begin(), regions_.end(), [r](const Region& region) { return r < region.stop; });
 }
 
-// (sample.7) for one of the key blocks up to r.
+// (sample.7): returns true if row block r attends to a key block up to r.
 bool Sample::attended(const char* kept, const Region& region, int64_t r, int64_t block) const {
   if (block == 0 || block == r || everything_) return true;
   if (r >= (offset_ + region.row) / s_.block && r <= (offset_ + region.end - 1) / s_.block) return true;
@@ -112,7 +112,7 @@ bool Sample::attended(const char* kept, const Region& region, int64_t r, int64_t
   return kept[block] || bins[r - block] || bins[r - block - 1];
 }
 
-// (sample.8)
+// (sample.8): attends to the listed key blocks.
 void Sample::attend(const Pool& pool) const {
   const int64_t heads = a_.B * a_.Hq;
   pool.run(heads * R_, [&](int64_t i) {

@@ -1,4 +1,4 @@
-// SampleAttention of a prompt, docs/spec/sample.md.
+// SampleAttention of a prefill chunk, docs/spec/sample.md.
 #pragma once
 
 #include <vector>
@@ -17,15 +17,15 @@ class Sample {
  public:
   Sample(const Attention&, const SampleSettings&);
 
-  // True if attention is dense.
+  // Returns true if attention is dense.
   bool everything() const { return everything_; }
   int64_t row_blocks() const { return R_; }
   int64_t key_blocks() const { return Nk_; }
 
   void select_blocks(const Pool&);
   void attend(const Pool&) const;
-  // Length of the longest list, and the lists (B, Hq, R, width), ascending, then -1. If attention is dense, the lists
-  // contain all causal key blocks.
+  // longest_list returns the length of the longest list. write_lists writes the lists (B, Hq, R, width), ascending,
+  // then -1. If attention is dense, the lists contain all causal key blocks.
   int64_t longest_list() const;
   void write_lists(int32_t* lists, int64_t width) const;
 

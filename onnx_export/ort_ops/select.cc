@@ -4,10 +4,10 @@ namespace sparse {
 
 namespace {
 
-// Tests for n numbers, in order, if each is among the `count` largest.
-class Choice {
+// Test for n numbers, in order, if each number is among the `count` largest.
+class Membership {
  public:
-  Choice(const Kernels& kernels, const float* numbers, int64_t n, int64_t count, int32_t* work) {
+  Membership(const Kernels& kernels, const float* numbers, int64_t n, int64_t count, int32_t* work) {
     for (int64_t i = 0; i < n; i++) work[i] = key_of(numbers[i]);
     bound_ = kernels.bound_of(work, int(n), int(count));
     int64_t above = 0, reach = 0;
@@ -25,9 +25,9 @@ class Choice {
 }  // namespace
 
 void largest(const Kernels& kernels, const float* numbers, int64_t n, int64_t count, int32_t* indices, int32_t* work) {
-  Choice choice(kernels, numbers, n, count, work);
+  Membership membership(kernels, numbers, n, count, work);
   for (int64_t i = 0; i < n; i++) {
-    if (choice.next(work[i])) *indices++ = int32_t(i);
+    if (membership.next(work[i])) *indices++ = int32_t(i);
   }
 }
 
@@ -37,13 +37,13 @@ void Reservoir::prune() {
     size_ = 0;
     return;
   }
-  Choice choice(kernels_, z_, size_, k_, work_);
+  Membership membership(kernels_, z_, size_, k_, work_);
   int64_t kept = 0;
   float least = 0;
   int32_t least_key = 0x7fffffff;
   for (int64_t i = 0; i < size_; i++) {
     const int32_t key = work_[i];
-    const bool keep = choice.next(key);
+    const bool keep = membership.next(key);
     if (keep && key <= least_key) least_key = key, least = z_[i];
     z_[kept] = z_[i], index_[kept] = index_[i], kept += keep;
   }

@@ -20,8 +20,8 @@ inline int32_t key_of(float x) {
 // Writes the indices of the `count` largest of n numbers, ascending. `work` needs space for n.
 void largest(const Kernels&, const float* numbers, int64_t n, int64_t count, int32_t* indices, int32_t* work);
 
-// The k largest of a stream of (number, index) with ascending indices. The caller writes numbers above `threshold()` at
-// `end_z()` and `end_index()` and then calls `added()`. There is always space for kSlack more.
+// The k largest numbers of a stream of (number, index) with ascending indices. The caller writes numbers above
+// `threshold()` at `end_z()` and `end_index()` and then calls `added()`. There is always space for kSlack more numbers.
 class Reservoir {
  public:
   static constexpr int64_t kSlack = 256 + 16;
@@ -45,7 +45,7 @@ class Reservoir {
       added(1);
     }
   }
-  // Keeps the k largest in the order of their indices, or all if there are fewer than k.
+  // Keeps the k largest numbers, or all if there are fewer, in the order of their indices.
   void prune();
   int64_t size() const { return size_; }
   const int32_t* indices() const { return index_; }

@@ -1,5 +1,5 @@
-// One decode step of SparQ, docs/spec/sparq.md. A head is one task. If there are fewer heads than workers, the keys of
-// a head are divided into splits, which are scored and searched separately.
+// One decode step of SparQ, docs/spec/sparq.md. A task is one head. If there are fewer heads than workers, a task is
+// one split of the keys of a head, which is scored and searched separately.
 
 #include <cmath>
 
@@ -9,8 +9,8 @@ namespace sparse {
 
 namespace sparq {
 
-constexpr int64_t kLeastKeys = 2048;  // minimum keys of a split
-constexpr int64_t kCollected = 256;   // keys between two updates of the reservoir
+constexpr int64_t kLeastKeys = 2048;  // minimum keys per split
+constexpr int64_t kCollected = 256;   // keys between two reservoir updates
 
 size_t Step::head_bytes(int64_t blocks) const {
   return rows_bytes(G, a.D) + Scratch::size<float>(G * s.rank) + Scratch::size<int32_t>(s.rank) +
@@ -35,7 +35,7 @@ Head Step::take_head(Scratch& scratch, int64_t b, int64_t h, int64_t blocks) con
   return head;
 }
 
-// (sparq.5), and the best keys of (sparq.6) outside the local window.
+// Computes (sparq.5) and collects the best keys of (sparq.6) outside the local window.
 void Step::search(const Head& head, int64_t from, int64_t to, Reservoir& best) const {
   const int64_t local = head.end - std::min(s.local_window, head.end - head.first);
   for (int64_t block = from; block < to; block++) {
@@ -50,7 +50,7 @@ void Step::search(const Head& head, int64_t from, int64_t to, Reservoir& best) c
   best.prune();
 }
 
-// s of (sparq.4).
+// Returns s of (sparq.4).
 float Step::share(const Head& head, int64_t g, int64_t key) const {
   const int64_t block = grid.block_of(key - origin(head.b)) - head.block0;
   const float score = head.scores[(block * G + g) * grid.stride + key - keys_of(head, block).low];
@@ -64,7 +64,7 @@ void Step::mix(const Head& head, int64_t g, const int32_t* chosen, int64_t count
   for (int64_t d = 0; d < a.D; d++) out[d] = alpha == 1 ? out[d] : alpha * out[d] + (1 - alpha) * head.mean[d];
 }
 
-// (sparq.7) to (sparq.10) over the best keys and the local window.
+// Computes (sparq.7) to (sparq.10) over the best keys and the local window.
 void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch& scratch) const {
   const int64_t valid = head.end - head.first, D = a.D;
   int32_t* chosen = scratch.take<int32_t>(s.top_k);
@@ -108,7 +108,7 @@ void Step::whole_head(int64_t b, int64_t h) const {
   finish(head, best.indices(), best.size(), scratch);
 }
 
-// The same with the keys of each head divided into splits. Every split contributes its best keys.
+// Runs the step with the keys of each head divided into splits. Every split contributes its best keys.
 void Step::in_parts(int64_t parts, const Pool& pool) const {
   const int64_t heads = a.B * a.Hkv;
   int64_t blocks = 0;

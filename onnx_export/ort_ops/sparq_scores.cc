@@ -6,7 +6,7 @@
 
 namespace sparse::sparq {
 
-// Mean value (sparq.9), and the deviation of (sparq.1) or its replacement (sparq.22).
+// Computes the mean value (sparq.9), and the deviation of (sparq.1) or the spread (sparq.22) that replaces it.
 void Step::statistics(Head& head) const {
   const int64_t D = a.D, at = (head.b * a.Hkv + head.h) * D;
   if (s.codes) {
@@ -23,7 +23,7 @@ void Step::statistics(Head& head) const {
   sums_to_statistics(s.sums + 3 * at, head.end - head.first, D, head.mean, head.deviation);
 }
 
-// (sparq.1), (sparq.2), and the queries of (sparq.3) with their factor c / t.
+// Selects components, (sparq.1) and (sparq.2), and computes the queries of (sparq.3) times the factor c / t.
 void Step::prepare(Head& head) const {
   const int64_t D = a.D;
   float* q = const_cast<float*>(head.rows.q);
@@ -59,7 +59,7 @@ Span Step::keys_of(const Head& head, int64_t block) const {
   return {std::max(head.first, from + grid.first_key(id)), std::min(head.end, from + grid.end_key(id))};
 }
 
-// (sparq.3) and the exponentials of (sparq.4), relative to the largest logit of each block.
+// Computes (sparq.3) and the exponentials of (sparq.4), relative to the largest logit of each block.
 void Step::score(const Head& head, int64_t from, int64_t to) const {
   const int64_t item = size_of(a.type);
   const char* plane = static_cast<const char*>(s.keys_t) + (head.b * a.Hkv + head.h) * s.plane * item;
@@ -86,7 +86,7 @@ void Step::score(const Head& head, int64_t from, int64_t to) const {
   }
 }
 
-// (sparq.21) for the keys of a block: full groups from the codes, and the tail from rows of K.
+// Computes (sparq.21) for the keys of a block: full groups from the codes, and the tail from rows of K.
 void Step::score_codes(const Head& head, Span keys, float* scores) const {
   const int64_t row = s.groups * kRecord, rank = s.rank, D = a.D;
   const int64_t place = keys.low - head.first, tail = head.first + (head.end - head.first) / kGroup * kGroup;
@@ -122,8 +122,8 @@ void Step::score_codes(const Head& head, Span keys, float* scores) const {
   }
 }
 
-// The sums of (sparq.4). If a logit is NaN or +inf, the head has no softmax. The scores of these keys are NaN, and the
-// head ranks no other keys.
+// Computes the sums of (sparq.4). If a logit is NaN or +inf, the head has no softmax. The scores of keys with these
+// logits are NaN, and the head does not rank other keys.
 void Step::normalise(const Head& head) const {
   for (int64_t g = 0; g < G; g++) {
     float *tops = head.tops + g * head.blocks, *sums = head.sums + g * head.blocks, most, unused;

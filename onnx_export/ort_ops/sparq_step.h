@@ -1,4 +1,4 @@
-// A decode step of SparQ: the grid of blocks, the state of a head, and the parts of the step.
+// A decode step of SparQ: the grid of blocks, the data of a head, and the functions of the step.
 #pragma once
 
 #include "attention.h"
@@ -8,8 +8,8 @@ namespace sparse::sparq {
 
 constexpr int64_t kUnbroken = int64_t(1) << 40;  // chunk length for caches without chunks
 
-// Division of the keys of a head into blocks of scores, at most kScoreBlock keys of one chunk. Quantized keys count
-// from the first valid key, so that their blocks are whole groups.
+// Division of the keys of a head into blocks of at most kScoreBlock keys of one chunk. Blocks of quantized keys are
+// counted from the first valid key, so that they are whole groups.
 struct Grid {
   int64_t lanes, size, per_chunk, stride;
 
@@ -22,11 +22,11 @@ struct Grid {
   int64_t end_key(int64_t block) const { return std::min(first_key(block) + size, (block / per_chunk + 1) * lanes); }
 };
 
-// One head: its queries and components, and the scores of its valid keys [first, end).
+// Data of one head: queries, components, and scores of the valid keys [first, end).
 struct Head {
   int64_t b, h, first, end;
-  int64_t block0, blocks;  // of the grid
-  bool everything;         // all keys are attended, without selection
+  int64_t block0, blocks;  // first block and number of blocks in the grid
+  bool everything;         // true: attend to all keys without selection
   Rows rows;               // exact queries, and the output
   float* packed;           // queries over the components, times c / t, in the layout of `approximate`
   int32_t* components;
@@ -36,7 +36,7 @@ struct Head {
   int32_t* work;            // (D)
   float* scores;            // (blocks, G, stride): exp(a - top) of the block
   float* tops;              // (G, blocks): largest a of the block, then exp(top - largest of all)
-  float* sums;              // (G, blocks): of exp(a - top)
+  float* sums;              // (G, blocks): sum of exp(a - top)
   float* factors;           // (blocks, G): factors that convert scores to s
 };
 
@@ -54,7 +54,7 @@ class Step {
     if (a.first[b] >= a.length[b]) return 0;
     return grid.block_of(a.length[b] - 1 - origin(b)) - grid.block_of(a.first[b] - origin(b)) + 1;
   }
-  int64_t origin(int64_t b) const { return s.codes ? a.first[b] : 0; }  // the grid's first key
+  int64_t origin(int64_t b) const { return s.codes ? a.first[b] : 0; }  // first key of the grid
   size_t reservoir_bytes() const {
     const int64_t room = Reservoir::capacity(s.top_k);
     return Scratch::size<float>(room) + Scratch::size<int32_t>(room) + Scratch::size<int32_t>(room);

@@ -1,4 +1,4 @@
-// The inner loops of prefill for the instruction set of SPARSE_TILES.
+// Inner loops of prefill for the instruction set SPARSE_TILES.
 
 #include "kernels.h"
 
@@ -9,7 +9,7 @@ namespace {
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLowest = -3.4028234e38f;  // replaces -inf in subtractions
 
-// R lines and N vectors of a product, in registers.
+// Computes R lines and N vectors of a product in registers.
 template <int R, int N>
 inline void product(const float* a, int64_t row, int64_t column, const float* b, float* c, int k, int width, bool add) {
   F total[R][N];
@@ -29,7 +29,7 @@ inline void product(const float* a, int64_t row, int64_t column, const float* b,
   }
 }
 
-// N vectors of all lines.
+// Computes N vectors of all lines.
 template <int N>
 void strip(const float* a, int64_t row, int64_t column, const float* b, float* c, int m, int k, int width, bool add) {
   int i = 0;

@@ -1,1 +1,1 @@
-"""Run exported files: onnxruntime, onnxruntime-genai and the native kernels."""
+"""Run exported files on onnxruntime or onnxruntime-genai, with or without the native kernels."""

@@ -20,7 +20,7 @@ CONFIG = "genai_config.json"
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write genai_config.json beside a model.onnx whose inputs and outputs are named as the exporter names them.
+    """Write genai_config.json into the folder of an exported model.onnx.
 
     Args:
         folder: the folder of model.onnx.
@@ -49,15 +49,15 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     }
     outputs = {"logits": "logits", "present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
     states = [state for state in (*RECURRENT, "conv") if any(name.startswith(f"past_{state}.") for name in shapes)]
-    # genai supports two states of a layer in addition to keys and values, with these names.
+    # genai supports two states per layer in addition to keys and values, with these names.
     for role, state in zip(("recurrent", "conv"), states, strict=False):
         inputs[f"past_{role}_names"] = f"past_{state}.%d"
         outputs[f"present_{role}_names"] = f"present_{state}.%d"
-    ends = ends_of(config)
+    ends = eos_tokens(config)
     pad = config.get("pad_token_id")
     bos = config.get("bos_token_id")
     model = {
-        "type": "decoder",  # the generic type: all properties are in the graph
+        "type": "decoder",  # the generic type, because the graph has all properties
         "vocab_size": vocabulary,
         "context_length": length,  # genai refuses longer texts
         "eos_token_id": ends,
@@ -81,17 +81,20 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     _write(folder, {"model": model, "search": search})
 
 
-def ends_of(config: Mapping[str, Any]) -> list[int]:
-    """Return the end-of-sequence tokens of a config.json."""
+def eos_tokens(config: Mapping[str, Any]) -> list[int]:
+    """Return the ids of the end-of-sequence tokens of a config.json, which has a list, a number or null."""
     eos = config.get("eos_token_id")
     return [int(token) for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])]
 
 
 def add_native_library(folder: Path) -> Path:
-    """Copy the native kernels into an exported folder, register them in genai_config.json, and return the copy.
+    """Copy the library of native kernels into an exported folder and register it in genai_config.json.
 
-    onnxruntime-genai loads libraries from the folder of the model only. The folder then requires the operating system
+    onnxruntime-genai loads libraries only from the folder of the model. The folder then requires the operating system
     and processor type of this machine.
+
+    Returns:
+        The path of the copy.
 
     Raises:
         BackendUnavailable: the kernels were not built.
@@ -105,7 +108,7 @@ def add_native_library(folder: Path) -> Path:
         options = found["model"]["decoder"]["session_options"]
         options["custom_ops_library"] = source.name
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise ArtefactError(f"folder: expected one with {CONFIG}, as export-onnx writes it, got {folder}.") from None
+        raise ArtefactError(f"folder: expected a folder from export-onnx with {CONFIG}, got {folder}.") from None
     copy = folder / source.name
     replace_file(copy, lambda new: shutil.copyfile(source, new))
     _write(folder, found)

@@ -19,9 +19,9 @@ Array = npt.NDArray[Any]
 
 
 def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-    """Make a C-ordered array of zeros, aligned to vectors, on huge pages if the platform has them.
+    """Allocate a C-ordered array of zeros, aligned for vector loads, in huge pages if the platform has them.
 
-    The system allocates a page when it is first written.
+    The system allocates each page at its first write.
 
     Raises:
         MemoryError: the array does not fit into memory.
@@ -31,10 +31,10 @@ def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
     try:
         if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
             align, pages = LINE, mmap.mmap(-1, size + LINE)
-        else:  # private, because the shared pages of mmap's default are rarely huge
+        else:  # private, because shared pages, the default of mmap, are rarely huge
             align, pages = HUGE, mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             pages.madvise(mmap.MADV_HUGEPAGE)
-    except (OSError, OverflowError, ValueError) as error:  # the last two: the size exceeds the address space
+    except (OSError, OverflowError, ValueError) as error:  # the last two for sizes beyond the address space
         raise MemoryError(str(error)) from None
     raw = np.frombuffer(pages, np.uint8)
     start = -raw.ctypes.data % align
@@ -42,7 +42,7 @@ def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
 
 
 def ort_value(array: Array) -> onnxruntime.OrtValue:
-    """Return an onnxruntime value that shares the memory of the array. The array must outlive the value."""
+    """Return an onnxruntime value that shares the memory of ``array``. The array must outlive the value."""
     if array.dtype == ml_dtypes.bfloat16:
         return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), ONNX_BFLOAT16)
     return onnxruntime.OrtValue.ortvalue_from_numpy(array)

@@ -1,4 +1,4 @@
-"""Find the library of native kernels, and make session options that use it."""
+"""Find the library of native kernels and create session options that use it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def library_path() -> Path:
     """Return the path of the library for ONNX Runtime's ``SessionOptions.register_custom_ops_library``.
 
     Raises:
-        BackendUnavailable: the library was not built, does not load, or its version differs from this package.
+        BackendUnavailable: the library was not built, does not load, or has another version than this package.
     """
     found = _found()
     reason = unavailable()
     if found is None or reason:
-        raise BackendUnavailable(f"native: expected {LIBRARY}, got none that can be used: {reason}.")
+        raise BackendUnavailable(f"native: expected a usable {LIBRARY}, got none: {reason}.")
     return found
 
 
@@ -44,13 +44,14 @@ def unavailable() -> str | None:
 
 
 def session_options(native: str = "auto") -> onnxruntime.SessionOptions:
-    """Return new session options. "auto" uses the native kernels if they were built, "off" the function bodies.
+    """Create session options with the native kernels registered. Do not register the kernels again.
 
-    This function registers the kernels. Do not register them again.
+    Args:
+        native: "auto" to use the native kernels if they were built, "off" to use the function bodies.
 
     Raises:
         ConfigError: ``native`` is neither "auto" nor "off".
-        BackendUnavailable: the library does not load, or its version differs from this package.
+        BackendUnavailable: the library does not load, or has another version than this package.
     """
     check_choice("native", native, ("auto", "off"))
     import onnxruntime
@@ -62,18 +63,18 @@ def session_options(native: str = "auto") -> onnxruntime.SessionOptions:
 
 
 def _found() -> Path | None:
-    from mlx_sparse import __path__ as folders  # an editable install has two: the sources and the build
+    from mlx_sparse import __path__ as folders  # an editable install has two folders: the sources and the build
 
     return next((path for folder in folders if (path := Path(folder) / LIBRARY).is_file()), None)
 
 
 @cache
 def _mismatch(path: Path) -> str | None:
-    """Return the reason why a library cannot be used with this package, or None."""
+    """Return the reason why this package cannot use the library at ``path``, or None."""
     try:
         version = ctypes.CDLL(str(path)).mlx_sparse_ort_version
     except (OSError, AttributeError) as error:
         return f"{path} does not load ({error})"
     version.restype, version.argtypes = ctypes.c_char_p, []
     built, wanted = (version() or b"").decode(), f"{__version__} spec {SPEC}"
-    return None if built == wanted else f"{path} is of version {built}, this package of {wanted}. Run {build_hint()}"
+    return None if built == wanted else f"{path} has version {built}, this package {wanted}. Run {build_hint()}"

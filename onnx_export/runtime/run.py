@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mlx_sparse.checks import ArtefactError, ConfigError, Parser, check_int
+from mlx_sparse.methods import parse
 
 from .runner import Array, Pick, Runner, first_line
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     runner = Runner(args.model, native=args.native, threads=args.threads)
     tokenizer = load_tokenizer(runner.path.parent)
     tokens = encode(tokenizer, prompt, chat=not args.ignore_chat_template)
-    # By default generate as many tokens as fit.
+    # The default number of tokens is limited by the space in the caches.
     wanted = args.max_tokens or max(1, min(MAX_TOKENS, runner.max_length + 1 - len(tokens)))
     result = _generate(runner, tokenizer, tokens, wanted, pick, quiet=args.json)
     if args.json:
@@ -50,7 +51,7 @@ def _prompt(given: str) -> str:
         raise ConfigError("--prompt: expected text on standard input, which is closed.")
     try:
         text = sys.stdin.read() if given == "-" else given
-        text.encode()  # in some locales Python accepts other bytes before this line
+        text.encode()  # raises for bytes that are not UTF-8, which Python accepts in some locales
     except UnicodeError:
         raise ConfigError("--prompt: expected text in UTF-8, got other bytes.") from None
     return text
@@ -65,21 +66,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-tokens", "-m", metavar="N", type=int, help=f"tokens to generate (default: {MAX_TOKENS}, or what fits)"
     )
-    parser.add_argument("--temp", type=float, default=0.0, help="temperature; 0 takes the likeliest token (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this mass")
-    parser.add_argument("--seed", type=int, help="of the sampling")
+    parser.add_argument("--temp", type=float, default=0.0, help="temperature (default: 0, the most likely token)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from")
+    parser.add_argument("--seed", type=int, help="random seed of the sampling")
     parser.add_argument(
-        "--native", choices=("auto", "off"), default="auto", help="native kernels where they were built, or none"
+        "--native",
+        choices=("auto", "off"),
+        default="auto",
+        help="auto: native kernels if they were built; off: function bodies (default: auto)",
     )
     parser.add_argument("--threads", metavar="N", type=int, help="threads (default: onnxruntime's choice)")
-    parser.add_argument("--ignore-chat-template", action="store_true", help="pass the prompt as it is")
+    parser.add_argument("--ignore-chat-template", action="store_true", help="do not apply the chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of a stream")
     return parser
 
 
 @dataclass(frozen=True)
 class Result:
-    """A generated text with its measurements."""
+    """A generated text with token counts and times."""
 
     text: str
     prompt_tokens: int
@@ -88,19 +92,23 @@ class Result:
     generation_tps: float
     finish_reason: str
     attention: str
+    all_steps_dense: bool
     kernels: str
 
     def summary(self) -> str:
-        """Return the lines after the text in mlx-lm's format."""
+        """Return the statistics that are printed after the text, in mlx-lm's format."""
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {self.generation_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
-            f"Attention: {self.attention}, {self.kernels}"
+            f"Attention: {self.attention}{' (all steps dense)' if self.all_steps_dense else ''}, {self.kernels}"
         )
 
 
 def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pick: Pick, *, quiet: bool) -> Result:
-    """Generate the text, and stream it unless ``quiet``. The prompt time includes the first token, as in mlx-lm."""
+    """Generate text, and print it as a stream unless ``quiet``.
+
+    As in mlx-lm, the prompt time includes the first token.
+    """
     pieces: list[str] = []
     detokenizer = Detokenizer(tokenizer)
 
@@ -125,6 +133,7 @@ def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pi
     say(detokenizer.rest())
     if not quiet:
         print(f"\n{RULE}")
+    method = runner.metadata.get("mlx_sparse.method", "unknown")
     return Result(
         "".join(pieces),
         len(prompt),
@@ -132,38 +141,48 @@ def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pi
         count,
         (count - 1) / (end - first) if count > 1 else 0.0,
         "length" if count == wanted else "stop",
-        runner.metadata.get("mlx_sparse.method", "unknown"),
+        method,
+        _all_steps_dense(method, runner.length),
         "native kernels" if runner.native else "function bodies (no native kernels)",
     )
 
 
+def _all_steps_dense(method: str, keys: int) -> bool:
+    """Return True if ``method`` has a decode method that no decode step over at most ``keys`` keys used."""
+    try:
+        configs = [config for config in parse(method) if config.sparse and config.stage != "prefill"]
+    except ConfigError:  # the metadata can contain any text
+        return False
+    return any(keys < config.shortest_context() for config in configs)
+
+
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a folder without downloads and without running code of the folder.
+    """Load the tokenizer of an exported folder, without downloads and without code from the folder.
 
     Raises:
         ArtefactError: the folder has no valid tokenizer.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # about missing PyTorch, which is not needed
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # do not warn that PyTorch is missing
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a damaged file can make the parsers raise any type
+    except Exception as error:  # a damaged file can make the parsers raise any exception
         raise ArtefactError(f"model: expected a tokenizer in {folder}, got: {first_line(error)}") from None
 
 
 def encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
-    """Return the tokens of a prompt. If ``chat`` is True, apply the chat template of the tokenizer, if it has one."""
+    """Return the tokens of a prompt, with the tokenizer's chat template applied if it has one and ``chat`` is True."""
     templated = chat and tokenizer.chat_template is not None
     if templated:
         message = [{"role": "user", "content": prompt}]
         try:
             prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program
+        except Exception as error:  # a template is a program and can raise any exception
             raise ArtefactError(
-                f"model: expected a chat template that runs, got: {first_line(error)}. Give --ignore-chat-template."
+                f"model: expected a chat template that runs, got: {first_line(error)}. Set --ignore-chat-template."
             ) from None
     tokens = list(tokenizer.encode(prompt, add_special_tokens=not templated))
     if not tokens:
@@ -172,25 +191,25 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
 
 
 class Detokenizer:
-    """Incremental detokenizer that returns text as soon as its characters are complete."""
+    """Incremental detokenizer, which returns text when all bytes of its characters are there."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []  # the last returned tokens, which decide about spaces, and pending tokens
+        self._tokens: list[int] = []  # pending tokens, after the last returned tokens, which decide about spaces
         self._said = 0
 
     def add(self, token: int) -> str:
-        """Return the text that this token completes."""
+        """Add a token and return the new complete characters."""
         self._tokens.append(token)
         text = self._new()
-        if text.endswith("\ufffd"):  # part of a character
+        if text.endswith("\ufffd"):  # an incomplete character
             return ""
         self._tokens = self._tokens[self._said :]
         self._said = len(self._tokens)
         return text
 
     def rest(self) -> str:
-        """Return the text that is left when the stream ends."""
+        """Return the remaining text at the end of the stream."""
         return self._new()
 
     def _new(self) -> str:
@@ -202,10 +221,10 @@ class Detokenizer:
 
 
 def sampler(temp: float, top_p: float, seed: int | None) -> Pick:
-    """Return a function that samples a token: the argmax if ``temp`` is 0, otherwise a draw as in mlx-lm.
+    """Return a function that selects a token from logits: the argmax if ``temp`` is 0, else a sample as in mlx-lm.
 
     Raises:
-        ConfigError: a negative temperature, or a ``top_p`` outside 0 to 1.
+        ConfigError: ``temp`` is negative, or ``top_p`` is outside 0 to 1.
     """
     if not 0 <= temp < float("inf"):
         raise ConfigError(f"--temp: expected a number of at least 0, got {temp}.")

@@ -1,4 +1,4 @@
-"""Decode with an exported model on onnxruntime."""
+"""Run an exported model on onnxruntime: prefill, decode steps and generation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL = "model.onnx"
 TYPES = (*build.TYPES.values(), onnx.TensorProto.INT64, onnx.TensorProto.INT16, onnx.TensorProto.UINT8)
 STATES = {"past_key_values.": "present.", **{f"past_{name}.": f"present_{name}." for name in (*RECURRENT, "conv")}}
 MAX_CHUNK = 1 << 20  # largest prefill chunk in tokens that a file may request
-MASK_STEP = 1024  # growth of the mask in tokens; the graph reads the whole mask for every token
+MASK_STEP = 1024  # the attention mask grows by this number of tokens; the graph reads the whole mask for every token
 
 Array = npt.NDArray[Any]
 Pick = Callable[[Array], int]
@@ -34,7 +34,7 @@ State = tuple[np.dtype[Any] | None, list[int]]
 
 
 class Runner:
-    """An exported model with its caches, which decodes one batch.
+    """An exported model with its caches, which decodes one batch of sequences.
 
     Args:
         path: the folder that export-onnx wrote, or its model.onnx.
@@ -44,15 +44,15 @@ class Runner:
 
     Attributes:
         length: number of tokens so far, padding included.
-        caches: arrays by the name of the graph's input. The runtime reads them and appends to them in place.
+        caches: arrays by input name of the graph. The runtime reads these arrays and appends to them in place.
         max_length: maximum number of tokens.
         native: True if the native kernels run.
         eos: tokens that end a text.
         metadata: metadata that the exporter wrote about the model.
 
     Raises:
-        ArtefactError: the file is missing, damaged, not written by export-onnx, or of a newer version.
-        BackendUnavailable: the version of the native kernels differs from this package.
+        ArtefactError: the file is missing or damaged, was not written by export-onnx, or has a newer version.
+        BackendUnavailable: the native kernels have another version than this package.
     """
 
     def __init__(self, path: str | Path, *, native: str = "auto", threads: int | None = None, batch: int = 1) -> None:
@@ -66,9 +66,9 @@ class Runner:
         states, vocabulary = _states(self.path, proto.graph)
         self._capacity = states["past_key_values.0.key"][1][2]
         self.max_length = _number(self.path, self.metadata, "max_length", self._capacity)
-        recorded = "mlx_sparse.prompt_piece" in self.metadata  # older files lack it
+        recorded = "mlx_sparse.prompt_piece" in self.metadata  # files of older versions have no such entry
         self._chunk = _number(self.path, self.metadata, "prompt_piece", MAX_CHUNK) if recorded else CHUNK
-        ours = any(opset.domain == DOMAIN for opset in proto.opset_import)  # none in files exported with --inline
+        ours = any(opset.domain == DOMAIN for opset in proto.opset_import)  # False for files exported with --inline
         self._session = self._open(_options(native, threads))
         self.native = ours and native == "auto" and kernels.unavailable() is None
 
@@ -79,7 +79,7 @@ class Runner:
             array = self._zeros((self.batch, *shape[1:]), dtype)
             value = memory.ort_value(array)
             self._binding.bind_ortvalue_input(name, value)
-            self._binding.bind_ortvalue_output(_present(name), value)  # the same buffer: append in place
+            self._binding.bind_ortvalue_output(_present(name), value)  # same buffer: append in place
             self.caches[name] = array
         self._mask = self._bound_input("attention_mask", (self.batch, min(MASK_STEP, self._capacity)))
         self._logits = self._zeros((self.batch, 1, vocabulary), np.float32)
@@ -88,7 +88,7 @@ class Runner:
         self.length = 0
 
     def reset(self) -> None:
-        """Remove all tokens. Keys and values are not cleared, because masked slots are never read."""
+        """Remove all tokens. Keys and values are not cleared, because slots after the last token are never read."""
         self.length = 0
         self._mask[:] = 0
         for name, array in self.caches.items():
@@ -96,9 +96,10 @@ class Runner:
                 array[:] = 0
 
     def resume_at(self, length: int) -> None:
-        """Continue from the ``length`` tokens that you wrote into `caches`, none of them padding.
+        """Continue from ``length`` tokens that you wrote into `caches`, without padding.
 
-        Write ``past_sums`` and ``past_summary`` too. They summarize all tokens, so this method cannot remove tokens.
+        Also write ``past_sums`` and ``past_summary``, which summarize all tokens. This method therefore cannot remove
+        tokens.
 
         Raises:
             ConfigError: the tokens exceed ``max_length``.
@@ -115,22 +116,22 @@ class Runner:
         The next step overwrites the returned array.
 
         Args:
-            left_padding: number of padding tokens of each row, smaller than L. Allowed in the first step only.
+            left_padding: number of padding tokens of each row, below L. Allowed only in the first step.
 
         Raises:
             ShapeError: the shape of the tokens is not (batch, L), or they exceed ``max_length``.
-            ConfigError: the padding is too long or does not come in the first step.
-            ArtefactError: the file does not run with these tokens. All tokens are removed then, as after Ctrl-C.
+            ConfigError: the padding is too long, or this is not the first step.
+            ArtefactError: onnxruntime raised an error. Then, and after Ctrl-C, all tokens are removed.
         """
         wanted = (self.batch, "L")
         try:
             given = np.asarray(tokens).astype(np.int64, casting="same_kind")
         except (TypeError, ValueError):  # rows of unequal length, or not integers
-            raise ShapeError(f"tokens: expected integers of shape {wanted}, got others. Pad the rows.") from None
+            raise ShapeError(f"tokens: expected integers of shape {wanted}, got other values. Pad the rows.") from None
         if given.ndim != 2 or not given.size or len(given) != self.batch:
             raise ShapeError(f"tokens: expected shape {wanted}, got {given.shape}.")
         L = given.shape[1]
-        self._check_room("tokens", L)
+        self._check_length("tokens", L)
         padding = [0] * self.batch if left_padding is None else list(left_padding)
         if len(padding) != self.batch or not all(n in range(L) for n in padding) or (any(padding) and self.length):
             raise ConfigError(
@@ -149,21 +150,21 @@ class Runner:
         try:
             self._session.run_with_iobinding(self._binding)
             self.length += L
-        except BaseException as error:  # onnxruntime's exceptions have no common base; Ctrl-C is raised after the run
-            self.reset()  # the caches may be partly written
+        except BaseException as error:  # onnxruntime's exceptions have no common base class; Ctrl-C raises here
+            self.reset()  # the caches may be incomplete
             if not isinstance(error, Exception):
                 raise
             raise ArtefactError(f"model: expected {self.path} to run, got: {first_line(error)}") from None
         return self._logits[:, 0]
 
     def prefill(self, prompt: Sequence[int]) -> Array:
-        """Append a prompt in chunks, for a batch of one, and return the logits of its last token.
+        """Append a prompt in chunks and return the logits of its last token. The batch must be 1.
 
-        The last token is a separate decode step, as in mlx-lm.
+        As in mlx-lm, the last token is a separate decode step.
         """
         if not len(prompt):
             raise ConfigError("prompt: expected at least one token, got none.")
-        self._check_room("prompt", len(prompt))
+        self._check_length("prompt", len(prompt))
         start, last = 0, len(prompt) - 1
         while start < last:
             chunk = self._chunk
@@ -174,23 +175,23 @@ class Runner:
         return self.step([list(prompt[last:])])
 
     def generate(self, prompt: Sequence[int], max_tokens: int, pick: Pick | None = None) -> Iterator[int]:
-        """Append a prompt and yield at most ``max_tokens`` generated tokens, up to an end-of-sequence token.
+        """Append a prompt and yield at most ``max_tokens`` new tokens, up to an end-of-sequence token.
 
-        All yielded tokens except the last are appended too.
+        Every new token except the last is appended to the caches.
 
         Args:
             pick: function that selects a token from its logits ``(vocabulary,)``; None selects the argmax.
 
         Raises:
-            ShapeError: prompt and tokens exceed ``max_length``. Raised before anything runs.
-            ArtefactError: the file does not run with these tokens, or its logits are NaN.
+            ShapeError: prompt and new tokens exceed ``max_length``. This is raised before anything runs.
+            ArtefactError: onnxruntime raised an error, or the logits are NaN.
         """
         if self.batch != 1:
             raise ConfigError(f"batch: expected 1 to generate, got {self.batch}. Use step().")
         check_int("max_tokens", max_tokens, 1)
-        self._check_room("prompt", len(prompt))
-        self._check_room("prompt and max_tokens", len(prompt) + max_tokens - 1)  # the last one is not run
-        return self._generate(prompt, max_tokens, pick or _likeliest)
+        self._check_length("prompt", len(prompt))
+        self._check_length("prompt and max_tokens", len(prompt) + max_tokens - 1)  # the last token is not appended
+        return self._generate(prompt, max_tokens, pick or _most_likely)
 
     def _generate(self, prompt: Sequence[int], max_tokens: int, pick: Pick) -> Iterator[int]:
         logits = self.prefill(prompt)
@@ -210,10 +211,10 @@ class Runner:
     def _open(self, options: onnxruntime.SessionOptions, **how: Any) -> onnxruntime.InferenceSession:
         try:
             return onnxruntime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"], **how)
-        except Exception as error:  # onnxruntime's exceptions have no common base
+        except Exception as error:  # onnxruntime's exceptions have no common base class
             raise ArtefactError(f"model: expected {self.path} to load, got: {first_line(error)}") from None
 
-    def _check_room(self, what: str, count: int) -> None:
+    def _check_length(self, what: str, count: int) -> None:
         if self.length + count > self.max_length:
             after = f" after {self.length}" if self.length else ""
             raise ShapeError(
@@ -236,7 +237,7 @@ class Runner:
         return array
 
 
-def _likeliest(logits: Array) -> int:
+def _most_likely(logits: Array) -> int:
     return int(logits.argmax())
 
 
@@ -261,7 +262,7 @@ def _model_file(path: Path) -> Path:
 
 
 def _read(path: Path) -> onnx.ModelProto:
-    """Read the file without its weights."""
+    """Read model.onnx without its weights."""
     try:
         return onnx.load(path, load_external_data=False)
     except DecodeError:
@@ -269,14 +270,14 @@ def _read(path: Path) -> onnx.ModelProto:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an exception's message."""
+    """Return the first line of an exception's message, or its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
     spec = metadata.get("mlx_sparse.spec")
     if spec is None:
-        raise ArtefactError(f"model: expected a file that export-onnx wrote, got another: {path}.")
+        raise ArtefactError(f"model: expected a file that export-onnx wrote, got another file: {path}.")
     if spec != str(SPEC):
         raise ArtefactError(
             f"model: expected version {SPEC} of the operators, got {spec!r} in {path}. "
@@ -285,7 +286,7 @@ def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _states(path: Path, graph: onnx.GraphProto) -> tuple[dict[str, State], int]:
-    """Read and validate the sizes of a file, which may be malicious.
+    """Validate the inputs and outputs of a file, which may be malicious.
 
     Return the type and shape of every cache, and the size of the vocabulary.
     """
@@ -314,7 +315,7 @@ def _states(path: Path, graph: onnx.GraphProto) -> tuple[dict[str, State], int]:
 
 
 def _state(info: onnx.ValueInfoProto) -> State:
-    """Return the type, None if it is unsupported, and the sizes, 0 for symbolic dimensions."""
+    """Return the dtype of a cache, or None if unsupported, and its axis lengths, with 0 for symbolic axes."""
     tensor = info.type.tensor_type
     kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type) if tensor.elem_type in TYPES else None
     return kind, [dim.dim_value for dim in tensor.shape.dim]

@@ -1,4 +1,4 @@
-"""The backends under test, for every file of this folder."""
+"""Provide the backends under test to all files of this folder."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mlx_sparse.methods import registry
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Any:
-    """Return the adapter of an available backend by name; parametrize indirectly with `adapters.backends_with`.
+    """Return the adapter of a backend. Parametrize tests indirectly with names from `adapters.backends_with`.
 
-    Without a Metal GPU, Metal runs in the harness of tests/msl. Launches of Triton are checked.
+    Without a Metal GPU, Metal kernels run in the harness of tests/msl. All Triton launches are checked.
     """
     if request.param == "metal":
         request.getfixturevalue("metal")

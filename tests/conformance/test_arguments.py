@@ -1,15 +1,17 @@
-"""One-line errors for wrong arguments of the public functions, for MLX arrays and torch tensors."""
+"""Test one-line errors for wrong arguments of the public functions, for MLX arrays and torch tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from adapters import ADAPTERS
 from require import absent
 
+import mlx_sparse
 from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError
 from mlx_sparse.methods import registry, table
 
@@ -114,7 +116,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("attend_blocks", {"blocks": f32(1, 2, 1, 3)}, ShapeError, "^blocks: expected integers"),
     ("attend_blocks", {"block_size": 48}, ConfigError, "block_size: expected one of 32, 64, 128, got 48"),
 ]
-# Of one library only.
+# Errors that only one library can have.
 MLX: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("sparq_attention", {"backend": "metal"}, BackendUnavailable, r"got metal .MLX finds no Metal GPU"),
     ("sparq_attention", {"backend": "triton"}, BackendUnavailable, r"got triton .*: .* mlx_sparse.cuda_ref"),
@@ -172,9 +174,15 @@ def test_assigning_zero_keys_returns_an_empty_array(backend: Any) -> None:
     ("function", "backend"), [(name, backend) for name, row in table.FUNCTIONS.items() for backend in row]
 )
 def test_every_entry_of_the_table_loads(function: str, backend: str) -> None:
-    if backend != "metal" and (reason := registry.unavailable(backend)):  # the launchers of Metal load anywhere
+    if backend != "metal" and (reason := registry.unavailable(backend)):  # the launchers of Metal load on any machine
         absent(backend, reason)
     assert callable(registry.load(function, backend))
+
+
+def test_settings_of_text_forms_are_no_arguments() -> None:
+    row = mx.zeros((1, 1, 1, 64))
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'dense_below'"):
+        mlx_sparse.quest_attention(row, row, row, dense_below=7)
 
 
 def test_every_backend_has_an_adapter() -> None:

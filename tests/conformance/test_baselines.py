@@ -1,4 +1,4 @@
-"""The baselines in array operations against the float64 oracle, over the lists of cases."""
+"""Compare the baselines in array operations with the float64 oracle over all cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selection of block lists from scores, compared with the oracle."""
+"""Compare the selection of key blocks from scores with the oracle."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def test_keep_equals_the_oracle(backend: Any, alpha: float, ties: bool) -> None:
 @pytest.mark.parametrize(("short", "count"), [(-1e-5, 1), (0.0, 1), (4e-7, 1), (4e-6, 2)])
 @by_backend
 def test_a_share_that_reaches_alpha_except_for_rounding_is_enough(backend: Any, short: float, count: int) -> None:
-    """The threshold is ``alpha - 1e-6`` (sample.6), because a sum of float32 shares may be smaller than alpha."""
+    """Test the threshold ``alpha - 1e-6`` (sample.6), because a sum of float32 shares may be smaller than alpha."""
     x = np.array([[0.8 - short, 0.2 + short]], np.float32)
     assert keep(backend, x, 0.8).sum() == oracle_sample.keep(x.astype(float), 0.8).sum() == count
 
@@ -56,7 +56,7 @@ def test_equal_shares_are_kept_up_to_alpha_in_any_rounding(backend: Any) -> None
 
 
 def test_a_given_width_builds_lists_lazily() -> None:
-    """The lists are a graph; nothing is evaluated."""
+    """Build the lists as a graph, without any evaluation."""
     layout = Layout(300, 300, 4, 32)
     column = mx.random.uniform(shape=(1, 2, 4, layout.key_blocks))
     lists = block_select.select(column, column, layout, alpha_column=0.5, alpha_slash=0.5, width=layout.key_blocks)

@@ -1,4 +1,4 @@
-"""Every backend of SAAP against the float64 oracle, over the list of cases."""
+"""Compare every backend of SAAP with the float64 oracle over all cases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ by_routing = pytest.mark.parametrize("backend", ROUTING, indirect=True)
 
 
 def with_cases(names: list[str], name: str = "", values: Sequence[Any] = ("",)) -> pytest.MarkDecorator:
-    """Run array operations on every case and other backends on some, combined with the values of one parameter."""
+    """Parametrize a test: array operations with every case, other backends with some cases.
+
+    The cases are combined with the ``values`` of one more parameter.
+    """
     rows = [
         (backend, case, value)
         for backend in names
@@ -41,7 +44,7 @@ def test_a_backend_visits_and_attends_as_the_oracle(backend: Any, case: SaapCase
 
 
 def lists_of(case: SaapCase, chosen: Array, covered: Any, capacity: int, sinks: int | None = None) -> Any:
-    """Return the index and the list of the oracle, as `adapters.Arrays.lists`."""
+    """Return the oracle's index and key list, in the form of `adapters.Arrays.lists`."""
     window = {"sink_tokens": case.sink_tokens if sinks is None else sinks, "left_padding": case.step.padding}
     most = int(np.max(covered))
     ids = np.where(np.arange(most) < np.reshape(covered, (-1, 1, 1)), case.bucket_ids()[..., :most], -1)
@@ -51,7 +54,7 @@ def lists_of(case: SaapCase, chosen: Array, covered: Any, capacity: int, sinks: 
 
 
 def assert_lists(backend: Any, *given: Any, chosen: Array | None = None, **more: Any) -> None:
-    """Assert that index and list equal the oracle's; ``chosen`` are the same buckets with empty slots."""
+    """Assert that index and key list equal the oracle's. ``chosen`` has the same buckets with empty slots."""
     case, wanted_buckets, *sizes = given
     (offsets, key_ids), found = backend.lists(case, wanted_buckets if chosen is None else chosen, *sizes, **more)
     index, wanted = lists_of(*given, **more)
@@ -64,7 +67,7 @@ def assert_lists(backend: Any, *given: Any, chosen: Array | None = None, **more:
 @with_cases(ROUTING, "pending", [0, 1, 37])
 def test_a_step_lists_the_keys_of_the_oracle_once(backend: Any, case: SaapCase, pending: int) -> None:
     chosen = visited(case)
-    # An empty slot may hold any number that is not a bucket.
+    # An empty slot may be any number that is not a bucket.
     holes = np.concatenate([chosen, np.broadcast_to(np.array([-1, case.buckets, 1 << 20]), (*chosen.shape[:2], 3))], -1)
     covered = max(case.covered - pending, 0)
     assert_lists(backend, case, chosen, covered, case.step.S + 70, chosen=holes)
@@ -96,7 +99,7 @@ def test_more_sinks_than_numbers_of_32_bits_are_all_keys(backend: Any, sinks: in
 @with_cases(ROUTING)
 def test_entries_behind_the_count_are_ignored(backend: Any, case: SaapCase) -> None:
     indices, counts = listed(case)
-    # The slots behind the count hold valid keys, which must not be attended.
+    # The slots after the count are valid keys, which must not be attended to.
     filled = np.where(np.arange(case.step.S) < counts[..., None], indices, np.arange(case.step.S))
     if backend.name == "triton":
         from mlx_sparse.cuda_ref.launchers import attend
@@ -158,7 +161,7 @@ def test_saap_attention_reports_elements_moved(backend: Any, case: SaapCase) -> 
 
 
 def attend(backend: Any, visits: list[int], visited: str = "int32", ids: str = "int32", change: Any = None) -> Array:
-    """Return the output of a step that visits these buckets, with integers of these types."""
+    """Return the output of a step over the buckets ``visits``, with integer arrays of the given types."""
     numbers = SMALL.bucket_ids().astype(np.int64)
     shape = (2, 2, len(visits))
     given = {

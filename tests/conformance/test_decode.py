@@ -1,4 +1,4 @@
-"""Every backend of the decode methods against the float64 oracle, over the list of cases."""
+"""Compare every backend of the decode methods with the float64 oracle over all cases."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_backend_selects_and_attends_as_the_oracle(backend: Any, method: str, 
 @by_case
 @by_attending
 def test_attention_to_the_keys_of_the_oracle_equals_the_oracle(backend: Any, case: Case) -> None:
-    """Ties cannot affect this comparison."""
+    """Attend to the oracle's keys, so that ties do not affect the comparison."""
     q, k, _ = case.inputs()
     chosen = oracle.sparq_select(q, k, rank=16, top_k=40, left_padding=case.padding).indices
     found, wanted = backend.attend_indices(case, chosen, 0.2), attended(case, chosen, 0.2)
@@ -80,7 +80,7 @@ def test_an_empty_list_gives_zeros(backend: Any, N: int) -> None:
 
 @dataclass(frozen=True)
 class Padded(Case):
-    """A case with ``poison`` in its padded rows."""
+    """A case whose padded rows contain ``poison``."""
 
     poison: float = 0.0
 
@@ -128,7 +128,7 @@ def test_a_zero_query_attends_uniformly(backend: Any) -> None:
 
 @pytest.mark.parametrize("backend", [name for name in backends_with("sparq") if name != "ops"], indirect=True)
 def test_ties_between_components_go_to_the_lower_index(backend: Any) -> None:
-    """The partition of MLX has no defined order."""
+    """Test ties, because MLX's partition has no defined order."""
 
     class Signs(Case):
         def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
@@ -207,7 +207,7 @@ def test_a_row_without_a_valid_key_has_recall_1_with_any_value_mean(backend: Any
 @pytest.mark.parametrize(("dtype", "most"), [("f32", 7), ("bf16", 1000)])
 @by_attending
 def test_a_value_mean_of_any_strides_is_used_and_alpha_is_not_rounded(backend: Any, dtype: str, most: float) -> None:
-    """1 - alpha is small, and bfloat16 has few numbers just below 1."""
+    """Test a small 1 - alpha, because bfloat16 has few numbers just below 1."""
     case = Case(1, 2, 2, 300, 64, dtype)
     mean = np.linspace(0, most, 128, dtype=np.float32).reshape(1, 64, 2)
     settings = {"rank": 32, "top_k": 250}

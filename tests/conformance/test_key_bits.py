@@ -1,4 +1,4 @@
-"""Quantized scoring keys (docs/spec/sparq.md, sparq.17 to sparq.22): every backend with them, and the oracle."""
+"""Test int4 scoring keys, (sparq.17) to (sparq.22) of docs/spec/sparq.md, on every backend and in the oracle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cases import (
     CODED,
     Array,
     Case,
-    assert_same_choice,
+    assert_same_selection,
     covering,
     round_to,
 )
@@ -25,13 +25,13 @@ from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
 from mlx_sparse.methods.table import FUNCTIONS
 from mlx_sparse.oracle.key_codes import approximate_keys, unpack
 
-NODES = ("ort",)  # nodes of exported files, which need native kernels
+NODES = ("ort",)  # runtimes of exported nodes, which need native kernels
 CODING = [name for name in backends_with("code_keys") if name in (*FUNCTIONS["code_keys"], *NODES)]
 EIGHT_BIT_BACKENDS = ("metal", "triton")  # backends that store scores in 8 bits
 
 
 class OddKeys(Case):
-    """Keys with components that are constant, nearly constant, huge or not finite, and with NaN in padding."""
+    """A case with constant, nearly constant, huge and non-finite key components, and NaN in padding."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}-odd"
@@ -56,7 +56,7 @@ ODD = [OddKeys(2, 4, 2, 213, 64, dtype, padding) for dtype in ("f32", "f16", "bf
 
 
 def by_backend_and_case(*more: Case) -> Any:
-    """Parametrize with all cases, and some of them for nodes, whose sessions are slow to create."""
+    """Parametrize with all cases, but only some cases for ONNX nodes, whose sessions are slow to create."""
     pairs = [(name, case) for name in CODING for case in (*(CASES[3::4] if name in NODES else CASES), *more)]
     ids = [f"{name}-{case}" for name, case in pairs]
     return pytest.mark.parametrize(("backend", "case"), pairs, ids=ids, indirect=["backend"])
@@ -100,7 +100,7 @@ def test_non_finite_keys_are_selected_first_with_their_groups(backend: Any, case
     selection = {name: value for name, value in params.items() if name != "reallocate"}
     wanted = oracle.sparq_select(q, k, left_padding=case.padding, **selection)
     most = np.where(np.isfinite(wanted.scores), np.abs(wanted.scores), 0).max()
-    assert_same_choice(found, wanted.indices, np.where(wanted.scores < np.inf, wanted.scores, 2 * most + 1))
+    assert_same_selection(found, wanted.indices, np.where(wanted.scores < np.inf, wanted.scores, 2 * most + 1))
     assert {*range(GROUP, 2 * GROUP), 212} <= set(found[0, 0].tolist())
 
 
@@ -112,7 +112,7 @@ def test_a_coded_key_is_within_half_a_step_of_the_key() -> None:
     coded = oracle.code_keys(keys)
     near = approximate_keys(keys.astype(np.float64), coded) + coded.centre[:, :, None]
     step = np.repeat(coded.step.astype(np.float64), GROUP, axis=-1).swapaxes(-1, -2)
-    # lo and step are rounded to float16 themselves: by half a unit in the last of 11 bits, of at most 8.
+    # lo and step, which are at most 8, are rounded to float16: by half a unit in the last of 11 bits.
     assert (np.abs(near - keys)[:, :, :192] <= step * (0.5 + 2**-11 * 2**4) + 8 * 2**-11).all()
     np.testing.assert_allclose(near[:, :, 192:], keys[:, :, 192:], atol=1e-6)
 
@@ -126,7 +126,7 @@ def test_codes_are_packed_lowest_bits_first() -> None:
 
 
 def test_exact_codes_select_as_the_keys() -> None:
-    """Keys that are integer multiples of the step are coded exactly."""
+    """Use keys that are integer multiples of the step, so that the codes are exact."""
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 16, (1, 2, 256, 32)).astype(np.float64)
     keys[:, :, ::GROUP], keys[:, :, 1::GROUP] = 0, 15
@@ -157,7 +157,7 @@ def test_a_non_finite_key_is_selected_with_its_group() -> None:
 
 
 def test_the_spread_orders_components_as_the_deviation_does() -> None:
-    """For normal keys the spread is about 1.2 times the deviation; a common factor does not change the order."""
+    """Compare the orders for normal keys, for which the spread is about 1.2 times the deviation."""
     k = Case(1, 2, 2, 1024, 64, "f32").inputs()[1].astype(np.float64) * np.geomspace(1e-3, 1e3, 64)
     coded = oracle.code_keys(k)
     found = oracle.key_spread(coded, k)

@@ -1,4 +1,4 @@
-"""Prefill in several launches: bounded work, and the same results."""
+"""Test prefill in several launches: each launch has bounded work, and the results are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HyperAttention and hash-sparse attention: the oracle against the definition, array operations against the oracle."""
+"""Compare HyperAttention and hash-sparse attention in array operations with the oracle, and the oracle with loops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ by_method = pytest.mark.parametrize("method", SETTINGS)
 
 @dataclass(frozen=True)
 class Prompt:
-    """Sizes of a prefill chunk; its numbers are multiples of 1/8, whose sums are exact in float32."""
+    """Sizes of a prefill chunk. Its numbers are multiples of 1/8, so that float32 sums are exact."""
 
     B: int
     Hq: int
@@ -89,7 +89,7 @@ def test_hash_sparse_attends_itself_and_the_keys_with_its_hash_up_to_it() -> Non
 
 
 def test_hyperattention_attends_a_bucket_and_weighs_its_sample() -> None:
-    """All scores are equal, so that the output is the weights divided by their sum."""
+    """Use equal scores, so that the output is the weights divided by their sum."""
     L, S = 32, 128
     rng = np.random.default_rng(2)
     k = rng.normal(size=(1, 1, S, S))
@@ -111,7 +111,7 @@ def test_hyperattention_attends_a_bucket_and_weighs_its_sample() -> None:
 
 
 def order_of(vectors: Array) -> list[int]:
-    """Return the rank of each vector in the order of Gray codes of its signs along random directions (sample.17)."""
+    """Return the rank of each vector by the Gray code of its signs along random directions (sample.17)."""
     directions = signs(vectors.shape[-1], HYPER["hash_bits"]).T
     codes = []
     for vector in vectors:

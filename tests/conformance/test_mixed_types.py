@@ -1,4 +1,4 @@
-"""Queries, keys and values of different types: the output is exact and has the type of the queries."""
+"""Test queries, keys and values of different types: the output is exact and has the type of the queries."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ DECODE: dict[str, dict[str, Any]] = {
 }
 PAIRS = list(permutations(DTYPES, 2))
 MIXES = [*[(queries, other, other) for queries, other in PAIRS], ("f16", "f16", "bf16")]
-# The harness compiles a kernel for each mix on Metal, so that only some mixes run.
+# Only some mixes run on Metal, because the harness compiles a kernel for each mix.
 ARMS = [*(("ops", mix) for mix in MIXES), *(("metal", mix) for mix in MIXES[::3])]
 
 
 def with_functions(functions: Iterable[str], on_metal: Sequence[str]) -> pytest.MarkDecorator:
-    """Run array operations on every pair of function and mix of types, and Metal on each function and each mix."""
+    """Parametrize array operations with all pairs of function and type mix, and Metal with some pairs."""
     rows = [("ops", function, mix) for function in functions for mix in MIXES]
     rows += [("metal", function, mix) for mix, function in covering(MIXES, on_metal)]
     ids = ["-".join((backend, function, *mix)) for backend, function, mix in rows]
@@ -54,7 +54,7 @@ def numbers(L: int) -> list[Array]:
 
 
 def assert_attends_alike(out: mx.array, expected: Array, mix: tuple[str, ...]) -> None:
-    """Assert the type of the queries, and errors within the rounding of the least precise type."""
+    """Assert that the output has the queries' type, and errors within the rounding of the least precise type."""
     assert out.dtype == DTYPES[mix[0]]
     coarsest = "bf16" if "bf16" in mix else "f16"
     assert (np.abs(to_numpy(out) - expected) <= 4 * ulp(np.abs(expected).max(), coarsest)).all()

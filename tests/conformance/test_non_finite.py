@@ -1,4 +1,4 @@
-"""NaN and infinity in valid keys, values and queries: every backend attends the same keys as the oracle."""
+"""Test NaN and infinity in valid keys, values and queries: all backends attend to the keys of the oracle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adapters import backends_with
-from cases import SPARQ, Array, Case, assert_same_choice, covering, every_parameter
+from cases import SPARQ, Array, Case, assert_same_selection, covering, every_parameter
 from expected import Expected, expected
 from non_finite_cases import INF, NAN, NON_FINITE, SIZES, NonFinite, NonFiniteChunk, assert_same_with_nan
 from saap_cases import SaapCase, assert_attends, visited
@@ -20,18 +20,18 @@ from mlx_sparse import oracle
 ARMS = {"sparq": (("G1", "reallocate"), ("G4", "paper"), ("G4", "eval"))}
 STEPS = [(method, edit, *arm) for method, arms in ARMS.items() for edit, arm in covering(list(NON_FINITE), arms)]
 STEPS += [("sparq", edit, "tiles", "paper") for edit in ("nan", "more-than-are-attended")]
-# These runtimes evaluate the same function bodies as another backend.
+# Skip runtimes that evaluate the same function bodies as another backend.
 FORMS = ("onnx-compat", "onnx-reference")
 BACKENDS = [name for name in backends_with("sparq") if name not in FORMS]
 by_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 
 
 def assert_same_keys(indices: Array, wanted: Expected) -> None:
-    """Assert the same selection; NaN and infinity rank above every finite score."""
+    """Assert that the selections are equal, with NaN and infinity ranked above every finite score."""
     scores = wanted.scores
     assert scores is not None
     most = np.abs(scores[np.isfinite(scores)]).max(initial=0)
-    assert_same_choice(indices, wanted.choice, np.where(scores < np.inf, np.maximum(scores, -most), 2 * most + 1))
+    assert_same_selection(indices, wanted.choice, np.where(scores < np.inf, np.maximum(scores, -most), 2 * most + 1))
 
 
 @pytest.mark.parametrize(("method", "edit", "sizes", "setting"), STEPS)
@@ -46,7 +46,7 @@ def test_non_finite_numbers_are_ranked_and_shown_as_in_the_oracle(
     assert_same_with_nan(found.out, wanted.out, atol=4e-3 if case.dtype == "f16" else 2e-5)
 
 
-@pytest.mark.parametrize("setting", [setting for setting in SPARQ if setting != "k1"])  # which reads one component
+@pytest.mark.parametrize("setting", [setting for setting in SPARQ if setting != "k1"])  # k1 reads only one component
 @pytest.mark.parametrize("edit", ["nan", "nan-everywhere-in-a-key", "inf", "minus-inf", "inf-minus-inf", "all-keys"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_non_finite_key_has_the_effect_of_dense_attention(sizes: str, edit: str, setting: str) -> None:
@@ -84,7 +84,7 @@ def test_a_prompt_with_a_nan_key_has_the_nans_of_dense_attention() -> None:
 
 @dataclass(frozen=True)
 class NonFiniteRoute(SaapCase):
-    """A step in which the first pre-RoPE query has a NaN."""
+    """A decode step in which the first pre-RoPE query has a NaN."""
 
     def queries_before(self) -> Array:
         queries = super().queries_before()

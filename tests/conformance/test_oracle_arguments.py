@@ -1,4 +1,4 @@
-"""Wrong arguments of the oracle, and the counts it reports."""
+"""Test wrong arguments of the oracle, and the element counts that it reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_stats_follow_the_formulae() -> None:
 INDICES: dict[str, Any] = {"scale": 1.0}
 SAAP = {"bucket_ids": np.zeros((1, 2, 40), int), "visited": np.zeros((1, 2, 3), int)}
 H2O = {"scores": np.zeros((1, 2, 40))}
-# Function, its arguments besides queries, keys and values, those that are wrong, and the error.
+# Function, its arguments besides queries, keys and values, the wrong arguments, and the error.
 BAD: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception]]] = [
     *(
         ("sparq_attention", {"rank": 4, "top_k": 9}, {name: value}, error)

@@ -1,4 +1,4 @@
-"""The decode baselines of the oracle against naive loops."""
+"""Compare the decode baselines of the oracle with naive loops."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_baseline_equals_a_naive_implementation(
 
 
 def naive_h2o(Q: list[list[Row]], K: list[Row], V: list[Row], prompt: int, k: int, local: int) -> list[list[Row]]:
-    """Outputs of the steps after a dense prompt; Q holds the group's rows of every position. Evicted keys are gone."""
+    """Return the outputs of H2O's steps after a dense prompt. Q has the queries of the group for each position."""
     received = [0.0] * prompt
     for i in range(prompt):
         for head in Q[i]:
@@ -100,7 +100,7 @@ def test_h2o_equals_a_naive_loop_over_the_sequence(G: int, padding: list[int], t
     scores = h2o_scores(q[:, :, :prompt], k[:, :, :prompt], left_padding=left_padding)
     steps = []
     for n in range(prompt, S):
-        scores = np.pad(scores, ((0, 0), (0, 0), (0, 1)))  # the current key has received nothing yet
+        scores = np.pad(scores, ((0, 0), (0, 0), (0, 1)))  # the current key has not received attention yet
         evicted = scores == -np.inf
         out, scores = h2o_attention(
             q[:, :, n : n + 1],

@@ -1,4 +1,4 @@
-"""The oracle against published numbers.
+"""Compare the oracle with published numbers.
 
 Sources:
 
@@ -26,11 +26,11 @@ from mlx_sparse.oracle import (
 )
 
 Array = npt.NDArray[np.float64]
-EPS = float(np.finfo(np.float64).eps)  # results of at most 8 (64) rounded operations are 8 (64) EPS from the exact ones
+EPS = float(np.finfo(np.float64).eps)  # n rounded operations cause an error of at most n EPS
 
 
 def one_head(rows: object) -> Array:
-    """``(1, 1, length, D)``."""
+    """Return ``rows (length, D)`` as an array ``(1, 1, length, D)``."""
     return np.asarray(rows, dtype=np.float64)[None, None]
 
 
@@ -40,7 +40,7 @@ def softmax(logits: object) -> Array:
 
 
 def weights_of(function: object, logits: object, **arguments: object) -> Array:
-    """The weights a method gives to keys with these exact logits ``(Hkv, G, S)``, read off by unit values."""
+    """Return the weights that a method gives to keys with ``logits (Hkv, G, S)``, by means of unit values."""
     x = np.asarray(logits, dtype=np.float64)
     Hkv, G, S = x.shape
     unit = np.broadcast_to(np.eye(S), (1, Hkv, S, S))
@@ -50,38 +50,38 @@ def weights_of(function: object, logits: object, **arguments: object) -> Array:
 # --- Transfers -------------------------------------------------------------------------------------------------------
 
 # Results.ipynb prints transfers with 7 digits, for Llama 3 8B: 8 KV heads x 32 layers, D = 128, averaged over examples
-# of different length. The mean length S is not printed: it follows from one row of each task, and the other rows are
-# compared.
+# of different lengths. The notebook does not print the mean length S. The tests compute S from one row of each task and
+# compare the other rows.
 KV_HEADS = 8 * 32
 D = 128
 DENSE_WIKITEXT = 8.804014e7
 FLEXGEN_K2_REPETITION = 5.454742e7
-HALF_DIGIT = 5.0  # 8.804014e+07 stands for anything within 5 elements
+HALF_DIGIT = 5.0  # a printed 8.804014e+07 is within 5 elements of the exact number
 
 
 def released_sparq(S: float, *, rank: int, top_k: int) -> float:
-    """Without reallocation the released code counts 3 D where the paper prints 4 D.
+    """Return SparQ's transfers as the released code counts them, with 3 D in place of the paper's 4 D.
 
-    Its 3 D are the writes of the new key, of its copy in the second key cache and of the new value. The 4 D of the
-    paper are the new key, the new value, and the mean value read and written.
+    Without reallocation the code counts the writes of the new key, of the key's copy in the second key cache and of the
+    new value. The paper counts the new key, the new value, and a read and a write of the mean value.
     """
     return stats.sparq_elements(S, D, rank=rank, top_k=top_k) - D  # type: ignore[arg-type]
 
 
 def released_h2o(S: float, *, top_k: int) -> float:
-    """The released code counts one element more than the paper: the score of the new key."""
+    """Return H2O's transfers as the released code counts them: with the score of the new key, unlike the paper."""
     return stats.h2o_elements(S, D, top_k=top_k) + 1  # type: ignore[arg-type]
 
 
 def released_flexgen(S: float, *, top_k: int) -> float:
-    """The released code counts as the paper does."""
+    """Return FlexGen's transfers, which the released code counts like the paper."""
     return stats.flexgen_elements(S, D, top_k=top_k)  # type: ignore[arg-type]
 
 
 def assert_printed(count: float, printed: float, slope: float) -> None:
-    """``count`` rounds to ``printed``, when S is known only through a row printed with 7 digits.
+    """Assert that ``count`` rounds to ``printed``, if S comes from another row that is printed with 7 digits.
 
-    ``slope``: how much ``count`` moves when that row moves by one.
+    ``slope`` is the change of ``count`` if the other row changes by one.
     """
     assert abs(KV_HEADS * count - printed) <= HALF_DIGIT * (1 + slope)
 
@@ -142,12 +142,12 @@ def test_compression_equals_the_papers_formulae(method: str, S: int, parameters:
 
 GQA_QUERIES = np.array([[1, 10], [-20, 2], [30, 3], [4, 40]], dtype=np.float64).reshape(1, 4, 1, 2)
 GQA_KEYS = np.array([[1, 10], [20, 2]], dtype=np.float64).reshape(1, 2, 1, 2)
-# Component 0 for the first KV head and 1 for the second; coverage of |q| by it and D = 2 under the root.
+# The first KV head selects component 0, the second component 1. The root contains its share of |q|, and D = 2.
 GQA_LOGITS = np.array([1, -20, 6, 80]) / np.sqrt(np.array([1 / 11, 20 / 22, 3 / 33, 40 / 44]) * 2)
 
 
 def test_sparse_q_gqa_logit_of_every_query_head() -> None:
-    # Beside a key with logit 0, alpha of the chosen key is the logistic function of the difference.
+    # If the other key has logit 0, alpha of the selected key is the logistic function of its logit.
     keys = np.concatenate([GQA_KEYS, np.zeros_like(GQA_KEYS)], axis=2)
     choice = sparq_select(GQA_QUERIES, keys, rank=1, top_k=1, local_window=0)
     sign = np.where(choice.indices[0, :, 0] == 0, 1, -1).repeat(2)
@@ -163,7 +163,7 @@ def test_causal_index_counts_the_local_window_in_valid_keys(S: int, causal_index
 
 
 def test_eviction_mask_keeps_local_keys_and_the_heavy_hitter() -> None:
-    # k=2 and l=1 of the authors, whose current token is free: 3 keys, 2 of them local.
+    # The authors' k=2 and l=1 exclude the current token: 3 keys, 2 of them local.
     seen = np.array([0.1, 0.7, 0.2])
     assert top_k_select(seen[None, None], top_k=3, local_window=2).tolist() == [[[0, 1, 2]]]
     seen = np.pad(seen, (0, 2)) + np.array([0.1, 0.0, 0.0, 0.0, 0.9])
@@ -180,7 +180,7 @@ def test_sparse_softmax_is_flexgen_without_renormalization() -> None:
 
 
 def test_sparse_softmax_gqa_is_flexgen_with_one_choice_per_group() -> None:
-    # The first group of the authors' test is an exact tie in floating point (0.5 + exp(-97) = 0.5), so only the second.
+    # Only the second group is tested. The first group is an exact tie in floating point (0.5 + exp(-97) = 0.5).
     x = np.array([[[99, 1, 0, 0], [0, 10, 10, 0]]])
     expected = np.array([softmax(row) for row in x[0]]) * [1, 1, 0, 0]
     np.testing.assert_allclose(weights_of(flexgen_attention, x, top_k=2)[0], expected, rtol=8 * EPS)
@@ -221,7 +221,7 @@ def test_local_softmax_is_streaming_behind_one_padded_key(logits: list[int], sin
 
 @pytest.mark.parametrize("reallocate", [False, True])
 def test_ann_module_with_padded_keys_1e9_and_padded_values_inf(reallocate: bool) -> None:
-    # The shapes and poison of the authors' test_ann_module, whose own result is NaN in the padded rows.
+    # Shapes and poison are from the authors' test_ann_module, whose result is NaN in the padded rows.
     rng = np.random.default_rng(0)
     padding = np.array([2, 0, 5])
     queries = rng.standard_normal((3, 5, 1, 16))
@@ -229,7 +229,7 @@ def test_ann_module_with_padded_keys_1e9_and_padded_values_inf(reallocate: bool)
     padded = np.arange(7) < padding[:, None]
     keys[np.broadcast_to(padded[:, None], (3, 5, 7))] = 1e9
     values[np.broadcast_to(padded[:, None], (3, 5, 7))] = np.inf
-    # k=3 and local_k=1 of the authors: 4 keys, 2 of them local
+    # the authors' k=3 and local_k=1: 4 keys, 2 of them local
     choice = {"rank": 6, "top_k": 4, "local_window": 2, "left_padding": padding}
     out = sparq_attention(queries, keys, values, reallocate=reallocate, **choice)
     assert np.isfinite(out).all()
@@ -278,5 +278,5 @@ def test_llama_cpp_small(method: str) -> None:
         out = dense_attention(queries, keys, values)
     else:
         out = sparq_attention(queries, keys, values, rank=2, top_k=3)
-    # Inputs and outputs are printed with 3 digits; the fork's own check allows 2e-3.
+    # The fork prints inputs and outputs with 3 digits, and allows an error of 2e-3.
     np.testing.assert_allclose(out[0, 0, 0], [-0.710, -0.190], rtol=0, atol=2e-3)

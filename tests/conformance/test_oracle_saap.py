@@ -1,4 +1,4 @@
-"""The oracle of SAAP against a naive implementation of docs/spec/saap.md in lists and loops, and against facts."""
+"""Compare the SAAP oracle with a naive implementation of docs/spec/saap.md and with known facts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mlx_sparse import oracle
 
 by_case = pytest.mark.parametrize("case", SAAP_CASES, ids=str)
 
-# Table 5 of the paper: selectivity in per cent of 1,024 equal buckets, by probes.
+# Table 5 of the paper: selectivity in percent by number of probes, for 1,024 equal buckets.
 BALANCED = {4: 0.4, 8: 0.8, 16: 1.6, 32: 3.1, 64: 6.2, 128: 12.5}
 
 
 def attended(case: SaapCase, b: int, h: int) -> list[int]:
-    """Return the keys of a step by the definition."""
+    """Return the keys that a step attends to, by the definition."""
     S, first = case.step.S, case.step.padding[b] if case.step.padding else 0
     ids, chosen = case.bucket_ids()[b, h].tolist(), set(visited(case)[b, h].tolist())
     keys = []
@@ -109,7 +109,7 @@ def blobs(N: int = 2000, D: int = 16, C: int = 12) -> tuple[Array, Array]:
 
 
 def objective(keys: Array, centroids: Array) -> float:
-    """Return the objective of spherical k-means: the sum of the inner products of keys with their centroids."""
+    """Return the objective of spherical k-means: the sum of the inner products of keys and their centroids."""
     return float((keys.astype(np.float64) @ centroids.T).max(axis=1).sum())
 
 

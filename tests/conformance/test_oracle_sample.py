@@ -1,4 +1,4 @@
-"""The oracle of SampleAttention against a naive implementation in lists and loops, and against known facts."""
+"""Compare the SampleAttention oracle with a naive implementation and with known facts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ by_case = pytest.mark.parametrize("case", SAMPLE_CASES, ids=str)
 
 
 def naive_blocks(case: SampleCase, q: list[Row], k: list[Row]) -> list[set[int]]:
-    """Return the key blocks of each row block for one head, written from the text of the method."""
+    """Return the selected key blocks of each row block for one head, as the paper describes the method."""
     b, L, S = case.block_size, case.L, case.S
     rows: dict[int, list[int]] = {}  # row block -> query rows
     for i in range(L):
@@ -82,7 +82,7 @@ def test_attention_over_blocks_is_the_softmax_over_their_keys(case: SampleCase) 
 
 @by_case
 def test_the_kept_columns_and_bins_hold_the_share_alpha(case: SampleCase) -> None:
-    """This holds even if sampled rows do not attend every block."""
+    """Test the share alpha, also for sampled rows that do not attend to every block."""
     q, k, v = case.inputs()
     chosen, layout = selection(case), case.layout
     nothing = np.zeros_like(chosen.column_kept)
@@ -115,7 +115,7 @@ def test_recall_is_the_dense_weight_of_the_attended_keys(case: SampleCase) -> No
 @pytest.mark.parametrize(
     ("scores", "alpha", "kept"),
     [
-        # The fewest scores whose share reaches alpha; FlexPrefill and XAttention have other conventions.
+        # Select the fewest scores whose share reaches alpha. FlexPrefill and XAttention use other conventions.
         ([0.5, 0.3, 0.15, 0.05], 0.8, [0, 1]),
         ([0.05, 0.15, 0.3, 0.5], 0.8, [2, 3]),
         ([0.5, 0.3, 0.15, 0.05], 0.80001, [0, 1, 2]),
@@ -183,11 +183,11 @@ def test_regions_cut_the_queries_into_whole_row_blocks(L: int, prefix: int, chun
 
 @by_case
 def test_elements_moved_are_counted_in_one_unit_at_any_density(case: SampleCase) -> None:
-    """Elements follow (sample.10) per query head; the keys of the sample count if there is a sample."""
+    """Count elements by (sample.10) per query head, with the keys of the sample if there is a sample."""
     layout, D = case.layout, case.D
     dense = 2 * case.L * D + 2 * case.block_size * D * layout.causal_pairs
     sampling = 0 if layout.all_sampled else len(layout.regions) * case.S * D
-    qkv = tuple(np.zeros_like(array) for array in case.inputs())  # uniform attention: nearly every block is kept
+    qkv = tuple(np.zeros_like(array) for array in case.inputs())  # uniform attention selects almost all blocks
     for alphas, extra in (((1.0, 1.0), 0), ((1.0, 0.5), 0), ((1 - 1e-9, 1 - 1e-9), sampling)):
         options = {**case.parameters, "alpha_column": alphas[0], "alpha_slash": alphas[1]}
         _, stats = oracle.sample_attention(*qkv, **options, return_stats=True)
@@ -195,7 +195,7 @@ def test_elements_moved_are_counted_in_one_unit_at_any_density(case: SampleCase)
 
 
 def mask_of(call: Any, L: int, S: int, **options: Any) -> Array:
-    """Return the blocks that a baseline attends, from one-hot values and equal keys."""
+    """Return the blocks that a baseline attends to, found with one-hot values and equal keys."""
     b = options["block_size"]
     n = -(-S // b)
     values = np.eye(n)[np.arange(S) // b][None, None]

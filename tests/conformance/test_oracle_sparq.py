@@ -1,4 +1,4 @@
-"""The oracle against a naive implementation of the papers, and identities that must hold."""
+"""Compare the SparQ oracle with a naive implementation of the papers, and test identities."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_recall_is_the_exact_mass_of_the_attended_keys(method: Callable[..., Any
     if method is sparq_attention:
         options["rank"] = 4
     mass = method(*qkv, return_stats="recall", **options)[1].recall
-    # The keys a method attends to are those whose unit values reach the output.
+    # A method attends to a key if the unit value of the key reaches the output.
     unit = np.broadcast_to(np.eye(40), k.shape)
     attended = method(q, k, unit, **options) != 0
     exact = np.where(attended, dense_attention(q, k, unit), 0).sum(axis=-1)
@@ -175,7 +175,7 @@ def test_a_zero_query_gives_uniform_alpha(left_padding: int) -> None:
 
 
 def rescale(q: Array, k: Array) -> tuple[Array, Array]:
-    """Rescale the channels by powers of two, which changes no exact logit and causes no rounding."""
+    """Rescale the components by powers of two, which changes no exact logit and causes no rounding."""
     factors = 2.0 ** np.random.default_rng(2).integers(-6, 7, size=q.shape[-1])
     return q * factors, k / factors
 
@@ -226,7 +226,7 @@ def test_query_key_logits_carry_no_coverage_factor() -> None:
 
 
 def test_local_keys_are_forced_in_where_adding_1_to_the_group_sum_loses_them() -> None:
-    # Four heads agree on key 0 (group sum near 4) and key 1 gets the rest; the local key has next to nothing.
+    # Four heads agree on key 0 (group sum near 4), and key 1 gets the rest. The local key has almost no weight.
     q = np.ones((1, 4, 1, 2))
     k = np.array([[4.0, 4], [3.9, 3.9], [0, 0], [-4, -4]])[None, None]
     choice = sparq_select(q, k, rank=2, top_k=2, local_window=1)
@@ -236,7 +236,7 @@ def test_local_keys_are_forced_in_where_adding_1_to_the_group_sum_loses_them() -
 
 
 def test_top_k_includes_the_local_window_without_counting_twice() -> None:
-    # The local keys are also the best ones, so a top-k over all keys would count them twice.
+    # The local keys also have the largest scores, so a top-k over all keys would count them twice.
     scores = np.arange(10.0)[None, None]
     assert top_k_select(scores, top_k=5, local_window=2).tolist() == [[[5, 6, 7, 8, 9]]]
     assert top_k_select(-scores, top_k=5, local_window=2).tolist() == [[[0, 1, 2, 8, 9]]]
@@ -251,13 +251,13 @@ def test_ties_go_to_the_lower_index_and_minus_inf_is_never_chosen() -> None:
 
 
 def test_alpha_near_1_keeps_its_complement() -> None:
-    # alpha = 1 - 4e-4 is 1 in bfloat16. The values are 0 where attended, so the output is (1 - alpha) * mean.
+    # alpha = 1 - 4e-4 is 1 in bfloat16. Values of selected keys are 0, so the output is (1 - alpha) * mean.
     q = np.array([[[[1.0]]]])
     k = np.array([0.0, 8.0, 0.0, 0.0])[None, None, :, None]
     v = np.array([4.0, 0.0, 4.0, 4.0])[None, None, :, None]
     complement = 3 / (3 + math.exp(8))
     out = sparq_attention(q, k, v, rank=1, top_k=1, local_window=0)
-    # 1 - alpha loses the digits that 1 has more than it.
+    # 1 - alpha has fewer significant digits than alpha.
     np.testing.assert_allclose(out, 3 * complement, rtol=2 * EPS / complement)
 
 

@@ -1,4 +1,4 @@
-"""Every backend of SampleAttention against the float64 oracle, over the list of prefill chunks."""
+"""Compare every backend of SampleAttention with the float64 oracle over all cases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ by_attending = pytest.mark.parametrize("backend", ATTENDING, indirect=True)
 
 
 def on(names: list[str], cases: list[SampleCase], few: tuple[int, ...] = ()) -> pytest.MarkDecorator:
-    """Run each case on each backend; on interpreted kernels only the cases with the indices ``few``, if given."""
+    """Parametrize with each case on each backend, but with only the cases ``few`` (if given) on slow backends."""
     found = [
         pytest.param(name, case, id=f"{name}-{case}")
         for name in names
@@ -61,7 +61,7 @@ def test_scores_equal_the_oracle(backend: Any, case: SampleCase) -> None:
 
 
 def random_lists(case: SampleCase, width: int) -> Array:
-    """Return lists in any order: duplicates, empty slots, blocks above the diagonal, and invalid numbers."""
+    """Return unsorted lists with duplicates, empty slots, blocks above the diagonal and invalid numbers."""
     rng = np.random.default_rng(0)
     shape = (case.B, case.Hq, case.layout.row_blocks, width)
     lists = rng.integers(-3, case.layout.key_blocks + 4, size=shape).astype(np.int32)
@@ -146,7 +146,7 @@ def test_sample_attention_attends_its_blocks_and_reports_recall(backend: Any, ca
     np.testing.assert_allclose(backend.numpy(stats.head_density), density, rtol=1e-6)
     assert stats.density == pytest.approx(density.mean())
     assert (stats.sampled, stats.dense_elements) == (case.layout.sampled_share, wanted.dense_elements)
-    assert stats.elements == pytest.approx(wanted.elements, rel=0.05)  # undecided blocks
+    assert stats.elements == pytest.approx(wanted.elements, rel=0.05)  # blocks with scores at the threshold
     mass = backend.numpy(stats.recall)
     assert_retains(mass, case, chosen)
     for start, stop in (region.sample for region in case.layout.regions):

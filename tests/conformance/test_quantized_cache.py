@@ -1,4 +1,4 @@
-"""Quantized KV caches (docs/spec/quantized.md): functions attend as the oracle on the dequantized rows."""
+"""Compare functions on quantized KV caches (docs/spec/quantized.md) with the oracle on dequantized rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import (
     assert_as_good_as_plain,
-    assert_chosen_within,
+    assert_selection_within,
     covering,
     every_parameter,
     plain_attention,
@@ -27,7 +27,7 @@ ON_METAL = [
     PackedCase(1, 16, 1, 70, 64, "bf16", bits=3),
     PackedCase(1, 4, 1, 8300, 64, "f16", bits=4),
 ]
-# A case takes seconds in the harness, so that only some run there, with all components, as the kernels require.
+# A case takes seconds in the harness, so only some cases run there. The kernels require all components.
 SETTINGS = ["rank-D", "paper", "robust", "reallocate", "eval"]
 PAIRS = [*HERE, *(("metal", case) for case in (*packed_cases()[1::6], *ON_METAL))]
 ARMS = [(*pair, setting) for pair, setting in covering(HERE, SETTINGS)]
@@ -42,7 +42,7 @@ def test_sparq_over_quantized_rows_selects_and_attends_as_the_oracle(
     found, wanted = adapter(backend).sparq(case, params), METHODS["sparq"](case, params)
     if backend.name == "metal" and not params["reallocate"]:  # scores are stored in 8 bits
         assert wanted.scores is not None
-        assert_chosen_within(found.choice, wanted.choice, wanted.scores, 1 / 16)
+        assert_selection_within(found.choice, wanted.choice, wanted.scores, 1 / 16)
         wanted = attended(case, found.choice, params["scale"], wanted.scores)
     assert_conforms(found, wanted, case)
 
@@ -65,7 +65,7 @@ def test_dense_attention_over_quantized_rows_equals_the_oracle(backend: Any, cas
 
 @pytest.mark.parametrize(("backend", "case"), PAIRS, ids=str, indirect=["backend"])
 def test_listed_rows_are_dequantized_and_attended(backend: Any, case: PackedCase) -> None:
-    """Every seventh slot is empty, and another seventh are rows behind the keys in use."""
+    """Test lists in which every seventh slot is empty, and another seventh are rows after the keys in use."""
     chosen = np.tile(np.arange(0, case.S, 3, dtype=np.int32), (case.B, case.Hkv, 1))
     chosen[..., 1::7], chosen[..., 3::7] = -1, case.S + 2
     chosen[chosen < np.reshape(case.padding or 0, (-1, 1, 1))] = -1

@@ -1,4 +1,4 @@
-"""Quest: every backend against the oracle, the bounds in caches, and models."""
+"""Compare every backend of Quest with the oracle, and test the bounds in caches and models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BACKENDS = [name for name in ADAPTERS if name in table.FUNCTIONS["quest"]]
 
 
 def of_keys(scores: Array, case: Case, page_size: int) -> Array:
-    """Return the score of the page of every key, ``(B, Hkv, S)``; -inf for keys before the first valid one."""
+    """Return for each key the score of its page, ``(B, Hkv, S)``; -inf for keys before the first valid key."""
     each = np.full((case.B, case.Hkv, case.S), -np.inf)
     for row, first in enumerate(case.padding or [0] * case.B):
         each[row, :, first:] = np.repeat(scores[row], page_size, axis=-1)[:, : case.S - first]
@@ -53,7 +53,7 @@ class Spoiled(Case):
 
 
 class Negative(Case):
-    """A case in which every logit is negative, and so every bound."""
+    """A case in which all logits, and therefore all bounds, are negative."""
 
     def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
         q, k, v = super().inputs(seed, L)
@@ -120,7 +120,7 @@ def test_no_key_scores_more_than_its_page_and_the_current_page_is_attended(case:
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if hasattr(ADAPTERS[name], "public")], indirect=True)
-def test_public_functions_accept_bounds_and_are_dense_with_all_pages(backend: Any) -> None:
+def test_public_functions_equal_the_oracle_and_are_dense_with_all_pages(backend: Any) -> None:
     case = Case(2, 6, 2, 70, 64, "f32", (0, 30))
     given = {"left_padding": case.padding}
     every, dense = (backend.public(f"{name}_attention", case, **given) for name in ("quest", "dense"))
@@ -143,7 +143,7 @@ def test_settings_budgets_and_contexts() -> None:
 
 
 def attend(cache: Any, page_size: int = 4) -> None:
-    """Run a step and assert that the bounds in the cache match its keys."""
+    """Run a step and assert that the bounds in the cache match the keys."""
     config = Quest(page_size=page_size, top_k=page_size)
     query = mx.random.normal((cache.keys.shape[0], 4, 1, 8))
     out, _ = cache.attend(query, config, scale=0.3, backend="ops")
@@ -219,7 +219,7 @@ def test_metal_reads_the_bounds_once_for_the_group(metal: Metal, G: int) -> None
 
 
 def test_left_padding_does_not_change_the_output() -> None:
-    """Pages begin at the first valid key of a sequence, so that other requests of a batch do not move them."""
+    """Test that pages begin at the first valid key, so that other requests of a batch do not move pages."""
     q, k, v = Case(1, 4, 2, 203, 64, "f32").inputs()
     how: dict[str, Any] = {"page_size": 8, "top_k": 32}
     alone = oracle.quest_attention(q, k, v, **how)

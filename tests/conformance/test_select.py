@@ -1,4 +1,4 @@
-"""Top-k selection on the backends with a kernel: any length, and ties to the lower index."""
+"""Test top-k selection on the backends with a kernel: any length, and ties to the lower index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cases import Array, covering
 from mlx_sparse import oracle
 
 KERNELS = ("metal", "triton")
-# S, top_k and local_window. The kernels work in tiles of 1024 to 4096 scores and in rounds over the best of tiles.
+# S, top_k and local_window. The kernels select in tiles of 1024 to 4096 scores, then among the best of all tiles.
 SIZES = [
     *((1, 1, 0), (5, 9, 2), (15, 1, 1), (16, 37, 9), (17, 3000, 100), (20, 40, 30), (31, 31, 31), (77, 20, 5)),
     *((300, 1, 0), (300, 128, 32), (1023, 128, 0), (1024, 37, 9), (1025, 3000, 100), (4096, 128, 32), (4097, 128, 0)),
@@ -42,7 +42,7 @@ KINDS: dict[str, Any] = {
     "infinite": lambda s: np.where(s > 1, np.inf, s),
 }
 ARMS = [(name, kind, sizes) for name in KERNELS for sizes, kind in covering(SIZES, list(KINDS))]
-ARMS = [arm for arm in ARMS if arm[:2] != ("metal", "subnormal")]  # a GPU may take subnormal numbers for 0
+ARMS = [arm for arm in ARMS if arm[:2] != ("metal", "subnormal")]  # a GPU may round subnormal numbers to 0
 ARMS += [("triton", kind, sizes) for kind, sizes in product(KINDS, [(700, 50, 20), (2500, 50, 0), (2500, 1500, 3)])]
 
 

@@ -149,7 +149,7 @@ def attempt(
         ({"kl": 0.05, "agreement": 0.9, "text": 0.8}, True),
         ({"kl": 0.051}, False),
         ({"kl": float("nan")}, False),
-        ({"agreement": 0.88}, True),  # 400 tokens: within two standard errors of the threshold
+        ({"agreement": 0.88}, True),  # within two standard errors of the threshold for 400 tokens
         ({"agreement": 0.86}, False),
         ({"text": 0.75}, False),  # in both tasks
         ({"calls": 0}, False),
@@ -175,7 +175,7 @@ def test_advice_is_negative_if_oracle_selection_fails() -> None:
     bad, good = attempt("oracle_top_k:top_k=511", kl=1), attempt("oracle_top_k:top_k=511")
     oracle_fails = page_of(quality_of([bad], []))
     assert oracle_fails.advice()[0].startswith("Do not use it: even the best selection of keys")
-    # If the oracle fails, a method that passes does so by chance.
+    # If the oracle fails, a method that passes is a random success.
     assert page_of(quality_of([bad], [attempt("sparq:rank=4,top_k=128")])).chosen is None is oracle_fails.chosen
     assert page_of(quality_of([good], [attempt("oracle_top_k:top_k=300")])).chosen is None
     none = page_of(quality_of([good], [attempt("sparq:rank=4,top_k=128", kl=1)]))
@@ -266,7 +266,7 @@ def test_uniform_attention_fails_every_selection(
     assert cli.main(["advise", str(tmp_path / "model"), "--text", str(text), *SHORT, "--save", str(saved)]) == 1
     out = capsys.readouterr().out
     assert re.search(r"\| `oracle_top_k:top_k=255` \| 1/2 \|.*\| fails \|", out)
-    assert "`sparq:rank=4,top_k" not in out and "`streaming:" not in out  # nothing else was run
+    assert "`sparq:rank=4,top_k" not in out and "`streaming:" not in out  # no other method was run
     assert "\nDo not use it: even the best selection of keys exceeds the thresholds" in out
     assert not saved.exists()
 
@@ -307,6 +307,14 @@ def test_no_quality_reads_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "| 5,120 |" in out
     assert "The model's context length, 4,096, is less than --context 5,120." in out
     assert "KL" not in out
+
+
+def test_save_without_quality_is_refused_before_the_model_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["advise", str(tmp_path / "missing"), "--no-quality", "--save", str(tmp_path / "attn.toml")]
+    assert cli.main(arguments) == 2
+    assert "--save: expected none with --no-quality, which recommends no method, got " in capsys.readouterr().err
 
 
 # Families

@@ -16,6 +16,7 @@ from json_tables import read_tables
 from mlx import nn
 from mlx_arrays import to_numpy
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from safetensors import safe_open
 from tiny_models import FAMILIES, build
 
 from mlx_sparse.artefact import Artefact, Layer, identity, load
@@ -77,6 +78,9 @@ def test_round_trip(path: Path) -> None:
         for name, array in found.arrays().items():
             np.testing.assert_array_equal(to_numpy(array), to_numpy(written.layers[index].arrays()[name]))
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    with safe_open(path, "numpy") as file:  # files of earlier versions have the same values
+        about = json.loads(file.metadata()["mlx_sparse"])
+    assert (about["format"], about["kind"], about["space"]) == (1, "saap", "before_rope")
 
 
 def test_truncated_files_are_refused(path: Path) -> None:

@@ -121,7 +121,7 @@ def test_spread_is_quartiles() -> None:
 
 
 def run_cases(form: str, made: Any, out: Path | None = None, budget: float = math.inf) -> tuple[bool, str]:
-    """Run two cases with the variants from ``made``; return success and the printed text."""
+    """Run two cases with the variants from ``made``. Return the success and the printed text."""
     request = Request("step", [], ["ops"], [CASE, CASE], 2, budget)
     printed, engine = io.StringIO(), SimpleNamespace(variants=lambda request, case: made())
     with redirect_stdout(printed):
@@ -284,7 +284,7 @@ def test_command_starts_without_optional_packages(tmp_path: Path) -> None:
 
 
 def rows_of(*arguments: str, code: int = 0) -> list[dict[str, Any]]:
-    """Return the rows of a run."""
+    """Return the result rows of a benchmark run."""
     printed = io.StringIO()
     with redirect_stdout(printed):
         assert cli.main(["bench", *arguments, "-o", "json"]) == code

@@ -24,7 +24,7 @@ REPORT: dict[str, Any] = {
 
 
 def words(text: str) -> list[int]:
-    """Tokenize with one token at the start of every text."""
+    """Tokenize a text, with one beginning-of-text token."""
     return [0, *(hash(word) for word in text.split())]
 
 

@@ -88,7 +88,7 @@ def test_open_thresholds_are_zero(attn: str, expected: str) -> None:
 def test_demo_with_the_default_model(
     demo_cache: Path, smollm2: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run the demo on the full text with ``--every``, and else on its beginning, which also holds the key."""
+    """Run the demo on the full text with ``--every``, otherwise on the beginning, which also contains the key."""
     if not tier.every:
         monkeypatch.setattr(demo, "CHARACTERS", 2_000)
     options = ["--attn", "sparq:dense_below=0", "--fast-blas", "--json"]

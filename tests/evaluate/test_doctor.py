@@ -109,7 +109,7 @@ def break_mlx(patch: pytest.MonkeyPatch) -> None:
         (remove_the_hook, ["problem: the start-up hook is not active", "use 'mlx-sparse generate'"]),
         (
             lambda patch: patch.delattr(KVCache, "trim"),
-            ["interfaces of mlx-lm: not as expected", "problem: mlx-lm: KVCache.trim is gone"],
+            ["interfaces of mlx-lm: not as expected", "problem: mlx-lm: KVCache.trim is missing"],
         ),
         (break_mlx, ["problem: mlx does not work here: ", "no-such-package not installed"]),
     ],

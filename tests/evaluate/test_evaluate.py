@@ -1,4 +1,4 @@
-"""Test the runner of `mlx-sparse eval`: figures of examples and resumed runs."""
+"""Test the runner of `mlx-sparse eval`: measurements of examples and resumed runs."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_saap_reports_selectivity() -> None:
 
 
 def test_late_index_equals_an_index_from_the_start() -> None:
-    """Prefill is dense and runs once for all methods, so the index is built after it."""
+    """Test an index that is built after prefill, because dense prefill runs once for all methods."""
     model, method = build(), f"saap:mode=online,buckets=8,probes=2,{EXACT}"
     prompt, target = TOKENS[:100], TOKENS[100:120]
     (found,) = Steps(model, WordTokenizer(), [Example(prompt, target)], 512).trials(Variant(method, method))
@@ -296,7 +296,7 @@ def test_journaled_results_are_not_run_again(tmp_path: Path) -> None:
 
 
 def test_results_depend_on_the_tokens(tmp_path: Path) -> None:
-    """Results are journaled by tokens: a changed task or batch must not reuse earlier results."""
+    """Test that a changed task or batch does not reuse earlier results, which are stored by tokens."""
     model, path, counts = build(), tmp_path / "results", []
     for prompt, scored in ((TOKENS[:50], None), (TOKENS[:50], None), (TOKENS[:50], [1]), (TOKENS[1:51], [1])):
         journal = Journal(path, "eval", "key", Trial)

@@ -1,4 +1,4 @@
-"""Test the settings that a budget gives a method: the largest ones that the transfer formulae allow."""
+"""Test the settings of a method for a byte budget: the largest settings that the transfer formulas allow."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_unreachable_budgets_are_left_out_with_a_reason() -> None:
         ("flexgen", "3/4"),
         ("streaming", "3/4"),
         ("streaming", "1/4"),
-        ("sparq:rank=16,top_k=64", None),  # once and unchanged
+        ("sparq:rank=16,top_k=64", None),  # listed once, unchanged
     ]
     (line,) = left_out
     assert "flexgen" in line and line.endswith("Left out.")

@@ -31,7 +31,7 @@ DATA = read_tables(__file__)
 
 
 class Page(HTMLParser):
-    """Parse a page and require that every element is closed."""
+    """HTML parser that requires every element to be closed."""
 
     VOID = ("meta", "img")
 
@@ -101,7 +101,7 @@ def test_picture_depends_on_the_figures_only() -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a report with everything in it."""
+    """Return the folder of a report with all sections."""
     folder = tmp_path_factory.mktemp("report")
     report.write(folder, ROWS, FACTS)
     return folder

@@ -90,6 +90,6 @@ def test_books_are_cut_at_their_markers() -> None:
 
 
 def test_pipes_are_not_opened_by_the_check(tmp_path: Path) -> None:
-    """A shell's <(command) is a pipe that can be read once. Opening this one would block until a writer exists."""
+    """Test a pipe, such as a shell's <(command), which can be read only once. Opening it would block."""
     os.mkfifo(tmp_path / "pipe")
     texts.check([str(tmp_path / "pipe"), "novels"])

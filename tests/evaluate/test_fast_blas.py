@@ -15,7 +15,7 @@ from mlx_sparse.tools.assets import blas
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # commands
 linux = pytest.mark.skipif(not blas.wanted(), reason="MLX does not compute on a Linux CPU here, or a BLAS is preloaded")
 
-DEMO = "demo --model no-tokenizer"  # error_of right after the point where OpenBLAS would be fetched
+DEMO = "demo --model no-tokenizer"  # fails right after the point where OpenBLAS would be fetched
 # Commands without a model would download the default model.
 COMMANDS = {
     "eval": "eval --methods sparq --text text.txt",
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def error_of(capfd: Any, words: str) -> str:
-    """Return the standard error of a command that error_of; its cache folder is `cache`."""
+    """Return the standard error of a command that fails, with `cache` as its cache folder."""
     assert cli.main([*words.split(), "--cache-dir", "cache"]) == 2
     return str(capfd.readouterr().err)
 

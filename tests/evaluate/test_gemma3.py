@@ -1,4 +1,4 @@
-"""Test the conversion of Gemma 3 with a tiny file of the same format; `test_gemma3_real` has the real model."""
+"""Test the conversion of Gemma 3 with a tiny file of the same format. `test_gemma3_real` tests the real model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYERS = 6
 SPECIALS = ["<pad>", "<eos>", "<bos>", "<unk>"]
 RUNS = ["▁▁", "▁▁▁", "\n\n", "<b>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-# Pieces in descending order of their scores; the last ones are single characters.
+# Token texts in descending order of their scores. The last texts are single characters.
 WORDS = ["th", "he", "▁t", "▁th", "▁the", "the", "an", "▁an", "and", "▁and", "er", "▁a", "in", "ing", "en", "re", "▁re"]
 LETTERS = list("▁thedrangi\n0")
 PIECES = [*SPECIALS, *RUNS, *BYTES, *WORDS, *LETTERS]
@@ -53,7 +53,7 @@ def original() -> gemma3_text.Model:
 
 
 def write_gguf(path: Path, model: gemma3_text.Model, architecture: str = "gemma3") -> Path:
-    """Write the model in llama.cpp's format: its tensor names, norm weights plus one, some quantized tensors."""
+    """Write the model in llama.cpp's format: tensor names, norm weights plus one, and some quantized tensors."""
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in DATA["fields"].items():
         writer.add_uint32(f"gemma3.{name}", value)
@@ -118,7 +118,7 @@ def test_hyper_parameters_come_from_the_file(folder: Path) -> None:
 
 
 def joined(text: str) -> list[str]:
-    """Merge like SentencePiece: repeatedly join the neighbors whose merged piece has the best score."""
+    """Merge like SentencePiece: repeatedly join the neighbors whose merged text has the best score."""
     scores = dict(zip(WORDS + LETTERS, SCORES[-len(WORDS + LETTERS) :], strict=True))
     parts = list(text.replace(" ", "▁"))
     while found := [(-scores[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in scores]:  # noqa: B905, RUF007
@@ -198,5 +198,5 @@ def test_models_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match="--accept-license gemma"):
         models.find_model("gemma-3-270m", tmp_path)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "gemma-3-270m").mkdir()  # the user's own directory of that name
+    (tmp_path / "gemma-3-270m").mkdir()  # a folder of the user with this name
     assert models.find_model("gemma-3-270m", tmp_path) == "gemma-3-270m"

@@ -55,5 +55,5 @@ def test_full_attention_layers_are_sparse(gemma: Any) -> None:
         generate(model, tokenizer, prompt, max_tokens=4)
     assert report.served_layers == 3 and "query_key" in report.attn
     assert report.sparse_calls >= 3 * 4
-    # Other layers are dense because of their sliding windows, these three only during prefill.
+    # Three layers are dense only during prefill. The other layers are dense because of sliding windows.
     assert [count for reason, count in report.dense_calls.items() if "window" not in reason] == [3]

@@ -40,7 +40,7 @@ PYTHON = """case "$*" in
   *) exec {python} "$@" ;;
 esac
 """
-# Replaces the time limits: every command is in time, or none is.
+# Replaces the time limits: either all commands are in time, or none.
 TIMEOUT = {"in time": 'shift 3\nexec "$@"', "expired": "exit 124"}
 NVIDIA_SMI = """case "$1" in *=name) echo "NVIDIA H200" ;; *) echo 580.159.04 ;; esac
 """
@@ -56,7 +56,7 @@ def test_triton_kernel():
 def machine(folder: Path, *, missing: str | None = None, fails: bool = False, limits: str = "in time") -> Path:
     """Create a copy of the project with other tests and with commands that report a GPU.
 
-    If a package is missing, the benchmark ends at once, as the real one does without a GPU.
+    If a package is missing, the benchmark fails at once, like the real benchmark without a GPU.
     """
     if shutil.which("nvidia-smi"):
         pytest.skip("this machine has a GPU, so the whole benchmark would run")

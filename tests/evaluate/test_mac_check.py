@@ -25,7 +25,7 @@ FILES = [
     "conformance/test_buckets",
 ]
 
-# Answers of a Mac's commands, and tests for a project with only the parts that the script calls.
+# Output of a Mac's commands, and tests of a project that has only the parts that the script calls.
 MAC = {
     "uname": "echo Darwin arm64",
     "sysctl": "echo Mac14,9",
@@ -43,7 +43,7 @@ def test_kernel(backend):
 
 @pytest.fixture
 def mac(tmp_path: Path) -> Path:
-    """Create a project with commands that answer like a Mac's, in the environment of this test."""
+    """Create a project and fake commands that print the output of a Mac's commands."""
     if sys.platform == "darwin":
         pytest.skip("this machine is a Mac, so the whole benchmark would run")
     for folder in ("scripts", "tests"):

@@ -1,4 +1,4 @@
-"""Test `mlx-sparse bench --engine onnx`: every variant is correct, and a wrong one is not timed."""
+"""Test `mlx-sparse bench --engine onnx`: every variant is correct, and a wrong variant is not timed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SPARQ = "sparq:rank=4,top_k=16,dense_below=64"
 
 @pytest.fixture(autouse=True)
 def few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "IN_PLAY", 500_000)
+    monkeypatch.setattr(bench, "BYTES_IN_TURNS", 500_000)
 
 
 def rows_of(capsys: Any, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
-    """Return the rows of a run."""
+    """Return the result rows of a benchmark run."""
     stage, *more = arguments
     assert cli.main(["bench", stage, "--engine", "onnx", *more, "--repeat", "2", "-o", "json"]) == code
     rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
@@ -125,7 +125,7 @@ def test_exported_models_decode_at_every_length(method: str, model: Path, tmp_pa
         assert (row["turns"], row["failed"]) == (2, False) and row["generation"] > 0 and row["error"] < 1e-2
         assert row["method"] != "dense" or row["generation_ratio"] == 1
         early = row["S"] == 40 and "dense_below=64" in row["method"]
-        assert row["note"] == ("its steps are dense below 64 keys" if early else None)
+        assert row["note"] == ("decode steps are dense below 64 keys" if early else None)
 
 
 def test_models_with_differing_backends_are_not_timed(model: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -84,7 +84,7 @@ DISTANCES = Distances(sink_tokens=2, recent_tokens=40, farthest_top=20)
 
 
 def texts(seed: int = 0, *, every: int = 1) -> Texts:
-    """Return random float16 texts with different pre-RoPE and post-RoPE rows."""
+    """Return the float16 queries and keys of random texts, with different rows before and after RoPE."""
     random = np.random.default_rng(seed)
 
     def array(heads: int, n: int) -> Array:
@@ -152,7 +152,7 @@ EVEN = mx.ones((HEADS, BUCKETS))
 
 
 def long_tailed_rows(n: int, seed: int = 0, *, heads: int = HEADS) -> list[Rows]:
-    """Return queries and targets that are a nonlinear function of the queries, beyond what centroids predict."""
+    """Return queries and their targets, a nonlinear function of the queries that centroids cannot predict."""
     random = np.random.default_rng(seed)
     truth = np.random.default_rng(99).normal(size=(heads, D, BUCKETS))
     found = []

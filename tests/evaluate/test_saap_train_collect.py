@@ -1,4 +1,4 @@
-"""Test the rows that `mlx-sparse train-saap` collects: the model's queries and keys in the layers that SAAP serves."""
+"""Test the queries and keys that `mlx-sparse train-saap` collects from the layers that SAAP supports."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_higher_layers_do_not_run(tmp_path: Path) -> None:
     above.q_proj = lambda x: seen.append(x.shape[1]) or project(x)
     options = {"queries": 50, "first": 100, "seed": 3, "key": "k", "progress": Progress()}
     found = collect(model, {1: places[1], 2: places[2]}, [TOKENS[:600]], tmp_path, **options)
-    assert set(seen) == {1}  # one token each, for the trace that finds the source of the rows
+    assert set(seen) == {1}  # one token per call, in the trace that finds the source of the rows
     for layer in (1, 2):
         assert found.texts(layer).rope_keys[0].any(axis=-1).all()
 
@@ -71,7 +71,7 @@ def test_sliding_window_layers_are_excluded(family: str, layers: list[int]) -> N
 
 
 def test_dense_layers_count_attention_layers_only() -> None:
-    """Count only attention layers in a model that begins with a convolution."""
+    """Test a model that begins with a convolution: only attention layers count."""
     layers = {"layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": [1, 3], "num_hidden_layers": 4}
     block = {
         "block_dim": 64,

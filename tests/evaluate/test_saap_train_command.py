@@ -85,7 +85,7 @@ def test_artefact_has_every_sparse_layer(folder: Path, trained: Path) -> None:
 
 
 class Numbers:
-    """Tokenizer of numbers that begins every text with a 7."""
+    """Tokenizer of numbers, in which every text begins with the token 7."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [7] * add_special_tokens + [*map(int, text.split())]

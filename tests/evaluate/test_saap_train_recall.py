@@ -1,4 +1,4 @@
-"""Test the report of a training: recall against selectivity, counted key by key, for known routers."""
+"""Test the report of a training run: recall and selectivity of known routers, counted key by key."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_routers_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for trained, untrained in zip(whole, linear, strict=True):
         assert untrained.recall["kmeans"] == trained.recall["kmeans"] != trained.recall["trained"]
         np.testing.assert_allclose(untrained.recall["trained"], trained.recall["kmeans"], atol=1e-6)
-    # The report thins the queries of many texts.
+    # The report uses only some queries of many texts.
     monkeypatch.setattr("mlx_sparse.tools.train.layers.MAX_REPORTED", 5 * WINDOWS)
     assert report_layer(5, held_out, layer, rows, RECIPE) == report_layer(5, held_out.thinned(5), layer, rows, RECIPE)
 

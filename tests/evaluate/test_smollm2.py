@@ -225,7 +225,7 @@ def test_missing_fast_blas_is_not_fatal(
 
 @pytest.mark.parametrize("step", ["fetch", "_unpack"])
 def test_concurrent_unpacking_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """The faster process removes the wheel before the slower one reads it."""
+    """Test two processes, of which the faster removes the wheel before the slower reads it."""
     monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
     libraries = {name: sha256(name.encode()).hexdigest() for name in blas.BUILDS["x86_64"].libraries}
     monkeypatch.setitem(blas.BUILDS, "x86_64", blas.Build("", libraries))

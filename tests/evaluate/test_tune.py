@@ -1,4 +1,4 @@
-"""Test `mlx-sparse tune-sample`: figures, selected settings, the file and interrupted runs."""
+"""Test `mlx-sparse tune-sample`: measurements, selected settings, the file and interrupted runs."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ DENSE = found(0.9, 1.0, sampled=0.0, alpha=None)
 @pytest.mark.parametrize(
     ("measured", "accurate", "fast"),
     [
-        # Accurate: the least work without loss. Fast: the least work with 90 % of the accuracy, so 0.80 is too low.
+        # "accurate" is the least work without loss. "fast" is the least work with 90 % of the accuracy (not 0.80).
         ([(0.91, 0.7), (0.9, 0.5), (0.82, 0.3), (0.80, 0.1)], 1, 2),
-        # Every setting loses accuracy: the smallest loss wins, and of equal ones the cheaper setting.
+        # Every setting loses accuracy. The smallest loss wins, and the cheaper of two settings with equal loss.
         ([(0.88, 0.7), (0.88, 0.6), (0.85, 0.5)], 1, 2),
-        # No setting has 90 % of the accuracy: both are the same.
+        # No setting has 90 % of the accuracy, so "accurate" and "fast" are the same setting.
         ([(0.5, 0.3), (0.7, 0.8)], 1, 1),
-        # The cheapest setting loses nothing: it is both.
+        # The cheapest setting has no loss, so it is "accurate" and "fast".
         ([(0.95, 0.2), (0.9, 0.4)], 0, 0),
     ],
 )
@@ -269,7 +269,7 @@ def test_interrupted_search_resumes(
     chosen = {name: found["accuracy_first"][name] for name in ("alpha_column", "alpha_slash", "chunks")}
     assert settings.ranges == (SampleRange(16384, **chosen),)
 
-    # The other preference reuses all results. Another seed is another search.
+    # The other preference reuses all results. Another seed starts another search.
     out, err = command.start("--prefer", "speed").communicate(timeout=60)
     assert "speed first." in command.out.read_text().splitlines()[0]
     assert command.results() == after

@@ -1,4 +1,4 @@
-"""Check the defaults of the exporter."""
+"""Check the default settings of the exporter."""
 
 from __future__ import annotations
 

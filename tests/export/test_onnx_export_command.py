@@ -24,7 +24,7 @@ import tiny_models
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_sparse.onnx_export.exporter import command, decoder, export, weights
-from mlx_sparse.onnx_export.exporter.folder import emerging
+from mlx_sparse.onnx_export.exporter.folder import atomic_folder
 from mlx_sparse.onnx_export.exporter.methods.sparq import SparQDecoding
 from mlx_sparse.onnx_export.exporter.verify import compare
 
@@ -116,7 +116,7 @@ def test_dense_below_is_a_setting_of_the_method(run: Callable[..., str], llama: 
 
 
 def described(entry: dict[str, Any], folder: Path) -> Path:
-    """Write the model of an entry of the table: its family, sizes of its weights, changes of its config.json."""
+    """Write the model of a table entry, which has a family, weight sizes and changes of config.json."""
     tiny_models.write(folder, entry.get("family", "llama"), **entry.get("sizes", {}))
     config = json.loads((folder / "config.json").read_text()) | entry.get("config", {})
     (folder / "config.json").write_text(json.dumps(config))
@@ -124,7 +124,7 @@ def described(entry: dict[str, Any], folder: Path) -> Path:
 
 
 def changed(folder: Path, **config: Any) -> Path:
-    """Write a tiny llama with changes of its config.json."""
+    """Write a tiny llama model with changes in its config.json."""
     return described({"config": config}, folder)
 
 
@@ -230,7 +230,7 @@ def test_models_that_cannot_be_exported_are_refused(
 def test_weights_too_large_for_the_type_are_refused(run: Callable[..., str], tmp_path: Path) -> None:
     model = with_weights(tmp_path / "model", lambda w: w.update({f"{DOWN}.weight": w[f"{DOWN}.weight"] * 1e6}))
     message = run(model, "--method", SPARQ, "--dtype", "float16")
-    assert_refused(message, f"--dtype: expected a type that holds {DOWN}.weight, got float16", tmp_path)
+    assert_refused(message, f"--dtype: expected a type with the range of {DOWN}.weight, got float16", tmp_path)
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "link"])
@@ -301,12 +301,13 @@ def test_only_leftovers_of_killed_exports_are_removed(run: Callable[..., str], l
     (theirs / "file").write_text("theirs")
     (tmp_path / ".out.link.partial").symlink_to(theirs)
     (tmp_path / ".other.1.partial").mkdir()
-    kill = "import os, signal; from pathlib import Path; from mlx_sparse.onnx_export.exporter.folder import emerging\n"
-    kill += f"with emerging(Path({str(tmp_path / 'out')!r})) as made:\n    (made / 'model.onnx.data').write_text('x')\n"
+    kill = "import os, signal; from pathlib import Path; from mlx_sparse.onnx_export.exporter import folder\n"
+    kill += f"with folder.atomic_folder(Path({str(tmp_path / 'out')!r})) as made:\n"
+    kill += "    (made / 'model.onnx.data').write_text('x')\n"
     killed = subprocess.run([sys.executable, "-c", kill + "    os.kill(os.getpid(), signal.SIGKILL)"], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(list(tmp_path.glob(".out.*.partial"))) == 2
-    with emerging(tmp_path / "out") as running:
+    with atomic_folder(tmp_path / "out") as running:
         (running / "file").touch()
         run(llama, "--method", SPARQ, "--max-length", "64")
         assert {path.name for path in tmp_path.glob(".out.*.partial")} == {".out.link.partial", running.name}
@@ -344,7 +345,7 @@ def test_the_current_folder_is_not_replaced(
 
 def test_keys_too_large_for_the_type_are_refused(run: Callable[..., str], tmp_path: Path) -> None:
     message = run(float16_caches(tmp_path / "model"), "--method", SPARQ, "--dtype", "float16")
-    assert_refused(message, "--dtype: expected a type that holds keys and values, got float16", tmp_path)
+    assert_refused(message, "--dtype: expected a type with the range of keys and values, got float16", tmp_path)
 
 
 def test_a_folder_that_appears_meanwhile_is_not_replaced(

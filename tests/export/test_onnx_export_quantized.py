@@ -21,7 +21,7 @@ from tier import some
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 PROMPT, STEPS = 24, 12
-HALVES = {4: 1, 8: 2}  # MatMulNBits per matrix
+HALVES = {4: 1, 8: 2}  # number of MatMulNBits nodes per matrix, by bits
 STORED = list(itertools.product((4, 8), (32, 64, 128), ("float32", "float16", "bfloat16")))
 
 
@@ -71,7 +71,7 @@ def test_logits_equal_mlx(tmp_path: Path, bits: int, group_size: int, dtype: str
     assert kinds.count("GatherBlockQuantized") == HALVES[bits]
     assert "MatMul" not in kinds or dtype != "float32"
     codes = [t for t in proto.graph.initializer if t.name.startswith("model.embed_tokens.data")]
-    assert sum(int(np.prod(t.dims)) for t in codes) == tiny_models.VOCAB * 128 * bits // 8  # once, tied or not
+    assert sum(int(np.prod(t.dims)) for t in codes) == tiny_models.VOCAB * 128 * bits // 8  # stored once, tied or not
     assert sum(t.name.startswith("lm_head.B") for t in proto.graph.initializer) == (0 if tied else HALVES[bits])
 
 
@@ -99,7 +99,7 @@ def test_dtype_float32_dequantizes(tmp_path: Path, bits: int) -> None:
 
 
 def test_layers_may_be_unquantized_or_have_other_bits(tmp_path: Path) -> None:
-    """Export a model of mlx_lm.convert's mixed recipes."""
+    """Export a model that mlx_lm.convert quantized with a mixed recipe."""
     own = {"model.layers.0.mlp.down_proj": {"group_size": 32, "bits": 8}, "model.layers.1.self_attn.v_proj": False}
     source = tiny_models.write(tmp_path / "source", **SIZES)
     model = tiny_models.build(**SIZES)

@@ -73,7 +73,7 @@ def copy_of(folder: Path, tmp_path: Path, with_kernels: bool) -> Path:
 
 
 @by_method
-@pytest.mark.parametrize("layers", [2, 3])  # an odd number of SparQ layers leaves half a virtual layer over
+@pytest.mark.parametrize("layers", [2, 3])  # with an odd number of SparQ layers the last virtual layer has one state
 def test_tokens_equal_mlx(method: str, layers: int, with_kernels: bool, tmp_path: Path) -> None:
     changes = {"num_hidden_layers": layers}
     folder = copy_of(exported(method, **changes), tmp_path, with_kernels)
@@ -161,6 +161,6 @@ def test_more_tokens_than_max_length_are_refused() -> None:
 
 @pytest.mark.usefixtures("native_library")
 def test_a_native_library_needs_a_folder_for_genai(tmp_path: Path) -> None:
-    with pytest.raises(ArtefactError, match=r"^folder: expected one with genai_config.json"):
+    with pytest.raises(ArtefactError, match=r"^folder: expected a folder from export-onnx with genai_config.json"):
         genai.add_native_library(tmp_path)
     assert not list(tmp_path.iterdir())

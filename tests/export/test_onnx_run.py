@@ -46,6 +46,25 @@ def test_the_command_prints_text_and_statistics(method: str, capsys: pytest.Capt
     assert lines[2] == f"Attention: {Runner(folder).metadata['mlx_sparse.method']}, function bodies (no native kernels)"
 
 
+@pytest.mark.parametrize(
+    ("method", "dense"),
+    [
+        ("sparq:top_k=16,dense_below=100", False),
+        ("sparq:top_k=16,dense_below=101", True),
+        ("sparq:top_k=100,dense_below=0", True),
+        ("sample+sparq:top_k=16,dense_below=101", True),
+        ("sample", False),
+        ("dense", False),
+        ("unknown", False),
+    ],
+)
+def test_the_command_notes_runs_without_a_sparse_step(method: str, dense: bool) -> None:
+    assert run._all_steps_dense(method, 100) == dense
+    result = run.Result("", 1, 1.0, 1, 1.0, "stop", method, dense, "native kernels")
+    note = " (all steps dense)" if dense else ""
+    assert result.summary().endswith(f"Attention: {method}{note}, native kernels")
+
+
 def test_the_command_reads_a_prompt_and_prints_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,7 +96,7 @@ def test_a_chat_template_is_used_unless_ignored(capsys: pytest.CaptureFixture[st
     first, text = {"SpecialToken": {"id": "w1", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     tokenizer["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [first, text],  # a first token, which templates write themselves
+        "single": [first, text],  # a beginning-of-text token, which chat templates also write
         "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {"w1": {"id": "w1", "ids": [tokenizer["model"]["vocab"]["w1"]], "tokens": ["w1"]}},
     }
@@ -123,7 +142,7 @@ def test_a_failing_chat_template_is_a_one_line_error(tmp_path: Path, capsys: pyt
     error = capsys.readouterr().err
     assert error == (
         "mlx-sparse: error: model: expected a chat template that runs, got: a system message. "
-        "Give --ignore-chat-template.\n"
+        "Set --ignore-chat-template.\n"
     )
 
 

@@ -60,7 +60,7 @@ def test_chunked_prefill_equals_one_call(method: str, monkeypatch: pytest.Monkey
 def test_reset_removes_all_tokens(method: str) -> None:
     model = Runner(exported(method))
     first = list(model.generate(PROMPT, STEPS))
-    other = list(model.generate(PROMPT[::-1], 5))  # goes on
+    other = list(model.generate(PROMPT[::-1], 5))  # continues
     model.reset()
     assert model.length == 0
     assert list(model.generate(PROMPT, STEPS)) == first
@@ -134,7 +134,7 @@ def test_caches_are_shared_with_the_runtime_on_huge_pages(dtype: Any) -> None:
         lines = smaps.read_text().splitlines()
         begin = next(i for i, line in enumerate(lines) if _holds(line, large))
         huge = next(line for line in lines[begin:] if line.startswith("AnonHugePages:"))
-        assert int(huge.split()[1]) * 1024 >= large.nbytes // 2  # memory may be in pieces
+        assert int(huge.split()[1]) * 1024 >= large.nbytes // 2  # memory may consist of several mappings
 
 
 def _holds(line: str, array: np.ndarray) -> bool:
@@ -199,7 +199,7 @@ def test_padding_after_the_start_is_refused() -> None:
     assert model.length == 2
 
 
-# Files that are not ours
+# Files that export-onnx did not write
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "other", [info], [out])
     opset = [onnx.helper.make_opsetid("", 18)]
     onnx.save(onnx.helper.make_model(graph, ir_version=8, opset_imports=opset), tmp_path / "model.onnx")
-    with pytest.raises(ArtefactError, match=r"^model: expected a file that export-onnx wrote, got another: "):
+    with pytest.raises(ArtefactError, match=r"^model: expected a file that export-onnx wrote, got another file: "):
         Runner(tmp_path / "model.onnx")
 
 
@@ -317,7 +317,7 @@ def test_an_interrupted_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
     model = Runner(exported(SPARQ))
     run = onnxruntime.InferenceSession.run_with_iobinding
 
-    def interrupted(*arguments: Any) -> None:  # as in Python: onnxruntime has written its outputs
+    def interrupted(*arguments: Any) -> None:  # as in Python, after onnxruntime has written its outputs
         run(*arguments)
         raise KeyboardInterrupt
 

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from cases import Array, Case, assert_as_good_as_plain, assert_same_choice, plain_attention
+from cases import Array, Case, assert_as_good_as_plain, assert_same_selection, plain_attention
 from exported import SPARQ, exported
 from mlx_sparse.onnx_export import compose
 from mlx_sparse.onnx_export.runtime import native
@@ -61,13 +61,13 @@ class File:
 
 
 def sparq_step(case: Case, setting: str) -> File:
-    """Make a file of one SparQ step over buffers."""
+    """Build a file with one SparQ step over buffers."""
     q, k, v = case.inputs()
     params = parameters(case, setting)
     expected = select(case, q, k, params)
 
     def check(got: dict[str, Array]) -> None:
-        assert_same_choice(got["indices"], expected.indices, expected.scores)
+        assert_same_selection(got["indices"], expected.indices, expected.scores)
         assert_is_sparq(got["output"], case, params, q, k, v)
 
     inputs = step(case, q, k, v)
@@ -75,7 +75,7 @@ def sparq_step(case: Case, setting: str) -> File:
 
 
 def cached(case: Case, setting: str) -> File:
-    """Make a file of one SparQ step over caches whose free slots are NaN."""
+    """Build a file with one SparQ step over caches whose free slots are NaN."""
     q, k, v = case.inputs()
     params = parameters(case, setting)
     new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
@@ -93,7 +93,7 @@ def cached(case: Case, setting: str) -> File:
 
 
 def dense(case: Case, window: int) -> File:
-    """Make a file of one dense step over caches."""
+    """Build a file with one dense step over caches."""
     q, k, v = case.inputs()
     new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
     inputs = {**filled_caches(case, k, v, case.S - 1, case.S + LANES), **new}
@@ -112,7 +112,7 @@ def dense(case: Case, window: int) -> File:
 
 
 def sampled(case: SampleCase) -> File:
-    """Make a file of sampled prefill over buffers with free slots."""
+    """Build a file with sampled prefill over buffers with free slots."""
     q, k, v = case.inputs()
     free = np.full((case.B, case.Hkv, 5, case.D), np.nan)
     inputs = {"query": q, "keys": np.concatenate([k, free], axis=2), "values": np.concatenate([v, free], axis=2)}
@@ -127,7 +127,7 @@ def sampled(case: SampleCase) -> File:
 
 
 def sampled_after_others(case: SampleCase) -> File:
-    """Make a file of a sampled prefill chunk over the caches of SparQ."""
+    """Build a file with a sampled prefill chunk over the caches of SparQ."""
     decode = Case(case.B, case.Hq, case.Hkv, case.S, case.D, case.dtype)
     q, k, v = case.inputs()
     past = case.S - case.L
@@ -143,7 +143,7 @@ def sampled_after_others(case: SampleCase) -> File:
 
 
 def bucketed(case: SaapCase) -> File:
-    """Make a file of one SAAP step over caches."""
+    """Build a file with one SAAP step over caches."""
     arrays = saap_step(case)
     settings = saap_settings(case)
     weights = settings.pop("weights")
@@ -281,7 +281,7 @@ def call(file: File, runtime: Runtime) -> Call:
     )
 
 
-# Files that a runtime refuses, with the message (docs/onnx.md).
+# Files that a runtime rejects, with its message (docs/onnx.md).
 REFUSED = {("openvino", "cached-sample"): "have to have the same number of outputs"}
 
 
@@ -298,7 +298,7 @@ def test_other_runtimes_compute_the_same(runtime: str, file: str) -> None:
 @pytest.mark.parametrize("method", ["dense", SPARQ], ids=["dense", "sparq"])
 @pytest.mark.parametrize("runtime", ["web", "openvino"])
 def test_a_whole_model_gives_the_same_logits(runtime: str, method: str) -> None:
-    """Run a prompt, then one token over its caches."""
+    """Run a prompt, then one more token with the same caches."""
     model = onnx.load(exported(method) / "model.onnx")
     session = ort.InferenceSession(model.SerializeToString())
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]

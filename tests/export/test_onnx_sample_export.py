@@ -30,7 +30,7 @@ METHODS = {
     "sample+sparq": SAMPLE,
     "sample+saap": SAMPLE_SAAP,
 }
-PROMPT = 230  # tokens: blocks at both ends are partly filled
+PROMPT = 230  # tokens, so that blocks at both ends are partly filled
 by_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
@@ -49,7 +49,7 @@ def test_tokens_after_sampled_prefill_equal_mlx(tmp_path: Path, family: str, met
         sparse = logits_of(made)
     got = made.runner().step([prompt])
     assert np.abs(got - sparse).max() < FLOAT32 * np.abs(sparse).max()
-    if family != "gemma3_text":  # whose last layer attends in a window
+    if family != "gemma3_text":  # its last layer has a sliding window
         assert np.abs(logits_of(made) - sparse).max() > 20 * np.abs(got - sparse).max()
 
 
@@ -79,21 +79,21 @@ def test_chunked_prefill_equals_mlx_lm_with_the_same_chunks(
 def test_ranges_need_one_setting_up_to_max_length() -> None:
     ranges = parse("sample:ranges=1000:0.9:0.8:3/2000:0.5:0.5:2")[0]
     assert isinstance(ranges, Sample)
-    assert str(sample.settled(ranges, 999)) == str(
+    assert str(sample.resolve(ranges, 999)) == str(
         Sample(alpha_column=0.9, alpha_slash=0.8, chunks=3, dense_below=SAMPLE_BELOW)
     )
     with pytest.raises(ConfigError, match="ranges: expected one setting for all contexts up to 1000 tokens"):
-        sample.settled(ranges, 1000)
+        sample.resolve(ranges, 1000)
 
 
 def test_dense_above_is_refused(tmp_path: Path) -> None:
     source = tiny_models.write(tmp_path / "source")
-    with pytest.raises(ConfigError, match=r"^dense_above: expected auto or 1, .*, got 0\.4\. Give dense_below instead"):
+    with pytest.raises(ConfigError, match=r"^dense_above: expected auto or 1, .*, got 0\.4\. Set dense_below instead"):
         exporter.export(str(source), tmp_path / "out", method="sample:dense_above=0.4")
     assert not (tmp_path / "out").exists()
     never = parse("sample:dense_above=1.0")[0]
     assert isinstance(never, Sample)
-    assert sample.settled(never, 999).dense_below == SAMPLE_BELOW
+    assert sample.resolve(never, 999).dense_below == SAMPLE_BELOW
 
 
 @pytest.mark.parametrize(("layers", "compared"), [(2, 2), (5, 3)])
@@ -111,7 +111,7 @@ def test_the_first_layers_are_compared(
     monkeypatch.setattr(compare, "keep_layers", watched)
     method = f"{METHODS['sample']}+{CODED}"
     ExportedModel(tmp_path, "llama", method, {"num_hidden_layers": layers}, max_length=320)
-    assert len(inputs) == 2  # of a prompt of several blocks, and of one that fills groups of coded keys
+    assert len(inputs) == 2  # a prompt of several blocks, and a prompt that fills groups of int4 keys
     for names in inputs:
         assert {name for name in names if "summary" in name} == {f"past_summary.{i}" for i in range(compared)}
 

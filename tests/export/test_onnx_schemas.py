@@ -98,7 +98,7 @@ def test_bodies_have_no_unused_nodes(name: str) -> None:
 
 @by_body
 def test_the_body_gives_the_types_and_shapes_of_the_schema(name: str) -> None:
-    """Compare shape inference through the function body and by the schema with the declared shapes."""
+    """Compare the declared shapes with shape inference by the function body and by the schema."""
     declared = model(name, sizes={"B": 2, "Hq": 8, "Hkv": 2, "D": 64})
     bare = onnx.ModelProto()
     bare.CopyFrom(declared)

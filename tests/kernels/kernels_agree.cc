@@ -1,5 +1,5 @@
-// The NEON kernels against the scalar ones: conversions bit by bit, everything else to float32 accuracy.
-// Run on another machine's instructions by an emulator, see tests/kernels/test_onnx_native.py.
+// Compares the NEON kernels with the scalar kernels: conversions bit by bit, all other results to float32 accuracy.
+// tests/kernels/test_onnx_native.py runs this program in an emulator of another processor.
 
 #include <algorithm>
 #include <cmath>
@@ -40,7 +40,7 @@ void every_half_converts_the_same(int type) {
   for (int w = 0; w < 2; w++) {
     wide[w].resize(65536), rounded[w].resize(65536);
     kBoth[w]->type[type].widen(wide[w].data(), bits.data(), 65536);
-    Floats between = wide[w];  // numbers that have to be rounded
+    Floats between = wide[w];  // numbers that must be rounded
     for (float& x : between) x *= 1.0009f;
     kBoth[w]->type[type].narrow(rounded[w].data(), between.data(), 65536);
   }
@@ -100,7 +100,7 @@ void scores_are_the_same(int type, int D, int G, int keys) {
 void codes_give_the_same_scores(int rank, int G) {
   const int groups = 3, stride = groups * kGroup;
   std::vector<uint8_t> stored(rank * groups * kRecord);
-  for (uint8_t& byte : stored) byte = uint8_t(rand() % 0x3c);  // as numbers of half precision below 1
+  for (uint8_t& byte : stored) byte = uint8_t(rand() % 0x3c);  // half-precision numbers below 1
   std::vector<int32_t> components(rank);
   for (int i = 0; i < rank; i++) components[i] = rank - 1 - i;
   const Floats q = random_floats(rank * G);
@@ -113,7 +113,7 @@ void codes_give_the_same_scores(int rank, int G) {
   expect_close(a[0], a[1], "scores from codes");
 }
 
-// Two blocks of keys through the running softmax, and the masses of the second.
+// Updates the running softmax with two blocks of keys, and computes the softmax sums of the second block.
 void tiles_are_the_same(int D, int width, int keys) {
   const Floats q = random_floats(D * width), k = random_floats(2 * keys * D), near = [&] {
     Floats made(keys * width);

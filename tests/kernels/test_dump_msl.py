@@ -1,4 +1,4 @@
-"""scripts/dump_msl.py: the texts are complete, distinct and the launched ones; the calls reach every kernel."""
+"""Test scripts/dump_msl.py: its texts are complete and distinct, equal the launched texts, and cover all kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def calls() -> list[Call]:
 
 
 def test_the_calls_reach_every_kernel(calls: list[Call]) -> None:
-    """One call of each kind, with several query heads per KV head, is enough."""
+    """Make one call of each kind, with several query heads per KV head."""
     kinds: dict[str, Call] = {}
     for call in calls:
         if "H1x1" not in call.name:
@@ -70,7 +70,7 @@ def test_a_kernel_that_metal_refuses_is_reported() -> None:
 
 
 def test_inputs_of_less_than_eight_numbers_make_a_text_of_their_own_name() -> None:
-    """MLX passes them in the constant address space."""
+    """Test small inputs, which MLX passes in the constant address space."""
     short, long = (texts_of(sparq(Case(1, 2, 2, S, 64, "f32"))) for S in (65, 70))
     both = texts_of(sparq(Case(1, 2, 2, 65, 64, "f32")), sparq(Case(1, 2, 2, 70, 64, "f32")))
     assert len({text.text for text in both}) == len({text.name for text in both}) == len(both)

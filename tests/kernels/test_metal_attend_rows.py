@@ -1,4 +1,4 @@
-"""Dense multi-token decode on Metal: several queries of all query heads of a KV head."""
+"""Test dense multi-token decode on Metal, with several queries of all query heads of a KV head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_sparse.oracle.attend import dense_with_lse
 
 
 def check(case: Case, L: int) -> None:
-    """Compare with the oracle; unused rows and padding hold NaN and inf."""
+    """Compare with the oracle, with NaN and inf in unused rows and in padding."""
     q, k, v = case.inputs(L=L)
     scale, padding = case.D**-0.5, case.padding
     expected, expected_lse = dense_with_lse(q, k, v, scale=scale, left_padding=padding)
@@ -53,7 +53,7 @@ def test_a_verification_step_attends_as_the_oracle(metal: Metal, L: int, G: int,
 
 @pytest.mark.parametrize("padding", [(0, 5, 41, 59, 60), (3, 60, 32, 57, 0)], ids=str)
 def test_keys_before_the_first_valid_key_are_not_attended(metal: Metal, padding: tuple[int, ...]) -> None:
-    """Queries before the first valid key give zeros."""
+    """Test queries before the first valid key, whose output is zero."""
     check(Case(5, 8, 2, 60, 64, "f32", padding=padding), 4)
 
 
@@ -93,7 +93,7 @@ def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
         mx.eval(attend_rows.attend_rows(q, k, v, scale=1.0))
         if metal.emulated:
             texts.add(metal.texts["attend_rows"])
-    assert len(texts) <= 2  # results in float16, and float32 results of splits
+    assert len(texts) <= 2  # one with float16 results, one with float32 results of splits
 
 
 # launches
@@ -119,7 +119,7 @@ def read(report: Report, level: str, *names: str) -> int:
 @pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
 @pytest.mark.parametrize(("L", "G"), [(2, 4), (16, 8)])
 def test_a_verification_step_reads_each_key_and_value_once(metal: Metal, L: int, G: int) -> None:
-    """The call also reads queries and the results of the splits."""
+    """Count the bytes of keys and values. The call also reads queries and the results of the splits."""
     S, D = 2300, 64
     q, k, v = (to_mlx(array, "f16") for array in Case(1, G, 1, S, D, "f16").inputs(L=L))
     attend_rows.attend_rows(q, k, v, scale=0.1)

@@ -1,4 +1,4 @@
-"""Synchronization of the Metal kernels: every barrier is needed, and results are equal in every schedule."""
+"""Test the synchronization of the Metal kernels: all barriers are needed, and every schedule gives equal results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_sparse.kernels import attend, attend_rows, select
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(mx.metal.is_available(), reason="only the harness sees races"),
-]  # kernels without one of their barriers
+]  # kernels with one barrier removed
 
 
 METAL = ADAPTERS["metal"]
@@ -63,8 +63,8 @@ def lists() -> Any:
     return METAL.lists(case, np.broadcast_to(np.arange(0, 600, 2), (1, 2, 300)), 3000, 2100)[1]
 
 
-# A run of each kernel with barriers, long enough for a second iteration of each loop. The kernels named _packed have
-# the same barriers as the others.
+# One run of each kernel with barriers, long enough for a second iteration of each loop. The kernels named _packed have
+# the same barriers as the kernels without this suffix.
 RUNS: dict[str, Callable[[], Any]] = {
     "sparq_scores": decode,
     "sparq_candidates": decode,

@@ -1,4 +1,4 @@
-"""Single Metal kernels: lengths, lists and groups that are not in the cases of tests/conformance."""
+"""Test single Metal kernels with lengths, lists and groups that tests/conformance does not have."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_attend_takes_lists_of_any_length(metal: Metal, N: int) -> None:
 
 
 SIZES = (1, 2, 5, 33, 64, 129, 1024, 1025, 4097, 8200)
-# Long and short contexts, padding, lists that are split and merged, and several tiles of scores.
+# Long and short contexts, padding, split key lists, and several tiles of scores.
 LENGTHS = [
     *((Case(2, 4, 2, S, 64, "f32", padding=(0, S // 2)), {"top_k": min(16, S)}) for S in SIZES),
     (Case(1, 2, 2, 2000, 64, "bf16", padding=(30,)), {"top_k": 900, "reallocate": True}),
     (Case(1, 2, 2, 8300, 64, "f16"), {"top_k": 40, "reallocate": True}),
 ]
-# Head dims D and groups G that the list of cases does not have.
+# Head dims D and groups G that are not in the list of cases.
 SHAPES = [
     *((64, 16, "f16", True), (80, 5, "bf16", False), (256, 16, "f32", False)),
     *((192, 13, "f32", True), (20, 3, "f16", False), (8, 2, "bf16", True)),
@@ -122,7 +122,7 @@ def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal, make: Callable[[], Any
 
 
 def test_kernels_receive_the_whole_buffers_of_a_cache(metal: Metal, launched: list[Launched]) -> None:
-    """MLX copies a slice on every call. Aligned rows of keys_t are loaded four keys at a time."""
+    """Test whole buffers, because MLX copies a slice on every call. Aligned rows of keys_t load four keys at a time."""
     cache = SparseKVCache()
     for L in (301, 1, 1001, 1):  # mlx-lm's buffers have odd lengths
         row = mx.ones((1, 2, L, 64), mx.float16)
@@ -221,14 +221,14 @@ def test_the_comment_of_a_kernel_lists_its_inputs_and_outputs(kernel: launch.Ker
 
 
 def test_the_smallest_keys_are_attended(metal: Metal) -> None:
-    """The registry refuses smaller arrays, which MLX would pass in the constant address space."""
+    """Test the smallest arrays that the registry accepts. MLX passes smaller arrays in the constant address space."""
     q, k, v = map(mx.array, Case(1, 1, 1, 1, 8, "f32").inputs())
     out, _ = mlx_sparse.attend_indices(q, k, v, mx.zeros((1, 1, 1), mx.int32), backend="metal")
     np.testing.assert_allclose(np.array(out), np.array(v), rtol=0, atol=1e-6)
 
 
 def test_shared_constants_serve_every_thread() -> None:
-    """A lazy array belongs to its thread; shared arrays must be evaluated."""
+    """Test that shared arrays are evaluated, because a lazy array belongs to its thread."""
     shared: list[Any] = [launch._zeros, sparq._no_weight, attend._no_counts, saap._zeros]
     sizes = [(7,), (), (), (2, 5)]
 

@@ -1,4 +1,4 @@
-"""The Metal kernels for quantized KV caches: docs/spec/quantized.md."""
+"""Test the Metal kernels for quantized KV caches (docs/spec/quantized.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY_AND_VALUE = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 32))
 
 
 def test_the_smallest_quantized_rows_are_dequantized_in_their_type(metal: Metal) -> None:
-    """MLX passes fewer than eight elements in the constant address space."""
+    """Test arrays of fewer than eight elements, which MLX passes in the constant address space."""
     keys, values = (PackedRows.of(to_mlx(rows, "f16"), bits=4, group_size=32) for rows in KEY_AND_VALUE)
     how = {"rank": 32, "top_k": 1, "local_window": 0, "component_weight": None}
     how |= {"reallocate": False, "value_mean": None, "left_padding": None, "keys_t": None, "scale": 0.1, "length": 1}
@@ -33,7 +33,7 @@ def test_the_smallest_quantized_rows_are_dequantized_in_their_type(metal: Metal)
     np.testing.assert_allclose(np.array(lse), 0.1 * unpacked(keys).sum(), rtol=0, atol=1e-6)
 
 
-# Scores by the rows, and by a copy of them of so many bits.
+# Scores from the quantized rows, and from a copy with the given number of bits.
 # the cache and the model
 
 SPECS = ["sparq:reallocate=true", "sparq:score=copy,rank=16,reallocate=true", "quest"]  # scores in float32

@@ -1,4 +1,4 @@
-"""The Metal kernels for prefill: samples, lists of key blocks and bounded launches."""
+"""Test the Metal kernels for prefill: samples, lists of key blocks and bounded launches."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def check(case: SampleCase, lists: Array, *, spare: int = 0) -> None:
 
 
 def some_lists(case: SampleCase, *, seed: int = 0, share: float = 0.5) -> Array:
-    """Return random lists, some of them empty, some without the diagonal block."""
+    """Return random block lists. Some are empty, and some lack the diagonal block."""
     layout = case.layout
     mask = np.random.default_rng(seed).random((case.B, case.Hq, layout.row_blocks, layout.key_blocks)) < share
     mask[:, 0, 0] = False
@@ -120,9 +120,7 @@ def test_every_head_dim_is_right(metal: Metal, D: int, dtype: str) -> None:
 
 
 def test_a_long_prompt_is_split_into_bounded_launches(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each launch has bounded work even with full lists, and its own command buffer: it is submitted before the next
-    launch is built.
-    """
+    """Test that each launch has bounded work, even with full lists, and is submitted before the next is built."""
     case = SampleCase(1, 4, 2, 300, 410, 64, "f32", 32)
     lists = some_lists(case)
     together = attend_lists(case, lists)
@@ -138,7 +136,7 @@ def test_a_long_prompt_is_split_into_bounded_launches(metal: Metal, monkeypatch:
         for report in metal.launches:
             rows = report.grid[0] // 4  # a SIMD group has eight rows
             heads = report.grid[1] * report.grid[2]
-            assert 2 * rows * heads * case.S * case.D <= most + 2 * 32 * heads * case.S * case.D  # plus one ragged tile
+            assert 2 * rows * heads * case.S * case.D <= most + 2 * 32 * heads * case.S * case.D  # and one partial tile
 
 
 def test_unsupported_head_dims_use_ops(metal: Metal) -> None:

@@ -1,4 +1,4 @@
-"""SAAP's Metal kernels: networks, lists and calls that are not in the cases of tests/conformance."""
+"""Test SAAP's Metal kernels with networks, lists and calls that tests/conformance does not have."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_weights_are_read_once_for_the_whole_group(metal: Metal, hidden: int | N
 
 
 def listed(case: SaapCase, chosen: Array, *, pending: int = 0, spare: int = 0) -> tuple[list[Array], list[Array]]:
-    """Return indices and counts of a step with ``spare`` additional slots, and the results of the oracle."""
+    """Return the indices and counts of a step with ``spare`` additional slots, and the same from the oracle."""
     covered, capacity = max(case.covered - pending, 0), case.step.S + spare
     window = {"sink_tokens": case.sink_tokens, "left_padding": case.step.padding}
     index = oracle.saap_index(case.bucket_ids()[..., :covered], buckets=case.buckets, **window)
@@ -151,7 +151,7 @@ WIDE = Case(1, 8, 2, 9000, 64, "f16")
 
 
 def attend_counted(counts: list[int], N: int = 9000) -> tuple[Array, Array, Array, Array]:
-    """Attend the counted entries of lists of length ``N``: output and lse, and the results of the oracle."""
+    """Attend to the counted entries of lists of length ``N``. Return output and lse, and the same from the oracle."""
     q, k, v = WIDE.inputs()
     lists = np.array([[np.random.default_rng(head).permutation(WIDE.S)[:N] for head in range(WIDE.Hkv)]])
     arrays = to_mlx(q, "f16"), whole(k, WIDE.S + 9, "f16"), whole(v, WIDE.S + 9, "f16")
@@ -219,7 +219,7 @@ def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="the GPU's own launches are not recorded")
 def test_a_step_is_four_launches_and_nothing_waits_for_the_gpu() -> None:
-    """MLX records the step without running it, so that reading a value fails."""
+    """Trace the step without running it, so that reading a value would fail."""
     case = SaapCase(Case(1, 4, 2, 900, 64, "f16"), "balanced", buckets=64, probes=8)
     ids = mx.array(case.bucket_ids()[..., :860])
     index = saap_index(ids, buckets=64, sink_tokens=2)

@@ -1,4 +1,4 @@
-"""scripts/traffic.py: the bytes that one step of SparQ moves equal the formula."""
+"""Test with scripts/traffic.py that the bytes of one SparQ step equal the formula."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 import traffic
 
-pytestmark = pytest.mark.slow  # counts of bytes
+pytestmark = pytest.mark.slow  # counts bytes
 
 
 def test_sparq_reads_the_selected_components_and_rows_once(capsys: pytest.CaptureFixture[str]) -> None:

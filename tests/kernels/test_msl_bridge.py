@@ -1,4 +1,4 @@
-"""The replacement of `mx.fast.metal_kernel`: text, launch and memory are the ones that MLX passes to a GPU."""
+"""Test the replacement of `mx.fast.metal_kernel`: text, launch and memory equal what MLX passes to a GPU."""
 
 import mlx.core as mx
 import pytest
@@ -21,7 +21,7 @@ def scale(x: mx.array, factor: float, **how: object) -> mx.array:
 
 
 def test_export_of_a_custom_kernel_has_the_arguments_that_the_bridge_reads() -> None:
-    """Fails when another MLX exports custom kernels differently: `capture` must then be adapted."""
+    """Test MLX's export format of custom kernels. If another version of MLX fails this test, adapt `capture`."""
     kernel = mx.fast.metal_kernel(name="pin", input_names=["x"], output_names=["out"], source="// x_shape, x_ndim")
     call = {"grid": (5, 6, 7), "threadgroup": (8, 2, 1), "output_shapes": [(3, 4)], "output_dtypes": [mx.bfloat16]}
     launch = capture(lambda x: kernel(inputs=[x], **call), [mx.zeros((9, 2))])
@@ -75,7 +75,7 @@ def test_launches_are_recorded_in_order_and_can_be_cleared() -> None:
 
 
 def small(source: str, x: mx.array, *, n: int | None = None, init: float | None = None, **options: object) -> mx.array:
-    """Run one kernel with input x and an output of n elements (or of the shape of x)."""
+    """Run one kernel with input x and an output of n elements, or of the shape of x if n is None."""
     kernel = mx.fast.metal_kernel(name="small", input_names=["x"], output_names=["out"], source=source, **options)
     shape = x.shape if n is None else (n,)
     grid = (*reversed(x.shape), 1, 1)[:3]
@@ -123,7 +123,7 @@ FIRST = "inline float first(const device float* p) { return p[0]; }\n"
 
 
 def test_helper_that_takes_a_device_pointer_is_refused_for_a_small_input() -> None:
-    """MLX passes inputs of fewer than 8 elements in `constant` memory."""
+    """Test an input of fewer than 8 elements, which MLX passes in `constant` memory."""
     source = "out[thread_position_in_grid.x] = first(x);"
     with emulated():
         assert small(source, mx.ones(8), header=FIRST).tolist() == [1.0] * 8

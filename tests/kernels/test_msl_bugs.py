@@ -1,4 +1,4 @@
-"""The harness's own specification: bugs planted one by one, each with the whole message that it must give."""
+"""Specify the harness by planted bugs. Each bug has the full message that the harness must print."""
 
 import re
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ kernel void k(const device float* x [[buffer(0)]], device float* out [[buffer(1)
 
 @dataclass(frozen=True)
 class Case:
-    """One small kernel, its launch and (for a bug) the message of the harness.
+    """A small kernel, its launch and, for a bug, the message of the harness.
 
     In ``message``, ``@2`` stands for the location of line 2 and ``~`` for "without a barrier between by".
     """
@@ -297,7 +297,7 @@ out[i] = s[t];
 
 @pytest.mark.parametrize("case", BUGS, ids=lambda case: case.name)
 def test_bug_is_named(case: Case) -> None:
-    """The whole message: kind, bytes, buffer, thread, threadgroup, simdgroup, lane, line and source."""
+    """Compare the full message: kind, bytes, buffer, thread, threadgroup, simdgroup, lane, line and source."""
     lines = case.body.strip("\n").split("\n")
     at = [f"body:{number}: `{line.strip()}`" for number, line in enumerate(lines, 1)]
     message = case.message.replace("~", "without a barrier between by")

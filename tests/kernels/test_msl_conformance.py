@@ -1,4 +1,4 @@
-"""MLX's own kernels, read from the installed wheel, give correct results in the harness."""
+"""Test that MLX's own kernels, read from the installed wheel, give correct results in the harness."""
 
 from collections.abc import Callable, Iterable
 
@@ -20,7 +20,7 @@ def test_mlx_kernel_agrees_with_mlx_on_the_cpu(name: str) -> None:
 
 
 def test_mlx_comment_on_bytes_read_holds() -> None:
-    """Plain grouped first pass: each key byte G = 8 times; the other variant: G / HPT = 2 times."""
+    """Count the reads of each key byte in the first pass: G = 8 in the plain variant, G / HPT = 2 in the other."""
     plain = sdpa("sdpa_vector_2pass_1", "half", (32, 4), 1000, 128, 0)
     frugal = sdpa("sdpa_vector_2pass_1_gqa", "half", (32, 4), 1000, 128, 0)
     keys = plain.buffers["keys"].nbytes
@@ -33,8 +33,8 @@ def merge() -> ForeignKernel:
     return second_pass(first)
 
 
-# Kernel, and which of the barriers of its file it needs. The matrix-unit kernel has eight more, which order nothing
-# here: mem_none (a hint to the hardware's scheduler), before the first use, or in a branch that is compiled out.
+# Kernel, and the numbers of the barriers that it needs. The matrix-unit kernel has eight more barriers without effect
+# in the harness: mem_none (a hint to the scheduler), before the first use, or in a branch that is compiled out.
 BARRIERS: dict[str, tuple[Callable[[], ForeignKernel], Iterable[int]]] = {
     "softmax of one row": (lambda: softmax("single_row", "float", 400, 0), range(5)),
     "softmax looped": (lambda: softmax("looped", "float", 5001, 0), range(5, 7)),

@@ -1,4 +1,4 @@
-"""Byte counts of the harness on kernels whose bytes can be counted by hand."""
+"""Compare byte counts of the harness with hand counts for simple kernels."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_copy_moves_its_bytes_once_at_every_level(line: int) -> None:
 @pytest.mark.parametrize("line", [32, 64, 128])
 @pytest.mark.parametrize("step", [2, 8, 32, 100])
 def test_a_strided_copy_moves_whole_lines(line: int, step: int) -> None:
-    lines = min(line, 4 * step) * N  # floats within one line share it, floats farther apart pay for one each
+    lines = min(line, 4 * step) * N  # floats may share a cache line
     read = run("copy", step=step, line=line).reads["x"]
     assert read.lane == 4 * N
     if (4 * step) % line == 0 or line % (4 * step) == 0:

@@ -1,4 +1,4 @@
-"""Metal's library in the harness: one kernel evaluates each expression in 32 lanes."""
+"""Test Metal's standard library in the harness. One kernel evaluates each expression in 32 lanes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What clang would let pass: findings of the lint, each on its planted line, and of the typed compilation."""
+"""Test the lint and the typed compilation with planted errors that clang does not report."""
 
 import pytest
 from msl.compile import typed, typed_check
@@ -60,7 +60,7 @@ BODY = [
     ("device atomic<ulong>* counter;", "atomics of 64 bits: atomic<ulong>"),
     ("auto p = as_type<device float*>(n);", "as_type of a pointer: as_type<device float*>"),
 ]
-# Lines that only look alike.
+# Correct lines that look similar.
 CLEAN = [
     "float y = 0.5f * x[i] + 1.0f + 1e-6f + 3;",
     "float y = x[size_t(group) * n + i];",
@@ -142,10 +142,10 @@ TYPED = [
     "float y = max(x[i], half(1));",
     "uint y = max(n, 1);",
     "bfloat b = x[i];",
-    # KhronosGroup/SPIRV-Cross#1647: a method of an object that is not the thread's
+    # KhronosGroup/SPIRV-Cross#1647: a method of an object that is not in thread memory
     "struct S { float y; float get() { return y; } }; threadgroup S s; s.y = 1.0f; out[i] = s.get();",
 ]
-# ... and of what Apple's compiler warns.
+# ... and one line of code for each warning of Apple's compiler.
 WARNED = {
     "uint m = n;": "unused variable 'm'",
     "uint m; m = n;": "variable 'm' set but not used",

@@ -1,4 +1,4 @@
-"""The race detector against a brute-force implementation of the memory rules, on random programs."""
+"""Compare the race detector with a brute-force implementation of the memory rules on random programs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ kernel void run(
 
 @dataclass(frozen=True)
 class Access:
-    """Access of a thread to a cell."""
+    """An access of one thread to one memory cell."""
 
     group: int
     step: int
@@ -79,7 +79,7 @@ class Access:
 
 
 def random_program(rng: random.Random) -> np.ndarray:
-    """``(groups, steps, threads, 2)``: operation, 0 for none, and cell."""
+    """Return operations (0 for none) and memory cells of a random program, ``(groups, steps, threads, 2)``."""
     program = np.zeros((rng.choice((1, 1, 2)), rng.randint(3, STEPS), THREADS, 2), np.int32)
     plain_writes = rng.choice((0.15, 0.4))
     for step in program.reshape(-1, THREADS, 2):

@@ -1,4 +1,4 @@
-"""Check that native kernels refuse invalid inputs and attributes with a one-line error."""
+"""Check that native kernels reject invalid inputs and attributes with a one-line error."""
 
 from __future__ import annotations
 

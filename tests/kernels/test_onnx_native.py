@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from adapters import ADAPTERS
-from cases import CASES, Array, Case, assert_same_choice
+from cases import CASES, Array, Case, assert_same_selection
 from expected import assert_conforms, expected
 from fixtures_onnx import SETS
 from mlx_sparse.onnx_export.runtime import native
@@ -77,7 +77,7 @@ def test_every_instruction_set_runs_int4_sparq_as_the_oracle(name: str, case: Ca
     params = {**parameters(case, "eval"), "key_bits": 4}
     got = Operator("native", "SparQCoded", case.dtype, **attributes(params))(**coded_step(case))
     chosen = select(case, *case.inputs()[:2], params)
-    assert_same_choice(got["indices"], chosen.indices, chosen.scores)
+    assert_same_selection(got["indices"], chosen.indices, chosen.scores)
     assert_is_sparq(got["output"], case, params, *case.inputs())
 
 
@@ -238,7 +238,7 @@ def test_session_options_validate_their_argument(monkeypatch: pytest.MonkeyPatch
         native.session_options("on")
     monkeypatch.setattr(native, "_found", lambda: None)
     assert "no C++ compiler" in str(native.unavailable())
-    with pytest.raises(BackendUnavailable, match=r"native: expected libmlx_sparse_ort.*not built"):
+    with pytest.raises(BackendUnavailable, match=r"native: expected a usable libmlx_sparse_ort.*not built"):
         native.library_path()
     native.session_options("auto")
 
@@ -256,7 +256,7 @@ def test_a_library_of_another_version_is_refused(
         source.write_text(f'extern "C" const char* mlx_sparse_ort_version() {{ return "{content}"; }}')
         subprocess.run([compiler, "-shared", "-fPIC", source, "-o", path], check=True)
     monkeypatch.setattr(native, "_found", lambda: path)
-    message = "does not load" if content is None else f"is of version {content}, this package of {__version__} spec 1"
+    message = "does not load" if content is None else f"has version {content}, this package {__version__} spec 1"
     for refused in (native.library_path, native.session_options):
         with pytest.raises(BackendUnavailable, match=message) as raised:
             refused()

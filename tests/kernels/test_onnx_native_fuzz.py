@@ -17,7 +17,7 @@ from typing import Any
 import ninja
 import numpy as np
 import pytest
-from cases import PRECISION, Array, Case, assert_same_choice, ulp
+from cases import PRECISION, Array, Case, assert_same_selection, ulp
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_sparse.onnx_export.runtime import native
@@ -74,7 +74,7 @@ class Draw(SimpleNamespace):
         return q, k, v, np.array([first])
 
     def close(self, got: Array, expected: Array, b: int) -> None:
-        """Assert equality within one rounding to the type, for heads whose valid keys are finite."""
+        """Assert that heads with finite valid keys are equal within one rounding to the type of the case."""
         sound = np.repeat(~self.poisoned[b], self.G)
         wanted, out = expected[0][sound], got[b][sound].astype(np.float64)
         np.testing.assert_allclose(out, wanted, rtol=2.0 ** -PRECISION[self.dtype], atol=ulp(wanted, self.dtype) + 2e-5)
@@ -190,7 +190,7 @@ def test_sparq_selects_and_attends_as_the_oracle(case: Draw) -> None:
         choice = oracle.sparq_select(q, k, left_padding=first, **oracle_settings(case))
         if sound.any() and count and case.top_k < case.length[b] - first[0]:
             chosen = np.where(choice.indices >= 0, choice.indices, -1)[0][sound][:, :count]
-            assert_same_choice(filled[None, sound], chosen[None], choice.scores[:, sound])
+            assert_same_selection(filled[None, sound], chosen[None], choice.scores[:, sound])
         expected, _ = oracle.attend_indices(q, k, v, indices[None], scale=case.scale)
         case.close(got["output"], expected, b)
 
@@ -283,7 +283,9 @@ def test_int4_scoring_keys_equal_the_oracle(case: Draw) -> None:
         assert (np.diff(filled) > 0).all()
         if sound[b].any() and count and case.top_k < case.length[b] - first[0]:
             choice = oracle.sparq_select(q, k, left_padding=first, key_bits=4, **oracle_settings(case))
-            assert_same_choice(filled[None, sound[b]], choice.indices[:, sound[b], :count], choice.scores[:, sound[b]])
+            assert_same_selection(
+                filled[None, sound[b]], choice.indices[:, sound[b], :count], choice.scores[:, sound[b]]
+            )
         expected, _ = oracle.attend_indices(q, k, v, chosen["indices"][b : b + 1], scale=case.scale)
         case.close(chosen["output"], expected, b)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import Case, assert_same_choice
+from cases import Case, assert_same_selection
 from onnx.inliner import inline_local_functions
 from onnx_operators import (
     LANES,
@@ -83,7 +83,7 @@ def test_contexts_of_several_blocks_are_merged(runtime: str) -> None:
         attend = Operator(runtime, "SparQ", "f32", **attributes(params))
         got = attend(**{**step(case, q, k, v), **given, "keys_t": chunked})
         expected = select(case, q, k, params)
-        assert_same_choice(got["indices"], expected.indices, expected.scores)
+        assert_same_selection(got["indices"], expected.indices, expected.scores)
         assert_is_sparq(got["output"], case, params, q, k, v)
 
 

@@ -1,4 +1,4 @@
-"""Block attention in MLX's array operations: what it costs, and what it takes."""
+"""Test block attention in MLX's array operations: its memory, and the inputs that it accepts."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def test_slices_of_cache_buffers_do_as_well() -> None:
 
 
 @pytest.mark.parametrize("diagonal", [False, True])
-def test_mlxs_own_kernel_attends_a_packed_batch_alike(diagonal: bool) -> None:
-    """It is what a GPU runs."""
+def test_fused_attention_of_a_batch_equals_plain_attention(diagonal: bool) -> None:
+    """Test MLX's fused attention, which runs on a GPU."""
     case = SampleCase(1, 6, 6, 32, 96, 64, "f32", 32)
     q, k, v = (array[0] for array in OPS.arrays(case))
     both = [attend_batch(q, k, v, case.scale, diagonal) for attend_batch in (blocks._fused, blocks._plain)]
     assert mx.allclose(*both, rtol=0, atol=1e-5)
 
 
-def test_nobody_pays_for_a_log_sum_exp_that_is_not_used() -> None:
+def test_an_unused_log_sum_exp_is_not_computed() -> None:
     case = SPARSE_CASES[0]
     found = mlx_sparse.attend_blocks(*OPS.arrays(case), mx.array(selection(case).blocks), block_size=case.block_size)
     for array, contains in zip(found, (False, True), strict=True):
@@ -47,7 +47,7 @@ def test_nobody_pays_for_a_log_sum_exp_that_is_not_used() -> None:
 
 
 def peak(run: Any) -> int:
-    """Bytes that ``run`` needs beyond what is there already."""
+    """Return the peak memory of ``run`` in bytes, in addition to the memory in use before the call."""
     mx.synchronize()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -56,7 +56,7 @@ def peak(run: Any) -> int:
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_the_sample_holds_one_block_of_scores_per_head(chunks: int) -> None:
+def test_the_sample_stores_one_block_of_scores_per_head(chunks: int) -> None:
     case = SampleCase(1, 32, 8, 1024, 4096, 16, "f32", 128, chunks)
     q, k, _ = OPS.arrays(case)
     mx.eval(q, k)
@@ -64,8 +64,8 @@ def test_the_sample_holds_one_block_of_scores_per_head(chunks: int) -> None:
     assert needed <= case.Hq * case.block_size * case.S * 4
 
 
-def test_attention_and_its_log_sum_exp_never_hold_all_scores() -> None:
-    """Not even those of two heads, were they all attended."""
+def test_attention_and_its_log_sum_exp_do_not_store_all_scores() -> None:
+    """Test that the peak memory is below the scores of two heads with dense attention."""
     case = SampleCase(1, 8, 2, 4096, 4096, 16, "f32", 128)
     q, k, v = OPS.arrays(case)
     near = np.arange(32)[:, None] - np.array([7, 6, 5, 4, 3, 2, 1, 0])

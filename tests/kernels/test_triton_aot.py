@@ -28,7 +28,7 @@ from triton_compiled import (
     start_compiler,
 )
 
-pytestmark = pytest.mark.slow  # compiling for GPUs that are not here
+pytestmark = pytest.mark.slow  # compiles for several GPUs
 
 needs_triton()
 
@@ -37,8 +37,8 @@ SCORES = ("sparq_scores", "sparq_code_scores")
 BLOCKS = ("sample_scores", "attend_blocks")
 IN_FLIGHT = 26 * 1024  # bytes in flight per SM for 4.3 TB/s on 132 SMs at a latency of 0.8 microseconds
 
-# "everywhere" is compiled by every version for its architectures, "coded" by every version for sm_90, the others by the
-# version of the environment. "decode" and "prefill" hold the cases that need the most shared memory.
+# All versions compile "everywhere" for their architectures and "coded" for sm_90. The installed version compiles all
+# other cases. "decode" and "prefill" are the cases that need the most shared memory.
 CASES = {group: [Case(**row) for row in rows] for group, rows in read_tables(__file__).items()}
 ODD = CASES["odd"]
 ONCE = [*some(CASES["decode"], 1), *some(CASES["saap"], 1), *some(CASES["prefill"], 1), *ODD]
@@ -90,7 +90,7 @@ def tile_bytes(launch: Compiled) -> int:
         return count * constants["BLOCK_S"] * bits(launch) // 8
     rows = 2 * constants["BLOCK_N"]
     if launch.kernel == "sample_scores":
-        rows = constants["BLOCK_SIZE"]  # tiles of one loop iteration, without values
+        rows = constants["BLOCK_SIZE"]  # tile rows per loop iteration, keys without values
     return rows * constants["BLOCK_D"] * bits(launch) // 8
 
 

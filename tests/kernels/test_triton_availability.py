@@ -1,4 +1,4 @@
-"""Test where Triton kernels can run, and the reasons where they cannot."""
+"""Test on which machines Triton kernels can run, and the reasons on other machines."""
 
 from __future__ import annotations
 

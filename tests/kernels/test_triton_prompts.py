@@ -87,7 +87,7 @@ def test_merged_lists_match_the_oracle(monkeypatch: pytest.MonkeyPatch, L: int, 
     expected = oracle.merge(*flags, layout)
     for block in layout.sampled_blocks:
         expected[:, :, block - layout.first_block, : block + 1] = True
-    kept = sample.Kept(*(torch.tensor(side.astype(np.uint8), device=DEVICE) for side in flags))
+    kept = sample.SampleMasks(*(torch.tensor(side.astype(np.uint8), device=DEVICE) for side in flags))
     counts = torch.empty(1, 2, layout.row_blocks, dtype=torch.int32, device=DEVICE)
     blocks = sample.merge(kept, layout, 0, layout.row_blocks, layout.key_blocks, counts)
     assert (oracle.block_mask(to_numpy(blocks), layout.key_blocks) == expected).all()

@@ -67,7 +67,7 @@ def test_ties_go_to_the_lowest_bucket() -> None:
 
 @pytest.mark.parametrize(("size", "weight"), [(1e-5, 1e4), (1e6, 1e-6)])
 def test_activations_are_not_rounded_to_half_precision(size: float, weight: float) -> None:
-    """The first size is subnormal in float16, and the second one overflows."""
+    """Test sizes that are subnormal in float16 and that overflow float16."""
     rng = np.random.default_rng(5)
     hidden, out = rng.normal(size=(1, 64, 40)), weight * rng.normal(size=(1, 40, 60))
     queries = np.float32(rng.normal(size=(1, 4, 1, 64)) * size)
@@ -79,7 +79,7 @@ def test_activations_are_not_rounded_to_half_precision(size: float, weight: floa
 
 @pytest.mark.parametrize(("processors", "most"), [(1, 1024), (4, 1), (4, 2), (132, 1024)])
 def test_rows_of_any_length_are_split(monkeypatch: pytest.MonkeyPatch, processors: int, most: int) -> None:
-    """Long rows get more programs, empty rows are zero, and slots past a count are never read."""
+    """Test that long rows get more programs, empty rows are zero, and slots after the count are not read."""
     monkeypatch.setattr(configs, "processors", lambda device: processors)
     monkeypatch.setattr(attend, "MOST_ROWS", most)
     case = Case(3, 4, 2, 700, 64, "f32")
@@ -97,7 +97,7 @@ def test_rows_of_any_length_are_split(monkeypatch: pytest.MonkeyPatch, processor
 
 
 def test_offsets_beyond_the_keys_read_nothing() -> None:
-    """Wrong offsets must not read the keys of another head either."""
+    """Test wrong offsets, which must not read the keys of another head."""
     offsets = integers([[[0, 5, 90, -3], [-4, 2, 2, 2]]])
     key_ids = integers([[[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]]])
     sizes = {"length": 20, "covered": 15, "sink_tokens": 1, "capacity": 128}
@@ -107,7 +107,7 @@ def test_offsets_beyond_the_keys_read_nothing() -> None:
 
 
 def test_invalid_bucket_numbers_are_empty_slots() -> None:
-    """The offset after a head's last one belongs to another head."""
+    """Test bucket numbers beyond the last bucket, whose offset would belong to another head."""
     given = index(SMALL, SMALL.covered)
     sizes = {name: given[name] for name in ("offsets", "key_ids", "covered", "sink_tokens")}
     sizes |= {"length": SMALL.step.S, "capacity": SMALL.step.S, "left_padding": padding(SMALL.step)}

@@ -36,7 +36,7 @@ RANK, TOP_K, D, HKV, ITEM = 32, 128, 128, 2, 2
 def decode(
     S: int, G: int, *, reallocate: bool, key_bits: int = 16, order: Callable[[int], Any] | None = None
 ) -> tuple[Any, list[Launch]]:
-    """Run one float16 decode step; return its output and launches."""
+    """Run one float16 decode step. Return its output and launches."""
     case = Case(1, HKV * G, HKV, S, D, "f16")
     q, k, v = (to_torch(array, "f16") for array in case.inputs())
     keys_t = k.transpose(2, 3).contiguous() if key_bits == 16 else cuda_ref.code_keys(k)
@@ -152,7 +152,7 @@ def network(hidden: int = HIDDEN) -> list[torch.Tensor | None]:
 
 
 def spread(S: int, visited: torch.Tensor, shares: list[float]) -> torch.Tensor:
-    """Assign keys to buckets: the first visited buckets get ``shares`` of the keys, the others the rest."""
+    """Assign keys to buckets. The first visited buckets get ``shares`` of the keys, and other buckets get the rest."""
     ids = torch.empty(1, HKV, S, dtype=torch.int32)
     for h in range(HKV):
         share = torch.full((C,), (1 - sum(shares)) / (C - len(shares)), dtype=torch.float64)
@@ -164,7 +164,7 @@ def spread(S: int, visited: torch.Tensor, shares: list[float]) -> torch.Tensor:
 
 
 def step(S: int, shares: list[float], order: Any = None, hidden: int = HIDDEN) -> tuple[Any, list[Launch]]:
-    """Run one float16 decode step over a prepared index; return its output and launches."""
+    """Run one float16 decode step over a prepared index. Return its output and launches."""
     case = Case(1, HKV * G, HKV, S, D, "f16")
     q, k, v = (to_torch(array, "f16") for array in case.inputs())
     before = to_torch(case.inputs(seed=1)[0], "f16")
@@ -231,7 +231,7 @@ def longest(launch: Launch) -> int:
 
 
 def test_large_buckets_are_split_between_programs() -> None:
-    """A program per bucket would take as long as the largest bucket, which holds half of the keys."""
+    """Test a bucket with half of the keys, for which one program per bucket would be slow."""
     S = 4000
     (_, _, few), equal = step(S, EQUAL)
     (_, _, many), half = step(S, [0.5, *EQUAL[1:]])
@@ -302,7 +302,7 @@ def test_attention_reads_only_listed_blocks() -> None:
         traffic["queries"].loaded == traffic["queries"].distinct == traffic["out"].stored == 4 * 300 * PROMPT.D * ITEM
     )
     assert traffic["lse"].stored == 4 * 300 * 4
-    assert traffic["blocks"].loaded == lists.size * 4 + filled.size * 4  # the first read finds the ends of the lists
+    assert traffic["blocks"].loaded == lists.size * 4 + filled.size * 4  # the first read finds the end of each list
 
 
 def test_last_row_blocks_start_first() -> None:

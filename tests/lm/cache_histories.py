@@ -1,4 +1,4 @@
-"""Random histories of prompt caches. The float64 oracle checks every sparse call of a history.
+"""Run random histories of prompt caches, and check every sparse call with the float64 oracle.
 
 A history consists of a tiny random model of one family, a method with random settings, and random operations on a few
 prompt caches. The operations are prefill in chunks, decode steps, trims, copies, files, batches and a change of the
@@ -26,7 +26,7 @@ import mlx_sparse
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.lm.model import plan_of
 
-MAX_TOKENS, MAX_CACHES = 640, 4  # of a sequence, of a history
+MAX_TOKENS, MAX_CACHES = 640, 4  # maximum tokens per sequence, maximum caches per history
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Tracked:
         return Tracked(copy.deepcopy(self.caches), [row.copy() for row in self.rows])
 
     def rebuilt(self) -> Tracked:
-        """Return a fresh cache with the same rows."""
+        """Return a new cache with the same keys and values."""
         fresh = copy.deepcopy(self.caches)
         for cache in fresh:
             cache.state = cache.state
@@ -114,7 +114,7 @@ class History:
             try:
                 mlx_sparse.enable(self.model, attn)
                 self.log(f"enable {attn}")
-            except ConfigError as refused:  # the method can serve no layer of this model
+            except ConfigError as refused:  # the method supports no layer of this model
                 self.log(f"refused {attn}: {refused}")
                 if self.attn:
                     return
@@ -252,7 +252,7 @@ class History:
             assert off <= one.allowed + other.allowed, f"a rebuilt cache differs by {off:.3g}"
 
 
-# Return True if the output of a method is the same after its auxiliary cache state was rebuilt. H2O loses its scores.
+# Return True if rebuilding the auxiliary cache state does not change the output of a method. H2O loses its scores.
 # The lists of SAAP depend on the length at their last rebuild, except with merge_every=1.
 REBUILT: dict[str, Callable[[Any], bool]] = {
     "h2o": lambda decode: False,

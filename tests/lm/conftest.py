@@ -1,4 +1,4 @@
-"""Fixtures of this folder: a tiny model, its tokenizer and the recorded prefill calls."""
+"""Provide a tiny model, its tokenizer and recorded prefill calls to the tests of this folder."""
 
 from __future__ import annotations
 

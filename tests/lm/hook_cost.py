@@ -52,7 +52,7 @@ def start(python: Path) -> float:
 
 
 def starts(turns: int) -> dict[str, list[float]]:
-    """Return the milliseconds of every turn, without the hook and with each of its files."""
+    """Return the milliseconds of every turn, without the hook and with each of the hook's two files."""
     found: dict[str, list[float]] = {name: [] for name in FILES}
     with tempfile.TemporaryDirectory() as folder:
         python, site = environment(Path(folder))

@@ -1,4 +1,4 @@
-"""Run a tiny model of each of mlx-lm's families and record which of its layers sparse attention serves."""
+"""Run a tiny model of each family of mlx-lm, and record which layers support sparse attention."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mlx_sparse.methods import SparQ, Step, reasons
 from mlx_sparse.model_info import leaves
 
 PROMPT, STEPS = 96, 4
-FEW = "sparq:rank=4,top_k=4,dense_below=0"  # few keys change the logits
+FEW = "sparq:rank=4,top_k=4,dense_below=0"  # selecting few keys changes the logits
 SAMPLE = "sample:block_size=32,dense_below=0"
 SAAP = "saap:mode=online,buckets=4,probes=2,sink_tokens=1,recent_tokens=4,dense_layers=0,dense_below=0"
 CLOSE = 1e-3  # relative to the largest logit: float32 through a few layers
-STATES = {  # part of a class name: state of such layers in place of keys
+STATES = {  # part of a class name: name of the state that these layers have in place of keys
     "GatedDelta": "Gated DeltaNet",
     "Delta": "Kimi Delta Attention",
     "KDA": "Kimi Delta Attention",
@@ -44,7 +44,7 @@ LATENT = ("kv_a_", "kv_b_", "embed_q")  # modules that compute keys and values f
 
 @dataclass(frozen=True)
 class EveryStep(SparQ):
-    """SparQ with sparse steps even if every key is selected. Such a step must equal dense attention."""
+    """SparQ that stays sparse even if all keys are selected. Such a step must equal dense attention."""
 
     def shortest_context(self, step: Step | None = None) -> int:
         return 0
@@ -59,8 +59,8 @@ class Facts:
 
     Attributes:
         family: name of mlx-lm's module.
-        how: "run": a tiny model was run. "probed": its layers were counted, because none is served. "not run":
-            the family cannot be run here.
+        how: "run" if a tiny model was run; "probed" if its layers were only counted, because no layer is sparse;
+            "not run" if the family cannot run here.
         layers: number of layers of the tiny model. Repeated layers of a loop, and halves with an attention each, count
             each time.
         kinds: number of layers by kind of attention.
@@ -137,7 +137,7 @@ def _survey(family: str, module: ModuleType) -> Facts:
 
 
 def _probe(model: Any, attn: Attn) -> Report:
-    """Return the report of the served layers and of the reasons for dense layers, without a forward pass."""
+    """Return a report of sparse layers and of the reasons for dense layers, without a forward pass."""
     try:
         with sparse(model, attn) as report:
             return report

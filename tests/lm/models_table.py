@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ ROOT = Path(__file__).parents[2]
 FACTS, PAGE = ROOT / "docs" / "models.jsonl", ROOT / "docs" / "models.md"
 SECTION = re.compile(r"(?<=<!-- models -->\n).*?(?=<!-- /models -->)", re.DOTALL)
 
-# "checkpoints" helps readers to find a row; the ``config.json`` of a checkpoint names its family. "real" are weights
-# that were run here, "reported" are results of others, "absent" are models that this version of mlx-lm does not have.
+# "checkpoints" helps readers to find a row, because the config.json of a checkpoint names its family. "real" lists
+# weights that were run here, "reported" results of other people, and "absent" models that this mlx-lm does not have.
 NOTES: dict[str, Any] = json.loads(Path(__file__).with_name("models_notes.json").read_text(encoding="utf-8"))
 
 HEADER = ["family of mlx-lm", "models", "`sparq`", "stays dense", "seen"]
-# Reasons of the report, as the table writes them.
+# The table's short form of each reason in the report.
 SHORT = {
     "with a sliding window (RotatingKVCache)": "sliding window",
     "that keep a state of fixed size and no keys": "state of fixed size",
@@ -68,19 +68,38 @@ def markdown(facts: Sequence[Facts], mlx_lm: str) -> str:
     """Return the list and the table of docs/models.md."""
     known = {found.family for found in facts}
     simple = [row for row in facts if _simple(row)]
-    models = {row.family: _models(row.family) for row in simple}
-    names = "; ".join(f"`{family}`" + (f" ({names})" if names else "") for family, names in models.items())
-    rows = [[f"`{row.family}`", _models(row.family), *_cells(row), _seen(row)] for row in facts if row not in simple]
+    models = [row.family for row in simple]
+    dense: dict[str, list[str]] = {}
+    for row in filter(_never, facts):
+        reason = " and ".join(SHORT.get(reason, reason) for reason in row.dense)
+        dense.setdefault(reason, []).append(row.family)
+    rest = [row for row in facts if row not in simple and not _never(row)]
+    rows = [[f"`{row.family}`", _models(row.family), *_cells(row), _seen(row)] for row in rest]
     for absent in NOTES["absent"]:
         if absent["family"] not in known:
             seen = f"[reported]({absent['source']})"
             rows.append([f"not in mlx-lm {mlx_lm}", absent["models"], "no", absent["attention"], seen])
-    whole = f"**Every layer can be sparse**, and was run: {names}."
-    return f"{_summary(facts, mlx_lm)}\n\n{whole}\n\n{table(HEADER, rows)}"
+    whole = f"**Every layer can be sparse**, and was run: {_list(models)}."
+    none = "".join(f"* {reason}: {_list(families)}.\n" for reason, families in dense.items())
+    return (
+        f"{_summary(facts, mlx_lm)}\n\n{whole}\n\n**No layer can be sparse** (probed, not run), by the kind of its "
+        f"layers:\n\n{none}\n**Other families**:\n\n{table(HEADER, rows)}"
+    )
+
+
+def _list(families: Iterable[str]) -> str:
+    """Return a list of families with the names of their models."""
+    return "; ".join(f"`{family}`" + (f" ({names})" if (names := _models(family)) else "") for family in families)
+
+
+def _never(row: Facts) -> bool:
+    """Return True if no layer can be served and nothing else is known of the family."""
+    known = row.family in NOTES["reported"] or row.family in UNFIT or row.note
+    return row.how == "probed" and not any(row.served.values()) and not known
 
 
 def _simple(row: Facts) -> bool:
-    """Return True if every method serves all layers and nothing else is known of the family."""
+    """Return True if all methods support all layers, and there is no further information about the family."""
     special = row.family in NOTES["real"] or row.family in NOTES["reported"] or row.family in UNFIT
     served = row.how == "run" and set(row.served.values()) == {row.layers}
     return served and row.exact is True and row.shows is True and not special and not row.note

@@ -42,7 +42,7 @@ print(*sorted(set(sys.modules) - before))
 
 
 def test_every_interpreter_installs_the_hook_without_heavy_modules():
-    """An editable install has the .pth file of the wheel."""
+    """Test the .pth file of the wheel, which an editable install has too."""
     code = "import sys; print(type(sys.meta_path[0]).__name__, *sys.modules)"
     first, *modules = python(code).split()
     assert first == "CommandFinder"
@@ -58,7 +58,7 @@ start = time.perf_counter()
 {FILES[name]}
 print(time.perf_counter() - start)
 """
-    deadline = time.monotonic() + 20  # other work on the machine delays a run: the best of several counts
+    deadline = time.monotonic() + 20  # take the best of several runs, because other work on the machine delays a run
     while (seconds := float(python(code, "-I", "-S"))) >= 0.5e-3:
         assert time.monotonic() < deadline, f"{seconds * 1e3:.2f} ms"
 

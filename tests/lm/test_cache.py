@@ -113,7 +113,7 @@ def test_nbytes_counts_auxiliary_state(make: Any):
     own = cache.keys.nbytes + cache.values.nbytes
     assert cache.nbytes == own
     attend(cache)
-    sums = 3 * batch_of(cache) * H * D * 4  # of values, keys and squares, in float32
+    sums = 3 * batch_of(cache) * H * D * 4  # sums of values, keys and squares, in float32
     assert cache.nbytes == own + cache.keys.nbytes + sums
 
 

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.cache.saap_lists import attended_keys, needs_rebuild, rebuild_lists
-from mlx_sparse.cache.saap_state import TOGETHER, BucketIndex, Router, kmeans_network
+from mlx_sparse.cache.saap_state import PENDING_ROWS, BucketIndex, Router, kmeans_network
 from mlx_sparse.lm.rope import Source, rotate
 from mlx_sparse.methods import SAAP
 
@@ -49,7 +49,7 @@ class Decoder:
         return self.cache.aux_states["saap"]
 
     def write(self, count: int) -> None:
-        """Append keys. If ``records`` is true, their pre-RoPE rows are recorded."""
+        """Append keys. If ``records`` is True, record the pre-RoPE keys too."""
         cache, start = self.cache, self.cache.length
         self.before = self.before[:, :, :start]
         B = self.before.shape[0]
@@ -155,7 +155,7 @@ def test_bucket_ids_of_decode_steps_are_assigned_in_groups():
     decoder.write(100)
     assert decoder.index.assigned == 100, "the ids of a chunk are assigned when it is written"
     decoder.check()
-    for step in range(CONFIG.merge_every - 1):  # fewer than TOGETHER
+    for step in range(CONFIG.merge_every - 1):  # fewer than PENDING_ROWS
         decoder.write(1)
         decoder.check()
         assert decoder.index.assigned == 100
@@ -168,10 +168,10 @@ def test_bucket_ids_of_decode_steps_are_assigned_in_groups():
 
 def test_bucket_ids_are_assigned_in_groups_before_the_first_rebuild():
     decoder = Decoder(KVCache())
-    for _ in range(2 * TOGETHER + 5):
+    for _ in range(2 * PENDING_ROWS + 5):
         decoder.write(1)
-        assert len(decoder.index.pending) < TOGETHER
-    assert decoder.index.assigned == 2 * TOGETHER
+        assert len(decoder.index.pending) < PENDING_ROWS
+    assert decoder.index.assigned == 2 * PENDING_ROWS
     decoder.check_ids()
 
 
@@ -278,7 +278,7 @@ def test_centroids_are_fitted_once_and_stay_fixed():
     decoder.check()
     centroids = decoder.index.centroids
     np.testing.assert_allclose(np.linalg.norm(np.array(centroids), axis=-1), 1, rtol=1e-5)
-    # They fit better than random directions.
+    # These centroids fit better than random directions.
     before = decoder.before.astype(np.float64)
     best = (before @ np.array(centroids, np.float64).swapaxes(-1, -2)).max(axis=-1).mean()
     assert best > 1.2 * (before @ np.array(router().centroids, np.float64).swapaxes(-1, -2)).max(axis=-1).mean()

@@ -50,7 +50,7 @@ def test_same_seed_gives_the_same_history(tmp_path: Path):
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Replace a method by one without effect."""
+    """Do nothing, in place of a method."""
 
 
 def without_padding(cache: Any) -> mx.array:
@@ -58,7 +58,7 @@ def without_padding(cache: Any) -> mx.array:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "wrong", "attn", "first"),  # earlier histories do not find the bug
+    ("owner", "name", "wrong", "attn", "first"),  # "first" is the first history that finds the bug
     [
         (SparQState, "rewind", nothing, SPARQ, 10),
         (BucketIndex, "rewind", nothing, SAAP, 2),

@@ -70,7 +70,7 @@ def check_sums(cache: Any) -> None:
 
 
 def check(cache: Any, read: str) -> None:
-    """Compare a decode step with one over a fresh cache with the same rows, and with the oracle."""
+    """Compare a decode step with a step over a new cache with the same rows, and with the oracle."""
     found = np.array(attend(cache, read))
     check_sums(cache)
     fresh = adopted(KVCache() if cache.padding is None else BatchKVCache([0] * len(cache.keys)))
@@ -99,7 +99,7 @@ def trimmed(cache: Any, bad: float, read: str) -> Any:
 
 
 def trimmed_far(cache: Any, bad: float, read: str) -> Any:
-    """Trim to before the last complete block."""
+    """Trim to a length before the last complete block."""
     rows = some_rows(cache.keys.shape[0], 3 * BLOCK, seed=1)
     seen(cache, bad, read).update_and_fetch(*rows)
     attend(cache, read)
@@ -108,7 +108,7 @@ def trimmed_far(cache: Any, bad: float, read: str) -> Any:
 
 
 def trimmed_in_a_block(cache: Any, bad: float, read: str) -> Any:
-    """Trim a few rows many times, as rejected drafts do."""
+    """Trim a few rows many times, as after rejected drafts."""
     for step in range(40):
         seen(cache, bad, read, 2).trim(2)
         cache.update_and_fetch(*some_rows(cache.keys.shape[0], 1, seed=step))
@@ -187,7 +187,7 @@ def test_padding_does_not_change_the_deviation_of_keys_far_from_0(padded_with: f
 def test_sequence_may_start_without_valid_rows(read: str):
     cache = filled(BatchKVCache([0, 45]), some_rows(2, 30))
     attend(cache, read)
-    for step, count in enumerate((10, 1, 1, 1, 1, 1, 1, 1, 1, 10)):  # rows 40 to 47 one by one
+    for step, count in enumerate((10, 1, 1, 1, 1, 1, 1, 1, 1, 10)):  # rows 40 to 47 are appended one by one
         cache.update_and_fetch(*some_rows(2, count, step))
         attend(cache, read)
         check_sums(cache)

@@ -276,7 +276,7 @@ def test_prefill_is_dense_above_the_measured_density(share: float, calls: int, m
 
 
 def test_metal_kernels_are_measured_and_saved_by_the_same_code(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times have no meaning in the harness, but the code from the question to the file is the same as on a Mac."""
+    """Test the code that runs on a Mac, from measurement to file. Times in the harness are meaningless."""
     monkeypatch.setattr(Calibration, "longest", 1024)
     monkeypatch.setattr(calibrate, "PAIRS", (2, 2))
     layer, messages = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32), list[str]()

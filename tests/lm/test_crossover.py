@@ -93,7 +93,7 @@ def test_search_stops_before_exceeding_the_time_limit(monkeypatch: pytest.Monkey
 
 
 def test_upper_end_of_a_noisy_crossover_is_a_measured_win() -> None:
-    """The ratios scatter by a factor of two, so they are clear below 1/2 and above 2 times the crossover."""
+    """Test ratios with noise of a factor of two, which are clear below 1/2 and above 2 times the crossover."""
     scatter = (0.5, 0.6, 1.0, 1.7, 2.0)
     points = find(lambda S: [(S * factor, 4096.0) for factor in scatter], **LIMITS)
     possible, won = crossover(points)
@@ -224,7 +224,7 @@ def test_a_folder_that_cannot_be_written_is_an_os_error(calibration_folder: Path
 
 
 def _write_many(folder: Path, number: int) -> None:
-    calibrate.folder = lambda: folder  # in a process of its own
+    calibrate.folder = lambda: folder  # in this separate process
     for _ in range(20):
         write_measurement(QUESTION, {"number": number})
 

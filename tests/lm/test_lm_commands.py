@@ -51,7 +51,7 @@ LONG = ["mlx_lm.generate", "--model", "llama", "--prompt", words(prompt_of(300))
 PACKED = ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "0"]
 WIDE = ["mlx_lm.generate", "--model", "wide", *GENERATE[2:], *PACKED]
 
-# Name: commands that run one after the other.
+# By name: commands that run one after the other.
 GOOD: dict[str, list[list[str]]] = {
     **{f"{name} sparse": [[*spelling, *GENERATE, *SPARSE, *JSON]] for name, spelling in SPELLINGS.items()},
     "dense": [["mlx_lm.generate", *GENERATE]],
@@ -108,7 +108,7 @@ GOOD: dict[str, list[list[str]]] = {
     "mlx-sparse generate --help": [["mlx-sparse", "generate", "--help"]],  # the other commands share this code
 }
 
-# Name: arguments after "mlx_lm.generate --model llama", and a pattern of the one-line error.
+# By name: arguments after "mlx_lm.generate --model llama", and a pattern of the one-line error.
 BAD: dict[str, tuple[list[str], str]] = {
     "unknown method": (["--attn", "flash"], "attn: expected one of .*sparq.*, got 'flash'"),
     "no such backend": (
@@ -125,12 +125,15 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),
     "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),
-    "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected once, got twice"),
+    "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected this option once, got it twice"),
     "no such model": ([*SPARSE, "--model", "nowhere/at/all"], "--model: expected a model .*, got nowhere/at/all"),
     "--lossless alone": (["--lossless"], "--lossless: expected --attn METHOD for the drafts, got none"),
     "--lossless for prompts": ([*BOTH, "--lossless"], "lossless: expected a decode method only, got sample"),
     "no config.json": ([*SPARSE, "--model", "."], r"--model: expected a model .*config\.json"),
-    "no prompt cache": ([*SPARSE, "--prompt-cache-file", "no.safetensors"], "--prompt-cache-file: expected a file"),
+    "no prompt cache": (
+        [*SPARSE, "--prompt-cache-file", "no.safetensors"],
+        "--prompt-cache-file: expected an existing file",
+    ),
     "--kv-bits of windows": (
         ["--model", "gemma3", *SPARSE, "--kv-bits", "8"],
         "--kv-bits: expected caches that mlx-lm can quantize, got: RotatingKVCache Quantization NYI",
@@ -233,8 +236,8 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
     )
     first, second, *_ = finished("short, measured").err.splitlines()
     assert (
-        "; prompts sparse from 8,192 keys on where at most 75% of the blocks are kept (modelled; the first context of "
-        "8,192 keys is measured); sparse from 2,048 keys on (modelled; the first context of 1,024 keys is measured); "
+        "; prompts sparse from 8,192 keys on where at most 75% of the blocks are kept (modelled; will be measured at "
+        "8,192 keys); sparse from 2,048 keys on (modelled; will be measured at 1,024 keys); "
     ) in first
     assert second.endswith(f"this run has at most {longest} keys, and decode steps are sparse from 1,024 keys")
 

@@ -74,7 +74,7 @@ def test_unsupported_cases_are_refused_on_all_ranks(ranks: dict[str, list[Run]],
     for rank in range(2):
         pages, method, lengths = json.loads((folder / f"refusals.{rank}.json").read_text())
         assert pages == "page_size: expected a divisor of 128 with shard, got 24."
-        assert method.startswith("shard: expected one of sparq, quest, streaming, saap to decode with, got h2o.")
+        assert method.startswith("shard: expected one of sparq, quest, streaming, saap as decode method, got h2o.")
         assert lengths.endswith("number of tokens on all ranks, got 1 after 39 on rank 0 and 1 after 38 on rank 1.")
 
 
@@ -86,7 +86,7 @@ def test_four_ranks_equal_one_process(tmp_path: Path):
 def test_messages_per_step_equal_the_documentation(ranks: dict[str, list[Run]]):
     """Compare the messages per layer with docs/distributed.md. Prefill sends the same messages in all cases."""
     messages = {name: found[0][1][3] for name, found in ranks.items()}
-    dense = messages["dense"] + 1  # the threshold is sent once
+    dense = messages["dense"] + 1  # the crossover length is sent once
     assert messages["sparq"] - dense >= 2 * ranks["sparq"][0][1][0]
     assert messages["quest"] - dense == ranks["quest"][0][1][0]
     for name in ("streaming", "saap", *LOCAL):
@@ -129,7 +129,7 @@ def test_unsupported_shards_are_refused_in_one_line():
     with pytest.raises(mlx_sparse.ConfigError, match=r"^shard: expected one of context, context:local, got rows\.$"):
         mlx_sparse.enable(build(), "sparq", shard="rows")
     cache = [ShardedKVCache(Shard(1, 2)), ShardedKVCache(Shard(1, 2))]
-    with pytest.raises(mlx_sparse.ConfigError, match=r"^cache: expected a whole one, got a rank's share"):
+    with pytest.raises(mlx_sparse.ConfigError, match=r"^cache: expected a complete KV cache, got one shard"):
         build()(mx.array([[1]]), cache=cache)
 
 

@@ -1,4 +1,4 @@
-"""Test the lines before the first token and the smallest sparse context."""
+"""Test the lines that commands print before the first token, and the smallest sparse context."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_smallest_sparse_context(attn: str, measures: bool, starts: int) -> None
 
 def test_finished_measurement_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan("sparq:rank=4", measures=True, seconds=0.01)
-    assert found.crossovers() == ["sparse from 2,048 keys on (modelled; the first context of 1,024 keys is measured)"]
+    assert found.crossovers() == ["sparse from 2,048 keys on (modelled; will be measured at 1,024 keys)"]
     monkeypatch.setattr(Calibration, "measure", lambda *_: None)  # as on a machine that is too noisy
     ((config, layer),) = found.layers
     assert found.calibration.threshold(config, layer, 1024).how == MODELLED
@@ -71,7 +71,7 @@ def test_prefill_command_prints_no_decode_threshold() -> None:
 
 @pytest.mark.parametrize("attn", ["sparq:rank=4", "sample+sparq:rank=4", "h2o", ONLINE])
 def test_report_does_not_keep_its_model_alive(attn: str) -> None:
-    """A server that loads another model frees the first model but still prints its report."""
+    """Test a server that loads another model: it frees the first model but still prints its report."""
     model = build()
     report: Report = mlx_sparse.enable(model, attn)
     weights = weakref.ref(model.layers[0].self_attn.q_proj)

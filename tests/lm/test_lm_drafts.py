@@ -32,12 +32,12 @@ from mlx_sparse.lm.chunks import large_group
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.lm.speculative import generation
 from mlx_sparse.lm.speculative.draft_length import MAX_DRAFTS
-from mlx_sparse.lm.speculative.generation import UNEVEN, check_options, draft
+from mlx_sparse.lm.speculative.generation import UNEVEN, check_options, make_lossless
 from mlx_sparse.methods import reasons
 from mlx_sparse.ops.packed_rows import PackedRows
 
 SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
-GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # mostly accepted drafts
+GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # most drafts are accepted
 # Sliding windows: gemma3_text and gpt_oss, which also has sinks. lfm2 has convolutions, whose states cannot be trimmed.
 FAMILIES = ["llama", "qwen3_moe", "gemma3_text", "gpt_oss", "lfm2"]
 # Sampling options of mlx-lm's commands.
@@ -111,7 +111,7 @@ def test_good_drafts_are_accepted(enabled: Callable[..., Any]) -> None:
 
 
 def test_the_same_numbers_are_drawn_for_a_draft_and_its_check(enabled: Callable[..., Any]) -> None:
-    """Independent draws from 95 tokens at a high temperature would rarely agree."""
+    """Test sampled drafts, because independent draws from 95 tokens at a high temperature would rarely agree."""
     model, prompt = build(), prompt_of(100)
     report = enabled(model, GOOD, 4)
     mx.random.seed(1)
@@ -130,7 +130,7 @@ TURNS = st.lists(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2"])
 def test_turns_on_one_cache_equal_dense_decoding(family: str) -> None:
-    """An answer that ends within a run of accepted drafts must leave the cache of dense decoding."""
+    """Test an answer that ends within accepted drafts: the cache must equal the cache of dense decoding."""
     model = build(family)
 
     @settings(max_examples=HISTORIES, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -320,7 +320,7 @@ def test_cache_quantized_during_an_answer_equals_dense_decoding(
         ("dense", {}, "lossless: expected a decode method that can draft, got none."),
         ("sparq", {"draft_tokens": 8}, "lossless: expected 1 to 7 drafts for each check, got 8."),
         ("sparq", {"draft_tokens": 0}, "lossless: expected 1 to 7 drafts for each check, got 0."),
-        ("sparq", {"lossless": False, "draft_tokens": 2}, "draft_tokens: expected none without lossless, got 2."),
+        ("sparq", {"lossless": False, "draft_tokens": 2}, "draft_tokens: expected None without lossless, got 2."),
     ],
 )
 def test_unsupported_methods_are_refused_in_one_line(attn: str, options: dict[str, Any], message: str) -> None:
@@ -334,9 +334,9 @@ def test_unsupported_methods_are_refused_in_one_line(attn: str, options: dict[st
     ("options", "generates", "message"),
     [
         ({}, False, "--lossless: expected a command that generates from one prompt, got mlx_lm.evaluate."),
-        ({"draft_model": "a"}, True, "--lossless: expected it without --draft-model, got both. Drop one."),
-        ({"shard": "context"}, True, "--lossless: expected it without --shard, got both. Drop one."),
-        ({"max_kv_size": 8}, True, "--lossless: expected it without --max-kv-size, got both. Drop one."),
+        ({"draft_model": "a"}, True, "--lossless: expected no --draft-model, got both options. Drop one option."),
+        ({"shard": "context"}, True, "--lossless: expected no --shard, got both options. Drop one option."),
+        ({"max_kv_size": 8}, True, "--lossless: expected no --max-kv-size, got both options. Drop one option."),
         ({"batch_size": 2}, True, "--lossless: expected one sequence at a time, got --batch-size 2."),
     ],
 )
@@ -352,14 +352,14 @@ def test_a_part_of_a_model_is_refused(enabled: Callable[..., Any]) -> None:
     plan = plan_of(model)
     assert plan is not None
     plan.shards = 2
-    with pytest.raises(ConfigError, match="lossless: expected a whole model on one process, got a part of one"):
-        draft(plan, model, None)
+    with pytest.raises(ConfigError, match="lossless: expected a whole model on one process, got a part of a model"):
+        make_lossless(plan, model, None)
 
 
 @pytest.mark.parametrize("family", sorted(UNEVEN))
 def test_families_with_other_masks_for_multi_token_decode_are_refused(family: str) -> None:
     model = family_models.build(family)
-    with pytest.raises(ConfigError, match=f"lossless: expected a model with the same masks .*, got {family}\\.$"):
+    with pytest.raises(ConfigError, match=f"lossless: expected a model with equal masks .*, got {family}\\.$"):
         mlx_sparse.enable(model, SPARQ, lossless=True)
     mlx_sparse.enable(model, SPARQ)
     mlx_sparse.disable(model)
@@ -372,7 +372,7 @@ def test_families_with_other_masks_for_multi_token_decode_are_refused(family: st
         ({"input_embeddings": mx.zeros((4, 64))}, "lossless: expected a prompt of tokens, got embeddings."),
         (
             {"prompt_cache": [RotatingKVCache(32, keep=4), KVCache()]},
-            "lossless: expected a cache that stores all keys, got one of --max-kv-size.",
+            "lossless: expected a cache that stores all keys, got a rotating one (--max-kv-size).",
         ),
     ],
 )

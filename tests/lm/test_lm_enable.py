@@ -106,7 +106,7 @@ def test_threshold_is_the_smallest_sparse_context(model: Any):
 
 def test_enabling_twice_is_refused_and_changes_nothing(model: Any):
     report = mlx_sparse.enable(model, SPARSE)
-    with pytest.raises(mlx_sparse.ConfigError, match=r"got one that is\. Call mlx_sparse\.disable first\.$"):
+    with pytest.raises(mlx_sparse.ConfigError, match=r"got an enabled model\. Call mlx_sparse\.disable\.$"):
         mlx_sparse.enable(model, "streaming")
     assert mlx_sparse.report(model) is report
 
@@ -269,8 +269,8 @@ def other_parameters(queries: Any, keys: Any, values: Any, mask: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "moved", "problem"),
     [
-        (seam, "original", other_parameters, "scaled_dot_product_attention takes other parameters"),
-        (KVCache, "make_mask", None, "KVCache.make_mask is gone"),
+        (seam, "original", other_parameters, "scaled_dot_product_attention has other parameters"),
+        (KVCache, "make_mask", None, "KVCache.make_mask is missing"),
         (KVCache, "state", property(lambda _: (None, None)), "KVCache"),
     ],
 )

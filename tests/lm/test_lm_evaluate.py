@@ -110,7 +110,7 @@ def test_likelihoods_without_sparse_calls_are_reported_as_dense(model: Path, cap
     found = likelihoods(model, "sparq:rank=4,top_k=64")
     figures, (warning,) = report(capsys)
     assert figures["requests"]["loglikelihood"]["sparse_decode"] == 0
-    assert "loglikelihood requests made no sparse call with sparq, so their results are for dense attention" in warning
+    assert "no sparse call with sparq in loglikelihood requests: the results are for dense attention" in warning
     assert "over fewer than 65 keys" in warning
     np.testing.assert_allclose(found, likelihoods(model, None), rtol=1e-5)
 
@@ -134,7 +134,7 @@ def test_warning_names_a_prefill_method_without_sparse_calls(model: Path, capsys
     likelihoods(model, f"{SAMPLE}+{SPARQ}")
     figures, (_, warning) = report(capsys)
     assert figures["requests"]["loglikelihood"]["sparse_decode"] > 0
-    assert "made no sparse call with sample, so their prefill stayed dense" in warning
+    assert "no sparse call with sample in loglikelihood requests: prefill was dense" in warning
 
 
 def test_whole_texts_are_decoded_token_by_token(model: Path, loaded: Any, capsys: Any):
@@ -157,7 +157,7 @@ def test_whole_texts_use_the_prefill_method(model: Path, loaded: Any, capsys: An
             picked = mx.take_along_axis(nn.log_softmax(logits), mx.array(text[1:])[:, None], axis=-1)
             np.testing.assert_allclose(score, picked.sum().item(), rtol=1e-5)
     assert figures["requests"]["loglikelihood_rolling"]["sparse_prompt"] == LAYERS * len(texts)
-    assert "made no sparse call with sparq, so their decoding stayed dense" in lines[-1]
+    assert "no sparse call with sparq in loglikelihood_rolling requests: decoding was dense" in lines[-1]
 
 
 @pytest.mark.parametrize("attn", [SPARQ, f"{SAMPLE}+{SPARQ}"])
@@ -182,7 +182,7 @@ def test_an_mlx_lm_with_other_interfaces_is_refused(capsys: Any, monkeypatch: py
     monkeypatch.delattr(evaluate.MLXLM, "_score_fn")
     with pytest.raises(SystemExit):
         run(lambda: None, "mlx_lm.evaluate")
-    assert "expected an evaluate.MLXLM._score_fn that takes a step size, got none" in capsys.readouterr().err
+    assert "expected evaluate.MLXLM._score_fn with a parameter step_size, got none" in capsys.readouterr().err
 
 
 def test_missing_lm_eval_error_names_the_extra(capsys: Any, monkeypatch: pytest.MonkeyPatch):

@@ -106,7 +106,7 @@ def test_report_counts_the_bytes_of_the_formulas():
 
 @pytest.mark.parametrize("family", ["llama", "nanochat", *sorted(WITH_QK_NORM)])
 def test_component_score_of_16_bit_keys_depends_on_the_qk_norm(family: str):
-    """The norm of nanochat has no weights."""
+    """Test families with and without q/k-norm. The norm of nanochat has no weights."""
     with mlx_sparse.sparse(build(family), f"{SPARSE},key_bits=16") as report:
         pass
     assert ("component_score=query_key" in report.attn) == (family != "llama")

@@ -68,7 +68,7 @@ class Answers:
 
 @pytest.mark.parametrize(("name", "options"), covering(some(list(METHODS), 6), [{}, JOINING]), ids=str)
 def test_answers_do_not_depend_on_load(name: str, options: dict[str, int], model: Any, artefact: Path):
-    """The lengths 98 and 194 are 2 more than a multiple of 96, so that the last chunk is one token, a decode step."""
+    """Test lengths such as 98 = 96 + 2, for which the last chunk is one token, and therefore a decode step."""
     order = random.Random(0)
     lengths = [98, 194, 300, *(order.randrange(20, 200) for _ in range(3))]
     prompts = [prompt_of(length, seed) for seed, length in enumerate(lengths)]

@@ -1,4 +1,4 @@
-"""Test the draft length, the pauses of drafting, and the figures of drafts."""
+"""Test the draft length, the pauses of drafting, and the statistics of drafts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mlx_sparse.methods.registry import METAL_ROWS
 def simulate(
     draft: float, query: float, chances: float, tokens: int, most: int = MAX_DRAFTS
 ) -> tuple[DraftLength, list[int]]:
-    """Simulate a run with seconds per draft and per verified query; one of ``1 / (1 - chances)`` drafts fails."""
+    """Simulate a run with given seconds per draft and per verified query, and acceptance rate ``chances``."""
     draft_length, lengths, done = DraftLength(most=most), [], 0
     failed = 0.0
     while done < tokens:
-        drafts, timed = draft_length.turn(10**6)
+        drafts, timed = draft_length.next_draft(10**6)
         lengths.append(drafts)
         if not drafts:
             draft_length.note_step(1.0 if timed else None)
@@ -75,7 +75,7 @@ def test_pause_is_short_again_after_accepted_drafts() -> None:
 
     def rest(accepted: int) -> int:
         """Return the steps of the pause after verifications with ``accepted`` accepted drafts."""
-        while (turn := draft_length.turn(100)).drafts or turn.timed:
+        while (turn := draft_length.next_draft(100)).drafts or turn.timed:
             if turn.drafts:
                 draft_length.note_check(turn.drafts, min(accepted, turn.drafts), (0.1, 1.0) if turn.timed else None)
             else:
@@ -83,7 +83,7 @@ def test_pause_is_short_again_after_accepted_drafts() -> None:
             if accepted and draft_length._rounds > 8:
                 return 0
         steps = 0
-        while not (turn := draft_length.turn(100)).drafts and not turn.timed:
+        while not (turn := draft_length.next_draft(100)).drafts and not turn.timed:
             draft_length.note_step(None)
             steps += 1
         return steps
@@ -104,17 +104,17 @@ def test_acceptance_rate_counts_examined_drafts_and_decays() -> None:
 def test_stopped_clock_does_not_stop_an_answer() -> None:
     draft_length = DraftLength()
     for _ in range(50):
-        drafts, timed = draft_length.turn(100)
+        drafts, timed = draft_length.next_draft(100)
         if drafts:
             draft_length.note_check(drafts, 0, (0.0, 0.0) if timed else None)
         else:
             draft_length.note_step(0.0 if timed else None)
-    assert draft_length.turn(100).drafts <= MAX_DRAFTS
+    assert draft_length.next_draft(100).drafts <= MAX_DRAFTS
 
 
 def test_given_draft_length_stays_fixed() -> None:
     draft_length = DraftLength(5)
-    assert draft_length.turn(100).drafts == 5 and draft_length.turn(3).drafts == 3 and draft_length.turn(0).drafts == 0
+    assert [draft_length.next_draft(most).drafts for most in (100, 3, 0)] == [5, 3, 0]
 
 
 @pytest.mark.parametrize(("G", "mlx", "ours"), [(1, 7, 7), (5, 5, 7), (8, 3, 7), (16, 1, 7), (32, 1, 3), (64, 1, 1)])
@@ -127,13 +127,13 @@ def test_draft_length_fits_the_kernel(G: int, mlx: int, ours: int) -> None:
 def test_slow_verification_is_discarded_after_its_pause() -> None:
     draft_length, checks = DraftLength(), 0
     while draft_length.pauses == 0:
-        drafts, timed = draft_length.turn(10**6)
+        drafts, timed = draft_length.next_draft(10**6)
         if drafts:
             draft_length.note_check(drafts, drafts, (0.1 * drafts, 50.0) if timed else None)
         else:
             draft_length.note_step(1.0 if timed else None)
     while checks < 40:
-        drafts, timed = draft_length.turn(10**6)
+        drafts, timed = draft_length.next_draft(10**6)
         checks += drafts > 0
         if drafts:
             draft_length.note_check(drafts, drafts, (0.1 * drafts, 1.0) if timed else None)
@@ -147,7 +147,7 @@ def test_figures_are_summed_and_printed() -> None:
     both = one + DraftFigures(checks=1, examined=(1,), accepted=(0,), drafted=1, alone=0) + DraftFigures(alone=4)
     assert (both.checks, both.examined, both.accepted, both.drafted, both.tokens) == (2, (2, 1), (1, 0), 4, 7)
     first, second, third = both.lines()
-    assert "1 of 4 accepted (50%, 0% by position), 1.5 tokens for each of 2 checks" in first
+    assert "1 of 4 accepted (50%, 0% by position), 1.5 tokens per check in 2 checks" in first
     assert "4 tokens" in second and "drafts 33%, checks 67%" in third
 
 

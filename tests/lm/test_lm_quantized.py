@@ -92,7 +92,7 @@ def test_nbytes_of_a_quantized_cache(bits: int, rows_take: float, copy_takes: fl
 
 @pytest.mark.parametrize("spec", ["sparq", "sample:block_size=32,dense_below=0,dense_above=1"])
 def test_prefill_over_a_quantized_cache_equals_mlx_lm(spec: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mlx_sparse.cache.kv_cache.UNPACKED", 1)  # head by head
+    monkeypatch.setattr("mlx_sparse.cache.kv_cache.DEQUANTIZED_BYTES", 1)  # head by head
     model, prompt = build(head_dim=32), mx.array([prompt_of(PROMPT)])
     ours, theirs = ([QuantizedKVCache(group_size=32, bits=8) for _ in range(LAYERS)] for _ in range(2))
     dense = build(head_dim=32)
@@ -131,7 +131,7 @@ def test_other_quantized_rows_use_mlx_lms_attention():
     given, shape = (keys, values, cache, 0.2, "causal"), (1, 4, 20, 32)
     with mlx_sparse.sparse(model, "dense") as report, Call(plan_of(model), [cache]):
         found = seam.scaled_dot_product_attention(rows_of(shape, 8), *given)
-    assert mx.array_equal(found, seam.original(rows_of(shape, 8), *given))  # it scales the queries in place
+    assert mx.array_equal(found, seam.original(rows_of(shape, 8), *given))  # the original scales the queries in place
     assert report.dense_calls == {reasons.OTHER_ROWS: 1}
 
 

@@ -23,7 +23,7 @@ from tiny_models import build, write
 
 from mlx_sparse.artefact import load
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.lm.distributed.ranks import Ranks, difference, facts_of, lost
+from mlx_sparse.lm.distributed.ranks import Ranks, connection_error, difference, facts_of
 from mlx_sparse.model_parts import Part, part_of
 
 RUN = Path(__file__).parents[1] / "fixtures" / "run_ranks.py"
@@ -130,8 +130,8 @@ def test_an_option_on_one_rank_is_refused_on_all(folder: Path):
     for done in run_ranks(lambda rank: [*BENCHMARK, "-n", "1", *(SPARSE if rank == 0 else [])], folder):
         assert done.code == 2
         assert done.err == (
-            f"mlx_lm.benchmark: error: --attn: expected the same on all ranks, got {SPARSE[1]} on rank 0 and none on "
-            "rank 1.\n"
+            f"mlx_lm.benchmark: error: --attn: expected the same value on all ranks, got {SPARSE[1]} on rank 0 and "
+            "none on rank 1.\n"
         )
 
 
@@ -139,7 +139,7 @@ def test_a_mistake_on_one_rank_is_refused_on_all(folder: Path):
     argv = [*BENCHMARK, "-n", "1", *SPARSE]
     first, second = run_ranks(lambda rank: [*argv, *(["--nonsense"] if rank else [])], folder)
     assert (first.code, second.code) == (2, 2)
-    refused = "arguments: expected the same on all ranks, got some that rank 1 refused."
+    refused = "arguments: expected valid arguments on all ranks, got an error on rank 1."
     assert first.err == f"mlx_lm.benchmark: error: {refused}\n"
     assert second.err.endswith("mlx_lm.benchmark: error: unrecognized arguments: --nonsense\n")
 
@@ -154,7 +154,7 @@ def test_differing_options_are_named_unless_local(folder: Path, tmp_path: Path):
     def message(*changes: dict[str, Any]) -> str | None:
         return difference([facts_of(options(**change), []) for change in changes], [False] * len(changes))
 
-    same = "expected the same on all ranks, got"
+    same = "expected the same value on all ranks, got"
     assert message({}, {}, {"port": 2}) is None
     assert message({}, {"attn": "quest"}, {}) == f"--attn: {same} sparq on ranks 0 and 2 and quest on rank 1."
     assert message({"pipeline": True}, {}) == f"--pipeline: {same} yes on rank 0 and no on rank 1."
@@ -175,11 +175,11 @@ def test_differing_options_are_named_unless_local(folder: Path, tmp_path: Path):
 def test_one_rank_without_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("MLX_RANK", raising=False)
     monkeypatch.setattr(mx.distributed, "init", None)
-    assert Ranks.here() == Ranks(0, 1)
-    (tmp_path / "hosts").write_text("\n")  # of `mlx.launch -n 1`
+    assert Ranks.start() == Ranks(0, 1)
+    (tmp_path / "hosts").write_text("\n")  # the hosts of `mlx.launch -n 1`
     monkeypatch.setenv("MLX_RANK", "0")
     monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
-    assert Ranks.here() == Ranks(0, 1)
+    assert Ranks.start() == Ranks(0, 1)
     assert Ranks().gather({"a": [1]}) == [{"a": [1]}]
 
 
@@ -196,21 +196,23 @@ def test_unreachable_rank_is_a_one_line_error(
     with pytest.raises(SystemExit, match="2"):
         benchmark.main()
     assert capsys.readouterr().err == (
-        "mlx_lm.benchmark: error: ranks: expected all of them to start this command, got: [ring] Couldn't connect "
+        "mlx_lm.benchmark: error: ranks: expected all ranks to start this command, got: [ring] Couldn't connect "
         "(error: 111).\n"
     )
 
 
 def test_rank_with_another_program_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mx.distributed, "all_gather", lambda own, stream: mx.concatenate([own, own + 1]))
-    with pytest.raises(ConfigError, match=r"^mlx-sparse-attention: expected it on all ranks, got none on rank 1\."):
+    with pytest.raises(
+        ConfigError, match=r"^mlx-sparse-attention: expected this package on all ranks, got none on rank 1\."
+    ):
         Ranks(0, 2).gather("here")
 
 
 def test_lost_ranks_are_told_apart_from_other_runtime_errors():
-    assert lost(RuntimeError("[matmul] Last dimension of first input")) is None
-    assert lost(RuntimeError("[ring] gone\nmore")) == (
-        "ranks: expected all of them to run this command to its end, got: [ring] gone."
+    assert connection_error(RuntimeError("[matmul] Last dimension of first input")) is None
+    assert connection_error(RuntimeError("[ring] gone\nmore")) == (
+        "ranks: expected all ranks to run this command to the end, got: [ring] gone."
     )
 
 
@@ -229,7 +231,7 @@ def test_lost_rank_is_a_one_line_error(killed: int, folder: Path):
             process.communicate()
     assert processes[1 - killed].returncode == 2, err
     (line,) = [line for line in err.splitlines() if "error: " in line]
-    assert line.startswith("mlx_lm.benchmark: error: ranks: expected all of them to run this command to its end, got: ")
+    assert line.startswith("mlx_lm.benchmark: error: ranks: expected all ranks to run this command to the end, got: ")
     assert "Traceback" not in err
     assert ("sparse calls: " in err) == (killed == 1), "only rank 0 prints the report"
 

@@ -25,7 +25,7 @@ LONG = {
     "short_factor": [1.0] * 32,
     "long_factor": [1.0 + i / 8 for i in range(32)],
 }
-# Variant: dims, traditional, scaling.
+# By variant: dims, traditional, scaling.
 VARIANTS: dict[str, tuple[int, bool, dict[str, Any] | None]] = {
     "default": (D, False, None),
     "traditional": (D, True, None),
@@ -148,7 +148,7 @@ def test_pre_rope_queries_and_keys_are_recorded(family: str, changes: dict[str, 
             if source.rope is None:
                 assert before is after
             else:
-                # The model's RoPE gives the attended rows, up to a factor per row.
+                # The model's RoPE of these rows equals the attended rows, up to a factor per row.
                 rotated = rotate(source.rope, before, seen.position)
                 assert largest_error(rotated, after) <= 1e-6
                 assert seen.position == 0 or largest_error(before, after) > 0.05
@@ -165,7 +165,7 @@ def test_half_precision_separates_a_scale_from_a_norm(dtype: mx.Dtype):
 
 def test_a_norm_after_rope_is_refused_by_name():
     assert set(find_sources(build("hunyuan_v1_dense")).values()) == {reasons.CHANGED_AFTER_ROPE}
-    # The same family without the norm is served.
+    # SAAP supports the same family without the norm.
     without = find_sources(build("hunyuan_v1_dense", use_qk_norm=False))
     assert all(isinstance(source, Source) and source.irreversible is None for source in without.values())
 

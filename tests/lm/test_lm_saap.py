@@ -37,7 +37,7 @@ def close(a: mx.array, b: mx.array) -> bool:
 
 
 ALL_FAMILIES = [*FAMILIES, "cohere2", "starcoder2", "nemotron"]
-# The modes differ in the router only, so a few families suffice for the second mode.
+# The modes differ only in the router, so a few families are enough for the second mode.
 SOME_FAMILIES = ["llama", "qwen3", "phi3", "gpt_oss", "ministral3", "cohere2"]
 
 
@@ -63,7 +63,7 @@ def test_every_bucket_gives_the_dense_tokens(family: str, mode: str, tmp_path: P
 
 
 def test_few_probes_use_the_artefact_and_count_listed_keys(model: Any, artefact: Path, monkeypatch: pytest.MonkeyPatch):
-    """`test_cache_histories` compares the output of such steps with the oracle."""
+    """Count listed keys. `test_cache_histories` compares the output of these steps with the oracle."""
     calls: list[tuple[BucketIndex, int, int, int]] = []
     lists = saap.attended_keys
 

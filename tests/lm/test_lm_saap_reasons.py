@@ -1,4 +1,4 @@
-"""Test the layers of mlx-lm's models that SAAP serves, and the reasons of dense and refused layers."""
+"""Test which layers of mlx-lm's models support SAAP, and the reasons of dense and rejected layers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_length_dependent_rope_is_served_with_recorded_keys(tmp_path: Path):
 
 
 def test_layer_that_reads_keys_of_another_layer_is_dense(model: Any, artefact: Path):
-    """The router of the other layer was not trained on the queries of this layer."""
+    """Test a layer for which no router was trained with its queries and these keys."""
     with mlx_sparse.sparse(model, attn(artefact)) as report:
         cache = make_prompt_cache(model)
         greedy(model, prompt_of(PROMPT), 1, cache)
@@ -129,7 +129,7 @@ def test_bad_input_is_one_error_and_changes_nothing(
 
 
 def test_shortest_context_of_saap():
-    """Check the modelled context length at which a step saves as much time as the kernels of a GPU add."""
+    """Check the modeled context length at which a step saves as much time as the additional GPU kernels cost."""
     config = SAAP(mode="online", buckets=1024, probes=32)
     step = Step(heads=8, G=4, D=128, itemsize=2, gpu="s", buckets=1024, network=(128 * 1024 + 1024 * 1024) * 2)
     shortest = config.shortest_context(step)

@@ -76,7 +76,7 @@ def test_alpha_of_1_is_bitwise_dense(attn: str, model: Any):
 @pytest.mark.parametrize(
     ("step", "calls"),
     [
-        # Chunks of 299 tokens: "s" sparse, "a" dense (every row block is sampled), "f" dense (a few queries).
+        # Chunks of 299 tokens: "s" is sparse, "a" dense (all row blocks are sampled), "f" dense (few queries).
         (2048, "s"),
         (128, "ssa"),
         (100, "sss"),

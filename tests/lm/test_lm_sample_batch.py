@@ -49,7 +49,7 @@ def test_batch_of_dense_prompts_equals_mlx_lm(model: Any, tokenizer: TokenizerWr
 
 
 def test_dense_above_is_decided_per_prompt(model: Any, tokenizer: TokenizerWrapper):
-    """The decision for a prompt must not depend on requests that join or leave the batch."""
+    """Test that the decision for a prompt does not depend on requests that join or leave the batch."""
     lengths, options = [640, 300, 500, 420], {"prefill_step_size": 96, "prefill_batch_size": 3}
     with mlx_sparse.sparse(model, SAMPLE) as report:
         batch(model, tokenizer, lengths, **options)
@@ -142,12 +142,12 @@ def test_padding_is_read_once_for_all_layers_until_rows_move():
     assert caches[1].extents([]) == [(2, 16), (0, 16), (1, 16), (10, 16), (8, 16), (9, 16)]
     caches[0].prepare(right_padding=[1])
     assert caches[0].extents([]) is None
-    seam.prepare_noting_ends(caches[0], lengths=[7], right_padding=[1])
+    seam.prepare_and_store_ends(caches[0], lengths=[7], right_padding=[1])
     caches[0].update_and_fetch(rows[:1], rows[:1])
     assert caches[0].extents([]) == [(0, 23)]
     caches[0].finalize()
     assert caches[0].extents([]) == [(1, 24)]
-    loaded = SparseBatchKVCache.__new__(SparseBatchKVCache)  # as mlx-lm loads one
+    loaded = SparseBatchKVCache.__new__(SparseBatchKVCache)  # like mlx-lm's loader
     loaded.state = caches[0].state
     assert loaded.extents([]) == [(1, 24)]
 

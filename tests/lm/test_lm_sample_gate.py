@@ -127,7 +127,7 @@ def test_moved_rows_are_sampled_again(samples: list[int]) -> None:
 
 
 def test_other_settings_are_sampled_again(samples: list[int]) -> None:
-    """Other settings are another method over the same cache, or the next range of contexts."""
+    """Test other settings over the same cache: of another method, or of the next context range."""
     model = build()
     cache = make_prompt_cache(model)
     with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.01"):
@@ -164,7 +164,7 @@ def test_contexts_that_are_long_enough_are_limited_by_default(monkeypatch: pytes
 def test_short_chunks_are_dense_by_default(
     chunks: int, steps: tuple[int, ...], sparse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sample with blocks of 32 is an eighth of 256 queries. The last block may be incomplete."""
+    """Test short chunks: with blocks of 32, a sample is an eighth of 256 queries. The last block may be incomplete."""
     monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_PAYS_FROM", 0)
     model = build()
     cache = make_prompt_cache(model)

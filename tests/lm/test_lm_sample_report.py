@@ -1,4 +1,4 @@
-"""Test the figures of sparse prefill and the memory that they need."""
+"""Test the reported statistics of sparse prefill and their memory."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ def test_report_has_density_and_recall_by_layer_and_head(model: Any, prefill_cal
         assert entry["density"] == pytest.approx(expected.mean())
         assert entry["recall"] == pytest.approx({"mean": recall.mean(), "min": recall.min()}, abs=1e-5)
         recalls.append(recall)
+    heads = [density for entry in figures["layers"] for density in entry["heads"]]
+    assert (figures["density"]["min"], figures["density"]["max"]) == (min(heads), max(heads))
     assert figures["density"]["mean"] == pytest.approx(np.mean([entry["heads"] for entry in figures["layers"]]))
     rows = np.concatenate([recall.ravel() for recall in recalls])
     # Two samples of 32 rows each in a chunk of 200 rows.
@@ -83,7 +85,8 @@ def test_text_report_summarizes_prefill(model: Any):
     percent = r"\d+\.\d%"
     assert re.fullmatch(rf"  density: {percent}, by layer {percent} to {percent}", density)
     assert re.fullmatch(
-        r"  attention recall: 0\.\d{4}, at least 0\.\d{3} for 99% of the queries and 0\.\d{4} for all", recall
+        r"  attention recall: mean 0\.\d{4}, at least 0\.\d{3} for 99% of the queries and 0\.\d{4} for all queries",
+        recall,
     )
     assert decoding.startswith(f"  sparse calls: {LAYERS * 7}, ")
 

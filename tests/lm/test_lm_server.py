@@ -98,7 +98,7 @@ class Server:
 
 
 def requests_in(err: str) -> list[str]:
-    """Return the lines of requests."""
+    """Return the lines in ``err`` about requests."""
     return [line.partition("[mlx-sparse] ")[2] for line in err.splitlines() if "[mlx-sparse] prompt of" in line]
 
 

@@ -1,4 +1,4 @@
-"""Test the lines of requests, and the fallback for a changed mlx-lm."""
+"""Test the lines that a server prints per request, and the fallback for a changed mlx-lm."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def test_request_counts_the_calls_during_its_lifetime() -> None:
     first = requests.begin()
     now = Counts(5, Counter(prompt=4, short=1), prefill=2)
     second, third = requests.begin(), requests.begin()
-    requests.end(third)  # refused by mlx-lm
+    requests.end(third)  # rejected by mlx-lm
     tokens = requests.answer(second, Context(), iter("abc"))
     now = Counts(1005, Counter(prompt=4, short=3), prefill=2)
     assert "".join(tokens) == "abc"
-    requests.answer(first, Context(), iter("ab")).close()  # its client disconnects before the first token
+    requests.answer(first, Context(), iter("ab")).close()  # the client disconnects before the first token
     requests.answer(requests.begin(), Context(), iter("")).close()
     prompt = "prompt of 2,000 tokens"
     assert lines == [
@@ -65,7 +65,7 @@ def test_changed_mlx_lm_prints_one_line_and_nothing_is_replaced(
 ) -> None:
     monkeypatch.delattr(owner, name)
     before = dict(vars(server.APIHandler)), dict(vars(server.ResponseGenerator))
-    with serving.shown(Session("mlx_lm.server")):
+    with serving.request_logging(Session("mlx_lm.server")):
         assert (dict(vars(server.APIHandler)), dict(vars(server.ResponseGenerator))) == before
     (line,) = capsys.readouterr().err.splitlines()
     assert name in line
@@ -73,9 +73,9 @@ def test_changed_mlx_lm_prints_one_line_and_nothing_is_replaced(
 
 
 def test_changed_signature_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert serving.moved() is None
+    assert serving.changed_interface() is None
     monkeypatch.setattr(server.ResponseGenerator, "generate", lambda self, request: None)
-    assert serving.moved() == "ResponseGenerator.generate"
+    assert serving.changed_interface() == "ResponseGenerator.generate"
 
 
 def test_everything_is_restored(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,7 @@ def test_everything_is_restored(capsys: pytest.CaptureFixture[str]) -> None:
         return [server.APIHandler.do_GET, server.ResponseGenerator.generate]
 
     before = found()
-    with pytest.raises(KeyError), serving.shown(Session("mlx_lm.server")):
+    with pytest.raises(KeyError), serving.request_logging(Session("mlx_lm.server")):
         assert not set(found()) & set(before)
         raise KeyError
     assert found() == before

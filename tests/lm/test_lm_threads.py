@@ -39,7 +39,7 @@ def lines(
     names = [item.callspec.params["method"] for item in items if "method" in item.callspec.params]
     command = [sys.executable, str(FIXTURES / "run_threads.py"), str(tmp_path_factory.mktemp("threads")), *names]
     run = subprocess.run(command, check=False, capture_output=True, text=True)
-    sys.stderr.write(run.stderr)  # pytest prints it if a test fails
+    sys.stderr.write(run.stderr)  # pytest prints this text if a test fails
     return {line["method"]: line for line in map(json.loads, run.stdout.splitlines())}
 
 

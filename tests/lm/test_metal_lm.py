@@ -75,7 +75,7 @@ def test_prefill_and_decode_on_metal_equal_ops(metal: Metal, family: str) -> Non
     "decode", ["sparq:rank=8,top_k=16,dense_below=75", f"{ONLINE},probes=2"], ids=["sparq", "saap"]
 )
 def test_ragged_batch_on_metal_equals_single_prompts_on_ops(metal: Metal, decode: str) -> None:
-    """Prompts that join while another prompt is in its second chunk are padded on the left."""
+    """Test prompts that join during the second chunk of another prompt, and are padded on the left."""
     model, tokenizer = build(), tiny_tokenizer()
     prompts, options = [prompt_of(length, length) for length in (130, 66, 150)], {"max_tokens": 4}
     chunks = {"prefill_step_size": 96, "prefill_batch_size": 2, "completion_batch_size": 2}

@@ -40,7 +40,7 @@ SIZES = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "vo
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, dict[str, Any]] = DATA["models"]
 PROMPT = 40
-CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}  # running statistics add in another order
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}  # running statistics sum in another order
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,7 +95,7 @@ def decode(
 def reference(config: SparQ) -> str:
     """Register attention over a plain cache that recomputes the state of a `SparQCache` in every decode step.
 
-    The numbers of the steps themselves are compared with the oracle in tests/conformance.
+    tests/conformance compares the numbers of single steps with the oracle.
     """
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ def test_decode_state_is_freed() -> None:
         return sum(type(thing) in ours for thing in gc.get_objects())
 
     gc.collect()
-    gc.disable()  # objects that wait for the collector would occupy GPU memory
+    gc.disable()  # objects in reference cycles would occupy GPU memory
     try:
         before = alive()
         decode(
@@ -224,7 +224,7 @@ DENSE: list[tuple[str, dict[str, Any]]] = [
     ("in multi-token decode (verification step or short prompt)", {"L": 4}),
     ("over fewer than 300 keys", {"attn": "sparq:rank=16,top_k=8,dense_below=300"}),
     ("over fewer than 2,048 keys", {"attn": "sparq:rank=16"}),
-    ("with a mask made elsewhere", {"attention_mask": OWN}),
+    ("with a custom attention mask", {"attention_mask": OWN}),
     ("with a mask that is not left padding", {"attention_mask": HOLES}),
     ("with soft-capped scores", {"name": "gemma2"}),
     ("with more than 16 query heads per KV head", {"name": "llama-many-heads"}),
@@ -293,7 +293,7 @@ def test_changed_keys_are_not_the_cached_keys() -> None:
 
 @pytest.mark.parametrize(("D", "reason"), [(32, "32, less than the rank"), (72, "72"), (20, "20"), (264, "264")])
 def test_unsupported_head_dims_are_dense(D: int, reason: str) -> None:
-    # Some configurations state a wrong head dim, which the cache cannot detect.
+    # Some configurations contain a wrong head dim, which the cache cannot detect.
     cache = sparq_cache("llama", "sparq:rank=64,top_k=8")
     rows = cache.update(*states(1, 2, PROMPT, D=D), 0)
     attention.attention(model("llama").model.layers[0].self_attn, torch.ones(1, 4, 1, D, device=DEVICE), *rows, None)

@@ -32,7 +32,7 @@ def assert_reads_its_rows(layer: hf.SparQLayer, first: tuple[int, ...] | None = 
     keys, values = (rows.cpu().double().numpy() for rows in (layer.keys, layer.values))
     for b, start in enumerate(first or (0,) * len(keys)):
         rows = keys[b, :, start:]
-        # The running mean is float32, so a difference from it is exact only to the last bit of a row.
+        # The running mean is float32, so differences from the mean have an error of the last bit of a row.
         assert np.abs(deviation[b].cpu().numpy() - rows.std(axis=1)).max() <= ulp(rows, "f32")
         middle = values[b, :, start:].mean(axis=1)
         assert np.abs(mean[b].cpu().numpy() - middle).max() <= 4 * ulp(middle, "f32")

@@ -1,4 +1,4 @@
-"""Replacement of `mx.fast.metal_kernel`: product code is unchanged, and its kernels run on the CPU."""
+"""Replace `mx.fast.metal_kernel`, so that the kernels of unchanged product code run on the CPU."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from .lint import lint
 
 @dataclasses.dataclass
 class Metal:
-    """State and records of the harness. On a Mac `emulated` is False and nothing is recorded."""
+    """Settings and records of the harness. On a Mac `emulated` is False and nothing is recorded."""
 
     emulated: bool
-    seed: int = 0  # schedule of later launches
-    line: int = 128  # bytes per cache line in their traffic
-    strict: bool = True  # typed check and lint of every new text
+    seed: int = 0  # seed of the schedule of later launches
+    line: int = 128  # bytes per cache line in traffic counts
+    strict: bool = True  # check and lint every new kernel text
     launches: list[Report] = dataclasses.field(default_factory=list)
-    texts: dict[str, str] = dataclasses.field(default_factory=dict)  # kernel name -> text that MLX generated last
-    replaced: dict[str, str] = dataclasses.field(default_factory=dict)  # generated text -> text to run instead
-    record: Callable[[Generated], None] | None = None  # called instead of a run, whose outputs are then zeros
+    texts: dict[str, str] = dataclasses.field(default_factory=dict)  # latest generated text by kernel name
+    replaced: dict[str, str] = dataclasses.field(default_factory=dict)  # text to run in place of a generated text
+    record: Callable[[Generated], None] | None = None  # called in place of each run; outputs are zeros
 
     def last(self, kernel: str) -> Report:
         """Return the report of the latest launch of a kernel."""
         return next(report for report in reversed(self.launches) if report.kernel == kernel)
 
     def clear(self) -> None:
-        """Clear the recorded launches."""
+        """Remove all recorded launches."""
         self.launches.clear()
 
 
 _metal_kernel = mx.fast.metal_kernel
-_active: list[Metal] = []  # kernels that product code keeps outlive one `emulated()`, so they look here when called
+_active: list[Metal] = []  # kernels outlive an `emulated()` context, so each call reads the current one
 
 
 @contextmanager
@@ -87,13 +87,13 @@ class Launch(NamedTuple):
     text: str
     grid: tuple[int, ...]
     threadgroup: tuple[int, ...]
-    parameters: list[tuple[bool, bool, bool]]  # of each input: are X_shape, X_strides and X_ndim passed?
+    parameters: list[tuple[bool, bool, bool]]  # by input: if X_shape, X_strides and X_ndim are passed
     row_contiguous: bool
     outputs: list[tuple[tuple[int, ...], mx.Dtype]]
 
 
 class Generated(NamedTuple):
-    """A call of a kernel: its name in product code, its template arguments and the text that MLX generates."""
+    """A kernel call: name in product code, template arguments, and the launch with the text that MLX generates."""
 
     kernel: str
     template: dict[str, Any]
@@ -101,7 +101,7 @@ class Generated(NamedTuple):
 
 
 def capture(call: Callable[..., Any], inputs: Sequence[mx.array]) -> Launch:
-    """Return the kernel that `call` launches, from MLX's export."""
+    """Return the launch that `call` makes, read from MLX's export of the call."""
     nodes: list[dict[str, Any]] = []
     mx.export_function(nodes.append, call, *inputs)
     (node,) = (node for node in nodes if node.get("name") == "CustomKernel")
@@ -120,7 +120,7 @@ _kernel = cache(Kernel)
 
 @cache
 def check(text: str) -> None:
-    """Raise for errors that Apple's compiler would find in the generated text."""
+    """Raise AssertionError for errors that Apple's compiler would report in the generated text."""
     findings = [*lint(text), *typed_check(text)]
     if findings:
         raise AssertionError("\n".join(str(finding) for finding in findings))
@@ -165,7 +165,7 @@ def _bits(x: mx.array) -> mx.array:
 
 
 def _memory(x: mx.array, row_contiguous: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the memory of an input on the GPU, and its strides in elements."""
+    """Return the memory of an input as a GPU would see it, and its strides in elements."""
     view = np.asarray(_bits(x))
     if row_contiguous and not view.flags.c_contiguous:
         view = view.copy()

@@ -1,4 +1,4 @@
-"""Compile Metal text to a shared library with clang, cached by content; check address spaces as types."""
+"""Compile Metal text with clang to a shared library, cached by content, and check address spaces as types."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ RUN = [*COMMON, *HALF, "-std=c++20", "-c", "-w", "-O1", "-g1", "-gdwarf-4", "-fP
 RUN += ["-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off", "-fno-vectorize", "-fno-slp-vectorize"]
 RUN += ["-fno-lax-vector-conversions", "-ftrivial-auto-var-init=pattern"]
 RUN += ["-fsanitize=array-bounds,shift-exponent,integer-divide-by-zero"]
-RUN += ["-Xclang", "-fsanitize=thread"]  # through -Xclang, because zig does not pass it on
-STACK = ["-fno-omit-frame-pointer", "-mno-omit-leaf-frame-pointer"]  # the runtime compares the call stacks of lanes ...
+RUN += ["-Xclang", "-fsanitize=thread"]  # through -Xclang, because zig drops the plain option
+STACK = ["-fno-omit-frame-pointer", "-mno-omit-leaf-frame-pointer"]  # the runtime compares call stacks ...
 RUN += [*STACK, "-fconvergent-functions"]
 LLVM = ["tsan-instrument-func-entry-exit=0", "tsan-instrument-read-before-write=1"]
-LLVM += ["enable-tail-merge=0", "sink-common-insts=0", "hoist-common-insts=0"]  # ... and keeps two locations apart
+LLVM += ["enable-tail-merge=0", "sink-common-insts=0", "hoist-common-insts=0"]  # ... and needs distinct locations
 RUN += [word for option in LLVM for word in ("-mllvm", f"-{option}")]
 RUNTIME = [*COMMON, *HALF, *STACK, "-std=c++20", "-c", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti"]
 LINK = ["-shared", "-nostdlib++", "-O2", "-Wl,-z,defs", "-Wl,-rpath,$ORIGIN", "-lm"]
-# MSL is C++14, C++17 from Metal 4; the warnings cover errors of Apple's compiler, or its warnings with -Werror,
-# at run time too: ml-explore/mlx-lm#814 (sign), ml-explore/mlx#1868 and google/filament#6217 (variables),
+# MSL is C++14, and C++17 since Metal 4. The warnings are errors of Apple's compiler, or its warnings with -Werror,
+# also at run time: ml-explore/mlx-lm#814 (sign), ml-explore/mlx#1868 and google/filament#6217 (variables),
 # ggml-org/llama.cpp#10211 (constants), halide/Halide#5912 (functions), ollama/ollama#15548 (uninitialized)
 TYPED = [*COMMON, *HALF, "-std=c++17", "-c", "-O0", "-DMSL_TYPED=1", "-fno-lax-vector-conversions"]
-TYPED += ["-Wall", "-Wextra", "-Wunused-const-variable", "-Wno-duplicate-decl-specifier"]  # `const constant` is ours
+TYPED += ["-Wall", "-Wextra", "-Wunused-const-variable", "-Wno-duplicate-decl-specifier"]  # macros: `const constant`
 TYPED += ["-Wc++20-extensions", "-Wimplicit-float-conversion", "-Wno-implicit-int-float-conversion"]
 THREADGROUP_MEMORY = 32 << 10  # tinygrad/tinygrad#9458
-# The size of each threadgroup array is in the name of a symbol
+# A symbol name contains the size of each threadgroup array.
 SIZES = "namespace msl { template <int, unsigned long> void* reserved(); }\n"
 SIZES += "#define msl_shared(number, bytes, ...) msl::reserved<number, bytes>()\n"
 
 
 class CompileError(RuntimeError):
-    """Error of the compiler for a kernel; the message is its output."""
+    """Compilation error of a kernel. The message is the output of the compiler."""
 
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
-    """Return the command of clang: $MSL_CXX, clang++ 19 to 22 on PATH, or the ziglang wheel."""
+    """Return the clang command: $MSL_CXX, clang++ 19 to 22 on PATH, or the clang of the ziglang wheel."""
     if given := os.environ.get("MSL_CXX"):
         return tuple(given.split())
     for name in ("clang++-22", "clang++-21", "clang++-20", "clang++-19", "clang++"):
@@ -61,7 +61,7 @@ def compiler() -> tuple[str, ...]:
         if path and _major(path) >= 19:
             return (path,)
     if (wheel := importlib.util.find_spec("ziglang")) and wheel.origin:
-        # `python -m ziglang` would start Python for each of two thousand calls, which takes minutes.
+        # Do not use `python -m ziglang`: starting Python for two thousand calls takes minutes.
         return (str(Path(wheel.origin).with_name("zig")), "c++")
     raise CompileError("no compiler for Metal kernels: install clang 19 or newer, or `pip install ziglang`")
 
@@ -87,7 +87,7 @@ def _key() -> str:
 
 
 def _build(target: Path, flags: Sequence[str], text: str, link: Sequence[str | Path]) -> Path:
-    """Compile and link `target` unless it exists. A rename ensures that other processes see complete files."""
+    """Compile and link `target` unless it exists, and rename it at the end, so that other processes see whole files."""
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -103,13 +103,13 @@ def _build(target: Path, flags: Sequence[str], text: str, link: Sequence[str | P
 
 @functools.cache
 def runtime() -> Path:
-    """Return the shared library of the runtime, which all kernels of a process use."""
+    """Build the shared library of the runtime, which all kernels of a process use. Return its path."""
     target = CACHE / f"runtime-{_key()}.so"
     return _build(target, RUNTIME, (HERE / "runtime.cpp").read_text(), [f"-Wl,-soname,{target.name}"])
 
 
 def preprocess(source: str, include: Sequence[Path] = (), flags: Sequence[str] = ()) -> str:
-    """Expand macros and #include lines; file and line numbers stay as markers."""
+    """Expand macros and #include lines. Markers preserve file names and line numbers."""
     import mlx.core as mx
 
     folders = [HERE / "include", *include, Path(mx.__file__).parent / "include"]
@@ -119,7 +119,7 @@ def preprocess(source: str, include: Sequence[Path] = (), flags: Sequence[str] =
 
 @functools.cache
 def build(source: str, name: str, constants: tuple[tuple[int | str, object], ...], include: tuple[Path, ...]) -> Path:
-    """Return the shared library of a kernel; the translated text is in the same folder."""
+    """Build the shared library of a kernel. Return its path, beside which the translated text is stored."""
     text = translate(preprocess(source, include), name, dict(constants))
     text = '#include "msl.h"\n' + text
     key = hashlib.sha256((_key() + text).encode()).hexdigest()[:24]
@@ -129,19 +129,19 @@ def build(source: str, name: str, constants: tuple[tuple[int | str, object], ...
 def typed_check(
     source: str, *, constants: Mapping[int | str, object] | None = None, include: Sequence[Path] = ()
 ) -> list[str]:
-    """Return the errors of a compiler with typed address spaces, for every kernel that the text instantiates."""
+    """Compile all kernels of a text with typed address spaces, and return the errors."""
     return typed(source, constants=constants, include=include).findings
 
 
 class Typed(NamedTuple):
-    """Result of the compilation with typed address spaces: findings, and bytes of all threadgroup arrays."""
+    """Result of a compilation with typed address spaces: errors, and bytes of all threadgroup arrays."""
 
     findings: list[str]
     threadgroup_memory: int
 
 
 def typed(source: str, *, constants: Mapping[int | str, object] | None = None, include: Sequence[Path] = ()) -> Typed:
-    """Run `typed_check` and return its findings and the bytes of all threadgroup arrays in the text."""
+    """Compile like `typed_check`. Return the errors and the bytes of all threadgroup arrays in the text."""
     text = f'#include "msl.h"\n{SIZES}' + translate(
         preprocess(source, include, ["-DMSL_TYPED=1"]), None, constants or {}
     )
@@ -160,7 +160,7 @@ def typed(source: str, *, constants: Mapping[int | str, object] | None = None, i
 
 
 def _reserved(made: Path) -> int:
-    """Return the bytes of the threadgroup arrays, from the symbols of `SIZES`."""
+    """Return the total bytes of the threadgroup arrays, from the symbols in the object file `made`."""
     from elftools.elf.elffile import ELFFile
 
     with made.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Launch a kernel on NumPy arrays and report its faults and traffic."""
+"""Run a compiled kernel on NumPy arrays, and report faults and memory traffic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .translate import lines_of
 
 
 class Fault(AssertionError):
-    """Fault of a kernel: one line with kernel, buffer or array, thread and location."""
+    """Fault of a kernel. The message is one line with kernel, buffer or array, thread and location."""
 
     def __init__(self, kind: str, text: str, *, kernel: str, buffer: str | None = None, where: str = "", at: str = ""):
         self.kind, self.kernel, self.buffer = kind, kernel, buffer
@@ -28,25 +28,25 @@ class Fault(AssertionError):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of a buffer in a launch and direction: requested by lanes, then whole lines, counted once per ..."""
+    """Bytes of one buffer that a launch reads or writes. All fields except `lane` count whole cache lines once."""
 
-    lane: int
-    interval: int  # per simdgroup and interval between two synchronizations
-    threadgroup: int  # per threadgroup: a private L1 cache of unlimited size
-    dispatch: int  # per launch: traffic of DRAM
+    lane: int  # bytes that lanes request
+    interval: int  # lines per simdgroup and interval between two synchronizations
+    threadgroup: int  # lines per threadgroup, as with a private L1 cache of unlimited size
+    dispatch: int  # lines per launch, as DRAM traffic
 
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a launch."""
+    """Grid and memory traffic of a launch."""
 
     kernel: str
     grid: tuple[int, int, int]
     threadgroup: tuple[int, int, int]
     reads: dict[str, Traffic]
     writes: dict[str, Traffic]
-    threadgroup_memory: int  # bytes of the threadgroup arrays that were reached
-    unwritten: int  # bytes of outputs that were never written
+    threadgroup_memory: int  # bytes of the threadgroup arrays whose declarations ran
+    unwritten: int  # bytes of outputs that the launch did not write
 
 
 def _struct(name: str, fields: str, **types: Any) -> type[c.Structure]:
@@ -55,7 +55,7 @@ def _struct(name: str, fields: str, **types: Any) -> type[c.Structure]:
     return type(name, (c.Structure,), {"_fields_": [(n, kinds[k]) for n, k in pairs]})
 
 
-# the structures of abi.h and runtime.cpp
+# Structures of abi.h and runtime.cpp.
 _Parameter = _struct("_Parameter", "name:s index:i read_only:i optional:i size:i code:k", k=c.c_char)
 _Traffic = _struct("_Traffic", "lane:q interval:q threadgroup:q dispatch:q")
 _Buffer = _struct(
@@ -80,7 +80,7 @@ CODES = {"f": "float32", "h": "float16", "b": "uint16", "?": "bool"}
 
 
 class Kernel:
-    """A kernel of a Metal text, by host name or C++ name such as `softmax<half>`; compiled on creation."""
+    """A kernel of a Metal text, named by host name or C++ name such as `softmax<half>`. Creation compiles it."""
 
     def __init__(
         self,
@@ -110,9 +110,9 @@ class Kernel:
         written: Collection[str] = (),
         partial: bool = False,
     ) -> Report:
-        """Run the kernel. `grid` counts threads or threadgroups; outputs are written in place.
+        """Run the kernel and write the outputs in place. `grid` counts threads, or threadgroups if not `threads`.
 
-        `written` lists outputs that the kernel may read first; `partial` allows unwritten outputs.
+        `written` names outputs that the kernel may read before it writes. `partial` allows unwritten outputs.
         """
         size = (*threadgroup, 1, 1)[:3]
         extent = (*grid, 1, 1)[:3]
@@ -151,7 +151,7 @@ class Kernel:
         return Report(self.name, extent, size, reads, writes, launch.threadgroup_bytes, unwritten)
 
     def _arrays(self, buffers: Mapping[str, Any]) -> list[tuple[Any, NDArray[Any]]]:
-        """Return each parameter with its array, checked against the signature of the kernel."""
+        """Return each parameter with its array, after a check against the signature of the kernel."""
         names = [p.name.decode() for p in self.parameters]
         if unknown := set(buffers) - set(names):
             raise ValueError(f"{self.name} has no buffer {', '.join(sorted(unknown))}; it has {', '.join(names)}")
@@ -176,7 +176,7 @@ class Kernel:
 
     def _fault(self, found: Any) -> Fault:
         text, buffer = re.sub(r"'\w+' \(aka ('.*?')\)", r"\1", found.text.decode()), found.buffer.decode()
-        if buffer == "?":  # an array that clang knew by type only: the name stands at the place
+        if buffer == "?":  # clang reported only the type of an array; read the name from the source
             buffer = self._name_at(found.at.file.decode(), found.at.line, found.at.column)
             text = text.replace("?", buffer, 1)
         if "@" in text:
@@ -202,7 +202,7 @@ class Kernel:
         return "?"
 
     def _place(self, pc: int, site: Any) -> tuple[str, int]:
-        """Return file and line of an instruction from the line tables of the library; `site` if pc is 0."""
+        """Return file and line of an instruction from the debug line table of the library, or `site` if pc is 0."""
         if not pc:
             return site.file.decode(), site.line
         return max((row for row in _line_table(self._path) if row[0] <= pc), default=(0, "?", 0))[1:]

@@ -1,6 +1,6 @@
-"""Lint of MSL at token level: code that clang accepts and Apple's compiler refuses, or that is dangerous.
+"""Lint MSL tokens: find code that clang accepts but Apple's compiler rejects, and dangerous code.
 
-Rules from errors of Apple's compiler cite owner/repository#number of a thread with the message.
+A rule for an error of Apple's compiler cites a thread with the error message as owner/repository#number.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ WAIT = r"\bthreadgroup_barrier\b"
 WIDE = r"\b(?:size_t|u?long|u?int64_t|ptrdiff_t)\b"
 MATRIX = r"\b(?:metal\s*::\s*)?(?:(?:half|b?float)[234]x[234]|matrix\s*<[^<>]*>)"
 FLOATING = r"-?\s*(?:(?:\d+\.\d*|\.\d+)(?:e[+-]?\d+)?f?|INFINITY|NAN|HUGE_VALF|M_\w+_F)"
-# Attributes of kernels, of their parameters and of anything in C++; -Wunknown-attributes (CrossGL/crosstl#904, #917).
+# Valid attributes of kernels, of parameters and of C++. Others are -Wunknown-attributes (CrossGL/crosstl#904, #917).
 STRUCT = r"\bstruct\s+(\w+)\s*\{"
 KNOWN = r"""kernel|host_name|buffer|threadgroup|function_constant|max_total_threads_per_threadgroup|visible|
     (?:thread|threads|threadgroup|threadgroups|simdgroup|simdgroups|quadgroup|quadgroups|dispatch|grid)_\w+|
     unroll|maybe_unused|nodiscard|noreturn|fallthrough|deprecated"""
 HIDDEN = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\n])*"|^[ \t]*#(?![ \t]*include)(?:\\\n|[^\n])*'
 
-# Rules that one regular expression over the text without comments, strings and directives can check.
+# Rules that are one regular expression over the text without comments, strings and directives.
 PATTERNS = {
     r"#\s*include\s*<(?!metal_)[^>]*>": "no such header in Metal: {}",
     r"\bdouble\b": "MSL has no double",
@@ -55,7 +55,7 @@ class Finding(NamedTuple):
     """A finding of the lint."""
 
     problem: str
-    place: str  # file:line
+    place: str  # as file:line
 
     def __str__(self) -> str:
         return f"LINT {self.problem} at {self.place}"
@@ -65,16 +65,16 @@ class Function(NamedTuple):
     name: str
     kernel: bool
     parameters: str
-    start: int  # position of the body
+    start: int  # start of the body in the text
     body: str
-    calls: set[str]  # names that look called
+    calls: set[str]  # names of functions that the body seems to call
 
 
 Found = Iterator[tuple[int, str]]
 
 
 def lint(source: str) -> list[Finding]:
-    """Return the findings in text order; `// uniform` on a line marks its control flow as uniform."""
+    """Return all findings in text order. A comment `// uniform` marks the control flow of its line as uniform."""
     text = Text(source)
     found = {(m.start(), problem.format(m[0])) for p, problem in PATTERNS.items() for m in re.finditer(p, text.code)}
     for rule in RULES:
@@ -83,7 +83,7 @@ def lint(source: str) -> list[Finding]:
 
 
 class Text:
-    """An MSL text without comments, strings and directives, with matched brackets and a list of functions."""
+    """An MSL text with its code (without comments, strings and directives), bracket pairs and functions."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -108,7 +108,7 @@ class Text:
                 self.functions.append(Function(m[1], kernel, parameters, start, self.code[start:inside], calls))
 
     def place(self, at: int) -> str:
-        """Return file and line of a position, according to `#line` directives."""
+        """Return file and line of a position as "file:line", by the `#line` directives."""
         lines = self.source[:at].split("\n")
         for back, line in enumerate(reversed(lines)):
             if directive := re.match(r'\s*#\s*line (\d+) "(.*)"', line):
@@ -120,7 +120,7 @@ class Text:
         return any(re.search(r"//.*\buniform\b", line) for line in lines)
 
     def end(self, at: int) -> int:
-        """Return the end of the statement at a position."""
+        """Return the end position of the statement that starts at a position."""
         at = re.compile(r"\s*").match(self.code, at).end()
         if head := re.compile(r"(?:if|for|while|switch)\s*\(").match(self.code, at):
             end = self.end(self.match[head.end() - 1] + 1)
@@ -131,7 +131,7 @@ class Text:
         return self.match.get(at, at)
 
     def callers(self, names: set[str]) -> set[str]:
-        """Return the functions that call one of these functions, directly or indirectly."""
+        """Return the names of functions that call one of ``names``, directly or indirectly."""
         found: set[str] = set()
         for _ in self.functions:
             found |= {f.name for f in self.functions if f.calls & (names | found)}
@@ -170,7 +170,7 @@ def threadgroup_objects(text: Text) -> Found:
 
 
 def constructed(text: Text) -> Found:
-    # Nothing constructs a threadgroup object: mudler/LocalAI#11624, ggml-org/llama.cpp#26646
+    # Metal does not construct threadgroup objects: mudler/LocalAI#11624, ggml-org/llama.cpp#26646
     built: set[str] = set()
     for m in re.finditer(STRUCT, text.code):
         body = text.code[m.end() : text.match[m.end() - 1]]
@@ -241,7 +241,10 @@ def offsets(text: Text) -> Found:
 
 
 def levels(f: Function) -> Callable[[str, int], int]:
-    """Return the divergence of an expression: 2 between lanes, 1 between simdgroups only, 0 if none is found."""
+    """Return a function that rates the divergence of an expression at a position of the body of `f`.
+
+    The rate is 2 if lanes may differ, 1 if only simdgroups may differ, and 0 if neither is found.
+    """
     lanes = re.findall(rf"(\w+)\s*\[\[\s*{LANE}|\b({LANE})\b", f.parameters)
     level = {(name, 0): 2 for pair in lanes for name in pair if name}
     level |= {(name, 0): 1 for name in re.findall(r"(\w+)\s*\[\[\s*simdgroup_index", f.parameters)}
@@ -277,7 +280,7 @@ def divergence(text: Text) -> Found:
             around = [loop for loop in loops if opening < loop[1]][-1:]
             for call in calls[: measure(text.code[opening:close], close - f.start)]:
                 met = [*call.finditer(text.code, close, end)]
-                if any(call.search(text.code, *loop) for loop in around):  # some go round again while others meet
+                if any(call.search(text.code, *loop) for loop in around):  # threads may leave the loop early
                     met += re.compile(r"\b(?:continue|break)\b").finditer(text.code, close, end)
                 for found in met:
                     if not text.vouched(opening, found.start()):

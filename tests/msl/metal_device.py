@@ -1,4 +1,4 @@
-"""Print the Metal device of MLX and run one of our kernels on it; fail without a device or with a wrong result.
+"""Print MLX's Metal device and run one of our kernels. Fail without a device or with a wrong result.
 
 python tests/msl/metal_device.py
 """
@@ -16,7 +16,7 @@ from mlx_sparse.tools.environment import machine
 
 
 def main() -> int:
-    """Run the command; return the exit code."""
+    """Run the command and return the exit code."""
     if not mx.metal.is_available():
         print("metal_device.py: error: expected a Metal device, got none.", file=sys.stderr)
         return 1

@@ -1,10 +1,10 @@
-"""Mutants of a kernel for tests: each lacks one barrier."""
+"""Create mutants of a kernel for tests. Each mutant lacks one barrier."""
 
 import re
 
 
 def barriers(text: str) -> list[str]:
-    """Return one text per threadgroup_barrier or simdgroup_barrier call, without the call and with the same lines."""
+    """Return one mutant per threadgroup_barrier or simdgroup_barrier call, which lacks the call. Lines do not move."""
     code = re.sub(r"//[^\n]*", lambda m: " " * len(m[0]), text)
     calls = re.finditer(r"\b(?:metal::)?(?:threadgroup|simdgroup)_barrier\s*\([^;]*\)(?=\s*;)", code)
     return [text[: m.start()] + "\n" * m[0].count("\n") + text[m.end() :] for m in calls]

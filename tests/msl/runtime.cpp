@@ -1,5 +1,5 @@
-// Runs one launch of a kernel on one thread of the host: (a) memory, (b) races and traffic, (c) fibers and their schedule,
-// (d) the callbacks that clang's instrumentation makes for every load and store, (e) launch. C library only, no C++ one.
+// Runs one launch of a kernel on one host thread: (a) memory, (b) races and traffic, (c) fibers and their schedule,
+// (d) callbacks of clang's instrumentation for every load and store, (e) launch. It uses the C library only.
 #include "abi.h"
 
 #include <setjmp.h>
@@ -18,7 +18,7 @@ typedef uint32_t u32;
 typedef unsigned long long u64;
 enum Direction { READ, WRITE, UPDATE };  // an atomic update reads and writes
 
-// ---- what kernel.py reads and writes: the same structures stand there
+// ---- structures that kernel.py reads and writes, and defines too
 struct Traffic { u64 lane, interval, threadgroup, dispatch; };
 struct Buffer {
   void* data;
@@ -30,8 +30,8 @@ struct Buffer {
 };
 struct Fault {
   char kind[32], text[320], where[160], buffer[64];
-  u64 pc, other_pc;  // offsets into the kernel's library; @ in text stands for the place of other_pc
-  site at, other;    // the places, where an offset is 0
+  u64 pc, other_pc;  // offsets into the kernel's library; @ in text is replaced by the location of other_pc
+  site at, other;    // the locations, if an offset is 0
 };
 struct Launch {
   Buffer* buffers;
@@ -46,7 +46,7 @@ struct Launch {
 static Launch* launch;
 static jmp_buf back_to_launch;
 
-// ---- (a) memory: every buffer and threadgroup array in the middle of its own 64 GiB, so a wild index still names it
+// ---- (a) memory: each buffer and threadgroup array is in the middle of 64 GiB, so that a wild index still identifies it
 struct Mark {  // the last access of one direction to a granule
   u32 group, interval, fence;
   u32 place;  // offset into the kernel's library, or SITE and a number
@@ -55,17 +55,17 @@ struct Mark {  // the last access of one direction to a granule
 };
 enum { SET = 1, HOST = 2, MANY_LANES = 4, MANY_SIMDGROUPS = 8, MANY_GROUPS = 16 };
 struct Cell { Mark mark[2]; };              // read, written
-struct Line { u32 interval, group; };       // when it was last touched
+struct Line { u32 interval, group; };       // time of the last access
 struct Region {
   char* start;
   u64 bytes;
   const char* name;
   bool read_only;
   int granule;
-  Cell* cells[2];    // one per granule for plain accesses, and for atomic ones once there are any; none for read-only memory
-  Line* lines[2];    // one per cache line and direction; none for threadgroup memory
-  Buffer* buffer;    // none for threadgroup memory
-  int id;            // of the threadgroup array in the kernel's text
+  Cell* cells[2];    // one per granule for plain accesses, and for atomic accesses from the first one; null for read-only memory
+  Line* lines[2];    // one per cache line and direction; null for threadgroup memory
+  Buffer* buffer;    // null for threadgroup memory
+  int id;            // number of the threadgroup array in the kernel's text
 };
 constexpr int SLOT_BITS = 36, BUFFERS = 31, SLOTS = 64;
 constexpr u64 SLOT = 1ull << SLOT_BITS, PAGE = 1 << 16;
@@ -91,7 +91,7 @@ static void close_region(Region& r) {
   r = Region{};
 }
 static Cell* new_cells(const Region& r) { return static_cast<Cell*>(calloc(granules(r) + 1, sizeof(Cell))); }
-static void halve_granules(Region& r) {  // for an access that is smaller
+static void halve_granules(Region& r) {  // for a smaller access
   u64 count = granules(r);
   r.granule /= 2;
   for (Cell*& cells : r.cells) {
@@ -106,29 +106,29 @@ static bool written(const Region& r, u64 granule) {
   return (r.cells[0][granule].mark[1].state | (r.cells[1] ? r.cells[1][granule].mark[1].state : 0)) & SET;
 }
 
-// ---- (c) fibers, first part: what the checks need to know about the running lane
+// ---- (c) fibers, first part: state of the running lane for the checks
 struct Lane {
   msl::context context;
   jmp_buf resume;
   bool started;
-  const char* what;  // waits in this operation, at this place
+  const char* what;  // operation and location at which the lane waits
   void* operand;
   msl::combine_t combine;
   int flags;
   site at;
-  u64 calls;  // the return addresses from there to the kernel: a helper called in two places is two places
+  u64 calls;  // hash of the return addresses up to the kernel, to distinguish two calls of a helper
 };
-struct Simdgroup { u32 ready, in_operation, in_barrier, fence[2]; };  // lanes by state; those in none have returned
+struct Simdgroup { u32 ready, in_operation, in_barrier, fence[2]; };  // masks of lanes by state; other lanes have returned
 constexpr int DEVICE = 0, THREADGROUP = 1, MAX_THREADS = 1024;
 constexpr u64 STACK = 256 << 10;
 static Lane lanes[MAX_THREADS];
 static Simdgroup simdgroups[MAX_THREADS / 32];
 static char* stacks;
 static u32 order[MAX_THREADS / 32];
-static u32 threads, current, group, interval, fence[2];  // fence: barriers passed so far, by memory space
+static u32 threads, current, group, interval, fence[2];  // fence: number of passed barriers by memory space
 static u64 random_state;
 
-static u32 random_below(u32 n) {  // 0 always under seed 0: the natural order
+static u32 random_below(u32 n) {  // always 0 for seed 0: the natural order
   random_state = random_state * 6364136223846793005ull + 1442695040888963407ull * (launch->seed != 0);
   return launch->seed ? (random_state >> 33) % n : 0;
 }
@@ -221,7 +221,7 @@ static void check_cells(Region& r, u64 offset, u64 bytes, Direction direction, b
   for (u64 i = offset / r.granule; i < (offset + bytes) / r.granule; ++i) {
     if (direction != WRITE && !written(r, i))
       fail_access("UNINITIALISED", r, offset, bytes, READ, place, "");
-    for (int kind = 0; kind < (atomic || !r.cells[1] ? 1 : 2); ++kind)  // atomic accesses get along with each other
+    for (int kind = 0; kind < (atomic || !r.cells[1] ? 1 : 2); ++kind)  // two atomic accesses do not conflict
       for (int by_write = !write; by_write < 2; ++by_write)
         if (const Mark& m = r.cells[kind][i].mark[by_write]; !ordered(m, space)) race(r, m, offset, bytes, direction, by_write, place);
     set_mark(r.cells[atomic][i].mark[write], space, mark_place);
@@ -267,7 +267,7 @@ static void access(const volatile void* address, u64 bytes, Direction direction,
   if (r.cells[0]) check_cells(r, offset, bytes, direction, atomic, place);
 }
 
-// ---- (c) fibers and schedule: lanes of a simdgroup run until all wait or have returned, then the next simdgroup
+// ---- (c) fibers and schedule: the lanes of a simdgroup run until all wait or have returned, then the next simdgroup runs
 static bool same_place(const Lane& a, const Lane& b) {
   return a.what == b.what && a.calls == b.calls && a.at.line == b.at.line && a.at.column == b.at.column;
 }
@@ -304,7 +304,7 @@ static void shuffle_order() {
     order[j] = t;
   }
 }
-static bool finish_barrier() {  // false: all threads have returned
+static bool finish_barrier() {  // returns false if all threads have returned
   u32 first = threads, outside = threads;
   for (u32 i = 0; i < threads; ++i) {
     u32& found = simdgroups[i / 32].in_barrier >> i % 32 & 1 ? first : outside;
@@ -358,9 +358,9 @@ static void fiber() {
   lane.started = true;
   static ucontext_t fresh;
   getcontext(&fresh);
-  u64 colour = 192 * (current % 61);  // the same variable of all lanes in one cache set would halve the speed
+  u64 color = 192 * (current % 61);  // with one variable of all lanes in one cache set the speed would be half
   fresh.uc_stack.ss_sp = stacks + current * STACK + 4096;
-  fresh.uc_stack.ss_size = STACK - 4096 - colour;
+  fresh.uc_stack.ss_size = STACK - 4096 - color;
   makecontext(&fresh, fiber, 0);
   setcontext(&fresh);
   abort();
@@ -383,7 +383,7 @@ static void wait(const char* what, void* operand, msl::combine_t combine, int fl
 
 #define PC __builtin_return_address(0)
 extern "C" {
-// ---- (d) callbacks: the kernel's operations, clang's loads and stores, clang's checks
+// ---- (d) callbacks: operations of the kernel, clang's loads and stores, clang's checks
 void msl_collective(const char* what, void* operand, msl::combine_t combine, int flags, site at) {
   wait(what, operand, combine, flags, at, &Simdgroup::in_operation);
 }
@@ -447,7 +447,7 @@ void __ubsan_handle_divrem_overflow(Ubsan* at, u64, u64) {
   fail("DIVISION BY ZERO", nullptr, place_of(*at), "in type %s", type_of(at, 0).name);
 }
 
-__attribute__((weak)) __bf16 __truncsfbf2(float x) {  // libgcc before 13 lacks it
+__attribute__((weak)) __bf16 __truncsfbf2(float x) {  // libgcc before 13 lacks this function
   u32 bits = __builtin_bit_cast(u32, x);
   u16 top = x != x ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   return __builtin_bit_cast(__bf16, top);
@@ -491,7 +491,7 @@ static void run_threadgroup(u32 number) {
   }
   memset(simdgroups, 0, sizeof simdgroups);
   for (u32 t = 0; t < threads; ++t) simdgroups[t / 32].ready |= 1u << t % 32;
-  for (int i = BUFFERS; i < SLOTS; ++i) {  // a new threadgroup finds threadgroup memory unwritten
+  for (int i = BUFFERS; i < SLOTS; ++i) {  // threadgroup memory of a new threadgroup is unwritten
     if (!regions[i].start) continue;
     for (Cell* cells : regions[i].cells)
       if (cells) memset(cells, 0, granules(regions[i]) * sizeof(Cell));
@@ -529,7 +529,7 @@ static void close_buffers() {
       if (!written(r, j)) b.unwritten += r.granule, b.first_unwritten = j * r.granule;
   }
 }
-int msl_launch(Launch* l) {  // 0: done, 1: a fault was found, 2: no address space
+int msl_launch(Launch* l) {  // returns 0: done, 1: fault found, 2: no address space
   launch = l;
   if (!slots) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;

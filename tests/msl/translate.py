@@ -1,4 +1,4 @@
-"""Translate preprocessed Metal text to C++ for clang with a few rules; line numbers stay."""
+"""Translate preprocessed Metal text to C++ for clang with a few rules that preserve line numbers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ ANGLES = r"<(?:[^<>;{}]|<(?:[^<>;{}]|<[^<>;{}]*>)*>)*>"
 TYPE = rf"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*(?:\s*{ANGLES})?(?:::\w+)*"
 VECTOR = r"(?:(?:bool|u?char|u?short|u?int|u?long|half|float|bfloat)[234])"
 ABI = (Path(__file__).parent / "include" / "abi.h").read_text()
-ATTRIBUTES = set(re.findall(r"(\w+)\[3\]", ABI))  # of threads, such as thread_position_in_grid
+ATTRIBUTES = set(re.findall(r"(\w+)\[3\]", ABI))  # thread attributes, such as thread_position_in_grid
 STRING = r'"(?:\\.|[^"\\])*"'
 
 
 class TranslationError(ValueError):
-    """Error for text that Metal forbids or the harness does not support."""
+    """Error for a text that Metal forbids or that the harness does not support."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a kernel: `[[buffer(index)]]`, or a thread attribute if index is None."""
+    """A kernel parameter with `[[buffer(index)]]`, or with a thread attribute if index is None."""
 
     name: str
     index: int | None
@@ -42,7 +42,7 @@ def lines_of(text: str) -> Iterator[tuple[str, int, str]]:
 
 
 def translate(text: str, name: str | None, constants: Mapping[int | str, object]) -> str:
-    """Rewrite preprocessed Metal for the kernel of this host name or C++ name, or to check all kernels (None)."""
+    """Rewrite preprocessed Metal as C++ for the kernel `name`, or to check all kernels if `name` is None."""
     hosts: dict[str, str] = {}
     text = _instantiations(text, hosts)
     kernels = _kernels(text)
@@ -51,7 +51,7 @@ def translate(text: str, name: str | None, constants: Mapping[int | str, object]
     text = _threadgroup_objects(text)
     if wide := re.search(r"\b(?:device|constant|threadgroup)\s+(?:const\s+)?u?long[34]\b", text):
         _fail(text, wide.start(), "vectors of 32 bytes in memory are not modelled: no callback sees them")
-    # clang refuses address spaces on array parameters, which are pointers anyway
+    # Write array parameters as pointers, because clang rejects address spaces on arrays.
     text = re.sub(
         rf"\b((?:device|constant|threadgroup)\s+(?:const\s+)?{TYPE})\s+(\w+)\s*\[[^\[\]]*\](?=\s*[,)])", r"\1* \2", text
     )
@@ -74,7 +74,7 @@ def _fail(text: str, at: int, message: str) -> None:
 
 
 def _instantiations(text: str, hosts: dict[str, str]) -> str:
-    """Remove `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;` and return x -> f<T>."""
+    """Remove `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;`, and add x -> f<T> to `hosts`."""
 
     def take(match: re.Match[str]) -> str:
         host = "".join(part[1:-1] for part in re.findall(STRING, match[1]))
@@ -136,7 +136,7 @@ def _function_constants(text: str, constants: Mapping[int | str, object]) -> str
         kind, name, index = match[1], match[2], int(match[3], 0)
         value = constants.get(index, constants.get(name))
         given[name] = value is not None
-        if value is None:  # a kernel that uses it does not link
+        if value is None:  # a kernel that uses the constant does not link
             return f"extern constant const {kind} {name};" + _keep_newlines(match)
         return f"constant const {kind} {name} = {kind}({str(value).lower()});" + _keep_newlines(match)
 
@@ -145,7 +145,7 @@ def _function_constants(text: str, constants: Mapping[int | str, object]) -> str
 
 
 def _threadgroup_objects(text: str) -> str:
-    """Replace `threadgroup T a[N];` by a reference into memory that the runtime registers by name."""
+    """Replace `threadgroup T a[N];` by a reference to memory that the runtime registers by name."""
     numbers = iter(range(1000))
 
     def declare(match: re.Match[str]) -> str:
@@ -164,7 +164,7 @@ def _threadgroup_objects(text: str) -> str:
 
 
 def _vectors(text: str) -> str:
-    """Make `float4(a, b)` and `static_cast<float4>(x)` convert and concatenate; clang's casts reinterpret bits."""
+    """Rewrite `float4(a, b)` and `static_cast<float4>(x)` as calls, because clang's vector casts reinterpret bits."""
     vector = rf"(?:metal::)?(?:vec\s*{ANGLES}|\b{VECTOR}\b)"
     aliases = re.findall(rf"\busing\s+(\w+)\s*=\s*{vector}\s*;|\btypedef\s+{vector}\s+(\w+)\s*;", text)
     vector = "|".join([vector, *{rf"\b{a or b}\b" for a, b in aliases}])
@@ -182,7 +182,7 @@ def _vectors(text: str) -> str:
 
 
 def _literals(text: str) -> str:
-    """Give floating literals the type float, half or bfloat, as Metal has no double."""
+    """Give floating-point literals the type float, half or bfloat, because Metal has no double."""
     number = r"(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|0[xX][\da-fA-F]*\.?[\da-fA-F]*[pP][+-]?\d+"
     kinds = {"": "{}f", "f": "{}f", "h": "half({}f)", "bf": "bfloat({}f)"}
 

@@ -1,4 +1,4 @@
-"""Calls of a model whose context is sharded over ranks: `lm.call.Call` over caches with a part of the rows."""
+"""Forward passes and prompt caches of a model whose context is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from .exchange import Exchange
 
 
 def share_context(plan: Plan, shard: str) -> None:
-    """Shard the context of an enabled model over all ranks.
+    """Configure ``plan`` to shard the context of its model over all ranks.
+
+    Args:
+        shard: "context" or "context:local", as in `mlx_sparse.lm.enable`.
 
     Raises:
         ConfigError: there is only one rank, or a method of the plan cannot run on a shard.
@@ -37,24 +40,24 @@ def share_context(plan: Plan, shard: str) -> None:
         raise ConfigError("shard: expected several processes (mlx.launch -n 2 -- ...), got one.")
     served = [*rank_attention.STEPS, SAAP.name]
     if plan.decode is not None and plan.decode.name not in served:
-        raise ConfigError(f"shard: expected one of {', '.join(served)} to decode with, got {plan.decode.name}.")
+        raise ConfigError(f"shard: expected one of {', '.join(served)} as decode method, got {plan.decode.name}.")
     if plan.decode is not None and BLOCK % plan.decode.unit:
         raise ConfigError(f"page_size: expected a divisor of {BLOCK} with shard, got {plan.decode.unit}.")
     if plan.prefill is not None and plan.prefill.name != Sample.name:
-        raise ConfigError(f"shard: expected {Sample.name} for prefill, got {plan.prefill.name}.")
+        raise ConfigError(f"shard: expected {Sample.name} as prefill method, got {plan.prefill.name}.")
     if plan.recall:
         raise ConfigError(
-            "--attn-report: expected text, json or off with --shard, got recall: ranks do not measure it."
+            "--attn-report: expected text, json or off with --shard, got recall, which ranks cannot measure."
         )
-    _seed_alike(exchange)
+    _share_random_seed(exchange)
     plan.shards = exchange.size
     plan.new_call = functools.partial(ContextCall, exchange=exchange, exact=shard == "context")
-    # These caches have no `merge`, so that mlx-lm's server answers one request at a time.
+    # These caches have no `merge`, so mlx-lm's server answers one request at a time.
     plan.new_caches = functools.partial(shard_caches, shard=Shard(exchange.rank, exchange.size))
 
 
-def _seed_alike(exchange: Exchange) -> None:
-    """Set the random state of rank 0 on all ranks, because every rank samples tokens."""
+def _share_random_seed(exchange: Exchange) -> None:
+    """Seed all ranks from rank 0 if their random states differ, so that all ranks sample the same tokens."""
     state: Any = mx.random.state
     states: Any = exchange.gather(state[0]).tolist()
     if any(one != states[0] for one in states):
@@ -62,20 +65,20 @@ def _seed_alike(exchange: Exchange) -> None:
 
 
 class ContextCall(Call):
-    """Forward pass of a model over sharded caches.
+    """Context manager for one forward pass of a model over sharded caches.
 
-    Dense calls are sharded too, because mlx-lm's attention has only the keys of the call's own tokens.
+    This class also runs dense calls, because mlx-lm's attention would only have the keys of the current tokens.
 
     Args:
         exchange: collectives over the ranks.
-        exact: True if the ranks select the same keys as one process; False if each selects among its own keys.
+        exact: True to select the same keys as one process; False to select on each rank among the keys it stores.
     """
 
     def __init__(
         self, plan: Plan, caches: Any, *, exchange: Exchange, exact: bool = True, probe: Probe | None = None
     ) -> None:
         if isinstance(caches, list):
-            # In place, because the caller uses this list later.
+            # Change the list in place, because the caller uses the list after this call.
             caches[:] = shard_caches(caches, Shard(exchange.rank, exchange.size))
         super().__init__(plan, caches, probe=probe)
         self._exchange, self._exact = exchange, exact
@@ -99,7 +102,9 @@ class ContextCall(Call):
             )
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the call with rank 0's tokens, because other machines may round differently.
+        """Return the arguments of the model call with the tokens of rank 0.
+
+        Tokens can differ between ranks, because other machines may round differently.
 
         Raises:
             ConfigError: the ranks have prompts of different lengths.
@@ -110,7 +115,7 @@ class ContextCall(Call):
         first = tokens.flatten()[:1].astype(mx.int32)
         sent = self._exchange.gather(mx.concatenate([mx.array([tokens.size, before]), first]))
         if tokens.size == 1 and all(cache.agreed == cache.position for cache in self._sharded):
-            # Lengths are not compared here: that would wait for the device at every decode step.
+            # Do not compare lengths here, because every decode step would wait for the device.
             return (sent[0, 2:].reshape(tokens.shape).astype(tokens.dtype), *inputs[1:])
         lengths: Any = sent[:, :2].tolist()
         if any(length != lengths[0] for length in lengths):
@@ -121,10 +126,10 @@ class ContextCall(Call):
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        # Layers that share keys pass the cache of another layer.
+        # A layer that shares keys with another layer passes no cache or a different one. Find the cache of the keys.
         owner = next((one for one in (cache, *self._sharded) if _wrote(one, keys, values)), None)
         if owner is None:
-            # This cache is the same on all ranks. A sparse call would depend on the measurements of each rank.
+            # This cache is not sharded. Sparse attention would depend on measurements that differ between ranks.
             reason = reasons.NO_CACHE if cache is None else reasons.other_cache(type(cache).__name__)
             if self.probe is not None:
                 self.probe.found.append((cache, reason))
@@ -133,11 +138,11 @@ class ContextCall(Call):
             return None
         if keys.shape != values.shape:
             raise ConfigError(
-                f"--shard context: expected keys and values of one head dim, got {keys.shape[3]} and {values.shape[3]}."
+                f"--shard context: expected equal key and value head dims, got {keys.shape[3]} and {values.shape[3]}."
             )
         self._attended_caches.add(id(owner))
         if not isinstance(mask, str) and not (mask is None and queries.shape[2] == 1):
-            raise ConfigError("--shard context: expected causal attention without another mask, got a mask.")
+            raise ConfigError("--shard context: expected causal attention, got an array mask.")
         if self.probe is not None:
             self.probe.found.append((owner, self.probe_reason(queries, keys, owner, mask, sinks)))
             return mx.zeros_like(queries)
@@ -153,7 +158,7 @@ class ContextCall(Call):
     def _attend_step(
         self, queries: mx.array, keys: mx.array, cache: ShardedKVCache, scale: float, sinks: mx.array | None
     ) -> rank_attention.Attended:
-        """Attend and count a decode step over the keys of all ranks."""
+        """Attend a decode step over the keys of all ranks, and count the call."""
         config, exchange = self.plan.decode, self._exchange
         reason = self.step_reason(queries, keys, cache, None, sinks) or self._length_reason(queries, keys, cache)
         self._steps = 0 if reason else cache.position
@@ -171,11 +176,11 @@ class ContextCall(Call):
         self.counts.formula_bytes += moved
         given: dict[str, Any] = {"scale": scale, "backend": backend, "exchange": exchange}
         if not self._exact and config.for_shard(exchange.size, 0) is not None:
-            return rank_attention.local(queries, cache, config, **given)
+            return rank_attention.local_step(queries, cache, config, **given)
         if (step := rank_attention.STEPS.get(config.name)) is not None:
             return step(queries, cache, config, **given)
         if cache.length == 0:
-            return exchange.merge(*rank_attention.nothing(queries))
+            return exchange.merge(*rank_attention.no_attention(queries))
         bound = DecodeStep.bind(config, queries.shape[1] // Hkv, backend)
         if hooks is None:
             out, lse = cache.take_step(queries, bound, scale)
@@ -184,23 +189,23 @@ class ContextCall(Call):
         return exchange.merge(out.astype(mx.float32), lse)
 
     def _length_reason(self, queries: mx.array, keys: mx.array, cache: ShardedKVCache) -> str | None:
-        """Return the reason why a context of this length stays dense, the same on all ranks, or None."""
+        """Return the reason why decode steps at this length are dense, or None. The result is equal on all ranks."""
         plan, config = self.plan, self.plan.decode
         assert config is not None
         layer = plan.sizes(config, queries, keys, cache, plan.resolve(config, queries, keys), self.hooks)
-        # No length is passed: a measurement here would make the other ranks wait.
+        # Pass no length to `threshold`, because a measurement on one rank would make the other ranks wait.
         sizes = (queries.shape[1], *keys.shape[1::2])
         shortest = int(self._exchange.agree(sizes, int(plan.calibration.threshold(config, layer).value)))
         if shortest >= NEVER:
             return reasons.NOTHING_SAVED
         if config.measurable:
-            shortest *= self._exchange.size  # the threshold counts the keys that one rank reads
+            shortest *= self._exchange.size  # the threshold is a number of keys on one rank
         return reasons.shorter_than(shortest) if cache.position < shortest else None
 
     def _attend_chunk(
         self, queries: mx.array, keys: mx.array, cache: ShardedKVCache, scale: float, sinks: mx.array | None
     ) -> rank_attention.Attended:
-        """Attend and count a prefill chunk over the keys of all ranks."""
+        """Attend a prefill chunk over the keys of all ranks, and count the call."""
         L, S = queries.shape[2], cache.position
         plan = self.plan
         reason = self.chunk_reason(L, S, "causal")
@@ -228,18 +233,21 @@ class ContextCall(Call):
 
 
 def _wrote(cache: Any, keys: Any, values: Any) -> bool:
-    """Return True if the last write of ``cache`` returned these arrays."""
+    """Return True if ``keys`` and ``values`` are the arrays that the last write to ``cache`` returned."""
     chunk = cache.chunk if isinstance(cache, ShardedKVCache) else None
     return chunk is not None and chunk[0] is keys and chunk[1] is values
 
 
 def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Save sharded caches by ``write``, mlx-lm's ``save_prompt_cache``. All ranks call this, and rank 0 writes.
+    """Combine sharded caches on rank 0, which writes the file. All ranks must call this.
 
-    Rank 0 has the whole cache in memory meanwhile.
+    Rank 0 has the whole cache in memory during this call.
+
+    Args:
+        write: mlx-lm's ``save_prompt_cache``, which also gets the further arguments.
 
     Raises:
-        ConfigError: on all ranks, if rank 0 cannot write. An existing file is unchanged then.
+        ConfigError: rank 0 cannot write the file. All ranks raise this, and an existing file does not change.
     """
     exchange = Exchange()
     whole = [_whole(one, exchange) if isinstance(one, ShardedKVCache) else one for one in cache]
@@ -258,7 +266,7 @@ def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any
 
 
 def _whole(cache: ShardedKVCache, exchange: Exchange) -> Any:
-    """Return a cache with the rows of all ranks in the order of their positions; an empty one except on rank 0."""
+    """Return a `KVCache` with the rows of all ranks in order of position. It stays empty except on rank 0."""
     found: Any = KVCache()
     if not cache.position:
         return found
@@ -274,7 +282,7 @@ def _whole(cache: ShardedKVCache, exchange: Exchange) -> Any:
         B, H, _, D = own.shape
         gathered = gathered.transpose(1, 2, 0, 3, 4).reshape(B, H, -1, D)
         arrays.append(mx.take(gathered, rows, axis=2))
-        mx.eval(arrays)  # one after the other, because only rank 0 keeps them
+        mx.eval(arrays)  # evaluate one at a time to save memory
     if exchange.rank == 0:
         found.keys, found.values = arrays
         found.offset = cache.position

@@ -1,4 +1,4 @@
-"""Collectives of MLX's distributed runtime, with their bytes counted."""
+"""Ordered collectives over the ranks of a sharded context, with a count of the bytes that they send."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Exchange:
     Attributes:
         rank: rank of this process.
         size: number of ranks.
-        sent: bytes that this rank has sent in this forward pass, counted once for each receiver.
-        messages: number of collectives in this forward pass.
+        sent: bytes that this rank has sent in the current forward pass, counted once for each receiver.
+        messages: number of collectives in the current forward pass.
 
     Raises:
         ConfigError: MLX cannot reach a rank.
@@ -37,7 +37,7 @@ class Exchange:
         self._agreed: dict[Any, float] = {}
 
     def begin(self) -> None:
-        """Reset the counts for a new forward pass. Messages of the last pass are still sent first."""
+        """Reset the counts at the start of a forward pass. Messages of earlier passes still precede new messages."""
         self.sent = self.messages = 0
 
     def _in_turn(self, array: mx.array, collective: Callable[..., mx.array], sent: int) -> mx.array:
@@ -54,42 +54,42 @@ class Exchange:
         return self._last
 
     def so_far(self) -> mx.array:
-        """Return an array that is evaluated after all messages have arrived."""
+        """Return an array whose evaluation waits for all messages so far."""
         number = mx.array(0)
         return number if self._last is None else mx.depends(number, self._last)
 
     def gather(self, array: mx.array) -> mx.array:
-        """Return the arrays of all ranks, ``(size, *shape)``."""
+        """Return the arrays of all ranks, stacked to ``(size, *shape)``."""
         return self._in_turn(array[None], mx.distributed.all_gather, array.nbytes * (self.size - 1))
 
     def add(self, array: mx.array) -> mx.array:
-        """Return the sum over ranks. A ring sends ``2 (size - 1) / size`` of the bytes."""
+        """Return the sum of the arrays of all ranks. A ring sends ``2 (size - 1) / size`` times the bytes of one."""
         return self._in_turn(array, mx.distributed.all_sum, 2 * array.nbytes * (self.size - 1) // self.size)
 
     def from_first(self, array: mx.array) -> mx.array:
-        """Return rank 0's array."""
+        """Return the array of rank 0. The other ranks pass an array of the same shape."""
         return self.add(array if self.rank == 0 else mx.zeros_like(array))
 
     def agree(self, key: Any, number: float) -> float:
-        """Return rank 0's number, sent once for each ``key``: other machines may have measured other numbers."""
+        """Return rank 0's ``number`` for ``key``, sent once. Other ranks may have measured another number."""
         if key not in self._agreed:
             first: Any = self.from_first(mx.array(float(number))).item()
             self._agreed[key] = first
         return self._agreed[key]
 
     def logsumexp(self, lse: mx.array) -> mx.array:
-        """Return the log-sum-exp over ranks; -inf where no rank has a key."""
+        """Return the log-sum-exp of ``lse`` over ranks, -inf where no rank has a key."""
         return mx.logsumexp(self.gather(lse), axis=0)
 
     def merge(self, out: mx.array, lse: mx.array) -> tuple[mx.array, mx.array]:
-        """Merge attention over each rank's keys into attention over all of them.
+        """Combine the attention over the keys of each rank into attention over the keys of all ranks.
 
         Args:
             out: float32 ``(B, Hq, L, D)``.
             lse: float32 ``(B, Hq, L)``, -inf where the rank has no key.
         """
         if out.shape[2] > 1:
-            # For several queries, a sum over ranks sends fewer bytes than an all-gather.
+            # For several queries, a sum over ranks sends fewer bytes than a gather.
             total = self.logsumexp(lse)
             return self.add(out * _share(lse, total)[..., None]), total
         both = self.gather(mx.concatenate([out, lse[..., None]], axis=-1))
@@ -97,7 +97,7 @@ class Exchange:
 
 
 def join(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
-    """Merge attention over parts of this rank's keys, as `Exchange.merge` does over ranks."""
+    """Combine ``(out, lse)`` over disjoint sets of keys on this rank, without communication."""
     outs, lses = (mx.stack(list(arrays)) for arrays in zip(*parts, strict=True))
     return _merged(outs, lses)
 

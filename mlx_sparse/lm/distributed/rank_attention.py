@@ -1,10 +1,10 @@
 """Attention of decode steps and prefill chunks over the keys of all ranks.
 
-Decode steps: each function takes ``queries (B, Hq, 1, D)`` after their keys and values have been written. It returns
-float32 ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``.
+Decode steps: each function takes ``queries (B, Hq, 1, D)`` and returns float32 ``out (B, Hq, 1, D)`` and
+``lse (B, Hq, 1)``. Write the key and value of the token to the cache first.
 
-Prefill chunks: each rank has the chunk's queries, keys and values. A rank attends its own older keys for all queries,
-and the keys of the chunk for its part of the queries.
+Prefill chunks: each rank has all queries, keys and values of the chunk. All queries attend the older keys that the rank
+stores. A part of the queries, different on each rank, attends the keys of the chunk.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Attended = tuple[mx.array, mx.array]
 
 
 def dense_step(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchange: Exchange) -> Attended:
-    """Attend every key."""
+    """Attend all keys of all ranks in a decode step."""
     return exchange.merge(*attend_rows(queries, *cache.own_rows(), scale=scale, causal=False))
 
 
-def local(
+def local_step(
     queries: mx.array, cache: ShardedKVCache, config: Method, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Select keys among the own keys of each rank and attend them (`Method.for_shard`)."""
+    """Select keys on each rank separately and attend all selected keys (`Method.for_shard`)."""
     own = config.for_shard(exchange.size, forced_rows(cache, config.always_attended[1]))
     assert own is not None
     if cache.length <= own.attended:
@@ -52,7 +52,7 @@ def local(
 def sparq(
     queries: mx.array, cache: ShardedKVCache, config: SparQ, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Attend the same keys as one process, selected by approximate weights over the keys of all ranks."""
+    """Attend a SparQ decode step. Select the same keys as one process, by approximate weights over all ranks."""
     B, Hkv, _, D = cache.key_rows.shape
     G = queries.shape[1] // Hkv
     parameters = config.parameters(G)
@@ -88,10 +88,10 @@ def sparq(
 def quest(
     queries: mx.array, cache: ShardedKVCache, config: Quest, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Attend the same pages as one process. No page is on two ranks."""
+    """Attend a Quest decode step. Select the same pages as one process. Each page is on one rank."""
     B, Hkv, _, _ = cache.key_rows.shape
     page, S = config.page_size, cache.length
-    current = forced_rows(cache, 1)  # 1 if the last position is on this rank
+    current = forced_rows(cache, 1)  # 1 if this rank stores the last position, else 0
     scores = mx.zeros((B, Hkv, 0))
     if S:
         before = (S - 1) // page
@@ -104,7 +104,7 @@ def quest(
             last = [mx.concatenate(list(parts), axis=2) for parts in zip(earlier, last, strict=True)]
         scores = page_scores(queries, *last)
     pages, _ = select(scores, exchange, top_k=-(-config.top_k // page), forced=current)
-    # Empty slots are pages after the last page, whose keys do not exist.
+    # Empty slots of `pages` are numbers after the last page, and have no keys.
     indices = page_keys(pages, None, page_size=page, length=S)
     return exchange.merge(*_attend(queries, cache, indices, None, scale=scale, backend=backend))
 
@@ -112,7 +112,7 @@ def quest(
 def streaming(
     queries: mx.array, cache: ShardedKVCache, config: Streaming, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Attend the first and the last positions, which need no exchange of scores."""
+    """Attend the first and last positions in a decode step of StreamingLLM. No scores are exchanged."""
     B, Hkv, _, _ = cache.key_rows.shape
     sinks = cache.shard.before(min(config.sink_tokens, cache.position))
     recent = max(cache.length - forced_rows(cache, config.recent_tokens), sinks)
@@ -122,15 +122,15 @@ def streaming(
 
 
 def select(scores: mx.array, exchange: Exchange, *, top_k: int, forced: int) -> tuple[mx.array, mx.array]:
-    """Select the best keys of all ranks, as `top_k_select` does, from the best scores of each rank.
+    """Select the ``top_k`` best keys of all ranks in the same way as `top_k_select`.
 
     Args:
-        scores: float32 ``(B, Hkv, n)`` of this rank's keys, comparable between ranks.
-        forced: number of last keys that are always selected.
+        scores: float32 ``(B, Hkv, n)``, scores of the keys on this rank, on the same scale on all ranks.
+        forced: number of last keys on this rank that are always selected.
 
     Returns:
-        int32 ``indices (B, Hkv, top_k)`` of this rank's keys, ascending, with ``n`` in empty slots; and the number of
-        its selected keys, int32 ``(B, Hkv)``.
+        int32 ``indices (B, Hkv, top_k)`` of the selected keys on this rank, ascending, with ``n`` in empty slots; and
+        their number, int32 ``(B, Hkv)``.
     """
     B, Hkv, n = scores.shape
     width = min(top_k, n)
@@ -140,7 +140,7 @@ def select(scores: mx.array, exchange: Exchange, *, top_k: int, forced: int) -> 
     order = mx.broadcast_to(order, (B, Hkv, width)).astype(mx.int32)
     best = _padded(mx.take_along_axis(scores, order, axis=-1), top_k, -mx.inf)
     everyone = mx.moveaxis(exchange.gather(best), 0, 2).reshape(B, Hkv, -1)
-    # All ranks have the same scores in the same order and therefore break ties in the same way.
+    # All ranks have the same scores in the same order, so they break ties in the same way.
     winners = mx.argpartition(-everyone, kth=top_k - 1, axis=-1)[..., :top_k]
     won = mx.put_along_axis(mx.zeros(everyone.shape, mx.bool_), winners, mx.array(True), axis=-1)
     mine = won[..., exchange.rank * top_k :][..., :top_k] & (best > -mx.inf)
@@ -149,7 +149,7 @@ def select(scores: mx.array, exchange: Exchange, *, top_k: int, forced: int) -> 
 
 
 def forced_rows(cache: ShardedKVCache, last: int) -> int:
-    """Return how many of the ``last`` positions are rows of this rank."""
+    """Return the number of rows on this rank among the ``last`` positions of the sequence."""
     return cache.length - cache.shard.before(max(cache.position - last, 0))
 
 
@@ -161,26 +161,26 @@ def _padded(array: mx.array, length: int, value: float) -> mx.array:
 def _attend(
     queries: mx.array, cache: ShardedKVCache, indices: mx.array, counts: mx.array | None, *, scale: float, backend: str
 ) -> Attended:
-    """Attend rows of this rank exactly; float32."""
+    """Attend the rows ``indices`` on this rank; return float32 ``out`` and ``lse``."""
     if cache.length == 0 or indices.shape[2] == 0:
-        return nothing(queries)
+        return no_attention(queries)
     keys, values, length = cache.rows(backend)
     attend = registry.load("attend_indices", backend)
     out, lse = attend(queries, keys, values, indices, scale=scale, counts=counts, **length)
     return out.astype(mx.float32), lse
 
 
-def nothing(queries: mx.array) -> Attended:
-    """Return attention over no keys."""
+def no_attention(queries: mx.array) -> Attended:
+    """Return the attention over no keys: ``out`` of zeros and ``lse`` of -inf."""
     return mx.zeros(queries.shape), mx.full(queries.shape[:3], -mx.inf)
 
 
-# Exact selection by method. SAAP needs no entry, because its selection depends on the query only.
+# Decode step by method, with the same selection as one process. SAAP needs no entry: it selects by the query only.
 STEPS: Mapping[str, Callable[..., Attended]] = {"sparq": sparq, "quest": quest, "streaming": streaming}
 
 
 def dense_chunk(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchange: Exchange) -> Attended:
-    """Attend all keys causally; return float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``."""
+    """Attend a prefill chunk densely and causally; return float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``."""
     keys, values = cache.keys_and_values()
     L = queries.shape[2]
     before = cache.shard.before(cache.position - L)
@@ -194,7 +194,7 @@ def dense_chunk(queries: mx.array, cache: ShardedKVCache, *, scale: float, excha
 def sample_select(
     queries: mx.array, cache: ShardedKVCache, config: Sample, *, scale: float, exchange: Exchange
 ) -> mx.array:
-    """Return the same blocks as one process, ``(B, Hq, R, Nk)``: block scores are sums over all ranks."""
+    """Select the same blocks ``(B, Hq, R, Nk)`` as one process, by block scores summed over all ranks."""
     B, Hq, L, _ = queries.shape
     S, keys = cache.position, cache.own_rows()[0]
     G = Hq // keys.shape[1]
@@ -212,7 +212,7 @@ def sample_select(
             k = mx.take(keys[:, :, :own], mx.array(heads), axis=1).astype(mx.float32)
             scores = q @ k.swapaxes(-1, -2) if own else mx.zeros((*q.shape[:3], 0))
             weights, lse = softmax_lse(scores, seen) if own else (scores, mx.full(q.shape[:3], -mx.inf))
-            # (sample.3) softmax over the keys of all ranks, in the columns of their positions
+            # (sample.3) softmax over the keys of all ranks. Each weight goes to the column of its position.
             weights = weights * mx.exp(lse - exchange.logsumexp(lse))[..., None]
             whole = mx.zeros((*q.shape[:3], end))
             whole[..., mx.array(places[:own])] = weights
@@ -233,7 +233,7 @@ def attend_blocks(
     backend: str,
     exchange: Exchange,
 ) -> Attended:
-    """Attend the listed blocks as `dense_chunk` attends all keys, for a chunk that begins with a block."""
+    """Attend the selected ``blocks`` of a chunk that begins at a block boundary. Return as `dense_chunk` does."""
     keys, values = cache.keys_and_values()
     B, Hq, L, _ = queries.shape
     S, R = cache.position, blocks.shape[2]
@@ -241,8 +241,8 @@ def attend_blocks(
     before = cache.shard.before(S - L)
     parts: list[Attended] = []
     if before:
-        # The chunk's keys are appended so that row blocks have the same numbers as in the whole sequence. No list
-        # contains them.
+        # Append the keys of the chunk, so that row blocks have the same numbers as in the whole sequence. The block
+        # lists do not contain them.
         places = np.full((S - L) // block_size + R + 1, -1, np.int32)
         own = cache.shard.positions(0, before)[::block_size] // block_size
         places[own] = np.arange(len(own))
@@ -264,12 +264,12 @@ def attend_blocks(
 
 
 def fits(config: Prefill, L: int, S: int) -> bool:
-    """Return True if every block of the chunk is a whole block of one rank."""
+    """Return True if every block of the chunk is completely on one rank."""
     return BLOCK % config.block_size == 0 and (S - L) % BLOCK == 0
 
 
 def _within(part: Attended, place: slice, L: int) -> Attended:
-    """Pad the results of some queries to all ``L`` queries; the other queries have attended no keys."""
+    """Pad ``(out, lse)`` of the queries in ``place`` to all ``L`` queries, as if the others attended no keys."""
     out, lse = part
     around = [(0, 0), (0, 0), (place.start, L - place.stop)]
     return mx.pad(out, [*around, (0, 0)]), mx.pad(lse, around, constant_values=-mx.inf)

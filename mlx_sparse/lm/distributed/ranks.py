@@ -1,4 +1,4 @@
-"""The ranks of MLX's distributed runtime that run one command, and the check that their commands are the same."""
+"""Ranks of MLX's distributed runtime, and the check that all ranks run the same command."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from typing import Any
 
 from ...checks import ConfigError
 
-# Variables that launchers set: mlx.launch (ring, JACCL, NCCL), and Open MPI, the only MPI that MLX supports.
+# Environment variables that mlx.launch (ring, JACCL, NCCL) and Open MPI set. MLX supports no other MPI.
 ENVIRONMENT = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE")
 PACKAGES = ("mlx-sparse-attention", "mlx", "mlx-lm")
 # Options that may differ between ranks.
 LOCAL = frozenset({"allowed_origins", "host", "log_level", "output_dir", "port", "prompt_cache_file", "verbose"})
-# Options that name a file or folder; the path may differ between machines, the contents may not.
+# Options that name a file or folder. The path may differ between machines, but the contents must be equal.
 PATHS = frozenset({"adapter_path", "attn_config", "chat_template", "draft_model", "model"})
 # Files that identify the model in a folder.
 DESCRIPTIONS = ("config.json", "adapter_config.json", "model.safetensors.index.json")
-SHORT = 60  # characters of a text that a message repeats
-MAGIC = 0x5A11  # first number of every message, to detect other programs
-LOST = re.compile(r"\[(ring|jaccl|mpi|nccl|distributed)\]")  # prefix of MLX's errors about connections
+SHORT = 60  # longest option value that a message repeats, in characters
+MAGIC = 0x5A11  # first number of every message, to detect ranks that run another program
+LOST = re.compile(r"\[(ring|jaccl|mpi|nccl|distributed)\]")  # prefix of MLX's connection errors
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank of this process and number of ranks that run the same command; rank 0 of 1 without a launcher."""
+    """Rank of this process and number of ranks. Without a launcher, this is rank 0 of 1."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
-    def here(cls) -> Ranks:
-        """Start MLX's runtime if there is a launcher. This waits until all ranks have started it.
+    def start(cls) -> Ranks:
+        """Start MLX's distributed runtime if there is a launcher, and wait until all ranks have started it.
 
         Raises:
             ConfigError: MLX cannot reach a rank.
         """
-        if not any(name in os.environ for name in ENVIRONMENT) or _alone():
+        if not any(name in os.environ for name in ENVIRONMENT) or _single_process():
             return cls()
         import mlx.core as mx
 
         try:
             group = mx.distributed.init()
         except RuntimeError as error:
-            raise ConfigError(f"ranks: expected all of them to start this command, got: {error}.") from None
+            raise ConfigError(f"ranks: expected all ranks to start this command, got: {error}.") from None
         return cls(group.rank(), group.size())
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank, plain data for JSON. All ranks call this.
+        """Return the values of all ranks in rank order. All ranks must call this. JSON must support the values.
 
         Raises:
             ConfigError: a rank runs another program, or has exited.
@@ -68,14 +68,14 @@ class Ranks:
             try:
                 return np.array(mx.distributed.all_gather(numbers[None], stream=mx.cpu))
             except RuntimeError as error:
-                raise ConfigError(lost(error) or str(error)) from None
+                raise ConfigError(connection_error(error) or str(error)) from None
 
         data = json.dumps(value).encode()
         heads = exchange(mx.array([MAGIC, len(data)], mx.int32))
         for rank, (magic, _) in enumerate(heads):
             if magic != MAGIC:
                 raise ConfigError(
-                    f"mlx-sparse-attention: expected it on all ranks, got none on rank {rank}. Install it on that rank."
+                    f"mlx-sparse-attention: expected this package on all ranks, got none on rank {rank}. Install it."
                 )
         padded = np.zeros(max(1, int(heads[:, 1].max())), np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
@@ -83,14 +83,14 @@ class Ranks:
         return [json.loads(row.tobytes()[:length]) for row, (_, length) in zip(rows, heads, strict=True)]
 
 
-def lost(error: RuntimeError) -> str | None:
-    """Return a line about an error with which MLX reports a lost connection; None for other errors."""
+def connection_error(error: RuntimeError) -> str | None:
+    """Return a one-line message if ``error`` is a connection error of MLX, or None for other errors."""
     text = str(error).strip().partition("\n")[0].rstrip(".")
-    return f"ranks: expected all of them to run this command to its end, got: {text}." if LOST.match(text) else None
+    return f"ranks: expected all ranks to run this command to the end, got: {text}." if LOST.match(text) else None
 
 
-def _alone() -> bool:
-    """Return True if `mlx.launch` started a single process: its file of addresses is empty then."""
+def _single_process() -> bool:
+    """Return True if `mlx.launch` started a single process, for which it writes an empty host file."""
     hosts = os.environ.get("MLX_HOSTFILE")
     try:
         return bool(hosts) and not Path(str(hosts)).read_text().strip()
@@ -98,19 +98,19 @@ def _alone() -> bool:
         return False
 
 
-Facts = dict[str, tuple[str, str]]  # by name: the text that must be equal, and the text for messages
+Facts = dict[str, tuple[str, str]]  # for each name: text that must be equal on all ranks, text for messages
 
 
 def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
-    """Return the facts that must be the same on all ranks: versions, options and contents of files.
+    """Return the package versions, option values and file contents that must be equal on all ranks.
 
     Args:
-        args: arguments of the command.
-        files: files that the methods read.
+        args: parsed arguments of the command.
+        files: paths of the artefacts that the methods read.
     """
     facts: Facts = {name: (version(name),) * 2 for name in PACKAGES}
     options = {name: value for name, value in vars(args).items() if name not in LOCAL and not name.startswith("_")}
-    # The options that differ most often come first.
+    # Compare the options first that differ most often.
     for name in sorted(options, key=lambda name: (name != "model", not name.startswith("attn"), name)):
         facts[f"--{name.replace('_', '-')}"] = _fact(options[name], name in PATHS)
     for place, file in enumerate(files):
@@ -119,7 +119,7 @@ def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
 
 
 def _fact(value: Any, path: bool) -> tuple[str, str]:
-    """Return the text of an option's value for the comparison, and the text for messages."""
+    """Return an option value as two texts, one to compare and one for messages. Read files if ``path`` is True."""
     if value is None:
         return "none", "none"
     if isinstance(value, bool):
@@ -134,7 +134,7 @@ def _fact(value: Any, path: bool) -> tuple[str, str]:
 
 
 def _digest(path: Path) -> str | None:
-    """Return a digest of a file, or of the files that identify the model in a folder; None without either."""
+    """Return a digest of a file, or of the files that identify the model in a folder; None for other paths."""
     found = hashlib.sha256()
     try:
         if path.is_file():
@@ -146,7 +146,8 @@ def _digest(path: Path) -> str | None:
         for file_path in described:
             found.update(file_path.name.encode() + file_path.read_bytes())
         if described and not (path / DESCRIPTIONS[-1]).is_file():
-            # Weights in one file have no index. With an index, a machine may have only a part of the files.
+            # If there is no index, the weights are in one file: compare its size. If there is an index, a machine may
+            # have only a part of the weight files.
             found.update(str(sorted(file.stat().st_size for file in path.glob("*.safetensors"))).encode())
     except OSError:
         return None
@@ -154,11 +155,11 @@ def _digest(path: Path) -> str | None:
 
 
 def difference(facts: list[Mapping[str, tuple[str, str]] | None], refused: list[bool]) -> str | None:
-    """Return a line about the first fact that is not the same on all ranks, or None.
+    """Return a message about the first fact that differs between ranks, or None if all are equal.
 
     Args:
-        facts: facts by rank; None if the arguments could not be parsed.
-        refused: by rank, True if the rank has printed an error about its arguments.
+        facts: facts of each rank; None for a rank that could not parse its arguments.
+        refused: for each rank, True if the rank has printed an error about its arguments.
     """
     known = {rank: own for rank, own in enumerate(facts) if own is not None}
     for name in dict.fromkeys(name for own in known.values() for name in own):
@@ -168,18 +169,18 @@ def difference(facts: list[Mapping[str, tuple[str, str]] | None], refused: list[
             for rank, (_, text) in values.items():
                 shown.setdefault(text, []).append(rank)
             got = _joined([f"{text} on {_named(ranks)}" for text, ranks in shown.items()])
-            return f"{name}: expected the same on all ranks, got {got}."
+            return f"{name}: expected the same value on all ranks, got {got}."
     if any(refused):
         ranks = _named([rank for rank, wrong in enumerate(refused) if wrong])
-        return f"arguments: expected the same on all ranks, got some that {ranks} refused."
+        return f"arguments: expected valid arguments on all ranks, got an error on {ranks}."
     return None
 
 
 def _named(ranks: list[int]) -> str:
-    """Return the ranks as text: "rank 0" or "ranks 0, 1 and 2"."""
+    """Return rank numbers as text, for example "rank 0" or "ranks 0, 1 and 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {_joined([str(rank) for rank in ranks])}"
 
 
 def _joined(parts: list[str]) -> str:
-    """Return a list as text: "a, b and c"."""
+    """Return parts as text, for example "a, b and c"."""
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))

@@ -1,4 +1,4 @@
-"""Auxiliary cache state of SparQ on one rank, with running statistics over the keys of all ranks."""
+"""SparQ's auxiliary cache state for one context-parallel shard, with statistics over the keys of all ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from .exchange import Exchange
 
 
 class ShardedSparQ(SparQState):
-    """SparQ's state for the keys of a rank, and statistics of the keys of all ranks.
+    """SparQ's state for the keys on one rank, and statistics over the keys on all ranks.
 
-    Exchanges depend on positions only, so that all ranks run them at the same step.
+    Collectives depend on positions only, so that all ranks run them in the same decode step.
 
     Attributes:
-        centre: float32 ``(B, Hkv, D)`` of (sparq.17), from rank 0; None until the first group is full.
-        spread: standard deviation (sparq.22) over the groups of all ranks.
+        centre: float32 ``(B, Hkv, D)``, center of the key codes (sparq.17) from rank 0; None before the first full
+            group.
+        spread: ``(B, Hkv, D)``, key spread (sparq.22) over the groups on all ranks; None before it is needed.
         groups: number of groups in ``spread``.
     """
 
@@ -34,9 +35,9 @@ class ShardedSparQ(SparQState):
         self.groups = 0
 
     def shared(self, cache: ShardedKVCache, config: SparQ, exchange: Exchange) -> dict[str, Any]:
-        """Return the arguments of `sparq_logits` for this rank's keys.
+        """Return the arguments of `sparq_logits` for the keys on this rank.
 
-        ``keys_t`` is None where the rank has no key.
+        ``keys_t`` is None if the rank stores no key.
         """
         lowest = cache.take_lowest()
         if lowest < GROUP:
@@ -74,11 +75,11 @@ class ShardedSparQ(SparQState):
     def _spread(self, cache: ShardedKVCache, codes: Codes, exchange: Exchange) -> mx.array:
         groups = cache.position // GROUP
         B, Hkv, _, D = cache.key_rows.shape
-        if groups == 0:  # the first rank has all keys
+        if groups == 0:  # rank 0 has all keys
             own = deviation(cache.key_rows[..., : cache.length, :], None) if exchange.rank == 0 else None
             return exchange.from_first(mx.zeros((B, Hkv, D)) if own is None else own)
         if self.spread is None or self.groups != groups:
-            # (sparq.22) from parts: the variance of the centers within ranks and between them.
+            # (sparq.22) from the statistics of each rank: variance within the ranks plus variance between the ranks.
             counts = [Shard(rank, exchange.size).before(groups * GROUP) // GROUP for rank in range(exchange.size)]
             n = counts[exchange.rank]
             coded = codes.read(cache.key_rows, whole=False) if n else None
@@ -91,7 +92,7 @@ class ShardedSparQ(SparQState):
         return self.spread
 
     def _deviation(self, cache: ShardedKVCache, exchange: Exchange, weighted: bool) -> mx.array | None:
-        """Return (sparq.1) over the keys of all ranks, if the scores are weighted."""
+        """Return the standard deviation of the keys on all ranks (sparq.1), or None if ``weighted`` is False."""
         if not weighted:
             return None
         B, Hkv, _, D = cache.key_rows.shape
@@ -104,7 +105,7 @@ class ShardedSparQ(SparQState):
         return mx.sqrt(_squares(means, squares, cache.counts()) / cache.position)
 
     def value_mean(self, cache: ShardedKVCache) -> mx.array:
-        """Return this rank's summand of (sparq.9)."""
+        """Return this rank's term ``(B, Hkv, D)`` of the mean value (sparq.9). The sum over ranks is the mean."""
         B, Hkv, _, D = cache.key_rows.shape
         if not cache.length:
             return mx.zeros((B, Hkv, D))
@@ -114,7 +115,10 @@ class ShardedSparQ(SparQState):
 
 
 def _squares(means: mx.array, squares: mx.array, counts: list[int]) -> mx.array:
-    """Return the sum of squared distances from the common mean, from the means and squares ``(N, ...)`` of N parts."""
+    """Return the sum of squared distances from the common mean, given the statistics of each rank.
+
+    ``means (N, ...)`` and ``squares (N, ...)`` are the mean and the sum of squared distances on each of N ranks.
+    """
     n = mx.array(counts, mx.float32).reshape(-1, *[1] * (means.ndim - 1))
     between = means - (n * means).sum(axis=0) / n.sum()
     return (squares + n * between**2).sum(axis=0)

@@ -1,4 +1,4 @@
-"""Select the draft length from the measured times and the acceptance rate of this run."""
+"""Selection of the draft length by measured times and the acceptance rate of drafts."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import NamedTuple
 
 from ..chunks import QUERIES
 
-MAX_DRAFTS = QUERIES - 1  # for one check
-TIMED_FIRST, TIMED_EVERY = 4, 8  # checks that are timed; a timed check waits once more for the device
-DENSE_EVERY = 128  # tokens until a dense step is timed again, because contexts grow
-PAUSE, LONGEST_PAUSE = 64, 1024  # tokens without drafts after drafting was slower
-MEMORY = 64  # examined drafts that determine the acceptance rate
+MAX_DRAFTS = QUERIES - 1  # largest number of drafts for one check
+TIMED_FIRST, TIMED_EVERY = 4, 8  # which checks are timed; a timed check waits for the device once more
+DENSE_EVERY = 128  # tokens between timed dense steps, which get slower as the context grows
+PAUSE, LONGEST_PAUSE = 64, 1024  # tokens without drafts after drafting was slower than dense steps
+MEMORY = 64  # time constant of the acceptance rate, in examined drafts
 
 
 class DraftPlan(NamedTuple):
-    """Number of tokens to draft next, and True if they are timed."""
+    """Number of tokens to draft next, and True if drafting and checking are to be timed."""
 
     drafts: int
     timed: bool
 
 
 class DraftLength:
-    """Selects the draft length with the most tokens per second; 0 if dense steps are faster.
+    """Select the draft length with the most tokens per second, or 0 if dense steps are faster.
 
-    If a draft is accepted with probability ``a``, ``n`` drafts and a check return ``1 + a + ... + a ** n`` tokens. They
-    take ``n`` sparse steps and one dense call of ``n + 1`` queries. The model of the time of this call is the time of a
-    dense step plus a constant for each further query.
+    If a draft is accepted with probability ``a``, ``n`` drafts and a check return ``1 + a + ... + a ** n`` tokens. The
+    cost is ``n`` sparse steps and one dense call with ``n + 1`` queries. The estimated time of the dense call is the
+    time of a dense step plus a constant for each further query.
 
     Args:
-        fixed: draft length; None to select it.
-        most: largest draft length that can be selected.
+        fixed: draft length to use always; None to select by speed.
+        most: largest draft length to select.
     """
 
     def __init__(self, fixed: int | None = None, most: int = MAX_DRAFTS) -> None:
@@ -45,8 +45,8 @@ class DraftLength:
         self._since_dense = DENSE_EVERY
         self._left, self._pause = 0, PAUSE
 
-    def turn(self, most: int) -> DraftPlan:
-        """Return the next draft length, at most ``most``."""
+    def next_draft(self, most: int) -> DraftPlan:
+        """Return the draft length for the next check, at most ``most``, or 0 for a dense step."""
         if most < 1 or self._left > 0:
             return DraftPlan(0, timed=False)
         timed = 0 < self._rounds <= TIMED_FIRST or self._rounds % TIMED_EVERY == TIMED_EVERY - 1
@@ -57,7 +57,7 @@ class DraftLength:
         return DraftPlan(min(self._best(), most), timed)
 
     def note_step(self, seconds: float | None) -> None:
-        """Count a dense step without drafts; ``seconds`` is None if it was not timed."""
+        """Record a dense step without drafts. ``seconds`` is its time, or None if it was not timed."""
         self._left = max(self._left - 1, 0)
         self._since_dense += 1
         if seconds is not None:
@@ -65,8 +65,8 @@ class DraftLength:
             self._since_dense = 0 if len(self._dense) > 1 else DENSE_EVERY
 
     def note_check(self, drafts: int, accepted: int, seconds: tuple[float, float] | None) -> None:
-        """Count a check of drafts, with the seconds of drafting and of checking; None if they were not timed."""
-        if self._rounds == 0:  # the first check after a pause: discard old times
+        """Record a check. ``seconds`` has the times of drafting and of checking, or is None if not timed."""
+        if self._rounds == 0:  # discard old times at the first check after a pause
             self._checks.clear()
             self._draft.clear()
         examined = min(accepted + 1, drafts)
@@ -80,7 +80,7 @@ class DraftLength:
             self._checks.append((drafts, seconds[1]))
         if self.fixed is None and len(self._checks) >= 2:
             if self.rate(self._best()) > self.rate(0):
-                if self._rounds > TIMED_FIRST:  # not only a lucky first check
+                if self._rounds > TIMED_FIRST:  # a few fast checks are not enough to reset the pause
                     self._pause = PAUSE
             else:
                 self.pauses += 1
@@ -94,8 +94,8 @@ class DraftLength:
         return (self._accepted + 1) / (self._examined + 1)
 
     def rate(self, drafts: int) -> float:
-        """Return the tokens per second with ``drafts`` drafts for each check."""
-        dense = max(median(self._dense), 1e-9)  # a clock may measure 0
+        """Return the estimated tokens per second with ``drafts`` drafts for each check."""
+        dense = max(median(self._dense), 1e-9)  # a coarse clock may measure 0
         if not drafts:
             return 1 / dense
         slope = sum(n * (seconds - dense) for n, seconds in self._checks) / sum(n * n for n, _ in self._checks)
@@ -104,5 +104,5 @@ class DraftLength:
 
     def _best(self) -> int:
         if len(self._checks) < 2:
-            return min(2 + 2 * len(self._checks), self.most)  # two lengths, to measure the time per query
+            return min(2 + 2 * len(self._checks), self.most)  # two different lengths, to estimate the time per query
         return max(range(1, self.most + 1), key=self.rate)

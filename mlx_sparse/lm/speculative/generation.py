@@ -1,8 +1,8 @@
 """Replace mlx-lm's `generate_step` by self-speculative decoding with the same tokens.
 
-A check samples from the logits of dense attention with the random numbers of dense decoding. A draft is accepted if it
-equals the sampled token. So all tokens are equal to dense decoding, with every sampler and seed. Drafts use the same
-random numbers too, so that more of them are accepted.
+A check samples tokens from the logits of dense attention, with the random numbers that dense decoding would use. A
+draft is accepted if it equals the sampled token. So the result equals dense decoding for every sampler and
+seed. Drafts are sampled with the same random numbers, which increases the acceptance rate.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .rewind import ROWS, Random, Undo
 if TYPE_CHECKING:
     from ..plan import Plan
 
-# With mlx-lm's masks for these families, several queries in one call attend other keys than single queries.
+# Model families whose masks in mlx-lm differ between one call with several queries and several calls with one query.
 UNEVEN = frozenset({"phi3small", "plamo3"})
-CLEAR_EVERY = 256  # tokens after which MLX's unused buffers are freed, as in mlx-lm
+CLEAR_EVERY = 256  # tokens between calls of mx.clear_cache, as in mlx-lm
 
 generate: Any = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
 original = generate.generate_step
@@ -46,7 +46,7 @@ greedy = make_sampler(0.0)
 
 
 def generate_step(prompt: mx.array, model: Any, *stream: Any, **options: Any) -> Iterator[tuple[int, mx.array]]:
-    """Generate as mlx-lm's function of this name does, with drafts and checks if the model is enabled losslessly."""
+    """Generate tokens with mlx-lm's `generate_step`, or with drafts if the model is enabled with ``lossless``."""
     state = getattr(model, "_mlx_sparse", None)
     if state is None or state[0].lossless is None:
         steps: Iterator[tuple[int, mx.array]] = original(prompt, model, *stream, **options)
@@ -58,9 +58,9 @@ _wraps: list[Callable[..., Any]] = []  # one entry for each lossless model
 
 
 def wrap() -> Callable[[], None]:
-    """Let mlx-lm generate with our `generate_step`; return a function that undoes this.
+    """Replace mlx-lm's `generate_step`, and return a function that undoes this call.
 
-    mlx-lm's own function is restored when all returned functions have been called.
+    After as many undo calls as `wrap` calls, mlx-lm's function is restored.
     """
     _wraps.append(generate_step)
     generate.generate_step = generate_step
@@ -78,13 +78,13 @@ Sampled = tuple[mx.array, mx.array]  # token (1,) and log-probabilities (1, voca
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a check or of a dense step.
+    """Result of a check, or of a dense step without drafts.
 
     Attributes:
-        accepted: the accepted drafts, as the check sampled them.
-        following: the token after them, which is in no cache yet.
-        settle: sets caches and random state to the state after a number of yielded tokens: the token before the drafts
-            and accepted drafts.
+        accepted: accepted drafts with the log-probabilities of dense attention; empty after a dense step.
+        following: next token after the accepted drafts, which is not in the caches yet.
+        settle: function that takes a number of tokens, counted from the token before the drafts. It resets the caches
+            and the random state to the state after these tokens.
     """
 
     accepted: list[Sampled]
@@ -93,10 +93,10 @@ class Result:
 
 
 class Run:
-    """Generation of one answer, with the arguments of mlx-lm's `generate_step`.
+    """Self-speculative generation for one prompt, with the same arguments as mlx-lm's `generate_step`.
 
     Raises:
-        ConfigError: the prompt consists of embeddings, or the cache drops keys.
+        ConfigError: the prompt consists of embeddings, or the cache does not store all keys.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Run:
         input_embeddings: mx.array | None = None,
     ) -> None:
         if input_embeddings is not None:
-            raise ConfigError("lossless: expected a prompt of tokens, got embeddings. Run this model without it.")
+            raise ConfigError("lossless: expected a prompt of tokens, got embeddings. Run without lossless.")
         if max_kv_size is not None:
             raise ConfigError(f"lossless: expected a cache that stores all keys, got max_kv_size={max_kv_size}.")
         self.plan, self.model = plan, model
@@ -128,8 +128,8 @@ class Run:
         self.processors = logits_processors or []
         self.cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
         if any(getattr(cache, "keep", 0) for cache in leaves(self.cache)):
-            # Several queries in one call would not attend the first keys, which a single query attends.
-            raise ConfigError("lossless: expected a cache that stores all keys, got one of --max-kv-size.")
+            # In such a cache, several queries in one call would not attend the first keys, but a single query would.
+            raise ConfigError("lossless: expected a cache that stores all keys, got a rotating one (--max-kv-size).")
         self.chunk = prefill_step_size
         self.quantize = functools.partial(
             generate.maybe_quantize_kv_cache,
@@ -141,11 +141,11 @@ class Run:
         self.quantizes = kv_bits is not None
         self.progress = prompt_progress_callback or (lambda done, all: None)
         self.draft_length = DraftLength(plan.lossless or None, self._longest_draft())
-        self.history: mx.array | None = None  # tokens in the caches, for processors
-        self.length = 0  # number of these tokens
+        self.history: mx.array | None = None  # tokens in the caches, for logits processors
+        self.length = 0  # number of tokens in the caches
 
     def _longest_draft(self) -> int:
-        """Return the largest useful draft length: on a GPU, the length that one kernel per layer can check."""
+        """Return the largest draft length. On a GPU, one kernel per layer must be able to check all drafts."""
         if mx.default_device().type != mx.gpu:
             return MAX_DRAFTS
         found = [MAX_DRAFTS]
@@ -155,10 +155,10 @@ class Run:
         return min(found)
 
     def tokens(self, prompt: mx.array) -> Iterator[tuple[int, mx.array]]:
-        """Yield tokens with their log-probabilities ``(vocabulary,)``.
+        """Yield generated tokens, each with its log-probabilities ``(vocabulary,)``.
 
-        At the end, or when the generator is closed, the caches have the prompt and the yielded tokens. The random state
-        is the same as after dense decoding.
+        At the end, or when the generator is closed, the caches and the random state are the same as after dense
+        decoding of the same tokens.
         """
         if len(prompt) == 0:
             raise ConfigError("prompt: expected at least one token, got none.")
@@ -168,14 +168,14 @@ class Run:
             mx.eval(y)
             self.progress(len(prompt), len(prompt))
             return
-        yielded, is_finalizing = 0, sys.is_finalizing  # a local name: modules are cleared at exit
+        yielded, is_finalizing = 0, sys.is_finalizing  # local name, because Python clears modules at exit
         while True:
             with mx.stream(self.stream), in_phase(Phase.CHECK):
-                turn = self.draft_length.turn(self._useful_drafts(yielded))
-                if turn.drafts:
-                    found = self._check(y, turn.drafts, timed=turn.timed)
+                planned = self.draft_length.next_draft(self._useful_drafts(yielded))
+                if planned.drafts:
+                    found = self._check(y, planned.drafts, timed=planned.timed)
                 else:
-                    found = self._step(y, timed=turn.timed)
+                    found = self._step(y, timed=planned.timed)
             count = 0
             try:
                 if yielded == 0:
@@ -190,13 +190,13 @@ class Run:
             finally:
                 if not is_finalizing():
                     with mx.stream(self.stream), in_phase(Phase.CHECK):
-                        found.settle(max(count, 1))  # dense decoding is one step ahead
+                        found.settle(max(count, 1))  # mlx-lm has processed the first token before it yields it
             y, logprobs = found.following
             if yielded % CLEAR_EVERY < count:
                 mx.clear_cache()
 
     def _prompt(self, prompt: mx.array) -> Sampled:
-        """Process the prompt in mlx-lm's chunks, report progress as mlx-lm does, and return the first token."""
+        """Run prefill in the same chunks as mlx-lm, report the progress, and sample the first token."""
         total = len(prompt)
         self.progress(0, total)
         while len(prompt) > 1:
@@ -215,14 +215,14 @@ class Run:
         return found
 
     def _useful_drafts(self, yielded: int) -> int:
-        """Return the number of useful drafts: 0 if they would be dense, or if the cache will still be quantized."""
+        """Return the largest useful draft length; 0 if drafts would be dense or a cache is yet to be quantized."""
         left = self.max_tokens - yielded - 1 if self.max_tokens >= 0 else self.length
         if self.quantizes and any(isinstance(cache, KVCache) for cache in leaves(self.cache)):
             return 0
         return left if self.length + 1 >= self.plan.sparse_from() else 0
 
     def _step(self, y: mx.array, *, timed: bool) -> Result:
-        """Start a dense step, which the device computes while the caller uses the token before it."""
+        """Start a dense decode step for token ``y``. Unless ``timed``, do not wait for the result."""
         if timed:
             mx.eval(y)
         began = time.perf_counter()
@@ -235,9 +235,9 @@ class Run:
         return Result([], following, lambda count: self._count_tokens([y]))
 
     def _check(self, y: mx.array, n: int, *, timed: bool) -> Result:
-        """Draft ``n`` tokens and check them by one dense call."""
+        """Draft ``n`` tokens after token ``y``, and check all drafts with one dense call."""
         undo = Undo(self.cache)
-        random = Random(self.sampler is not greedy or bool(self.processors))  # logits processors may draw too
+        random = Random(self.sampler is not greedy or bool(self.processors))  # processors may draw numbers too
         inputs = [y]
         if timed:
             mx.eval(y)
@@ -274,7 +274,7 @@ class Run:
                 if count <= n:
                     undo.restore()
                     self.model(mx.concatenate(inputs[:count])[None], cache=self.cache)
-                # Evaluate now, because another thread that continues the generation cannot.
+                # Start the evaluation now, because another thread may continue but cannot evaluate these arrays.
                 mx.async_eval([cache.state for cache in self.cache])  # type: ignore[no-untyped-call]
             random.resume(count - 1)
             self._count_tokens(inputs[:count])
@@ -282,7 +282,7 @@ class Run:
         return Result(sampled[:accepted], sampled[accepted], settle)
 
     def _count(self, n: int, accepted: int, seconds: tuple[float, float] | None) -> None:
-        """Count a check."""
+        """Record a check of ``n`` drafts in the report and in the draft length selection."""
         pauses = self.draft_length.pauses
         self.draft_length.note_check(n, accepted, seconds)
         drafting, checking = seconds or (0.0, 0.0)
@@ -299,12 +299,12 @@ class Run:
         self.plan.report.add(Counts(drafts=figures))
 
     def _last(self, tokens: mx.array) -> mx.array:
-        """Write ``tokens`` to the caches and return the logits ``(1, vocabulary)`` after them."""
+        """Run the model on ``tokens``, and return the logits ``(1, vocabulary)`` after the last token."""
         logits: mx.array = self.model(tokens[None], cache=self.cache)[:, -1]
         return logits
 
     def _sample(self, logits: mx.array, inputs: list[mx.array]) -> Sampled:
-        """Sample the token after those in the caches and ``inputs``."""
+        """Sample a token from ``logits``. ``inputs`` are the tokens that are not in ``history`` yet."""
         if self.processors:
             before = [] if self.history is None else [self.history]
             tokens = mx.concatenate([*before, *inputs])
@@ -315,14 +315,14 @@ class Run:
         return self.sampler(logprobs), logprobs
 
     def _count_tokens(self, tokens: list[mx.array]) -> None:
-        """Count tokens that have been written to the caches."""
+        """Add tokens that are in the caches now to ``length`` and ``history``."""
         self.length += sum(len(part) for part in tokens)
         if self.processors:
             self.history = mx.concatenate([*([] if self.history is None else [self.history]), *tokens])
 
 
 def check_drafts(prefill: Prefill | None, decode: Method | None, draft_tokens: int | None) -> None:
-    """Raise `ConfigError` if ``decode`` cannot draft, or ``draft_tokens`` is out of range; None selects the length."""
+    """Raise `ConfigError` if the methods cannot draft, or if ``draft_tokens`` is out of range."""
     if draft_tokens is not None and not 1 <= draft_tokens <= MAX_DRAFTS:
         raise ConfigError(f"lossless: expected 1 to {MAX_DRAFTS} drafts for each check, got {draft_tokens}.")
     if prefill is not None:
@@ -333,32 +333,32 @@ def check_drafts(prefill: Prefill | None, decode: Method | None, draft_tokens: i
 
 
 def check_options(args: argparse.Namespace, command: str, *, generates: bool) -> None:
-    """Raise `ConfigError` if the command has options that exclude ``--lossless``."""
+    """Raise `ConfigError` if the command or one of its options is not supported with ``--lossless``."""
     if not generates:
         raise ConfigError(f"--lossless: expected a command that generates from one prompt, got {command}.")
     for name in ("draft_model", "shard", "max_kv_size"):
         if getattr(args, name, None) is not None:
-            raise ConfigError(f"--lossless: expected it without --{name.replace('_', '-')}, got both. Drop one.")
+            raise ConfigError(f"--lossless: expected no --{name.replace('_', '-')}, got both options. Drop one option.")
     if getattr(args, "batch_size", 1) > 1:
         raise ConfigError(f"--lossless: expected one sequence at a time, got --batch-size {args.batch_size}.")
 
 
-def draft(plan: Any, model: Any, draft_tokens: int | None) -> None:
-    """Make a `Plan` lossless: its decode method drafts.
+def make_lossless(plan: Any, model: Any, draft_tokens: int | None) -> None:
+    """Configure a `Plan` for self-speculative decoding: the decode method drafts tokens.
 
     Raises:
-        ConfigError: the method or the model cannot draft, or the model is a part of one.
-        BackendUnavailable: mlx-lm's `generate_step` has other parameters than expected.
+        ConfigError: the method or the model cannot draft, or this process has only a part of the model.
+        BackendUnavailable: mlx-lm's `generate_step` lacks a parameter.
     """
     check_drafts(plan.prefill, plan.decode, draft_tokens)
     if not part_of(model).whole or plan.shards > 1:
-        raise ConfigError("lossless: expected a whole model on one process, got a part of one. Run without --lossless.")
+        raise ConfigError("lossless: expected a whole model on one process, got a part of a model. Disable lossless.")
     if plan.report.model_type in UNEVEN:
         family = plan.report.model_type
-        raise ConfigError(f"lossless: expected a model with the same masks for one and several tokens, got {family}.")
+        raise ConfigError(f"lossless: expected a model with equal masks for one and for several tokens, got {family}.")
     missing = {"prompt", "model", "prompt_cache", "sampler", "logits_processors"} - PARAMETERS
     if missing:
         raise BackendUnavailable(
-            f"mlx-lm: expected generate_step with {', '.join(sorted(missing))}, got one without them."
+            f"mlx-lm: expected generate_step with the parameters {', '.join(sorted(missing))}, got none of that name."
         )
     plan.lossless = draft_tokens or 0

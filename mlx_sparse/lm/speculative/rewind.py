@@ -1,4 +1,4 @@
-"""Restore the caches of a model and the random state after drafts."""
+"""Snapshots of caches and of the random state, to remove drafts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ROWS = (KVCache, QuantizedKVCache)
 
 
 class Undo:
-    """A snapshot of the caches of a model.
+    """Snapshot of the caches of a model.
 
-    KV caches are trimmed. Sliding windows and the states of linear layers overwrite their rows, so the snapshot keeps
-    their arrays, which costs a copy of a window or a state.
+    `restore` trims KV caches. Sliding-window caches and the states of linear layers overwrite old contents, so the
+    snapshot keeps the arrays of these caches, and the next write to such a cache makes a copy.
     """
 
     def __init__(self, caches: list[Any]) -> None:
@@ -27,19 +27,19 @@ class Undo:
 
     @property
     def keeps_tokens(self) -> bool:
-        """True if `restore` can keep some of the tokens since the snapshot."""
+        """True if `restore` supports ``kept`` above 0: all caches can be trimmed."""
         return not self._others
 
     def restore(self, kept: int = 0) -> None:
-        """Remove the tokens since the snapshot, except the first ``kept``."""
+        """Remove all tokens that were added after the snapshot, except the first ``kept`` tokens."""
         for cache, offset in self._rows:
             cache.trim(max(cache.offset - offset - kept, 0))
-        for cache, held in self._others:
-            vars(cache).update(_references(held))
+        for cache, attributes in self._others:
+            vars(cache).update(_references(attributes))
 
 
 def _references(value: Any) -> Any:
-    """Return new references to the same arrays: assigning to rows of an array changes every other name of it."""
+    """Return new references to the arrays in ``value``, which in-place writes to the old references do not change."""
     if isinstance(value, mx.array):
         return value[...]
     if isinstance(value, dict):
@@ -48,10 +48,10 @@ def _references(value: Any) -> Any:
 
 
 class Random:
-    """A snapshot of MLX's random state.
+    """Snapshot of MLX's random state.
 
     Args:
-        drawn: True if samplers draw random numbers.
+        drawn: True if sampling draws random numbers. If False, all methods do nothing.
     """
 
     def __init__(self, drawn: bool) -> None:
@@ -64,19 +64,19 @@ class Random:
         return key[...]
 
     def restore(self) -> None:
-        """Restore the state of the snapshot."""
+        """Restore the random state of the snapshot."""
         self._set(self._start)
 
     def note(self) -> None:
-        """Store the current state for `resume`."""
+        """Store the current random state for `resume`."""
         if self._drawn:
             self.noted.append(self._now())
 
     def resume(self, index: int) -> None:
-        """Set the random state to the stored state ``index``."""
+        """Set the random state to state number ``index`` of the states that `note` stored."""
         self._set(self.noted[index] if self._drawn else None)
 
     def _set(self, key: mx.array | None) -> None:
         if key is not None:
             high, low = np.array(key).tolist()
-            mx.random.seed(high << 32 | low)  # a key is its seed in two halves
+            mx.random.seed(high << 32 | low)  # a key has the two 32-bit halves of its seed

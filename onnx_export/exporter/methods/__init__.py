@@ -1,4 +1,4 @@
-"""Export each method: one file per method, and the table of decoding methods."""
+"""Describe how each attention method is exported: one module per method, and the table of decode methods."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from .saap import SaapDecoding
 from .sparq import SparQDecoding
 
 DECODE: Mapping[type[Method], type[Decoding]] = {Dense: Decoding, SparQ: SparQDecoding, SAAP: SaapDecoding}
-EXACT = Decoding(Dense())  # for layers without a sparse method
+EXACT = Decoding(Dense())  # method of the layers that stay dense

@@ -1,4 +1,4 @@
-"""Define the interface between the exporter and a decoding method."""
+"""Define the interface between the exporter and a decode method."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mlx_sparse.methods import Method
 from ...operators import OPERATORS
 from ..graph import Graph
 
-# For verification: tokens of the prompt, and the largest number of keys that the sparse step may attend to. With so few
-# keys a short prompt already has a sparse step.
+# For verification: number of prompt tokens, and maximum number of keys that a sparse step attends to. This number is
+# small, so that a step after the short prompt is already sparse.
 PROMPT, KEYS = 8, 4
 
 
@@ -23,10 +23,10 @@ class Step:
     """Inputs of one decode step of a layer in MLX.
 
     Attributes:
-        layer: number of the layer.
+        layer: layer number.
         query: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``, the new token included.
-        before: the query and all keys before RoPE.
+        before: the query and all keys before RoPE, in the shapes above.
         scale: factor of the logits.
     """
 
@@ -40,11 +40,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Decoding method of the layers of a file. This class decodes densely; subclasses are sparse.
+    """Decode method of an exported file. This class decodes densely; subclasses are sparse.
 
     Attributes:
-        operator: name of the operator that appends to the caches and attends. Its states, ``past_*`` to ``present_*``,
-            become inputs and outputs of the file.
+        operator: name of the operator that appends to the caches and attends. Its states (``past_*`` and
+            ``present_*``) become inputs and outputs of the file.
         method: settings with every "auto" resolved.
         group: number of consecutive keys that are quantized together; 0 if the method quantizes no keys.
     """
@@ -54,8 +54,8 @@ class Decoding:
     method: Method
 
     @classmethod
-    def settled(cls, config: Any, model: Any) -> Decoding:
-        """Return the method with the settings ``config``, with every "auto" resolved for mlx-lm's ``model``.
+    def resolve(cls, config: Any, model: Any) -> Decoding:
+        """Return the decode method for the settings ``config``, with every "auto" resolved for mlx-lm's ``model``.
 
         Raises:
             ConfigError: a setting does not fit the model, or cannot be exported.
@@ -65,44 +65,47 @@ class Decoding:
 
     @property
     def has_body(self) -> bool:
-        """Return True if the operator runs without the native kernels."""
+        """Return True if the operator has a function body, so that it runs without the native kernels."""
         return OPERATORS[self.operator].has_body
 
     @property
     def sparse_from(self) -> int | None:
-        """Smallest number of keys at which decode steps are sparse; None if all steps are dense."""
+        """Number of keys at and above which decode steps are sparse; None if all steps are dense."""
         below = getattr(self.method, "dense_below", None)
         return None if below is None else int(below)
 
     @property
     def text(self) -> str:
-        """Return the method as text."""
+        """Return the method and its settings as text, such as "sparq:rank=16"."""
         return str(self.method)
 
-    def serves(self, layer: int) -> bool:
-        """Return True if a layer without a sliding window uses the operator."""
+    def supports(self, layer: int) -> bool:
+        """Return True if the method supports this layer, which has no sliding window."""
         return True
 
     def attributes(self, lanes: int) -> dict[str, float]:
-        """Return the attributes except ``scale`` and ``window``; ``lanes`` is keys per component-major chunk."""
+        """Return the attributes of the operator except ``scale`` and ``window``.
+
+        ``lanes`` is the number of keys per chunk of component-major keys.
+        """
         return {}
 
     def axes(self, capacity: int) -> dict[str, int]:
-        """Return the lengths of axes that only this operator's states have, for caches of ``capacity`` tokens."""
+        """Return the lengths of the axes that only states of this operator have, for caches of ``capacity`` tokens."""
         return {}
 
     def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
-        """Return further inputs, selected from queries and keys ``before`` and ``after`` RoPE, (B, L, H, D)."""
+        """Return inputs of only this operator by name: queries or keys (B, L, H, D) ``before`` or ``after`` RoPE."""
         return {}
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
-        """Store the weights of the operator and return them as its inputs."""
+        """Add the weights of the operator to the graph. Return the name of each weight by input."""
         return {}
 
     def attend(self, call: Step) -> mx.array:
-        """Return MLX's output of a sparse step, ``(B, Hq, 1, D)``, for verification."""
+        """Compute a sparse decode step with MLX for verification. Return its output ``(B, Hq, 1, D)``."""
         raise NotImplementedError
 
     def shortened(self) -> Decoding:
-        """Return the method with settings that are sparse after `PROMPT` tokens and attend to at most `KEYS` keys."""
+        """Return the method with other settings: steps after `PROMPT` tokens are sparse, over at most `KEYS` keys."""
         return self

@@ -1,4 +1,4 @@
-"""Export SAAP with the centroids and query networks of its artefact."""
+"""Export SAAP decoding with the centroids and query networks of an artefact."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 
 @dataclass(frozen=True)
 class SaapDecoding(Decoding):
-    """Decoding by SAAP.
+    """Decode method SAAP.
 
     Attributes:
-        layers: centroids and query networks by layer number; other layers are dense.
+        layers: centroids and query networks by layer number. All other layers are dense.
     """
 
     operator: ClassVar[str] = "SaapAttention"
@@ -37,18 +37,18 @@ class SaapDecoding(Decoding):
     layers: Mapping[int, artefact.Layer]
 
     @classmethod
-    def settled(cls, config: SAAP, model: Any) -> SaapDecoding:
-        made = cls(config, _served(config, model))
+    def resolve(cls, config: SAAP, model: Any) -> SaapDecoding:
+        made = cls(config, _saap_layers(config, model))
         below = saap_dense_below(config, *made._sizes)
         return dataclasses.replace(made, method=dataclasses.replace(config, dense_below=below))
 
     @property
     def text(self) -> str:
-        """Return the method as text. The path of the artefact is private, so only its file name is included."""
-        assert self.method.artefact is not None  # settled() raises otherwise
+        """Return the method as text, with the file name of the artefact in place of its path, which may be private."""
+        assert self.method.artefact is not None  # resolve() raises otherwise
         return str(dataclasses.replace(self.method, artefact=Path(self.method.artefact).name))
 
-    def serves(self, layer: int) -> bool:
+    def supports(self, layer: int) -> bool:
         return layer in self.layers
 
     def attributes(self, lanes: int) -> dict[str, float]:
@@ -59,7 +59,7 @@ class SaapDecoding(Decoding):
         return dict(zip(("query_before", "key_before"), before, strict=True))
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
-        """Store all arrays as float16 if all arrays of the artefact are float16, and as float32 otherwise."""
+        """Add the arrays of the artefact, as float16 if all of them are float16 and as float32 otherwise."""
         arrays = self.layers[layer].arrays()
         half = all(array.dtype == mx.float16 for array in arrays.values())
         places = {}
@@ -89,29 +89,29 @@ class SaapDecoding(Decoding):
     def shortened(self) -> SaapDecoding:
         sinks = min(self.method.sink_tokens, 1)
         recent = KEYS - sinks
-        # A file indexes every key as soon as the key leaves the recent window.
+        # An exported file assigns every key to a bucket as soon as the key leaves the recent window.
         short = dataclasses.replace(self.method, sink_tokens=sinks, recent_tokens=recent, dense_below=0, merge_every=1)
         return dataclasses.replace(self, method=short)
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
-        """Head dim, buckets, and number of network weights that a step reads per KV head."""
+        """Head dim, number of buckets, and number of network weights that a step reads per KV head."""
         layer = next(iter(self.layers.values()))
         heads, buckets, D = layer.centroids.shape
         network = layer.arrays()
         return D, buckets, sum(network[name].size for name in NETWORK) // heads
 
 
-def _served(config: SAAP, model: Any) -> Mapping[int, artefact.Layer]:
-    """Load the artefact of ``config`` and return the layers of ``model`` that SAAP serves.
+def _saap_layers(config: SAAP, model: Any) -> Mapping[int, artefact.Layer]:
+    """Load the artefact of ``config`` and return its layers, by number, that use SAAP in ``model``.
 
     Raises:
         ArtefactError: the file is damaged, or was trained for another model.
-        ConfigError: there is no file, it has too few buckets, or no layer is left for SAAP.
+        ConfigError: the file does not exist or has too few buckets, or no layer can use SAAP.
     """
     if config.mode == "online":
         raise ConfigError(
-            "mode: expected trained for a file, which fits no centroids of its own, got online. "
+            "mode: expected trained, because an exported file cannot fit centroids, got online. "
             "Train an artefact with mlx-sparse train-saap."
         )
     file = config.file
@@ -127,7 +127,7 @@ def _served(config: SAAP, model: Any) -> Mapping[int, artefact.Layer]:
     }
     if not layers:
         raise ConfigError(
-            f"dense_layers: expected a layer that SAAP serves, got {config.dense_layers} dense ones, others with a "
-            f"sliding window or not in {file}. Give fewer."
+            f"dense_layers: expected at least one layer for SAAP, got {config.dense_layers} dense layers; the "
+            f"others have a sliding window or are not in {file}. Set a smaller number."
         )
     return layers

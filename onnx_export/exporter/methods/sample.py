@@ -1,4 +1,4 @@
-"""Export SampleAttention."""
+"""Export SampleAttention as the prefill method of a file."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from mlx_sparse.methods import Sample
 
 from ...defaults import SAMPLE_BELOW
 
-SHORT_PROMPT, SHORT_BLOCK = 160, 32  # tokens: a `shortened` method skips blocks of such a prompt
+SHORT_PROMPT, SHORT_BLOCK = 160, 32  # tokens: a `shortened` method skips blocks in a prompt of this length
 
 
-def settled(config: Sample, max_length: int) -> Sample:
-    """Return SampleAttention with one setting for all contexts, as the attributes of an operator require.
+def resolve(config: Sample, max_length: int) -> Sample:
+    """Return SampleAttention with one setting for all context lengths, because operator attributes are constant.
 
     Raises:
-        ConfigError: several ranges of contexts within ``max_length`` have different settings, or ``dense_above`` is
-            set.
+        ConfigError: context ranges within ``max_length`` have different settings, or ``dense_above`` is set.
     """
     if config.dense_above not in ("auto", 1):
         raise ConfigError(
-            f"dense_above: expected auto or 1, as a file attends by its blocks however many it has chosen, got "
-            f"{config.dense_above}. Give dense_below instead."
+            "dense_above: expected auto or 1, because an exported file uses its block lists at every density, got "
+            f"{config.dense_above}. Set dense_below instead."
         )
     found = {config.at(S) for S in (1, *(entry.up_to for entry in config.ranges if entry.up_to <= max_length))}
     if len(found) > 1:
         raise ConfigError(
             f"ranges: expected one setting for all contexts up to {max_length} tokens, which a file has, got "
-            f"{len(found)}. Give alpha_column, alpha_slash and chunks instead."
+            f"{len(found)}. Set alpha_column, alpha_slash and chunks instead."
         )
     below = SAMPLE_BELOW if config.dense_below == "auto" else config.dense_below
     return dataclasses.replace(found.pop(), dense_below=below)
@@ -43,7 +42,7 @@ def attributes(config: Sample) -> dict[str, float]:
 
 
 def attend(config: Sample, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """Return MLX's output of a prefill chunk, for verification."""
+    """Compute a prefill chunk with MLX for verification. Return its output ``(B, Hq, L, D)``."""
     made: mx.array = mlx_sparse.sample_attention(
         queries, keys, values, **config.parameters(), scale=scale, backend="ops"
     )
@@ -51,7 +50,7 @@ def attend(config: Sample, queries: mx.array, keys: mx.array, values: mx.array, 
 
 
 def shortened(config: Sample) -> Sample:
-    """Return settings that skip blocks of a prompt of `SHORT_PROMPT` random tokens."""
+    """Return settings with which prefill of `SHORT_PROMPT` random tokens skips blocks, for verification."""
     return dataclasses.replace(
         config,
         alpha_column=config.alpha_column / 2,

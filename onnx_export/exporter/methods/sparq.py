@@ -1,4 +1,4 @@
-"""Export SparQ."""
+"""Export SparQ decoding with 16-bit or int4 scoring keys."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from .base import KEYS, Decoding, Step
 
 @dataclass(frozen=True)
 class SparQDecoding(Decoding):
-    """Decoding by SparQ."""
+    """Decode method SparQ with component-major scoring keys."""
 
     operator: ClassVar[str] = "SparQAttention"
     method: SparQ
 
     @classmethod
-    def settled(cls, config: SparQ, model: Any) -> SparQDecoding:
-        """Return the method with every "auto" resolved as in `mlx_sparse.enable`."""
+    def resolve(cls, config: SparQ, model: Any) -> SparQDecoding:
+        """Return the decode method, with every "auto" resolved as in `mlx_sparse.enable`."""
         attention = model.layers[0].self_attn
         G, D = attention.n_heads // attention.n_kv_heads, head_dim(attention)
         check_rank(config.rank, D)
         resolved = config.for_model(qk_norm="q_norm" in attention, grouped=G > 1)
-        settled = dataclasses.replace(
+        method = dataclasses.replace(
             resolved,
             local_window=check_local_window(config.local_window, config.top_k),
             reallocate=resolved.reallocates(G),
             dense_below=dense_below(config, D),
         )
-        return CodedSparQDecoding(settled) if settled.key_bits < 16 else cls(settled)
+        return CodedSparQDecoding(method) if method.key_bits < 16 else cls(method)
 
     def attributes(self, lanes: int) -> dict[str, float]:
         method = self.method
@@ -76,7 +76,7 @@ class SparQDecoding(Decoding):
 
 @dataclass(frozen=True)
 class CodedSparQDecoding(SparQDecoding):
-    """Decoding by SparQ with int4 scoring keys, which only the native kernels support."""
+    """Decode method SparQ with int4 scoring keys, which only the native kernels support."""
 
     operator: ClassVar[str] = "SparQCodedAttention"
     group: ClassVar[int] = GROUP

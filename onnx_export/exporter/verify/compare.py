@@ -1,4 +1,4 @@
-"""Compare the logits of a finished file with the logits of MLX."""
+"""Compare the logits of an exported file with the logits of MLX."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Agreement:
 
     Attributes:
         dense: largest difference with dense attention.
-        sparse: largest difference of the median row of a sparse step, None if decoding is dense.
-        largest: largest logit, for comparison.
-        sampled: like ``sparse``, for sampled prefill.
-        coded: like ``sparse``, after full groups of int4 scoring keys.
+        sparse: largest difference in the median row after a sparse step; None if decoding is dense.
+        largest: largest absolute logit of MLX.
+        sampled: largest difference in the median row after sampled prefill, or None.
+        coded: largest difference in the median row after a step over int4 scoring keys, or None.
     """
 
     dense: float
@@ -50,16 +50,16 @@ class Agreement:
 
 
 def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Target, lower: Lower) -> Agreement:
-    """Run the finished file on ONNX Runtime, and a copy with float32 caches that shares its data.
+    """Compare the file, and a copy with float32 caches that shares its data, with MLX on ONNX Runtime.
 
-    The native kernels run only files whose operators have no function body.
+    Native kernels are used only if the operators have no function body.
 
     Args:
-        model: the model before ``lower`` was applied.
+        model: the model without the transformation ``lower``.
         folder: the folder of model.onnx and its data.
         expected: logits and tolerances of MLX.
         target: settings of the file.
-        lower: last transformation of the model, which is applied to the copy too.
+        lower: last transformation of the file, such as `inline`, which is applied to the copy too.
 
     Raises:
         ArtefactError: the logits differ by more than the tolerance.
@@ -67,7 +67,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
     logits = expected.logits
     native = "off" if target.decode.has_body else "auto"
     got = _steps(File(folder / "model.onnx", len(expected.tokens), native), expected.tokens)
-    sparse_from = target.decode.sparse_from  # beyond the keys that are always attended
+    sparse_from = target.decode.sparse_from  # larger than the number of keys that are always attended
     is_sparse = sparse_from is not None
     if sparse_from is not None:
         got = got[: 1 + (PROMPT + 1 < sparse_from)]
@@ -104,10 +104,10 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
 
 
 def _median_error(got: Array, wanted: Array, dense: Array, allowed: float, *, where: str) -> float:
-    """Return the largest difference of the median row.
+    """Return the largest difference in the median row, or raise `ArtefactError` if it exceeds the tolerance.
 
-    Rounding may swap keys or blocks whose scores are almost equal. This is rare and changes the logits less than
-    missing keys would. The median row ignores it.
+    Rounding may swap keys or blocks with almost equal scores. A swap is rare and changes the logits less than missing
+    keys would. The median over the rows ignores it.
     """
     error = np.abs(got - wanted).max(axis=1)
     median = float(np.median(error))
@@ -124,12 +124,12 @@ def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
 
 
 def _steps(file: File, tokens: Array) -> list[Array]:
-    """Return the logits after prefill, and after one more token."""
+    """Return the logits after prefill of `PROMPT` tokens and the logits after one more token."""
     return [file.step(tokens[:, begin:end]).copy() for begin, end in ((0, PROMPT), (PROMPT, PROMPT + 1))]
 
 
 class File(Runner):
-    """A runner that accepts as many tokens as the capacity of the caches.
+    """A runner that allows the full capacity of the caches, not only ``max_length`` tokens.
 
     Raises:
         ConfigError: the caches do not fit into memory.
@@ -141,7 +141,7 @@ class File(Runner):
         self.max_length = self._capacity
 
     def _open(self, options: onnxruntime.SessionOptions, **how: Any) -> onnxruntime.InferenceSession:
-        # Without constant folding, half-precision weights are widened one at a time, which needs less memory.
+        # Without constant folding, half-precision weights become float32 one at a time, which needs less memory.
         options.enable_cpu_mem_arena = False
         return super()._open(options, disabled_optimizers=["ConstantFolding"], **how)
 
@@ -150,5 +150,5 @@ class File(Runner):
             return zeros(shape, dtype)
         except MemoryError:
             raise ConfigError(
-                f"--max-length: expected caches that fit into memory, got some of shape {shape}. Give a smaller number."
+                f"--max-length: expected caches that fit into memory, got shape {shape}. Set a smaller number."
             ) from None

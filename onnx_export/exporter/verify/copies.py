@@ -1,4 +1,4 @@
-"""Make copies of a model whose sparse methods are active on short prompts."""
+"""Copy an exported model with other settings, so that its methods are sparse on short prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
-    """Return the model with float32 caches and with methods that are sparse on short prompts."""
+    """Return a copy of the model with float32 caches and with methods that are sparse on short prompts."""
     made = onnx.ModelProto()
     made.CopyFrom(model)
     for tensor in (*made.graph.input, *made.graph.output):
@@ -24,7 +24,7 @@ def copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
     for node in made.graph.node:
         for attribute in node.attribute:
             name = attribute.name
-            if node.op_type == "Cast":  # from the type of the weights, or to the type of the caches
+            if node.op_type == "Cast":  # casts from the type of the weights, or to the type of the caches
                 attribute.i = TensorProto.FLOAT
             elif node.domain == DOMAIN and short.get(name) != own.get(name):
                 setattr(attribute, "f" if isinstance(short[name], float) else "i", short[name])
@@ -39,7 +39,7 @@ def keep_layers(model: onnx.ModelProto, count: int) -> None:
     needed, nodes = {"logits"}, []
     for node in reversed(graph.node):
         if not needed.isdisjoint(node.output):
-            # Outside the layers, only the norm before the head reads the last layer.
+            # Outside the layers, only the norm before the head reads the output of the last layer.
             node.input[:] = [output_of(count - 1) if name == output_of(last) else name for name in node.input]
             needed.update(name for name in node.input if name)
             nodes.append(node)

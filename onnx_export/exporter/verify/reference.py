@@ -1,4 +1,4 @@
-"""Compute the logits of a model in MLX, and the tolerance of a file."""
+"""Compute the logits of a model in MLX, and the tolerances for an exported file."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ Array = npt.NDArray[Any]
 Attention = Callable[..., mx.array]
 
 ATTENTION = "scaled_dot_product_attention"  # name under which models import mlx-lm's function
-ROWS = 3  # prompts
-SLACK = 2  # factor of the tolerance, because the noise has only the typical size of rounding errors
+ROWS = 3  # number of prompts
+SLACK = 2  # factor of the tolerance, because rounding errors can be larger than the noise, which has a typical size
 
 
 @dataclass(frozen=True)
 class FirstLayers:
-    """Logits of the first layers in MLX for a longer prompt, with a method that is sparse on it.
+    """Logits of a model with only the first layers, computed in MLX for a longer prompt with a sparse method.
 
     Attributes:
         layers: number of layers before the norm and the head.
-        chunks: tokens of successive calls, each (rows, any number).
-        logits: (rows, vocabulary).
-        dense: the same with dense attention.
-        error: tolerance of the largest difference of the median row.
+        chunks: tokens of successive calls, each (rows, number of tokens).
+        logits: logits (rows, vocabulary) with the sparse method.
+        dense: logits (rows, vocabulary) with dense attention.
+        error: tolerance of the largest difference in the median row.
     """
 
     layers: int
@@ -55,17 +55,17 @@ class FirstLayers:
 
 @dataclass(frozen=True)
 class Expected:
-    """Logits (rows, vocabulary) of MLX, and the tolerances of a file.
+    """Logits of MLX and the tolerances for an exported file.
 
     Attributes:
-        tokens: (rows, PROMPT + 1).
-        logits: after prefill, after one more dense token, and after the same token with sparse attention. If the
-            method is dense, the third is missing.
+        tokens: token ids (rows, PROMPT + 1).
+        logits: (rows, vocabulary) after prefill, after a dense step with one more token, and after a sparse step with
+            the same token. The last array is missing if the method is dense.
         rounded: tolerance of the file's dense logits.
         dense: tolerance of dense logits with float32 caches.
-        sparse: tolerance of the median row's sparse logits, with float32 caches.
-        sampled: logits of a prompt of several blocks; None if prefill is dense.
-        coded: logits of a prompt that fills a group of keys and a step that fills another; None without groups.
+        sparse: tolerance of the sparse logits of the median row with float32 caches.
+        sampled: logits after a prompt of several blocks; None if prefill is dense.
+        coded: logits after a prompt and a step that each fill a group of keys; None if no keys are quantized.
     """
 
     tokens: Array
@@ -78,9 +78,9 @@ class Expected:
 
 
 def reference(model: Any, target: Target) -> Expected:
-    """Compute the logits on the CPU, because matrix products on Metal may round to less than float32.
+    """Compute the logits and tolerances on the CPU, because Metal's matrix products may be less exact than float32.
 
-    The function changes the parameters of the model to the rounded parameters of the file.
+    This replaces the parameters of ``model`` by the rounded parameters of the file.
 
     Raises:
         ArtefactError: the logits are not finite.
@@ -95,7 +95,7 @@ def _reference(model: Any, target: Target) -> Expected:
     embedding = model.model.embed_tokens = _Float32Embedding(model.model.embed_tokens)
     if "lm_head" in model:
         model.lm_head = _LastTokenHead(model.lm_head)
-    # The error of a sum of K products is about sqrt(K) / 2 ulp, and the errors of the layers add up.
+    # The rounding error of a sum of K products is about sqrt(K) / 2 ulp, and the errors of the layers add up.
     products = [_columns(module) for _, module in model.named_modules() if isinstance(module, (nn.Linear, *QUANTIZED))]
     noise = 2.0**-24 * math.sqrt(max(products) * len(products))
     short = target.shortened()
@@ -118,27 +118,27 @@ def _reference(model: Any, target: Target) -> Expected:
             held = [_run(model, chunk, cache) for chunk in (tokens[:, :-1], tokens[:, -1:])]
         lost = largest(exact[:2], held)
         if not math.isfinite(lost):
-            raise ConfigError(f"--dtype: expected a type that holds keys and values, got {target.dtype}. Give another.")
+            raise ConfigError(f"--dtype: expected a type with the range of keys and values, got {target.dtype}.")
     sampled = coded = None
     if short.prompts is not None:
-        sampled = _of_first_layers(model, short, min(sample.SHORT_PROMPT, target.max_length), 0, noise)
+        sampled = _run_first_layers(model, short, min(sample.SHORT_PROMPT, target.max_length), 0, noise)
     group = target.decode.group
     if group and target.capacity >= group:
-        coded = _of_first_layers(model, short, min(2, target.capacity // group) * group, 1, noise)
+        coded = _run_first_layers(model, short, min(2, target.capacity // group) * group, 1, noise)
     bounds = SLACK * (dense + lost), SLACK * dense, SLACK * float(np.median(moves[-1]))
     return Expected(tokens, exact, *bounds, sampled, coded)
 
 
-def _of_first_layers(model: Any, short: Target, count: int, last: int, noise: float) -> FirstLayers:
-    """Run the first layers over ``count`` tokens, with the ``last`` tokens in a separate call."""
+def _run_first_layers(model: Any, short: Target, count: int, last: int, noise: float) -> FirstLayers:
+    """Compute logits with the first layers for ``count`` tokens. The ``last`` tokens are a separate call."""
     embedding = model.model.embed_tokens
     tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], (ROWS, count))
     chunks = np.split(tokens, [count - last], axis=1) if last else [tokens]
-    # Errors of a sparse layer reach the last row through later layers only.
+    # An error in a sparse layer changes the last row only through later layers.
     unbounded = [i for i, layer in enumerate(model.layers) if not window_of(layer, model)]
     layers = min(len(model.layers), (unbounded[:2] or [0])[-1] + 2)
     runs = []
-    caches = [make_prompt_cache(model) for _ in range(3)]  # for all layers: models read their layer types from it
+    caches = [make_prompt_cache(model) for _ in range(3)]  # of all layers, from which models read their layer types
     with _replaced((model.model, "layers", model.model.layers[:layers])):  # skip the other layers
         with _sparse(model, short):
             for embedding.noise in (noise, 0.0):
@@ -151,7 +151,7 @@ def _of_first_layers(model: Any, short: Target, count: int, last: int, noise: fl
 
 @contextmanager
 def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Set attributes of objects to other values, and restore them at the end."""
+    """Set attributes ``(object, name, value)`` and restore their old values at the end."""
     before = [(place, name, getattr(place, name)) for place, name, _ in changes]
     for change in changes:
         setattr(*change)
@@ -163,33 +163,33 @@ def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def _columns(module: Any) -> int:
-    """Return the number of products that a linear layer sums."""
+    """Return the number of input columns of a linear layer."""
     if isinstance(module, QUANTIZED):
         return int(module.scales.shape[1] * module.group_size)
     return int(module.weight.shape[1])
 
 
 def largest(found: Sequence[Array], wanted: Sequence[Array]) -> float:
-    """Return the largest difference, or NaN if any difference is NaN."""
+    """Return the largest absolute difference of two lists of arrays, or NaN if any difference is NaN."""
     return float(np.max([np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)]))
 
 
 def _as_stored(model: Any, dtype: str) -> None:
-    """Round matrices to their storage type, and convert vectors and scales to float32."""
+    """Round the matrices of a model to the type of the file, and convert vectors and scales to float32."""
 
     def stored(name: str, array: mx.array) -> mx.array:
         if not mx.issubdtype(array.dtype, mx.floating):
             return array
         matrix = array.ndim == 2 and name.endswith(".weight")
         if matrix and dtype == "float32":
-            return array  # products with float32 are computed in float32
+            return array  # MLX computes products with float32 activations in float32
         return array.astype(getattr(mx, dtype) if matrix else mx.float32)
 
     model.update(tree_map_with_path(stored, model.parameters()))
 
 
 class _Float32Embedding(nn.Module):
-    """An embedding with float32 output and relative ``noise``. It makes all later activations float32."""
+    """Embedding with float32 output and relative ``noise``, so that all later activations are float32."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -206,7 +206,7 @@ class _Float32Embedding(nn.Module):
 
 
 class _LastTokenHead(nn.Module):
-    """A head that computes the logits of the last token only."""
+    """Output head that computes the logits of the last token only."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -218,7 +218,7 @@ class _LastTokenHead(nn.Module):
 
 
 def _layer_by_layer(model: Any) -> AbstractContextManager[None]:
-    """Evaluate each layer before the next, so that only one layer's weights are widened at a time."""
+    """Evaluate the model layer by layer, so that only one layer has float32 weights in memory at a time."""
     layer = type(model.layers[0])
     original = layer.__call__
 
@@ -232,7 +232,7 @@ def _layer_by_layer(model: Any) -> AbstractContextManager[None]:
 
 
 class _RecordedRope:
-    """A RoPE module that appends its layer number and each input to ``seen``."""
+    """RoPE module that records its layer number and each input in ``seen``."""
 
     def __init__(self, inner: Any, layer: int, seen: deque[tuple[int, mx.array]]) -> None:
         self._inner, self._layer, self._seen = inner, layer, seen
@@ -243,11 +243,11 @@ class _RecordedRope:
 
 
 def _sparse(model: Any, short: Target) -> AbstractContextManager[None]:
-    """Use the sparse functions of `mlx_sparse` in the layers in which the file is sparse.
+    """Patch the attention of mlx-lm: use sparse functions of `mlx_sparse` in the layers that are sparse in the file.
 
-    The prompt of a decode step must be one call.
+    The prompt before a decode step must be a single call.
     """
-    seen: deque[tuple[int, mx.array]] = deque(maxlen=2)  # inputs of RoPE: a query, then keys
+    seen: deque[tuple[int, mx.array]] = deque(maxlen=2)  # the last two inputs of RoPE: a query, then keys
     windows = [window_of(layer, model) for layer in model.layers]
     prompt_keys: dict[int, mx.array] = {}
     prompts, decode = short.prompts, short.decode
@@ -258,7 +258,7 @@ def _sparse(model: Any, short: Target) -> AbstractContextManager[None]:
             L = queries.shape[2]
             if L > 1:
                 prompt_keys[layer] = new
-            if L == 1 and decode.sparse_from is not None and decode.serves(layer) and not windows[layer]:
+            if L == 1 and decode.sparse_from is not None and decode.supports(layer) and not windows[layer]:
                 before = query, mx.concatenate([prompt_keys[layer], new], axis=2)
                 return decode.attend(Step(layer, queries, keys, values, before, scale))
             if prompts is not None and L > prompts.block_size and not windows[layer]:
@@ -273,7 +273,7 @@ def _sparse(model: Any, short: Target) -> AbstractContextManager[None]:
 
 
 def _rounding(model: Any, dtype: str) -> AbstractContextManager[None]:
-    """Round queries, keys, values and the output of every attention call to the type of the caches."""
+    """Patch the attention of mlx-lm to round queries, keys, values and output to the type of the caches."""
     kind = getattr(mx, dtype)
 
     def rounded(array: mx.array) -> mx.array:
@@ -290,17 +290,17 @@ def _rounding(model: Any, dtype: str) -> AbstractContextManager[None]:
 
 
 def _attention_of(model: Any, wrap: Callable[[Attention], Attention]) -> list[tuple[Any, str, Attention]]:
-    """Return the changes that wrap mlx-lm's attention function in all modules of a model."""
+    """Return the changes for `_replaced` that wrap mlx-lm's attention function in all modules of a model."""
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
     modules = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), ATTENTION)]
     return [(module, ATTENTION, wrap(getattr(module, ATTENTION))) for module in modules]
 
 
 def _run_chunks(model: Any, chunks: Sequence[Array], cache: Any) -> Array:
-    """Return the logits after the last of successive calls."""
+    """Run successive calls with one cache and return the logits (rows, vocabulary) of the last call."""
     return [_run(model, chunk, cache) for chunk in chunks][-1]
 
 
 def _run(model: Any, tokens: Array, cache: Any) -> Array:
-    """Return the logits (rows, vocabulary) after these tokens."""
+    """Run one call and return the logits (rows, vocabulary) of its last token."""
     return np.array(model(mx.array(tokens), cache=cache)[:, -1])

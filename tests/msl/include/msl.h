@@ -1,5 +1,5 @@
-// The Metal standard library on the host, for clang: ext_vector_type gives MSL's vectors, layout and swizzles.
-// With MSL_TYPED the address spaces are real types and the text is only checked, never run.
+// The Metal standard library for clang on the host. ext_vector_type has the layout and swizzles of MSL's vectors.
+// With MSL_TYPED, address spaces are distinct types, and the text is only checked and not run.
 #pragma once
 
 #define METAL_FUNC inline __attribute__((always_inline))
@@ -19,7 +19,7 @@
 #define M_LOG2E_F 1.44269504088896340736f
 #define M_SQRT2_F 1.41421356237309504880f
 
-#ifndef MSL_PREPROCESS  // the translator's first pass wants the macros only
+#ifndef MSL_PREPROCESS  // the translator's first pass needs only the macros
 #include "abi.h"
 
 typedef unsigned char uchar, uint8_t;
@@ -43,7 +43,7 @@ typedef __bf16 bfloat;
 #define threadgroup
 #endif
 #define thread
-#define MSL_RAW __attribute__((noinline, convergent, no_sanitize("all")))  // no callback: the runtime is told explicitly
+#define MSL_RAW __attribute__((noinline, convergent, no_sanitize("all")))  // no callbacks: explicit calls of the runtime
 #define MSL_INLINE inline __attribute__((always_inline, no_sanitize("all")))
 
 namespace metal {
@@ -123,7 +123,7 @@ MSL_LIMITS(bfloat, bfloat(-0x1.fep127f), bfloat(0x1.fep127f), bfloat(0x1p-126f),
 MSL_INT_LIMITS(bool) MSL_INT_LIMITS(char) MSL_INT_LIMITS(int8_t) MSL_INT_LIMITS(uchar) MSL_INT_LIMITS(short)
 MSL_INT_LIMITS(ushort) MSL_INT_LIMITS(int) MSL_INT_LIMITS(uint) MSL_INT_LIMITS(long) MSL_INT_LIMITS(ulong)
 
-// ---- math: computed in float and rounded once for half and bfloat; vectors element by element
+// ---- math: half and bfloat are computed in float and rounded once; vectors are computed element by element
 #define MSL_EACH1(f) \
   template <class T, int N> MSL_INLINE auto f(vec<T, N> v) { \
     vec<decltype(f(T())), N> r; for (int i = 0; i < N; ++i) r[i] = f(T(v[i])); return r; }
@@ -175,7 +175,7 @@ MSL_INLINE float ldexp(float x, int e) { return __builtin_ldexpf(x, e); }
 MSL_INLINE half ldexp(half x, int e) { return half(__builtin_ldexpf(x, e)); }
 
 
-// ---- integers, and what floats and integers share
+// ---- functions of integers, and functions of floats and integers
 template <class T> MSL_INLINE T max(T a, T b) {
   if constexpr (is_floating_point_v<T>) return fmax(a, b); else return a < b ? b : a;
 }
@@ -217,14 +217,14 @@ template <class T, int N> MSL_INLINE T dot(vec<T, N> a, vec<T, N> b) {
 }
 template <class T, int N> MSL_INLINE T length_squared(vec<T, N> a) { return dot(a, a); }
 template <class T, int N> MSL_INLINE T length(vec<T, N> a) { return sqrt(dot(a, a)); }
-namespace fast { using namespace metal; }     // precision is not modelled: fast is as good as precise
+namespace fast { using namespace metal; }     // precision is not modeled: fast equals precise
 namespace precise { using namespace metal; }
 struct os_log {
   template <class... A> constexpr os_log(A...) {}
   template <class... A> void log_debug(A...) const {}
 };
 
-// ---- barriers and operations of a simdgroup: a lane hands in its operand; the runtime combines when all have come
+// ---- barriers and simdgroup operations: each lane passes its operand, and the runtime combines the operands of all lanes
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4, mem_threadgroup_imageblock = 8 };
 MSL_INLINE constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
 #define MSL_AT msl::site at = msl::site::here()
@@ -243,7 +243,7 @@ struct bit_and { template <class T> static T of(T a, T b) { return a & b; } };
 struct bit_or { template <class T> static T of(T a, T b) { return a | b; } };
 struct bit_xor { template <class T> static T of(T a, T b) { return a ^ b; } };
 
-template <class T, class Op, unsigned Width>  // lane i with lane i^1, then i^2, i^4, ...: Apple's order, as far as known
+template <class T, class Op, unsigned Width>  // lane i with lane i^1, then i^2, i^4, ...: probably Apple's order
 MSL_RAW void reduce(void** operands, unsigned active) {
   T value[32];
   for (unsigned i = 0; i < 32; ++i) if (active >> i & 1) value[i] = *static_cast<T*>(operands[i]);
@@ -266,7 +266,7 @@ MSL_RAW void scan(void** operands, unsigned active) {
     sum = next;
   }
 }
-template <class T> struct parcel { T value, fill; unsigned from; };  // from 32..63: the fill of lane from - 32
+template <class T> struct parcel { T value, fill; unsigned from; };  // from is a lane, or 32 + the lane whose fill is used
 template <class T>
 MSL_RAW void deliver(void** operands, unsigned active) {
   T out[32];
@@ -341,7 +341,7 @@ template <class T> MSL_RAW T simd_broadcast_first(T x, MSL_AT) {
   return simd_broadcast(x, ctz(uint(ulong(simd_ballot(true, at)))), at);
 }
 
-// ---- 8x8 matrices: every lane holds two neighbours of a row, at the place MLX's kernels rely on
+// ---- 8x8 matrices: each lane has two adjacent elements of a row, at the positions that MLX's kernels expect
 template <class T, int R = 8, int C = 8>
 struct simdgroup_matrix {
   static_assert(R == 8 && C == 8 && is_floating_point_v<T>, "only 8x8 of float, half and bfloat exist");
@@ -422,7 +422,7 @@ MSL_RAW void simdgroup_multiply(simdgroup_matrix<D>& d, simdgroup_matrix<A> a, s
 MSL_TRANSFER(simdgroup_load, simdgroup_matrix<T>&, 0, m.elements[j] = *q)
 MSL_TRANSFER(simdgroup_store, simdgroup_matrix<T>, 1, *q = m.elements[j])
 
-// ---- atomics: one operating-system thread runs all, so plain code that tells the runtime is atomic
+// ---- atomics: one operating-system thread runs everything, so plain code that notifies the runtime is atomic
 enum memory_order { memory_order_relaxed };
 template <class T> struct atomic { T value; };
 typedef atomic<int> atomic_int;
@@ -461,7 +461,7 @@ MSL_RAW bool atomic_compare_exchange_weak_explicit(P p, E expected, T desired, m
 }
 }  // namespace metal
 
-// ---- what the translator writes
+// ---- functions that translated text calls
 namespace msl {
 template <class V> struct scalar_of { using type = V; static constexpr int count = 1; };
 template <class T, int N> struct scalar_of<T __attribute__((ext_vector_type(N)))> { using type = T; static constexpr int count = N; };
