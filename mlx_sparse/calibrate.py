@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -33,8 +33,9 @@ LONGEST = 65_536  # keys that are timed
 MIN_SPEEDUP = 1.03  # dense over sparse time that counts as faster; above 1, so that noise enables no slower method
 PRECISION = 1.1  # largest ratio, at the end, of the shortest length that won to the longest length that lost
 BUSY, BUSY_SHARE = 1.5, 0.25  # on a busy machine the crossover (a factor) or density (a difference) spreads more
-REMEASURE_AFTER = 24 * 3600  # seconds until a result from a busy machine is measured again
-PAIRS = (5, 15)  # minimum and maximum number of dense and sparse steps at a length
+PAIRS = (5, 15)  # minimum and maximum number of dense and sparse steps of one timing of a length
+TIMINGS = 4  # timings of a length whose steps do not show which side is faster
+CONFIDENCE = 0.9  # of the interval that holds the median ratio of a length
 PROMPT_TURNS = 3
 DENSITIES = (0.125, 0.5)  # densities at which a prefill chunk is timed
 ROOM = 256  # free rows of a cache for the keys of the timed steps, as in mlx-lm's caches
@@ -60,14 +61,14 @@ class Threshold:
         value: crossover length in keys of a decode step; for prefill, the largest density at which sparse attention
             pays.
         how: one of `MEASURED`, `MODELLED` and `GIVEN`.
-        best: after a measurement on a busy machine, the optimistic end of the spread; ``value`` is the cautious end.
-        due: time (seconds since 1970) of the next measurement, after a measurement on a busy machine.
+        best: the optimistic end of a measured spread, of which ``value`` is the cautious end; None without a spread.
+        busy: True if the spread is so wide that the next process measures again.
     """
 
     value: float
     how: str
     best: float | None = None
-    due: float = math.inf
+    busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,9 @@ def describe(config: Method, found: Threshold) -> str:
     how, value, best = found.how, found.value, found.best
     if best is not None:
         spread = f"{value:.0%} to {best:.0%}" if isinstance(config, Prefill) else f"{best:,.0f} to {value:,.0f} keys"
-        due = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.due))
-        how = f"{how}, which was busy: {spread}; measured again after {due}"
+        how += f", spread {spread}"
+    if found.busy:
+        how += "; the machine was busy, so the next run measures again"
     if not isinstance(config, Prefill):
         return f"never sparse ({how})" if value >= NEVER else f"sparse from {value:,.0f} keys on ({how})"
     if value <= 0:
@@ -167,7 +169,7 @@ def _is_number(value: Any) -> bool:
 
 
 class Point(NamedTuple):
-    """The quartiles of dense over sparse time, pair by pair, at a length of ``S`` keys."""
+    """The median ratio of dense to sparse time at a length of ``S`` keys, and an interval around the true median."""
 
     S: int
     low: float
@@ -176,8 +178,17 @@ class Point(NamedTuple):
 
     @classmethod
     def of(cls, S: int, pairs: Pairs) -> Point:
-        """Return the quartiles of at least two pairs."""
-        return cls(S, *quantiles([dense / sparse for dense, sparse in pairs], method="inclusive"))
+        """Return the median of the pairs' ratios, and its distribution-free interval with `CONFIDENCE`.
+
+        The number of ratios below the true median has a binomial distribution with probability 1/2. Two sorted ratios
+        with the same rank from both ends therefore bound the median. More pairs give a narrower interval.
+        """
+        ratios = sorted(dense / sparse for dense, sparse in pairs)
+        n, rank, tail = len(ratios), 0, 0.0
+        while rank < (n - 1) // 2 and 2 * (tail := tail + math.comb(n, rank) / 2**n) <= 1 - CONFIDENCE:
+            rank += 1
+        rank = max(rank - 1, 0)
+        return cls(S, ratios[rank], median(ratios), ratios[n - 1 - rank])
 
 
 def read_points(answer: Mapping[str, Any]) -> list[Point]:
@@ -215,9 +226,9 @@ def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first:
     """Find the crossover length of decode steps by bisection, to within 10 % or until the time is over.
 
     The search doubles or halves the length, starting at ``first``, until one length wins and one loses. Then it bisects
-    the interval between them. If the quartiles of a length are on both sides of `MIN_SPEEDUP`, the length is timed
-    twice, and the measurement with the smaller spread counts. The search ends before a length that would exceed the
-    remaining time, estimated from the previous length.
+    the interval between them. A length is timed again, up to `TIMINGS` times, while its interval contains
+    `MIN_SPEEDUP`. The search ends before a length that would exceed the remaining time, estimated from the previous
+    length.
     """
     end = time.monotonic() + seconds
     points: dict[int, Point] = {}
@@ -225,10 +236,12 @@ def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first:
     S = min(max(first, shortest), longest)
     while True:
         before, last = time.monotonic(), S
-        point = Point.of(S, measure(S))
-        if point.low < MIN_SPEEDUP <= point.high:
-            point = min(point, Point.of(S, measure(S)), key=lambda point: (point.high - point.low) / point.ratio)
-        points[S] = point
+        pairs: list[tuple[float, float]] = []
+        for _ in range(TIMINGS):
+            pairs += measure(S)
+            point = points[S] = Point.of(S, pairs)
+            if not point.low < MIN_SPEEDUP <= point.high or time.monotonic() > end:
+                break
         if point.low >= MIN_SPEEDUP:
             won = S
         else:
@@ -284,7 +297,7 @@ class Calibration:
         if not self.measures or not config.measurable or (config, layer) in self._tried:
             return False
         found = self.threshold(config, layer)
-        return found.how == MODELLED or time.time() >= found.due
+        return found.how == MODELLED or found.busy
 
     @staticmethod
     def shortest_measured(config: Method) -> int:
@@ -318,20 +331,20 @@ class Calibration:
         """
         if not _is_number(answer.get("time")):
             raise ValueError("expected the time of the measurement")
-        due = answer["time"] + REMEASURE_AFTER
         if isinstance(config, Prefill):
             low, high = answer.get("share", -1), answer.get("best", -1)
             if not all(type(share) in (int, float) and 0 <= share <= 1 for share in (low, high)):
                 raise ValueError("expected shares from 0 to 1")
             value, best, busy = config.max_density(layer.backend, low), high, high - low > BUSY_SHARE
-            return Threshold(value, MEASURED, *((best, due) if busy else ()))
+            return Threshold(value, MEASURED, best if best != value else None, busy)
         points = read_points(answer)
         possible, won = crossover(points)
         # If dense attention won at the longest length, the model decides for longer contexts.
         keys = won or max(points[-1].S + 1, int(self.modelled(config, layer).value))
         value = config.shortest_context(replace(layer.step, measured=keys))
+        best = None if possible is None else config.shortest_context(replace(layer.step, measured=possible))
         busy = possible is not None and keys > BUSY * possible
-        return Threshold(value, MEASURED, *((possible, due) if busy else ()))
+        return Threshold(value, MEASURED, best if best != value else None, busy)
 
     @staticmethod
     def timed(config: Method, layer: Layer) -> list[Point]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import tier
 from json_tables import read_tables
+from mlx_sparse.tools.demo import KEY, compare
 from tiny_models import write
 
 from mlx_sparse import cli
 from mlx_sparse.checks import ArtefactError
 from mlx_sparse.tools import demo
-from mlx_sparse.tools.demo import KEY, compare
 from mlx_sparse.tools.generate_command import Outcome, parse_outcome, parse_report
 
 DATA = read_tables(__file__)

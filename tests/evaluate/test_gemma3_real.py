@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm import generate, load
+from mlx_sparse.tools.demo import topics
 
 from mlx_sparse.files import cache_directory
 from mlx_sparse.lm import sparse
 from mlx_sparse.tools.assets import gemma3
 from mlx_sparse.tools.assets.models import find_model
-from mlx_sparse.tools.demo import topics
 
 PROSE = topics["compound"][:1200]
 

@@ -20,6 +20,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from json_tables import read_tables
+from mlx_sparse.tools.demo import topics
 from tokenizers import Tokenizer
 
 from mlx_sparse.checks import ArtefactError
@@ -27,7 +28,6 @@ from mlx_sparse.files import cache_directory
 from mlx_sparse.tools.assets import blas, store
 from mlx_sparse.tools.assets import smollm2 as converter
 from mlx_sparse.tools.assets.store import build_directory, file_hash
-from mlx_sparse.tools.demo import topics
 
 pytestmark = pytest.mark.slow  # a real model
 

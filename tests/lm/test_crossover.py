@@ -68,6 +68,25 @@ def test_crossover_is_found_within_ten_percent_from_any_start(device: Device, fi
     assert len(lengths) == len(set(lengths)) < 12
 
 
+def test_more_pairs_of_a_length_narrow_the_interval_of_its_median() -> None:
+    noise = [0.5, 0.8, 0.9, 1.0, 1.1, 1.2, 1.25, 1.3, 1.4, 1.5, 1.55, 1.6, 1.7, 1.8, 2.0]
+    few, many = (Point.of(512, [(ratio, 1.0) for ratio in ratios]) for ratios in (noise[::3], 4 * noise))
+    assert (few.low, few.ratio, few.high) == (0.5, 1.25, 1.7)
+    assert (many.low, many.ratio, many.high) == (1.2, 1.3, 1.4)
+
+
+def test_undecided_length_is_timed_until_its_pairs_decide() -> None:
+    """Time a method that wins by 1.1 at all lengths, with pairs of which a third show the opposite."""
+    lengths: list[int] = []
+
+    def noisy(S: int) -> Pairs:
+        lengths.append(S)
+        return [(ratio, 1.0) for ratio in (0.9, 1.1, 1.1, 1.1, 1.3)]
+
+    assert crossover(find(noisy, **LIMITS | {"first": 256})) == (256, 256)
+    assert lengths == [256] * 2
+
+
 @pytest.mark.parametrize(
     ("device", "keys", "longest"),
     [((0.0, 1e-6, 0.3e-6), 256, 4096), ((1.0, 1e-6, 0.3e-6), None, 65_536), ((0.0, 1e-6, 1e-6), None, 65_536)],
