@@ -264,7 +264,7 @@ class Calibration:
         measures: True measures a missing threshold once a context is long enough; False uses the documented model.
         seconds: longest time of a measurement; None for `SECONDS`.
         chunk: tokens of a prefill chunk; the default is mlx-lm's.
-        say: function that is called with a line before and after a measurement.
+        say: callback that receives a line before and after a measurement.
     """
 
     longest = LONGEST

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
-    """Return the chosen cache folder, or this platform's usual place for one."""
+    """Return the configured cache folder, or the default cache folder of this platform."""
     if chosen is not None:
         return Path(chosen).expanduser().absolute()
     # By the XDG specification a relative path is ignored.

@@ -18,7 +18,7 @@ options = parser.parse_args()
 document, metadata = load_prompt_cache(options.cache, return_metadata=True)
 model, tokenizer = load(metadata["model"])
 
-# The cache ends within the user's message. What is left is the question, and what the template puts behind it.
+# The cache ends inside the user's message, so the prompt is the question and the rest of the chat template.
 message = [{"role": "user", "content": "QUESTION"}]
 rest = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False).partition("QUESTION")[2]
 

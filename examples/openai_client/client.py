@@ -1,4 +1,4 @@
-"""Ask an mlx_lm.server with OpenAI's client, and read what was sparse."""
+"""Query an mlx_lm.server with OpenAI's client, and print its report of sparse calls."""
 
 import argparse
 from pathlib import Path

@@ -29,7 +29,7 @@ MAX_HIDDEN = 1024  # largest hidden size that the kernels support
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: ``centroids (Hkv, C, D)`` and the arrays of its query networks with batch norm merged into them.
+    """Centroids ``(Hkv, C, D)`` and query networks of one layer, with batch norm merged into the networks.
 
     hidden_weight ``(Hkv, D, H)``, hidden_bias ``(Hkv, H)``, out_weight ``(Hkv, H, C)``, out_bias ``(Hkv, C)``.
     """

@@ -1,4 +1,4 @@
-"""One frozen dataclass per method: settings, crossover length, bytes moved.
+"""Define one frozen dataclass per method: settings, crossover length, bytes moved.
 
 ``"sparq:rank=16,top_k=64"`` is the text form: ``METHOD[:key=value,...][+METHOD...]``. `parse` reads it, ``str(method)``
 prints it. `METHODS` lists all methods by name. `mlx_sparse.methods.table` names the function of each method on each

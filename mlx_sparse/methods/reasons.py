@@ -47,7 +47,7 @@ ROPE_NOT_INVERTIBLE = "with a rope that is not invertible, of keys that were not
 
 
 def shorter_than(keys: int) -> str:
-    """Return the reason for a context of fewer keys than ``keys``."""
+    """Return the reason why a context shorter than ``keys`` keys stays dense."""
     return f"over fewer than {keys:,} keys"
 
 

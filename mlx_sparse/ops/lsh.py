@@ -39,7 +39,7 @@ def hash_sparse_attention(queries: mx.array, keys: mx.array, values: mx.array, *
 
 
 def sort_ranks(vectors: mx.array, hash_bits: int) -> mx.array:
-    """Return the rank of each of ``vectors (..., M, D)`` in the order of their hashes, 0..M - 1 (sample.17)."""
+    """Return the rank, 0..M - 1, of each row of ``vectors (..., M, D)`` when sorted by hash (sample.17)."""
     positive = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], hash_bits)) > 0
     # Gray code to number: each digit is the parity of the signs up to it.
     digits = mx.cumsum(positive.astype(mx.int32), axis=-1) % 2

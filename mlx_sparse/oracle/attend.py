@@ -45,7 +45,7 @@ def logits(queries: Array, keys: Array, scale: float) -> Array:
 
 
 def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
-    """Softmax over the last axis where ``mask``, and its log-sum-exp; a row with nothing to attend gives 0 and -inf.
+    """Return the masked softmax over the last axis and its log-sum-exp; 0 and -inf for a row without valid keys.
 
     A row that holds NaN or +inf has no softmax: it is NaN there and 0 elsewhere.
     """
@@ -167,7 +167,7 @@ def with_stats(
     top_k: int,
     return_stats: bool | str,
 ) -> Any:
-    """What a public function returns for a step that attended ``top_k`` keys and moved so many elements."""
+    """Build the return value of a public function for a step over ``top_k`` keys that moved ``moved`` elements."""
     if not return_stats:
         return out
     S, D = qkv[1].shape[2:]

@@ -164,7 +164,7 @@ def measure(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method on the model.
+    """A sparse method, and the layers of the model that can use it.
 
     Attributes:
         method: the method as text.

@@ -27,7 +27,7 @@ OFFER = f"MLX's BLAS is slow in float32 on this machine. --fast-blas fetches Ope
 
 @dataclass(frozen=True)
 class Build:
-    """SHA-256 of the wheel of one architecture and of its libraries, each after the libraries that it requires."""
+    """SHA-256 of one architecture's wheel and of its libraries. Each library follows the libraries it requires."""
 
     sha256: str
     libraries: Mapping[str, str]

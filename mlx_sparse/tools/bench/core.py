@@ -216,7 +216,7 @@ def measure(
 
 
 def prepare_and_check(variant: Variant) -> bool:
-    """Prepare a variant and check its result. If it must not be timed, store the reason in its row and return False."""
+    """Prepare a variant and check its result. Return False if the variant must not be timed; its row has the reason."""
     row = variant.row
     if row.note is None:
         try:

@@ -23,7 +23,7 @@ NOVELS = ("THE ADVENTURES OF SHERLOCK HOLMES", "WAR AND PEACE")
 
 @dataclass(frozen=True)
 class Text:
-    """A text, its name on the command line, and the hexadecimal SHA-256 of its UTF-8 bytes."""
+    """A text with its command-line name and the hexadecimal SHA-256 of its UTF-8 bytes."""
 
     name: str
     text: str

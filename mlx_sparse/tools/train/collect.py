@@ -28,7 +28,7 @@ STEP = 512  # tokens of a prefill chunk
 
 
 class _CollectionComplete(Exception):
-    """Raised when the last collected layer has attended to the chunk."""
+    """Signal that the last collected layer has attended to the chunk."""
 
 
 @dataclass(frozen=True)
