@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from operator import attrgetter
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +32,7 @@ from .evaluate.tasks import encode
 CHUNK = 512  # tokens of a prefill chunk, so that the progress bar moves on a CPU
 SECONDS = 90.0  # longest time of the prefill
 MARGIN = 2  # the default context is this many times the crossover length
-TURNS = 2  # dense and sparse runs; the faster one of each kind counts
+TURNS = 2  # runs of each kind, one after the other; the steps of both count
 
 Update = Callable[[int], object]  # called with the number of finished tokens
 
@@ -59,6 +62,8 @@ def encode_prompt(tokenizer: Any, document: str, end: str) -> Prompt:
         message = [{"role": "user", "content": "DOCUMENT"}]
         text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         before, _, after = text.partition("DOCUMENT")
+    # Suppress the warning of transformers about long texts, because the text is cut later.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     opening = encode(tokenizer, before) if before else tokenizer.encode("")
     return Prompt([*opening, *encode(tokenizer, document)], encode(tokenizer, end + after))
 
@@ -70,14 +75,19 @@ class Decoded:
     Attributes:
         text: the answer.
         tokens: its token ids.
-        tokens_per_second: speed after the first token, as mlx-lm counts it.
+        steps: seconds of each decode step. The first sparse step also builds the auxiliary cache state.
         peak_memory: bytes, by MLX's counter.
     """
 
     text: str
     tokens: list[int]
-    tokens_per_second: float
+    steps: list[float]
     peak_memory: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode speed: the inverse of the median time of a step after the first one."""
+        return 1 / median(self.steps[1:] or self.steps)
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ class Comparison:
     @property
     def speedup(self) -> float:
         """Tokens per second of sparse decoding over those of dense decoding."""
-        return self.sparse.tokens_per_second / max(self.dense.tokens_per_second, 1e-9)
+        return self.sparse.tokens_per_second / self.dense.tokens_per_second
 
     @property
     def same_tokens(self) -> int:
@@ -130,7 +140,11 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        return asdict(self) | {name: getattr(self, name) for name in ("speedup", "same_tokens", "identical")}
+        return (
+            asdict(self)
+            | {name: getattr(self, name) for name in ("speedup", "same_tokens", "identical")}
+            | {"tokens_per_second": [self.dense.tokens_per_second, self.sparse.tokens_per_second]}
+        )
 
 
 def compare(
@@ -160,7 +174,7 @@ def compare(
         console: terminal for the progress bars.
 
     Raises:
-        ConfigError: the method is not a decode method, or no layer can be served.
+        ConfigError: the method is not a decode method, no layer can be sparse, or the context is too short.
     """
     (config,) = check_decode(attn)
     with console.status(f"finding the crossover length of {attn}"):
@@ -168,11 +182,16 @@ def compare(
     known = config_of(model).get("max_position_embeddings")
     longest = min(prompt.length, known - max_tokens if isinstance(known, int) else NEVER)
     target = min(context or MARGIN * crossover, longest)
-    tokens = prompt.document[: max(1, target - len(prompt.end))]
-    with _bar(console, "prefill", len(tokens)) as update:
-        start = time.perf_counter()
-        cache, done = prefill(model, tokens, SECONDS, update)
-        seconds = time.perf_counter() - start
+    if target <= len(prompt.end):
+        fewest = len(prompt.end) + 1
+        raise ConfigError(f"--context: expected at least {fewest:,} tokens for the question, got {target:,}.")
+    tokens = prompt.document[: target - len(prompt.end)]
+    cache, last = make_prompt_cache(model), prompt.end[-1:]
+    start = time.perf_counter()
+    with _bar(console, "prefill", target - 1) as update:
+        done = prefill(model, cache, tokens, SECONDS, update)
+        prefill(model, cache, prompt.end[:-1], math.inf, lambda more: update(done + more))
+    seconds = time.perf_counter() - start
     reached = done + len(prompt.end)
     forced = context is None and reached < crossover and config.measurable
     with tempfile.TemporaryDirectory() as folder:
@@ -188,10 +207,13 @@ def compare(
                 report = enable(model, used, calibration=calibration)
             try:
                 with _bar(console, name, max_tokens) as update:
-                    answers.append(decode(model, tokenizer, path, prompt.end, max_tokens, update))
+                    answers.append(decode(model, tokenizer, path, last, max_tokens, update))
             finally:
                 disable(model)
-        dense, sparse = (max(answers[kind::2], key=attrgetter("tokens_per_second")) for kind in (0, 1))
+        dense, sparse = (
+            dataclasses.replace(first, steps=[*first.steps, *second.steps[1:]])
+            for first, second in zip(answers[:2], answers[2:], strict=True)
+        )
         assert report is not None
     return Comparison(attn, crossovers, crossover, reached, target, forced, seconds, dense, sparse, report.as_dict())
 
@@ -216,13 +238,12 @@ def measure_crossover(model: Any, attn: str, calibration: Calibration) -> tuple[
     return list(dict.fromkeys(describe(*one) for one in found)), max(int(one.value) for _, one in found)
 
 
-def prefill(model: Any, tokens: Sequence[int], seconds: float, update: Update) -> tuple[list[Any], int]:
+def prefill(model: Any, cache: list[Any], tokens: Sequence[int], seconds: float, update: Update) -> int:
     """Prefill in chunks until all tokens are done, or until the next chunk would exceed ``seconds``.
 
     Returns:
-        The prompt cache, and its number of tokens.
+        The number of tokens that were added to the cache.
     """
-    cache = make_prompt_cache(model)
     start, took, done = time.perf_counter(), 0.0, 0
     while done < len(tokens) and (not done or time.perf_counter() - start + took < seconds):
         before = time.perf_counter()
@@ -232,19 +253,22 @@ def prefill(model: Any, tokens: Sequence[int], seconds: float, update: Update) -
         took = time.perf_counter() - before
         done = min(done + CHUNK, len(tokens))
         update(done)
-    return cache, done
+    return done
 
 
 def decode(model: Any, tokenizer: Any, cache: str, tokens: list[int], max_tokens: int, update: Update) -> Decoded:
     """Decode an answer greedily after the tokens of a saved prompt cache and ``tokens``."""
     loaded, greedy = load_prompt_cache(cache), make_sampler(temp=0.0)
     mx.reset_peak_memory()
-    text, found, speed = "", [], 0.0
+    start = time.perf_counter()
+    text, found, times = "", [], []
     for part in stream_generate(model, tokenizer, tokens, max_tokens, sampler=greedy, prompt_cache=loaded):
-        text, speed = text + part.text, part.generation_tps
+        text += part.text
         found.append(part.token)
+        times.append(time.perf_counter())
         update(len(found))
-    return Decoded(text, found, speed, mx.get_peak_memory())
+    steps = [after - before for before, after in pairwise(times)]
+    return Decoded(text, found, steps or [times[0] - start], mx.get_peak_memory())
 
 
 @contextlib.contextmanager
@@ -257,6 +281,6 @@ def _bar(console: Console, name: str, total: int) -> Iterator[Update]:
         TextColumn("tokens"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=total)
         yield lambda done: progress.update(task, completed=done)

@@ -6,10 +6,11 @@ import argparse
 import json
 import subprocess
 import sys
-import textwrap
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from ..calibrate import Calibration
 from ..checks import Parser, check_int, read_length
@@ -28,11 +29,11 @@ KEY = "71853"
 NOTE = f"A note to the reader: the pass key of this text is {KEY}. Please remember that the pass key is {KEY}."
 QUESTION = "That was the text. What is the pass key? Answer with: The pass key is, and its five digits."
 AFTER_KEY = 4000  # characters between the pass key and the question
-WIDTH = 79
+WIDTH = 80
 BAR = 40  # characters of the longer bar
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], console: Console | None = None) -> int:
     """Run ``mlx-sparse try``. Return 0 if both answers were decoded."""
     args = _parser().parse_args(argv)
     args.context = None if args.context is None else read_length(args.context, "--context")
@@ -45,17 +46,18 @@ def main(argv: Sequence[str]) -> int:
         return subprocess.call([sys.executable, "-m", "mlx_sparse.cli", "try", *argv], env=blas.environment(cache))
     if not args.fast_blas and blas.wanted():
         print(blas.OFFER, file=sys.stderr)
-    console = Console(stderr=args.json, width=None if sys.stderr.isatty() else WIDTH, highlight=False)
+    # Files and pipes have no width.
+    console = console or Console(
+        stderr=args.json, highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH
+    )
     with console.status("loading the model"):
         model, tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_license)
     document = "\n\n".join(text.text for text in texts.read(args.text, cache=cache))
     prompt = encode_prompt(tokenizer, *split_text(document, args.question))
-    name = args.model or DEFAULT
-    if not args.json:
-        machine = environment.hardware()
-        about = args.question or f"the pass key {KEY}, hidden {AFTER_KEY:,} characters before the end"
-        print(*_wrap(f"{name} ({model_type(model)}) on {machine['chip'] or machine['architecture']}"), sep="\n")
-        print(*_wrap(f"Question: {about}"), sep="\n")
+    name, family = args.model or DEFAULT, model_type(model)
+    machine = environment.hardware()
+    console.print(f"{name} ({family}) on {machine['chip'] or machine['architecture']}")
+    console.print(f"Question: {args.question or f'the pass key {KEY}, hidden {AFTER_KEY:,} characters before the end'}")
     found = compare(
         model,
         tokenizer,
@@ -67,9 +69,9 @@ def main(argv: Sequence[str]) -> int:
         console=console,
     )
     if args.json:
-        print(json.dumps({"model": name, "family": model_type(model), "question": args.question} | found.as_dict()))
+        print(json.dumps({"model": name, "family": family} | found.as_dict()))
     else:
-        print(*report(found, name, unfit_warning(model_type(model))), sep="\n")
+        show(found, name, unfit_warning(family), console)
     return 0
 
 
@@ -109,31 +111,24 @@ def split_text(text: str, question: str | None) -> tuple[str, str]:
     return text[:cut], f"\n\n{NOTE}\n\n{text[cut:]}\n\n{QUESTION}"
 
 
-def report(found: Comparison, model: str, warning: str | None) -> list[str]:
-    """Return the result as lines of at most `WIDTH` characters."""
-    lines = []
+def show(found: Comparison, name: str, warning: str | None, console: Console) -> None:
+    """Print the answers, the figures and the advice."""
     for line in found.crossovers:
-        lines += _wrap(f"{found.attn}: {line}")
-    lines += _wrap(f"Prompt: {found.context:,} tokens, prefilled in {found.prefill_seconds:.0f} s{_shorter(found)}.")
-    for name, answer in (("dense", found.dense), (found.attn, found.sparse)):
-        lines += [
-            "",
-            f"{name} answers:",
-            *textwrap.wrap(answer.text.strip(), WIDTH, initial_indent="  | ", subsequent_indent="  | "),
-        ]
+        console.print(f"{found.attn}: {line}")
+    console.print(f"Prompt: {found.context:,} tokens, prefilled in {found.prefill_seconds:.0f} s{_reason(found)}.\n")
+    table = Table("", "dense", found.attn, box=None, pad_edge=False, padding=(0, 3, 0, 0))
     dense, sparse = found.dense, found.sparse
-    rows = [
-        ("", "dense", found.attn),
-        ("tokens/s", f"{dense.tokens_per_second:.1f}", f"{sparse.tokens_per_second:.1f}"),
-    ]
+    table.add_row("answer", Text(dense.text.strip()), Text(sparse.text.strip()))
     if moved := found.bytes_per_token("dense"):
-        rows.append(("K/V bytes per token", _megabytes(moved), _megabytes(found.bytes_per_token("sparse") or 0)))
-    rows.append(("peak memory", _megabytes(dense.peak_memory), _megabytes(sparse.peak_memory)))
-    lines += ["", *(f"{name:<22}{left:>12}{right:>{max(12, len(found.attn) + 2)}}" for name, left, right in rows), ""]
-    most = max(dense.tokens_per_second, sparse.tokens_per_second)
-    for name, speed in (("dense", dense.tokens_per_second), ("sparse", sparse.tokens_per_second)):
-        lines.append(f"{name:<8}{'█' * max(1, round(BAR * speed / most))} {speed:.1f} tokens/s")
-    return [*lines, "", *(line for text in advice(found, model, warning) for line in _wrap(text))]
+        table.add_row("K/V per token", _megabytes(moved), _megabytes(found.bytes_per_token("sparse") or 0))
+    table.add_row("first step", f"{dense.steps[0]:.2f} s", f"{sparse.steps[0]:.2f} s")
+    table.add_row("peak memory", _megabytes(dense.peak_memory), _megabytes(sparse.peak_memory))
+    console.print(table, "")
+    longest = max(dense.tokens_per_second, sparse.tokens_per_second)
+    for label, answer in (("dense", dense), ("sparse", sparse)):
+        bar = "█" * max(1, round(BAR * answer.tokens_per_second / longest))
+        console.print(f"{label:<8}{bar} {answer.tokens_per_second:.1f} tokens/s")
+    console.print("", *advice(found, name, warning), sep="\n")
 
 
 def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
@@ -150,18 +145,14 @@ def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
     return lines
 
 
-def _shorter(found: Comparison) -> str:
-    """Return the reason why the prompt is not longer, or an empty text."""
+def _reason(found: Comparison) -> str:
+    """Return the reason for the length of the prompt, if it was not given."""
     if found.context < found.target:
         return f", the longest that {SECONDS:.0f} s allow"
-    if found.crossover < NEVER and found.target >= MARGIN * found.crossover:
+    if found.crossover < NEVER and found.target == MARGIN * found.crossover:
         return f", {MARGIN} times the crossover length"
     return ""
 
 
 def _megabytes(count: float) -> str:
     return f"{count / 1e6:,.1f} MB"
-
-
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False)
