@@ -1,4 +1,4 @@
-"""Turn a question about a text into token ids, or token ids on standard input into text.
+"""Convert a question about a text to token ids, or token ids on standard input to text.
 
 python tokens.py FOLDER TEXT QUESTION > ids.txt
 python tokens.py FOLDER < ids.txt

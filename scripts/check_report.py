@@ -18,7 +18,7 @@ from mlx_sparse.tools.environment import machine
 from mlx_sparse.tools.formats import write
 
 RUNS = ("validated", "plain")  # on a Mac: pytest with Metal's validation, and without
-MAC = {"bench": "benchmark", "prefill": "prefill benchmark"}  # by file
+MAC = {"bench": "benchmark", "prefill": "prefill benchmark"}  # names of the benchmarks by file
 GPU = {
     "bench": "the benchmark of decode steps",
     "saap": "the benchmark of SAAP's steps",
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     if kind in ("passed", "validation"):
         path = Path(paths[0])
         wrong = tests_failed(json.loads(text(path) or "{}")) if kind == "passed" else messages(text(path))
-        print("\n".join(wrong) or f"{path}: nothing wrong")
+        print("\n".join(wrong) or f"{path}: no problems")
         return 1 if wrong else 0
     folder, target = map(Path, paths)
     return mac(folder, target) if kind == "mac" else gpu(folder, target)
@@ -113,7 +113,7 @@ def gpu_problems(
         if failed := sum(row["failed"] for row in measured):
             wrong.append(f"{failed} results of {GPU[name]} are wrong")
         elif measured and not any(row["turns"] for row in measured):
-            wrong.append(f"{GPU[name]} could measure nothing")
+            wrong.append(f"{GPU[name]} measured nothing")
     return wrong
 
 

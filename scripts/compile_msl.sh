@@ -40,7 +40,7 @@ for std in "${versions[@]}"; do
   # A message refers to lines of the original kernel files, so print the name of the source, the last argument.
   # shellcheck disable=SC2016 # the inner shell expands these
   if find "$folder" -name '*.metal' -print0 | xargs -0 -n 1 -P "$(getconf _NPROCESSORS_ONLN)" \
-    bash -c '"${@:2}" -o /dev/null || { echo "$1 refuses ${*: -1}"; exit 1; }' \
+    bash -c '"${@:2}" -o /dev/null || { echo "$1 does not compile ${*: -1}"; exit 1; }' \
     bash "$std" "${metal[@]}" "-std=$std" "${flags[@]}" -isystem "$folder" -include mlx_utils.h; then
     echo "$std: $(find "$folder" -name '*.metal' | wc -l | tr -d ' ') sources compile"
   else

@@ -75,7 +75,7 @@ def make_venv(uv):
 
 
 def setup(wanted):
-    """Bring .venv up to date with pyproject.toml, the sources that an install compiles and the modules it lists."""
+    """Update .venv if pyproject.toml, the native kernels or the list of modules changed since the last install."""
     read = [ROOT / "pyproject.toml", *sorted(path for path in KERNELS.iterdir() if path.is_file())]
     modules = sorted(str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
     state = hashlib.sha256(b"".join([*(path.read_bytes() for path in read), *map(str.encode, modules)])).hexdigest()
@@ -136,7 +136,7 @@ def imported_by(path, root=ROOT, *, everything=False):
 
 
 def lazy_modules(package):
-    """Return the module of each name that a package imports on first use: its table _HOMES."""
+    """Return the table _HOMES of a package: the module of each name that the package imports on first use."""
     init = package / "__init__.py"
     for node in ast.parse(init.read_text(encoding="utf-8")).body if init.is_file() else []:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
@@ -145,7 +145,7 @@ def lazy_modules(package):
 
 
 def closure(entry):
-    """Return the project's files that importing one file imports, packages included."""
+    """Return the project's files that Python imports with one file, including the __init__.py of packages."""
     todo, seen = [ROOT / entry], set()
     while todo:
         path = todo.pop()
@@ -200,7 +200,7 @@ def main():
     parser.add_argument("verb", choices=["demo", "test", "lint", "doctor", "setup", "size"])
     parser.add_argument("args", nargs=argparse.REMAINDER, help="further arguments of the command")
     options = parser.parse_args()
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or hundreds of processes each compile the same modules
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise hundreds of processes compile the same modules
     if options.verb in ("lint", "setup", "size") and options.args:
         parser.error(f"{options.verb} takes no arguments")
     if options.verb == "size":

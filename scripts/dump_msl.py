@@ -100,7 +100,7 @@ def texts(calls: Iterable[Any], header: str) -> list[Text]:
             known.threads = max(known.threads, threads)
             return
         name = launch.host_name.removeprefix("custom_kernel_")
-        names[name] = names.get(name, 0) + 1  # one name covers inputs of several sizes; MLX adds a hash
+        names[name] = names.get(name, 0) + 1  # several sources may have the same name; MLX adds a hash
         found[launch.text] = Text(
             name=name if names[name] == 1 else f"{name}-{names[name]}",
             kernel=generated.kernel,

@@ -26,7 +26,7 @@ done
 [[ $output == /* ]] || output=$PWD/$output
 [[ -d ${output%/*} ]] || refuse "a folder that exists, got ${output%/*}"
 if ! $dry_run; then
-  gpu=$(python3 -c 'import torch, triton; print(torch.cuda.is_available() or "torch that sees no GPU")' 2>&1 | tail -n 1) || true
+  gpu=$(python3 -c 'import torch, triton; print(torch.cuda.is_available() or "torch without a GPU")' 2>&1 | tail -n 1) || true
   [[ $gpu == True ]] || refuse "python3 with torch, triton and an NVIDIA GPU, got $gpu. --dry-run shows what would run"
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -94,5 +94,5 @@ save "$work/bench.jsonl" timeout --signal=INT --kill-after=10 190 \
 save "$work/saap.jsonl" timeout --signal=INT --kill-after=10 90 \
   python3 -m mlx_sparse.tools.bench.command step --engine cuda --attn saap --lengths 64k,128k,256k --shapes 32x8x128 --budget-s 60 -o jsonl || echo "The benchmark of SAAP's steps ended with status $?."
 save "$work/prefill.jsonl" timeout --signal=INT --kill-after=10 110 \
-  python3 -m mlx_sparse.tools.bench.command prefill --engine cuda --attn sample,sample:alpha_column=0.5,alpha_slash=0.5 --lengths 8k,16k,32k,64k --budget-s 75 -o jsonl || echo "The benchmark of prompts ended with status $?."
+  python3 -m mlx_sparse.tools.bench.command prefill --engine cuda --attn sample,sample:alpha_column=0.5,alpha_slash=0.5 --lengths 8k,16k,32k,64k --budget-s 75 -o jsonl || echo "The benchmark of prefill ended with status $?."
 run python3 scripts/check_report.py gpu "$work" "$output"

@@ -78,7 +78,7 @@ tests validated env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHA
 tests plain env
 save "$work/bench.json" .venv/bin/mlx-sparse bench step --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k \
   --shapes 32x8x128,32x32x128,9x3x64,8x1x256,16x2x128 -o json || echo "The benchmark failed."
-# From few blocks to nearly all blocks, to compare the kernel with MLX's own attention.
+# The alphas select from few to nearly all blocks, to compare the kernel with MLX's own attention.
 alphas=()
 for alpha in 0.5 0.9 0.999; do
   alphas+=("sample:alpha_column=$alpha,alpha_slash=$alpha")

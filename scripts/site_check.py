@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Check a built site: every internal link and anchor exists, and no page loads external files.
 
-python3 scripts/site_check.py [FOLDER], by default build/site. Prints the problems; the exit status is 1 if any.
+python3 scripts/site_check.py [FOLDER]
+
+The default FOLDER is build/site. The script prints all problems. If there are any, the exit status is 1.
 """
 
 import sys
@@ -50,9 +52,9 @@ def check(site):
             target = site / unquote(url.removeprefix(home))
             target = target / "index.html" if target.is_dir() else target
             if not url.startswith(home) or not target.is_file():
-                wrong.append(f"{here}: {link} leads nowhere")
+                wrong.append(f"{here}: {link} does not exist")
             elif anchor and target in pages and unquote(anchor) not in pages[target].anchors:
-                wrong.append(f"{here}: {link} names no anchor")
+                wrong.append(f"{here}: {link} has no such anchor")
     return wrong, len(pages), count
 
 

@@ -42,7 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links to the site's pages, and links to other files of the project to the repository.
+    """Make links to files point to the pages of the site or, for files without a page, to the repository.
 
     Without a `repo_url`, a link to another file becomes the name of the file.
     """
@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     folder, url = Path(page.file.abs_src_path).parent, page.file.src_uri
     known = {file.abs_src_path: file.src_uri for file in files if not file.inclusion.is_excluded()}
 
-    def led(link: re.Match[str]) -> str:
+    def rewritten(link: re.Match[str]) -> str:
         image, text, target, anchor = link.groups(default="")
         path = (folder / target).resolve()
         path = path / "README.md" if (path / "README.md").is_file() else path
@@ -69,7 +69,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     # In the code of a table cell, GitHub renders \| as |, and Python-Markdown keeps the backslash.
     rows = re.compile(r"^\|.*\|$", re.MULTILINE)
     markdown = rows.sub(lambda row: CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), markdown)
-    return LINK.sub(led, markdown)
+    return LINK.sub(rewritten, markdown)
 
 
 def on_page_content(html: str, page: Page, files: Files, **kwargs: Any) -> str:
@@ -79,11 +79,11 @@ def on_page_content(html: str, page: Page, files: Files, **kwargs: Any) -> str:
     if not page.file.src_uri.startswith("api/"):
         return html
 
-    def led(name: re.Match[str]) -> str:
+    def linked(name: re.Match[str]) -> str:
         file = files.get_file_from_path(name[1])
         return f'<a href="{file.url_relative_to(page.file)}">{name[0]}</a>' if file else name[0]
 
-    return re.sub(r"\bdocs/([\w/]+\.md)", led, html)
+    return re.sub(r"\bdocs/([\w/]+\.md)", linked, html)
 
 
 def on_post_page(output: str, **kwargs: Any) -> str:

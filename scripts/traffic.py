@@ -3,8 +3,8 @@
 
 python scripts/traffic.py [--json] [METHOD ...]
 
-METHOD is sparq, sparq4 (int4 scoring keys), quest, saap or sample; without one, all are counted.
-The harness runs on Linux and needs clang, which the `test` extra brings.
+METHOD is sparq, sparq4 (int4 scoring keys), quest, saap or sample. By default, all methods are counted.
+The harness runs on Linux and needs clang, which the `test` extra installs.
 Each launch counts every cache line of 128 bytes once.
 """
 
@@ -85,7 +85,7 @@ def count(method: str) -> dict[str, Any]:
         for report in metal.launches:
             for buffers in (report.reads, report.writes):
                 moved.update({name: traffic.dispatch for name, traffic in buffers.items()})
-        heads = KV_HEADS * (GROUP if method == "sample" else 1)  # the formulae count per KV head, in prefill per head
+        heads = KV_HEADS * (GROUP if method == "sample" else 1)  # formulas count per KV head, in prefill per query head
         return {
             "method": method,
             "kernels": [report.kernel for report in metal.launches],

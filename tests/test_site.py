@@ -104,9 +104,9 @@ def test_site_check_finds_planted_errors(tmp_path: Path) -> None:
     assert site_check.check(tmp_path) == (
         [
             "index.html: loads https://elsewhere.example/x.png",
-            "index.html: page/#there names no anchor",
-            "index.html: none.css leads nowhere",
-            "page/index.html: ../gone/ leads nowhere",
+            "index.html: page/#there has no such anchor",
+            "index.html: none.css does not exist",
+            "page/index.html: ../gone/ does not exist",
         ],
         2,
         4,

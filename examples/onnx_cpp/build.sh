@@ -6,7 +6,7 @@ library=$(python -c 'from pathlib import Path; import onnxruntime; print(next((P
 mkdir -p "$1"
 case $library in
   *.dylib) name=$(basename "$library") ;;
-  *) name=libonnxruntime.so.1 ;;  # what it calls itself
+  *) name=libonnxruntime.so.1 ;;  # the soname of the library
 esac
 ln -sf "$library" "$1/$name"
 ${CXX:-c++} -std=c++17 -O1 -Wall -Wextra "$here/decode.cpp" -o "$1/decode" "$1/$name" -Wl,-rpath,"$1"

@@ -1,7 +1,7 @@
 // decode MODEL.onnx LIBRARY COUNT < TOKENS
 //
-// Prints up to COUNT greedy tokens after a prompt of token ids. LIBRARY has the native kernels; "-" runs the operators'
-// bodies, which are part of the file.
+// Prints up to COUNT greedy tokens after a prompt of token ids. LIBRARY has the native kernels. With "-", ONNX Runtime
+// runs the function bodies of the operators, which are in the file.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -23,12 +23,12 @@ static void check(OrtStatus* status) {
   std::exit(1);
 }
 
-static size_t width(ONNXTensorElementDataType type) {  // bytes; caches of half precision and buckets have two
+static size_t width(ONNXTensorElementDataType type) {  // bytes of one element; float16 caches and int16 buckets have two
   if (type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) return 4;
   return type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 ? 1 : 2;
 }
 
-// The output that takes the place of a cache in the next call.
+// Returns the name of the output that is the input `past` of the next call.
 static std::string successor(std::string past) {
   if (past.rfind("past_key_values.", 0) == 0) return past.replace(0, 15, "present");
   return past.replace(0, 4, "present");
@@ -39,7 +39,7 @@ struct Model {
   OrtMemoryInfo* memory;
   std::vector<std::string> inputs{"input_ids", "attention_mask"}, outputs{"logits"};
   std::vector<OrtValue*> caches;
-  std::vector<int64_t> mask;  // a 1 for every token so far
+  std::vector<int64_t> mask;  // one 1 for each token so far
   std::vector<int64_t> ends;  // tokens that end a text
 
   Model(const char* path, const char* library) {
@@ -68,7 +68,7 @@ struct Model {
     while ((list += std::strcspn(list, "0123456789")) && *list) ends.push_back(std::strtoll(list, &list, 10));
   }
 
-  // A cache has its full length from the start, and is zero.
+  // Adds a cache of zeros with its full length.
   void add_cache(const char* name, size_t index, OrtAllocator* allocator) {
     OrtTypeInfo* type;
     const OrtTensorTypeAndShapeInfo* info;
@@ -80,7 +80,7 @@ struct Model {
     check(ort->GetDimensionsCount(info, &rank));
     std::vector<int64_t> shape(rank);
     check(ort->GetDimensions(info, shape.data(), rank));
-    shape[0] = 1;  // the batch, which is open in the file
+    shape[0] = 1;  // the batch size is not fixed in the file
     for (int64_t length : shape) size *= length;
     OrtValue* cache;
     void* data;
@@ -100,12 +100,12 @@ struct Model {
     return value;
   }
 
-  // Appends tokens and returns the likeliest next one.
+  // Appends tokens and returns the most likely next token.
   int64_t step(std::vector<int64_t> tokens) {
     mask.resize(mask.size() + tokens.size(), 1);
-    std::vector<OrtValue*> in{numbers(tokens), numbers(mask)}, out{nullptr};  // the runtime makes the logits
+    std::vector<OrtValue*> in{numbers(tokens), numbers(mask)}, out{nullptr};  // ONNX Runtime allocates the logits
     in.insert(in.end(), caches.begin(), caches.end());
-    out.insert(out.end(), caches.begin(), caches.end());  // the same buffers: appended to in place
+    out.insert(out.end(), caches.begin(), caches.end());  // the same buffers, so the caches grow in place
     std::vector<const char*> names, results;
     for (auto& name : inputs) names.push_back(name.c_str());
     for (auto& name : outputs) results.push_back(name.c_str());
@@ -143,9 +143,9 @@ int main(int argc, char** argv) {
   Model model(argv[1], argv[2]);
   const int64_t last = prompt.back();
   prompt.pop_back();
-  const size_t piece = 512;  // of a prompt at a time: bounds the memory. One token alone would be a sparse step
+  const size_t chunk = 512;  // prefill tokens per call, to limit memory; a chunk of one token would be a sparse step
   for (size_t at = 0; at < prompt.size();) {
-    size_t end = at + piece + 1 >= prompt.size() ? prompt.size() : at + piece;
+    size_t end = at + chunk + 1 >= prompt.size() ? prompt.size() : at + chunk;
     model.step({prompt.begin() + at, prompt.begin() + end});
     at = end;
   }

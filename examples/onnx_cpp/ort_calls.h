@@ -1,10 +1,10 @@
-// The calls of ONNX Runtime's C API that decode.cpp makes, at their places in its table, for machines that have the
-// library but no headers, as Python's wheel brings it. With onnxruntime_c_api.h this file is not needed.
+// Declare the functions of ONNX Runtime's C API that decode.cpp calls, at their slots in the table of functions. Python's
+// wheel of ONNX Runtime has no headers. If onnxruntime_c_api.h is available, this file is not needed.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
-#define ORT_API_VERSION 17  // every library from 1.17 on has it
+#define ORT_API_VERSION 17  // supported by every library from 1.17 on
 
 enum OrtLoggingLevel { ORT_LOGGING_LEVEL_ERROR = 3 };
 enum OrtAllocatorType { OrtDeviceAllocator = 0 };
@@ -72,7 +72,7 @@ struct OrtApi {
   void* slots_117[111];
   OrtStatus* (*RegisterCustomOpsLibrary_V2)(OrtSessionOptions*, const char* path);
 };
-static_assert(sizeof(OrtApi) == 229 * sizeof(void*), "the places of the calls");
+static_assert(sizeof(OrtApi) == 229 * sizeof(void*), "slots of the functions");
 
 struct OrtApiBase {
   const OrtApi* (*GetApi)(uint32_t version);

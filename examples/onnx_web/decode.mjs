@@ -1,13 +1,13 @@
-// Greedy decoding with an exported model on onnxruntime-web, in Node and in pages alike.
+// Decode greedily with an exported model on onnxruntime-web, in Node or in a browser.
 const arrays = {
   float32: Float32Array,
-  float16: globalThis.Float16Array ?? Uint16Array, // the bits, where there is no such array; they are only passed on
+  float16: globalThis.Float16Array ?? Uint16Array, // the bits are only passed on, so any 16-bit array works
   int16: Int16Array,
   uint8: Uint8Array,
 };
 const successor = (past) => past.replace("past_key_values", "present").replace("past_", "present_");
 
-/** A session of the file's bytes and those of the weights beside it. */
+/** Create a session from the bytes of model.onnx and of model.onnx.data. */
 export function open(ort, model, weights) {
   ort.env.wasm.numThreads = 1;
   ort.env.logLevel = "error";
@@ -17,10 +17,10 @@ export function open(ort, model, weights) {
 
 /** Yield `count` token ids after `prompt`, a list of ids. */
 export async function* decode(ort, session, prompt, count) {
-  const caches = {}; // of their full length from the start, and zero
+  const caches = {}; // zeros of the full length
   for (const { name, type, shape } of session.inputMetadata) {
     if (!name.startsWith("past_")) continue;
-    const dims = [1, ...shape.slice(1)]; // the batch is open in the file
+    const dims = [1, ...shape.slice(1)]; // the batch size is not fixed in the file
     const size = dims.reduce((product, length) => product * length);
     caches[name] = new ort.Tensor(type, new arrays[type](size), dims);
   }
@@ -35,6 +35,6 @@ export async function* decode(ort, session, prompt, count) {
     return logits.reduce((best, logit, token) => (logit > logits[best] ? token : best), 0);
   }
   if (prompt.length > 1) await step(prompt.slice(0, -1));
-  let token = prompt.at(-1); // a step of its own, so it is sparse as those after it
+  let token = prompt.at(-1); // decode the last prompt token separately, so that its attention is sparse
   for (let i = 0; i < count; i++) yield (token = await step([token]));
 }

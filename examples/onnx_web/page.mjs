@@ -1,5 +1,5 @@
-// node page.mjs FOLDER COUNT [BROWSER] < TOKENS: serve the page; with BROWSER, chromium or Chrome, open it there without
-// a window and print what it says.
+// node page.mjs FOLDER COUNT [BROWSER] < TOKENS: serve the page. With BROWSER (Chromium or Chrome), also open the page
+// without a window and print its tokens.
 import { spawn } from "node:child_process";
 import { createReadStream, existsSync, mkdtempSync, readFileSync, rm } from "node:fs";
 import { createServer } from "node:http";
@@ -15,11 +15,11 @@ let opened;
 const server = createServer(async (request, response) => {
   const path = normalize(new URL(request.url, "http://localhost").pathname);
   if (request.method === "POST") {
-    let said = "";
-    for await (const part of request) said += part;
+    let output = "";
+    for await (const part of request) output += part;
     response.end();
-    console.log(said);
-    if (opened) process.kill(-opened.pid); // all of its processes
+    console.log(output);
+    if (opened) process.kill(-opened.pid); // end all processes of the browser
     return;
   }
   const here = import.meta.dirname;
@@ -41,6 +41,6 @@ server.listen(0, "127.0.0.1", () => {
   opened.on("exit", () => {
     server.close();
     server.closeAllConnections();
-    rm(profile, { recursive: true, force: true, maxRetries: 10 }, () => {}); // its processes may still be ending
+    rm(profile, { recursive: true, force: true, maxRetries: 10 }, () => {}); // processes of the browser may still be ending
   });
 });

@@ -1,4 +1,4 @@
-"""Query an mlx_lm.server with OpenAI's client, and print its report of sparse calls."""
+"""Ask mlx_lm.server a question with OpenAI's client, and print the report of sparse attention."""
 
 import argparse
 from pathlib import Path
@@ -14,7 +14,7 @@ options = parser.parse_args()
 
 client = OpenAI(base_url=options.server, api_key="not needed", max_retries=20)  # the server may still be starting
 stream = client.chat.completions.create(
-    model="default_model",  # the one that the server was started with
+    model="default_model",  # the model of the server's --model
     messages=[{"role": "user", "content": f"{options.text.read_text()}\n{options.question}"}],
     max_tokens=options.max_tokens,
     temperature=0,

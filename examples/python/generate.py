@@ -1,4 +1,4 @@
-"""Answer a question about a text with mlx-lm, reading a fraction of the keys and values for each new token."""
+"""Answer a question about a text with mlx-lm and sparse attention."""
 
 import argparse
 from pathlib import Path
@@ -23,4 +23,4 @@ print("answer: ", end="")
 with mlx_sparse.sparse(model, options.attn) as report:
     for part in stream_generate(model, tokenizer, prompt, max_tokens=options.max_tokens):
         print(part.text, end="", flush=True)
-print(f"\n{part.prompt_tokens} tokens before it, {part.generation_tokens} in it\n\n{report}")
+print(f"\n{part.prompt_tokens} prompt tokens, {part.generation_tokens} generated tokens\n\n{report}")

@@ -1,4 +1,4 @@
-"""Decode with SparQ in transformers, on Triton's kernels: a tiny random model, to show the wiring."""
+"""Generate with SparQ and Triton kernels in transformers. The model is tiny and random, to show only the API."""
 
 import argparse
 
@@ -11,7 +11,7 @@ parser.add_argument("--attn", default="sparq:rank=16,top_k=48,dense_below=0", he
 parser.add_argument("--max-tokens", type=int, default=4)
 options = parser.parse_args()
 
-register()  # before the model is made or loaded
+register()  # before the model is created or loaded
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 config = LlamaConfig(

@@ -38,9 +38,9 @@ from .formats import check_own, write_toml
 METHODS, BUDGETS = "sparq,quest,streaming,h2o", "1/2,1/4,1/8"
 CONTEXTS = (4096, 32_768, 131_072)  # context lengths in the table, in addition to --context
 FIRST_LINE = "# Written by mlx-sparse advise"
-MIN_COPIED = 0.5  # accuracy of dense attention below which copying shows little
+MIN_COPIED = 0.5  # smallest copying accuracy of dense attention that allows a comparison
 MIN_SPEEDUP = 1.1  # smallest speed-up that is worthwhile
-# Thresholds: the change that rounding the weights to 5 bits makes on two models (docs/results/quality.md).
+# The thresholds are the effect of rounding the weights of two models to 5 bits (docs/results/quality.md).
 COPY, TEXT = "repetition", "bits_per_byte"  # tasks: copy an excerpt of the prompt, continue the text
 STEPS = 20  # predicted tokens of an example
 MAX_KL = 0.05  # nats, in both tasks
@@ -224,19 +224,21 @@ class Page:
         lines = [f"Warning: {known}." if (known := unfit_warning(self.family)) else ""]
         quality, chosen = self.quality, self.chosen
         if not self.candidates:
-            lines.append("Do not use it: no method can serve a layer of this model.")
+            lines.append("Do not use sparse attention: no method can serve a layer of this model.")
         elif quality is None:
             lines.append("Quality was not measured, because of --no-quality.")
         elif quality.oracle_fails:
-            lines.append("Do not use it: even the best selection of keys exceeds the thresholds on this text.")
+            lines.append(
+                "Do not use sparse attention: on this text, even the best selection of keys exceeds a threshold."
+            )
         elif chosen is None:
             lines.append(
-                "Do not use it with these methods and budgets: none is within the thresholds. The best selection of "
-                "keys passes, so another method or a larger --budget may pass."
+                "Do not use these methods at these budgets: none is within the thresholds. The best selection of keys "
+                "passes, so another method or a larger --budget may pass."
             )
         else:
             assert quality.best is not None
-            lines.append(f'Use --attn "{chosen}": `{quality.best.variant.attn}` is the cheapest that passes here.')
+            lines.append(f'Use --attn "{chosen}": `{quality.best.variant.attn}` is the cheapest method that passes.')
             served = next(one.served for one in self.candidates if one.served[0].config.name == chosen.name)
             bound = self.traffic.bound(self.context, [dataclasses.replace(one, config=chosen) for one in served])
             worth = "" if bound >= MIN_SPEEDUP else "The gain is small: "
@@ -318,9 +320,9 @@ class Page:
 
 
 def for_everyday_use(best: Attempt) -> Method:
-    """Return the method of an attempt with the default threshold and, for experiments, the default number of keys.
+    """Return an attempt's method with the default ``dense_below`` and, for experiments, the default number of keys.
 
-    An attempt on a short text runs with few keys and without a threshold.
+    An attempt uses short prompts, so its method has few keys and ``dense_below`` = 0.
     """
     config = best.variant.stages[1]
     assert config is not None
@@ -337,7 +339,7 @@ def for_everyday_use(best: Attempt) -> Method:
 def toml(config: Method, model: str, day: str, text: str) -> str:
     """Return a file for ``--attn-config``."""
     fields = [field for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
-    # JSON values are TOML values. A name in JSON cannot end its comment.
+    # JSON values are TOML values. JSON text has no line breaks, so a name cannot end the comment.
     settings = [f"{field.name} = {json.dumps(getattr(config, field.name))}" for field in fields]
     about = f"{FIRST_LINE} for {json.dumps(model)}, {day}: {json.dumps(text)}"
     return "\n".join([about, f"[{config.name}]", *settings]) + "\n"

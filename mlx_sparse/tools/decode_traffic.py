@@ -28,7 +28,7 @@ class LayerCache:
     """The cache of one layer, for one sequence.
 
     Attributes:
-        kind: `FULL`, `WINDOW`, `LINEAR` (a state of fixed size) or `LATENT` (keys and values are computed from it).
+        kind: `FULL`, `WINDOW`, `LINEAR` (a state of fixed size) or `LATENT` (a latent for keys and values).
         per_token: bytes of one token in the cache.
         fixed: bytes that do not depend on the number of tokens.
         window: largest number of tokens; None for no limit.
@@ -87,24 +87,25 @@ class Traffic:
         return sum(cache.nbytes(S) for cache in self.caches)
 
     def share(self, S: int) -> float:
-        """Return the share of the caches in the bytes of a decode step."""
+        """Return the fraction of a decode step's bytes that it reads from the caches."""
         return self.kv(S) / (self.weights + self.kv(S))
 
     def bound(self, S: int, served: Iterable[Served]) -> float:
-        """Return the largest speed-up, by bytes, of a method on its ``served`` layers."""
+        """Return the upper bound, by bytes, of the speed-up of a decode step if a method serves ``served`` layers."""
         total = self.weights + self.kv(S)
         return total / max(1, total - sum(one.saved(S) for one in served))
 
 
 def traffic_of(model: Any) -> Traffic:
-    """Return the traffic of a model that is loaded and not enabled. Nothing is evaluated."""
+    """Count the bytes of a decode step of a loaded model that is not enabled. No array is evaluated."""
     return Traffic(weights_read(model), layer_caches(model))
 
 
 def weights_read(model: Any) -> int:
     """Return the bytes of weights that a decode step reads.
 
-    If the config has the number of active experts, only those count. An embedding counts only as the output matrix.
+    If the config has the number of active experts, only these experts count. An embedding counts only if it is also the
+    output matrix.
     """
     modules = [module for _, module in model.named_modules()]
     config = config_of(model)
@@ -133,7 +134,7 @@ def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
 class _Readers:
     """Count the attention calls that read each cache. All calls stay dense.
 
-    A layer that reads the cache of another layer passes the keys of that layer, with or without the cache.
+    A layer that shares the cache of another layer passes the keys of that layer to `attend`, and may omit the cache.
     """
 
     def __init__(self, caches: list[Any]) -> None:

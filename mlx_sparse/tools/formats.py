@@ -49,7 +49,7 @@ def check_own(option: str, path: Path | None, first_line: str) -> None:
     """Raise an error for an existing file that does not begin with ``first_line``, to protect files of the user.
 
     Raises:
-        ConfigError: ``path`` is such a file, does not end in .toml, or its folder does not exist.
+        ConfigError: ``path`` begins with another line, does not end in .toml, or its folder does not exist.
     """
     if path is None:
         return

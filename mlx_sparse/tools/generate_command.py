@@ -18,7 +18,7 @@ from ..checks import ArtefactError
 def generate_command(model: str, max_tokens: int) -> list[str]:
     """Return the command line of this Python's ``mlx_lm.generate``, greedy, with the prompt on standard input.
 
-    The short name is used if it is the same command on the PATH.
+    The command is the short name if the PATH finds the same script.
     """
     script = Path(sysconfig.get_path("scripts")) / "mlx_lm.generate"
     command = [sys.executable, "-m", "mlx_lm", "generate"]
@@ -39,7 +39,7 @@ def run_command(name: str, command: list[str], prompt: str, environment: dict[st
     out, err = (stream.decode(errors="replace") for stream in (done.stdout, done.stderr))
     if done.returncode:
         last = (err.strip().splitlines() or ["no message"])[-1]
-        raise ArtefactError(f"{command[0]}: expected it to succeed with {name}, got: {last}")
+        raise ArtefactError(f"{command[0]}: expected success with {name}, got: {last}")
     return out, err
 
 
@@ -51,7 +51,7 @@ COUNTS = {"attn", "dense_calls", "layers", "served_layers", "sparse_calls", "spa
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one run: the answer, mlx-lm's speeds, and the report of sparse attention, if there is one."""
+    """Result of one run: the answer, mlx-lm's speeds, and the report of sparse attention (None if dense)."""
 
     text: str
     prompt_tokens: int

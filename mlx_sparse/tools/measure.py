@@ -73,7 +73,7 @@ def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Ite
 
 
 def rows_of(served: Served, calibration: Calibration, *, measures: bool = False) -> list[dict[str, Any]]:
-    """Return the crossover length of each kind of layer. With ``measures``, measure all methods that allow it."""
+    """Return the crossover length of each kind of layer. With ``measures``, measure all measurable methods."""
     rows = []
     for (config, layer), count in served.items():
         found = calibration.measure(config, layer) if measures and config.measurable else None

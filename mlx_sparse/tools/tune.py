@@ -42,7 +42,7 @@ from .evaluate.tasks import (
 )
 from .formats import check_own, write_toml
 
-# Values from Table 6 of the paper, and the numbers of chunks that it selects.
+# Values from Table 6 of the paper, and the numbers of chunks that the paper selects.
 ALPHAS = (0.80, 0.85, 0.90, 0.92, 0.95, 0.98)
 CHUNKS = (1, 2)
 LENGTHS = tuple(length << 10 for length in (8, 32, 64, 96, 128))  # one length in each range
@@ -54,7 +54,7 @@ QUESTIONS = 4  # questions in one passage of needles
 
 
 def needles(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """State the pass key of each city once in a text, and end it with `QUESTIONS` questions and their answers."""
+    """Insert the pass key of each city into a text, and append `QUESTIONS` questions with their answers."""
     rng = random.Random(seed)
     for start in starts(tokens, context, limit, rng):
         text = tokens[start : start + context]
@@ -76,7 +76,7 @@ RETRIEVAL: Mapping[str, Maker[Passage]] = {"needles": needles, "repetition": PAS
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """The parameters of SampleAttention that are searched."""
+    """The parameters of SampleAttention that the command tunes."""
 
     alpha_column: float
     alpha_slash: float
@@ -128,7 +128,7 @@ class Measured:
 
     @property
     def work(self) -> float:
-        """Multiply-adds over dense attention's: the block pairs, and half of the sampled rows, which read no values."""
+        """Share of dense attention's multiply-adds. Sampled rows count half, because they need no values."""
         return self.density + self.sampled / 2
 
     def as_dict(self) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def settings_grid(*values: Sequence[Any]) -> list[Setting]:
 
 
 def group_by_range(lengths: Sequence[int], context: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the upper limit and the lengths of each range with a length. The last limit is ``context`` + 1."""
+    """Group ``lengths`` by range; return each upper limit and its lengths. The last range ends at ``context``."""
     ends = {length: next(end for end in RANGES if length < end) for length in sorted(set(lengths))}
     return [
         (int(end) if math.isfinite(end) else context + 1, tuple(length for length in ends if ends[length] == end))
@@ -368,8 +368,8 @@ def _lengths(wanted: Sequence[int] | None, bounds: dict[str, int]) -> Sequence[i
 
 
 def toml(tuned: Sequence[Tuned], prefer: str, model: str, block_size: int) -> str:
-    """Return a file for ``--attn-config`` with the preferred setting of each range; figures are comments."""
-    # A name in JSON cannot end its comment.
+    """Return a file for ``--attn-config`` with the preferred setting of each range. Measurements are comments."""
+    # JSON text has no line breaks, so the name cannot end the comment.
     lines = [
         f"{FIRST_LINE} for {json.dumps(model)}: {prefer} first.",
         "# Use this file with --attn-config. Contexts beyond the last range use the last range.",
@@ -396,7 +396,7 @@ def toml(tuned: Sequence[Tuned], prefer: str, model: str, block_size: int) -> st
 
 def _figures(row: Measured) -> str:
     shares = f"accuracy {row.accuracy:.3f}, density {row.density:.3f}, sampled {row.sampled:.3f}"
-    return f"{shares}, {row.seconds:.2f} s a prompt"
+    return f"{shares}, {row.seconds:.2f} s per prompt"
 
 
 def table(tuned: Sequence[Tuned]) -> str:

@@ -174,15 +174,15 @@ def quality_of(oracle: list[Attempt], attempts: list[Attempt], accuracy: float =
 def test_advice_is_negative_if_oracle_selection_fails() -> None:
     bad, good = attempt("oracle_top_k:top_k=511", kl=1), attempt("oracle_top_k:top_k=511")
     oracle_fails = page_of(quality_of([bad], []))
-    assert oracle_fails.advice()[0].startswith("Do not use it: even the best selection of keys")
-    # If the oracle fails, a method that passes is a random success.
+    assert oracle_fails.advice()[0].startswith("Do not use sparse attention: on this text, even the best")
+    # If the oracle fails, a method that passes does so by chance.
     assert page_of(quality_of([bad], [attempt("sparq:rank=4,top_k=128")])).chosen is None is oracle_fails.chosen
     assert page_of(quality_of([good], [attempt("oracle_top_k:top_k=300")])).chosen is None
     none = page_of(quality_of([good], [attempt("sparq:rank=4,top_k=128", kl=1)]))
-    assert none.advice()[0].startswith("Do not use it with these methods and budgets")
+    assert none.advice()[0].startswith("Do not use these methods at these budgets")
     blind = page_of(quality_of([good], [], accuracy=0.1))
     assert blind.advice()[-1].startswith("Dense attention copies this text badly")
-    assert page_of(None, candidates=[]).advice()[0].startswith("Do not use it: no method can serve")
+    assert page_of(None, candidates=[]).advice()[0].startswith("Do not use sparse attention: no method can serve")
 
 
 def test_cheapest_passing_method_is_recommended() -> None:
@@ -266,8 +266,8 @@ def test_uniform_attention_fails_every_selection(
     assert cli.main(["advise", str(tmp_path / "model"), "--text", str(text), *SHORT, "--save", str(saved)]) == 1
     out = capsys.readouterr().out
     assert re.search(r"\| `oracle_top_k:top_k=255` \| 1/2 \|.*\| fails \|", out)
-    assert "`sparq:rank=4,top_k" not in out and "`streaming:" not in out  # no other method was run
-    assert "\nDo not use it: even the best selection of keys exceeds the thresholds" in out
+    assert "`sparq:rank=4,top_k" not in out and "`streaming:" not in out  # nothing else was run
+    assert "\nDo not use sparse attention: on this text, even the best selection of keys exceeds a threshold" in out
     assert not saved.exists()
 
 
@@ -292,7 +292,7 @@ def test_unsupported_model_reports_the_reason(tmp_path: Path, capsys: pytest.Cap
     assert (
         "`sparq:rank=4` cannot run: model: expected an attention layer that sparq can serve, got glm4_moe_lite" in out
     )
-    assert "Do not use it: no method can serve a layer of this model." in out
+    assert "Do not use sparse attention: no method can serve a layer of this model." in out
 
 
 def test_no_quality_reads_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,7 +145,7 @@ END = {"kind": "end", "right": True, "text": "| table |", "run": {"command": "ml
         ([ROW, END], []),
         ([ROW], UNFINISHED[:1]),
         ([ROW, {**ROW, "failed": True, "turns": 0}, END], ["1 results of the benchmark of decode steps are wrong"]),
-        ([{**ROW, "turns": 0}, END], ["the benchmark of decode steps could measure nothing"]),
+        ([{**ROW, "turns": 0}, END], ["the benchmark of decode steps measured nothing"]),
     ],
     ids=["right", "ended", "wrong", "nothing"],
 )

@@ -123,7 +123,7 @@ def test_passed_command_checks_the_tests(
     if found:  # a killed script leaves no report
         report.write_text(json.dumps(found))
     assert check_report.main(["passed", str(report)]) == bool(problems)
-    assert capsys.readouterr().out.splitlines() == (problems or [f"{report}: nothing wrong"])
+    assert capsys.readouterr().out.splitlines() == (problems or [f"{report}: no problems"])
 
 
 def test_validation_command_checks_the_log(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from repository_paths import FIXTURES
 from tiny_models import build
 
-from mlx_sparse.tools.train.collect import collect, find_layer_shapes
+from mlx_sparse.checks import ArtefactError
+from mlx_sparse.tools.evaluate.journal import Journal
+from mlx_sparse.tools.train.collect import Done, collect, find_layer_shapes
 
 TOKENS = tokens(1200)
 
@@ -56,6 +58,21 @@ def test_higher_layers_do_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "entries",
+    [{"1": 600}, {"1": 600, "0": 600}, {"0": 599}, {"0": 600, "text": 600}, {"0": 600, "1": 600, "2": 600}],
+)
+def test_wrong_resume_journal_is_refused(tmp_path: Path, entries: dict[str, int]) -> None:
+    journal = Journal(tmp_path / "windows.jsonl", "train-saap", "k", Done)
+    for name, length in entries.items():
+        journal.add(name, Done(length))
+    model = build()
+    options = {"queries": 50, "first": 100, "seed": 3, "key": "k", "progress": Progress()}
+    message = "expected the first of 2 texts of 600 tokens in order, got other entries. Delete the folder"
+    with pytest.raises(ArtefactError, match=message):
+        collect(model, find_layer_shapes(model, 1), [TOKENS[:600], TOKENS[600:]], tmp_path, **options)
+
+
+@pytest.mark.parametrize(
     ("family", "layers"),
     [
         ("llama", [0, 1]),
@@ -93,7 +110,9 @@ sys.path[:0] = {folders!r}
 from pathlib import Path
 from tiny_models import build
 from commands import Progress
-from mlx_sparse.tools.train.collect import collect, find_layer_shapes
+from mlx_sparse.checks import ArtefactError
+from mlx_sparse.tools.evaluate.journal import Journal
+from mlx_sparse.tools.train.collect import Done, collect, find_layer_shapes
 model = build(head_dim=256)
 windows = [[1 + (i * i + i // 7 + w) % 95 for i in range(1024)] for w in range(int(sys.argv[1]))]
 options = dict(queries=1000, first=0, seed=0, key="k", progress=Progress())

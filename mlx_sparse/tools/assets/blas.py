@@ -1,7 +1,7 @@
 """``--fast-blas`` of the demo: use a fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
 
-MLX's Linux wheel contains the slow reference BLAS. SciPy's wheel contains OpenBLAS with the standard symbol names. If
-a child process preloads OpenBLAS, it replaces the reference BLAS. The wheel is read as data, never installed.
+MLX's Linux wheel contains the slow reference BLAS. SciPy's wheel contains OpenBLAS with the standard symbol names. In a
+child process that preloads OpenBLAS, OpenBLAS replaces the reference BLAS. The wheel is read as data, never installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OFFER = f"MLX's BLAS is slow in float32 on this machine. --fast-blas fetches Ope
 
 @dataclass(frozen=True)
 class Build:
-    """SHA-256 of one architecture's wheel and of its libraries. Each library follows the libraries it requires."""
+    """SHA-256 of the wheel of one architecture and of its libraries, in the order of their dependencies."""
 
     sha256: str
     libraries: Mapping[str, str]

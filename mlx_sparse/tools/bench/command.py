@@ -35,7 +35,7 @@ STAGES = {  # stage of the methods, examples, and the defaults of --attn, --leng
 SHAPES = "32x8x128"
 BACKENDS = {"mlx": "auto", "onnx": "native,standard", "cuda": "triton"}
 WARM_UP = 2  # turns before the timing of decode steps
-ONLY = {  # options of one --engine and stage
+ONLY = {  # options with the only --engine and stage that accept them
     "--kv-bits": ("mlx", "step", "also time each method with quantized KV caches of N bits"),
     "--steps": ("mlx", "prefill", "tokens of a prefill chunk (default: 2048,all)"),
     "--threads": ("onnx", "", "threads of ONNX Runtime (default: 2)"),

@@ -70,7 +70,7 @@ class Case:
         return self.rows * self.S * self.shape.D * self.item
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields of a row."""
+        """Return the columns that the case adds to a row."""
         found = {"dtype": self.dtype, "shape": str(self.shape), "batch": self.B, "S": self.S}
         return found if self.step is None else found | {"step": self.step}
 
@@ -163,7 +163,7 @@ class Row:
 
 
 class Variant(ABC):
-    """An implementation of the work of a case.
+    """One implementation that is timed on a case.
 
     Attributes:
         role: "sparse", "dense" (baseline) or "read" (a read of keys and values without arithmetic).
@@ -232,7 +232,7 @@ def prepare_and_check(variant: Variant) -> bool:
 def take_turns(
     variants: Sequence[Variant], repeat: int, warm_up: int = 0, until: float = float("inf")
 ) -> dict[Variant, list[float]]:
-    """Let every variant take one step in each turn; return the seconds of the turns after ``warm_up``."""
+    """Run every variant once in each turn; return the seconds of each variant in the turns after ``warm_up``."""
     samples: dict[Variant, list[float]] = {variant: [] for variant in variants}
     for turn in range(warm_up + repeat):
         for variant, seconds in samples.items():
@@ -243,7 +243,7 @@ def take_turns(
 
 
 def compare(variant: Variant, samples: Mapping[Variant, Sequence[float]]) -> None:
-    """Put the times of a variant into its row, and the ratio to the fastest baseline of the same turns.
+    """Store a variant's times in its row, and their ratio to the fastest baseline of the same turns.
 
     A baseline with a backend is compared with variants of that backend only.
     """
@@ -266,12 +266,12 @@ def compare(variant: Variant, samples: Mapping[Variant, Sequence[float]]) -> Non
 
 
 def expected(error: Exception) -> bool:
-    """Return True if the error is no failure: the case is too large, or the method does not support it."""
+    """Return True if the error is not a failure: the case is too large, or the method does not support the case."""
     return isinstance(error, (MemoryError, SparseAttentionError)) or type(error).__name__ == "OutOfMemoryError"
 
 
 def reason(error: Exception) -> str:
-    """Return the first line of an error."""
+    """Return the first line of an error message, at most `MAX_NOTE` characters."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return text if len(text) <= MAX_NOTE else text[: MAX_NOTE - 3] + "..."
 

@@ -45,7 +45,7 @@ class Context:
     text: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields of a row."""
+        """Return the columns that the context adds to a row."""
         return {"S": self.S}
 
 

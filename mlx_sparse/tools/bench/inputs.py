@@ -27,11 +27,11 @@ EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 DISTINCT = 4096  # distinct random keys; longer contexts repeat them
 NOISE = 1 / 32  # scale of the keys that are not planted, so small that even few components rank them lower
 # Difference in logits between planted and other keys. With GAP, few components find the planted keys, and the other
-# keys keep a measurable softmax mass. With LARGE_GAP that mass is nearly 0, for methods that estimate it.
+# keys have a measurable softmax mass. With LARGE_GAP their mass is nearly 0, for methods that estimate this mass.
 GAP, LARGE_GAP = 3.0, 60.0
 SHARED_METHODS = ("sparq", "saap", "sample")  # methods on ONNX Runtime and CUDA
 BUCKETS = 1024  # default number of buckets of SAAP's index
-LOAD_FACTOR = 2  # keys per visited bucket over the average
+LOAD_FACTOR = 2  # keys per visited bucket, divided by the average of all buckets
 VISIT_LOGIT = 100.0  # bias of the visited buckets, large enough to determine the routing
 PEAK = 14.0  # logit of the important keys of a prompt
 PATTERNS: dict[str, Any] = {"bigbird": bigbird_pattern, "streaming_prefill": streaming_pattern}
@@ -41,7 +41,7 @@ SHARE_DIFFERENT, MAX_DIFFERENCE = 1 / 16, 0.1
 
 
 def rounded(array: Array, dtype: str) -> Array:
-    """Round float32 numbers to a storage type. Other names change nothing."""
+    """Round float32 numbers to float16 or bfloat16. With another ``dtype``, return the array unchanged."""
     if dtype == "float16":
         return array.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":
@@ -126,7 +126,7 @@ def random_problem(case: Case) -> Problem:
 
 
 def planted_problem(case: Case, config: Method) -> Problem:
-    """Plant as many large keys as a method selects in addition to the keys that it always attends."""
+    """Make a problem with one large key for each key that a method selects in addition to the keys always attended."""
     S, Hkv, D = case.S, case.shape.Hkv, case.shape.D
     base = normal(case, Hkv, 1, seed=3)
     queries = base + 0.5 * normal(case, case.shape.Hq, 1).reshape(1, Hkv, -1, D)
@@ -181,7 +181,7 @@ class Index:
         return cls(visited, ids, network)
 
     def problem(self, case: Case, config: Any, merge_every: int = 1) -> Problem:
-        """Make the step over these buckets and the exact part; keys are listed ``merge_every`` at a time."""
+        """Make a step that attends the visited buckets and the exact part. Lists grow by ``merge_every`` keys."""
         key = np.arange(case.S)
         covered = (case.S - config.recent_tokens) // merge_every * merge_every
         exact = (key < config.sink_tokens) | (key >= covered)
@@ -231,8 +231,9 @@ def check_request(request: Request, backends: tuple[str, ...], shared_only: bool
 def prompt(case: Case) -> tuple[Array, Array, Array]:
     """Make a prompt whose heads attend to the first keys, to a few random keys, and to keys at a fixed distance.
 
-    Half of the components are waves of the position. In the queries they are shifted by the distance of the head, so
-    that the logits peak there. In the other half, the first keys and a few random keys are large along one direction.
+    Half of the components are waves of the position. In the queries, the waves are shifted by a distance of each head,
+    so that the logits peak at this distance. In the other half, the first keys and a few random keys are large along
+    one direction.
 
     Returns:
         Queries ``(1, Hq, S, D)``, keys and values ``(1, Hkv, S, D)``: float32, rounded to the type of the case.

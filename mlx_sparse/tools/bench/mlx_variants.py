@@ -1,8 +1,8 @@
 """MLX's variants: every decode and prefill method on every backend, dense attention, and a read of keys and values.
 
-A decode step goes through several layers, each with a cache of its own, as in a model. On a GPU a single small
-attention would drown in the cost of `mx.eval`, and one cache used again and again would stay in the last-level cache.
-A prompt is attended chunk by chunk, as mlx-lm does it.
+A decode step runs several layers with separate caches, as in a model. On a GPU, `mx.eval` would take longer than a
+single small attention, and a single KV cache would stay in the last-level cache. A prompt is processed in chunks, as in
+mlx-lm.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check(request: Request) -> None:
 
 
 def serving(request: Request, case: Case) -> Iterator[tuple[Method, str, str | None]]:
-    """Yield each method with each backend, and the reason if the backend cannot run the method."""
+    """Yield each method, each backend, and the reason why the backend cannot run the method, or None."""
     D, G = case.shape.D, case.shape.G
     for config in request.methods:
         found: dict[str, str | None] = {}
@@ -80,7 +80,7 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
         count = len(request.methods) * len(request.backends) * (1 + len(request.kv_bits))
         needed = 2 * case.keys * layers_of(case) * (1 + 0.5 * count)
     else:
-        # On a CPU, dense attention stores all scores of a chunk. The prompt is made in float32 with temporary arrays.
+        # On a CPU, dense attention stores all scores of a chunk. Generating the prompt takes temporary float32 arrays.
         scores = 4 * B * shape.Hq * case.step * S if on_cpu else 0
         needed = 1.2 * scores + 16 * B * S * shape.D * (shape.Hq + shape.Hkv)
     check_memory(needed, memory(), LARGEST_SHARE)
@@ -99,7 +99,7 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """Return the seconds for the evaluation of a step."""
+    """Evaluate a step; return its time in seconds."""
     start = time.perf_counter()
     mx.eval(run())
     return time.perf_counter() - start
@@ -117,7 +117,7 @@ def to_numpy(array: mx.array) -> Any:
 
 
 def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> SparseKVCache:
-    """Return a cache with the first ``length`` of these rows, or with all rows."""
+    """Return a cache with the first ``length`` keys and values, or with all of them."""
     cache = SparseKVCache()  # type: ignore[no-untyped-call]
     cache.keys, cache.values, cache.offset = keys, values, length or keys.shape[2]
     mx.eval(keys, values)
@@ -171,7 +171,7 @@ def layers_of(case: Case) -> int:
 
 
 class Layers:
-    """A query ``(B, Hq, 1, D)`` and the caches of all layers without auxiliary state, made on first use."""
+    """The query ``(B, Hq, 1, D)`` and the KV caches of all layers. They are generated on first use."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -244,15 +244,15 @@ class MlxStep(MlxVariant):
         return problem.wrong(out)
 
     def problem(self) -> Problem:
-        """Return the problem of the check."""
+        """Return the inputs and the expected output of the check."""
         return random_problem(self.case) if self.config is None else planted_problem(self.case, self.config)
 
     def batch(self, array: Any) -> mx.array:
-        """Repeat an array of a problem for each sequence."""
+        """Repeat an array of a problem for each sequence of the batch."""
         return mx.contiguous(mx.repeat(to_mlx(array, self.case.dtype), self.case.B, axis=0))
 
     def cache(self, keys: mx.array, values: mx.array) -> SparseKVCache:
-        """Return a cache over these rows, with the auxiliary state that a step does not build."""
+        """Return a cache with these keys and values, and with the auxiliary state that exists before a step."""
         if not self.bits:
             return cache_of(keys, values)
         cache: SparseKVCache = cache_of(keys, values).to_quantized(group_size=GROUP, bits=self.bits)
@@ -284,8 +284,8 @@ class MlxStep(MlxVariant):
 class SaapStep(MlxStep):
     """A decode step of SAAP with random router weights: route, list keys and attend in every layer.
 
-    The router is a network of 2 D hidden units, as `mlx-sparse train-saap` makes it. In online mode it routes by
-    centroids. The upkeep is the time of a rebuild of the lists per step.
+    The router is a network with 2 D hidden units, the default of `mlx-sparse train-saap`. In online mode it uses
+    centroids. ``upkeep`` is the time of one rebuild of the lists, divided by the steps between two rebuilds.
     """
 
     def __init__(self, case: Case, layers: Layers, config: Any, backend: str) -> None:
@@ -332,7 +332,7 @@ class SaapStep(MlxStep):
 
 
 class Chunks(Prompt):
-    """The chunks of a prompt: queries of each chunk, and a cache with all keys up to its end."""
+    """The chunks of a prompt: the queries of each chunk, and a cache with all keys up to the end of the chunk."""
 
     @cached_property
     def all(self) -> list[tuple[mx.array, SparseKVCache]]:

@@ -1,4 +1,4 @@
-"""Options and loaders for commands that run examples of a model on texts."""
+"""Define the options, and load the model and texts, for commands that run a model on examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tasks import encode
 
 
 def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """Add the options of all commands with examples. With ``positional``, the model is an argument."""
+    """Add the options of all commands with examples. With ``positional``, the model is a positional argument."""
     add_model_options(parser, positional=positional)
     parser.add_argument(
         "--text",
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) ->
         nargs="+",
         help=f"files, or {', '.join(texts.NAMES)} (default: {texts.DEFAULT}, its language reference)",
     )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random positions and names (default: 0)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of positions and names (default: 0)")
     parser.add_argument("--cache-dir", metavar="DIR", help="folder of the default model (default: user's cache)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -44,7 +44,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def load_model(name: str | None, cache: str | None, license: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
-    """Return a model (default: SmolLM2), its tokenizer and its ``config.json``. The user has accepted ``license``."""
+    """Load a model (default: SmolLM2), its tokenizer and ``config.json``. The user accepts the license ``license``."""
     from mlx_lm import load
 
     path = find_model(name, cache_directory(cache), license)
@@ -54,7 +54,7 @@ def load_model(name: str | None, cache: str | None, license: str | None = None) 
 
 
 def encode_texts(tokenizer: Any, read: Sequence[texts.Text]) -> list[list[int]]:
-    """Return the tokens of each text, without opening tokens. An empty line separates texts."""
+    """Return the tokens of each text, without opening tokens. Each text after the first begins with an empty line."""
     # Suppress the warning of transformers about long texts, because only parts of the texts are used.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return [encode(tokenizer, ("\n\n" if i else "") + text.text) for i, text in enumerate(read)]
@@ -67,7 +67,7 @@ def read_tokens(tokenizer: Any, names: list[str] | None, cache: str | None, opti
 
 
 def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
-    """Return a hash of the model, the text, the options, the versions and the device, which determine the results."""
+    """Return a hash of all inputs of the results: model, text, options, versions and device."""
     import numpy as np
 
     chip = environment.hardware()["chip"]

@@ -40,7 +40,7 @@ OTHERS = ("accuracy", "accuracy: share of correct tokens")
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Use our settings only, so that a user's matplotlibrc has no effect. This is also a decorator."""
+    """Use only the settings `RC`, so that a user's matplotlibrc has no effect (context manager and decorator)."""
     from matplotlib import style
 
     with style.context(RC, after_reset=True), warnings.catch_warnings():
@@ -52,8 +52,8 @@ def styled() -> Iterator[None]:
 def draw(rows: Sequence[Row]) -> Figure | None:
     """Draw the rows of one task. Return None if no row ran sparsely.
 
-    A line connects the budgets of one method. A point is hollow if some calls were dense. Bars are one standard error
-    of the paired difference to dense attention.
+    A line connects the budgets of one method. A point is hollow if some calls were dense. Error bars are one
+    standard error of the paired difference to dense attention.
     """
     from matplotlib.figure import Figure
 
@@ -94,7 +94,7 @@ def svg(figure: Figure) -> str:
 
 
 def share(row: Row) -> float:
-    """Return the bytes or, for a prefill method, the block pairs of a row over dense attention's."""
+    """Return the share of dense attention's bytes or, for a prefill method, of its block pairs."""
     return max(mean(row.density) if row.of_prompt and row.density else row.compression, SMALLEST)
 
 

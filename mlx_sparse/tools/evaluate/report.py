@@ -1,4 +1,4 @@
-"""``mlx-sparse report``: write one HTML page of the results of ``mlx-sparse eval --out``."""
+"""``mlx-sparse report``: write an HTML page with the results of ``mlx-sparse eval --out``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESULTS, PAGE = "results.jsonl", "report.html"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report; return the exit code."""
+    """Run ``mlx-sparse report`` with these arguments; return the exit code."""
     parser = Parser(
         prog="mlx-sparse report",
         description=f"Write {PAGE} again from the results of mlx-sparse eval --out DIR, without running the model.",
@@ -41,7 +41,7 @@ def check() -> None:
 
 
 def read(path: Path) -> tuple[list[Row], Facts]:
-    """Return the rows and the facts in a file of ``mlx-sparse eval --out``.
+    """Read the rows and the facts of the run from a file of ``mlx-sparse eval --out``.
 
     Raises:
         ArtefactError: the file is missing, damaged, of another version, or has the results of several runs.
@@ -83,7 +83,7 @@ def write(folder: Path, rows: Sequence[Row], facts: Facts) -> None:
 
 
 def _printable(value: Any) -> Any:
-    """Replace the control characters of a text, which HTML forbids."""
+    """Replace control characters, because HTML forbids them."""
     if type(value) is not str:  # markup of the template
         return value
     return "".join(letter if letter.isprintable() or letter == "\n" else REPLACEMENT for letter in value)

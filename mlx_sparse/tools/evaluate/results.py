@@ -80,8 +80,8 @@ class Row:
         examples: number of examples.
         mean, mean_error: means and their standard errors.
         delta, error: means and standard errors of the differences to dense attention on the same examples.
-        formula: elements that the method moves by its formula at this context, over dense attention's.
-        compression: bytes moved by the sparse calls of the run, over dense attention's.
+        formula: elements that the method moves by its formula at this context, divided by dense attention's elements.
+        compression: bytes that the sparse calls of the run moved, divided by the bytes of dense attention.
         sparse_calls, dense_calls, dense_reasons: sums over the examples.
         prefill: True if tokens inside the prompt were scored, False for decode steps after it.
         selectivity, density, sampled, recall: as in `Trial`, averaged over the examples; the minimum recall is the
@@ -127,7 +127,7 @@ class Row:
 
     @property
     def sparse_share(self) -> float:
-        """The share of sparse calls."""
+        """Share of the attention calls that were sparse."""
         return self.sparse_calls / max(1, self.sparse_calls + self.dense_calls)
 
 
@@ -135,7 +135,7 @@ FIGURES = tuple(Outcome.__annotations__)
 
 
 def row_of(trials: Sequence[Trial], dense: Sequence[Trial], depths: Sequence[float | None], **about: Any) -> Row:
-    """Average ``trials`` to one row.
+    """Average the trials of one method into one row.
 
     Args:
         trials: trials of one method.
@@ -214,7 +214,7 @@ class TextFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Inputs and machine of a run. Paths are stored as typed. No environment variable is read."""
+    """Inputs and machine of a run. Paths are as the user typed them. Environment variables are not stored."""
 
     command: str
     date: str
@@ -228,10 +228,10 @@ class Facts:
 
 
 def run_facts(command: str, name: str, model: Any, texts: Sequence[tuple[Text, int]], **options: int) -> Facts:
-    """Return the facts of ``command``.
+    """Collect the inputs and the machine of a run.
 
     Args:
-        command: the command line.
+        command: the command line of the run.
         name: the value of ``--model``.
         model: the loaded model.
         texts: texts with their numbers of tokens.

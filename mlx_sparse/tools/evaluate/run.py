@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(folder: Path, rows: list[Row], facts: Facts) -> None:
-    """Write the rows with the facts of the run for `mlx-sparse report`, and the report."""
+    """Write the results file with rows and facts of the run, and the HTML report."""
     run_of = {"run": as_json(facts)}
     lines = [json.dumps(as_json(row) | run_of, allow_nan=False) for row in rows]
     replace_file(folder / report.RESULTS, lambda new: new.write_text("\n".join(lines) + "\n", encoding="utf-8"))
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "SHARE,...",
         [],
         "shares of dense attention's transfers, such as 1/2,1/8; the formulas of the papers determine the parameters "
-        "that METHOD omits (default: the methods as they are)",
+        "that METHOD omits (default: the settings of METHOD)",
     )
     add_list(
         "--kv-bits",
@@ -145,7 +145,7 @@ def _split_lists(texts: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A task at one context length: its examples (with ``prefill`` its passages) and the variants to run."""
+    """A task at one context length. ``examples`` are passages if ``prefill`` is True."""
 
     task: str
     context: int
@@ -170,7 +170,7 @@ class _Evaluation:
         self.key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size, args.batch)
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows of all context lengths and tasks, each when its examples have run."""
+        """Yield the rows of all context lengths and tasks. A row follows when its examples have run."""
         from tqdm import tqdm
 
         args, step = self.args, self.args.prefill_step_size
@@ -210,7 +210,7 @@ class _Evaluation:
             yield Steps(self.model, self.tokenizer, batch, self.args.prefill_step_size, observed=observed)
 
     def facts(self) -> Facts:
-        """Return the facts of the run."""
+        """Return the inputs and the machine of the run."""
         args = self.args
         read = list(zip(self.texts, self.lengths, strict=True))
         options = {"seed": args.seed, "prefill_step_size": args.prefill_step_size, "batch": args.batch}

@@ -44,8 +44,9 @@ def figures_of(logp: mx.array, dense: mx.array, targets: mx.array) -> Array:
         targets: tokens ``(...)``.
 
     Returns:
-        float64 ``(..., 4)``: negative log-likelihood of the target in nats; 1 if the target is the most likely token;
-        1 if dense attention has the same most likely token; KL divergence from dense attention in nats.
+        float64 ``(..., 4)`` with four figures of each position. The first is the negative log-likelihood of the target
+        in nats. The next two are 0 or 1: the target is the most likely token; dense attention has the same most likely
+        token. The last is the KL divergence from dense attention in nats.
     """
     best = logp.argmax(axis=-1)
     nats = -mx.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
@@ -56,7 +57,7 @@ def figures_of(logp: mx.array, dense: mx.array, targets: mx.array) -> Array:
 
 
 def outcome(figures: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
-    """Return the outcome of ``figures (scored, 4)`` at the scored positions, whose text has ``n_bytes``.
+    """Average ``figures (scored, 4)`` over the scored positions. Their text has ``n_bytes`` bytes.
 
     Raises:
         ConfigError: the model's logits are not finite.
@@ -69,7 +70,7 @@ def outcome(figures: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
 
 
 def step_outcome(figures: Array, example: Example, tokenizer: Any) -> Outcome:
-    """Return the outcome of an example with ``figures (len(target), 4)`` of its target tokens."""
+    """Return the outcome of an example from ``figures (len(target), 4)`` of its target tokens."""
     scored = range(len(example.target)) if example.scored is None else example.scored
     wrong = next((position for position in scored if not figures[position, 1]), len(example.target))
     text: str = tokenizer.decode([example.target[position] for position in scored])
@@ -78,7 +79,7 @@ def step_outcome(figures: Array, example: Example, tokenizer: Any) -> Outcome:
 
 
 def prompt_outcome(logits: mx.array, dense: mx.array, targets: Sequence[int], n_bytes: float) -> Outcome:
-    """Return the outcome of ``logits (scored, vocabulary)`` in a prompt. ``dense`` are dense attention's logits."""
+    """Compare ``logits (scored, vocabulary)`` of a prefill with the logits ``dense`` of dense attention."""
     rows = [slice(start, start + SLICE) for start in range(0, len(targets), SLICE)]
     parts = [figures_of(log_softmax(logits[r]), log_softmax(dense[r]), mx.array(list(targets[r]))) for r in rows]
     return outcome(np.concatenate(parts), n_bytes)
@@ -153,15 +154,15 @@ class Steps:
 
 
 class Prompt:
-    """A passage that the method's prefill processes. It is one example with the attributes of `Steps`."""
+    """A passage that a method processes in its prefill. This class has the attributes of `Steps` for one example."""
 
     def __init__(self, model: Any, tokenizer: Any, passage: Passage, step: int, *, recall: bool = False) -> None:
-        """Store a passage. With ``recall``, also measure attention recall, which computes all scores."""
+        """Store a passage. With ``recall``, also measure attention recall, which needs all attention scores."""
         self.model, self.passage, self.step, self.recall = model, passage, step, recall
         self.depths: list[float | None] = [None]
         self.digests = [digest(passage)]
         first, last = passage.scored[0], passage.scored[-1]
-        # A token may be a part of a character, so use the bytes per token of the scored span.
+        # A token may be a part of a character, so use the mean bytes per token between the first and last position.
         stretch = tokenizer.decode(passage.tokens[first + 1 : last + 2]).encode()
         self.n_bytes = len(stretch) * len(passage.scored) / (last + 1 - first)
 
@@ -260,14 +261,14 @@ def passage_logits(model: Any, passage: Passage, step: int) -> tuple[mx.array, f
 
 
 def trial_of(outcome: Outcome, report: Report, examples: int = 1) -> Trial:
-    """Return a trial from an outcome and the report of its run. ``examples`` is the batch size."""
+    """Combine an outcome and the report of its run into a trial. ``examples`` is the batch size."""
     figures = report.prefill
     prompt: dict[str, Any] = {}
     if figures is not None and figures.calls:
         prompt = {"density": [mean(heads) for heads in figures.density.values()], "sampled": figures.sampled}
         if (recall := figures.recall) is not None:
             prompt["recall"] = [recall["min"], recall["low"], recall["mean"]]
-    # Calls of layers that the method cannot serve, and of a stage without a method, are no fallback.
+    # Calls of layers that the method cannot serve, and of a stage without a method, do not count as fallbacks.
     reasons = Counter({reason: n for reason, n in report.dense_calls.items() if reason not in report.dense_layers})
     del reasons[NO_DECODE]
     calls = report.sparse_calls + (figures.calls if figures is not None else 0)

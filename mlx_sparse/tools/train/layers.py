@@ -30,9 +30,10 @@ class HeadReport:
 
     Attributes:
         layer, head: index of the layer and of its KV head.
-        rows: number of long-range queries in the training rows. With too few rows the head keeps the k-means router.
+        rows: number of training rows (long-range queries). With too few rows the head keeps the k-means router.
         long_range: share of the held-out queries that are long-range.
-        loss: KL divergence in nats of each router from the targets of the held-out queries; empty without such queries.
+        loss: KL divergence in nats of each router from the targets of the long-range held-out queries; empty if there
+            are none.
         recall: recall of each router at `SELECTIVITIES`.
         imbalance: imbalance of the held-out keys (saap.13).
     """
@@ -62,7 +63,7 @@ def table(heads: Sequence[HeadReport]) -> str:
     cells += [f"{value:.3f}" for name in ROUTERS for value in means["recall"][name]]
     notes = [
         f"rows: long-range queries used for training; a head with fewer than {MIN_ROWS} routes by its centroids.",
-        "The other columns are of held-out text. loss: KL divergence from the long-range attention per bucket.",
+        "The other columns use held-out text. loss: KL divergence from the long-range attention per bucket.",
         "ROUTER N%: share of the long-range attention on the visited keys, if N% of the keys outside the exact part",
         "are visited. kmeans is the baseline that routes by centroids. imbalance: 1 if all buckets are equal.",
     ]
@@ -121,13 +122,13 @@ def make_layer(texts: Texts, recipe: Recipe, *, progress: Any = None) -> tuple[L
 
 
 def make_centroids(texts: Texts, recipe: Recipe) -> Array:
-    """Cluster the pre-RoPE keys of all texts without sinks; return centroids ``(Hkv, C, D)``."""
+    """Cluster the pre-RoPE keys of all texts, except the sinks; return centroids ``(Hkv, C, D)``."""
     keys = texts.pre_rope_keys
     return np.stack([_head_centroids(keys[:, head], recipe) for head in range(texts.heads)])
 
 
 def _head_centroids(keys: Array, recipe: Recipe) -> Array:
-    """Return centroids ``(C, D)`` of one head's ``keys (W, S, D)``. Only the keys for k-means are read."""
+    """Return centroids ``(C, D)`` of one head's ``keys (W, S, D)``. Only the sampled keys are read from disk."""
     windows, S, D = keys.shape
     random, sinks = np.random.default_rng(recipe.seed), recipe.distances.sink_tokens
     share = min(-(-POINTS * recipe.buckets // windows), S - sinks)
@@ -141,7 +142,7 @@ def _head_centroids(keys: Array, recipe: Recipe) -> Array:
 
 
 def fit_centroids(keys: Array, buckets: int, *, seed: int = 0) -> Array:
-    """Return unit centroids ``(C, D)`` of ``keys (n, D)`` without sinks.
+    """Cluster ``keys (n, D)``, which exclude the sinks; return centroids ``(C, D)`` of length 1.
 
     Raises:
         ConfigError: there are more buckets than keys.
@@ -152,7 +153,7 @@ def fit_centroids(keys: Array, buckets: int, *, seed: int = 0) -> Array:
 
 
 def bucket_ids(keys: Array, centroids: Array) -> Array:
-    """Return the int32 buckets ``(W, Hkv, S)`` of ``keys (W, Hkv, S, D)``. Memory holds one head of one text."""
+    """Return the int32 buckets ``(W, Hkv, S)`` of ``keys (W, Hkv, S, D)``, one head of one text in memory at a time."""
     ids = np.empty(keys.shape[:3], np.int32)
     for window, head in np.ndindex(*keys.shape[:2]):
         rows = mx.array(np.asarray(keys[window, head], np.float32))
@@ -242,7 +243,7 @@ def keys_per_bucket(ids: Array, positions: Array, buckets: int, distances: Dista
 
 
 def curve(indexed: Indexed, scores: Array, distances: Distances) -> tuple[Array, Array]:
-    """Visit the buckets with the largest ``scores (n, C)`` first, from no bucket to all of them.
+    """Compute recall by selectivity if the buckets are visited in descending order of ``scores (n, C)``.
 
     Returns:
         Selectivity and recall, both ``(C + 1,)``. Selectivity is the share of the far keys in the visited buckets,
@@ -266,7 +267,7 @@ def router_scores(queries: Array, layer: Layer, head: int) -> Array:
 
 
 def centroid_scores(queries: Array, layer: Layer, head: int, *, scale: float) -> Array:
-    """Return the `router_scores` of the k-means baseline, whose logits are ``scale`` times the inner products."""
+    """Return the `router_scores` of the k-means baseline. Its logits are ``scale`` times query-centroid products."""
     rows = mx.array(queries.reshape(1, -1, queries.shape[-1]))
     return _summed(scale * rows @ layer.centroids[head].astype(mx.float32).T, queries)
 
@@ -283,7 +284,7 @@ def grouped_queries(texts: Texts, head: int) -> Array:
 
 
 def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) -> dict[str, float]:
-    """Return KL(target || router) in nats of both routers, averaged over ``rows``; empty without rows.
+    """Return KL(target || router) in nats of both routers, averaged over ``rows``; empty if there are no rows.
 
     Args:
         rows: held-out rows.
@@ -296,7 +297,7 @@ def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) 
         return {}
     queries, target = mx.array(rows.queries)[None], mx.array(rows.target).astype(mx.float32)[None]
     of = {name: array[head : head + 1].astype(mx.float32) for name, array in layer.arrays().items()}
-    # Undo the division by the bucket sizes in `fold`. The k-means router was not divided.
+    # `fold` divided the probabilities of a trained router by the share of keys. Undo this division.
     share = trained_on.share if has_enough_rows(trained_on) else np.ones_like(trained_on.share)
     logits = {
         "trained": network.logits(of, queries) + mx.log(mx.array(share)),

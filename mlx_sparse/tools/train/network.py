@@ -1,7 +1,8 @@
 """Train the query networks of a layer's KV heads: docs/spec/saap.md, (saap.5), (saap.6).
 
-A network is ``D -> hidden -> batch norm, ReLU -> buckets, softmax``. All heads share one batched product. Batch norm
-replaces the first bias. After training, it is folded into weight and bias with the statistics of all training rows.
+A network is ``D -> hidden -> batch norm, ReLU -> buckets, softmax``. All heads share batched products. Batch
+norm replaces the first bias. After training, batch norm is folded into the weight and bias of the hidden layer, with
+the statistics of all training rows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Spread:
 
     @classmethod
     def of(cls, queries: Sequence[npt.NDArray[Any]]) -> Spread:
-        """Return the spread of the ``(N, D)`` queries of each head."""
+        """Compute the mean and covariance of the ``(N, D)`` queries of each head."""
         means = np.stack([rows.mean(axis=0, keepdims=True, dtype=np.float64) for rows in queries])
         spread = [(rows - mean).T @ (rows - mean) / len(rows) for rows, mean in zip(queries, means, strict=True)]
         return cls(mx.array(means.astype(np.float32)), mx.array(np.stack(spread).astype(np.float32)))
@@ -85,7 +86,7 @@ def router(centroids: mx.array, hidden: int, scale: float) -> Params:
 
 
 def loss(params: Params, rows: mx.array, target: mx.array) -> mx.array:
-    """Return the cross-entropy of ``target (Hkv, n, C)`` for the queries ``rows (Hkv, n, D)``.
+    """Return the cross-entropy between ``target (Hkv, n, C)`` and the predictions for queries ``rows (Hkv, n, D)``.
 
     The result is a mean over rows and a sum over heads. It differs from KL(target || f) by the entropy of the target.
     """
@@ -97,21 +98,21 @@ def loss(params: Params, rows: mx.array, target: mx.array) -> mx.array:
 
 
 def cross_entropy(logits: mx.array, target: mx.array) -> mx.array:
-    """Return the mean over rows of ``-sum(target * log softmax(logits))``, of ``(Hkv, n, C)`` arrays, as ``(Hkv,)``."""
+    """Return the cross-entropy ``(Hkv,)`` of targets and logits ``(Hkv, n, C)``, averaged over the ``n`` rows."""
     total = target.sum(axis=-1)
     return (mx.logsumexp(logits, axis=-1) * total - (logits * target).sum(axis=-1)).mean(axis=-1)
 
 
 def fold(params: Params, spread: Spread, share: mx.array) -> Params:
-    """Fold batch norm into the weights, with its mean and variance over all queries (saap.6).
+    """Fold batch norm into the weights, with the mean and variance of all training queries (saap.6).
 
-    The result has the four arrays of the artefact.
+    Return the four arrays that the artefact stores.
 
     Args:
         params: parameters of the trained networks.
         spread: mean and covariance of the training queries.
-        share: ``(Hkv, C)`` share of the keys in each bucket. The networks learn the attention per bucket. Divided by
-            the share it is the attention per key, which gives a higher recall for the same number of keys.
+        share: ``(Hkv, C)`` share of the keys in each bucket. The networks learn the attention per bucket. Division
+            by the share gives the attention per key, and a higher recall for the same number of keys.
     """
     mean, variance = spread.through(params["hidden_weight"])
     factor = params["gain"] * mx.rsqrt(variance + EPS)
@@ -152,7 +153,7 @@ class Training:
     seed: int = 0
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate of a step: half a cosine from ``rate`` at step 0 to 0 at the end."""
+        """Return the learning rate of a step. It falls from ``rate`` to 0 as half a period of a cosine."""
         return self.rate * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
 
@@ -169,7 +170,7 @@ def train_layer(
     scale: float,
     progress: Any = None,
 ) -> Layer:
-    """Return the centroids and networks of a layer, float32.
+    """Train the query networks of a layer; return its centroids and networks in float32.
 
     Args:
         rows: training rows of each KV head.
@@ -213,7 +214,7 @@ def _train(
 
 
 def _batch(rows: Sequence[Rows], training: Training, step: int) -> tuple[mx.array, mx.array]:
-    """Draw queries ``(heads, batch, D)`` and targets ``(heads, batch, C)``. Seed and step determine them."""
+    """Draw queries ``(heads, batch, D)`` and targets ``(heads, batch, C)``. They depend only on seed and step."""
     random = np.random.default_rng([training.seed, step])
     chosen = [random.integers(0, len(found.queries), training.batch) for found in rows]
     queries = np.stack([found.queries[rows] for found, rows in zip(rows, chosen, strict=True)])

@@ -21,11 +21,11 @@ CHUNK = 1 << 23  # scores in memory at a time; 32 MiB for each temporary array
 
 @dataclass(frozen=True)
 class Distances:
-    """Distances from which keys and queries are long-range.
+    """Distances in tokens that define far keys and long-range queries.
 
     Attributes:
-        sink_tokens, recent_tokens: sizes of the exact part. A key is far from a query if it is no sink and at least
-            ``recent_tokens`` positions away.
+        sink_tokens, recent_tokens: sizes of the exact part. A key is far from a query if it is not a sink and at
+            least ``recent_tokens`` positions away.
         farthest_top: a query is long-range if its best key without sinks is more than ``farthest_top`` positions away.
     """
 
@@ -68,7 +68,7 @@ class Texts:
         return int(self.pre_rope_keys.shape[1])
 
     def thinned(self, max_rows: int) -> Texts:
-        """Return the same texts with at most ``max_rows`` queries of each text, at equal distances."""
+        """Return the same texts with at most ``max_rows`` equidistant queries of each text."""
         every = slice(None, None, -(-self.positions.shape[1] // max_rows))
         before, after = (array[:, :, every] for array in (self.pre_rope_queries, self.rope_queries))
         return replace(self, pre_rope_queries=before, rope_queries=after, positions=self.positions[:, every])
@@ -126,9 +126,9 @@ def _by_chunks(
     positions: Array,
     of_chunk: Callable[[mx.array, mx.array, mx.array], mx.array],
 ) -> Array:
-    """Apply ``of_chunk`` to positions, distances to the keys and inner products, one chunk of rows at a time.
+    """Call ``of_chunk(positions, distances to the keys, inner products)`` for one chunk of queries at a time.
 
-    Rows are sorted by position, so that a chunk is not multiplied with keys after its last position.
+    Queries are sorted by position, so that each chunk is multiplied only with the keys up to its last position.
     """
     every = mx.array(np.asarray(keys, np.float32))
     order = np.argsort(positions, kind="stable")
@@ -174,8 +174,8 @@ def long_range_rows(
 ) -> Rows:
     """Return at most ``max_rows`` training rows of one KV head, from all its query heads and texts.
 
-    Queries attend only to earlier keys, unlike in the paper. A causal model attends to later keys at random, and
-    training on that attention gives worse networks (docs/results/saap.md).
+    Queries attend only to earlier keys, unlike in the paper. A causal model never learned to attend to later keys, and
+    training on such attention gives worse networks (docs/results/saap.md).
 
     Args:
         texts: the collected texts.

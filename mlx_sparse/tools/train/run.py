@@ -112,7 +112,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.out.suffix != ".safetensors" or not args.out.parent.is_dir():
         raise ConfigError(f"--out: expected a name in .safetensors in a folder that exists, got {args.out}.")
     if args.out.exists():
-        load(args.out)  # raises an error for a foreign file
+        load(args.out)  # raises an error for a file of another program
     for name, limits in LIMITS.items():
         check_int(f"--{name.replace('_', '-')}", getattr(args, name), *limits)
     args.distances = Distances(args.sink_tokens, args.recent_tokens, args.farther_than)
@@ -179,7 +179,7 @@ def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> 
 
 
 def _cut(tokens: list[int], length: int, most: int, opening: list[int]) -> list[list[int]]:
-    """Return up to ``most`` texts of ``length`` tokens at equal distances, each after the tokens ``opening``."""
+    """Cut ``tokens`` into at most ``most`` equidistant texts of ``length`` tokens, and prepend ``opening`` to each."""
     count = min(len(tokens) // length, most)
     starts = [i * (len(tokens) - length) // max(count - 1, 1) for i in range(count)]
     return [opening + tokens[start : start + length] for start in starts]
@@ -221,7 +221,7 @@ def _collect(
     total = sum(len(windows) * length for windows in texts)
     found = []
     with tqdm(total=total, unit="token", desc="running the model", disable=None) as progress:
-        # Training uses all queries with far keys. The report uses queries with many far keys.
+        # Training samples all positions with far keys. The report samples only the second half of a text.
         for windows, first in zip(texts, (exact, max(exact, length // 2)), strict=True):
             key = fingerprint(model, [token for window in windows for token in window], *options, first)
             folder = work / f"collected-{key[:12]}"
@@ -235,7 +235,7 @@ def _collect(
 def _layers(
     folder: Path, collections: tuple[Collection, Collection], recipe: Recipe
 ) -> tuple[dict[int, Layer], list[HeadReport]]:
-    """Train and report every layer. Load a layer whose file an interrupted command has finished."""
+    """Train every layer and report its recall. Load the layers that an interrupted command has finished."""
     from tqdm import tqdm
 
     train, held_out = collections
