@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -42,10 +43,9 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     cache = cache_directory(args.cache_dir)
     check_model(args.model, cache, args.accept_license)
     texts.check(args.text)
-    if args.fast_blas and blas.wanted():
-        return subprocess.call([sys.executable, "-m", "mlx_sparse.cli", "try", *argv], env=blas.environment(cache))
-    if not args.fast_blas and blas.wanted():
-        print(blas.OFFER, file=sys.stderr)
+    variables = blas.child_environment(args.fast_blas, cache)
+    if variables != dict(os.environ):  # a library can be preloaded only when a process starts
+        return subprocess.call([sys.executable, "-m", "mlx_sparse.cli", "try", *argv], env=variables)
     # Files and pipes have no width.
     console = console or Console(
         stderr=args.json, highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH
@@ -86,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Example:\n  mlx-sparse try MODEL --text notes.txt --question 'Who is Ann?' --context 32k",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_model_options(parser, positional=True)
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="as --model")
+    add_model_options(parser)
     parser.add_argument(
         "--text", metavar="TEXT", nargs="+", help=f"files, or {', '.join(texts.NAMES)} (default: {texts.DEFAULT})"
     )

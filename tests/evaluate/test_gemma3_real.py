@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm import generate, load
-from mlx_sparse.tools.demo import topics
 
 from mlx_sparse.files import cache_directory
 from mlx_sparse.lm import sparse

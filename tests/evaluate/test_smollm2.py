@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import gguf
@@ -20,7 +21,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from json_tables import read_tables
-from mlx_sparse.tools.demo import topics
 from tokenizers import Tokenizer
 
 from mlx_sparse.checks import ArtefactError
