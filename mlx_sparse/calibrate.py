@@ -104,11 +104,11 @@ def describe(config: Method, found: Threshold) -> str:
     if found.busy:
         how += "; the machine was busy, so the next run measures again"
     if not isinstance(config, Prefill):
-        return f"never sparse ({how})" if value >= NEVER else f"sparse from {value:,.0f} keys on ({how})"
+        return f"never sparse ({how})" if value >= NEVER else f"sparse at {value:,.0f} keys and longer ({how})"
     if value <= 0:
-        return f"prompts never sparse ({how})"
-    share = f" where at most {value:.0%} of the blocks are kept" if value < 1 else ""
-    return f"prompts sparse from {config.shortest_context():,} keys on{share} ({how})"
+        return f"prefill never sparse ({how})"
+    share = f" if at most {value:.0%} of the blocks are selected" if value < 1 else ""
+    return f"prefill sparse at {config.shortest_context():,} keys and longer{share} ({how})"
 
 
 # Files: one JSON object per measurement

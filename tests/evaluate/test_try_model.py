@@ -89,7 +89,7 @@ def test_method_is_forced_below_its_crossover_only_if_the_time_allows_no_more(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attn = "sparq:rank=4"
-    monkeypatch.setattr(comparison, "measure_crossover", lambda *_: (["sparse from 600 keys on"], 600))
+    monkeypatch.setattr(comparison, "measure_crossover", lambda *_: (["sparse at 600 keys and longer"], 600))
     assert not run(folder, attn, context=None).forced  # the whole text is longer than the crossover length
     monkeypatch.setattr(comparison, "SECONDS", 0.0)
     found = run(folder, attn, context=None)

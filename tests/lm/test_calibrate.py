@@ -176,7 +176,7 @@ def test_measurement_of_a_busy_machine_is_repeated_by_the_next_process(monkeypat
     found = Calibration().threshold(SparQ(), OPS, LONG)
     assert found == Threshold(8000, MEASURED, 2000, busy=True)
     assert calibrate.describe(SparQ(), found) == (
-        "sparse from 8,000 keys on (measured on this machine, spread 2,000 to 8,000 keys; "
+        "sparse at 8,000 keys and longer (measured on this machine, spread 2,000 to 8,000 keys; "
         "the machine was busy, so the next run measures again)"
     )
     calibration = Calibration(measures=True, seconds=0.2)
@@ -199,7 +199,7 @@ def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
     write_measurement(measurement_key(Sample(), PROMPT), {"share": 0.3, "best": 0.8, "time": 1_000_000})
     found = Calibration().threshold(Sample(), PROMPT)
     assert found == Threshold(0.3, MEASURED, 0.8, busy=True)
-    assert "at most 30% of the blocks are kept (measured on this machine, spread 30% to 80%; " in (
+    assert "at most 30% of the blocks are selected (measured on this machine, spread 30% to 80%; " in (
         calibrate.describe(Sample(), found)
     )
 
@@ -250,8 +250,8 @@ def test_decode_steps_are_sparse_at_the_measured_threshold_and_longer() -> None:
     save_measurement(*_served(model, "sparq:rank=4"), 310)
     with mlx_sparse.sparse(model, "sparq:rank=4") as report:
         greedy(model, prompt_of(300), 20)
-    assert report.crossovers() == ["sparse from 310 keys on (measured on this machine)"]
-    assert "\n  sparse from 310 keys on (measured on this machine)\n" in str(report)
+    assert report.crossovers() == ["sparse at 310 keys and longer (measured on this machine)"]
+    assert "\n  sparse at 310 keys and longer (measured on this machine)\n" in str(report)
     assert report.as_dict()["crossovers"] == report.crossovers()
     assert report.sparse_calls > 0
     assert report.dense_calls["over fewer than 310 keys"] > 0
@@ -274,7 +274,7 @@ def test_prefill_is_dense_above_the_measured_density(share: float, calls: int, m
     with mlx_sparse.sparse(model, attn) as report:
         greedy(model, prompt_of(600), 1)
     assert report.prefill.calls == calls
-    crossovers = "prompts never sparse" if share == 0 else "prompts sparse from 256 keys on"
+    crossovers = "prefill never sparse" if share == 0 else "prefill sparse at 256 keys and longer"
     assert report.crossovers() == [f"{crossovers} (measured on this machine)"]
 
 
