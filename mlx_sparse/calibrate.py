@@ -55,7 +55,7 @@ Pairs = Sequence[tuple[float, float]]  # seconds of a dense and a sparse step th
 
 @dataclass(frozen=True)
 class Threshold:
-    """The threshold that decides when a layer is sparse.
+    """Threshold above which a layer is sparse.
 
     Attributes:
         value: crossover length in keys of a decode step; for prefill, the largest density at which sparse attention
@@ -192,10 +192,10 @@ class Point(NamedTuple):
 
 
 def read_points(answer: Mapping[str, Any]) -> list[Point]:
-    """Check the points of an answer from a file, and return them in the order of their lengths.
+    """Check the timed lengths in a calibration file, and return them in ascending order.
 
     Raises:
-        ValueError: the answer has other content.
+        ValueError: the file has other content.
     """
     found: list[Any] = answer.get("points") or [None]
     for point in found if isinstance(found, list) else [None]:
@@ -210,14 +210,17 @@ def read_points(answer: Mapping[str, Any]) -> list[Point]:
 
 
 def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
-    """Return the lengths from which sparse attention may be faster, and is faster; None for none of the points."""
+    """Return the ends of the spread of the crossover length, or None where no measured length qualifies.
+
+    From the first length on, sparse attention may be faster. From the second length on, it is faster.
+    """
     return _shortest(points, lambda point: point.high >= MIN_SPEEDUP), _shortest(
         points, lambda point: point.low >= MIN_SPEEDUP
     )
 
 
 def _shortest(points: Sequence[Point], good: Callable[[Point], bool]) -> int | None:
-    """Return the shortest length from which all points are good, or None."""
+    """Return the shortest length whose point and all later points are good, or None."""
     bad = max((point.S for point in points if not good(point)), default=0)
     return next((point.S for point in points if point.S > bad), None)
 
@@ -308,7 +311,7 @@ class Calibration:
 
     @staticmethod
     def modelled(config: Method, layer: Layer) -> Threshold:
-        """Return the threshold without a measurement."""
+        """Return the threshold of the documented model, without a measurement."""
         how = MODELLED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
         if isinstance(config, Prefill):
             return Threshold(config.max_density(layer.backend), how)
@@ -324,10 +327,10 @@ class Calibration:
             return None
 
     def read(self, config: Method, layer: Layer, answer: Mapping[str, Any]) -> Threshold:
-        """Return the threshold in an answer.
+        """Return the threshold that follows from a stored measurement.
 
         Raises:
-            ValueError: the answer has other content.
+            ValueError: the file has other content.
         """
         if not _is_number(answer.get("time")):
             raise ValueError("expected the time of the measurement")
@@ -355,7 +358,7 @@ class Calibration:
             return []  # `look_up` reports damaged files
 
     def measure(self, config: Method, layer: Layer) -> Threshold | None:
-        """Time dense and sparse attention, and write the answer. Return None if too little memory is free."""
+        """Time dense and sparse attention, store the result and return the threshold; None without enough memory."""
         seconds = self._seconds or SECONDS[device_kind()]
         limit = f"{layer}; up to {seconds:g} s, once"
         self._say(f"calibrating: finding the context length at which {config.name} is faster ({limit}) ...")
@@ -491,7 +494,7 @@ def _cache(layer: Layer, S: int, n: int) -> Any:
 
 
 def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
-    """Return random ``(1, heads, S, D)``, equal for equal arguments. MLX's global random state is not changed."""
+    """Return random rows ``(1, heads, S, D)`` from a seed, without a change of MLX's global random state."""
     D = layer.step.D
     tiles = -(-S // TILE)
     some = mx.random.normal((1, heads, 1, min(S, TILE), D), dtype=layer.dtype, key=mx.random.key(seed))
@@ -542,14 +545,14 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
 
 
 def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
-    """Return the largest density at which sparse attention is faster, by the times of one turn."""
+    """Return the largest density at which sparse attention is faster, from the times of one turn."""
     slope = (many - few) / (kept[1] - kept[0])
     left = dense / MIN_SPEEDUP - select - few
     return min(max(kept[0] + left / slope, 0.0), 1.0) if slope > 0 else float(left > 0)
 
 
 def _some_blocks(layout: Any, share: float, heads: int) -> mx.array:
-    """Return ``(1, heads, R, N)`` evenly spaced blocks, with the last block of each row block."""
+    """Return lists ``(1, heads, R, N)`` of evenly spaced blocks that include the last block of each row block."""
     rows = []
     for r in range(layout.row_blocks):
         causal = layout.first_block + r + 1
