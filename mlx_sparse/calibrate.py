@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -33,8 +33,9 @@ LONGEST = 65_536  # keys that are timed
 MIN_SPEEDUP = 1.03  # dense over sparse time that counts as faster; above 1, so that noise enables no slower method
 PRECISION = 1.1  # largest ratio, at the end, of the shortest length that won to the longest length that lost
 BUSY, BUSY_SHARE = 1.5, 0.25  # on a busy machine the crossover (a factor) or density (a difference) spreads more
-REMEASURE_AFTER = 24 * 3600  # seconds until a result from a busy machine is measured again
-PAIRS = (5, 15)  # minimum and maximum number of dense and sparse steps at a length
+PAIRS = (5, 15)  # minimum and maximum number of dense and sparse steps of one timing of a length
+TIMINGS = 4  # timings of a length whose steps do not show which side is faster
+CONFIDENCE = 0.9  # of the interval that holds the median ratio of a length
 PROMPT_TURNS = 3
 DENSITIES = (0.125, 0.5)  # densities at which a prefill chunk is timed
 ROOM = 256  # free rows of a cache for the keys of the timed steps, as in mlx-lm's caches
@@ -54,20 +55,20 @@ Pairs = Sequence[tuple[float, float]]  # seconds of a dense and a sparse step th
 
 @dataclass(frozen=True)
 class Threshold:
-    """The threshold that decides when a layer is sparse.
+    """Threshold above which a layer is sparse.
 
     Attributes:
         value: crossover length in keys of a decode step; for prefill, the largest density at which sparse attention
             pays.
         how: one of `MEASURED`, `MODELLED` and `GIVEN`.
-        best: after a measurement on a busy machine, the optimistic end of the spread; ``value`` is the cautious end.
-        due: time (seconds since 1970) of the next measurement, after a measurement on a busy machine.
+        best: the optimistic end of a measured spread, of which ``value`` is the cautious end; None without a spread.
+        busy: True if the spread is so wide that the next process measures again.
     """
 
     value: float
     how: str
     best: float | None = None
-    due: float = math.inf
+    busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,15 @@ def describe(config: Method, found: Threshold) -> str:
     how, value, best = found.how, found.value, found.best
     if best is not None:
         spread = f"{value:.0%} to {best:.0%}" if isinstance(config, Prefill) else f"{best:,.0f} to {value:,.0f} keys"
-        due = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.due))
-        how = f"{how}, which was busy: {spread}; measured again after {due}"
+        how += f", spread {spread}"
+    if found.busy:
+        how += "; the machine was busy, so the next run measures again"
     if not isinstance(config, Prefill):
-        return f"never sparse ({how})" if value >= NEVER else f"sparse from {value:,.0f} keys on ({how})"
+        return f"never sparse ({how})" if value >= NEVER else f"sparse at {value:,.0f} keys and longer ({how})"
     if value <= 0:
-        return f"prompts never sparse ({how})"
-    share = f" where at most {value:.0%} of the blocks are kept" if value < 1 else ""
-    return f"prompts sparse from {config.shortest_context():,} keys on{share} ({how})"
+        return f"prefill never sparse ({how})"
+    share = f" if at most {value:.0%} of the blocks are selected" if value < 1 else ""
+    return f"prefill sparse at {config.shortest_context():,} keys and longer{share} ({how})"
 
 
 # Files: one JSON object per measurement
@@ -167,7 +169,7 @@ def _is_number(value: Any) -> bool:
 
 
 class Point(NamedTuple):
-    """The quartiles of dense over sparse time, pair by pair, at a length of ``S`` keys."""
+    """The median ratio of dense to sparse time at a length of ``S`` keys, and an interval around the true median."""
 
     S: int
     low: float
@@ -176,15 +178,24 @@ class Point(NamedTuple):
 
     @classmethod
     def of(cls, S: int, pairs: Pairs) -> Point:
-        """Return the quartiles of at least two pairs."""
-        return cls(S, *quantiles([dense / sparse for dense, sparse in pairs], method="inclusive"))
+        """Return the median of the pairs' ratios, and its distribution-free interval with `CONFIDENCE`.
+
+        The number of ratios below the true median has a binomial distribution with probability 1/2. Two sorted ratios
+        with the same rank from both ends therefore bound the median. More pairs give a narrower interval.
+        """
+        ratios = sorted(dense / sparse for dense, sparse in pairs)
+        n, rank, tail = len(ratios), 0, 0.0
+        while rank < (n - 1) // 2 and 2 * (tail := tail + math.comb(n, rank) / 2**n) <= 1 - CONFIDENCE:
+            rank += 1
+        rank = max(rank - 1, 0)
+        return cls(S, ratios[rank], median(ratios), ratios[n - 1 - rank])
 
 
 def read_points(answer: Mapping[str, Any]) -> list[Point]:
-    """Check the points of an answer from a file, and return them in the order of their lengths.
+    """Check the timed lengths in a calibration file, and return them in ascending order.
 
     Raises:
-        ValueError: the answer has other content.
+        ValueError: the file has other content.
     """
     found: list[Any] = answer.get("points") or [None]
     for point in found if isinstance(found, list) else [None]:
@@ -199,14 +210,17 @@ def read_points(answer: Mapping[str, Any]) -> list[Point]:
 
 
 def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
-    """Return the lengths from which sparse attention may be faster, and is faster; None for none of the points."""
+    """Return the ends of the spread of the crossover length, or None where no measured length qualifies.
+
+    From the first length on, sparse attention may be faster. From the second length on, it is faster.
+    """
     return _shortest(points, lambda point: point.high >= MIN_SPEEDUP), _shortest(
         points, lambda point: point.low >= MIN_SPEEDUP
     )
 
 
 def _shortest(points: Sequence[Point], good: Callable[[Point], bool]) -> int | None:
-    """Return the shortest length from which all points are good, or None."""
+    """Return the shortest length whose point and all later points are good, or None."""
     bad = max((point.S for point in points if not good(point)), default=0)
     return next((point.S for point in points if point.S > bad), None)
 
@@ -215,9 +229,9 @@ def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first:
     """Find the crossover length of decode steps by bisection, to within 10 % or until the time is over.
 
     The search doubles or halves the length, starting at ``first``, until one length wins and one loses. Then it bisects
-    the interval between them. If the quartiles of a length are on both sides of `MIN_SPEEDUP`, the length is timed
-    twice, and the measurement with the smaller spread counts. The search ends before a length that would exceed the
-    remaining time, estimated from the previous length.
+    the interval between them. A length is timed again, up to `TIMINGS` times, while its interval contains
+    `MIN_SPEEDUP`. The search ends before a length that would exceed the remaining time, estimated from the previous
+    length.
     """
     end = time.monotonic() + seconds
     points: dict[int, Point] = {}
@@ -225,10 +239,12 @@ def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first:
     S = min(max(first, shortest), longest)
     while True:
         before, last = time.monotonic(), S
-        point = Point.of(S, measure(S))
-        if point.low < MIN_SPEEDUP <= point.high:
-            point = min(point, Point.of(S, measure(S)), key=lambda point: (point.high - point.low) / point.ratio)
-        points[S] = point
+        pairs: list[tuple[float, float]] = []
+        for _ in range(TIMINGS):
+            pairs += measure(S)
+            point = points[S] = Point.of(S, pairs)
+            if not point.low < MIN_SPEEDUP <= point.high or time.monotonic() > end:
+                break
         if point.low >= MIN_SPEEDUP:
             won = S
         else:
@@ -284,7 +300,7 @@ class Calibration:
         if not self.measures or not config.measurable or (config, layer) in self._tried:
             return False
         found = self.threshold(config, layer)
-        return found.how == MODELLED or time.time() >= found.due
+        return found.how == MODELLED or found.busy
 
     @staticmethod
     def shortest_measured(config: Method) -> int:
@@ -295,7 +311,7 @@ class Calibration:
 
     @staticmethod
     def modelled(config: Method, layer: Layer) -> Threshold:
-        """Return the threshold without a measurement."""
+        """Return the threshold of the documented model, without a measurement."""
         how = MODELLED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
         if isinstance(config, Prefill):
             return Threshold(config.max_density(layer.backend), how)
@@ -311,27 +327,27 @@ class Calibration:
             return None
 
     def read(self, config: Method, layer: Layer, answer: Mapping[str, Any]) -> Threshold:
-        """Return the threshold in an answer.
+        """Return the threshold that follows from a stored measurement.
 
         Raises:
-            ValueError: the answer has other content.
+            ValueError: the file has other content.
         """
         if not _is_number(answer.get("time")):
             raise ValueError("expected the time of the measurement")
-        due = answer["time"] + REMEASURE_AFTER
         if isinstance(config, Prefill):
             low, high = answer.get("share", -1), answer.get("best", -1)
             if not all(type(share) in (int, float) and 0 <= share <= 1 for share in (low, high)):
                 raise ValueError("expected shares from 0 to 1")
             value, best, busy = config.max_density(layer.backend, low), high, high - low > BUSY_SHARE
-            return Threshold(value, MEASURED, *((best, due) if busy else ()))
+            return Threshold(value, MEASURED, best if best != value else None, busy)
         points = read_points(answer)
         possible, won = crossover(points)
         # If dense attention won at the longest length, the model decides for longer contexts.
         keys = won or max(points[-1].S + 1, int(self.modelled(config, layer).value))
         value = config.shortest_context(replace(layer.step, measured=keys))
+        best = None if possible is None else config.shortest_context(replace(layer.step, measured=possible))
         busy = possible is not None and keys > BUSY * possible
-        return Threshold(value, MEASURED, *((possible, due) if busy else ()))
+        return Threshold(value, MEASURED, best if best != value else None, busy)
 
     @staticmethod
     def timed(config: Method, layer: Layer) -> list[Point]:
@@ -342,7 +358,7 @@ class Calibration:
             return []  # `look_up` reports damaged files
 
     def measure(self, config: Method, layer: Layer) -> Threshold | None:
-        """Time dense and sparse attention, and write the answer. Return None if too little memory is free."""
+        """Time dense and sparse attention, store the result and return the threshold; None without enough memory."""
         seconds = self._seconds or SECONDS[device_kind()]
         limit = f"{layer}; up to {seconds:g} s, once"
         self._say(f"calibrating: finding the context length at which {config.name} is faster ({limit}) ...")
@@ -478,7 +494,7 @@ def _cache(layer: Layer, S: int, n: int) -> Any:
 
 
 def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
-    """Return random ``(1, heads, S, D)``, equal for equal arguments. MLX's global random state is not changed."""
+    """Return random rows ``(1, heads, S, D)`` from a seed, without a change of MLX's global random state."""
     D = layer.step.D
     tiles = -(-S // TILE)
     some = mx.random.normal((1, heads, 1, min(S, TILE), D), dtype=layer.dtype, key=mx.random.key(seed))
@@ -529,14 +545,14 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
 
 
 def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
-    """Return the largest density at which sparse attention is faster, by the times of one turn."""
+    """Return the largest density at which sparse attention is faster, from the times of one turn."""
     slope = (many - few) / (kept[1] - kept[0])
     left = dense / MIN_SPEEDUP - select - few
     return min(max(kept[0] + left / slope, 0.0), 1.0) if slope > 0 else float(left > 0)
 
 
 def _some_blocks(layout: Any, share: float, heads: int) -> mx.array:
-    """Return ``(1, heads, R, N)`` evenly spaced blocks, with the last block of each row block."""
+    """Return lists ``(1, heads, R, N)`` of evenly spaced blocks that include the last block of each row block."""
     rows = []
     for r in range(layout.row_blocks):
         causal = layout.first_block + r + 1

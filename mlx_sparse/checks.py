@@ -23,13 +23,13 @@ _WORD = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|\S+""")
 
 
 def shortened(message: str) -> str:
-    """Return a readable message: long words and quoted texts, which may come from the input, are cut."""
+    """Return the message with long words and quotations cut, because they may come from hostile input."""
     message = _WORD.sub(lambda word: word[0] if len(word[0]) <= ECHO else f"{word[0][:ECHO]}...", message)
     return message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """Return the end of a message about an unknown ``name``: the most similar known name, or an empty text."""
+    """Return a suggestion for an unknown ``name``: the most similar known name, or an empty text."""
     close = difflib.get_close_matches(str(name)[:ECHO], [str(one) for one in known], n=1, cutoff=0.7)
     return f" Did you mean {close[0]}?" if close else ""
 
@@ -213,7 +213,7 @@ def read_length(text: str, name: str = "--lengths") -> int:
     """Read a number of keys: ``4k`` is 4096.
 
     Raises:
-        ConfigError: the text is not such a number.
+        ConfigError: the text is not a number of keys.
     """
     number, factor = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
     if not number.isdecimal() or int(number) < 1:
@@ -225,7 +225,7 @@ def read_shape(text: str) -> tuple[int, int, int]:
     """Read query heads, KV heads and head dim from a text such as ``32x8x128``.
 
     Raises:
-        ConfigError: the text is not three such numbers.
+        ConfigError: the text is not three positive numbers.
     """
     sizes = tuple(int(size) if size.isdecimal() else 0 for size in text.split("x"))
     if len(sizes) != 3 or min(sizes) < 1 or sizes[0] % sizes[1]:

@@ -18,7 +18,7 @@ HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
 
 # Subcommands that parse their own arguments, with the module of their main().
 OWN_PARSERS = {
-    "demo": "mlx_sparse.tools.demo",
+    "try": "mlx_sparse.tools.try_model",
     "advise": "mlx_sparse.tools.advise",
     "calibrate": "mlx_sparse.tools.measure",
     "eval": "mlx_sparse.tools.evaluate.run",
@@ -64,14 +64,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse",
         description="Sparse attention for long-context models on MLX.",
-        epilog="Examples:\n  mlx-sparse demo\n"
+        epilog="Examples:\n  mlx-sparse try MODEL --text notes.txt\n"
         "  mlx-sparse generate --model MODEL --prompt - --attn sparq < question.txt\n"
         "  mlx_lm.generate --model MODEL --prompt - --attn sparq:rank=16 < question.txt",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=version("mlx-sparse-attention"))
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser("demo", help="answer a question about a long text with a real model, dense and sparse")
+    commands.add_parser(
+        "try", help="compare dense and sparse decoding of your model on your text; the first command to run"
+    )
     commands.add_parser("advise", help="decide whether sparse attention pays for your model and is safe on your text")
     commands.add_parser("calibrate", help="measure the context length at which a method is faster on this machine")
     commands.add_parser("eval", help="measure the quality of methods on your model and your text")

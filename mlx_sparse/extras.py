@@ -64,7 +64,7 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | None:
-    """Return the origin of ``mine`` with ``extra`` as an installer's argument; None if the origin is gone."""
+    """Return the origin of the installed package ``mine`` with ``extra`` as pip names it; None if it is gone."""
     extra = f"[{extra}]" if extra else ""
     recorded = mine.read_text("direct_url.json")
     if recorded is None:
@@ -84,7 +84,7 @@ def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | Non
 
 
 def _installer(mine: importlib.metadata.Distribution) -> str:
-    """Return the installer's command for this environment, also if it is not activated."""
+    """Return the pip or uv command that installs into this environment, even if the environment is not activated."""
     home = Path(sys.prefix)
     if (home / "pipx_metadata.json").is_file():
         return f"pipx runpip {shlex.quote(home.name)} install"
@@ -113,7 +113,7 @@ def require(package: str) -> None:
 
 @contextlib.contextmanager
 def naming_missing() -> Iterator[None]:
-    """Replace the ImportError of another package by a one-line error.
+    """Turn the ImportError of a missing package into a one-line error.
 
     Raises:
         PackageMissing: with the package and the command that installs it.

@@ -53,7 +53,7 @@ def read_regular(path: Path, most: int) -> bytes:
     """Return the content of a regular file, without following a link or waiting for a pipe.
 
     Raises:
-        OSError: the file is absent, a link or no regular file.
+        OSError: the file is absent, a link, or not a regular file.
         ValueError: the file has more than ``most`` bytes.
     """
     with naming(path), open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123

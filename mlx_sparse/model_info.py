@@ -101,7 +101,7 @@ def _flat(args: Any) -> dict[str, Any]:
 
 
 def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
-    """Return KV heads and head dim of each cache of ``model``; None for one without keys. Nothing is evaluated."""
+    """Return KV heads and head dim of each cache of ``model``; None for a cache without keys. Nothing is evaluated."""
     from mlx_lm.models.cache import make_prompt_cache
 
     caches = make_prompt_cache(model)
@@ -114,7 +114,7 @@ def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
 
 
 def leaves(caches: Any) -> list[Any]:
-    """Return all caches in the list of a model, including the caches inside a CacheList."""
+    """Return all caches of a prompt cache, including the caches inside a CacheList."""
     if isinstance(caches, (list, tuple)):
         return [leaf for entry in caches for leaf in leaves(entry)]
     return leaves(caches.caches) if hasattr(caches, "caches") else [caches]
@@ -127,7 +127,7 @@ def model_type(model: Any) -> str:
 
 
 def kv_heads(model: Any, part: Part, here: int) -> int:
-    """Return the KV heads of a layer of the whole model, if ``part`` has ``here`` of them. Parts may share heads."""
+    """Return the KV heads of a layer in the whole model, given the ``here`` heads of a ``part``. Parts can overlap."""
     known = config_of(model).get("num_key_value_heads")
     return min(here * part.size, known) if isinstance(known, int) and known >= here else here * part.size
 

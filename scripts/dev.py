@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run the demo, the tests or the checks of this project. This script needs only Python 3.10 or newer.
 
-  python3 scripts/dev.py demo     generate with a small real model, dense and sparse
+  python3 scripts/dev.py demo     mlx-sparse try: compare dense and sparse decoding of a small real model
   python3 scripts/dev.py test     lint, then the fast tests of every backend; with --all, all tests
   python3 scripts/dev.py lint     ruff, mypy and codespell
   python3 scripts/dev.py doctor   versions, devices and problems of this machine
@@ -211,9 +211,9 @@ def main():
     if options.verb == "test":
         run(BIN / "python", "-m", "pytest", *tests(options.args))
     elif options.verb in ("demo", "doctor"):
-        # With MLX's own BLAS, the demo takes minutes on a Linux CPU.
+        # With MLX's own BLAS, the prefill of the demo is slow on a Linux CPU.
         fast = ["--fast-blas"] if options.verb == "demo" and sys.platform == "linux" else []
-        run(BIN / "mlx-sparse", options.verb, *fast, *options.args)
+        run(BIN / "mlx-sparse", "try" if options.verb == "demo" else options.verb, *fast, *options.args)
 
 
 if __name__ == "__main__":

@@ -234,7 +234,9 @@ class SparQCache(DynamicCache):
 # This is not a method, because the report would then keep the cache alive.
 def _crossovers(thresholds: dict[Step, int], how: str) -> list[str]:
     """Return the report lines about crossover lengths."""
-    lengths = ("never sparse" if keys >= NEVER else f"sparse from {keys:,} keys on" for keys in thresholds.values())
+    lengths = (
+        "never sparse" if keys >= NEVER else f"sparse at {keys:,} keys and longer" for keys in thresholds.values()
+    )
     return [f"{length} ({how})" for length in dict.fromkeys(lengths)]
 
 

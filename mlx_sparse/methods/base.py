@@ -109,7 +109,7 @@ class Method:
 
     @property
     def fitted_buckets(self) -> int:
-        """Number of buckets that are fitted without an artefact; 0 for methods without an index."""
+        """Number of buckets that SAAP fits on the prompt if it has no artefact; 0 for other methods."""
         return 0
 
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> Self:
@@ -122,7 +122,7 @@ class Method:
         return self
 
     def check_head_dim(self, D: int) -> None:
-        """Raise `ConfigError` if a setting does not fit the head dim ``D``."""
+        """Raise `ConfigError` if a setting is too large for the head dim ``D``."""
 
     def serves_sinks(self, G: int) -> bool:
         """Return True if attention sinks can be added with the log-sum-exp of the attended keys alone.
@@ -148,7 +148,7 @@ class Method:
 
     @property
     def always_attended(self) -> tuple[int, int]:
-        """Numbers of first and of last keys that every decode step attends."""
+        """Number of first keys and number of last keys that every decode step attends."""
         found = self.parameters()
         return found.get("sink_tokens", 0), found.get("recent_tokens", found.get("local_window", 0))
 
@@ -207,7 +207,7 @@ class Method:
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[Self, str]:
         """Return the method for a budget of ``share`` of the transfers of dense attention, and the free setting.
 
-        Settings in ``named`` stay unchanged. The free setting is left to a search; empty if no setting is free.
+        Settings in ``named`` stay unchanged. The free setting is the setting that a search varies, or an empty text.
         """
         own = {field.name for field in dataclasses.fields(self)}
         running: dict[str, Any] = {"dense_below": 0} if "dense_below" in own - set(named) else {}
@@ -247,11 +247,11 @@ class Prefill(Method):
         return 1
 
     def at(self, S: int) -> Prefill:
-        """Return the settings for a context of ``S`` keys."""
+        """Return the method with the settings for a context of ``S`` keys."""
         return self
 
     def layout(self, L: int, S: int) -> Layout:
-        """Return the blocks and samples of ``L`` queries over ``S`` keys; no samples if sizes determine the blocks."""
+        """Return the blocks of ``L`` queries over ``S`` keys, and the sampled rows if there is a sample."""
         return Layout(L, S, 1, self.block_size, rows=0)
 
     def shortest_context(self, step: Step | None = None) -> int:
@@ -275,7 +275,7 @@ def shard_top_k(top_k: int, size: int) -> int:
 
 
 def read_value(text: str) -> str | int | float | bool | None:
-    """Return the value of a text: true, false, none, a number, or the text itself."""
+    """Parse the value of a setting: true, false, none, a number, or else a text."""
     words: dict[str, bool | None] = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]

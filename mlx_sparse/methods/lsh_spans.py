@@ -47,7 +47,7 @@ def sampled(first: int, last: int, count: int) -> Array:
 
 
 def pieces(L: int, S: int, exact_rows: int) -> Iterator[tuple[int, int, tuple[Span, ...]]]:
-    """Halve the last ``L`` of ``S`` positions until each part has at most ``exact_rows`` (sample.16).
+    """Halve the positions of the last ``L`` of ``S`` tokens until each part has at most ``exact_rows`` (sample.16).
 
     Yields:
         ``start`` and ``stop`` of a part, and the spans that contain its queries.

@@ -24,7 +24,8 @@ class Quest(Method):
         dense_below: keys below which attention stays dense. "auto" is the length that was measured on this machine.
             Before a measurement it is ``4 * top_k`` with the `ops` backend, where a listed row takes 2.5 times as long
             as a row of dense attention (docs/results/speed.md). With GPU kernels it is the length that saves
-            `ENOUGH_SAVED` bytes. For a ``top_k`` below the default, for experiments on short texts, it is none.
+            `ENOUGH_SAVED` bytes. With a
+        ``top_k`` below the default, as in experiments on short texts, every possible step is sparse.
     """
 
     name: ClassVar[str] = "quest"

@@ -50,7 +50,7 @@ def _no_onnx(backend: str) -> str | None:
 
 
 def _ask(module: str) -> str | None:
-    """Return the reason why a backend in a package of its own cannot run here, or None."""
+    """Return the reason why `cuda_ref` or `onnx_export` cannot run a backend here, or None."""
     reason: str | None = importlib.import_module(f"mlx_sparse.{module}").unavailable()
     return reason
 
@@ -85,7 +85,7 @@ def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = 
 
 
 def refusal(backend: str, function: str, reason: str | None = None) -> str | None:
-    """Return the reason why a backend cannot run ``function`` on MLX arrays here, else ``reason``, else None."""
+    """Return why a backend cannot run ``function`` on MLX arrays here, or ``reason`` if nothing prevents it."""
     reason = FOREIGN.get(backend) or unavailable(backend) or reason
     if reason is None and backend not in FUNCTIONS.get(function, {}):
         return f"it does not have {function}; `mlx-sparse matrix` shows what it has"

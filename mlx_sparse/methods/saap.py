@@ -31,9 +31,9 @@ class SAAP(Method):
             attended exactly.
         dense_below: keys below which attention stays dense. With "auto" and GPU kernels a step has to save
             `ENOUGH_SAVED` bytes. With the `ops` backend dense attention has to read `GATHERED_ROW` times the rows of a
-            step, the query network counted as rows. For fewer ``recent_tokens`` than the default, which are for
-            experiments on short texts, it is none. SAAP is not measured on the user's machine, because its time depends
-            on how the keys of a text fall into the buckets.
+            step, the query network counted as rows. With fewer
+            ``recent_tokens`` than the default, as in experiments on short texts, every possible step is sparse. SAAP
+            is not measured on the machine, because its time depends on the sizes of the visited buckets.
     """
 
     name: ClassVar[str] = "saap"
@@ -94,7 +94,7 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Return the elements that a decode step moves if buckets are of equal size, without the query network."""
+        """Return the elements that a decode step moves without the query network, for buckets of equal size."""
         outside = max(0, S - self.attended)
         attended = min(self.attended, S) + outside * self.probes / buckets
         return stats.saap_elements(D, round(attended))

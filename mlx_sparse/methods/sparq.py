@@ -57,8 +57,8 @@ class SparQ(Method):
             as with other caches (docs/spec/quantized.md).
         dense_below: keys below which attention stays dense. "auto" is the length that was measured on this machine
             (`mlx-sparse calibrate`). Before a measurement it is ``16 * top_k`` with the `ops` backend
-            (docs/results/speed.md), and the length that saves `ENOUGH_SAVED` bytes with kernels on a GPU. For a
-            ``top_k`` below the default, which is for experiments on short texts, it is none.
+            (docs/results/speed.md), and the length that saves `ENOUGH_SAVED` bytes with kernels on a GPU. With a
+            ``top_k`` below the default, as in experiments on short texts, every possible step is sparse.
     """
 
     name: ClassVar[str] = "sparq"
@@ -109,7 +109,7 @@ class SparQ(Method):
         return G == 1 if self.reallocate == "auto" else bool(self.reallocate)
 
     def scores_rows(self, *, packed: bool) -> bool:
-        """Return True if keys are scored by the rows of a quantized KV cache (``packed``)."""
+        """Return True if the scores come from the rows of a quantized KV cache (``packed``)."""
         return packed and self.score == "rows"
 
     def for_shard(self, size: int, recent: int) -> SparQ:

@@ -32,7 +32,7 @@ EXPORTED = {"onnx": "onnx_export:operator_model", "ort": "onnx_export:session_op
 
 
 def _row(name: str, ops: str, metal: str = "", triton: str = "", *, oracle: str = "oracle") -> dict[str, str]:
-    """Return the entries of function ``name`` by backend, where it has a module; ``module:other`` renames it there."""
+    """Return the import string of function ``name`` on each backend. ``module:other`` is another name."""
     modules = {"oracle": oracle, "ops": ops, "metal": metal, "triton": triton}
     return {key: module if ":" in module else f"{module}:{name}" for key, module in modules.items() if module}
 

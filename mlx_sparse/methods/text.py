@@ -97,7 +97,7 @@ def split_methods(text: str) -> list[str]:
 
 
 def load_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> dict[str, Method]:
-    """Return the methods of `read_toml`."""
+    """Read a TOML file and return its methods by name, without the other settings (`read_toml`)."""
     return read_toml(path, base)[0]
 
 
@@ -139,7 +139,7 @@ def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tup
 
 
 def _check_integers(value: object) -> None:
-    """Raise `ValueError` for an integer of more than 64 bits. Python may refuse to print a long hex integer."""
+    """Raise `ValueError` for an integer of more than 64 bits, which Python might refuse to print in a message."""
     if isinstance(value, int) and value.bit_length() > 63:
         raise ValueError("an integer of more than 64 bits")
     for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -177,7 +177,7 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
 
 
 def removed(name: str, key: str, value: object) -> str | None:
-    """Return the message that replaces an option of an earlier version, or None for other options."""
+    """Return the message about an option that was removed, with its replacement; None for other options."""
     for (owner, old, old_value), replacement in REMOVED.items():
         if owner in ("*", name) and old == key and old_value in ("*", value):
             return replacement

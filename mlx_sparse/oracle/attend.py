@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 
 
 def float64(array: npt.ArrayLike) -> Array:
-    """Promote to float64."""
+    """Convert an array to float64."""
     promoted: Array = np.asarray(array, dtype=np.float64)
     return promoted
 
@@ -36,7 +36,7 @@ def checked(
 
 
 def logits(queries: Array, keys: Array, scale: float) -> Array:
-    """``(B, Hkv, G, L, S)``: every query of a group against the keys of its KV head."""
+    """Return the logits ``(B, Hkv, G, L, S)`` of every query of a group with the keys of its KV head."""
     B, Hq, L, D = queries.shape
     Hkv = keys.shape[1]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D)
@@ -68,7 +68,7 @@ def attention_recall(lse: Array, dense_lse: Array) -> Array:
 
 
 def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
-    """``weights (B, Hkv, G, L, N)`` times ``values (B, Hkv, N, D)``; unattended rows may hold NaN or inf."""
+    """Multiply ``weights (B, Hkv, G, L, N)`` by ``values (B, Hkv, N, D)``. Rows of weight 0 may contain NaN or inf."""
     attended = np.any(mask, axis=(2, 3))[..., None]
     out: Array = np.einsum("bhgln,bhnd->bhgld", weights, np.where(attended, values, 0.0))
     return out
@@ -77,12 +77,12 @@ def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
 def attend_indices(
     queries: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike, indices: npt.ArrayLike, *, scale: float
 ) -> tuple[Array, Array]:
-    """Exact attention of one query per head over the listed keys (sparq.7).
+    """Compute exact attention of one query per head over the listed keys (sparq.7).
 
     Args:
         queries: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``.
-        indices: ``(B, Hkv, N)`` int32, ascending, ``-1``, or any number that is no key's, = empty slot.
+        indices: ``(B, Hkv, N)`` int32, ascending. -1, or any other number without a key, is an empty slot.
         scale: factor of the logits.
 
     Returns:
@@ -115,7 +115,7 @@ def dense_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Causal attention of ``L`` queries at positions ``S - L ..`` over all valid keys.
+    """Compute causal attention of ``L`` queries at positions ``S - L ..`` over all valid keys.
 
     Args:
         queries: ``(B, Hq, L, D)``.
@@ -142,7 +142,7 @@ def dense_with_lse(
     scale: float | None,
     left_padding: npt.ArrayLike | None,
 ) -> tuple[Array, Array]:
-    """`dense_attention` with its ``lse (B, Hq, L)``."""
+    """Compute `dense_attention` and return it with its ``lse (B, Hq, L)``."""
     q, k, v = float64(queries), float64(keys), float64(values)
     n = check_qkv(q, k, v)
     check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))

@@ -182,7 +182,7 @@ def h2o_attention(
 
 
 def listed(indices: Array, S: int) -> Array:
-    """Return a bool mask ``(B, Hkv, S)`` of the keys in the index lists."""
+    """Convert index lists to a bool mask ``(B, Hkv, S)``, True for the listed keys."""
     mask = np.zeros((*indices.shape[:2], S), dtype=bool)
     for b, h in np.ndindex(indices.shape[:2]):
         mask[b, h, indices[b, h][indices[b, h] >= 0]] = True

@@ -29,7 +29,7 @@ def attend_blocks(
     Args:
         queries: ``(B, Hq, L, D)``; query i sits at position ``S - L + i``, in row block ``(S - L + i) // block_size``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int32, R touched row blocks; -1 or any number that is not a block = empty slot.
+        blocks: ``(B, Hq, R, N)`` int32, R row blocks with a query. -1, or a number without a block, is an empty slot.
 
     Returns:
         ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``; 0 and -inf for queries without a key.
@@ -70,7 +70,7 @@ def block_lists(mask: Array) -> Array:
 def prefill_result(
     qkv: tuple[Array, Array, Array], blocks: Array, layout: Layout, *, scale: float | None, return_stats: bool | str
 ) -> Any:
-    """Return ``out`` of attention over the lists; with ``return_stats`` also a `Stats`."""
+    """Attend the block lists and return ``out``; with ``return_stats`` also a `Stats`."""
     out, lse = attend_blocks(*qkv, blocks, block_size=layout.block_size, scale=scale)
     return prefill_stats(qkv, out, lse, blocks, layout, scale=scale, return_stats=return_stats)
 

@@ -86,7 +86,7 @@ def hyperattention_attention(
 def _span_pairs(
     q: Array, k: Array, span: Span, offset: int, bucket_size: int, sampled_keys: int, hash_bits: int
 ) -> tuple[Array, Array]:
-    """Return the attended pairs of a span, bool ``(B, Hq, P, M)``, and the logarithms of their weights (sample.18)."""
+    """Return the attended query-key pairs of a span, bool ``(B, Hq, P, M)``, and their log weights (sample.18)."""
     P, M, G = span.stop - span.start, span.last - span.first, q.shape[1] // k.shape[1]
     if bucket_size + sampled_keys >= M:
         return np.ones((*q.shape[:2], P, M), dtype=bool), np.zeros((*q.shape[:2], P, M))

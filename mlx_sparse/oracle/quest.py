@@ -20,7 +20,7 @@ def page_bounds(
 ) -> tuple[Array, Array]:
     """Return the minimum and maximum of each component over the keys of each page (quest.1): two ``(B, Hkv, P, D)``.
 
-    A page without a key has +inf and -inf. A component with NaN in a key has NaN.
+    A page without a key has +inf and -inf. A component in which a key is NaN has NaN.
     """
     k = float64(keys)
     B, Hkv, S, D = k.shape

@@ -24,7 +24,7 @@ def saap_assign(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
         centroids: ``(Hkv, C, D)``.
 
     Returns:
-        ``(B, Hkv, n)`` int32; ties go to the lower bucket, and keys that hold NaN or inf to bucket 0.
+        ``(B, Hkv, n)`` int32; ties go to the lower bucket, and keys with NaN or inf to bucket 0.
     """
     k = float64(keys)
     products = np.einsum("bhnd,hcd->bhnc", k, float64(centroids))

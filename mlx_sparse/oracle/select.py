@@ -20,7 +20,7 @@ def valid_keys(B: int, S: int, left_padding: npt.ArrayLike | None) -> Array:
 
 
 def ranked(scores: Array) -> Array:
-    """Replace NaN by +inf, as every selection ranks scores."""
+    """Replace NaN by +inf, which is how every selection ranks scores."""
     return np.where(np.isnan(scores), np.inf, scores)
 
 
@@ -30,7 +30,7 @@ def top_k_select(
     """Select the last ``local_window`` valid keys and the best other keys, ``top_k`` in total (sparq.6).
 
     Args:
-        scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never chosen, NaN counts as +inf.
+        scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never selected, NaN counts as +inf.
         left_padding: ``(B,)`` first valid key of each row.
 
     Returns:

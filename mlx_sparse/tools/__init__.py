@@ -1,1 +1,1 @@
-"""Commands around the library: evaluate, bench, train, tune, advise, demo, doctor. Only cli.py imports them."""
+"""Commands around the library: evaluate, bench, train, tune, advise, try, doctor. Only cli.py imports them."""

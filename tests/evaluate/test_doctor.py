@@ -62,8 +62,8 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
     assert out.splitlines()[6:] == [
         f"sample+{attn} on ops: 2 of 4 layers (gemma3_text, tiny)",
         "  dense layers: 2 with a sliding window (RotatingKVCache)",
-        "  prompts sparse from 8,192 keys on where at most 75% of the blocks are kept (modelled)",
-        "  sparse from 2,048 keys on (modelled)",
+        "  prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modelled)",
+        "  sparse at 2,048 keys and longer (modelled)",
         "  `mlx-sparse calibrate` and `--attn` replace modelled values by measurements",
         "no problems found",
     ]
@@ -77,7 +77,7 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
     assert found["dense_layers"] == {"with a sliding window (RotatingKVCache)": 2}
     (row,) = found["thresholds"]
     assert (row["layers"], row["value"], row["how"]) == (2, 3000, "measured on this machine")
-    assert found["lines"][-1] == "sparse from 3,000 keys on (measured on this machine)"
+    assert found["lines"][-1] == "sparse at 3,000 keys and longer (measured on this machine)"
 
 
 def test_doctor_reports_why_a_model_is_unsupported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,4 +1,4 @@
-"""Test that commands check all options before a download, and fetch OpenBLAS only for `demo --fast-blas`."""
+"""Test that commands check all options before a download, and fetch OpenBLAS only for `try --fast-blas`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mlx_sparse.tools.assets import blas
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # commands
 linux = pytest.mark.skipif(not blas.wanted(), reason="MLX does not compute on a Linux CPU here, or a BLAS is preloaded")
 
-DEMO = "demo --model no-tokenizer"  # fails right after the point where OpenBLAS would be fetched
+TRY = "try no-tokenizer"  # fails right after the point where OpenBLAS would be fetched
 # Commands without a model would download the default model.
 COMMANDS = {
     "eval": "eval --methods sparq --text text.txt",
     "tune-sample": "tune-sample --text text.txt --lengths 4k",
     "train-saap": "train-saap --text text.txt -o a.safetensors --recent-tokens 63",
-    "demo": "demo --fast-blas",
+    "try": "try --fast-blas",
 }
 
 
@@ -46,14 +46,14 @@ def error_of(capfd: Any, words: str) -> str:
 
 @linux
 def test_blas_is_offered_but_not_fetched_by_default(folder: Path, capfd: Any) -> None:
-    output = error_of(capfd, DEMO)
+    output = error_of(capfd, TRY)
     assert not (folder / "cache").exists()
     assert output.count(blas.OFFER) == 1 and "scipy" not in output
 
 
 @linux
 def test_fast_blas_is_fetched_and_optional(capfd: Any) -> None:
-    output = error_of(capfd, f"{DEMO} --fast-blas")
+    output = error_of(capfd, f"{TRY} --fast-blas")
     assert "OpenBLAS is not available, so the run is slower: scipy==1.13.1: expected one file from pip" in output
     assert blas.OFFER not in output
 
@@ -62,13 +62,13 @@ def test_fast_blas_is_fetched_and_optional(capfd: Any) -> None:
     ("name", "wrong"),
     [
         *((name, "--model /nowhere") for name in COMMANDS),
-        *((name, "--model gemma-3-270m") for name in COMMANDS if name != "demo"),
-        *((name, "--text nowhere.txt") for name in COMMANDS if name != "demo"),
+        *((name, "--model gemma-3-270m") for name in COMMANDS),
+        *((name, "--text nowhere.txt") for name in COMMANDS),
         ("eval", "--limit 0"),
         ("tune-sample", "--examples 0"),
         ("train-saap", "--context 100"),
         ("train-saap", "--held-out nowhere.txt"),
-        ("demo", "--attn sparkle"),
+        ("try", "--attn sparkle"),
     ],
 )
 def test_options_are_checked_before_any_download(name: str, wrong: str, folder: Path, capfd: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,6 @@ from mlx_sparse.files import cache_directory
 from mlx_sparse.lm import sparse
 from mlx_sparse.tools.assets import gemma3
 from mlx_sparse.tools.assets.models import find_model
-from mlx_sparse.tools.demo import topics
 
 PROSE = topics["compound"][:1200]
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import gguf
@@ -27,7 +28,6 @@ from mlx_sparse.files import cache_directory
 from mlx_sparse.tools.assets import blas, store
 from mlx_sparse.tools.assets import smollm2 as converter
 from mlx_sparse.tools.assets.store import build_directory, file_hash
-from mlx_sparse.tools.demo import topics
 
 pytestmark = pytest.mark.slow  # a real model
 

@@ -20,7 +20,6 @@ from mlx_sparse.calibrate import (
     GIVEN,
     MEASURED,
     MODELLED,
-    REMEASURE_AFTER,
     Calibration,
     Layer,
     Threshold,
@@ -172,19 +171,15 @@ def test_measurement_of_another_process_is_used() -> None:
 BUSY_POINTS = [[2000, 0.7, 0.9, 1.1], [4000, 0.8, 1.2, 1.5], [8000, 1.1, 1.5, 1.9]]
 
 
-def test_measurement_of_a_busy_machine_is_repeated_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
-    write_measurement(measurement_key(SparQ(), OPS), {"points": BUSY_POINTS, "time": 1_000_000})
-    monkeypatch.setattr(calibrate.time, "time", lambda: 1_000_000 + REMEASURE_AFTER - 1.0)
-    calibration = Calibration(measures=True, seconds=0.2)
-    found = calibration.threshold(SparQ(), OPS, LONG)
-    assert found == Threshold(8000, MEASURED, 2000, 1_000_000 + REMEASURE_AFTER)
-    assert re.fullmatch(
-        r"sparse from 8,000 keys on \(measured on this machine, which was busy: 2,000 to 8,000 keys; "
-        r"measured again after 1970-01-1[234] \d\d:\d\d\)",
-        calibrate.describe(SparQ(), found),
+def test_measurement_of_a_busy_machine_is_repeated_by_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_measurement(measurement_key(SparQ(), OPS), {"points": BUSY_POINTS, "time": 1})
+    found = Calibration().threshold(SparQ(), OPS, LONG)
+    assert found == Threshold(8000, MEASURED, 2000, busy=True)
+    assert calibrate.describe(SparQ(), found) == (
+        "sparse at 8,000 keys and longer (measured on this machine, spread 2,000 to 8,000 keys; "
+        "the machine was busy, so the next run measures again)"
     )
-    assert not calibration.needs_measurement(SparQ(), OPS)
-    monkeypatch.setattr(calibrate.time, "time", lambda: 1_000_000.0 + REMEASURE_AFTER)
+    calibration = Calibration(measures=True, seconds=0.2)
     assert calibration.needs_measurement(SparQ(), OPS)
     monkeypatch.setattr(Calibration, "pairs", lambda *_, **__: [(2.0, 1.0)] * 5)
     assert calibration.threshold(SparQ(), OPS, LONG) == Threshold(1024, MEASURED)
@@ -192,11 +187,19 @@ def test_measurement_of_a_busy_machine_is_repeated_after_a_day(monkeypatch: pyte
     assert Calibration().threshold(SparQ(), OPS) == Threshold(1024, MEASURED)
 
 
+def test_upper_end_of_a_narrow_spread_is_used_and_printed() -> None:
+    points = [[2000, 0.7, 0.8, 0.9], [2100, 0.9, 1.1, 1.2], [2200, 1.1, 1.2, 1.3]]
+    write_measurement(measurement_key(SparQ(), OPS), {"points": points, "time": 1})
+    found = Calibration(measures=True).threshold(SparQ(), OPS)
+    assert found == Threshold(2200, MEASURED, 2100)
+    assert calibrate.describe(SparQ(), found).endswith("(measured on this machine, spread 2,100 to 2,200 keys)")
+
+
 def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
     write_measurement(measurement_key(Sample(), PROMPT), {"share": 0.3, "best": 0.8, "time": 1_000_000})
     found = Calibration().threshold(Sample(), PROMPT)
-    assert found == Threshold(0.3, MEASURED, 0.8, 1_000_000 + REMEASURE_AFTER)
-    assert "at most 30% of the blocks are kept (measured on this machine, which was busy: 30% to 80%; " in (
+    assert found == Threshold(0.3, MEASURED, 0.8, busy=True)
+    assert "at most 30% of the blocks are selected (measured on this machine, spread 30% to 80%; " in (
         calibrate.describe(Sample(), found)
     )
 
@@ -247,8 +250,8 @@ def test_decode_steps_are_sparse_at_the_measured_threshold_and_longer() -> None:
     save_measurement(*_served(model, "sparq:rank=4"), 310)
     with mlx_sparse.sparse(model, "sparq:rank=4") as report:
         greedy(model, prompt_of(300), 20)
-    assert report.crossovers() == ["sparse from 310 keys on (measured on this machine)"]
-    assert "\n  sparse from 310 keys on (measured on this machine)\n" in str(report)
+    assert report.crossovers() == ["sparse at 310 keys and longer (measured on this machine)"]
+    assert "\n  sparse at 310 keys and longer (measured on this machine)\n" in str(report)
     assert report.as_dict()["crossovers"] == report.crossovers()
     assert report.sparse_calls > 0
     assert report.dense_calls["over fewer than 310 keys"] > 0
@@ -271,7 +274,7 @@ def test_prefill_is_dense_above_the_measured_density(share: float, calls: int, m
     with mlx_sparse.sparse(model, attn) as report:
         greedy(model, prompt_of(600), 1)
     assert report.prefill.calls == calls
-    crossovers = "prompts never sparse" if share == 0 else "prompts sparse from 256 keys on"
+    crossovers = "prefill never sparse" if share == 0 else "prefill sparse at 256 keys and longer"
     assert report.crossovers() == [f"{crossovers} (measured on this machine)"]
 
 
@@ -314,7 +317,7 @@ def run(folder: Path, without_torch: dict[str, str]) -> Iterator[Callable[..., F
 def test_command_measures_every_shape_and_attn_uses_the_result(run: Callable[..., Finished]) -> None:
     done = run("mlx-sparse", "calibrate", "--model", "llama", "--attn", "sparq:rank=4", "--seconds", "0.3")
     assert done.code == 0, done.err
-    assert re.search(r"2 layers, ops, \d+ x \d+ heads of \d+: sparq:rank=4\S* sparse from [\d,]+ keys on", done.out)
+    assert re.search(r"2 layers, ops, \d+ x \d+ heads of \d+: sparq:rank=4\S* sparse at [\d,]+ keys and longer", done.out)
     assert "the context length at which sparq is faster" in done.err
     options = ["--model", "llama", "--prompt", "w1 w2", "--max-tokens", "2", "--attn", "sparq:rank=4"]
     generated = run("mlx_lm.generate", *options)

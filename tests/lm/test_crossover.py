@@ -68,6 +68,25 @@ def test_crossover_is_found_within_ten_percent_from_any_start(device: Device, fi
     assert len(lengths) == len(set(lengths)) < 12
 
 
+def test_more_pairs_of_a_length_narrow_the_interval_of_its_median() -> None:
+    noise = [0.5, 0.8, 0.9, 1.0, 1.1, 1.2, 1.25, 1.3, 1.4, 1.5, 1.55, 1.6, 1.7, 1.8, 2.0]
+    few, many = (Point.of(512, [(ratio, 1.0) for ratio in ratios]) for ratios in (noise[::3], 4 * noise))
+    assert (few.low, few.ratio, few.high) == (0.5, 1.25, 1.7)
+    assert (many.low, many.ratio, many.high) == (1.2, 1.3, 1.5)
+
+
+def test_undecided_length_is_timed_until_its_pairs_decide() -> None:
+    """Time a method that wins by 1.1 at all lengths, with pairs of which a third show the opposite."""
+    lengths: list[int] = []
+
+    def noisy(S: int) -> Pairs:
+        lengths.append(S)
+        return [(ratio, 1.0) for ratio in (0.9, 1.1, 1.1, 1.1, 1.3)]
+
+    assert crossover(find(noisy, **LIMITS | {"first": 256})) == (256, 256)
+    assert lengths == [256] * 3
+
+
 @pytest.mark.parametrize(
     ("device", "keys", "longest"),
     [((0.0, 1e-6, 0.3e-6), 256, 4096), ((1.0, 1e-6, 0.3e-6), None, 65_536), ((0.0, 1e-6, 1e-6), None, 65_536)],
@@ -117,27 +136,29 @@ def test_noise_far_from_the_threshold_does_not_matter() -> None:
 
 def test_one_disturbed_measurement_is_repeated() -> None:
     bad, good = iter([NOISE]), simulated(SLOW)
-    assert find(lambda S: next(bad, None) or good(S), **LIMITS) == find(good, **LIMITS)
+    disturbed, quiet = find(lambda S: next(bad, None) or good(S), **LIMITS), find(good, **LIMITS)
+    assert [point.S for point in disturbed] == [point.S for point in quiet]
+    assert crossover(disturbed) == crossover(quiet)
 
 
 POINTS = [[1024, 0.4, 0.5, 0.6], [2048, 1.4, 1.5, 1.6]]
-QUESTION: calibrate.Question = {"device": "a chip", "heads": 3, "method": "sparq", "mlx": "0.32"}
+KEY: calibrate.MeasurementKey = {"device": "a chip", "heads": 3, "method": "sparq", "mlx": "0.32"}
 
 
-def test_answer_is_read_back_from_its_file(calibration_folder: Path) -> None:
-    write_measurement(QUESTION, {"points": POINTS})
-    assert read_points(read_measurement(QUESTION) or {}) == [Point(*point) for point in POINTS]
+def test_measurement_is_read_back_from_its_file(calibration_folder: Path) -> None:
+    write_measurement(KEY, {"points": POINTS})
+    assert read_points(read_measurement(KEY) or {}) == [Point(*point) for point in POINTS]
     assert len(list(calibration_folder.iterdir())) == 1
-    assert '"device": "a chip"' in calibrate.path_of(QUESTION).read_text()
+    assert '"device": "a chip"' in calibrate.path_of(KEY).read_text()
 
 
-def test_file_under_the_name_of_another_question_is_refused() -> None:
-    other = {**QUESTION, "device": "another"}
+def test_file_under_the_name_of_another_measurement_is_refused() -> None:
+    other = {**KEY, "device": "another"}
     write_measurement(other, {"points": POINTS})
-    assert read_measurement(QUESTION) is None
-    calibrate.path_of(other).rename(calibrate.path_of(QUESTION))
+    assert read_measurement(KEY) is None
+    calibrate.path_of(other).rename(calibrate.path_of(KEY))
     with pytest.raises(ArtefactError, match="expected a measurement of this machine and version, got something else"):
-        read_measurement(QUESTION)
+        read_measurement(KEY)
 
 
 DAMAGED = {
@@ -150,27 +171,27 @@ DAMAGED = {
     "huge": b" " * 70_000 + b"{}",
     "many digits": b'{"question": ' + b"9" * 5000 + b"}",
     "another question": b'{"question": {}, "answer": {}}',
-    "no answer": json.dumps({"question": QUESTION, "answer": 7}).encode(),
+    "no answer": json.dumps({"question": KEY, "answer": 7}).encode(),
     "infinite": b'{"format": 1e999}',
 }
 
 
 @pytest.mark.parametrize("data", DAMAGED.values(), ids=DAMAGED.keys())
 def test_a_damaged_file_is_refused_in_one_line_and_can_be_replaced(data: bytes) -> None:
-    path = calibrate.path_of(QUESTION)
+    path = calibrate.path_of(KEY)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     with pytest.raises(ArtefactError) as error:
-        read_measurement(QUESTION)
+        read_measurement(KEY)
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
-    write_measurement(QUESTION, {"points": POINTS})
-    assert read_measurement(QUESTION) is not None
+    write_measurement(KEY, {"points": POINTS})
+    assert read_measurement(KEY) is not None
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_irregular_file_is_refused_without_blocking(kind: str, tmp_path: Path) -> None:
-    path = calibrate.path_of(QUESTION)
+    path = calibrate.path_of(KEY)
     path.parent.mkdir(parents=True, exist_ok=True)
     victim = tmp_path / "victim"
     victim.write_text("mine")
@@ -181,10 +202,10 @@ def test_irregular_file_is_refused_without_blocking(kind: str, tmp_path: Path) -
     else:
         path.mkdir()
     with pytest.raises(ArtefactError):
-        read_measurement(QUESTION)
+        read_measurement(KEY)
     if kind != "folder":
-        write_measurement(QUESTION, {"points": POINTS})
-        assert read_measurement(QUESTION) is not None
+        write_measurement(KEY, {"points": POINTS})
+        assert read_measurement(KEY) is not None
     assert victim.read_text() == "mine"
 
 
@@ -218,15 +239,15 @@ def test_points_of_another_form_are_refused(points: Any) -> None:
 def test_a_folder_that_cannot_be_written_is_an_os_error(calibration_folder: Path) -> None:
     calibration_folder.write_text("a file where the folder should be")
     with pytest.raises(FileExistsError):
-        write_measurement(QUESTION, {"points": POINTS})
+        write_measurement(KEY, {"points": POINTS})
     with pytest.raises(ArtefactError):
-        read_measurement(QUESTION)
+        read_measurement(KEY)
 
 
 def _write_many(folder: Path, number: int) -> None:
     calibrate.folder = lambda: folder  # in this separate process
     for _ in range(20):
-        write_measurement(QUESTION, {"number": number})
+        write_measurement(KEY, {"number": number})
 
 
 def test_concurrent_processes_leave_one_complete_file(calibration_folder: Path) -> None:
@@ -236,7 +257,7 @@ def test_concurrent_processes_leave_one_complete_file(calibration_folder: Path) 
         writer.start()
     found: set[int] = set()
     while any(writer.is_alive() for writer in writers):
-        if (answer := read_measurement(QUESTION)) is not None:
+        if (answer := read_measurement(KEY)) is not None:
             found.add(answer["number"])
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert found

@@ -214,8 +214,8 @@ def test_without_a_method_errors_equal_mlx_lms(finished: Runs):
 def test_text_report_is_printed_on_standard_error(finished: Runs):
     opening, first, *rest = finished("text report").err.splitlines()
     assert re.fullmatch(r"\[mlx-sparse\] sparq:rank=4,top_k=4,.* on ops: 2 of 2 layers \(llama, llama\)", first)
-    assert opening == f"{first}; sparse from 5 keys on (given)"
-    assert rest[0] == "  sparse from 5 keys on (given)"
+    assert opening == f"{first}; sparse at 5 keys and longer (given)"
+    assert rest[0] == "  sparse at 5 keys and longer (given)"
     assert re.fullmatch(
         rf"  sparse calls: {LAYERS * STEPS}, [\d.]+% of the dense bytes by formula \(.* per step\)", rest[1]
     )
@@ -227,7 +227,7 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
     first, second, *_ = finished("short, modelled").err.splitlines()
     assert first == (
         "[mlx-sparse] sparq:rank=4,reallocate=false,component_score=query_key on ops: 2 of 2 layers (llama, llama); "
-        "sparse from 2,048 keys on (modelled); dense_below=N in --attn sets another length"
+        "sparse at 2,048 keys and longer (modelled); dense_below=N in --attn sets another length"
     )
     longest = PROMPT + TOKENS
     assert second == (
@@ -236,8 +236,8 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
     )
     first, second, *_ = finished("short, measured").err.splitlines()
     assert (
-        "; prompts sparse from 8,192 keys on where at most 75% of the blocks are kept (modelled; will be measured at "
-        "8,192 keys); sparse from 2,048 keys on (modelled; will be measured at 1,024 keys); "
+        "; prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modelled; will be "
+        "measured at 8,192 keys); sparse at 2,048 keys and longer (modelled; will be measured at 1,024 keys); "
     ) in first
     assert second.endswith(f"this run has at most {longest} keys, and decode steps are sparse from 1,024 keys")
 
@@ -399,7 +399,7 @@ def test_text_report_describes_prefill(finished: Runs):
     assert opening == "; ".join([first, *(line.strip() for line in rest[:2])])
     assert re.fullmatch(r"\[mlx-sparse\] sample:.*\+sparq:.* on ops: 2 of 2 layers \(llama, llama\)", first)
     assert [line.split(":")[0] for line in rest] == [
-        *("  prompts sparse from 0 keys on (given)", "  sparse from 5 keys on (given)"),
+        *("  prefill sparse at 0 keys and longer (given)", "  sparse at 5 keys and longer (given)"),
         *("  sparse prefill calls", "  density", "  attention recall", "  sparse calls"),
     ]
 

@@ -80,7 +80,7 @@ def test_text_report_summarizes_prefill(model: Any):
         generated(model, prompt_of(300))
     first, *crossovers, prompts, density, recall, decoding = str(report).splitlines()
     assert first.startswith(f"{SAMPLE}+{SPARQ[: SPARQ.index(',dense')]}"[:30])
-    assert crossovers == ["  prompts sparse from 0 keys on (given)", "  sparse from 5 keys on (given)"]
+    assert crossovers == ["  prefill sparse at 0 keys and longer (given)", "  sparse at 5 keys and longer (given)"]
     assert prompts == f"  sparse prefill calls: {LAYERS}, {BLOCK / 299:.1%} of the queries sampled"
     percent = r"\d+\.\d%"
     assert re.fullmatch(rf"  density: {percent}, by layer {percent} to {percent}", density)

@@ -176,7 +176,7 @@ def test_each_request_has_a_line_and_counters_are_live(model: Path):
     below = "over fewer than 64 keys"
     prompts = "in prefill"
     assert (short["sparse_calls"], short["dense_calls"]) == (0, {prompts: LAYERS, below: steps})
-    assert (report["sparse_calls"], report["crossovers"]) == (steps, ["sparse from 64 keys on (given)"])
+    assert (report["sparse_calls"], report["crossovers"]) == (steps, ["sparse at 64 keys and longer (given)"])
     assert reports_in(err) == [report]
     assert requests_in(err) == [
         f"prompt of 20 tokens, {TOKENS} generated; calls: 0 sparse, {steps + LAYERS} dense "
@@ -205,7 +205,7 @@ def test_disconnected_and_concurrent_requests_have_lines(model: Path):
         err = server.interrupt()
     first, *_, report_line = (line for line in err.splitlines() if line.startswith("[mlx-sparse] "))
     assert first.startswith(f"[mlx-sparse] {attn.partition(',')[0]},")
-    crossovers = "; prompts sparse from 0 keys on (given); sparse from 5 keys on (given)"
+    crossovers = "; prefill sparse at 0 keys and longer (given); sparse at 5 keys and longer (given)"
     assert first == f"{report_line}{crossovers}"
     assert first.endswith(f" on ops: 2 of 2 layers (llama, llama){crossovers}")
     other, gone, last = requests_in(err)
@@ -218,7 +218,10 @@ ONLINE = "saap:mode=online,buckets=4,probes=2,recent_tokens=8,dense_layers=0,den
 
 
 def crossovers_of(decode: str) -> list[str]:
-    return ["prompts sparse from 0 keys on (given)", f"sparse from {10 if decode == ONLINE else 5} keys on (given)"]
+    return [
+        "prefill sparse at 0 keys and longer (given)",
+        f"sparse at {10 if decode == ONLINE else 5} keys and longer (given)",
+    ]
 
 
 @pytest.mark.parametrize("decode", [SPARSE[1], ONLINE])

@@ -270,7 +270,7 @@ def test_report_text() -> None:
         "sparq:rank=16,top_k=8,reallocate=false,component_score=query_key on triton: 1 of 2 layers (gemma3_text"
     )
     assert lines[1] == "  dense layers: 1 with a sliding window (DynamicSlidingWindowLayer)"
-    assert lines[2] == "  sparse from 9 keys on (given)"
+    assert lines[2] == "  sparse at 9 keys and longer (given)"
     assert lines[3].startswith("  sparse calls: 1, ")
     assert "1 in prefill" in lines[4]
 
@@ -332,12 +332,12 @@ def test_threshold_comes_from_the_user_or_the_model(monkeypatch: pytest.MonkeyPa
             attention.attention(module, torch.ones(1, 2 * G, 1, D, device=DEVICE), *rows, None)
         return cache.report.crossovers()
 
-    assert crossovers("sparq:rank=16,dense_below=300") == ["sparse from 300 keys on (given)"]
-    assert crossovers("sparq:rank=16") == ["sparse from 2,048 keys on (modelled)"]
+    assert crossovers("sparq:rank=16,dense_below=300") == ["sparse at 300 keys and longer (given)"]
+    assert crossovers("sparq:rank=16") == ["sparse at 2,048 keys and longer (modelled)"]
     monkeypatch.setattr(attention, "gpu_kind", lambda device: "sm_90")
     step = Step(2, 2, 64, 4, "sm_90")
     config = SparQ(rank=16, component_score="query_key", reallocate=False)
-    assert crossovers("sparq:rank=16") == [f"sparse from {config.shortest_context(step):,} keys on (modelled)"]
+    assert crossovers("sparq:rank=16") == [f"sparse at {config.shortest_context(step):,} keys and longer (modelled)"]
     assert crossovers("sparq:rank=16,key_bits=16", G=16, D=16) == ["never sparse (modelled)"]
 
 

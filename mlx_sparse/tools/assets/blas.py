@@ -1,4 +1,4 @@
-"""``--fast-blas`` of the demo: use a fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
+"""``mlx-sparse try --fast-blas``: use a fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
 
 MLX's Linux wheel contains the slow reference BLAS. SciPy's wheel contains OpenBLAS with the standard symbol names. In a
 child process that preloads OpenBLAS, OpenBLAS replaces the reference BLAS. The wheel is read as data, never installed.

@@ -1,0 +1,286 @@
+"""Prefill a long prompt once, and decode from the same prompt cache with dense and with sparse attention."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import stream_generate
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..calibrate import Calibration, describe
+from ..checks import ConfigError
+from ..lm.model import disable, enable, plan_of
+from ..methods import NEVER, Method, Prefill, parse
+from ..model_info import config_of
+from .evaluate.tasks import encode
+
+CHUNK = 512  # tokens of a prefill chunk, so that the progress bar moves on a CPU
+SECONDS = 90.0  # longest time of the prefill
+MARGIN = 2  # the default context is this many times the crossover length
+TURNS = 2  # runs of each kind, one after the other; the steps of both count
+
+Update = Callable[[int], object]  # called with the number of finished tokens
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens of a chat prompt with a long document.
+
+    Attributes:
+        document: the start of the chat template and the document. A shorter context cuts the end of the document.
+        end: tokens after the document: the question and the end of the chat template.
+    """
+
+    document: list[int]
+    end: list[int]
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the whole prompt."""
+        return len(self.document) + len(self.end)
+
+
+def encode_prompt(tokenizer: Any, document: str, end: str) -> Prompt:
+    """Encode a user message that consists of ``document`` and ``end``, with the chat template if the model has one."""
+    before = after = ""
+    if tokenizer.chat_template is not None:
+        message = [{"role": "user", "content": "DOCUMENT"}]
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        before, _, after = text.partition("DOCUMENT")
+    # Suppress the warning of transformers about long texts, because the text is cut later.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    opening = encode(tokenizer, before) if before else tokenizer.encode("")
+    return Prompt([*opening, *encode(tokenizer, document)], encode(tokenizer, end + after))
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An answer that was decoded from a prompt cache.
+
+    Attributes:
+        text: the answer.
+        tokens: its token ids.
+        steps: seconds of each decode step. The first sparse step also builds the auxiliary cache state.
+        peak_memory: bytes, by MLX's counter.
+    """
+
+    text: str
+    tokens: list[int]
+    steps: list[float]
+    peak_memory: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode speed: the inverse of the median time of a step after the first one."""
+        return 1 / median(self.steps[1:] or self.steps)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Dense and sparse decoding of the same prompt.
+
+    Attributes:
+        attn: the sparse method as text.
+        crossovers: the crossover lengths of the layers, as lines of the report.
+        crossover: the longest of them in keys; `NEVER` if sparse attention is not faster at any length.
+        context: tokens of the prompt.
+        target: tokens that the prompt should have had.
+        forced: True if the method was sparse below its crossover length, because no longer context was possible.
+        prefill_seconds: time of the prefill.
+        dense, sparse: the answers.
+        report: the report of the sparse run.
+    """
+
+    attn: str
+    crossovers: list[str]
+    crossover: int
+    context: int
+    target: int
+    forced: bool
+    prefill_seconds: float
+    dense: Decoded
+    sparse: Decoded
+    report: dict[str, Any]
+
+    @property
+    def speedup(self) -> float:
+        """Tokens per second of sparse decoding over those of dense decoding."""
+        return self.sparse.tokens_per_second / self.dense.tokens_per_second
+
+    @property
+    def same_tokens(self) -> int:
+        """Number of equal tokens before the first difference of the answers."""
+        pairs = list(zip(self.dense.tokens, self.sparse.tokens, strict=False))
+        return next((i for i, (dense, sparse) in enumerate(pairs) if dense != sparse), len(pairs))
+
+    @property
+    def identical(self) -> bool:
+        """True if both answers have the same tokens."""
+        return self.dense.tokens == self.sparse.tokens
+
+    def bytes_per_token(self, kind: str) -> float | None:
+        """Return the bytes of keys and values for a token by formula, of kind "dense" or "sparse"; None without any."""
+        calls = self.report["sparse_calls"]
+        return self.report[f"{kind}_bytes"] / calls * self.report["served_layers"] if calls else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return (
+            asdict(self)
+            | {name: getattr(self, name) for name in ("speedup", "same_tokens", "identical")}
+            | {"tokens_per_second": [self.dense.tokens_per_second, self.sparse.tokens_per_second]}
+        )
+
+
+def compare(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    attn: str,
+    *,
+    context: int | None,
+    max_tokens: int,
+    calibration: Calibration,
+    console: Console,
+) -> Comparison:
+    """Prefill a prompt once, and decode densely and sparsely from the saved prompt cache.
+
+    The prompt has ``context`` tokens, or `MARGIN` times the crossover length. It is shorter if the document, the
+    model or `SECONDS` allow no more. A method is sparse below its crossover length only if no longer context is
+    possible.
+
+    Args:
+        model, tokenizer: a loaded model, which is not enabled.
+        prompt: the document and the question.
+        attn: a decode method as text.
+        context: tokens of the prompt; None for the default.
+        max_tokens: largest number of tokens of an answer.
+        calibration: source of the crossover lengths.
+        console: terminal for the progress bars.
+
+    Raises:
+        ConfigError: the method is not a decode method, no layer can be sparse, or the context is too short.
+    """
+    (config,) = check_decode(attn)
+    with console.status(f"finding the crossover length of {attn}"):
+        crossovers, crossover = measure_crossover(model, attn, calibration)
+    known = config_of(model).get("max_position_embeddings")
+    longest = min(prompt.length, known - max_tokens if isinstance(known, int) else NEVER)
+    target = min(context or MARGIN * crossover, longest)
+    if target <= len(prompt.end):
+        fewest = len(prompt.end) + 1
+        raise ConfigError(f"--context: expected at least {fewest:,} tokens for the question, got {target:,}.")
+    tokens = prompt.document[: target - len(prompt.end)]
+    cache, last = make_prompt_cache(model), prompt.end[-1:]
+    start = time.perf_counter()
+    with _bar(console, "prefill", target - 1) as update:
+        done = prefill(model, cache, tokens, SECONDS, update)
+        prefill(model, cache, prompt.end[:-1], math.inf, lambda more: update(done + more))
+    seconds = time.perf_counter() - start
+    reached = done + len(prompt.end)
+    forced = context is None and reached < crossover and config.measurable
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "prompt.safetensors")
+        save_prompt_cache(path, cache)
+        del cache
+        changes: Any = {"dense_below": 0}
+        used = dataclasses.replace(config, **changes) if forced else config
+        answers: list[Decoded] = []
+        report = None
+        for name in ("dense", attn) * TURNS:
+            if name == attn:
+                report = enable(model, used, calibration=calibration)
+            try:
+                with _bar(console, name, max_tokens) as update:
+                    answers.append(decode(model, tokenizer, path, last, max_tokens, update))
+            finally:
+                disable(model)
+        dense, sparse = (
+            dataclasses.replace(first, steps=[*first.steps, *second.steps[1:]])
+            for first, second in zip(answers[:2], answers[2:], strict=True)
+        )
+        assert report is not None
+    return Comparison(attn, crossovers, crossover, reached, target, forced, seconds, dense, sparse, report.as_dict())
+
+
+def check_decode(attn: str) -> tuple[Method, ...]:
+    """Return the method in ``attn``, which must be one decode method."""
+    configs = parse(attn)
+    if len(configs) != 1 or isinstance(configs[0], Prefill):
+        raise ConfigError(f"--attn: expected one decode method such as sparq, got {attn}.")
+    return configs
+
+
+def measure_crossover(model: Any, attn: str, calibration: Calibration) -> tuple[list[str], int]:
+    """Return the crossover lengths of the layers as lines, and the longest in keys. Measure them first if necessary."""
+    enable(model, attn, calibration=calibration)
+    try:
+        plan = plan_of(model)
+        assert plan is not None
+        found = [(config, calibration.threshold(config, layer, NEVER)) for config, layer in plan.layers]
+    finally:
+        disable(model)
+    return list(dict.fromkeys(describe(*one) for one in found)), max(int(one.value) for _, one in found)
+
+
+def prefill(model: Any, cache: list[Any], tokens: Sequence[int], seconds: float, update: Update) -> int:
+    """Prefill in chunks until all tokens are done, or until the next chunk would exceed ``seconds``.
+
+    Returns:
+        The number of tokens that were added to the cache.
+    """
+    start, took, done = time.perf_counter(), 0.0, 0
+    while done < len(tokens) and (not done or time.perf_counter() - start + took < seconds):
+        before = time.perf_counter()
+        model(mx.array([tokens[done : done + CHUNK]]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+        mx.clear_cache()
+        took = time.perf_counter() - before
+        done = min(done + CHUNK, len(tokens))
+        update(done)
+    return done
+
+
+def decode(model: Any, tokenizer: Any, cache: str, tokens: list[int], max_tokens: int, update: Update) -> Decoded:
+    """Decode an answer greedily after the tokens of a saved prompt cache and ``tokens``."""
+    loaded, greedy = load_prompt_cache(cache), make_sampler(temp=0.0)
+    mx.reset_peak_memory()
+    start = time.perf_counter()
+    text, found, times = "", [], []
+    for part in stream_generate(model, tokenizer, tokens, max_tokens, sampler=greedy, prompt_cache=loaded):
+        text += part.text
+        found.append(part.token)
+        times.append(time.perf_counter())
+        update(len(found))
+    steps = [after - before for before, after in pairwise(times)]
+    return Decoded(text, found, steps or [times[0] - start], mx.get_peak_memory())
+
+
+@contextlib.contextmanager
+def _bar(console: Console, name: str, total: int) -> Iterator[Update]:
+    """Show a progress bar, and yield the function that moves it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(name, total=total)
+        yield lambda done: progress.update(task, completed=done)

@@ -1,0 +1,159 @@
+"""``mlx-sparse try``: decode an answer about a long text densely and sparsely, and compare speed, bytes and answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..calibrate import Calibration
+from ..checks import Parser, check_int, read_length
+from ..files import cache_directory
+from ..lm.loading import unfit_warning
+from ..methods import NEVER
+from ..model_info import model_type
+from . import environment
+from .assets import blas
+from .assets.models import DEFAULT, add_model_options, check_model
+from .comparison import MARGIN, SECONDS, Comparison, check_decode, compare, encode_prompt
+from .evaluate import texts
+from .evaluate.inputs import load_model
+
+KEY = "71853"
+NOTE = f"A note to the reader: the pass key of this text is {KEY}. Please remember that the pass key is {KEY}."
+QUESTION = "That was the text. What is the pass key? Answer with: The pass key is, and its five digits."
+AFTER_KEY = 4000  # characters between the pass key and the question
+WIDTH = 80
+BAR = 40  # characters of the longer bar
+
+
+def main(argv: Sequence[str], console: Console | None = None) -> int:
+    """Run ``mlx-sparse try``. Return 0 if both answers were decoded."""
+    args = _parser().parse_args(argv)
+    args.context = None if args.context is None else read_length(args.context, "--context")
+    check_int("--max-tokens", args.max_tokens, 2)
+    check_decode(args.attn)
+    cache = cache_directory(args.cache_dir)
+    check_model(args.model, cache, args.accept_license)
+    texts.check(args.text)
+    variables = blas.child_environment(args.fast_blas, cache)
+    if variables != dict(os.environ):  # a library can be preloaded only when a process starts
+        return subprocess.call([sys.executable, "-m", "mlx_sparse.cli", "try", *argv], env=variables)
+    # Files and pipes have no width.
+    console = console or Console(
+        stderr=args.json, highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH
+    )
+    with console.status("loading the model"):
+        model, tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_license)
+    document = "\n\n".join(text.text for text in texts.read(args.text, cache=cache))
+    prompt = encode_prompt(tokenizer, *split_text(document, args.question))
+    name, family = args.model or DEFAULT, model_type(model)
+    machine = environment.hardware()
+    console.print(f"{name} ({family}) on {machine['chip'] or machine['architecture']}")
+    console.print(f"Question: {args.question or f'the pass key {KEY}, hidden {AFTER_KEY:,} characters before the end'}")
+    found = compare(
+        model,
+        tokenizer,
+        prompt,
+        args.attn,
+        context=args.context,
+        max_tokens=args.max_tokens,
+        calibration=Calibration(measures=True),
+        console=console,
+    )
+    if args.json:
+        print(json.dumps({"model": name, "family": family} | found.as_dict()))
+    else:
+        show(found, name, unfit_warning(family), console)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="mlx-sparse try",
+        description="Ask a model about a long text. The text is prefilled once; then the answer is decoded with dense "
+        "and with sparse attention. The result compares speed, bytes, memory and answers, and ends with the --attn "
+        f"text to copy. The prompt is {MARGIN} times as long as the crossover length, the context length at which "
+        f"the method is faster on this machine, or as long as {SECONDS:.0f} s of prefill allow. The default model is "
+        "small: 93 MB to download, and 540 MB on disk.",
+        epilog="Example:\n  mlx-sparse try MODEL --text notes.txt --question 'Who is Ann?' --context 32k",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="as --model")
+    add_model_options(parser)
+    parser.add_argument(
+        "--text", metavar="TEXT", nargs="+", help=f"files, or {', '.join(texts.NAMES)} (default: {texts.DEFAULT})"
+    )
+    parser.add_argument("--question", metavar="TEXT", help="question after the text (default: a hidden pass key)")
+    parser.add_argument("--attn", metavar="METHOD", default="sparq", help="a decode method (default: %(default)s)")
+    parser.add_argument("--context", metavar="N", help="tokens of the prompt, such as 8192 or 32k")
+    parser.add_argument("--max-tokens", metavar="N", type=int, default=48, help="tokens to generate (default: 48)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="folder of the default model (default: user's cache)")
+    blas.add_option(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    return parser
+
+
+def split_text(text: str, question: str | None) -> tuple[str, str]:
+    """Return the part of a text that a shorter context cuts, and the part after it with the question.
+
+    Without a question, state `KEY` before the last `AFTER_KEY` characters, and ask for it.
+    """
+    if question is not None:
+        return text, f"\n\n{question}"
+    cut = text.rfind(" ", 0, max(len(text) - AFTER_KEY, len(text) // 2)) + 1
+    return text[:cut], f"\n\n{NOTE}\n\n{text[cut:]}\n\n{QUESTION}"
+
+
+def show(found: Comparison, name: str, warning: str | None, console: Console) -> None:
+    """Print the answers, the figures and the advice."""
+    for line in found.crossovers:
+        console.print(f"{found.attn}: {line}")
+    console.print(f"Prompt: {found.context:,} tokens, prefilled in {found.prefill_seconds:.0f} s{_reason(found)}.\n")
+    table = Table("", "dense", found.attn, box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    dense, sparse = found.dense, found.sparse
+    table.add_row("answer", Text(dense.text.strip()), Text(sparse.text.strip()))
+    if moved := found.bytes_per_token("dense"):
+        table.add_row("K/V per token", _megabytes(moved), _megabytes(found.bytes_per_token("sparse") or 0))
+    table.add_row("first step", f"{dense.steps[0]:.2f} s", f"{sparse.steps[0]:.2f} s")
+    table.add_row("peak memory", _megabytes(dense.peak_memory), _megabytes(sparse.peak_memory))
+    console.print(table, "")
+    longest = max(dense.tokens_per_second, sparse.tokens_per_second)
+    for label, answer in (("dense", dense), ("sparse", sparse)):
+        bar = "█" * max(1, round(BAR * answer.tokens_per_second / longest))
+        console.print(f"{label:<8}{bar} {answer.tokens_per_second:.1f} tokens/s")
+    console.print("", *advice(found, name, warning), sep="\n")
+
+
+def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
+    """Return what the comparison shows, and the ``--attn`` text to use, as sentences."""
+    same = "are identical" if found.identical else f"agree in the first {found.same_tokens} tokens"
+    lines = [f"Warning: {warning}."] if warning else []
+    lines.append(f"{found.attn} is {found.speedup:.2f} x as fast as dense attention here. The answers {same}.")
+    if found.forced:
+        lines.append("It was made sparse below its crossover length, because no longer prompt fits.")
+    elif not found.report["sparse_calls"]:
+        lines.append("Every step was dense, because the prompt is shorter than the crossover length.")
+    if found.crossover < NEVER:
+        lines.append(f"Use it: mlx_lm.generate --model {model} --attn {found.attn}")
+    return lines
+
+
+def _reason(found: Comparison) -> str:
+    """Return the reason for the length of the prompt, if it was not given."""
+    if found.context < found.target:
+        return f", the longest that {SECONDS:.0f} s allow"
+    if found.crossover < NEVER and found.target == MARGIN * found.crossover:
+        return f", {MARGIN} times the crossover length"
+    return ""
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:,.1f} MB"
