@@ -29,6 +29,7 @@ from mlx_sparse.onnx_export.exporter.methods.sparq import SparQDecoding
 from mlx_sparse.onnx_export.exporter.verify import compare
 
 from mlx_sparse import cli
+from mlx_sparse.checks import ArtefactError
 
 NAMES = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json", "genai_config.json"}
 SPARQ = "sparq:rank=4,top_k=4"
@@ -411,3 +412,16 @@ def test_nan_logits_are_rejected(
 
     monkeypatch.setattr(compare, "_steps", spoiled)
     assert_refused(run(llama, "--method", "dense"), "expected logits within .* got nan with dense", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "others", "accepted"), [(1.0, 0.25, True), (1.25, 0.0, True), (1.5, 0.0, False), (0.0, 0.5, False)]
+)
+def test_one_row_may_differ_by_the_effect_of_its_keys(row: float, others: float, accepted: bool) -> None:
+    wanted, dense, got = np.zeros((3, 2)), np.ones((3, 2)), np.full((3, 2), others)
+    got[0] = row
+    if accepted:
+        assert compare._median_error(got, wanted, dense, 0.25, where="x") == others
+    else:
+        with pytest.raises(ArtefactError, match=r"expected logits within 2.5e-01 of MLX's, got .* with x"):
+            compare._median_error(got, wanted, dense, 0.25, where="x")

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+from fixtures_msl import gpu_or_harness
 from msl import Fault, Metal, emulated
 from msl.bridge import capture
 
@@ -142,3 +143,10 @@ def test_texts_can_be_replaced_for_mutation_tests() -> None:
         text = metal.texts["scale"]
         metal.replaced[text] = text.replace("a * b", "a + b")
         assert scale(mx.ones(8), 2.0).tolist() == [3.0] * 8
+
+
+def test_the_harness_never_replaces_a_required_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    monkeypatch.setenv("MLX_SPARSE_REQUIRE", "ort,metal")
+    with pytest.raises(pytest.fail.Exception, match="names metal, which is missing"), gpu_or_harness():
+        pass

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from test_cache import Rows, attend, single
+from test_cache import Rows, attend, batch_of, padded, single
 
 from mlx_sparse import oracle
 from mlx_sparse.cache.sparq_state import SparQState
@@ -109,3 +109,16 @@ def test_tokens_within_a_group_leave_quantized_keys_unchanged() -> None:
         again = side.read(cache, FEW, 2, whole=True)
         assert again["keys_t"].codes is before["keys_t"].codes
         assert again["component_weight"] is before["component_weight"]
+
+
+@pytest.mark.parametrize("make", [single, padded])
+def test_trimmed_groups_are_quantized_again(make: Any) -> None:
+    cache = make()
+    rows = Rows(batch_of(cache))
+    cache.update_and_fetch(*rows(266))
+    attend(cache, FEW)
+    for trim, more in ((200, 60), (30, 100)):
+        cache.trim(trim)
+        cache.update_and_fetch(*rows(more))
+        attend(cache, FEW)
+        check_codes(cache)

@@ -317,7 +317,9 @@ def run(folder: Path, without_torch: dict[str, str]) -> Iterator[Callable[..., F
 def test_command_measures_every_shape_and_attn_uses_the_result(run: Callable[..., Finished]) -> None:
     done = run("mlx-sparse", "calibrate", "--model", "llama", "--attn", "sparq:rank=4", "--seconds", "0.3")
     assert done.code == 0, done.err
-    assert re.search(r"2 layers, ops, \d+ x \d+ heads of \d+: sparq:rank=4\S* sparse at [\d,]+ keys and longer", done.out)
+    assert re.search(
+        r"2 layers, ops, \d+ x \d+ heads of \d+: sparq:rank=4\S* sparse at [\d,]+ keys and longer", done.out
+    )
     assert "the context length at which sparq is faster" in done.err
     options = ["--model", "llama", "--prompt", "w1 w2", "--max-tokens", "2", "--attn", "sparq:rank=4"]
     generated = run("mlx_lm.generate", *options)

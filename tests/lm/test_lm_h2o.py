@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 from lm_prompts import LAYERS
 from mlx_lm import batch_generate
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import build, prompt_of
 
@@ -141,3 +141,35 @@ def test_nbytes_counts_only_rows_and_scores(model: Any):
     assert cache[0].nbytes == own + 2 * 4 * len(PROMPT)
     cache[0].state = cache[0].state
     assert cache[0].nbytes == own
+
+
+def test_scores_survive_changes_of_a_batch(model: Any):
+    prompts = [prompt_of(24, seed=row) for row in range(3)]
+    with mlx_sparse.sparse(model, H2O):
+        alone = run(model, make_prompt_cache(model), prompts[2][7:], [1], [2], [3])[-1]
+    with mlx_sparse.sparse(model, H2O) as report:
+        cache = [BatchKVCache([0, 15, 7]) for _ in range(LAYERS)]
+        model(mx.array(prompts), cache=cache)
+        model(mx.array([[1]] * 3), cache=cache)
+        for layer in cache:
+            layer.filter([1, 2])
+        other = [BatchKVCache([0]) for _ in range(LAYERS)]
+        model(mx.array([prompt_of(30)]), cache=other)
+        for layer, more in zip(cache, other, strict=True):
+            layer.extend(more)
+        model(mx.array([[2]] * 3), cache=cache)
+        one = [layer.extract(1) for layer in cache]
+        twins = [layer.merge([layer, copy.deepcopy(layer)]) for layer in one]
+        logits = model(mx.array([[3]] * 2), cache=twins)[:, -1]
+    assert (report.sparse_calls, report.dense_calls) == (3 * LAYERS, {PREFILL_CALL: 2 * LAYERS})
+    assert mx.allclose(logits, alone, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("rejected", [0, 1, 3])
+def test_drafts_count_if_accepted(rejected: int, model: Any):
+    with mlx_sparse.sparse(model, H2O) as report:
+        cache = make_prompt_cache(model)
+        run(model, cache, PROMPT, NEXT[:4])
+        trim_prompt_cache(cache, rejected)
+        run(model, cache, *single_tokens(NEXT[4:]))
+    assert (report.sparse_calls, report.dense_calls) == (LAYERS * (STEPS - 4), {PREFILL_CALL: LAYERS, A_FEW: LAYERS})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,20 @@ def test_another_artefact_rebuilds_the_index(model: Any, tmp_path: Path):
         assert cache[0].aux_states["saap"].lists.offsets.shape[-1] == load(file).buckets + 1
     assert found[:10] == tokens[:10]
     assert found[10:] == tokens[11:], "greedy does not return the token after its prompt"
+
+
+def test_fitted_centroids_survive_batches(model: Any):
+    with mlx_sparse.sparse(model, f"{ONLINE},probes=2"):
+        histories = []
+        for length in (60, 75):
+            cache = make_prompt_cache(model)
+            greedy(model, prompt_of(length, length), 12, cache)
+            histories.append(cache)
+        alone = copy.deepcopy(histories[0])
+        batch = [layer[0].merge(list(layer)) for layer in zip(*histories, strict=True)]
+        for token in range(12):
+            expected = model(mx.array([[token]]), cache=alone)
+            assert close(model(mx.array([[token]] * 2), cache=batch)[:1], expected)
+        taken_out = [layer.extract(0) for layer in batch]
+        for token in range(12):
+            assert close(model(mx.array([[token]]), cache=taken_out), model(mx.array([[token]]), cache=alone))
