@@ -25,7 +25,7 @@ class Quest(Method):
             Before a measurement it is ``4 * top_k`` with the `ops` backend, where a listed row takes 2.5 times as long
             as a row of dense attention (docs/results/speed.md). With GPU kernels it is the length that saves
             `ENOUGH_SAVED` bytes. With a
-        ``top_k`` below the default, as in experiments on short texts, every possible step is sparse.
+            ``top_k`` below the default, as in experiments on short texts, every possible step is sparse.
     """
 
     name: ClassVar[str] = "quest"
