@@ -67,7 +67,7 @@ def check(request: Request) -> None:
     """
     check_request(request, ("triton",))
     if reason := unavailable():
-        raise BackendUnavailable(f"--engine cuda: expected an NVIDIA GPU with torch and triton, got none ({reason}).")
+        raise BackendUnavailable(f"--runtime cuda: expected an NVIDIA GPU with torch and triton, got none ({reason}).")
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:

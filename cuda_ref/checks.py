@@ -16,7 +16,7 @@ CODE_TYPES = {  # dtypes of the arrays of `mlx_sparse.methods.scoring_keys.KeyCo
     "keys_t.codes": torch.uint8,
     "keys_t.lo": torch.float16,
     "keys_t.step": torch.float16,
-    "keys_t.centre": torch.float32,
+    "keys_t.center": torch.float32,
 }
 GRID_LIMIT = 65535  # CUDA's maximum number of programs along the second and the third axis of a grid
 

@@ -120,29 +120,29 @@ def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None) -> KeyCodes
     # Shift every row, so that it starts at its first valid key. No full group contains the slots after the last key.
     place = left_padding[:, None] + torch.arange(groups * GROUP, device=keys.device)
     rows = torch.take_along_dim(keys, place.clamp(max=S - 1)[:, None, :, None], dim=2)
-    codes, lo, step, centre = code_groups(rows)
+    codes, lo, step, center = code_groups(rows)
     behind = ~_full(groups, S, left_padding)
     for array in (lo, step):
         array.masked_fill_(behind, 0)
     codes.unflatten(-1, (groups, GROUP // 2)).masked_fill_(behind[..., None], 0)
-    centre.masked_fill_((S - left_padding < GROUP)[:, None, None], 0)
-    return KeyCodes(codes, lo, step, centre)
+    center.masked_fill_((S - left_padding < GROUP)[:, None, None], 0)
+    return KeyCodes(codes, lo, step, center)
 
 
-def code_groups(keys: torch.Tensor, centre: torch.Tensor | None = None) -> KeyCodes:
+def code_groups(keys: torch.Tensor, center: torch.Tensor | None = None) -> KeyCodes:
     """Quantize the full groups of valid ``keys (B, Hkv, S, D)``. The first group starts at the first key.
 
     Args:
-        centre: float32 ``(B, Hkv, D)`` of earlier groups; None if there are no earlier groups.
+        center: float32 ``(B, Hkv, D)`` of earlier groups; None if there are no earlier groups.
     """
     B, Hkv, S, D = keys.shape
     groups = S // GROUP
     rows = keys[:, :, : groups * GROUP].float().reshape(B, Hkv, groups, GROUP, D)
     least, most = rows.amin(dim=3), rows.amax(dim=3)
-    if centre is None:
-        centre = _centre(least, most)
+    if center is None:
+        center = _center(least, most)
     # (sparq.18): rounding is monotonic, so the minimum of the differences is the difference of the minimum
-    least, most = (bound - centre[:, :, None] for bound in (least, most))
+    least, most = (bound - center[:, :, None] for bound in (least, most))
     # (sparq.19)
     odd = ~(least.isfinite() & most.isfinite())
     lo = torch.where(odd, torch.nan, least.clamp(-LARGEST, LARGEST)).half()
@@ -151,14 +151,14 @@ def code_groups(keys: torch.Tensor, centre: torch.Tensor | None = None) -> KeyCo
     step = torch.where(odd, torch.nan, width.clamp(max=LARGEST)).half()
     # (sparq.20)
     lows, steps = (array.float()[:, :, :, None] for array in (lo, step))
-    code = ((rows - centre[:, :, None, None] - lows) / steps).round().clamp(0, LARGEST_CODE)
+    code = ((rows - center[:, :, None, None] - lows) / steps).round().clamp(0, LARGEST_CODE)
     code = torch.where(steps > 0, code, 0.0).to(torch.uint8)
     code = code.permute(0, 1, 4, 2, 3).reshape(B, Hkv, D, groups * GROUP)
     code = code[..., 0::2] | code[..., 1::2] << 4
-    return KeyCodes(code.contiguous(), lo.mT.contiguous(), step.mT.contiguous(), centre)
+    return KeyCodes(code.contiguous(), lo.mT.contiguous(), step.mT.contiguous(), center)
 
 
-def _centre(least: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+def _center(least: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
     """Return the center (sparq.17) ``(B, Hkv, D)`` from the minima and maxima ``(B, Hkv, groups, D)`` of the groups."""
     B, Hkv, groups, D = least.shape
     if groups == 0:

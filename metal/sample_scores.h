@@ -9,7 +9,7 @@
 #include "matrix.h"
 
 // Running sums of one row over the keys that one lane has processed.
-struct Seen {
+struct RowSums {
   float largest;
   float near;  // sum over near keys: index in the key block at most the row's index in the row block
   float far;
@@ -28,18 +28,18 @@ struct SampleRows {
 
 // Add the keys [start, start + KEYS) of a tile to the sums of this lane's rows.
 template <int BLOCK, int FRAGMENTS, int KEYS>
-void see(
+void add_keys(
     thread float2 (&scores)[FRAGMENTS][KEYS / SIDE],
     uint start,
     float scale,
     SampleRows rows,
-    thread Seen (&seen)[FRAGMENTS],
+    thread RowSums (&sums)[FRAGMENTS],
     Spot spot) {
 #pragma clang loop unroll(full)
   for (int f = 0; f < FRAGMENTS; ++f) {
     const uint position = rows.position(f, spot);
     const bool valid = rows.valid(f, spot);
-    float largest = seen[f].largest;
+    float largest = sums[f].largest;
 #pragma clang loop unroll(full)
     for (int n = 0; n < KEYS / SIDE; ++n) {
 #pragma clang loop unroll(full)
@@ -49,18 +49,18 @@ void see(
         largest = max(largest, scores[f][n][e]);
       }
     }
-    const float shift = shift_of(largest), factor = exp2(seen[f].largest - shift);
-    seen[f].largest = largest;
-    seen[f].near *= factor;
-    seen[f].far *= factor;
+    const float shift = shift_of(largest), factor = exp2(sums[f].largest - shift);
+    sums[f].largest = largest;
+    sums[f].near *= factor;
+    sums[f].far *= factor;
 #pragma clang loop unroll(full)
     for (int n = 0; n < KEYS / SIDE; ++n) {
 #pragma clang loop unroll(full)
       for (uint e = 0; e < 2; ++e) {
         const float weight = exp2(scores[f][n][e] - shift);
         const bool is_near = (start + n * SIDE + spot.column + e) % BLOCK <= position % BLOCK;
-        seen[f].near += is_near ? weight : 0.0f;
-        seen[f].far += is_near ? 0.0f : weight;
+        sums[f].near += is_near ? weight : 0.0f;
+        sums[f].far += is_near ? 0.0f : weight;
       }
     }
   }
@@ -85,16 +85,16 @@ void score_blocks(
   const Spot spot = spot_of(place.lane);
   QueryRows<D, FRAGMENTS> query;
   load_queries<D, FRAGMENTS>(queries, rows, query, spot);
-  Seen total[FRAGMENTS];
+  RowSums total[FRAGMENTS];
 #pragma clang loop unroll(full)
   for (int f = 0; f < FRAGMENTS; ++f) {
     total[f] = {-INFINITY, 0.0f, 0.0f};
   }
   for (uint block = first; block < stop; ++block) {
-    Seen seen[FRAGMENTS];
+    RowSums sums[FRAGMENTS];
 #pragma clang loop unroll(full)
     for (int f = 0; f < FRAGMENTS; ++f) {
-      seen[f] = {-INFINITY, 0.0f, 0.0f};
+      sums[f] = {-INFINITY, 0.0f, 0.0f};
     }
     for (uint start = block * BLOCK; start < (block + 1) * BLOCK && start < end; start += KEYS) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -102,13 +102,13 @@ void score_blocks(
       threadgroup_barrier(mem_flags::mem_threadgroup);
       float2 scores[FRAGMENTS][KEYS / SIDE] = {};
       multiply_keys<D, FRAGMENTS, KEYS>(query, tile, scores, spot);
-      see<BLOCK, FRAGMENTS, KEYS>(scores, start, scale, rows, seen, spot);
+      add_keys<BLOCK, FRAGMENTS, KEYS>(scores, start, scale, rows, sums, spot);
     }
 #pragma clang loop unroll(full)
     for (int f = 0; f < FRAGMENTS; ++f) {
-      const float largest = row_max(seen[f].largest), shift = shift_of(largest);
-      const float factor = exp2(seen[f].largest - shift);
-      const float near = row_sum(seen[f].near * factor), far = row_sum(seen[f].far * factor);
+      const float largest = row_max(sums[f].largest), shift = shift_of(largest);
+      const float factor = exp2(sums[f].largest - shift);
+      const float near = row_sum(sums[f].near * factor), far = row_sum(sums[f].far * factor);
       if (spot.column == 0) {
         partials[size_t(block) * padded_rows + rows.row(f, spot)] =
             float2(log2_sum(largest, near), log2_sum(largest, far));

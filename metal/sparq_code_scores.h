@@ -53,17 +53,17 @@ void coded_logits(
 }
 
 // Unscaled logits (sparq.21) of key j, which belongs to the tail.
-template <int G, typename Rows, typename Centre>
+template <int G, typename Rows, typename Center>
 void tail_logits(
     Rows rows,  // key rows: see rows.h
     uint j,
-    Centre centre,  // (D)
+    Center center,  // (D)
     uint rank,
     const threadgroup int* chosen,
     const threadgroup float* q_r,
     thread float (&logits)[G]) {
   for (uint i = 0; i < rank; ++i) {
-    const float x = rows.component(j, uint(chosen[i])) - centre[chosen[i]];
+    const float x = rows.component(j, uint(chosen[i])) - center[chosen[i]];
 #pragma clang loop unroll(full)
     for (uint g = 0; g < G; ++g) {
       logits[g] += q_r[i * G + g] * x;

@@ -3,7 +3,7 @@
 // after the last full group.
 //
 // inputs       queries (B, Hq, 1, D) T; component_weight (B, Hkv, D) float; codes (B, Hkv, D, words) uint;
-//              lo, step (B, Hkv, D, groups) half; centre (B, Hkv, D) float; keys (B, Hkv, capacity, D) T;
+//              lo, step (B, Hkv, D, groups) half; center (B, Hkv, D) float; keys (B, Hkv, capacity, D) T;
 //              left_padding (B,) int; rank, length () int; scale () float
 // outputs      logits (B, Hkv, stride, G) O, stride = S up to a multiple of 8: float, -inf for invalid keys, or uchar, see
 //              to_eight_bits; statistics (B, Hkv, tiles, G, 2) float
@@ -32,7 +32,7 @@ coverage_factors<D, G, WEIGHTED>(queries + row * G * D, uint(rank), scale, q_r, 
 float own[KEYS][G] = {};
 if (tile.is_tail && count > 0) {
   const auto rows = plain_rows<D>(keys, row * size_t(keys_shape[2]) + tile.padding);
-  tail_logits<G>(rows, first, centre + row * D, uint(rank), chosen, q_r, own[0]);
+  tail_logits<G>(rows, first, center + row * D, uint(rank), chosen, q_r, own[0]);
 } else if (count > 0) {
   using Word = typename conditional<KEYS == 4, ushort, uint>::type;
   const size_t words = size_t(codes_shape[3]);

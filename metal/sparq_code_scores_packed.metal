@@ -1,7 +1,7 @@
 // sparq_code_scores_packed: sparq_code_scores that reads the tail from a quantized KV cache (quantized.1).
 //
 // inputs       queries (B, Hq, 1, D) T; component_weight (B, Hkv, D) float; codes (B, Hkv, D, words) uint;
-//              lo, step (B, Hkv, D, groups) half; centre (B, Hkv, D) float;
+//              lo, step (B, Hkv, D, groups) half; center (B, Hkv, D) float;
 //              key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint; key_scales, key_biases (B, Hkv, capacity,
 //              D / ROW_GROUP) T; left_padding (B,) int; rank, length () int; scale () float
 // outputs      logits (B, Hkv, stride, G) O, stride = S up to a multiple of 8: float, -inf for invalid keys, or uchar, see
@@ -33,7 +33,7 @@ float own[KEYS][G] = {};
 if (tile.is_tail && count > 0) {
   const auto rows = packed_rows<D, ROW_BITS, ROW_GROUP>(
       key_codes, key_scales, key_biases, row * size_t(key_codes_shape[2]) + tile.padding);
-  tail_logits<G>(rows, first, centre + row * D, uint(rank), chosen, q_r, own[0]);
+  tail_logits<G>(rows, first, center + row * D, uint(rank), chosen, q_r, own[0]);
 } else if (count > 0) {
   using Word = typename conditional<KEYS == 4, ushort, uint>::type;
   const size_t words = size_t(codes_shape[3]);

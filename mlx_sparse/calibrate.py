@@ -267,7 +267,7 @@ class Calibration:
         measures: True measures a missing threshold once a context is long enough; False uses the documented model.
         seconds: longest time of a measurement; None for `SECONDS`.
         chunk: tokens of a prefill chunk; the default is mlx-lm's.
-        say: callback that receives a line before and after a measurement.
+        progress: callback that receives a line before and after a measurement.
     """
 
     longest = LONGEST
@@ -278,9 +278,9 @@ class Calibration:
         measures: bool = False,
         seconds: float | None = None,
         chunk: int = 2048,
-        say: Callable[[str], object] = lambda text: None,
+        progress: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self.measures, self.chunk, self._seconds, self._say = measures, chunk, seconds, say
+        self.measures, self.chunk, self._seconds, self._progress = measures, chunk, seconds, progress
         self._known: dict[tuple[Method, Layer], Threshold] = {}
         self._tried: set[tuple[Method, Layer]] = set()  # measured in this process, or failed
 
@@ -323,7 +323,7 @@ class Calibration:
             answer = read_measurement(measurement_key(config, layer))
             return None if answer is None else self.read(config, layer, answer)
         except (ArtefactError, ValueError) as error:
-            self._say(f"a measurement is ignored, and replaced by the next: {error}")
+            self._progress(f"a measurement is ignored, and replaced by the next: {error}")
             return None
 
     def read(self, config: Method, layer: Layer, answer: Mapping[str, Any]) -> Threshold:
@@ -361,7 +361,7 @@ class Calibration:
         """Time dense and sparse attention, store the result and return the threshold; None without enough memory."""
         seconds = self._seconds or SECONDS[device_kind()]
         limit = f"{layer}; up to {seconds:g} s, once"
-        self._say(f"calibrating: finding the context length at which {config.name} is faster ({limit}) ...")
+        self._progress(f"calibrating: finding the context length at which {config.name} is faster ({limit}) ...")
         start = time.monotonic()
         mx.synchronize()
         try:
@@ -370,17 +370,17 @@ class Calibration:
             else:
                 answer = self._measure_steps(config, layer, seconds)
         except MemoryError as error:
-            self._say(f"not measured: {error}. The documented model decides instead.")
+            self._progress(f"not measured: {error}. The documented model decides instead.")
             return None
         finally:
             mx.clear_cache()  # free the memory of the measurement
         answer["time"] = round(time.time())
         found = self.read(config, layer, json.loads(json.dumps(answer)))
-        self._say(f"{describe(config, found)}; it took {time.monotonic() - start:.1f} s.")
+        self._progress(f"{describe(config, found)}; it took {time.monotonic() - start:.1f} s.")
         try:
             write_measurement(measurement_key(config, layer), answer)
         except OSError as error:
-            self._say(f"the measurement cannot be saved: {error}. It is used for this run only.")
+            self._progress(f"the measurement cannot be saved: {error}. It is used for this run only.")
         return found
 
     def _measure_steps(self, config: Method, layer: Layer, seconds: float) -> dict[str, Any]:

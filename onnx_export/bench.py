@@ -52,7 +52,7 @@ def check(request: Request) -> None:
     for case, config in product(request.cases, request.methods):
         if case.B > 1 or case.dtype == "bfloat16" or getattr(config, "component_score", "query") == "query_key":
             some = "batch 1 in float32 or float16 without component_score=query_key"
-            raise ConfigError(f"--engine onnx: expected {some}, got {case} with {config}.")
+            raise ConfigError(f"--runtime onnx: expected {some}, got {case} with {config}.")
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
@@ -111,7 +111,7 @@ class Caches:
         records = memory.zeros((1, Hkv * D, coded_axes(self.capacity)["groups"], CODE_RECORD), np.uint8)
         records[:, :, : coded.lo.shape[-1]] = records_of(coded)
         summary = np.zeros((1, 3 * Hkv, D), np.float32)
-        summary[0, 1::3] = coded.centre[0]
+        summary[0, 1::3] = coded.center[0]
         return {"past_key_codes": records, "past_summary": summary}
 
 

@@ -1,4 +1,4 @@
-"""Measure decoded tokens per second of models exported to float32: ``mlx-sparse bench generate --engine onnx``.
+"""Measure decoded tokens per second of models exported to float32: ``mlx-sparse bench generate --runtime onnx``.
 
 The caches are filled with random numbers, because the speed depends on their sizes only and prefill of 32,768 tokens
 would take half an hour on a CPU. The results are still checked: both backends must compute the same logits.

@@ -136,7 +136,7 @@ _CODES = (
     "codes, low half byte first. Only groups of 64 valid keys are read."
 )
 _SUMMARY = (
-    "Three rows per KV head: sum of the valid values; centre of the keys, (sparq.17); spread of each component, "
+    "Three rows per KV head: sum of the valid values; center of the keys, (sparq.17); spread of each component, "
     "(sparq.22), for `component_score` 1. If no key is quantized, the third row is the standard deviation."
 )
 

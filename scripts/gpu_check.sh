@@ -90,9 +90,9 @@ else
   echo "pytest is not installed: the tests do not run, the benchmark checks its results itself." | tee "$work/no_tests"
 fi
 save "$work/bench.jsonl" timeout --signal=INT --kill-after=10 190 \
-  python3 -m mlx_sparse.tools.bench.command step --engine cuda --attn sparq,sparq:key_bits=16 --batches 1,8,64 --lengths 4k,16k,64k,128k --shapes 32x8x128,32x32x128 --budget-s 150 -o jsonl || echo "The benchmark of decode steps ended with status $?."
+  python3 -m mlx_sparse.tools.bench.command step --runtime cuda --attn sparq,sparq:key_bits=16 --batches 1,8,64 --lengths 4k,16k,64k,128k --shapes 32x8x128,32x32x128 --budget-s 150 -o jsonl || echo "The benchmark of decode steps ended with status $?."
 save "$work/saap.jsonl" timeout --signal=INT --kill-after=10 90 \
-  python3 -m mlx_sparse.tools.bench.command step --engine cuda --attn saap --lengths 64k,128k,256k --shapes 32x8x128 --budget-s 60 -o jsonl || echo "The benchmark of SAAP's steps ended with status $?."
+  python3 -m mlx_sparse.tools.bench.command step --runtime cuda --attn saap --lengths 64k,128k,256k --shapes 32x8x128 --budget-s 60 -o jsonl || echo "The benchmark of SAAP's steps ended with status $?."
 save "$work/prefill.jsonl" timeout --signal=INT --kill-after=10 110 \
-  python3 -m mlx_sparse.tools.bench.command prefill --engine cuda --attn sample,sample:alpha_column=0.5,alpha_slash=0.5 --lengths 8k,16k,32k,64k --budget-s 75 -o jsonl || echo "The benchmark of prefill ended with status $?."
+  python3 -m mlx_sparse.tools.bench.command prefill --runtime cuda --attn sample,sample:alpha_column=0.5,alpha_slash=0.5 --lengths 8k,16k,32k,64k --budget-s 75 -o jsonl || echo "The benchmark of prefill ended with status $?."
 run python3 scripts/check_report.py gpu "$work" "$output"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import (
     METHODS,
-    SAMPLE_PAYS_FROM,
-    SAMPLE_PAYS_UP_TO,
+    SAMPLE_DENSE_ABOVE,
+    SAMPLE_DENSE_BELOW,
     BigBird,
     Method,
     MInference,
@@ -99,13 +99,13 @@ def test_ranges_are_tables_in_toml(tmp_path: Path) -> None:
 
 
 def test_sample_is_dense_below_the_default_context() -> None:
-    assert Sample().shortest_context() == SAMPLE_PAYS_FROM
+    assert Sample().shortest_context() == SAMPLE_DENSE_BELOW
     assert Sample(dense_below=7).shortest_context() == 7
 
 
 @pytest.mark.parametrize("backend", ["ops", "metal"])
 def test_sample_is_dense_above_a_density_unless_the_user_sets_one(backend: str) -> None:
-    assert Sample().max_density(backend) == SAMPLE_PAYS_UP_TO[backend] < 1
+    assert Sample().max_density(backend) == SAMPLE_DENSE_ABOVE[backend] < 1
     assert Sample(dense_below=0).max_density(backend) == 1
     assert Sample(dense_below=0, dense_above=0.3).max_density(backend) == 0.3
     assert MInference().max_density(backend) == 1

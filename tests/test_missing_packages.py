@@ -78,7 +78,7 @@ def outputs(absent: str, folder: Path) -> dict[str, tuple[int, str]]:
     (folder / "model").mkdir()
     words = [words for name, words in COMMANDS if name == absent]
     # This command looks for the model first.
-    named = [f"{text} --model model" if text == "bench generate --engine onnx" else text for text in words]
+    named = [f"{text} --model model" if text == "bench generate --runtime onnx" else text for text in words]
     programs = [text if "export-onnx" in text else f"mlx-sparse {text}" for text in named]
     done = run(absent, "-c", SCRIPT, json.dumps(programs), folder=folder)
     assert done.returncode == 0, done.stderr

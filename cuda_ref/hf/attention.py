@@ -138,7 +138,7 @@ def _layer_reasons(
         yield "with mixed types, or a type other than float32, float16 and bfloat16"
     if kwargs.get("softcap") is not None:
         yield "with soft-capped scores"
-    if kwargs.get("s_aux") is not None and not origin.cache.attn.serves_sinks(query.shape[1] // key.shape[1]):
+    if kwargs.get("s_aux") is not None and not origin.cache.attn.supports_sinks(query.shape[1] // key.shape[1]):
         yield reasons.SINKS
     if kwargs.get("position_bias") is not None:
         yield "with a position bias"

@@ -50,7 +50,7 @@ class Codes:
             if kept < _full(self.length, first):
                 self._spread = None
             if kept == 0:
-                self.coded.centre[sequences] = 0
+                self.coded.center[sequences] = 0
         self.length = length
 
     @outside_inference_mode
@@ -62,15 +62,15 @@ class Codes:
             full = _full(length, first)
             for start in range(_full(self.length, first), full, CHUNK // GROUP):
                 stop = min(start + CHUNK // GROUP, full)
-                codes, lo, step, centre = (array[sequences] for array in self.coded)
+                codes, lo, step, center = (array[sequences] for array in self.coded)
                 new = code_groups(
                     keys[sequences, :, first + start * GROUP : first + stop * GROUP],
-                    centre=centre if start else None,
+                    center=center if start else None,
                 )
                 codes[..., start * BYTES : stop * BYTES] = new.codes
                 lo[..., start:stop] = new.lo
                 step[..., start:stop] = new.step
-                centre.copy_(new.centre)
+                center.copy_(new.center)
                 self._spread = None
         self.length = length
 
@@ -80,14 +80,14 @@ class Codes:
             larger[..., : array.shape[-1]] = array
             return larger
 
-        codes, lo, step, centre = self.coded
-        self.coded = KeyCodes(grown(codes, BYTES), grown(lo, 1), grown(step, 1), centre)
+        codes, lo, step, center = self.coded
+        self.coded = KeyCodes(grown(codes, BYTES), grown(lo, 1), grown(step, 1), center)
 
     def read(self) -> KeyCodes:
         """Return the codes of all full groups as slices. Sequences with padding have stale slots at the end."""
-        codes, lo, step, centre = self.coded
+        codes, lo, step, center = self.coded
         groups = self.length // GROUP
-        return KeyCodes(codes[..., : groups * BYTES], lo[..., :groups], step[..., :groups], centre)
+        return KeyCodes(codes[..., : groups * BYTES], lo[..., :groups], step[..., :groups], center)
 
     @outside_inference_mode
     def spread(self, keys: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ def sparq_code_scores(
     codes,  # (B, Hkv, D, groups * 32) uint8, last stride 1; each row starts at its first valid key
     lo,  # (B, Hkv, D, groups) float16, last stride 1
     step,  # same type, shape and strides as lo
-    centre,  # (B, Hkv, D) float32
+    center,  # (B, Hkv, D) float32
     keys,  # (B, Hkv, length, D), last stride 1; only keys after the last full group are read
     component_weight,  # (B, Hkv, D) float32, or None for the paper's rule
     left_padding,  # (B,) int32, or None
@@ -82,7 +82,7 @@ def sparq_code_scores(
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = (b * tl.num_programs(1) + h).to(tl.int64)
     queries += row * G * D
-    centre += row * D
+    center += row * D
     b, h = b.to(tl.int64), h.to(tl.int64)
     codes += b * stride_cb + h * stride_ch
     lo += b * stride_rb + h * stride_rh
@@ -152,7 +152,7 @@ def sparq_code_scores(
             q = tl.trans(query_components(queries, component, wanted, D, G, BLOCK_G).to(tl.float32))
             at = (s.to(tl.int64) * stride_kn)[None, :] + component[:, None]
             k = tl.load(keys + at, mask=wanted[:, None] & (s < length)[None, :], other=0.0)
-            middle = tl.load(centre + component, mask=wanted, other=0.0)
+            middle = tl.load(center + component, mask=wanted, other=0.0)
             approximate = tl.dot(q, k.to(tl.float32) - middle[:, None], approximate, input_precision="ieee")
         approximate = tl.where((s < length)[None, :], approximate * factor[:, None], float("-inf"))
         write_tile(logits, statistics, approximate, s, stride_l, heads, g < G, tiles - 1, tiles, stride_l)

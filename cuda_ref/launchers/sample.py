@@ -173,7 +173,7 @@ def score(
     return column, slash
 
 
-def keep(scores: torch.Tensor, alpha: float) -> torch.Tensor:
+def select_share(scores: torch.Tensor, alpha: float) -> torch.Tensor:
     """Select the fewest largest ``scores (..., Nk)`` whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
     Returns:
@@ -199,7 +199,7 @@ def select_masks(
 ) -> SampleMasks:
     """Select the columns and offset bins of each region."""
     column, slash = score(queries, keys, layout, scale=scale)
-    return SampleMasks(keep(column, alpha_column), keep(slash, alpha_slash))
+    return SampleMasks(select_share(column, alpha_column), select_share(slash, alpha_slash))
 
 
 def merge(kept: SampleMasks, layout: Layout, first: int, stop: int, width: int, counts: torch.Tensor) -> torch.Tensor:

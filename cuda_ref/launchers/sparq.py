@@ -203,7 +203,7 @@ def sparq_code_scores(queries: torch.Tensor, keys: torch.Tensor, selection: Sele
             "codes": codes,
             "lo": lo,
             "step": step,
-            "centre": selection.keys_t.centre.contiguous(),
+            "center": selection.keys_t.center.contiguous(),
             "keys": keys,
             **strides("k", keys),
             "component_weight": selection.component_weight,

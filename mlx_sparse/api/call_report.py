@@ -17,10 +17,10 @@ IN_FLIGHT = 64  # maximum number of calls with statistics that the device may st
 _lock = threading.RLock()
 
 
-class Counting(Protocol):
-    """Statistics computed on the device: `mlx_sparse.lm.figures.BucketCounts`."""
+class DeviceCounts(Protocol):
+    """Statistics computed on the device: `mlx_sparse.lm.statistics.BucketCounts`."""
 
-    def figures(self) -> Any:
+    def read(self) -> Any:
         """Wait for the device and return the statistics. Any thread may call this method, one thread at a time."""
 
 
@@ -49,7 +49,7 @@ class Counts(Totals):
     """
 
     decode: Any = None
-    counting: Counting | None = None
+    counting: DeviceCounts | None = None
 
 
 @dataclass(kw_only=True)
@@ -73,12 +73,13 @@ class Report(Totals):
         formula_bytes: bytes that the sparse calls moved, by the papers' formulae, except bytes of keys that the device
             counts.
         dense_bytes: bytes that dense attention would have moved in the sparse calls.
-        prefill: statistics of prefill chunks (`mlx_sparse.lm.figures.PrefillFigures`); None without a prefill method.
+        prefill: statistics of prefill chunks (`mlx_sparse.lm.statistics.PrefillStatistics`); None without a prefill
+            method.
         decodes: True if there is a decode method.
         crossovers: function that returns the crossover lengths of the layers as lines of text.
         sent_bytes, messages: bytes and messages sent to the other ranks of a sharded context.
         checked_bytes: bytes moved by verification steps of a lossless model and by its decode steps without drafts.
-        drafts: draft statistics (`mlx_sparse.lm.figures.DraftFigures`); None without `--lossless`.
+        drafts: draft statistics (`mlx_sparse.lm.statistics.DraftStatistics`); None without `--lossless`.
         part: layers and KV heads of the model that this process runs.
         kv_heads: KV heads of a served layer on this rank and in the whole model; None if layers differ.
         counted: `buckets` without the decode steps in flight.
@@ -96,7 +97,7 @@ class Report(Totals):
     part: Part = field(default_factory=Part)
     kv_heads: tuple[int, int] | None = None
     counted: Any = field(default=None, init=False, repr=False)
-    _counting: deque[Counting] = field(default_factory=deque, init=False, repr=False)
+    _counting: deque[DeviceCounts] = field(default_factory=deque, init=False, repr=False)
 
     def add(self, counts: Counts) -> None:
         """Add the counts of one model call."""
@@ -112,11 +113,11 @@ class Report(Totals):
     def _settle(self, in_flight: int = 0) -> None:
         """Wait for the statistics of all calls except the last ``in_flight``, and add these statistics."""
         while len(self._counting) > in_flight:
-            self.counted = _sum(self.counted, self._counting.popleft().figures())
+            self.counted = _sum(self.counted, self._counting.popleft().read())
 
     @property
     def buckets(self) -> Any:
-        """Statistics of SAAP (`mlx_sparse.lm.figures.BucketFigures`); None with other methods."""
+        """Statistics of SAAP (`mlx_sparse.lm.statistics.BucketStatistics`); None with other methods."""
         with _lock:
             self._settle()
             return self.counted

@@ -142,13 +142,13 @@ class Codes:
         coded: codes for all rows of the buffer. The codes of groups that are not full are invalid. None before the
             first full group.
         covered: number of rows that have been processed; all full groups in these rows are quantized.
-        centre: float32 ``(B, Hkv, D)``, the center of the codes (sparq.17) from `set_centre`. None if the center is
+        center: float32 ``(B, Hkv, D)``, the center of the codes (sparq.17) from `set_center`. None if the center is
             computed from the first group of each sequence.
     """
 
     def __init__(self, padding: mx.array | None, first_rows: list[int]) -> None:
         """Create an empty state. Sequences begin at ``first_rows``; ``padding`` is the same array on the device."""
-        self.centre: mx.array | None = None
+        self.center: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0
         self._padding = padding
@@ -172,16 +172,16 @@ class Codes:
         if self.coded is None or left == [_full(before, first) for first in self._first]:
             return
         self._spread = None
-        if self.centre is not None:
+        if self.center is not None:
             return
         # The first group of a sequence defines the center, so remove both together.
-        self.coded = self.coded._replace(centre=self.coded.centre * (mx.array(left) > 0)[:, None, None])
+        self.coded = self.coded._replace(center=self.coded.center * (mx.array(left) > 0)[:, None, None])
 
-    def set_centre(self, centre: mx.array) -> None:
+    def set_center(self, center: mx.array) -> None:
         """Set the center of all codes. Groups that are already quantized must have the same center."""
-        self.centre = centre
+        self.center = center
         if self.coded is not None:
-            self.coded = self.coded._replace(centre=centre)
+            self.coded = self.coded._replace(center=center)
 
     def extend(self, keys: Rows, S: int) -> None:
         """Quantize all new full groups in rows ``[0, S)`` of the buffer ``keys``."""
@@ -206,13 +206,13 @@ class Codes:
             stop = min(start + CHUNK // GROUP, new)
             made = code_groups(
                 keys[sequences, :, first + start * GROUP : first + stop * GROUP],
-                centre=self.coded.centre[sequences] if start else self.centre,
+                center=self.coded.center[sequences] if start else self.center,
             )
             self.coded.codes[sequences, ..., start * WORDS : stop * WORDS] = made.codes
             self.coded.lo[sequences, ..., start:stop] = made.lo
             self.coded.step[sequences, ..., start:stop] = made.step
             if start == 0:
-                self.coded.centre[sequences] = made.centre
+                self.coded.center[sequences] = made.center
             if stop < new:
                 mx.eval(*self.coded)
 
@@ -223,14 +223,14 @@ class Codes:
         if old is None:
             blank = mx.zeros((B, Hkv, D, groups), mx.float16)
             words = mx.zeros((B, Hkv, D, groups * WORDS), mx.uint32)
-            centre = mx.zeros((B, Hkv, D)) if self.centre is None else self.centre
-            self.coded = KeyCodes(words, blank, mx.zeros_like(blank), centre)
+            center = mx.zeros((B, Hkv, D)) if self.center is None else self.center
+            self.coded = KeyCodes(words, blank, mx.zeros_like(blank), center)
             return
         more = groups - old.lo.shape[-1]
         codes, lo, step = (
             mx.pad(array, [(0, 0)] * 3 + [(0, more * array.shape[-1] // old.lo.shape[-1])]) for array in old[:3]
         )
-        self.coded = KeyCodes(codes, lo, step, old.centre)
+        self.coded = KeyCodes(codes, lo, step, old.center)
 
     def read(self, keys: Rows, *, whole: bool) -> KeyCodes:
         """Return the whole code buffers if ``whole``, else the codes of the full groups of an unpadded sequence."""
@@ -239,9 +239,9 @@ class Codes:
         assert self.coded is not None
         if whole:
             return self.coded
-        codes, lo, step, centre = self.coded
+        codes, lo, step, center = self.coded
         groups = self.covered // GROUP
-        return KeyCodes(codes[..., : groups * WORDS], lo[..., :groups], step[..., :groups], centre)
+        return KeyCodes(codes[..., : groups * WORDS], lo[..., :groups], step[..., :groups], center)
 
     def spread(self, keys: Rows, S: int) -> mx.array:
         """Return the key spread (sparq.22) of rows ``[0, S)`` of ``keys``, recomputed after each new full group."""

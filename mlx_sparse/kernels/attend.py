@@ -8,7 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..ops.packed_rows import Rows
-from .launch import KEPT, LANES, Form, Kernel, Launch, integer, parts_of, real, row_template
+from .launch import LANES, LAUNCH_CACHE_SIZE, Kernel, Launch, RowFormat, integer, parts_of, real, row_template
 from .merge import GROUPS, UNSPLIT, merging
 from .select import ITEMS
 
@@ -55,7 +55,7 @@ class Listed(NamedTuple):
     dtype: mx.Dtype
     length: int
     scale: float
-    form: Form
+    row_format: RowFormat
 
 
 def splits_of(N: int, lists: int) -> int:
@@ -120,11 +120,11 @@ def attend_indices(
         return mx.zeros_like(queries), mx.full((B, Hq, 1), -mx.inf)
     length = capacity if length is None else length
     counted, mixed = counts is not None, reallocation is not None
-    (key_parts, form), (value_parts, other) = parts_of(keys), parts_of(values)
-    assert form == other
+    (key_parts, row_format), (value_parts, other) = parts_of(keys), parts_of(values)
+    assert row_format == other
     listed = _narrow(indices, capacity)
     used = _no_counts() if counts is None else counts.astype(mx.int32)
-    launch = _attending(Listed(B, Hq, Hkv, D, queries.dtype, length, scale, form), N, counted, mixed)
+    launch = _attending(Listed(B, Hq, Hkv, D, queries.dtype, length, scale, row_format), N, counted, mixed)
     rows = queries, *key_parts, *value_parts, listed
     if reallocation is not None:
         assert counts is None
@@ -137,21 +137,21 @@ def attend_indices(
     return results[0], results[1]
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
     """Build the launch of `attend_indices` over ``N`` entries; each of ``splits`` threadgroups attends one part.
 
     The outputs are float32 ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``; if ``mixed``, also ``alpha``
     with the shape of ``lse``. A single split writes the final results of `attend_indices`.
     """
-    B, Hq, Hkv, D, dtype, length, scale, form = n
+    B, Hq, Hkv, D, dtype, length, scale, row_format = n
     G, splits = Hq // Hkv, splits_of(N, B * Hkv)
     heads, simdgroups = heads_of(D, G)
     statistic = ((B, Hq, 1) if splits == 1 else (B, Hkv, splits, G), mx.float32)
-    template = {"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, **row_template(form)}
+    template = {"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, **row_template(row_format)}
     plain, packed = (REALLOCATE, REALLOCATE_PACKED) if mixed else (ATTEND, ATTEND_PACKED)
     return Launch(
-        packed if form else plain,
+        packed if row_format else plain,
         [((*statistic[0], D), dtype if splits == 1 else mx.float32), *[statistic] * (1 + mixed)],
         [integer(length), real(scale)],
         template=template if mixed else {**template, "COUNTED": counted},
@@ -167,14 +167,14 @@ def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
 
 def attend_candidates(n: Listed, top_k: int) -> Launch:
     """Build the launch that selects the best ``top_k`` candidates of a `select.listing` and attends to these keys."""
-    B, Hq, Hkv, D, dtype, length, scale, form = n
+    B, Hq, Hkv, D, dtype, length, scale, row_format = n
     G = Hq // Hkv
     heads, simdgroups = heads_of(D, G)
     return Launch(
-        CANDIDATES_PACKED if form else CANDIDATES,
+        CANDIDATES_PACKED if row_format else CANDIDATES,
         [((B, Hq, 1, D), dtype), ((B, Hq, 1), mx.float32)],
         [integer(length), real(scale)],
-        template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k, **row_template(form)},
+        template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k, **row_template(row_format)},
         groups=(1, Hq // heads, B),
         threads=simdgroups * LANES,
     )

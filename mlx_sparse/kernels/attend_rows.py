@@ -7,7 +7,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..methods.registry import METAL_ROWS
-from .launch import KEPT, LANES, Kernel, Launch, integer, of_one_type, padding_or_zeros, real
+from .launch import LANES, LAUNCH_CACHE_SIZE, Kernel, Launch, integer, of_one_type, padding_or_zeros, real
 from .merge import GROUPS, UNSPLIT, merging
 
 SIDE = 8  # query rows per SIMD group
@@ -76,7 +76,7 @@ def attend_rows(
     return out.reshape(queries.shape), lse.reshape(B, Hq, L)
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _attending(
     B: int, Hkv: int, rows: int, D: int, dtype: mx.Dtype, row_type: mx.Dtype, length: int, scale: float
 ) -> Launch:

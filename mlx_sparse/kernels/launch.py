@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..ops.packed_rows import PackedRows, Rows
 
 LANES = 32  # threads per SIMD group
-KEPT = 64  # size of each cache of launches; a decode step needs one launch per kernel and layer shape
+LAUNCH_CACHE_SIZE = 64  # size of each cache of launches; a decode step needs one launch per kernel and layer shape
 Outputs = Sequence[tuple[tuple[int, ...], mx.Dtype]]  # shape and type of each output
 
 INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
@@ -129,17 +129,17 @@ def of_one_type(*arrays: mx.array) -> list[mx.array]:
     return [array if array.dtype == dtype else array.astype(dtype) for array in arrays]
 
 
-Form = tuple[int, int] | None  # bits and group size of quantized rows; None for rows that are not quantized
+RowFormat = tuple[int, int] | None  # bits and group size of quantized rows; None for rows that are not quantized
 
 
-def parts_of(rows: Rows) -> tuple[tuple[mx.array, ...], Form]:
+def parts_of(rows: Rows) -> tuple[tuple[mx.array, ...], RowFormat]:
     """Return the arrays that store the keys or values, and the bits and group size if the rows are quantized."""
     return (rows.parts, (rows.bits, rows.group_size)) if isinstance(rows, PackedRows) else ((rows,), None)
 
 
-def row_template(form: Form) -> dict[str, int]:
+def row_template(row_format: RowFormat) -> dict[str, int]:
     """Return the template parameters for quantized rows; empty for rows that are not quantized."""
-    return {} if form is None else {"ROW_BITS": form[0], "ROW_GROUP": form[1]}
+    return {} if row_format is None else {"ROW_BITS": row_format[0], "ROW_GROUP": row_format[1]}
 
 
 def padding_or_zeros(left_padding: mx.array | None, B: int) -> mx.array:

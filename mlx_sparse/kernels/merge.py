@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from .launch import KEPT, Kernel, Launch
+from .launch import LAUNCH_CACHE_SIZE, Kernel, Launch
 
 UNSPLIT = 512  # maximum length of a list that one threadgroup attends, so that no merge is needed
 GROUPS = 512  # number of threadgroups that fills the largest GPU several times
@@ -17,7 +17,7 @@ MERGE_REALLOCATE = Kernel(
 )
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def merging(B: int, Hkv: int, G: int, D: int, dtype: mx.Dtype, mixed: bool = False) -> Launch:
     """Build the launch that merges the float32 results of ``splits`` parts: ``out (B, Hkv, splits, G, D)`` and ``lse``.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .launch import KEPT, LANES, Kernel, Launch, Outputs, integer, padding_or_zeros
+from .launch import LANES, LAUNCH_CACHE_SIZE, Kernel, Launch, Outputs, integer, padding_or_zeros
 
 ITEMS = 16  # items per thread, in registers: TOP_K_ITEMS
 FEW_THREADS, MANY_THREADS = 256, 512  # threads per tile; with more threads, some GPUs have too few registers
@@ -81,7 +81,7 @@ def merge(bits: mx.array, indices: mx.array, top_k: int) -> mx.array:
     return indices
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _merging(B: int, Hkv: int, left: int, top_k: int) -> Launch:
     return listing(CANDIDATES, B, Hkv, left, top_k, [integer(top_k)])
 
@@ -100,7 +100,7 @@ def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_paddin
     return merge(bits, indices, min(top_k, S))
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def scored_listing(B: int, Hkv: int, S: int, local_window: int, top_k: int) -> Launch:
     """Build a `listing` launch whose inputs are float32 scores ``(B, Hkv, S)`` and the left padding."""
     return listing(SCORES, B, Hkv, S, top_k, [integer(S), integer(local_window), integer(top_k)])

@@ -16,7 +16,18 @@ from ..methods.scoring_keys import GROUP, WORDS, KeyCodes
 from ..methods.sparq import Selection
 from ..ops.packed_rows import Rows
 from .attend import Listed, Reallocation, attend_candidates, attend_indices, takes_candidates
-from .launch import KEPT, Form, Kernel, Launch, Outputs, integer, padding_or_zeros, parts_of, real, row_template
+from .launch import (
+    LAUNCH_CACHE_SIZE,
+    Kernel,
+    Launch,
+    Outputs,
+    RowFormat,
+    integer,
+    padding_or_zeros,
+    parts_of,
+    real,
+    row_template,
+)
 from .select import listing, merge, tiles_of
 
 KEYS = 4  # keys per thread: SCORE_KEYS
@@ -36,7 +47,7 @@ CANDIDATES = Kernel(
     ("logits", "statistics", "left_padding", "length", "local_window", "top_k"),
     ("bits", "indices", "softmax"),
 )
-_CODED = ("queries", "component_weight", "codes", "lo", "step", "centre")
+_CODED = ("queries", "component_weight", "codes", "lo", "step", "center")
 _PACKED = ("key_codes", "key_scales", "key_biases")
 _GIVEN = ("left_padding", "rank", "length", "scale")
 CODE_SCORES = Kernel("sparq_code_scores", "sparq_code_scores.h", (*_CODED, "keys", *_GIVEN), ("logits", "statistics"))
@@ -67,7 +78,7 @@ class Sizes(NamedTuple):
         scored: scoring keys: "columns" (component-major keys), "codes" (int4) or "rows" (quantized KV cache).
         exact: True if reallocation needs float32 logits. Logits from "columns" are always float32.
         aligned: True if the capacity of component-major keys is a multiple of 4.
-        form: bits and group size of a quantized KV cache; None for other caches.
+        row_format: bits and group size of a quantized KV cache; None for other caches.
     """
 
     B: int
@@ -84,7 +95,7 @@ class Sizes(NamedTuple):
     scored: str
     exact: bool
     aligned: bool
-    form: Form
+    row_format: RowFormat
 
     @property
     def narrow(self) -> bool:
@@ -125,10 +136,10 @@ def sparq_code_scores(n: Sizes) -> Launch:
     per_thread = 8 if n.G <= 4 else 4  # keys; more keys do not fit into the registers
     template = {"D": n.D, "G": n.G, "WEIGHTED": n.weighted, "KEYS": per_thread}
     return Launch(
-        CODE_SCORES_PACKED if n.form else CODE_SCORES,
+        CODE_SCORES_PACKED if n.row_format else CODE_SCORES,
         _scored(n),
         [integer(n.rank), integer(n.length), real(n.scale)],
-        template=template | row_template(n.form),
+        template=template | row_template(n.row_format),
         groups=(n.code_tiles, n.Hkv, n.B),
         threads=CODE_TILE // per_thread,
     )
@@ -143,7 +154,7 @@ def sparq_row_scores(n: Sizes) -> Launch:
         ROW_SCORES,
         _scored(n),
         [integer(n.length), real(n.scale)],
-        template={"D": n.D, "G": n.G, "KEYS": KEYS, **row_template(n.form)},
+        template={"D": n.D, "G": n.G, "KEYS": KEYS, **row_template(n.row_format)},
         groups=(n.code_tiles, n.Hkv, n.B),
         threads=CODE_TILE // KEYS,
     )
@@ -188,13 +199,13 @@ class Launches(NamedTuple):
     attend: Launch | None
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def launches(n: Sizes) -> Launches:
     """Build the launches of a decode step, cached for other layers with the same sizes."""
     tiles, _, slots = tiles_of(n.length, n.top_k)
     left = tiles * slots
     fits = not n.exact and left > n.top_k and takes_candidates(n.D, n.G, left, n.top_k)
-    listed = Listed(n.B, n.Hkv * n.G, n.Hkv, n.D, n.dtype, n.length, n.scale, n.form)
+    listed = Listed(n.B, n.Hkv * n.G, n.Hkv, n.D, n.dtype, n.length, n.scale, n.row_format)
     return Launches(SCORING[n.scored](n), sparq_candidates(n), attend_candidates(listed, n.top_k) if fits else None)
 
 
@@ -216,33 +227,39 @@ class Candidates(NamedTuple):
 
 
 def find_candidates(
-    queries: mx.array, keys: Rows, how: Selection, *, exact: bool = False, length: int | None = None
+    queries: mx.array, keys: Rows, selection: Selection, *, exact: bool = False, length: int | None = None
 ) -> Candidates:
     """Score all keys with ``rank`` components and list the best keys of each tile.
 
     Args:
-        how: parameters of the selection. If ``keys_t`` is `KeyCodes`, it must cover all full groups. If ``keys_t`` is
-            None and ``rank`` is D, a quantized KV cache is scored directly. In all other cases without ``keys_t``, the
-            keys are transposed first, which costs more than dense attention.
+        selection: parameters of the selection. If ``keys_t`` is `KeyCodes`, it must cover all full groups. If
+            ``keys_t`` is None and ``rank`` is D, a quantized KV cache is scored directly. In all other cases without
+            ``keys_t``, the keys are transposed first, which costs more than dense attention.
         exact: True if reallocation needs float32 logits.
         length: number of keys in use; None means all keys.
     """
     (B, Hq, _, D), Hkv = queries.shape, keys.shape[1]
-    weight = _no_weight() if how.component_weight is None else how.component_weight
-    rows, form = parts_of(keys)
+    weight = _no_weight() if selection.component_weight is None else selection.component_weight
+    rows, row_format = parts_of(keys)
     arrays: tuple[mx.array, ...]
     aligned = True
-    if isinstance(how.keys_t, KeyCodes):
-        scored, arrays = "codes", (weight, *_not_empty(how.keys_t), *rows)
-    elif form is not None and how.keys_t is None and how.rank == D:
+    if isinstance(selection.keys_t, KeyCodes):
+        scored, arrays = "codes", (weight, *_not_empty(selection.keys_t), *rows)
+    elif row_format is not None and selection.keys_t is None and selection.rank == D:
         scored, arrays = "rows", rows
     else:
-        columns = mx.contiguous(keys[:].swapaxes(-1, -2)) if how.keys_t is None else how.keys_t
+        columns = mx.contiguous(keys[:].swapaxes(-1, -2)) if selection.keys_t is None else selection.keys_t
         scored, arrays, aligned = "columns", (weight, columns), columns.shape[3] % KEYS == 0
     length = keys.shape[2] if length is None else length
-    chosen = how.rank, how.top_k, how.local_window, how.scale, how.component_weight is not None
-    step = launches(Sizes(B, Hkv, Hq // Hkv, D, queries.dtype, length, *chosen, scored, exact, aligned, form))
-    padding = padding_or_zeros(how.left_padding, B)
+    chosen = (
+        selection.rank,
+        selection.top_k,
+        selection.local_window,
+        selection.scale,
+        selection.component_weight is not None,
+    )
+    step = launches(Sizes(B, Hkv, Hq // Hkv, D, queries.dtype, length, *chosen, scored, exact, aligned, row_format))
+    padding = padding_or_zeros(selection.left_padding, B)
     logits, *statistics = step.scores(queries, *arrays, padding)
     bits, indices, softmax = step.candidates(logits, *statistics, padding)
     return Candidates(bits, indices, logits, softmax, step.attend)
@@ -253,15 +270,15 @@ def _not_empty(coded: KeyCodes) -> KeyCodes:
     if coded.lo.shape[-1] > 0:
         return coded
     codes, lo, step = (mx.pad(array, [(0, 0)] * 3 + [(0, WORDS)]) for array in coded[:3])
-    return KeyCodes(codes, lo, step, coded.centre)
+    return KeyCodes(codes, lo, step, coded.center)
 
 
 def sparq_select(
-    queries: mx.array, keys: Rows, how: Selection, *, exact: bool = False, length: int | None = None
+    queries: mx.array, keys: Rows, selection: Selection, *, exact: bool = False, length: int | None = None
 ) -> mx.array:
     """Select the keys of one decode step: int32 ``(B, Hkv, min(top_k, S))``, ascending, -1 in empty slots."""
-    found = find_candidates(queries, keys, how, exact=exact, length=length)
-    return merge(found.bits, found.indices, how.top_k)
+    found = find_candidates(queries, keys, selection, exact=exact, length=length)
+    return merge(found.bits, found.indices, selection.top_k)
 
 
 def sparq_attention(
@@ -272,7 +289,7 @@ def sparq_attention(
     reallocate: bool,
     value_mean: mx.array | None,
     length: int | None = None,
-    **selection: Any,
+    **parameters: Any,
 ) -> tuple[mx.array, mx.array]:
     """Run one decode step of SparQ: ``out (B, Hq, 1, D)`` in the type of ``queries``, float32 ``lse (B, Hq, 1)``.
 
@@ -280,10 +297,10 @@ def sparq_attention(
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied.
         reallocate: mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
         value_mean: float32 ``(B, Hkv, D)`` mean of the valid values; needed if ``reallocate``.
-        selection: the fields of `Selection`.
+        parameters: the fields of `Selection`.
     """
-    how = Selection(**selection)
-    found = find_candidates(queries, keys, how, exact=reallocate, length=length)
+    selection = Selection(**parameters)
+    found = find_candidates(queries, keys, selection, exact=reallocate, length=length)
     if found.attend is not None:
         rows = *parts_of(keys)[0], *parts_of(values)[0]
         out, lse = found.attend(queries, *rows, found.bits, found.indices)
@@ -292,8 +309,10 @@ def sparq_attention(
     if reallocate:
         assert value_mean is not None
         reallocation = Reallocation(found.logits, found.softmax, value_mean.astype(mx.float32))
-    indices = merge(found.bits, found.indices, how.top_k)
-    return attend_indices(queries, keys, values, indices, scale=how.scale, length=length, reallocation=reallocation)
+    indices = merge(found.bits, found.indices, selection.top_k)
+    return attend_indices(
+        queries, keys, values, indices, scale=selection.scale, length=length, reallocation=reallocation
+    )
 
 
 @cache

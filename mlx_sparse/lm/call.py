@@ -19,8 +19,8 @@ from ..methods import reasons
 from ..model_info import leaves
 from ..ops.packed_rows import PackedRows, Rows
 from . import chunks, seam
-from .figures import PrefillCounts
 from .plan import LayerPlan, Plan, Probe, layer_reason
+from .statistics import PrefillCounts
 
 
 class Phase(Enum):
@@ -70,7 +70,7 @@ class Call:
         self.checks = phase is Phase.CHECK
         self._drafts = plan.lossless is None or phase is Phase.DRAFT  # True if a decode step may be sparse
         self._planned = plan.decodes and self._drafts
-        self._figures: PrefillCounts | None = None
+        self._prefill_counts: PrefillCounts | None = None
         self._step_keys = 0  # number of keys of a decode step; 0 in other calls
 
     def __enter__(self) -> Call:
@@ -83,9 +83,9 @@ class Call:
         if hooks is not None:
             hooks.end()
         if error is None:
-            # `submit` starts the computation of counts on the device. Only `PrefillCounts.figures` waits for results.
+            # `submit` starts the computation of counts on the device. Only `PrefillCounts.read` waits for results.
             counts.counting = None if hooks is None else hooks.submit()
-            counts.prefill = None if self._figures is None else self._figures.figures()
+            counts.prefill = None if self._prefill_counts is None else self._prefill_counts.read()
             plan.report.add(counts)
             if self._step_keys and plan.watch is not None:
                 watch, plan.watch = plan.watch, None
@@ -96,11 +96,11 @@ class Call:
         return inputs
 
     @property
-    def figures(self) -> PrefillCounts:
+    def prefill_counts(self) -> PrefillCounts:
         """Counts of the sparse prefill chunks."""
-        if self._figures is None:
-            self._figures = PrefillCounts()
-        return self._figures
+        if self._prefill_counts is None:
+            self._prefill_counts = PrefillCounts()
+        return self._prefill_counts
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None

@@ -142,10 +142,10 @@ def attend_chunk(
         if blocks is None:
             return None
     out, lse, blocks = cache.attend_prefill(queries, config, scale=scale, backend=backend, blocks=blocks)
-    call.figures.add(layer_index, blocks, config.layout(L, S))
+    call.prefill_counts.add(layer_index, blocks, config.layout(L, S))
     if plan.recall:
         dense = registry.load("dense_lse", backend)(queries, keys, scale=scale, left_padding=None)
-        call.figures.add_recall(layer_index, mx.exp(lse - dense))
+        call.prefill_counts.add_recall(layer_index, mx.exp(lse - dense))
     return out, lse
 
 

@@ -98,7 +98,7 @@ class Session:
         self.configs, self.prefill, self.decode = configs, prefill, decode
         self.backend = args.attn_backend
         self.calibration = Calibration(
-            measures=calibrates, chunk=getattr(args, "prefill_step_size", 2048), say=self.print_line
+            measures=calibrates, chunk=getattr(args, "prefill_step_size", 2048), progress=self.print_line
         )
         self.max_tokens = getattr(args, "max_tokens", None) if self.command.endswith("generate") else None
         self.max_kv_size = getattr(args, "max_kv_size", None)

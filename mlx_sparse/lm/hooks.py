@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..api.call_report import Counting
+from ..api.call_report import DeviceCounts
 from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..methods import Method, registry
 
@@ -73,7 +73,7 @@ class CallHooks:
     ) -> None:
         """Process a dense attention call of a layer that can attend sparsely in other calls."""
 
-    def submit(self) -> Counting | None:
+    def submit(self) -> DeviceCounts | None:
         """Start the evaluation of pending arrays after a forward pass. Return counts on the device, or None."""
         return None
 
@@ -93,11 +93,11 @@ class ModelHooks:
 
     Attributes:
         call_hooks: class of the hooks for one forward pass.
-        figures: counts of zero if `CallHooks.submit` returns counts, else None.
+        statistics: counts of zero if `CallHooks.submit` returns counts, else None.
     """
 
     call_hooks: type[CallHooks] = CallHooks
-    figures: Any = None
+    statistics: Any = None
 
     def __init__(self, config: Method | None, model: Any) -> None:
         self.config = config

@@ -15,8 +15,8 @@ from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..calibrate import Calibration, Layer, describe
 from ..methods import NEVER, Dense, Method, Prefill, Step, reasons, registry
 from ..ops.packed_rows import PackedRows, Rows
-from .figures import PrefillFigures
 from .hooks import CallHooks, ModelHooks
+from .statistics import PrefillStatistics
 
 SPAN = 960  # keys between the two points of the linear byte formula: a multiple of common page and group sizes
 
@@ -62,7 +62,7 @@ class Plan:
         self.decodes = True
         attn = "+".join(map(str, self.configs)) or Dense.name
         self.report = Report(attn=attn, backend=backend, model_type=family, decodes=decode is not None)
-        self.report.add(Counts(prefill=prefill and PrefillFigures(), decode=hooks.figures))
+        self.report.add(Counts(prefill=prefill and PrefillStatistics(), decode=hooks.statistics))
         self.report.crossovers = self.crossovers
         self.watch: Callable[[int, Counts], object] | None = None
         self.layers: Counter[tuple[Method, Layer]] = Counter()
@@ -143,7 +143,7 @@ class Plan:
             return reasons.LAST_OF_PROMPT
         if self.decode is None:
             return reasons.NO_DECODE
-        if sinks is not None and not self.decode.serves_sinks(_group(queries, keys)):
+        if sinks is not None and not self.decode.supports_sinks(_group(queries, keys)):
             return reasons.SINKS
         if mask is not None and not is_padding_mask(mask, caches):
             return reasons.ARRAY_MASK
@@ -282,7 +282,7 @@ class Probe:
         if not plan.configs:  # dense attention, also over a cache that is quantized later
             self.backends.add(registry.resolve(plan.backend, Dense.name, D=queries.shape[3], G=1))
             return None
-        serving = [config for config in plan.configs if sinks is None or config.serves_sinks(_group(queries, keys))]
+        serving = [config for config in plan.configs if sinks is None or config.supports_sinks(_group(queries, keys))]
         serving = [config for config in serving if refusal is None or config is not plan.decode]
         for config in serving:
             config.check_head_dim(queries.shape[-1])

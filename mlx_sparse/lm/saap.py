@@ -18,9 +18,9 @@ from ..methods import SAAP, reasons, registry
 from ..methods.stats import saap_elements
 from ..model_info import recorded_facts
 from ..model_parts import part_of
-from .figures import BucketCounts, BucketFigures
 from .hooks import CallHooks, ModelHooks
 from .rope import Recorder, Seen, Source, find_sources
+from .statistics import BucketCounts, BucketStatistics
 
 
 def load_artefact(config: SAAP) -> artefacts.Artefact | None:
@@ -89,7 +89,7 @@ def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: fl
 class Buckets(ModelHooks):
     """Hooks of SAAP for one model: routers by index of the layer's cache, and a RoPE recorder."""
 
-    figures = BucketFigures()
+    statistics = BucketStatistics()
 
     def __init__(self, config: SAAP, model: Any) -> None:
         super().__init__(config, model)

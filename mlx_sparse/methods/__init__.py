@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "baselines": "BigBird FlexGen H2O MInference OracleTopK Streaming StreamingPrefill",
     "base": "NEVER QK_NORMS Dense Method Prefill Step",
-    "cost": "ENOUGH_SAVED SAMPLE_PAYS_FROM SAMPLE_PAYS_UP_TO nvidia_kind",
+    "cost": "ENOUGH_SAVED SAMPLE_DENSE_BELOW SAMPLE_DENSE_ABOVE nvidia_kind",
     "saap": "SAAP",
     "sample": "Sample SampleRange",
     "sparq": "SparQ",

@@ -67,9 +67,9 @@ class Method:
         stage: "decode" (one query per decode step), "prefill" (chunks of any size) or "prefill and decode".
         source: the paper of the method.
         reads: the data that the method reads per new token, or computes in prefill, in one phrase.
-        look: color and marker in pictures. The colors are safe for color-blind readers.
+        plot_style: color and marker in pictures. The colors are safe for color-blind readers.
         presets: settings by name of the preset.
-        grows: the setting that a transfer budget determines; empty if there is none.
+        budget_setting: the setting that a transfer budget determines; empty if there is none.
         sparse: True if the method skips keys, so that a model can run with it.
         observes_prefill: True if the selection starts from the attention of a dense prefill.
         pre_rope: True if the selection uses queries and keys before RoPE.
@@ -79,9 +79,9 @@ class Method:
     stage: ClassVar[str] = "decode"
     source: ClassVar[str]
     reads: ClassVar[str]
-    look: ClassVar[tuple[str, str]] = ("#666666", "o")
+    plot_style: ClassVar[tuple[str, str]] = ("#666666", "o")
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    grows: ClassVar[str] = ""
+    budget_setting: ClassVar[str] = ""
     sparse: ClassVar[bool] = True
     observes_prefill: ClassVar[bool] = False
     pre_rope: ClassVar[bool] = False
@@ -124,7 +124,7 @@ class Method:
     def check_head_dim(self, D: int) -> None:
         """Raise `ConfigError` if a setting is too large for the head dim ``D``."""
 
-    def serves_sinks(self, G: int) -> bool:
+    def supports_sinks(self, G: int) -> bool:
         """Return True if attention sinks can be added with the log-sum-exp of the attended keys alone.
 
         ``G`` is the number of query heads per KV head.
@@ -211,7 +211,7 @@ class Method:
         """
         own = {field.name for field in dataclasses.fields(self)}
         running: dict[str, Any] = {"dense_below": 0} if "dense_below" in own - set(named) else {}
-        return dataclasses.replace(self, **running), "" if self.grows in named else self.grows
+        return dataclasses.replace(self, **running), "" if self.budget_setting in named else self.budget_setting
 
     def __str__(self) -> str:
         """Return the text form with every key that differs from its default."""
@@ -232,7 +232,7 @@ class Dense(Method):
     sparse: ClassVar[bool] = False
     source: ClassVar[str] = "the baseline"
     reads: ClassVar[str] = "every key and value"
-    look: ClassVar[tuple[str, str]] = ("#000000", "X")
+    plot_style: ClassVar[tuple[str, str]] = ("#000000", "X")
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ class Streaming(Method):
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
     reads: ClassVar[str] = "the first 16 and the last 112 keys"
-    look: ClassVar[tuple[str, str]] = ("#E69F00", "D")
-    grows: ClassVar[str] = "recent_tokens"
+    plot_style: ClassVar[tuple[str, str]] = ("#E69F00", "D")
+    budget_setting: ClassVar[str] = "recent_tokens"
 
     sink_tokens: int = 16
     recent_tokens: int = 112
@@ -48,7 +48,7 @@ class StreamingPrefill(Prefill):
     name: ClassVar[str] = "streaming_prefill"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
     reads: ClassVar[str] = "a window and the first keys"
-    look: ClassVar[tuple[str, str]] = ("#E69F00", "D")
+    plot_style: ClassVar[tuple[str, str]] = ("#E69F00", "D")
 
     block_size: int = 64
     sink_tokens: int = 4
@@ -73,8 +73,8 @@ class H2O(Method):
         "the last keys and the keys that received most attention so far; all other keys are evicted. For comparison: "
         "it counts the attention of dense prefill"
     )
-    look: ClassVar[tuple[str, str]] = ("#D55E00", "s")
-    grows: ClassVar[str] = "top_k"
+    plot_style: ClassVar[tuple[str, str]] = ("#D55E00", "s")
+    budget_setting: ClassVar[str] = "top_k"
     observes_prefill: ClassVar[bool] = True
 
     top_k: int = 128
@@ -84,7 +84,7 @@ class H2O(Method):
         check_int("top_k", self.top_k, 1)
         check_local_window(self.local_window, self.top_k)
 
-    def serves_sinks(self, G: int) -> bool:
+    def supports_sinks(self, G: int) -> bool:
         return False
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
@@ -98,15 +98,15 @@ class FlexGen(Method):
     name: ClassVar[str] = "flexgen"
     source: ClassVar[str] = "FlexGen, arXiv 2303.06865"
     reads: ClassVar[str] = "every key, and the values with the `top_k` largest weights"
-    look: ClassVar[tuple[str, str]] = ("#CC79A7", "v")
-    grows: ClassVar[str] = "top_k"
+    plot_style: ClassVar[tuple[str, str]] = ("#CC79A7", "v")
+    budget_setting: ClassVar[str] = "top_k"
 
     top_k: int = 128
 
     def __post_init__(self) -> None:
         check_int("top_k", self.top_k, 1)
 
-    def serves_sinks(self, G: int) -> bool:
+    def supports_sinks(self, G: int) -> bool:
         return False
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
@@ -123,8 +123,8 @@ class OracleTopK(Method):
     name: ClassVar[str] = "oracle_top_k"
     source: ClassVar[str] = "the bound in the SparQ paper"
     reads: ClassVar[str] = "every key; attends to the best `top_k` keys. An upper bound of quality that saves nothing"
-    look: ClassVar[tuple[str, str]] = ("#009E73", "^")
-    grows: ClassVar[str] = "top_k"
+    plot_style: ClassVar[tuple[str, str]] = ("#009E73", "^")
+    budget_setting: ClassVar[str] = "top_k"
 
     top_k: int = 128
     local_window: int | None = None
@@ -144,7 +144,7 @@ class MInference(Prefill):
     name: ClassVar[str] = "minference"
     source: ClassVar[str] = "MInference, arXiv 2407.02490"
     reads: ClassVar[str] = "key blocks and distances with most of a sample's attention, a fixed number of them"
-    look: ClassVar[tuple[str, str]] = ("#882255", "s")
+    plot_style: ClassVar[tuple[str, str]] = ("#882255", "s")
 
     block_size: int = 64
     vertical_tokens: int = 1000
@@ -166,7 +166,7 @@ class BigBird(Prefill):
     name: ClassVar[str] = "bigbird"
     source: ClassVar[str] = "BigBird, arXiv 2007.14062"
     reads: ClassVar[str] = "a window, the first keys and random blocks"
-    look: ClassVar[tuple[str, str]] = ("#999933", "v")
+    plot_style: ClassVar[tuple[str, str]] = ("#999933", "v")
 
     block_size: int = 64
     window: float = 0.08
@@ -197,7 +197,7 @@ class HyperAttention(Prefill):
         "a bucket of keys with hashes similar to the query's, and a weighted sample. For comparison: no faster than "
         "dense attention here"
     )
-    look: ClassVar[tuple[str, str]] = ("#CC79A7", "X")
+    plot_style: ClassVar[tuple[str, str]] = ("#CC79A7", "X")
 
     bucket_size: int = 256
     sampled_keys: int = 256
@@ -212,7 +212,7 @@ class HyperAttention(Prefill):
             raise ConfigError(f"hash_bits: expected 1..16, got {self.hash_bits}.")
         check_int("exact_rows", self.exact_rows, 1)
 
-    def serves_sinks(self, G: int) -> bool:
+    def supports_sinks(self, G: int) -> bool:
         """Return False: the sampled keys represent keys that the log-sum-exp does not count."""
         return False
 
@@ -228,7 +228,7 @@ class HashSparse(Prefill):
     name: ClassVar[str] = "hash_sparse"
     source: ClassVar[str] = "Sparse Flash Attention, arXiv 2306.01160"
     reads: ClassVar[str] = "the keys with the query's hash. For comparison: no faster than dense attention here"
-    look: ClassVar[tuple[str, str]] = ("#44AA99", "P")
+    plot_style: ClassVar[tuple[str, str]] = ("#44AA99", "P")
 
     buckets: int = 16
 

@@ -18,10 +18,10 @@ ROUTING_HEADS = {"g": 8, "s": 27, "d": 40}
 GATHERED_ROW = 2.5
 
 # Keys from which SampleAttention is on by default: about the length at which the paper reports no loss of speed.
-SAMPLE_PAYS_FROM = 8192
+SAMPLE_DENSE_BELOW = 8192
 # Largest density at which attending the selected blocks is assumed to be faster than dense attention. ops: measured on
 # a CPU (docs/results/prefill.md). metal: not measured; assumes a kernel four times slower per block than MLX's.
-SAMPLE_PAYS_UP_TO = {"ops": 0.75, "metal": 0.22}
+SAMPLE_DENSE_ABOVE = {"ops": 0.75, "metal": 0.22}
 # At most one of this many queries of a chunk is sampled. A larger sample costs more than it saves
 # (docs/results/prefill.md).
 SAMPLE_SHARE = 8

@@ -34,8 +34,8 @@ class Quest(Method):
         "the smallest and largest components of each page of 16 keys, then the `top_k` keys and values of the pages "
         "with the largest bounds ([Quest](docs/spec/quest.md))"
     )
-    look: ClassVar[tuple[str, str]] = ("#F0E442", "P")
-    grows: ClassVar[str] = "top_k"
+    plot_style: ClassVar[tuple[str, str]] = ("#F0E442", "P")
+    budget_setting: ClassVar[str] = "top_k"
 
     page_size: int = 16
     top_k: int = 1024

@@ -42,8 +42,8 @@ class SAAP(Method):
         "the weights of a small network, then the keys and values of the buckets that it selects, and the first and "
         "last keys ([SAAP](docs/spec/saap.md)); for very long contexts, after training once per model"
     )
-    look: ClassVar[tuple[str, str]] = ("#56B4E9", "P")
-    grows: ClassVar[str] = "probes"
+    plot_style: ClassVar[tuple[str, str]] = ("#56B4E9", "P")
+    budget_setting: ClassVar[str] = "probes"
     pre_rope: ClassVar[bool] = True
 
     artefact: str | None = None

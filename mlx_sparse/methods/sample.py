@@ -10,7 +10,7 @@ from ..checks import ConfigError, check_int, check_sample, check_share
 from . import reasons
 from .base import Prefill, Step, read_value
 from .block_layout import Layout
-from .cost import SAMPLE_PAYS_FROM, SAMPLE_PAYS_UP_TO, SAMPLE_SHARE
+from .cost import SAMPLE_DENSE_ABOVE, SAMPLE_DENSE_BELOW, SAMPLE_SHARE
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Sample(Prefill):
         alpha_column: share of the sample's softmax mass that the selected key blocks must reach; above 0, at most 1.
         alpha_slash: share of the sample's softmax mass that the selected diagonals must reach; above 0, at most 1.
         chunks: regions of a prefill chunk, each with its own sample.
-        dense_below: keys below which attention stays dense without a sample. "auto" is `SAMPLE_PAYS_FROM`.
+        dense_below: keys below which attention stays dense without a sample. "auto" is `SAMPLE_DENSE_BELOW`.
         dense_above: density of the sample's selection above which attention stays dense. "auto" is the density that was
-            measured on this machine (`mlx-sparse calibrate`), and `SAMPLE_PAYS_UP_TO` before a measurement. If
+            measured on this machine (`mlx-sparse calibrate`), and `SAMPLE_DENSE_ABOVE` before a measurement. If
             ``dense_below`` is a number, "auto" is 1, and chunks that are short for their sample (`SAMPLE_SHARE`) are
             sparse too.
         ranges: settings by context length, ascending, that replace the single settings. Longer contexts use the last
@@ -54,7 +54,7 @@ class Sample(Prefill):
         "the key blocks and distances with most of a sample's attention, per head "
         "([SampleAttention](docs/spec/sample.md))"
     )
-    look: ClassVar[tuple[str, str]] = ("#332288", "o")
+    plot_style: ClassVar[tuple[str, str]] = ("#332288", "o")
 
     block_size: int = 128
     alpha_column: float = 0.95
@@ -85,7 +85,7 @@ class Sample(Prefill):
         )
 
     def shortest_context(self, step: Step | None = None) -> int:
-        return SAMPLE_PAYS_FROM if isinstance(self.dense_below, str) else self.dense_below
+        return SAMPLE_DENSE_BELOW if isinstance(self.dense_below, str) else self.dense_below
 
     def layout(self, L: int, S: int) -> Layout:
         return Layout(L, S, self.chunks, self.block_size)
@@ -109,7 +109,7 @@ class Sample(Prefill):
             return self.dense_above
         if not self.measurable:
             return 1.0
-        return SAMPLE_PAYS_UP_TO[backend] if measured is None else measured
+        return SAMPLE_DENSE_ABOVE[backend] if measured is None else measured
 
 
 def _read_ranges(ranges: object) -> tuple[SampleRange, ...]:

@@ -22,13 +22,13 @@ class KeyCodes(NamedTuple):
             same bytes, as `mx.quantize` stores them.
         lo: float16 ``(B, Hkv, D, groups)``.
         step: float16 ``(B, Hkv, D, groups)``.
-        centre: float32 ``(B, Hkv, D)``.
+        center: float32 ``(B, Hkv, D)``.
     """
 
     codes: Any
     lo: Any
     step: Any
-    centre: Any
+    center: Any
 
     @property
     def nbytes(self) -> int:

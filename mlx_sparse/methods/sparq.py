@@ -66,8 +66,8 @@ class SparQ(Method):
     reads: ClassVar[str] = (
         "`rank` components of every key, then `top_k` whole keys and values ([SparQ](docs/spec/sparq.md))"
     )
-    look: ClassVar[tuple[str, str]] = ("#0072B2", "o")
-    grows: ClassVar[str] = "top_k"
+    plot_style: ClassVar[tuple[str, str]] = ("#0072B2", "o")
+    budget_setting: ClassVar[str] = "top_k"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         # Algorithm 1 with its GQA paragraph: the default of the functions.
         "paper": {"component_score": "query", "key_bits": 16},
@@ -116,7 +116,7 @@ class SparQ(Method):
         top_k = max(shard_top_k(self.top_k, size), recent, 1)
         return dataclasses.replace(self, top_k=top_k, local_window=recent)
 
-    def serves_sinks(self, G: int) -> bool:
+    def supports_sinks(self, G: int) -> bool:
         return not self.reallocates(G)
 
     def parameters(self, G: int = 1) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..methods.block_layout import Layout
 
 
-def keep(scores: mx.array, alpha: float) -> mx.array:
+def select_share(scores: mx.array, alpha: float) -> mx.array:
     """Select the fewest largest ``scores (..., Nk)`` whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
     Returns:
@@ -24,7 +24,7 @@ def keep(scores: mx.array, alpha: float) -> mx.array:
     return _largest(scores, ordered, mx.minimum(count, scores.shape[-1]))
 
 
-def best(scores: mx.array, count: int) -> mx.array:
+def select_largest(scores: mx.array, count: int) -> mx.array:
     """Return a mask of the ``count`` largest ``scores (..., Nk)``. Ties go to the lower index; a NaN selects all."""
     ordered = -mx.sort(-scores, axis=-1)
     return _largest(scores, ordered, mx.full((*scores.shape[:-1], 1), min(count, scores.shape[-1]), mx.int32))
@@ -92,5 +92,5 @@ def select(
     width: int | None = None,
 ) -> mx.array:
     """Select the key blocks ``(B, Hq, R, width)`` of each row block from the two results of `sample_scores`."""
-    kept = keep(column, alpha_column), keep(slash, alpha_slash)
+    kept = select_share(column, alpha_column), select_share(slash, alpha_slash)
     return block_lists(merge(*kept, layout, sampled_in_full=True), width)

@@ -24,38 +24,38 @@ def code_keys(keys: Rows, left_padding: mx.array | None) -> KeyCodes:
     there = _full_groups(S, left_padding)
     lo, step = (mx.where(there, array, mx.array(0, mx.float16)) for array in (coded.lo, coded.step))
     words = mx.where(mx.repeat(there, WORDS, axis=-1), coded.codes, mx.array(0, mx.uint32))
-    return KeyCodes(words, lo, step, mx.where(there.any(axis=-1), coded.centre, 0))
+    return KeyCodes(words, lo, step, mx.where(there.any(axis=-1), coded.center, 0))
 
 
-def code_groups(keys: mx.array, centre: mx.array | None = None) -> KeyCodes:
+def code_groups(keys: mx.array, center: mx.array | None = None) -> KeyCodes:
     """Quantize the full groups of ``keys (B, Hkv, S, D)`` without padding; the first group begins with key 0.
 
     Args:
-        centre: float32 ``(B, Hkv, D)`` center of the earlier groups of the sequence; None to compute the center from
+        center: float32 ``(B, Hkv, D)`` center of the earlier groups of the sequence; None to compute the center from
             the first group.
     """
     B, Hkv, S, D = keys.shape
     groups = S // GROUP
     rows = keys[:, :, : groups * GROUP].astype(mx.float32).reshape(B, Hkv, groups, GROUP, D)
     least, most = rows.min(axis=3), rows.max(axis=3)
-    if centre is None:
+    if center is None:
         # (sparq.17)
         middle = least[:, :, 0] * 0.5 + most[:, :, 0] * 0.5 if groups else mx.zeros((B, Hkv, D))
-        centre = mx.where(mx.isfinite(middle), middle, 0)
+        center = mx.where(mx.isfinite(middle), middle, 0)
     # (sparq.18) Rounding preserves order, so the smallest key has the smallest difference.
-    least, most = least - centre[:, :, None], most - centre[:, :, None]
+    least, most = least - center[:, :, None], most - center[:, :, None]
     # (sparq.19)
     odd = ~(mx.isfinite(least) & mx.isfinite(most))
     lo = mx.where(odd, mx.nan, mx.clip(least, -LARGEST, LARGEST)).astype(mx.float16)
     step = mx.where(odd, mx.nan, mx.minimum((most - least) / LARGEST_CODE, LARGEST)).astype(mx.float16)
     # (sparq.20)
     lows, steps = (array.astype(mx.float32)[:, :, :, None] for array in (lo, step))
-    code = mx.round((rows - centre[:, :, None, None] - lows) / steps)
+    code = mx.round((rows - center[:, :, None, None] - lows) / steps)
     code = mx.where(steps > 0, mx.clip(code, 0, LARGEST_CODE), 0).astype(mx.uint32)
     per_word = 32 // CODE_BITS
     code = code.transpose(0, 1, 4, 2, 3).reshape(B, Hkv, D, groups * GROUP // per_word, per_word)
     words = (code << (mx.arange(per_word, dtype=mx.uint32) * CODE_BITS)).sum(axis=-1)
-    return KeyCodes(words, lo.swapaxes(-1, -2), step.swapaxes(-1, -2), centre)
+    return KeyCodes(words, lo.swapaxes(-1, -2), step.swapaxes(-1, -2), center)
 
 
 def _full_groups(S: int, left_padding: mx.array) -> mx.array:
@@ -88,7 +88,7 @@ def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None) -> mx
     return mx.where(there.any(axis=-1), found, deviation(keys[:, :, last:], left_padding - last))
 
 
-def group_moments(coded: KeyCodes) -> mx.array:
+def group_statistics(coded: KeyCodes) -> mx.array:
     """Return statistics of the groups in ``coded`` for (sparq.22), float32 ``(3, B, Hkv, D)``.
 
     The three statistics are the mean of the group middles, the sum of squared deviations from this mean, and the sum of
@@ -122,9 +122,9 @@ def approximate_logits(
     S = keys.shape[2]
     groups = S // GROUP
     last = groups * GROUP if left_padding is None else max(0, S - GROUP + 1)  # first key of the longest tail
-    centre = mx.take_along_axis(coded.centre, components, axis=2)
+    center = mx.take_along_axis(coded.center, components, axis=2)
     rows = mx.take_along_axis(keys[:, :, last:], components[:, :, None], axis=3).astype(mx.float32)
-    tail = queries @ (rows - centre[:, :, None]).swapaxes(-1, -2)
+    tail = queries @ (rows - center[:, :, None]).swapaxes(-1, -2)
     if groups == 0:
         return tail
     codes, lo, step = (take_rows(array, components) for array in coded[:3])

@@ -26,7 +26,9 @@ def minference_attention(
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, MINFERENCE_ROWS)
     scores = sample_scores(queries, keys, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
     budgets = (-(-tokens // block_size) for tokens in (vertical_tokens, slash_tokens))
-    column_kept, slash_kept = (block_select.best(side, count) for side, count in zip(scores, budgets, strict=True))
+    column_kept, slash_kept = (
+        block_select.select_largest(side, count) for side, count in zip(scores, budgets, strict=True)
+    )
     blocks = block_select.block_lists(block_select.merge(column_kept, slash_kept, layout, sampled_in_full=False))
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
 

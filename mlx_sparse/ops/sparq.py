@@ -14,35 +14,35 @@ from .packed_rows import Rows
 from .select import take_rows, top_k_select, valid_keys
 
 
-def sparq_logits(queries: mx.array, keys: Rows, how: Selection) -> mx.array:
+def sparq_logits(queries: mx.array, keys: Rows, selection: Selection) -> mx.array:
     """Return approximate logits of all keys from ``rank`` components, float32 ``(B, Hkv, G, S)``.
 
-    Logits of padding are undefined. If ``how.keys_t`` is None, ``keys`` are scored. If in addition ``rank`` is D, a
-    quantized KV cache is scored without being dequantized.
+    Logits of padding are undefined. If ``selection.keys_t`` is None, ``keys`` are scored. If in addition ``rank`` is D,
+    a quantized KV cache is scored without being dequantized.
     """
-    rank, keys_t = how.rank, how.keys_t
+    rank, keys_t = selection.rank, selection.keys_t
     B = queries.shape[0]
     Hkv, D = keys.shape[1], keys.shape[3]
     q = group_queries(queries, Hkv)
 
     # (sparq.1) score of each component, summed over the group; (sparq.2) selection of the r largest
     component = mx.abs(q).sum(axis=2)
-    if how.component_weight is not None:
-        component = component * how.component_weight
+    if selection.component_weight is not None:
+        component = component * selection.component_weight
     component = mx.where(mx.isnan(component), mx.inf, component)
     i1 = mx.argpartition(-component, kth=rank - 1, axis=-1)[..., :rank] if rank < D else mx.arange(D)[None, None]
     i1 = mx.broadcast_to(i1, (B, Hkv, rank))
 
     # (sparq.3) approximate logits
     q_r = mx.take_along_axis(q, i1[:, :, None, :], axis=-1)
-    factor = mx.array(how.scale, mx.float32)
-    if how.component_weight is None:
+    factor = mx.array(selection.scale, mx.float32)
+    if selection.component_weight is None:
         total = mx.abs(q).sum(axis=-1, keepdims=True)
         covered = mx.abs(q_r).sum(axis=-1, keepdims=True)
         coverage = covered / mx.where(covered > 0, total, 1.0)
         factor = factor * mx.rsqrt(mx.where(covered > 0, coverage, 1.0))
     if isinstance(keys_t, KeyCodes):
-        return approximate_logits(q_r * factor, i1, keys, keys_t, how.left_padding)
+        return approximate_logits(q_r * factor, i1, keys, keys_t, selection.left_padding)
     if keys_t is not None:
         return (q_r * factor) @ take_rows(keys_t, i1).astype(mx.float32)
     if rank == D:
@@ -50,18 +50,18 @@ def sparq_logits(queries: mx.array, keys: Rows, how: Selection) -> mx.array:
     return exact_logits(q_r * factor, mx.take_along_axis(keys[:], i1[:, :, None], axis=3))
 
 
-def sparq_select(queries: mx.array, keys: Rows, how: Selection) -> tuple[mx.array, mx.array]:
+def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[mx.array, mx.array]:
     """Select the keys of one decode step by `sparq_logits`.
 
     Returns:
         int32 key ``indices (B, Hkv, min(top_k, S))`` and ``alpha (B, Hq)``, the approximate softmax mass of these keys.
     """
-    logits, padding = sparq_logits(queries, keys, how), how.left_padding
+    logits, padding = sparq_logits(queries, keys, selection), selection.left_padding
     # (sparq.4) approximate attention, (sparq.5) sum over the group, (sparq.6) selection of the keys
     valid = None if padding is None else valid_keys(keys.shape[2], padding)[:, None, None, :]
     s_hat, _ = softmax_lse(logits, valid)
-    window = how.local_window
-    indices = top_k_select(s_hat.sum(axis=2), top_k=how.top_k, local_window=window, left_padding=padding)
+    window = selection.local_window
+    indices = top_k_select(s_hat.sum(axis=2), top_k=selection.top_k, local_window=window, left_padding=padding)
 
     # (sparq.8) approximate softmax mass of the selected keys
     chosen = mx.take_along_axis(s_hat, mx.maximum(indices, 0)[:, :, None, :], axis=-1)
@@ -76,18 +76,18 @@ def sparq_attention(
     *,
     reallocate: bool,
     value_mean: mx.array | None,
-    **selection: Any,
+    **parameters: Any,
 ) -> tuple[mx.array, mx.array]:
     """Run one decode step of SparQ: ``out (B, Hq, 1, D)`` in the type of ``queries``, float32 ``lse (B, Hq, 1)``.
 
     Args:
         reallocate: mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
         value_mean: ``(B, Hkv, D)`` mean of the valid values; needed if ``reallocate``.
-        selection: the fields of `Selection`.
+        parameters: the fields of `Selection`.
     """
-    how = Selection(**selection)
-    indices, alpha = sparq_select(queries, keys, how)
-    out, lse = attend_indices(queries, keys, values, indices, scale=how.scale)
+    selection = Selection(**parameters)
+    indices, alpha = sparq_select(queries, keys, selection)
+    out, lse = attend_indices(queries, keys, values, indices, scale=selection.scale)
     if reallocate:
         assert value_mean is not None
         # (sparq.10) in float32, because bfloat16 rounds an alpha of 0.9996 to 1

@@ -38,7 +38,7 @@ from .saap import (
     saap_target,
     selectivity,
 )
-from .sample import SampleSelection, keep, merge, sample_attention, sample_scores, sample_select
+from .sample import SampleSelection, merge, sample_attention, sample_scores, sample_select, select_share
 from .select import top_k_select, valid_keys
 from .sparq import SparQSelection, sparq_attention, sparq_select
 
@@ -60,7 +60,6 @@ __all__ = [
     "hash_sparse_attention",
     "hyperattention_attention",
     "imbalance",
-    "keep",
     "key_spread",
     "kmeans_step",
     "merge",
@@ -82,6 +81,7 @@ __all__ = [
     "sample_attention",
     "sample_scores",
     "sample_select",
+    "select_share",
     "selectivity",
     "sparq_attention",
     "sparq_select",

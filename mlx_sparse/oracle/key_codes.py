@@ -19,7 +19,7 @@ def code_keys(keys: npt.ArrayLike, *, left_padding: npt.ArrayLike | None = None)
     B, Hkv, S, D = rows.shape
     groups, largest = S // GROUP, np.float32(LARGEST_CODE)
     lo, step = np.zeros((2, B, Hkv, D, groups), np.float16)
-    codes, centre = np.zeros((B, Hkv, D, groups * GROUP), np.uint8), np.zeros((B, Hkv, D), np.float32)
+    codes, center = np.zeros((B, Hkv, D, groups * GROUP), np.uint8), np.zeros((B, Hkv, D), np.float32)
     for b, (first, M) in enumerate(coded_groups(B, S, left_padding)):
         # (Hkv, D, M, GROUP)
         k = rows[b, :, first : first + M * GROUP].reshape(Hkv, M, GROUP, D).transpose(0, 3, 1, 2)
@@ -28,9 +28,9 @@ def code_keys(keys: npt.ArrayLike, *, left_padding: npt.ArrayLike | None = None)
             if M > 0:
                 half = np.float32(0.5)
                 middle = k[:, :, 0].min(axis=-1) * half + k[:, :, 0].max(axis=-1) * half
-                centre[b] = np.where(np.isfinite(middle), middle, np.float32(0))
+                center[b] = np.where(np.isfinite(middle), middle, np.float32(0))
             # (sparq.18)
-            x = k - centre[b, :, :, None, None]
+            x = k - center[b, :, :, None, None]
             # (sparq.19)
             odd, least, most = ~np.isfinite(x).all(axis=-1), x.min(axis=-1), x.max(axis=-1)
             lo[b, :, :, :M] = np.where(odd, np.nan, np.clip(least, -LARGEST, LARGEST))
@@ -39,7 +39,7 @@ def code_keys(keys: npt.ArrayLike, *, left_padding: npt.ArrayLike | None = None)
             lows, steps = (array[b, :, :, :M, None].astype(np.float32) for array in (lo, step))
             code = np.where(steps > 0, np.clip(np.rint((x - lows) / steps), np.float32(0), largest), 0)
         codes[b, :, :, : M * GROUP] = code.astype(np.uint8).reshape(Hkv, D, M * GROUP)
-    return KeyCodes(codes[..., 0::2] | codes[..., 1::2] << 4, lo, step, centre)
+    return KeyCodes(codes[..., 0::2] | codes[..., 1::2] << 4, lo, step, center)
 
 
 def coded_groups(B: int, S: int, left_padding: npt.ArrayLike | None) -> list[tuple[int, int]]:
@@ -56,7 +56,7 @@ def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLik
     """Return the keys that (sparq.21) scores, float64 ``(B, Hkv, S, D)``: decoded groups and the exact tail."""
     lo, step = (np.repeat(array.astype(np.float64), GROUP, axis=-1) for array in (coded.lo, coded.step))
     decoded = (lo + step * unpack(coded.codes)).swapaxes(-1, -2)
-    found: Array = keys - coded.centre[:, :, None]
+    found: Array = keys - coded.center[:, :, None]
     B, _, S, _ = keys.shape
     for b, (first, M) in enumerate(coded_groups(B, S, left_padding)):
         found[b, :, first : first + M * GROUP] = decoded[b, :, : M * GROUP]

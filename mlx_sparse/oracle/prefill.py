@@ -31,12 +31,12 @@ def minference_select(
     layout = Layout(q.shape[2], k.shape[2], 1, block_size, MINFERENCE_ROWS)
     column, slash = sample_scores(q, k, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
     budgets = (-(-tokens // block_size) for tokens in (vertical_tokens, slash_tokens))
-    column_kept, slash_kept = (best(scores, n) for scores, n in zip((column, slash), budgets, strict=True))
+    column_kept, slash_kept = (select_largest(scores, n) for scores, n in zip((column, slash), budgets, strict=True))
     return block_lists(merge(column_kept, slash_kept, layout))
 
 
-def best(scores: Array, count: int) -> Array:
-    """Keep the ``count`` largest of ``scores (..., Nk)``; ties go to the lower index. With a NaN, keep all."""
+def select_largest(scores: Array, count: int) -> Array:
+    """Select the ``count`` largest of ``scores (..., Nk)``; ties go to the lower index. With a NaN, select all."""
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
     kept = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(kept, order, True, axis=-1)

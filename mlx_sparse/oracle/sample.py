@@ -48,7 +48,7 @@ def sample_select(
     check_sample(alpha_column, alpha_slash, chunks, block_size)
     layout = Layout(n.L, n.S, chunks, block_size)
     column, slash = sample_scores(q, k, chunks=chunks, block_size=block_size, scale=scale)
-    column_kept, slash_kept = keep(column, alpha_column), keep(slash, alpha_slash)
+    column_kept, slash_kept = select_share(column, alpha_column), select_share(slash, alpha_slash)
     mask = merge(column_kept, slash_kept, layout)
     # (sample.7) sampled rows are attended in full
     for block in layout.sampled_blocks:
@@ -90,10 +90,10 @@ def sample_scores(
     return column, slash
 
 
-def keep(scores: Array, alpha: float) -> Array:
-    """Keep the fewest largest ``scores (..., Nk)`` whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
+def select_share(scores: Array, alpha: float) -> Array:
+    """Select the fewest largest ``scores (..., Nk)`` whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
-    If a share is NaN, every score is kept.
+    If a share is NaN, every score is selected.
     """
     order = np.argsort(-scores, axis=-1, kind="stable")
     share = np.cumsum(np.take_along_axis(scores, order, axis=-1), axis=-1) / scores.sum(axis=-1, keepdims=True)

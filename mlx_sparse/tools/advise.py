@@ -332,7 +332,7 @@ def for_everyday_use(best: Attempt) -> Method:
     changes: dict[str, Any] = {"dense_below": requested.dense_below}
     config = dataclasses.replace(config, **changes)
     if config.experiment:
-        changes = {config.grows: getattr(type(config), config.grows)}
+        changes = {config.budget_setting: getattr(type(config), config.budget_setting)}
     return dataclasses.replace(config, **changes)
 
 

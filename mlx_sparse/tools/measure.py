@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if not 0 < seconds <= 3600:
         raise ConfigError(f"--seconds: expected a number from 0 to 3600, got {args.seconds:g}.")
     check_int("--prefill-step-size", args.prefill_step_size, 1)
-    calibration = Calibration(seconds=seconds, chunk=args.prefill_step_size, say=log)
+    calibration = Calibration(seconds=seconds, chunk=args.prefill_step_size, progress=log)
     with planned(args.model, args.attn, args.attn_backend, calibration) as plan:
         rows = rows_of(plan.layers, calibration, measures=True)
     if args.json:

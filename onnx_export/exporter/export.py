@@ -301,7 +301,7 @@ def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
         "eos_token_ids": json.dumps(eos_tokens(settings)),
     }
     if target.prompts is not None:
-        metadata["prompt_piece"] = SAMPLE_CHUNK
+        metadata["prefill_chunk"] = SAMPLE_CHUNK
     return {f"{DOMAIN}.{key}": str(value) for key, value in metadata.items()}
 
 

@@ -55,7 +55,7 @@ struct CodedKeys final : HeadCallback {
   const uint8_t* past = nullptr;  // (B, Hkv D, groups, record); a past and its present may be the same memory
   uint8_t* present = nullptr;
   const float* past_summary = nullptr;
-  float* summary = nullptr;  // (B, 3 Hkv, D): sums of values, centre, spread
+  float* summary = nullptr;  // (B, 3 Hkv, D): sums of values, center, spread
 
   CodedKeys(const Append& append, const int64_t* first, bool spreads)
       : append(append), first(first), spreads(spreads) {}

@@ -36,8 +36,8 @@ float rounded(float x) {
   return (x + kShift) - kShift;
 }
 
-// Quantizes the rows of a group to D records, `stride` bytes apart. With `leads` it also computes the centre.
-void code_group(const Kernels& kernels, const Work& w, int64_t D, bool leads, float* centre, uint8_t* to,
+// Quantizes the rows of a group to D records, `stride` bytes apart. With `leads` it also computes the center.
+void code_group(const Kernels& kernels, const Work& w, int64_t D, bool leads, float* center, uint8_t* to,
                 int64_t stride) {
   const float largest = kLargestCode, infinity = std::numeric_limits<float>::infinity();
   std::fill(w.low, w.low + D, infinity);
@@ -54,9 +54,9 @@ void code_group(const Kernels& kernels, const Work& w, int64_t D, bool leads, fl
   for (int64_t d = 0; d < D; d++) {
     if (leads) {
       const float middle = w.low[d] * 0.5f + w.high[d] * 0.5f;
-      centre[d] = w.odd[d] == 0 && std::isfinite(middle) ? middle : 0;
+      center[d] = w.odd[d] == 0 && std::isfinite(middle) ? middle : 0;
     }
-    const float low = w.low[d] - centre[d], high = w.high[d] - centre[d];
+    const float low = w.low[d] - center[d], high = w.high[d] - center[d];
     if (w.odd[d] != 0 || !std::isfinite(low) || !std::isfinite(high)) {
       w.lo[d] = w.step[d] = std::numeric_limits<float>::quiet_NaN();
       continue;
@@ -70,7 +70,7 @@ void code_group(const Kernels& kernels, const Work& w, int64_t D, bool leads, fl
   for (int64_t j = 0; j < kGroup; j++) {
     float* row = w.rows + j * D;
     for (int64_t d = 0; d < D; d++) {
-      const float code = (row[d] - centre[d] - w.lo[d]) / w.step[d];
+      const float code = (row[d] - center[d] - w.lo[d]) / w.step[d];
       row[d] = w.step[d] > 0 ? rounded(code > largest ? largest : code > 0 ? code : 0) : 0;
     }
   }
@@ -113,7 +113,7 @@ void CodedKeys::head(int64_t b, int64_t h) const {
   float* values = summary + 3 * head * D;
   const int64_t old = std::max<int64_t>(0, begin - low) / kGroup, now = (end - low) / kGroup;
   uint8_t* codes = present + head * plane();
-  float *centre = values + D, *spread = centre + D;
+  float *center = values + D, *spread = center + D;
   const char *keys = append.plane(append.present_key, b, h), *rows = append.plane(append.present_value, b, h);
   Scratch scratch(Scratch::kTask, Work::size(D) + Scratch::size<double>(2 * D) + Scratch::size<float>(2 * now) +
                                       Scratch::size<uint16_t>(2 * now));
@@ -128,13 +128,13 @@ void CodedKeys::head(int64_t b, int64_t h) const {
   for (int64_t d = 0; d < D; d++) values[d] = float(total[d]);
 
   if (old > 0) {
-    if (before != values) std::copy(before + D, before + 2 * D, centre);
+    if (before != values) std::copy(before + D, before + 2 * D, center);
   } else {
-    std::fill(centre, centre + D, 0.0f);
+    std::fill(center, center + D, 0.0f);
   }
   for (int64_t n = old; n < now; n++) {
     append.read(work.rows, keys, low + n * kGroup, kGroup);
-    code_group(all, work, D, n == 0, centre, codes + n * kRecord, groups() * kRecord);
+    code_group(all, work, D, n == 0, center, codes + n * kRecord, groups() * kRecord);
   }
 
   if (!spreads) {

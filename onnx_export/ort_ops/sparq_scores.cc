@@ -29,7 +29,7 @@ void Step::prepare(Head& head) const {
   float* q = const_cast<float*>(head.rows.q);
   a.typed().widen(q, static_cast<const char*>(a.query) + a.group_offset(head.b, head.h), G * D);
   if (s.reallocate || s.by_key) statistics(head);
-  if (s.codes) head.centre = s.summary + ((head.b * a.Hkv + head.h) * 3 + 1) * D;
+  if (s.codes) head.center = s.summary + ((head.b * a.Hkv + head.h) * 3 + 1) * D;
   if (!head.everything) {
     std::fill(head.component, head.component + D, 0.0f);
     for (int64_t g = 0; g < G; g++) {
@@ -108,7 +108,7 @@ void Step::score_codes(const Head& head, Span keys, float* scores) const {
     a.read(whole, a.plane(a.keys, head.b, head.h), from + j, 1);
     for (int64_t i = 0; i < rank; i++) {
       const int32_t d = head.components[i];
-      rows[j * rank + i] = whole[d] - head.centre[d];
+      rows[j * rank + i] = whole[d] - head.center[d];
     }
   }
   for (int64_t g = 0; g < G; g++) {

@@ -31,7 +31,7 @@ struct Head {
   float* packed;           // queries over the components, times c / t, in the layout of `approximate`
   int32_t* components;
   float *mean, *deviation;  // (D)
-  const float* centre;      // (D), of int4 scoring keys
+  const float* center;      // (D), of int4 scoring keys
   float* component;         // (D): scores of the components
   int32_t* work;            // (D)
   float* scores;            // (blocks, G, stride): exp(a - top) of the block

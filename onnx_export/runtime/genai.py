@@ -76,7 +76,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         },
     }
     # Prefill in chunks limits the memory of a call.
-    chunk = int(metadata.get("mlx_sparse.prompt_piece", CHUNK))
+    chunk = int(metadata.get("mlx_sparse.prefill_chunk", CHUNK))
     search = {"do_sample": False, "max_length": length, "past_present_share_buffer": True, "chunk_size": chunk}
     _write(folder, {"model": model, "search": search})
 

@@ -112,7 +112,7 @@ def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pi
     pieces: list[str] = []
     detokenizer = Detokenizer(tokenizer)
 
-    def say(piece: str) -> None:
+    def write(piece: str) -> None:
         pieces.append(piece)
         if not quiet:
             print(piece, end="", flush=True)
@@ -126,11 +126,11 @@ def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pi
         if not count:
             first = time.perf_counter()
         count += 1
-        say(detokenizer.add(token))
+        write(detokenizer.add(token))
     end = time.perf_counter()
     if not count:
         first = end
-    say(detokenizer.rest())
+    write(detokenizer.rest())
     if not quiet:
         print(f"\n{RULE}")
     method = runner.metadata.get("mlx_sparse.method", "unknown")

@@ -23,10 +23,10 @@ def scores(shape: tuple[int, ...], seed: int, *, ties: bool) -> np.ndarray:
 
 def keep(backend: Any, scores: np.ndarray, alpha: float) -> np.ndarray:
     if backend.name == "ops":
-        return backend.numpy(block_select.keep(backend.array(scores, "f32"), alpha))
+        return backend.numpy(block_select.select_share(backend.array(scores, "f32"), alpha))
     from mlx_sparse.cuda_ref.launchers import sample
 
-    return backend.numpy(sample.keep(backend.array(scores, "f32"), alpha)).astype(bool)
+    return backend.numpy(sample.select_share(backend.array(scores, "f32"), alpha)).astype(bool)
 
 
 by_backend = pytest.mark.parametrize("backend", ["ops", "triton"], indirect=True)
@@ -38,7 +38,7 @@ by_backend = pytest.mark.parametrize("backend", ["ops", "triton"], indirect=True
 def test_keep_equals_the_oracle(backend: Any, alpha: float, ties: bool) -> None:
     for n in (1, 2, 7, 40):
         x = scores((2, 3, 2, n), n, ties=ties)
-        np.testing.assert_array_equal(keep(backend, x, alpha), oracle_sample.keep(x, alpha))
+        np.testing.assert_array_equal(keep(backend, x, alpha), oracle_sample.select_share(x, alpha))
 
 
 @pytest.mark.parametrize(("short", "count"), [(-1e-5, 1), (0.0, 1), (4e-7, 1), (4e-6, 2)])
@@ -46,7 +46,7 @@ def test_keep_equals_the_oracle(backend: Any, alpha: float, ties: bool) -> None:
 def test_a_share_that_reaches_alpha_except_for_rounding_is_enough(backend: Any, short: float, count: int) -> None:
     """Test the threshold ``alpha - 1e-6`` (sample.6), because a sum of float32 shares may be smaller than alpha."""
     x = np.array([[0.8 - short, 0.2 + short]], np.float32)
-    assert keep(backend, x, 0.8).sum() == oracle_sample.keep(x.astype(float), 0.8).sum() == count
+    assert keep(backend, x, 0.8).sum() == oracle_sample.select_share(x.astype(float), 0.8).sum() == count
 
 
 @by_backend

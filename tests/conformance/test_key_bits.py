@@ -77,7 +77,7 @@ def test_a_padded_row_is_coded_as_it_is_alone(backend: Any) -> None:
     for b, first in enumerate(padding):
         alone = oracle.code_keys(keys[b : b + 1, :, first:])
         for name, array, wanted in zip(KeyCodes._fields, found, alone, strict=True):
-            kept = array[b] if name == "centre" else array[b][..., : wanted.shape[-1]]
+            kept = array[b] if name == "center" else array[b][..., : wanted.shape[-1]]
             np.testing.assert_array_equal(kept, wanted[0], err_msg=name)
 
 
@@ -110,7 +110,7 @@ def test_non_finite_keys_are_selected_first_with_their_groups(backend: Any, case
 def test_a_coded_key_is_within_half_a_step_of_the_key() -> None:
     keys = Case(2, 4, 2, 200, 64, "f16").inputs()[1]
     coded = oracle.code_keys(keys)
-    near = approximate_keys(keys.astype(np.float64), coded) + coded.centre[:, :, None]
+    near = approximate_keys(keys.astype(np.float64), coded) + coded.center[:, :, None]
     step = np.repeat(coded.step.astype(np.float64), GROUP, axis=-1).swapaxes(-1, -2)
     # lo and step, which are at most 8, are rounded to float16: by half a unit in the last of 11 bits.
     assert (np.abs(near - keys)[:, :, :192] <= step * (0.5 + 2**-11 * 2**4) + 8 * 2**-11).all()

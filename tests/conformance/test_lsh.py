@@ -171,8 +171,8 @@ def test_every_prefill_chunk_of_a_model_equals_the_oracle(attn: str, monkeypatch
 
 
 def test_hyperattention_serves_no_sinks() -> None:
-    assert not METHODS["hyperattention"]().serves_sinks(1)
-    assert METHODS["hash_sparse"]().serves_sinks(1)
+    assert not METHODS["hyperattention"]().supports_sinks(1)
+    assert METHODS["hash_sparse"]().supports_sinks(1)
 
 
 @pytest.mark.parametrize(

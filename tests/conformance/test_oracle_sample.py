@@ -126,7 +126,7 @@ def test_recall_is_the_dense_weight_of_the_attended_keys(case: SampleCase) -> No
     ],
 )
 def test_the_fewest_largest_scores_that_reach_alpha_are_kept(scores: Row, alpha: float, kept: list[int]) -> None:
-    assert np.flatnonzero(oracle.keep(np.array(scores), alpha)).tolist() == kept
+    assert np.flatnonzero(oracle.select_share(np.array(scores), alpha)).tolist() == kept
 
 
 @pytest.mark.parametrize("parameter", ["alpha_column", "alpha_slash"])

@@ -233,7 +233,7 @@ def test_bfloat16_rounds_to_nearest() -> None:
 # Options
 
 SMALL = ["--shapes", "4x2x32", "--repeat", "2", "--lengths", "200"]
-ENGINES = pytest.mark.parametrize("engine", command.ENGINES)
+RUNTIMES = pytest.mark.parametrize("engine", command.RUNTIMES)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -246,9 +246,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.mark.parametrize(("arguments", "message"), DATA["every_engine"])
 @pytest.mark.parametrize("stage", ["step", "prefill"])
-@ENGINES
+@RUNTIMES
 def test_wrong_options_are_refused(engine, stage, arguments, message, capsys) -> None:
-    assert refused(capsys, stage, "--engine", engine, *SMALL, *arguments).startswith(message)
+    assert refused(capsys, stage, "--runtime", engine, *SMALL, *arguments).startswith(message)
 
 
 @pytest.mark.parametrize(("arguments", "message"), DATA["one_engine"])
@@ -271,7 +271,7 @@ def test_command_starts_without_optional_packages(tmp_path: Path) -> None:
         "    sys.modules[name] = None\n"
         "import importlib.metadata, runpy\n"
         "importlib.metadata.version = lambda name: {}[name]  # it is not installed\n"
-        "sys.argv = ['command', 'step', '--engine', 'cuda', '--lengths', '200']\n"
+        "sys.argv = ['command', 'step', '--runtime', 'cuda', '--lengths', '200']\n"
         "import mlx_sparse.tools.bench.inputs\n"
         "runpy.run_module('mlx_sparse.tools.bench.command', run_name='__main__')"
     )

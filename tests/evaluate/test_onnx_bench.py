@@ -1,4 +1,4 @@
-"""Test `mlx-sparse bench --engine onnx`: every variant is correct, and a wrong variant is not timed."""
+"""Test `mlx-sparse bench --runtime onnx`: every variant is correct, and a wrong variant is not timed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows_of(capsys: Any, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
     """Return the result rows of a benchmark run."""
     stage, *more = arguments
-    assert cli.main(["bench", stage, "--engine", "onnx", *more, "--repeat", "2", "-o", "json"]) == code
+    assert cli.main(["bench", stage, "--runtime", "onnx", *more, "--repeat", "2", "-o", "json"]) == code
     rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
     return rows
 

@@ -27,8 +27,8 @@ D, BUCKETS = 16, 12
 def clustered(n: int, seed: int = 0, *, groups: int = 20) -> Array:
     """Return keys of different norms around a few directions with a common offset, like a model's keys."""
     random = np.random.default_rng(seed)
-    centres = random.normal(size=(groups, D)) + 2 * random.normal(size=D)
-    keys = centres[random.integers(groups, size=n)] + 0.4 * random.normal(size=(n, D))
+    centers = random.normal(size=(groups, D)) + 2 * random.normal(size=D)
+    keys = centers[random.integers(groups, size=n)] + 0.4 * random.normal(size=(n, D))
     return (keys * random.uniform(0.5, 2.0, (n, 1))).astype(np.float32)
 
 

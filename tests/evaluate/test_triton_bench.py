@@ -1,4 +1,4 @@
-"""Test `mlx-sparse bench --engine cuda`: every variant is correct, and a wrong variant is not timed.
+"""Test `mlx-sparse bench --runtime cuda`: every variant is correct, and a wrong variant is not timed.
 
 Without a GPU, kernels run in Triton's interpreter, where only the times are meaningless.
 """
@@ -23,7 +23,7 @@ METHODS = "sparq:rank=16,top_k=32,sparq:rank=16,top_k=32,key_bits=16,saap:probes
 def rows_of(capsys: Any, stage: str, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
     """Return the result rows of a benchmark run."""
     sizes = ["--lengths", "200", "--repeat", "1", "-o", "json"]
-    assert cli.main(["bench", stage, "--engine", "cuda", *sizes, *arguments]) == code
+    assert cli.main(["bench", stage, "--runtime", "cuda", *sizes, *arguments]) == code
     rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
     return rows
 

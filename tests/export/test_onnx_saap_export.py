@@ -48,7 +48,7 @@ def test_layers_without_saap_are_sampled(tmp_path: Path) -> None:
     assert made.nodes == ["SampleAttention", "SampleSaapAttention", "SampleSaapAttention"]
     assert made.metadata["method"].startswith("sample:block_size=32,alpha_column=0.4,alpha_slash=0.3,")
     assert "+saap:artefact=tiny.safetensors," in made.metadata["method"]
-    assert made.metadata["prompt_piece"] == "2048"
+    assert made.metadata["prefill_chunk"] == "2048"
 
 
 def test_an_artefact_fits_the_quantized_model(tmp_path: Path) -> None:

@@ -124,4 +124,4 @@ def test_verification_includes_a_layer_after_two_sampled_layers(tmp_path: Path) 
 def test_only_layers_without_a_window_are_sampled(tmp_path: Path) -> None:
     made = ExportedModel(tmp_path, "gemma3_text", METHODS["sample"], max_length=320)
     assert made.nodes == ["CachedAttention", "SampleAttention", "CachedAttention", "SampleAttention"]
-    assert made.metadata["prompt_piece"] == "2048"
+    assert made.metadata["prefill_chunk"] == "2048"

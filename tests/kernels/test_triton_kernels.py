@@ -218,7 +218,7 @@ def test_wrong_tensors_are_refused() -> None:
         ("codes", torch.int32, "keys_t.codes: expected uint8, got int32. Take what code_keys returns."),
         ("lo", torch.float32, "keys_t.lo: expected float16, got float32."),
         ("step", torch.bfloat16, "keys_t.step: expected float16, got bfloat16."),
-        ("centre", torch.float16, "keys_t.centre: expected float32, got float16."),
+        ("center", torch.float16, "keys_t.center: expected float32, got float16."),
     ],
 )
 def test_codes_of_other_dtypes_are_refused(part: str, dtype: torch.dtype, message: str) -> None:

@@ -32,7 +32,7 @@ def check_codes(cache: Any, config: SparQ = FEW) -> None:
         bits = np.array(array.view(mx.uint8) if name == "codes" else array)
         for b, first in enumerate(cache.first_rows()):  # complete groups of a row; other entries are never read
             stop = max(0, S - first) // GROUP * bits.shape[-1] // max(1, S // GROUP)
-            used = slice(None) if name == "centre" else slice(stop)
+            used = slice(None) if name == "center" else slice(stop)
             np.testing.assert_array_equal(bits[b][..., used], getattr(wanted, name)[b][..., used], err_msg=name)
     spread = side.codes.spread(cache.keys, S)
     expected = oracle.key_spread(wanted, rows, left_padding=padding)

@@ -106,7 +106,7 @@ def test_measurement_of_one_layer_does_not_apply_to_another(other: Layer) -> Non
 def test_first_long_context_is_measured_once_and_saved(config: Method) -> None:
     messages: list[str] = []
     layer = PROMPT if isinstance(config, Sample) else OPS
-    calibration = Calibration(measures=True, seconds=0.2, say=messages.append)
+    calibration = Calibration(measures=True, seconds=0.2, progress=messages.append)
     enough = calibration.shortest_measured(config)
     assert calibration.threshold(config, layer, enough - 1).how == MODELLED
     assert not messages
@@ -145,7 +145,7 @@ def test_too_little_free_memory_keeps_the_modelled_threshold(
 ) -> None:
     monkeypatch.setattr(calibrate, "free_memory", lambda: 1 << 20)
     messages: list[str] = []
-    assert Calibration(measures=True, say=messages.append).threshold(config, layer, LONG).how == MODELLED
+    assert Calibration(measures=True, progress=messages.append).threshold(config, layer, LONG).how == MODELLED
     assert "MB of free memory are too few" in messages[1]
 
 
@@ -154,7 +154,7 @@ def test_damaged_file_is_reported_once_and_replaced() -> None:
     path = calibrate.path_of(measurement_key(SparQ(), OPS))
     path.write_text("{")
     messages: list[str] = []
-    calibration = Calibration(say=messages.append)
+    calibration = Calibration(progress=messages.append)
     assert [calibration.threshold(SparQ(), OPS).how for _ in range(3)] == [MODELLED] * 3
     assert len(messages) == 1
     assert str(path) in messages[0]
@@ -221,7 +221,7 @@ def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
 def test_hostile_answer_is_reported_in_one_line_and_ignored(config: Method, layer: Layer, answer: Any) -> None:
     write_measurement(measurement_key(config, layer), answer)
     messages: list[str] = []
-    calibration = Calibration(say=messages.append)
+    calibration = Calibration(progress=messages.append)
     assert calibration.threshold(config, layer).how == MODELLED
     assert [message.startswith("a measurement is ignored, and replaced by the next: ") for message in messages] == [
         True
@@ -231,7 +231,7 @@ def test_hostile_answer_is_reported_in_one_line_and_ignored(config: Method, laye
 def test_unwritable_folder_limits_a_measurement_to_this_run(calibration_folder: Path) -> None:
     calibration_folder.write_text("not a folder")
     messages: list[str] = []
-    found = Calibration(measures=True, seconds=0.2, say=messages.append).threshold(SparQ(), OPS, LONG)
+    found = Calibration(measures=True, seconds=0.2, progress=messages.append).threshold(SparQ(), OPS, LONG)
     assert found.how == MODELLED or "It is used for this run only." in messages[-1]
 
 
@@ -268,7 +268,7 @@ def _served(model: Any, attn: str) -> tuple[Method, Layer]:
 
 @pytest.mark.parametrize(("share", "calls"), [(0.0, 0), (1.0, 2)])
 def test_prefill_is_dense_above_the_measured_density(share: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_PAYS_FROM", 256)
+    monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_DENSE_BELOW", 256)
     model, attn = build("llama"), "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3"
     write_measurement(measurement_key(*_served(model, attn)), {"share": share, "best": share, "time": 1})
     with mlx_sparse.sparse(model, attn) as report:
@@ -283,7 +283,7 @@ def test_metal_kernels_are_measured_and_saved_by_the_same_code(metal: Metal, mon
     monkeypatch.setattr(Calibration, "longest", 1024)
     monkeypatch.setattr(calibrate, "PAIRS", (2, 2))
     layer, messages = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32), list[str]()
-    calibration = Calibration(measures=True, seconds=0.01, say=messages.append)
+    calibration = Calibration(measures=True, seconds=0.01, progress=messages.append)
     found = calibration.threshold(SparQ(), layer, 2444)
     assert len(messages) == 2
     (point,) = calibration.timed(SparQ(), layer)

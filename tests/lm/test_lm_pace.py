@@ -9,8 +9,8 @@ import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.lm.chunks import drafts_per_kernel
-from mlx_sparse.lm.figures import DraftFigures
 from mlx_sparse.lm.speculative.draft_length import DENSE_EVERY, MAX_DRAFTS, PAUSE, DraftLength
+from mlx_sparse.lm.statistics import DraftStatistics
 from mlx_sparse.methods.registry import METAL_ROWS
 
 
@@ -143,8 +143,10 @@ def test_slow_verification_is_discarded_after_its_pause() -> None:
 
 
 def test_figures_are_summed_and_printed() -> None:
-    one = DraftFigures(checks=1, examined=(1, 1), accepted=(1, 0), drafted=3, draft_seconds=1, check_seconds=2, timed=1)
-    both = one + DraftFigures(checks=1, examined=(1,), accepted=(0,), drafted=1, alone=0) + DraftFigures(alone=4)
+    one = DraftStatistics(
+        checks=1, examined=(1, 1), accepted=(1, 0), drafted=3, draft_seconds=1, check_seconds=2, timed=1
+    )
+    both = one + DraftStatistics(checks=1, examined=(1,), accepted=(0,), drafted=1, alone=0) + DraftStatistics(alone=4)
     assert (both.checks, both.examined, both.accepted, both.drafted, both.tokens) == (2, (2, 1), (1, 0), 4, 7)
     first, second, third = both.lines()
     assert "1 of 4 accepted (50%, 0% by position), 1.5 tokens per check in 2 checks" in first
@@ -154,7 +156,7 @@ def test_figures_are_summed_and_printed() -> None:
 def test_the_report_counts_bytes_per_token() -> None:
     report = Report(attn="sparq", backend="ops", model_type="llama")
     report.served_layers = 1
-    drafts = DraftFigures(checks=2, examined=(2, 1), accepted=(1, 1), drafted=4)
+    drafts = DraftStatistics(checks=2, examined=(2, 1), accepted=(1, 1), drafted=4)
     report.add(Counts(2, formula_bytes=100, dense_bytes=1000, checked_bytes=500, drafts=drafts))
     assert "keys and values for each token: 150 B, dense 500 B, by formula" in str(report)
     assert json.loads(json.dumps(report.as_dict()))["drafts"]["accepted"] == [1, 1]

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from tiny_models import build, prompt_of
 
 import mlx_sparse
-from mlx_sparse.methods import SAMPLE_PAYS_UP_TO, registry
+from mlx_sparse.methods import SAMPLE_DENSE_ABOVE, registry
 
 STEP = 256
 TOO_FULL = "whose sample selects too many blocks"
@@ -148,9 +148,9 @@ def test_other_settings_are_sampled_again(samples: list[int]) -> None:
 
 
 def test_contexts_that_are_long_enough_are_limited_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_PAYS_FROM", STEP)
+    monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_DENSE_BELOW", STEP)
     monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_SHARE", 0)
-    monkeypatch.setitem(SAMPLE_PAYS_UP_TO, "ops", 0.01)
+    monkeypatch.setitem(SAMPLE_DENSE_ABOVE, "ops", 0.01)
     model = build()
     with mlx_sparse.sparse(model, SAMPLE.replace(",dense_below=0", "")) as report:
         process(model, prompt_of(STEP), STEP)
@@ -165,7 +165,7 @@ def test_short_chunks_are_dense_by_default(
     chunks: int, steps: tuple[int, ...], sparse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test short chunks: with blocks of 32, a sample is an eighth of 256 queries. The last block may be incomplete."""
-    monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_PAYS_FROM", 0)
+    monkeypatch.setattr("mlx_sparse.methods.sample.SAMPLE_DENSE_BELOW", 0)
     model = build()
     cache = make_prompt_cache(model)
     with mlx_sparse.sparse(model, f"sample:block_size=32,chunks={chunks},dense_above=1") as report:

@@ -26,7 +26,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import build, prompt_of
 
 import mlx_sparse
-from mlx_sparse.lm.figures import PrefillCounts, PrefillFigures
+from mlx_sparse.lm.statistics import PrefillCounts, PrefillStatistics
 from mlx_sparse.methods.block_layout import Layout
 from mlx_sparse.ops import attend, blocks
 
@@ -34,32 +34,32 @@ from mlx_sparse.ops import attend, blocks
 def test_report_has_density_and_recall_by_layer_and_head(model: Any, prefill_calls: list[PrefillCall]):
     with mlx_sparse.sparse(model, SAMPLE + ",chunks=2", recall=True) as report:
         process(model, prompt_of(400), 200)
-    figures = report.as_dict()["prefill"]
-    assert json.loads(json.dumps(figures)) == figures
-    assert figures["calls"] == len(prefill_calls) == 2 * LAYERS
+    statistics = report.as_dict()["prefill"]
+    assert json.loads(json.dumps(statistics)) == statistics
+    assert statistics["calls"] == len(prefill_calls) == 2 * LAYERS
     recalls = []
     for layer in range(LAYERS):
         calls = [call for call in prefill_calls if call.cache is prefill_calls[layer].cache]
         kept = sum((call.blocks >= 0).sum(axis=(0, 2, 3)) for call in calls)
         expected = kept / sum(causal_pairs(call) for call in calls)
         recall = np.concatenate([call.expected(return_stats="recall")[1].recall for call in calls], axis=2)
-        entry = figures["layers"][layer]
+        entry = statistics["layers"][layer]
         assert entry["layer"] == layer
         np.testing.assert_allclose(entry["heads"], expected)
         np.testing.assert_allclose(report.prefill.density[layer], expected)
         assert entry["density"] == pytest.approx(expected.mean())
         assert entry["recall"] == pytest.approx({"mean": recall.mean(), "min": recall.min()}, abs=1e-5)
         recalls.append(recall)
-    heads = [density for entry in figures["layers"] for density in entry["heads"]]
-    assert (figures["density"]["min"], figures["density"]["max"]) == (min(heads), max(heads))
-    assert figures["density"]["mean"] == pytest.approx(np.mean([entry["heads"] for entry in figures["layers"]]))
+    heads = [density for entry in statistics["layers"] for density in entry["heads"]]
+    assert (statistics["density"]["min"], statistics["density"]["max"]) == (min(heads), max(heads))
+    assert statistics["density"]["mean"] == pytest.approx(np.mean([entry["heads"] for entry in statistics["layers"]]))
     rows = np.concatenate([recall.ravel() for recall in recalls])
     # Two samples of 32 rows each in a chunk of 200 rows.
-    assert figures["sampled"] == pytest.approx(64 / 200)
-    assert figures["recall"]["mean"] == pytest.approx(rows.mean(), abs=1e-5)
-    assert figures["recall"]["min"] == pytest.approx(rows.min(), abs=1e-5)
-    assert figures["recall"] == report.prefill.recall
-    low = figures["recall"]["low"]
+    assert statistics["sampled"] == pytest.approx(64 / 200)
+    assert statistics["recall"]["mean"] == pytest.approx(rows.mean(), abs=1e-5)
+    assert statistics["recall"]["min"] == pytest.approx(rows.min(), abs=1e-5)
+    assert statistics["recall"] == report.prefill.recall
+    low = statistics["recall"]["low"]
     assert low - 1e-5 <= np.sort(rows)[int(np.ceil(0.01 * rows.size)) - 1] <= low + 1e-3 + 1e-5
 
 
@@ -118,8 +118,8 @@ def test_memory_does_not_grow_with_the_chunks(recall: bool):
     assert active[-1] - active[0] < keys // 4
 
 
-def test_figures_keep_no_arrays_alive():
-    figures, layout = PrefillFigures(), Layout(64, 64, 1, 32)
+def test_statistics_keep_no_arrays_alive():
+    statistics, layout = PrefillStatistics(), Layout(64, 64, 1, 32)
     mx.synchronize()
     before = mx.get_active_memory()
     for step in range(20):
@@ -129,10 +129,10 @@ def test_figures_keep_no_arrays_alive():
         counts = PrefillCounts()
         counts.add(0, blocks, layout)
         counts.add_recall(0, mx.full((1, 1, 64), 0.5) + 0 * big[:64])
-        figures += counts.figures() or PrefillFigures()
+        statistics += counts.read() or PrefillStatistics()
     assert mx.get_active_memory() - before < 3 * big.nbytes
-    assert figures.density == {0: [1.0]}
-    assert figures.recall == {"mean": 0.5, "low": 0.5, "min": 0.5}
+    assert statistics.density == {0: [1.0]}
+    assert statistics.recall == {"mean": 0.5, "low": 0.5, "min": 0.5}
 
 
 def test_nan_is_reported():

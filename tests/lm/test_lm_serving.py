@@ -10,7 +10,7 @@ from mlx_lm import server
 from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.lm import serving
 from mlx_sparse.lm.command import Session
-from mlx_sparse.lm.figures import PrefillFigures
+from mlx_sparse.lm.statistics import PrefillStatistics
 
 
 class Context:
@@ -44,7 +44,7 @@ def test_a_session_adds_the_calls_of_all_its_models() -> None:
     assert session.calls() == Counts()
     for name in "ab":
         report = Report(attn="sparq", backend="ops", model_type="llama")
-        report.add(Counts(2, Counter(prompt=1), prefill=PrefillFigures(calls=4)))
+        report.add(Counts(2, Counter(prompt=1), prefill=PrefillStatistics(calls=4)))
         session.reports[name, ()] = report
     assert session.calls() == Counts(4, Counter(prompt=2))
     session.prefill = object()  # type: ignore[assignment]

@@ -140,7 +140,7 @@ def test_codes_and_keys_replace_each_other() -> None:
     few = layer.buffers.codes.nbytes
     assert (
         few == layer.buffers.keys.nbytes // 8 * 9 // 8 + 2 * 2 * 32 * 4
-    )  # 4.5 of 32 bits per number, and the float32 centre
+    )  # 4.5 of 32 bits per number, and the float32 center
     assert layer.buffers.keys_t is None
     assert_codes(layer, first=(0, 70))
     assert_reads_its_rows(layer)

@@ -218,7 +218,7 @@ class ContextCall(Call):
             layout = config.layout(L, S)
             kept: Any = (blocks >= 0).sum().item()
             if kept <= max_density * layout.causal_pairs * queries.shape[0] * queries.shape[1]:
-                self.figures.add(self.layer_index(cache), blocks, layout)
+                self.prefill_counts.add(self.layer_index(cache), blocks, layout)
                 given: dict[str, Any] = {"block_size": config.block_size, "scale": scale, "backend": backend}
                 return rank_attention.attend_blocks(queries, cache, blocks, **given, exchange=self._exchange)
             reason = reasons.TOO_FULL

@@ -64,8 +64,8 @@ def sparq(
     logits = mx.zeros((B, Hkv, G, 0))
     if cache.length:
         keys, _ = cache.own_rows()
-        how = Selection(config.rank, config.top_k, 0, scale, **known)
-        logits = sparq_logits(queries, keys, how)
+        selection = Selection(config.rank, config.top_k, 0, scale, **known)
+        logits = sparq_logits(queries, keys, selection)
     # (sparq.4), (sparq.5), (sparq.6) over the keys of all ranks
     weights, lse = softmax_lse(logits, None) if cache.length else (logits, mx.full((B, Hkv, G), -mx.inf))
     s_hat = weights * mx.exp(lse - exchange.logsumexp(lse))[..., None]

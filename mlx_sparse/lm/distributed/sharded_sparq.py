@@ -11,7 +11,7 @@ from ...cache.sharded_cache import Shard, ShardedKVCache
 from ...cache.sparq_state import Codes, Columns, SparQState
 from ...methods import SparQ
 from ...methods.scoring_keys import GROUP
-from ...ops.key_codes import group_moments
+from ...ops.key_codes import group_statistics
 from ...ops.sparq import deviation
 from .exchange import Exchange
 
@@ -22,7 +22,7 @@ class ShardedSparQ(SparQState):
     Collectives depend on positions only, so that all ranks run them in the same decode step.
 
     Attributes:
-        centre: float32 ``(B, Hkv, D)``, center of the key codes (sparq.17) from rank 0; None before the first full
+        center: float32 ``(B, Hkv, D)``, center of the key codes (sparq.17) from rank 0; None before the first full
             group.
         spread: ``(B, Hkv, D)``, key spread (sparq.22) over the groups on all ranks; None before it is needed.
         groups: number of groups in ``spread``.
@@ -30,7 +30,7 @@ class ShardedSparQ(SparQState):
 
     def __init__(self) -> None:
         super().__init__()
-        self.centre: mx.array | None = None
+        self.center: mx.array | None = None
         self.spread: mx.array | None = None
         self.groups = 0
 
@@ -41,7 +41,7 @@ class ShardedSparQ(SparQState):
         """
         lowest = cache.take_lowest()
         if lowest < GROUP:
-            self.centre, self.codes = None, None
+            self.center, self.codes = None, None
         if lowest // GROUP < self.groups:
             self.spread, self.groups = None, 0
         weighted = config.component_score == "query_key"
@@ -63,11 +63,11 @@ class ShardedSparQ(SparQState):
         self.codes = self.codes or Codes(None, [0])
         if first:
             self.codes.extend(cache.key_rows, cache.length)
-        if self.centre is None and cache.position >= GROUP:
+        if self.center is None and cache.position >= GROUP:
             B, Hkv, _, D = cache.key_rows.shape
-            own = self.codes.coded.centre if first and self.codes.coded is not None else mx.zeros((B, Hkv, D))
-            self.centre = exchange.from_first(own)
-            self.codes.set_centre(self.centre)
+            own = self.codes.coded.center if first and self.codes.coded is not None else mx.zeros((B, Hkv, D))
+            self.center = exchange.from_first(own)
+            self.codes.set_center(self.center)
         if not first and cache.length:
             self.codes.extend(cache.key_rows, cache.length)
         return self.codes
@@ -83,7 +83,7 @@ class ShardedSparQ(SparQState):
             counts = [Shard(rank, exchange.size).before(groups * GROUP) // GROUP for rank in range(exchange.size)]
             n = counts[exchange.rank]
             coded = codes.read(cache.key_rows, whole=False) if n else None
-            own = mx.zeros((3, B, Hkv, D)) if coded is None else group_moments(coded)
+            own = mx.zeros((3, B, Hkv, D)) if coded is None else group_statistics(coded)
             means, squares, widths = mx.moveaxis(exchange.gather(own), 1, 0)
             self.spread, self.groups = (
                 mx.sqrt((_squares(means, squares, counts) + widths.sum(axis=0) / 16) / groups),

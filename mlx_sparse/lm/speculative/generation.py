@@ -28,7 +28,7 @@ from ...model_info import leaves
 from ...model_parts import part_of
 from ..call import Phase, in_phase
 from ..chunks import drafts_per_kernel, rows_at_once
-from ..figures import DraftFigures
+from ..statistics import DraftStatistics
 from .draft_length import MAX_DRAFTS, DraftLength
 from .rewind import ROWS, Random, Undo
 
@@ -230,8 +230,8 @@ class Run:
         (mx.eval if timed else mx.async_eval)(*following)
         seconds = time.perf_counter() - began if timed else None
         self.draft_length.note_step(seconds)
-        figures = DraftFigures(alone=1, alone_seconds=seconds or 0.0, timed_alone=int(timed))
-        self.plan.report.add(Counts(drafts=figures))
+        statistics = DraftStatistics(alone=1, alone_seconds=seconds or 0.0, timed_alone=int(timed))
+        self.plan.report.add(Counts(drafts=statistics))
         return Result([], following, lambda count: self._count_tokens([y]))
 
     def _check(self, y: mx.array, n: int, *, timed: bool) -> Result:
@@ -286,7 +286,7 @@ class Run:
         pauses = self.draft_length.pauses
         self.draft_length.note_check(n, accepted, seconds)
         drafting, checking = seconds or (0.0, 0.0)
-        figures = DraftFigures(
+        statistics = DraftStatistics(
             checks=1,
             examined=(1,) * min(accepted + 1, n),
             accepted=(1,) * accepted + (0,) * (accepted < n),
@@ -296,7 +296,7 @@ class Run:
             timed=int(seconds is not None),
             pauses=self.draft_length.pauses - pauses,
         )
-        self.plan.report.add(Counts(drafts=figures))
+        self.plan.report.add(Counts(drafts=statistics))
 
     def _last(self, tokens: mx.array) -> mx.array:
         """Run the model on ``tokens``, and return the logits ``(1, vocabulary)`` after the last token."""

@@ -1,6 +1,6 @@
 """``mlx-sparse bench step | prefill | generate``: options, and the loop over all cases.
 
-A value of ``--engine`` is a module with ``check(request)``, ``machine()`` and ``variants(request, case)``. This module
+A value of ``--runtime`` is a module with ``check(request)``, ``machine()`` and ``variants(request, case)``. This module
 needs only NumPy.
 """
 
@@ -22,7 +22,7 @@ from ...methods import Method, parse, split_methods
 from .. import formats
 from .core import ITEM_SIZES, Case, Request, Row, Shape, collect, log, measure, text
 
-ENGINES = {  # modules, imported on request
+RUNTIMES = {  # modules, imported on request
     "mlx": "mlx_sparse.tools.bench.mlx_variants",
     "onnx": "mlx_sparse.onnx_export.bench",
     "cuda": "mlx_sparse.cuda_ref.bench",
@@ -35,7 +35,7 @@ STAGES = {  # stage of the methods, examples, and the defaults of --attn, --leng
 SHAPES = "32x8x128"
 BACKENDS = {"mlx": "auto", "onnx": "native,standard", "cuda": "triton"}
 WARM_UP = 2  # turns before the timing of decode steps
-ONLY = {  # options with the only --engine and stage that accept them
+ONLY = {  # options with the only --runtime and stage that accept them
     "--kv-bits": ("mlx", "step", "also time each method with quantized KV caches of N bits"),
     "--steps": ("mlx", "prefill", "tokens of a prefill chunk (default: 2048,all)"),
     "--threads": ("onnx", "", "threads of ONNX Runtime (default: 2)"),
@@ -52,13 +52,13 @@ def main(argv: Sequence[str]) -> int:
         code: int = importlib.import_module(GENERATE).run(args)
         return code
     request = read(args)
-    engine = importlib.import_module(ENGINES[args.engine])
-    engine.check(request)
-    facts = {"command": args.command, "date": date.today().isoformat(), "machine": engine.machine()}
-    return 0 if run(request, engine, formats.Printer(args, facts)) else 1
+    runtime = importlib.import_module(RUNTIMES[args.runtime])
+    runtime.check(request)
+    facts = {"command": args.command, "date": date.today().isoformat(), "machine": runtime.machine()}
+    return 0 if run(request, runtime, formats.Printer(args, facts)) else 1
 
 
-def run(request: Request, engine: object, printer: formats.Printer) -> bool:
+def run(request: Request, runtime: object, printer: formats.Printer) -> bool:
     """Measure every case within the time budget and print its rows. Return True if all results are correct."""
     end, rows = time.monotonic() + request.budget, list[Row]()
     for number, case in enumerate(request.cases):
@@ -68,7 +68,7 @@ def run(request: Request, engine: object, printer: formats.Printer) -> bool:
         until = now + (end - now) / min(2, len(request.cases) - number)
         found = [Row(case, "", note=f"skipped: the time budget of {request.budget:g} s was used up")]
         if now < end:
-            made = engine.variants(request, case)  # type: ignore[attr-defined]
+            made = runtime.variants(request, case)  # type: ignore[attr-defined]
             found = measure(case, made, request.repeat, WARM_UP if case.step is None else 0, until)
         rows += collect(found, printer)
     right = not any(row.failed for row in rows)
@@ -97,7 +97,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 def _add_options(parser: argparse.ArgumentParser, stage: str) -> None:
     _, examples, method, lengths, repeat = STAGES[stage]
-    parser.add_argument("--engine", choices=ENGINES, default="mlx", help="backend library (default: mlx)")
+    parser.add_argument("--runtime", choices=RUNTIMES, default="mlx", help="backend library (default: mlx)")
     parser.add_argument("--attn", metavar="METHOD,...", default=method, help=f"{examples} (default: {method})")
     parser.add_argument("--lengths", metavar="S,...", default=lengths, help=f"numbers of keys (default: {lengths})")
     about = f"query heads x KV heads x head dim (default: {SHAPES})"
@@ -107,9 +107,9 @@ def _add_options(parser: argparse.ArgumentParser, stage: str) -> None:
     parser.add_argument("--repeat", metavar="N", type=int, default=repeat, help=f"timed turns (default: {repeat})")
     parser.add_argument("--backend", metavar="NAME,...", help=f"mlx: auto, ops, metal; onnx: {BACKENDS['onnx']}")
     parser.add_argument("--budget-s", metavar="N", type=float, default=math.inf, help="time budget in seconds")
-    for option, (engine, of, about) in ONLY.items():
+    for option, (runtime, of, about) in ONLY.items():
         if of in ("", stage):
-            parser.add_argument(option, metavar="N" if of == "" else "N,...", help=f"with {engine}: {about}")
+            parser.add_argument(option, metavar="N" if of == "" else "N,...", help=f"with {runtime}: {about}")
     formats.add_options(parser)
 
 
@@ -117,12 +117,12 @@ def read(args: argparse.Namespace) -> Request:
     """Return the request of the options.
 
     Raises:
-        ConfigError: an option is wrong, or not available with this ``--engine``.
+        ConfigError: an option is wrong, or not available with this ``--runtime``.
     """
     own: dict[str, str | None] = {option: getattr(args, option[2:].replace("-", "_"), None) for option in ONLY}
     for option, value in own.items():
-        if value is not None and ONLY[option][0] != args.engine:
-            raise ConfigError(f"{option}: expected none with --engine {args.engine}, got {value}.")
+        if value is not None and ONLY[option][0] != args.runtime:
+            raise ConfigError(f"{option}: expected none with --runtime {args.runtime}, got {value}.")
     dtypes = args.dtype.split(",")
     if not set(dtypes) <= ITEM_SIZES.keys():
         raise ConfigError(f"--dtype: expected some of {', '.join(ITEM_SIZES)}, got {args.dtype!r}.")
@@ -133,14 +133,14 @@ def read(args: argparse.Namespace) -> Request:
     batches = [_number("--batches", part) for part in args.batches.split(",")]
     cases = [Case(*parts) for parts in product(dtypes, made, batches, sizes)]
     if args.stage == "prefill":
-        default = "2048,all" if args.engine == "mlx" else "all"
+        default = "2048,all" if args.runtime == "mlx" else "all"
         chunks = (own["--steps"] or default).split(",")
         steps = [None if part == "all" else read_length(part, "--steps") for part in chunks]
         cases = [Case(c.dtype, c.shape, c.B, c.S, min(step or c.S, c.S)) for c, step in product(cases, steps)]
     return Request(
         stage=args.stage,
         methods=[_method(part, args.stage) for part in split_methods(args.attn)],
-        backends=(args.backend or BACKENDS[args.engine]).split(","),
+        backends=(args.backend or BACKENDS[args.runtime]).split(","),
         cases=list(dict.fromkeys(cases)),
         repeat=check_int("--repeat", args.repeat, 1),
         budget=args.budget_s,

@@ -28,7 +28,7 @@ from ..generate_command import generate_command, parse_outcome, run_command
 from .core import Row, Spread, Variant, collect, prepare_and_check, take_turns
 
 ONNX = "mlx_sparse.onnx_export.bench_generate"  # imported by name, because mlx_sparse does not require onnx
-ENGINES = ("mlx", "onnx")
+RUNTIMES = ("mlx", "onnx")
 LENGTHS, MAX_TOKENS, REPEAT = "2k,4k", 32, 3
 DENSE = "dense"
 LONG_TOKEN = 16  # characters; more than the average length of a token
@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
     for text in methods:
         select_methods(parse(text))
     for option, value, engine in (("--threads", args.threads, "onnx"), ("--text", args.text, "mlx")):
-        if value is not None and args.engine != engine:
-            raise ConfigError(f"{option}: expected none with --engine {args.engine}, got {value}.")
+        if value is not None and args.runtime != engine:
+            raise ConfigError(f"{option}: expected none with --runtime {args.runtime}, got {value}.")
     check_int("--repeat", args.repeat, 1)
     tokens = check_int("--max-tokens", args.max_tokens, 1)
     threads = check_int("--threads", 1 if args.threads is None else args.threads, 1)
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     cache, load, where = cache_directory(args.cache_dir), os.getloadavg()[0], machine()
     check_model(args.model, cache, args.accept_license)
     texts.check([args.text or texts.DEFAULT])
-    if args.engine == "onnx":
+    if args.runtime == "onnx":
         make = partial(importlib.import_module(ONNX).variants, threads=threads)
     else:
         (source,) = texts.read([args.text or texts.DEFAULT], cache=cache)
@@ -121,10 +121,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.description = (
         "Run mlx_lm.generate on real text, densely and with each method in turns, and print the speed of prefill and "
-        "of generation. With --engine onnx, decode with the model that export-onnx makes of it in float32."
+        "of generation. With --runtime onnx, decode with the model that export-onnx makes of it in float32."
     )
     add_model_options(parser)
-    parser.add_argument("--engine", choices=ENGINES, default="mlx", help="backend library (default: mlx)")
+    parser.add_argument("--runtime", choices=RUNTIMES, default="mlx", help="backend library (default: mlx)")
     parser.add_argument("--attn", metavar="METHOD,...", default="sparq", help="such as sparq,sample+sparq")
     parser.add_argument("--lengths", metavar="S,...", default=LENGTHS, help=f"prompt lengths (default: {LENGTHS})")
     about = f"tokens to generate in each turn (default: {MAX_TOKENS})"

@@ -1,4 +1,4 @@
-"""Make the inputs of a case in NumPy and the expected result in float64, for all values of ``--engine``.
+"""Make the inputs of a case in NumPy and the expected result in float64, for all values of ``--runtime``.
 
 A problem has one sequence. For a batch, each variant repeats the sequence.
 """
@@ -137,7 +137,7 @@ def planted_problem(case: Case, config: Method) -> Problem:
     count = config.attended // together - np.unique(unit[always]).size
     selected = np.isin(unit, [i * np.unique(unit[~always]).size // count for i in range(count)])
     rows = np.flatnonzero(selected | always)
-    gap = GAP if config.serves_sinks(case.shape.G) else LARGE_GAP
+    gap = GAP if config.supports_sinks(case.shape.G) else LARGE_GAP
     keys = NOISE * normal(case, Hkv, S, seed=1)
     planted = selected | (position == rows[-1])
     keys[:, :, planted] += base * (gap * D**0.5 / (base**2).sum(axis=-1, keepdims=True))
@@ -219,7 +219,7 @@ def check_request(request: Request, backends: tuple[str, ...], shared_only: bool
     for config, shape in product(request.methods, {case.shape for case in request.cases}):
         if shared_only and (config.name not in SHARED_METHODS or getattr(config, "mode", "") == "online"):
             raise ConfigError(
-                f"--attn: expected {', '.join(SHARED_METHODS)} without mode=online with this --engine, got {config}."
+                f"--attn: expected {', '.join(SHARED_METHODS)} without mode=online with this --runtime, got {config}."
             )
         if config.observes_prefill or (request.stage == "prefill" and getattr(config, "block_size", 1) == 1):
             raise ConfigError(f"--attn: expected a method that selects keys or blocks by scores, got {config.name}.")

@@ -104,7 +104,7 @@ def _styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     kinds: list[str] = []
     for method in list(dict.fromkeys(methods))[:MAX_LINES]:
         kind = method.rpartition("+")[2].partition(":")[0].partition(" ")[0]
-        color, marker = METHODS[kind].look if kind in METHODS else ("#666666", "X")
+        color, marker = METHODS[kind].plot_style if kind in METHODS else ("#666666", "X")
         found[method] = {"color": color, "marker": marker, "linestyle": DASHES[kinds.count(kind) % len(DASHES)]}
         kinds.append(kind)
     return found

@@ -18,7 +18,7 @@ LOW_QUANTILE = 0.01
 
 
 @dataclass(frozen=True)
-class LayerFigures:
+class LayerStatistics:
     """Sums over the sparse prefill calls of one layer.
 
     Attributes:
@@ -35,8 +35,8 @@ class LayerFigures:
     lost: float = 0.0
     least: float = 1.0
 
-    def __add__(self, other: LayerFigures) -> LayerFigures:
-        return LayerFigures(
+    def __add__(self, other: LayerStatistics) -> LayerStatistics:
+        return LayerStatistics(
             self.pairs + other.pairs,
             tuple(a + b for a, b in zip(self.attended, other.attended, strict=True)),
             self.rows + other.rows,
@@ -51,7 +51,7 @@ class LayerFigures:
 
 
 @dataclass(frozen=True)
-class PrefillFigures:
+class PrefillStatistics:
     """Statistics of sparse prefill calls.
 
     Attributes:
@@ -65,14 +65,14 @@ class PrefillFigures:
     calls: int = 0
     queries: int = 0
     sampled_queries: float = 0.0
-    layers: Mapping[int, LayerFigures] = field(default_factory=dict)
+    layers: Mapping[int, LayerStatistics] = field(default_factory=dict)
     histogram: Counter[int] = field(default_factory=Counter)
 
-    def __add__(self, other: PrefillFigures) -> PrefillFigures:
+    def __add__(self, other: PrefillStatistics) -> PrefillStatistics:
         layers = dict(self.layers)
         for index, layer in other.layers.items():
             layers[index] = layers[index] + layer if index in layers else layer
-        return PrefillFigures(
+        return PrefillStatistics(
             self.calls + other.calls,
             self.queries + other.queries,
             self.sampled_queries + other.sampled_queries,
@@ -140,7 +140,7 @@ class PrefillFigures:
 
 
 class PrefillCounts:
-    """Counts of sparse prefill calls in one forward pass, on the device until `figures` is called."""
+    """Counts of sparse prefill calls in one forward pass, on the device until `read` is called."""
 
     def __init__(self) -> None:
         self._layers: list[tuple[int, Layout, mx.array]] = []
@@ -157,7 +157,7 @@ class PrefillCounts:
         counts = mx.zeros(BINS, mx.int32).at[bins].add(1)
         self._recalls.append((layer, recall.size, [(1.0 - recall).sum(), recall.min(), counts]))
 
-    def figures(self) -> PrefillFigures | None:
+    def read(self) -> PrefillStatistics | None:
         """Wait for the counts and return them as plain numbers, or None if no call was added.
 
         Only the thread that ran the model may call this. This adds no delay, because mlx-lm waits for the same
@@ -166,29 +166,29 @@ class PrefillCounts:
         if not self._layers:
             return None
         mx.eval([attended for *_, attended in self._layers], [arrays for *_, arrays in self._recalls])
-        found = PrefillFigures()
+        found = PrefillStatistics()
         for index, layout, array in self._layers:
-            found += PrefillFigures(
-                1, layout.L, layout.L * layout.sampled_share, {index: _layer_figures(array, layout)}
+            found += PrefillStatistics(
+                1, layout.L, layout.L * layout.sampled_share, {index: _layer_statistics(array, layout)}
             )
         for index, rows, (lost, least, counts) in self._recalls:
             # `add` has already counted the pairs of this call.
             heads = (0,) * len(found.layers[index].attended)
-            recall = LayerFigures(0, heads, rows, _float(lost), _float(least))
+            recall = LayerStatistics(0, heads, rows, _float(lost), _float(least))
             histogram = Counter({place: int(count) for place, count in enumerate(np.array(counts)) if count})
-            found += PrefillFigures(layers={index: recall}, histogram=histogram)
+            found += PrefillStatistics(layers={index: recall}, histogram=histogram)
         return found
 
 
-def _layer_figures(array: mx.array, layout: Layout) -> LayerFigures:
+def _layer_statistics(array: mx.array, layout: Layout) -> LayerStatistics:
     """Return the sums of one call from its numbers of attended blocks ``(B, Hq)``."""
     attended = np.array(array)
     heads = tuple(int(count) for count in attended.sum(axis=0, dtype=np.int64))
-    return LayerFigures(attended.shape[0] * layout.causal_pairs, heads)
+    return LayerStatistics(attended.shape[0] * layout.causal_pairs, heads)
 
 
 @dataclass(frozen=True)
-class BucketFigures:
+class BucketStatistics:
     """Statistics of SAAP's decode steps, summed over steps, sequences and KV heads.
 
     Attributes:
@@ -203,8 +203,8 @@ class BucketFigures:
     attended: int = 0
     bytes: int = 0
 
-    def __add__(self, other: BucketFigures) -> BucketFigures:
-        return BucketFigures(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+    def __add__(self, other: BucketStatistics) -> BucketStatistics:
+        return BucketStatistics(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     @property
     def selectivity(self) -> float:
@@ -218,17 +218,17 @@ class BucketFigures:
 
 
 class BucketCounts:
-    """Counts of SAAP's decode steps in one forward pass, on the device until `figures` is called."""
+    """Counts of SAAP's decode steps in one forward pass, on the device until `read` is called."""
 
     def __init__(self) -> None:
         self._lists: list[tuple[mx.array, int]] = []
-        self._known = BucketFigures()  # the counts that the host computes
+        self._known = BucketStatistics()  # the counts that the host computes
 
     def add(self, counts: mx.array, key_bytes: int, *, valid: int, listed: int) -> None:
         """Count a decode step that attended ``counts (B, Hkv)`` keys and moved ``key_bytes`` bytes per key."""
-        # `flatten` returns a new array that belongs to no other graph, as `figures` requires.
+        # `flatten` returns a new array that belongs to no other graph, as `read` requires.
         self._lists.append((counts.flatten(), key_bytes))
-        self._known += BucketFigures(valid, listed)
+        self._known += BucketStatistics(valid, listed)
 
     def submit(self) -> BucketCounts | None:
         """Start computing the counts, on the thread that ran the model. Return None if no step was added."""
@@ -237,7 +237,7 @@ class BucketCounts:
         mx.async_eval([counts for counts, _ in self._lists])  # type: ignore[no-untyped-call]
         return self
 
-    def figures(self) -> BucketFigures:
+    def read(self) -> BucketStatistics:
         """Wait for the counts and return them as plain numbers.
 
         After `submit`, any thread may call this, but only one thread at a time. This is safe because the arrays are
@@ -246,12 +246,12 @@ class BucketCounts:
         found = self._known
         for counts, key_bytes in self._lists:
             lengths: Any = counts.tolist()
-            found += BucketFigures(attended=sum(lengths), bytes=sum(lengths) * key_bytes)
+            found += BucketStatistics(attended=sum(lengths), bytes=sum(lengths) * key_bytes)
         return found
 
 
 @dataclass(frozen=True)
-class DraftFigures:
+class DraftStatistics:
     """Statistics of self-speculative decoding.
 
     Attributes:
@@ -279,13 +279,13 @@ class DraftFigures:
     timed_alone: int = 0
     pauses: int = 0
 
-    def __add__(self, more: DraftFigures) -> DraftFigures:
+    def __add__(self, more: DraftStatistics) -> DraftStatistics:
         def added(one: Any, other: Any) -> Any:
             if isinstance(one, tuple):
                 return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
             return one + other
 
-        return DraftFigures(*(added(a, b) for a, b in zip(vars(self).values(), vars(more).values(), strict=True)))
+        return DraftStatistics(*(added(a, b) for a, b in zip(vars(self).values(), vars(more).values(), strict=True)))
 
     @property
     def tokens(self) -> int:
