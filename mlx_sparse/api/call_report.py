@@ -82,6 +82,7 @@ class Report(Totals):
         drafts: draft statistics (`mlx_sparse.lm.statistics.DraftStatistics`); None without `--lossless`.
         part: layers and KV heads of the model that this process runs.
         kv_heads: KV heads of a served layer on this rank and in the whole model; None if layers differ.
+        weight_bytes: bytes of the model's weights in this process.
         counted: `buckets` without the decode steps in flight.
     """
 
@@ -96,6 +97,7 @@ class Report(Totals):
     crossovers: Callable[[], list[str]] = field(default=list, repr=False)
     part: Part = field(default_factory=Part)
     kv_heads: tuple[int, int] | None = None
+    weight_bytes: int = 0
     counted: Any = field(default=None, init=False, repr=False)
     _counting: deque[DeviceCounts] = field(default_factory=deque, init=False, repr=False)
 
@@ -166,38 +168,82 @@ class Report(Totals):
         here, whole = self.kv_heads or (0, 0)
         return f", {here} of {whole} KV heads on this rank" if here < whole else ""
 
+    def summary(self) -> str:
+        """Return the report in at most eight lines: the sparse calls, their savings, the dense calls and a hint."""
+        with _lock:
+            first = self.opening()[0]
+            if self.dense_layers:
+                first += f"; dense layers: {listing(self.dense_layers, 1)}"
+            lines = [first, *(self.prefill.lines()[:2] if self.prefill else []), *self._decode_lines()]
+            if self.sparse_calls and self.weight_bytes:
+                lines.append(
+                    f"  estimated saving: {self.saved_share:.0%} of the bytes of a decode step, with the weights"
+                )
+            if self.dense_calls:
+                lines.append(f"  dense calls: {listing(self.dense_calls, 2)}")
+            lines += self.drafts.lines()[:1] if self.drafts else []
+            return "\n".join(lines + [f"  hint: {hint}" for hint in [self._hint()] if hint])
+
+    @property
+    def saved_share(self) -> float:
+        """Share of the bytes of a decode step that sparse attention saves, averaged over the sparse steps.
+
+        The bytes of a step are those of all weights and of the keys and values of the served layers. A step whose time
+        is limited by the memory bandwidth gets shorter by this share.
+        """
+        per_step = self.served_layers / max(self.sparse_calls, 1)
+        dense = self.dense_bytes * per_step
+        return (dense - self.sparse_bytes * per_step) / max(self.weight_bytes + dense, 1)
+
+    def _hint(self) -> str | None:
+        """Return the one change that would help most, or None."""
+        if not self.sparse_calls and any("fewer than" in reason for reason in self.dense_calls):
+            return "shorter contexts are dense because they are faster so; dense_below=N in --attn changes the length"
+        if self.drafts is not None and self.drafts.pauses and not self.drafts.checks:
+            return "drafts were slower than dense steps; drop --lossless here"
+        if self.sparse_calls and self.weight_bytes and self.saved_share < 0.05:
+            return "the weights are most of a step at this length; longer contexts gain more"
+        if len(self.dense_calls) > 2 or len(self.dense_layers) > 1:
+            return "--attn-report full lists all reasons"
+        return None
+
     def __str__(self) -> str:
+        """Return the full report."""
         with _lock:
             return "\n".join(self._lines())
+
+    def _decode_lines(self) -> list[str]:
+        """Return the number of sparse decode calls and their bytes as lines of text."""
+        per_step = self.served_layers / max(self.sparse_calls, 1)
+        if self.sparse_calls:
+            share = self.sparse_bytes / self.dense_bytes
+            return [
+                f"  sparse calls: {self.sparse_calls:,}, {share:.1%} of the dense bytes by formula "
+                f"({_bytes(self.sparse_bytes * per_step)} instead of {_bytes(self.dense_bytes * per_step)} per step)"
+            ]
+        if not self.dense_calls and not (self.prefill and self.prefill.calls):
+            return ["  attention calls: none"]
+        return ["  sparse calls: none"] if self.decodes else []
 
     def _lines(self) -> list[str]:
         first, *more = self.opening()
         lines = [first, *(f"  {line}" for line in more)]
-        per_step = self.served_layers / max(self.sparse_calls, 1)
         if self.prefill is not None:
             lines += self.prefill.lines()
-        if self.sparse_calls:
-            share = self.sparse_bytes / self.dense_bytes
-            lines.append(
-                f"  sparse calls: {self.sparse_calls:,}, {share:.1%} of the dense bytes by formula "
-                f"({_bytes(self.sparse_bytes * per_step)} instead of {_bytes(self.dense_bytes * per_step)} per step)"
-            )
-            if self.buckets is not None:
-                lines.append(f"  selectivity: {self.buckets.selectivity:.1%} of the keys outside the window")
-        elif not self.dense_calls and not (self.prefill and self.prefill.calls):
-            lines.append("  attention calls: none that came here")
-        elif self.decodes:
-            lines.append("  sparse calls: none")
+        lines += self._decode_lines()
+        if self.sparse_calls and self.buckets is not None:
+            lines.append(f"  selectivity: {self.buckets.selectivity:.1%} of the keys outside the window")
         if self.dense_calls:
             lines.append(f"  dense calls: {listing(self.dense_calls)}")
         if self.drafts is not None:
             lines += self.drafts.lines()
+            per_step = self.served_layers / max(self.sparse_calls, 1)
             if self.sparse_calls:
                 moved = (self.sparse_bytes + self.checked_bytes) / max(self.drafts.tokens, 1)
                 dense = self.dense_bytes * per_step
                 lines.append(f"  keys and values for each token: {_bytes(moved)}, dense {_bytes(dense)}, by formula")
         if self.messages:
-            lines.append(f"  to the other processes: {_bytes(self.sent_bytes)} in {self.messages:,} messages")
+            lines.append(f"  sent to other ranks: {_bytes(self.sent_bytes)} in {self.messages:,} messages")
         return lines
 
 
@@ -206,9 +252,15 @@ def _sum(known: Any, more: Any) -> Any:
     return more if known is None else known if more is None else known + more
 
 
-def listing(counts: Counter[str]) -> str:
-    """Format counts and reasons as "3 too short, 1 masked", the largest count first."""
-    return ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
+def listing(counts: Counter[str], most: int | None = None) -> str:
+    """Format counts and reasons as "3 too short, 1 masked", the largest count first.
+
+    If there are more than ``most`` reasons, count the rest as "for other reasons".
+    """
+    parts = [f"{count:,} {reason}" for reason, count in counts.most_common(most)]
+    if rest := counts.total() - sum(count for _, count in counts.most_common(most)):
+        parts.append(f"{rest:,} for other reasons")
+    return ", ".join(parts)
 
 
 def _bytes(count: float) -> str:

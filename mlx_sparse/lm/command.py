@@ -88,7 +88,10 @@ class Session:
             fail(parser, str(error))
         names = "+".join(config.name for config in configs)
         if "recall" in self.report_format and prefill is None:
-            fail(parser, f"--attn-report: expected text, json or off with --attn {names}, got {self.report_format}.")
+            fail(
+                parser,
+                f"--attn-report: expected text, full, json or off with --attn {names}, got {self.report_format}.",
+            )
         prompt_cache = getattr(args, "prompt_cache_file", None)
         if prompt_cache is not None and not self.only_prompts and not Path(prompt_cache).is_file():
             fail(parser, f"--prompt-cache-file: expected an existing file, got {prompt_cache}.")
@@ -268,7 +271,7 @@ class Session:
 
     def _print_crossovers(self, plan: Plan, report: Report) -> None:
         """Print the number of sparse layers and the crossover lengths before the first token."""
-        if self.report_format not in ("text", "recall"):
+        if self.report_format not in ("text", "full", "recall"):
             return
         lines = report.opening()
         if any(config.measurable for config in plan.configs):
@@ -336,7 +339,8 @@ class Session:
             print(json.dumps(self.as_dict()), file=sys.stderr)
         else:
             for report in self.reports.values():
-                print(f"[mlx-sparse] {report}", file=sys.stderr)
+                text = report.summary() if self.report_format == "text" else report
+                print(f"[mlx-sparse] {text}", file=sys.stderr)
 
     def calls(self) -> Counts:
         """Return the current counts of all models. ``prefill`` is the number of sparse prefill calls, or None."""

@@ -10,7 +10,7 @@ from typing import Any
 from ..methods import Dense, Method, parse, read_toml
 
 SHARDS = ("context", "context:local")
-REPORTS = ("text", "recall", "json", "json+recall", "off")
+REPORTS = ("text", "full", "recall", "json", "json+recall", "off")
 
 
 class _Once(argparse.Action):
@@ -83,9 +83,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--attn-report",
         choices=REPORTS,
         default="text",
-        help="Format of the report on standard error at the end: sparse calls, dense calls with reasons, and bytes "
-        "saved (default: text). 'recall' and 'json+recall' also measure the attention recall of prefill, which takes "
-        "an additional dense pass over the keys.",
+        help="Format of the report on standard error at the end: sparse calls, bytes saved, and dense calls with "
+        "reasons, in at most eight lines (default: text). 'full' lists everything. 'recall' and 'json+recall' also "
+        "measure the attention recall of prefill, which takes an additional dense pass over the keys.",
     )
 
 

@@ -47,7 +47,7 @@ def share_context(plan: Plan, shard: str) -> None:
         raise ConfigError(f"shard: expected {Sample.name} as prefill method, got {plan.prefill.name}.")
     if plan.recall:
         raise ConfigError(
-            "--attn-report: expected text, json or off with --shard, got recall, which ranks cannot measure."
+            "--attn-report: expected text, full, json or off with --shard, got recall, which ranks cannot measure."
         )
     _share_random_seed(exchange)
     plan.shards = exchange.size
