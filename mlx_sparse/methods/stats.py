@@ -25,6 +25,8 @@ class Stats:
         head_density: ``density`` of each head in prefill, ``(B, Hq)``; None for a decode step.
         sampled: share of the queries that were scored to select the blocks, in prefill.
         selectivity: share of the keys outside SAAP's exact part that are in visited buckets (saap.12).
+        estimated_recall: SparQ's own estimate of the attention recall (sparq.24), float32 ``(B, Hkv)``; None with other
+            methods, in dense calls, and from `cuda_ref`.
     """
 
     elements: int
@@ -34,6 +36,7 @@ class Stats:
     head_density: Any = None
     sampled: float = 0.0
     selectivity: float = 0.0
+    estimated_recall: Any = None
 
     @property
     def compression(self) -> float:
