@@ -253,4 +253,7 @@ def _sparq(attn: str | SparQ) -> SparQ:
     if [getattr(config, "name", None) for config in configs] != [SparQ.name]:
         given = "+".join(map(str, configs))
         raise ConfigError(f"attn: expected sparq[:key=value,...] alone, got {given!r}.")
-    return cast("SparQ", configs[0])
+    config = cast("SparQ", configs[0])
+    if config.recall:
+        raise ConfigError(f"recall: expected 0 with transformers, got {config.recall}. Set top_k instead.")
+    return config

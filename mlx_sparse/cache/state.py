@@ -24,9 +24,11 @@ class State(ABC):
     Attributes:
         recall: estimated attention recall ``(B, Hkv)`` of the last decode step, until `take_recall` is called; None if
             the method estimates none.
+        counts: number of attended keys ``(B, Hkv)`` of this step, likewise; None without an adaptive budget.
     """
 
     recall: mx.array | None = None
+    counts: mx.array | None = None
 
     @property
     @abstractmethod
@@ -57,10 +59,11 @@ class State(ABC):
             f"{type(self).__name__}: the method's function returned arrays that this state cannot store"
         )
 
-    def take_recall(self) -> mx.array | None:
-        """Return `recall` and forget it, so that the state keeps no array of a decode step."""
-        recall, self.recall = self.recall, None
-        return recall
+    def take_recall(self) -> tuple[mx.array | None, mx.array | None]:
+        """Return `recall` and `counts` and forget them, so that the state keeps no array of a decode step."""
+        found = self.recall, self.counts
+        self.recall = self.counts = None
+        return found
 
     def pack(self) -> State | None:
         """Return the state to use after mlx-lm has quantized the cache, or None to drop the state."""

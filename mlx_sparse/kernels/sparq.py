@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..methods import registry
 from ..methods.scoring_keys import GROUP, WORDS, KeyCodes
 from ..methods.sparq import Selection
 from ..ops.packed_rows import Rows
@@ -293,7 +294,7 @@ def sparq_attention(
     value_mean: mx.array | None,
     length: int | None = None,
     **parameters: Any,
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> tuple[mx.array, ...]:
     """Run one decode step of SparQ. `ops.sparq.sparq_attention` documents the results.
 
     Args:
@@ -304,7 +305,7 @@ def sparq_attention(
     """
     selection = Selection(**parameters)
     found = find_candidates(queries, keys, selection, exact=reallocate, length=length)
-    if found.attend is not None:
+    if found.attend is not None and not selection.recall:
         rows = *parts_of(keys)[0], *parts_of(values)[0]
         out, lse, recall = found.attend(queries, *rows, found.bits, found.indices)
         return out, lse, recall
@@ -313,23 +314,31 @@ def sparq_attention(
         assert value_mean is not None
         reallocation = Reallocation(found.logits, found.softmax, value_mean.astype(mx.float32))
     bits, indices = merge(found.bits, found.indices, selection.top_k)
+    shares = selected_shares(bits, queries.shape[1] // keys.shape[1])
+    adaptive: list[mx.array] = []  # number of attended keys
+    if selection.recall:
+        keep_fewest = registry.load("keep_fewest", "metal")
+        indices, recall = keep_fewest(indices, shares, bits >= LOCAL, selection.recall)
+        adaptive = [(indices >= 0).sum(axis=-1)]
+    else:
+        recall = shares.sum(axis=-1)
+    counts = adaptive[0] if adaptive and not reallocate else None
     out, lse, *alpha = attend_listed(
-        queries, keys, values, indices, scale=selection.scale, length=length, reallocation=reallocation
+        queries, keys, values, indices, scale=selection.scale, length=length, counts=counts, reallocation=reallocation
     )
-    B, Hkv, _ = indices.shape
-    G = queries.shape[1] // Hkv
-    return out, lse, alpha[0].reshape(B, Hkv, G).mean(axis=-1) if alpha else selected_share(bits, G)
+    recall = alpha[0].reshape(*recall.shape, -1).mean(axis=-1) if alpha else recall
+    return out, lse, recall, *adaptive
 
 
-def selected_share(bits: mx.array, G: int) -> mx.array:
-    """Return the share ``(B, Hkv)`` of the group scores on the keys with ``bits (B, Hkv, N)`` (sparq.24).
+def selected_shares(bits: mx.array, G: int) -> mx.array:
+    """Return the shares of the group scores of the keys with ``bits (B, Hkv, N)`` (sparq.24).
 
     metal/group_scores.h describes the bits and computes the same number.
     """
     local = (bits - LOCAL).astype(mx.float32) / LOCAL_SHARES
     scores = (bits & 0x7FFFFFFF).view(mx.float32) / G
     shares = mx.where(bits >= LOCAL, local, mx.where(bits == 0, 0.0, scores))
-    return mx.where((bits == LOCAL - 1) | (bits == ALWAYS), mx.nan, shares).sum(axis=-1)
+    return mx.where((bits == LOCAL - 1) | (bits == ALWAYS), mx.nan, shares)
 
 
 @cache

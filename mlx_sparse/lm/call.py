@@ -164,9 +164,12 @@ class Call:
         An estimate that is not counted is never computed.
         """
         state = None if self.plan.decode is None else cache.aux_states.get(self.plan.decode.name)
-        recall = None if state is None else state.take_recall()
+        recall, counts = (None, None) if state is None else state.take_recall()
         if recall is not None and index >= 0 and cache.position % SAMPLED_STEPS == 0:
-            self._recalls.add(index, recall if len(served) == len(recall) else recall[mx.array(served)])
+            if len(served) < len(recall):
+                rows = mx.array(served)
+                recall, counts = recall[rows], None if counts is None else counts[rows]
+            self._recalls.add(index, recall, counts)
 
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None

@@ -263,15 +263,17 @@ class RecallStatistics:
     Attributes:
         histogram: number of estimates ``(layers, RECALL_STEPS + 1)`` of each layer that round to each multiple of
             ``1 / RECALL_STEPS``. Rows are indices of the layers' caches.
+        keys: number of attended keys in these decode steps, with an adaptive budget; otherwise 0.
     """
 
     histogram: npt.NDArray[np.int64]
+    keys: int = 0
 
     def __add__(self, other: RecallStatistics) -> RecallStatistics:
         short, long = sorted((self.histogram, other.histogram), key=len)
         total = long.copy()
         total[: len(short)] += short
-        return RecallStatistics(total)
+        return RecallStatistics(total, self.keys + other.keys)
 
     @property
     def layers(self) -> dict[int, dict[str, float]]:
@@ -284,7 +286,8 @@ class RecallStatistics:
         if not layers:
             return None
         by_layer = [{"layer": index, **values} for index, values in layers.items()]
-        return {**_summary(total), "worst_layer": self.worst_layer, "layers": by_layer}
+        keys = {"keys": self.keys / int(total.sum())} if self.keys else {}  # per KV head
+        return {**_summary(total), **keys, "worst_layer": self.worst_layer, "layers": by_layer}
 
     @property
     def worst_layer(self) -> int | None:
@@ -298,9 +301,10 @@ class RecallStatistics:
         if found is None:
             return []
         worst = self.layers[found["worst_layer"]]
+        keys = f", {found['keys']:.0f} keys on average" if self.keys else ""
         return [
             f"  estimated attention recall: median {found['median']:.3f}, 5th percentile {found['low']:.3f}; "
-            f"lowest in layer {found['worst_layer']}, median {worst['median']:.3f}"
+            f"lowest in layer {found['worst_layer']}, median {worst['median']:.3f}{keys}"
         ]
 
 
@@ -319,19 +323,28 @@ class RecallCounts:
     def __init__(self) -> None:
         self._layers: list[int] = []
         self._recalls: list[mx.array] = []
+        self._counts: list[mx.array] = []
         self._joined: mx.array | None = None
 
-    def add(self, layer: int, recall: mx.array) -> None:
-        """Add the recall ``(B, Hkv)`` of a decode step of the layer with index ``layer``."""
+    def add(self, layer: int, recall: mx.array, counts: mx.array | None = None) -> None:
+        """Add the recall ``(B, Hkv)`` of a decode step of the layer with index ``layer``.
+
+        Args:
+            counts: number of attended keys ``(B, Hkv)``; None without an adaptive budget.
+        """
         self._layers += [layer] * recall.size
         self._recalls.append(recall.flatten())
+        if counts is not None:
+            self._counts.append(counts.flatten().astype(mx.float32))
 
     def submit(self) -> RecallCounts | None:
         """Start computing the recall, on the thread that ran the model. Return None if nothing was added."""
         if not self._recalls:
             return None
         # The product is a new array that belongs to no other graph, as `read` requires.
-        self._joined, self._recalls = mx.concatenate(self._recalls) * RECALL_STEPS, []
+        joined = [mx.concatenate(self._recalls) * RECALL_STEPS, *self._counts]
+        self._joined = mx.concatenate(joined) if self._counts else joined[0]
+        self._recalls, self._counts = [], []
         mx.async_eval(self._joined)  # type: ignore[no-untyped-call]
         return self
 
@@ -339,10 +352,12 @@ class RecallCounts:
         """Wait for the recall and return it as plain numbers. Any thread may call this, as `BucketCounts.read`."""
         assert self._joined is not None
         # The estimate is NaN if the model overflows, and counts as 0.
-        steps = np.clip(np.nan_to_num(np.array(self._joined.tolist()), nan=0.0), 0, RECALL_STEPS)
+        found = np.array(self._joined.tolist())
+        steps = np.clip(np.nan_to_num(found[: len(self._layers)], nan=0.0), 0, RECALL_STEPS)
         size = max(self._layers) + 1
         places = np.array(self._layers) * (RECALL_STEPS + 1) + np.rint(steps).astype(np.int64)
-        return RecallStatistics(np.bincount(places, minlength=size * (RECALL_STEPS + 1)).reshape(size, -1))
+        histogram = np.bincount(places, minlength=size * (RECALL_STEPS + 1)).reshape(size, -1)
+        return RecallStatistics(histogram, int(found[len(self._layers) :].sum()))
 
 
 @dataclass(frozen=True)

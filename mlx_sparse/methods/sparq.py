@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
 
-from ..checks import check_choice, check_int, check_local_window, check_rank
+from ..checks import check_choice, check_int, check_local_window, check_rank, check_recall
 from . import stats
 from .base import NEVER, Method, Step, shard_top_k
 from .cost import ENOUGH_SAVED
@@ -24,6 +24,7 @@ class Selection(NamedTuple):
             ``component_score="query"``.
         left_padding: ``(B,)`` int, first valid key of each sequence.
         keys_t: ``(B, Hkv, D, S)`` component-major keys, or their `KeyCodes`.
+        recall: estimated attention recall at which the selection stops (sparq.25); 0 selects ``top_k`` keys.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class Selection(NamedTuple):
     component_weight: Any = None
     left_padding: Any = None
     keys_t: Any = None
+    recall: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class SparQ(Method):
         rank: number r of query components that score every key, 1..D.
         top_k: keys attended per KV head, the local window included.
         local_window: last valid keys that are always attended, 0..top_k; None is ``top_k // 4``.
+        recall: estimated attention recall at which a KV head selects no more keys, at most ``top_k``; above 0, at most
+            1. The default 0 always selects ``top_k`` keys (docs/spec/sparq.md).
         reallocate: True mixes in the mean value for the softmax mass of the skipped keys. "auto" does so for one query
             head per KV head, and never with "query_key", because its estimate of the attended mass is too low
             (docs/results/quality.md).
@@ -78,6 +82,7 @@ class SparQ(Method):
     rank: int = 32
     top_k: int = 128
     local_window: int | None = None
+    recall: float = 0.0
     reallocate: str | bool = "auto"
     component_score: str = "auto"
     key_bits: int = 4
@@ -90,6 +95,7 @@ class SparQ(Method):
         check_int("rank", self.rank, 1)
         check_int("top_k", self.top_k, 1)
         check_local_window(self.local_window, self.top_k)
+        check_recall(self.recall)
         check_choice("reallocate", self.reallocate, ("auto", True, False))
         check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
         check_choice("key_bits", self.key_bits, KEY_BITS)
@@ -121,7 +127,8 @@ class SparQ(Method):
 
     def parameters(self, G: int = 1) -> dict[str, Any]:
         found = super().parameters(G) | {"reallocate": self.reallocates(G)}
-        return {name: found[name] for name in ("rank", "top_k", "local_window", "reallocate")}
+        names = ["rank", "top_k", "local_window", "reallocate", *(["recall"] if self.recall else [])]
+        return {name: found[name] for name in names}
 
     @property
     def experiment(self) -> bool:

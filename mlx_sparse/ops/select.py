@@ -24,6 +24,31 @@ def take_rows(array: Rows, rows: mx.array) -> mx.array:
     return array[mx.arange(B)[:, None, None], mx.arange(H)[None, :, None], rows]
 
 
+def keep_fewest(indices: mx.array, shares: mx.array, local: mx.array, recall: float) -> tuple[mx.array, mx.array]:
+    """Keep the local window and the fewest best keys whose shares sum to at least ``recall`` (sparq.25).
+
+    Args:
+        indices: int32 ``(B, Hkv, N)``, -1 in empty slots.
+        shares: float32 ``(B, Hkv, N)``, scores of the keys as shares of the sum of all scores.
+        local: bool ``(B, Hkv, N)``, True for keys of the local window.
+
+    Returns:
+        int32 indices ``(B, Hkv, N)``, ascending, -1 in empty slots, and the sum ``(B, Hkv)`` of the shares of the keys.
+    """
+    last = mx.array(2**31 - 1, mx.int32)
+    empty = indices < 0
+    ranks = mx.where(local, -mx.inf, mx.where(mx.isnan(shares), -LARGEST, -shares))
+    order = mx.argsort(mx.where(empty, mx.inf, ranks), axis=-1)
+    ordered = mx.take_along_axis(mx.where(empty, 0.0, shares), order, axis=-1)
+    # A sum of NaN reaches no share, but a share that was reached before NaN remains reached.
+    before = mx.cumsum(mx.where(mx.isnan(ordered), -LARGEST, ordered), axis=-1, inclusive=False)
+    before = mx.where(mx.take_along_axis(local, order, axis=-1), -LARGEST, before)
+    kept = mx.cummax(before, axis=-1) < recall
+    chosen = mx.where(kept, mx.take_along_axis(mx.where(empty, last, indices), order, axis=-1), last)
+    chosen = mx.sort(chosen, axis=-1)
+    return mx.where(chosen < last, chosen, -1), mx.where(kept, ordered, 0.0).sum(axis=-1)
+
+
 def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:
     """Select the last ``local_window`` valid keys and the best other keys, ``top_k`` in total (sparq.6).
 

@@ -11,7 +11,7 @@ from ..methods.sparq import Selection
 from .attend import attend_indices, exact_logits, group_queries, softmax_lse
 from .key_codes import approximate_logits
 from .packed_rows import Rows
-from .select import take_rows, top_k_select, valid_keys
+from .select import keep_fewest, take_rows, top_k_select, valid_keys
 
 
 def sparq_logits(queries: mx.array, keys: Rows, selection: Selection) -> mx.array:
@@ -63,11 +63,16 @@ def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[m
     s_hat, _ = softmax_lse(logits, valid)
     window, scores = selection.local_window, s_hat.sum(axis=2)
     indices = top_k_select(scores, top_k=selection.top_k, local_window=window, left_padding=padding)
+    if selection.recall:
+        shares = mx.take_along_axis(scores, mx.maximum(indices, 0), axis=-1) / s_hat.shape[2]
+        indices, recall = keep_fewest(indices, shares, indices >= keys.shape[2] - window, selection.recall)
+    else:
+        recall = selected_share(scores, indices, s_hat.shape[2], padding)
 
     # (sparq.8) approximate softmax mass of the selected keys
     chosen = mx.take_along_axis(s_hat, mx.maximum(indices, 0)[:, :, None, :], axis=-1)
     alpha = mx.where((indices >= 0)[:, :, None, :], chosen, 0.0).sum(axis=-1)
-    return indices, alpha.reshape(queries.shape[:2]), selected_share(scores, indices, s_hat.shape[2], padding)
+    return indices, alpha.reshape(queries.shape[:2]), recall
 
 
 def selected_share(scores: mx.array, indices: mx.array, G: int, left_padding: mx.array | None) -> mx.array:
@@ -86,12 +91,12 @@ def sparq_attention(
     reallocate: bool,
     value_mean: mx.array | None,
     **parameters: Any,
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> tuple[mx.array, ...]:
     """Run one decode step of SparQ.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the type of ``queries``, float32 ``lse (B, Hq, 1)``, and the estimated attention
-        ``recall (B, Hkv)`` (sparq.24).
+        ``recall (B, Hkv)`` (sparq.24). With an adaptive budget also ``counts (B, Hkv)``, the number of attended keys.
 
     Args:
         reallocate: mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
@@ -108,7 +113,8 @@ def sparq_attention(
         mean = mx.repeat(value_mean.astype(mx.float32), queries.shape[1] // keys.shape[1], axis=1)[:, :, None, :]
         mixed = alpha * out.astype(mx.float32) + (1.0 - alpha) * mean
         out = mx.where(lse[..., None] == -mx.inf, 0.0, mixed).astype(queries.dtype)
-    return out, lse, recall
+    counts = [(indices >= 0).sum(axis=-1)] if selection.recall else []
+    return out, lse, recall, *counts
 
 
 def masked_mean(rows: Rows, left_padding: mx.array | None) -> mx.array:

@@ -9,14 +9,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, QuantizedKVCache, make_prompt_cache
 from tiny_models import build, prompt_of
 
 import mlx_sparse
 from mlx_sparse.api.call_report import IN_FLIGHT, Counts, Report
+from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.cache.sparse_cache import SparseCache
 from mlx_sparse.lm.call import SAMPLED_STEPS
 from mlx_sparse.lm.statistics import RecallCounts, RecallStatistics
+from mlx_sparse.methods import SparQ, registry
 
 ATTN = "sparq:rank=4,top_k=16,dense_below=0"
 
@@ -87,6 +89,32 @@ def test_a_padded_batch_counts_the_sequences_that_are_sparse() -> None:
     with mlx_sparse.sparse(model, "sparq:rank=4,top_k=16,dense_below=60") as alone:
         decode(model, SAMPLED_STEPS)
     assert heads[0] == 2 * alone.recall.histogram.sum(axis=1)[0]  # the second sequence is too short
+
+
+def test_scores_of_a_quantized_cache_estimate_the_exact_recall() -> None:
+    """Test all components of the quantized keys, for which the estimate is the exact recall."""
+    cache: Any = QuantizedKVCache(group_size=32, bits=8)
+    rng = np.random.default_rng(0)
+    rows = [mx.array(rng.normal(size=(2, 2, 200, 32)), mx.float32) for _ in range(2)]
+    cache.update_and_fetch(*rows)
+    adopt([cache])
+    queries = mx.array(rng.normal(size=(2, 4, 1, 32)), mx.float32)
+    config = SparQ(top_k=20, component_score="query_key", reallocate=False)
+    _, lse = cache.attend(queries, config, scale=0.3, backend="ops")
+    dense = registry.load("dense_lse", "ops")(queries, cache.rows("ops")[0], scale=0.3, left_padding=None)
+    exact = mx.exp(lse - dense).reshape(2, 2, 2).mean(axis=2)
+    np.testing.assert_allclose(cache.aux_states["sparq"].take_recall()[0], exact, rtol=0, atol=1e-5)
+    assert cache.aux_states["sparq"].recall is None
+
+
+def test_an_adaptive_budget_reports_its_keys_and_reaches_its_recall() -> None:
+    model = build("llama")
+    with mlx_sparse.sparse(model, "sparq:rank=4,top_k=64,local_window=4,recall=0.6,dense_below=0") as report:
+        decode(model, 8 * SAMPLED_STEPS)
+    found = report.as_dict()["recall"]
+    assert 0.6 <= found["low"] <= found["median"] < 0.8
+    assert 4 < found["keys"] < 64
+    assert report.recall.lines()[0].endswith(f", {found['keys']:.0f} keys on average")
 
 
 @pytest.mark.parametrize("attn", ["streaming:sink_tokens=1,recent_tokens=15", "sparq:rank=4"])

@@ -53,7 +53,7 @@ def check(name: str, ranks: list[Run], folder: Path) -> None:
     """Compare the ranks bitwise with each other and, within 1e-4 of the largest logit, with one process."""
     logits, report = run_here("dense" if name in LOCAL else name, None, folder)
     expected = np.array(logits)
-    for found, (sparse, prompts, *_) in ranks:
+    for found, (sparse, prompts, _, _, estimates) in ranks:
         assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max(), name
         assert (found.argmax(1) == expected.argmax(1)).all(), name
         assert (found == ranks[0][0]).all(), name
@@ -61,6 +61,7 @@ def check(name: str, ranks: list[Run], folder: Path) -> None:
             assert sparse == report.sparse_calls, name
             assert prompts <= (report.prefill.calls if report.prefill else 0), name
         assert sparse > 0 or name == "dense", name
+        assert (estimates > 0) == ("sparq" in CASES[name][1] and "own" not in name), name
     if name == "sample":
         assert ranks[0][1][1] > 0
 
