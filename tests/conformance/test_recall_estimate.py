@@ -142,3 +142,19 @@ def test_recall_is_0_or_a_share(value: Any) -> None:
         mlx_sparse.sparq_attention(*map(mx.array, (q, k, v)), recall=value)
     with pytest.raises(ConfigError, match=message):
         SparQ(recall=value)
+
+
+REFUSE = r"^recall: expected 0 {}, got 0\.5\. Set top_k instead\.$"
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_other_backends_and_exported_files_refuse_an_adaptive_budget(backend: Any) -> None:
+    case = Case(1, 4, 2, 300, 64, "f32")
+    with pytest.raises(ConfigError, match=REFUSE.format("with backend triton")):
+        backend.public("sparq_attention", case, rank=16, top_k=32, recall=0.5)
+    hf = pytest.importorskip("mlx_sparse.cuda_ref.hf.cache")
+    with pytest.raises(ConfigError, match=REFUSE.format("with transformers")):
+        hf._sparq("sparq:recall=0.5")
+    exporter = pytest.importorskip("mlx_sparse.onnx_export.exporter.methods.sparq")
+    with pytest.raises(ConfigError, match=REFUSE.format("in an exported file")):
+        exporter.SparQDecoding.resolve(SparQ(recall=0.5), None)
