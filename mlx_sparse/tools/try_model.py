@@ -8,28 +8,30 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..calibrate import Calibration
-from ..checks import Parser, check_int, read_length
+from ..checks import ConfigError, Parser, check_int, read_length
 from ..files import cache_directory
-from ..lm.loading import unfit_warning
-from ..methods import NEVER
-from ..model_info import model_type
+from ..methods import NEVER, Prefill, parse
 from . import environment
 from .assets import blas
 from .assets.models import DEFAULT, add_model_options, check_model
-from .comparison import MARGIN, SECONDS, Comparison, check_decode, compare, encode_prompt
 from .evaluate import texts
-from .evaluate.inputs import load_model
+from .progress import stage
+
+if TYPE_CHECKING:
+    from .comparison import Comparison
 
 KEY = "71853"
 NOTE = f"A note to the reader: the pass key of this text is {KEY}. Please remember that the pass key is {KEY}."
 QUESTION = "That was the text. What is the pass key? Answer with: The pass key is, and its five digits."
 AFTER_KEY = 4000  # characters between the pass key and the question
+MARGIN = 2  # the default context is this many times the crossover length
+SECONDS = 90.0  # longest time of the prefill
 WIDTH = 80
 BAR = 40  # characters of the longer bar
 
@@ -39,7 +41,9 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     args = _parser().parse_args(argv)
     args.context = None if args.context is None else read_length(args.context, "--context")
     check_int("--max-tokens", args.max_tokens, 2)
-    check_decode(args.attn)
+    configs = parse(args.attn)
+    if len(configs) != 1 or isinstance(configs[0], Prefill):
+        raise ConfigError(f"--attn: expected one decode method such as sparq, got {args.attn}.")
     cache = cache_directory(args.cache_dir)
     check_model(args.model, cache, args.accept_license)
     texts.check(args.text)
@@ -50,7 +54,14 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     console = console or Console(
         stderr=args.json, highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH
     )
-    with console.status("loading the model"):
+    with stage(console, "loading mlx-lm and the model"):
+        # These imports take seconds, so show a message first.
+        from ..calibrate import Calibration
+        from ..lm.loading import unfit_warning
+        from ..model_info import model_type
+        from .comparison import compare, encode_prompt
+        from .evaluate.inputs import load_model
+
         model, tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_license)
     document = "\n\n".join(text.text for text in texts.read(args.text, cache=cache))
     prompt = encode_prompt(tokenizer, *split_text(document, args.question))
@@ -62,8 +73,10 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         model,
         tokenizer,
         prompt,
-        args.attn,
+        configs[0],
         context=args.context,
+        margin=MARGIN,
+        seconds=SECONDS,
         max_tokens=args.max_tokens,
         calibration=Calibration(measures=True),
         console=console,
@@ -126,9 +139,9 @@ def show(found: Comparison, name: str, warning: str | None, console: Console) ->
     table.add_row("peak memory", _megabytes(dense.peak_memory), _megabytes(sparse.peak_memory))
     console.print(table, "")
     longest = max(dense.tokens_per_second, sparse.tokens_per_second)
-    for label, answer in (("dense", dense), ("sparse", sparse)):
+    for label, answer, style in (("dense", dense, "none"), ("sparse", sparse, "green")):
         bar = "█" * max(1, round(BAR * answer.tokens_per_second / longest))
-        console.print(f"{label:<8}{bar} {answer.tokens_per_second:.1f} tokens/s")
+        console.print(f"{label:<8}{bar} {answer.tokens_per_second:.1f} tokens/s", style=style)
     console.print("", *advice(found, name, warning), sep="\n")
 
 
