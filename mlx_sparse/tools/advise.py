@@ -55,7 +55,7 @@ class Attempt:
 
     Attributes:
         variant: the method with its settings.
-        share: elements that the variant moves over dense attention's, by its formula.
+        share: elements that the variant moves, as a share of dense attention's, by formula; None without a formula.
         rows: one row for each task.
     """
 
@@ -185,7 +185,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Page:
-    """The result of the command.
+    """The result of ``mlx-sparse advise``.
 
     Attributes:
         model: name of the model.

@@ -92,9 +92,9 @@ class Comparison:
     Attributes:
         attn: the sparse method as text.
         crossovers: the crossover lengths of the layers, as lines of the report.
-        crossover: the longest of them in keys; `NEVER` if sparse attention is not faster at any length.
+        crossover: largest crossover length in keys; `NEVER` if sparse attention is not faster at any length.
         context: tokens of the prompt.
-        target: tokens that the prompt should have had.
+        target: intended number of tokens, more than ``context`` if the time of the prefill was over.
         forced: True if the method was sparse below its crossover length, because no longer context was possible.
         prefill_seconds: time of the prefill.
         dense, sparse: the answers.
@@ -129,7 +129,7 @@ class Comparison:
         return self.dense.tokens == self.sparse.tokens
 
     def bytes_per_token(self, kind: str) -> float | None:
-        """Return the bytes of keys and values for a token by formula, of kind "dense" or "sparse"; None without any."""
+        """Return the bytes of K and V for a token by formula, "dense" or "sparse"; None if no step was sparse."""
         calls = self.report["sparse_calls"]
         return self.report[f"{kind}_bytes"] / calls * self.report["served_layers"] if calls else None
 

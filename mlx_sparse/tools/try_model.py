@@ -30,7 +30,7 @@ KEY = "71853"
 NOTE = f"A note to the reader: the pass key of this text is {KEY}. Please remember that the pass key is {KEY}."
 QUESTION = "That was the text. What is the pass key? Answer with: The pass key is, and its five digits."
 AFTER_KEY = 4000  # characters between the pass key and the question
-MARGIN = 2  # the default context is this many times the crossover length
+MARGIN = 3  # the default context is this many times the crossover length
 SECONDS = 90.0  # longest time of the prefill
 WIDTH = 80
 BAR = 40  # characters of the longer bar
@@ -126,7 +126,7 @@ def split_text(text: str, question: str | None) -> tuple[str, str]:
 
 
 def show(found: Comparison, name: str, warning: str | None, console: Console) -> None:
-    """Print the answers, the figures and the advice."""
+    """Print both answers, the measurements and the advice."""
     for line in found.crossovers:
         console.print(f"{found.attn}: {line}")
     console.print(f"Prompt: {found.context:,} tokens, prefilled in {found.prefill_seconds:.0f} s{_reason(found)}.\n")
@@ -146,7 +146,7 @@ def show(found: Comparison, name: str, warning: str | None, console: Console) ->
 
 
 def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
-    """Return what the comparison shows, and the ``--attn`` text to use, as sentences."""
+    """Return sentences: the speed-up, the agreement of the answers, and the command to use."""
     same = "are identical" if found.identical else f"agree in the first {found.same_tokens} tokens"
     lines = [f"Warning: {warning}."] if warning else []
     lines.append(f"{found.attn} is {found.speedup:.2f} x as fast as dense attention here. The answers {same}.")

@@ -205,7 +205,7 @@ def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "layer", "answer"),
+    ("config", "layer", "result"),
     [
         (SparQ(), OPS, {"points": [], "time": 1}),
         (SparQ(), OPS, {"points": [[10**400, 1, 1, 1]], "time": 1}),
@@ -218,8 +218,8 @@ def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
     ],
     ids=str,
 )
-def test_hostile_answer_is_reported_in_one_line_and_ignored(config: Method, layer: Layer, answer: Any) -> None:
-    write_measurement(measurement_key(config, layer), answer)
+def test_hostile_result_is_reported_in_one_line_and_ignored(config: Method, layer: Layer, result: Any) -> None:
+    write_measurement(measurement_key(config, layer), result)
     messages: list[str] = []
     calibration = Calibration(progress=messages.append)
     assert calibration.threshold(config, layer).how == MODELLED
@@ -293,9 +293,9 @@ def test_metal_kernels_are_measured_and_saved_by_the_same_code(metal: Metal, mon
 
 def test_prefill_on_metal_kernels_is_timed_by_the_same_code(metal: Metal) -> None:
     layer = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32, 64)
-    answer = calibrate.measure_prefill(Sample(block_size=32, dense_below=512), layer, 0.01)
-    assert 0 <= answer["share"] <= answer["best"] <= 1
-    assert answer["S"] == 512
+    result = calibrate.measure_prefill(Sample(block_size=32, dense_below=512), layer, 0.01)
+    assert 0 <= result["share"] <= result["best"] <= 1
+    assert result["S"] == 512
 
 
 @pytest.fixture(scope="module")

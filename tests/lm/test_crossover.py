@@ -163,15 +163,15 @@ def test_file_under_the_name_of_another_measurement_is_refused() -> None:
 
 DAMAGED = {
     "empty": b"",
-    "cut": b'{"question": {"back',
+    "cut": b'{"key": {"back',
     "binary": bytes(range(256)),
     "a number": b"7",
     "deep": b"[" * 60_000,
     "deep and closed": b"[" * 30_000 + b"]" * 30_000,
     "huge": b" " * 70_000 + b"{}",
-    "many digits": b'{"question": ' + b"9" * 5000 + b"}",
-    "another question": b'{"question": {}, "answer": {}}',
-    "no answer": json.dumps({"question": KEY, "answer": 7}).encode(),
+    "many digits": b'{"key": ' + b"9" * 5000 + b"}",
+    "another key": b'{"key": {}, "result": {}}',
+    "no result": json.dumps({"key": KEY, "result": 7}).encode(),
     "infinite": b'{"format": 1e999}',
 }
 
