@@ -65,7 +65,9 @@ def test_crossover_is_found_within_ten_percent_from_any_start(device: Device, fi
     assert won == possible
     assert wanted <= (won or 0) <= PRECISION * wanted + 1
     assert all(one.S < other.S for one, other in pairwise(points))
-    assert len(lengths) == len(set(lengths)) < 12
+    assert len(set(lengths)) < 12
+    # A length wins after two timings, with arrays at other places, and loses after one.
+    assert all(lengths.count(point.S) == 1 + (point.low >= MIN_SPEEDUP) for point in points)
 
 
 def test_more_pairs_of_a_length_narrow_the_interval_of_its_median() -> None:
