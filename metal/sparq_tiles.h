@@ -107,7 +107,7 @@ void store_scores(
   }
 }
 
-// Scores of an invalid key.
+// Write the scores of an invalid key.
 template <int G>
 void store_none(device float* scores) {
 #pragma clang loop unroll(full)

@@ -113,13 +113,13 @@ class Launch:
 
 @lru_cache(maxsize=256)
 def integer(value: int) -> mx.array:
-    """Return a 0-d int32 array, cached by value. As an input, a new value does not recompile the kernel."""
+    """Return ``value`` as a cached 0-d int32 array. A new input value does not recompile a kernel."""
     return mx.array(value, mx.int32)
 
 
 @lru_cache(maxsize=16)
 def real(value: float) -> mx.array:
-    """Return a 0-d float32 array, cached by value."""
+    """Return ``value`` as a cached 0-d float32 array."""
     return mx.array(value, mx.float32)
 
 

@@ -253,7 +253,7 @@ def _sparse_class(cls: Any, plan: Plan) -> type:
 
 
 def _probe(model: Any, plan: Plan) -> None:
-    """Find the layers that can attend sparsely, by a forward pass on one token that MLX never evaluates.
+    """Find the layers that can attend sparsely. Run the model on one token, without evaluating any array.
 
     Raises:
         ConfigError: no layer of a complete model can attend sparsely, or a parameter does not fit the head dim.
