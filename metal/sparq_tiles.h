@@ -5,7 +5,7 @@
 
 // Largest logit and sum of exp(logit - largest) of a tile for each query of the group; -inf and 0 without a valid key.
 // The sum is NaN if a logit is NaN or +inf.
-// largest: output, the same in all threads. partial: scratch memory, MAX_SIMDGROUPS floats per query.
+// largest: output, the same in all threads. partial: scratch memory, 2 * MAX_SIMDGROUPS floats per query.
 template <int G, uint KEYS>
 void tile_statistics(
     const thread float (&logits)[KEYS][G],

@@ -98,7 +98,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         self._first = None
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
-        # Reading `left_padding` waits for the GPU. Read all layers together, once until sequences join or leave.
+        # Reading `left_padding` waits for the GPU. Read all layers together, and again only if sequences change.
         if self._first is None:
             batches = [entry for entry in (self, *others) if isinstance(entry, SparseBatchKVCache)]
             batches = [entry for entry in batches if entry.left_padding.size == self.left_padding.size]

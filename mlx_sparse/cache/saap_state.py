@@ -124,7 +124,7 @@ class BucketIndex(State):
             self.lists = None
 
     def write(self, start: int, keys: mx.array) -> mx.array | None:
-        """Add pre-RoPE ``keys (B, Hkv, n, D)`` at row ``start``. Return ``ids`` if this call extends it, else None.
+        """Add pre-RoPE ``keys (B, Hkv, n, D)`` at row ``start``. Return all ``ids`` if this call adds ids, else None.
 
         The keys are ignored if earlier rows are unknown, or if there are no centroids yet.
         """

@@ -120,7 +120,7 @@ class SparseCache:
 
     @property
     def state(self) -> Any:
-        """Arrays that mlx-lm saves and evaluates. The auxiliary state is not among them."""
+        """Arrays that mlx-lm saves and evaluates: keys and values, without the auxiliary state."""
         return super().state  # type: ignore[misc]
 
     @state.setter

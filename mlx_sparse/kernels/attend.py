@@ -46,7 +46,7 @@ class Reallocation(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Sizes and parameters that determine a launch over a list of keys; ``length`` keys are in use."""
+    """Sizes and parameters of a launch over a list of keys. ``length`` is the number of keys in use."""
 
     B: int
     Hq: int
@@ -81,7 +81,7 @@ def heads_of(D: int, G: int) -> tuple[int, int]:
 
 
 def _narrow(indices: mx.array, keys: int) -> mx.array:
-    """Convert indices to int32. A 64-bit index outside ``0 .. keys - 1`` becomes -1 instead of wrapping to a key."""
+    """Convert indices to int32. A 64-bit index outside ``[0, keys)`` becomes -1 instead of wrapping to a key."""
     if indices.dtype == mx.int32:
         return indices
     if indices.itemsize > 4:

@@ -27,7 +27,7 @@ def text(name: str) -> str:
 
 @cache
 def flattened(name: str) -> str:
-    """Return a header of metal/ with its includes expanded, each once, because MLX compiles a single source text."""
+    """Return the text of a metal/ header with all includes expanded, each once. MLX compiles one source text."""
     parts: dict[str, str] = {}
 
     def add(name: str) -> None:

@@ -83,7 +83,7 @@ def sample_scores(
 def _scores(
     queries: mx.array, keys: mx.array, layout: Layout, sampled: int, scale: float, heads: tuple[int, int]
 ) -> list[mx.array]:
-    """Compute ``column`` and ``slash (B, heads, G, C, Nk)`` for the KV heads ``heads[0] .. heads[1] - 1``."""
+    """Compute ``column`` and ``slash (B, heads, G, C, Nk)`` for KV heads ``heads[0]`` to ``heads[1] - 1``."""
     B, Hq, _, D = queries.shape
     G, count, C = Hq // keys.shape[1], heads[1] - heads[0], len(layout.regions)
     shape = shape_of(sampled, D, queries.itemsize)

@@ -53,7 +53,7 @@ def top_k_launch(
     more: Outputs = (),
     template: Mapping[str, Any] = MappingProxyType({}),
 ) -> Launch:
-    """Build the launch that selects the best ``top_k`` items in each tile of a row of ``items`` items.
+    """Build the launch that selects the best ``top_k`` items in each tile of a row with ``items`` items.
 
     The outputs are ``bits (B, Hkv, tiles * slots)``, the scores as ordered integers, ``indices`` with the same shape,
     and the outputs in ``more``. With one tile, ``slots`` is ``min(top_k, items)`` and the selection is complete.

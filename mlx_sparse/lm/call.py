@@ -155,7 +155,7 @@ class Call:
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Attend a prefill chunk, or plan a decode step and attend it. Return None to let mlx-lm attend densely."""
+        """Attend a prefill chunk, or a decode step without a valid plan. Return None to let mlx-lm attend densely."""
         if isinstance(cache, SparseQuantizedKVCache) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)
@@ -235,12 +235,12 @@ class Call:
         return self.probe.reason(queries, keys, cache, masked=masked, sinks=sinks, hooks=self.hooks)
 
     def layer_index(self, cache: Any) -> int:
-        """Return the index of ``cache`` among the caches of the model, or -1 if it is not among them."""
+        """Return the index of ``cache`` among the caches of the model, or -1 for other caches."""
         return next((index for index, own in enumerate(self.caches) if own is cache), -1)
 
 
 def under_plan(cls: Any) -> Callable[..., Any]:
-    """Wrap ``__call__`` of a model class to run inside a `Call`. Keep its signature, because mlx-lm inspects it."""
+    """Wrap ``__call__`` of a model class to run inside a `Call`. Keep the signature, because mlx-lm inspects it."""
     signature = inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)

@@ -83,7 +83,7 @@ UNFIT: Mapping[str, str] = {
 
 
 def unfit_warning(model_type: str) -> str | None:
-    """Return a one-line warning if a model family is unfit for sparse attention, or None."""
+    """Return a one-line warning about a model family that is unfit for sparse attention; None for other families."""
     reason = UNFIT.get(model_type)
     if reason is None:
         return None

@@ -35,7 +35,7 @@ class Plan:
         watch: function called once, with the number of keys and the counts of the first decode step; then None.
         layers: number of layers that can attend sparsely, by method and layer shape.
         report: counts of all calls.
-        lossless: number of drafts for each check, 0 to select it by speed; None if the model is not lossless.
+        lossless: number of drafts for each check; 0 to select the number by speed; None if the model is not lossless.
         shards: number of ranks that share the context.
         new_call: constructor of the context manager for a forward pass; None for `lm.call.Call`.
         new_caches: function that converts the model's new caches; None if they need no conversion.

@@ -1,7 +1,7 @@
 """Get the pre-RoPE queries and keys of a model. SAAP needs pre-RoPE keys to assign keys to buckets.
 
 A model passes queries and keys to attention after RoPE. `Recorder` stores the last calls of the model's RoPE modules.
-Given the output array of a call, it returns the input, which is exact and adds no computation. `inverse` computes the
+For a given output array it returns the input array, which is exact and adds no computation. `inverse` computes the
 inverse RoPE for keys that were not recorded (a prompt cache from a file) and for rows that are scaled after RoPE.
 `find_sources` finds out which of the two methods works for each layer, and returns a `Source`. `observe` reports the
 attention calls of a model that is not enabled.
@@ -136,7 +136,7 @@ def inverse(rope: Any, rotated: mx.array, offset: int | mx.array) -> mx.array:
     to the type of ``rotated``.
 
     Args:
-        offset: position of the first row, or one such position per sequence of the batch.
+        offset: position of the first row: an int, or an array ``(B,)`` with one position per sequence.
     """
     rows = rotated.astype(mx.float32)
     _, (transposed,) = mx.vjp(lambda x: rotate(rope, x, offset), [mx.zeros_like(rows)], [rows])

@@ -95,7 +95,7 @@ class Buckets(ModelHooks):
         super().__init__(config, model)
         self.routers = find_routers(config, model)
         self.recorder = Recorder(model)
-        # All threads use these arrays, but only this thread may evaluate them, so evaluate them now.
+        # All threads use these arrays, but only this thread may evaluate the arrays. Evaluate now.
         mx.eval([[router.centroids, router.network] for router in self.routers.values() if isinstance(router, Router)])
 
     @classmethod
@@ -251,11 +251,11 @@ class Indices(CallHooks):
         return attended
 
     def _updates_with(self, cache: SparseCache, S: int, served: list[int]) -> bool:
-        """Return True if the lists of the layer with ``cache`` must, and can, be rebuilt at position ``S`` too."""
+        """Return True if the lists of another layer also need a rebuild at position ``S`` and can be rebuilt now."""
         index = index_of(cache)
         if index is None or cache.keys is None or not S - 1 <= cache.position <= S:
             return False
-        # A layer fits centroids in its own decode step, after it has written its last key.
+        # A layer fits centroids in a decode step of this layer, after writing the last key.
         if index.unfitted(served) or not needs_rebuild(index, cache, cache.first_rows(self._caches), S, self.config):
             return False
         return index.length >= cache.length or index.router.source.irreversible is None

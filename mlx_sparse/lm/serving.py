@@ -28,12 +28,12 @@ class Request:
 
     Attributes:
         before: counts of all models at the start of the request.
-        together: largest number of concurrent requests so far, including this request.
+        concurrent: largest number of concurrent requests so far, including this request.
         tokens: number of tokens generated so far.
     """
 
     before: Counts
-    together: int = 1
+    concurrent: int = 1
     tokens: int = 0
 
 
@@ -56,7 +56,7 @@ class Requests:
         with self._lock:
             self._open.append(request)
             for each in self._open:
-                each.together = max(each.together, len(self._open))
+                each.concurrent = max(each.concurrent, len(self._open))
         return request
 
     def end(self, request: Request) -> None:
@@ -83,9 +83,9 @@ class Requests:
 
 
 def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
-    """Return the log line of a request. The server had already cached ``cached`` of its ``prompt`` tokens."""
+    """Return the log line of a request. ``cached`` of the ``prompt`` tokens were in the server's prompt cache."""
     from_cache = f" ({cached:,} cached)" if cached > 0 else ""
-    others = f" of up to {request.together} concurrent requests" if request.together > 1 else ""
+    others = f" of up to {request.concurrent} concurrent requests" if request.concurrent > 1 else ""
     calls = [f"{now.sparse_calls - request.before.sparse_calls:,} sparse"]
     if now.prefill is not None:
         calls.append(f"{now.prefill - request.before.prefill:,} sparse in prefill")

@@ -126,7 +126,7 @@ class ContextCall(Call):
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        # A layer that shares keys with another layer passes no cache or another cache. Find the cache of the keys.
+        # A layer that shares keys with another layer passes no cache or a different cache. Find the cache of the keys.
         owner = next((one for one in (cache, *self._sharded) if _wrote(one, keys, values)), None)
         if owner is None:
             # This cache is not sharded. Sparse attention would depend on measurements that differ between ranks.

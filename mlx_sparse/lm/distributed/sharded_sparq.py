@@ -105,7 +105,7 @@ class ShardedSparQ(SparQState):
         return mx.sqrt(_squares(means, squares, cache.counts()) / cache.position)
 
     def value_mean(self, cache: ShardedKVCache) -> mx.array:
-        """Return this rank's summand ``(B, Hkv, D)`` of the mean value (sparq.9), which is the sum over all ranks."""
+        """Return this rank's contribution to the mean value (sparq.9), ``(B, Hkv, D)``. The ranks' sum is the mean."""
         B, Hkv, _, D = cache.key_rows.shape
         if not cache.length:
             return mx.zeros((B, Hkv, D))
