@@ -224,7 +224,7 @@ void gather_sums(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// The part of a list that one threadgroup processes, and its threadgroup memory.
+// The part of a list that one threadgroup processes, and the threadgroup memory for this work.
 template <int D, int G, int SIMDGROUPS>
 struct AttendShared {
   threadgroup float4* scratch;  // AttendSizes::scratch floats

@@ -29,8 +29,8 @@ inline void multiply_add(thread float2& sum, float2 a, float2 b) {
   sum = reinterpret_cast<thread float2&>(result.thread_elements());
 }
 
-// Keep the compiler from moving loads of later matrices before this point, where they would occupy registers, as in
-// MLX's kernel. This barrier does not synchronize memory.
+// Prevent the compiler from moving later loads before this point, which would need more registers. MLX's kernel has the
+// same barrier. It does not synchronize memory.
 inline void settle() { simdgroup_barrier(mem_flags::mem_none); }
 
 // Return the maximum or the sum over a row to all lanes of the row.

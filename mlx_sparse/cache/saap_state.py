@@ -274,7 +274,7 @@ class BucketIndex(State):
         return merged
 
     def _all_ids(self, cache: SparseCache, heads: int, length: int) -> mx.array | None:
-        """Return the bucket ids of ``cache``, left-padded to ``length`` rows, or None if some cannot be computed."""
+        """Return the bucket ids of ``cache``, left-padded to ``length`` rows, or None if an id cannot be computed."""
         if self.centroids is None or cache.length == 0:
             return mx.zeros((len(cache.first_rows()), heads, length), mx.int16)  # replaced when centroids are fitted
         if self.router.source.irreversible is not None and self.length < cache.length:

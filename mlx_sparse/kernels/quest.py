@@ -41,7 +41,7 @@ def quest_select(
 
     Args:
         page_min, page_max: ``(B, Hkv, capacity, D)`` bounds of the pages before the current page; not copied.
-        length: number of keys in use, on more than K pages; None means all keys.
+        length: number of keys in use, which must fill more than K pages; None means all keys.
     """
     length = keys.shape[2] if length is None else length
     (B, Hkv, _, D), count = page_min.shape, -(-length // page_size)

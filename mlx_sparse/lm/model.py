@@ -195,7 +195,7 @@ def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method 
     """Return the prefill method and the decode method, with None for a dense stage.
 
     Raises:
-        ConfigError: there is no method, there are several for one stage, or a method cannot run in a model.
+        ConfigError: there is no method, a stage has several methods, or a method cannot run in a model.
     """
     if configs == (Dense(),):
         return None, None

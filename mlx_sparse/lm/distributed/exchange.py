@@ -1,4 +1,4 @@
-"""Ordered collectives over the ranks of a sharded context, with a count of the bytes that they send."""
+"""Ordered collectives over the ranks of a sharded context. The bytes sent are counted."""
 
 from __future__ import annotations
 
