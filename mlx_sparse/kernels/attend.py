@@ -46,7 +46,7 @@ class Reallocation(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Sizes and parameters that determine a launch over a list of keys; ``length`` keys are in use."""
+    """Sizes and parameters of a launch over a list of keys. ``length`` is the number of keys in use."""
 
     B: int
     Hq: int
@@ -68,7 +68,7 @@ def splits_of(N: int, lists: int) -> int:
 
 @cache
 def heads_of(D: int, G: int) -> tuple[int, int]:
-    """Return the query heads and SIMD groups per threadgroup for which the sums of a lane fit into registers.
+    """Return the number of query heads and SIMD groups per threadgroup. The sums of a lane must fit into registers.
 
     For each chunk of 128 components, a lane holds four float32 sums per head and loads four rows at once. With 512
     threads, each thread has about 100 registers, and Metal refuses to launch a kernel that needs more. A query group
@@ -81,7 +81,7 @@ def heads_of(D: int, G: int) -> tuple[int, int]:
 
 
 def _narrow(indices: mx.array, keys: int) -> mx.array:
-    """Convert indices to int32. A 64-bit index outside ``0 .. keys - 1`` becomes -1 instead of wrapping to a key."""
+    """Convert indices to int32. A 64-bit index outside ``[0, keys)`` becomes -1 instead of wrapping to a key."""
     if indices.dtype == mx.int32:
         return indices
     if indices.itemsize > 4:
@@ -108,7 +108,7 @@ def attend_indices(
             arrays, or both are quantized with the same bits and group size.
         indices: ``(B, Hkv, N)`` int32; -1, or any number that is not the index of a key, is an empty slot.
         counts: ``(B, Hkv)`` number of slots in use in each list; later slots are ignored. None means all slots.
-        reallocation: inputs for mixing in the mean value (sparq.10); not together with ``counts``.
+        reallocation: inputs for mixing in the mean value (sparq.10). Do not combine this with ``counts``.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot
@@ -166,7 +166,7 @@ def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
 
 
 def attend_candidates(n: Listed, top_k: int) -> Launch:
-    """Build the launch that selects the best ``top_k`` candidates of a `select.listing` and attends to these keys."""
+    """Build the launch that selects the best ``top_k`` candidates of a `top_k_launch` and attends to these keys."""
     B, Hq, Hkv, D, dtype, length, scale, row_format = n
     G = Hq // Hkv
     heads, simdgroups = heads_of(D, G)
