@@ -16,7 +16,7 @@ from ..formats import Printer, table
 
 MICRO = 1e-6
 MAX_NOTE = 240  # characters of a note
-MIN_TURNS = 3  # turns if the time budget is short
+MIN_TURNS = 3  # minimum number of timed turns, even after the end of the time budget
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 

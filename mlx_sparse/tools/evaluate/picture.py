@@ -94,7 +94,7 @@ def svg(figure: Figure) -> str:
 
 
 def share(row: Row) -> float:
-    """Return the bytes (for a prefill method: the block pairs) as a share of dense attention's."""
+    """Return the share of dense attention's bytes that a row reads, or of its block pairs for a prefill method."""
     return max(mean(row.density) if row.of_prompt and row.density else row.compression, SMALLEST)
 
 

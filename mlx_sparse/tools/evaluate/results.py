@@ -45,9 +45,9 @@ class Trial:
         outcome: quality of the method on the example.
         attn: the method as text, with all automatic settings resolved.
         sparse_calls, dense_calls: number of attention calls. A call on a batch counts for each example.
-        sparse_bytes, dense_bytes: bytes of K and V moved by the sparse calls, and by dense attention in their place.
+        sparse_bytes, dense_bytes: bytes of K and V that the sparse calls moved, and that dense attention would move.
         dense_reasons: number of dense calls by reason.
-        selectivity: share of the keys besides sinks and recent keys that SAAP attended (saap.12); else None.
+        selectivity: for SAAP, the share of the keys besides sinks and recent keys that were attended (saap.12).
         density: share of a prompt's causal block pairs attended, for each served layer, averaged over query heads.
         sampled: share of a prompt's query rows that were scored for the selection.
         recall: minimum, 1st percentile and mean of the attention recall over all layers, heads and rows of a prompt;
