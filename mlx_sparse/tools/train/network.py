@@ -158,7 +158,7 @@ class Training:
 
 
 def has_enough_rows(rows: Rows) -> bool:
-    """Return True if a head has enough rows for training."""
+    """Return True if a head has at least `MIN_ROWS` training rows."""
     return len(rows.queries) >= MIN_ROWS
 
 

@@ -80,13 +80,13 @@ class Texts:
 
 
 def best_distance(queries: Array, keys: Array, positions: Array, *, distances: Distances) -> Array:
-    """Return the distance of each query to its best key, sinks excluded: int32 ``(n,)``, -1 if there is no such key.
+    """Return the distance between each query and its best key, int32 ``(n,)``. Sinks do not count; -1 if all are sinks.
 
     Args:
         queries: ``(n, D)`` after RoPE, at ``positions (n,)``. Each query attends to the keys up to its position.
         keys: ``(S, D)`` of a whole text, after RoPE.
-        positions: ``(n,)``.
-        distances: the number of sinks.
+        positions: ``(n,)`` positions of the queries in the text.
+        distances: defines the number of sinks.
     """
 
     def distance(at: mx.array, behind: mx.array, logits: mx.array) -> mx.array:
