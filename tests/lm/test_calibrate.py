@@ -335,8 +335,8 @@ def test_command_succeeds_if_nothing_has_to_be_measured(folder: Path) -> None:
     ("options", "error"),
     [
         (["--model", "nowhere"], "--model: expected a model that mlx-lm can load, got nowhere"),
-        (["--model", "llama", "--seconds", "0"], "--seconds: expected a number from 0 to 3600, got 0."),
-        (["--model", "llama", "--seconds", "nan"], "--seconds: expected a number from 0 to 3600, got nan."),
+        (["--model", "llama", "--seconds", "0"], "--seconds: expected a number above 0 and at most 3600, got 0."),
+        (["--model", "llama", "--seconds", "nan"], "--seconds: expected a number above 0 and at most 3600, got nan."),
         (["--model", "llama", "--attn", "sparc"], "attn: expected one of"),
         (["--model", "llama", "--prefill-step-size", "0"], "--prefill-step-size: expected"),
     ],
