@@ -91,14 +91,14 @@ class DecodeFunctions:
                 True if each KV head has one query head.
             component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation
                 of the keys ("query_key").
-            key_bits: bits per component of the scoring keys: 16 (the paper) or 4.
+            key_bits: bits per component of the scoring keys: 16 (as in the paper) or 4.
             keys_t: ``(B, Hkv, D, S)`` component-major keys, or with ``key_bits=4`` the `KeyCodes` of `code_keys`.
                 If None, the call is slower than dense attention. The `metal` backend copies ``keys_t`` on every call
                 if it is a slice of a larger buffer.
             value_mean: ``(B, Hkv, D)`` mean of the valid values, including the current one; computed if None.
 
         Returns:
-            ``out (B, Hq, L, D)`` in the type of ``queries``; with ``return_stats`` also a `Stats`.
+            ``out (B, Hq, L, D)`` in the dtype of ``queries``; with ``return_stats`` also a `Stats`.
         """
         call = Call(self._library, "sparq", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes

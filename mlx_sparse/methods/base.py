@@ -214,7 +214,7 @@ class Method:
         return dataclasses.replace(self, **running), "" if self.budget_setting in named else self.budget_setting
 
     def __str__(self) -> str:
-        """Return the text form with every key that differs from its default."""
+        """Return the text form with all settings that differ from their defaults."""
         pairs = [
             f"{field.name}={_print_value(getattr(self, field.name))}"
             for field in dataclasses.fields(self)

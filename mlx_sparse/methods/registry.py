@@ -126,7 +126,7 @@ def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = N
 
 
 def load(function: str, backend: str) -> Callable[..., Any]:
-    """Import and return ``function`` of ``backend``.
+    """Import and return the implementation of ``function`` in ``backend``.
 
     Raises:
         ConfigError: ``backend`` does not support the function.

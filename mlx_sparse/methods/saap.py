@@ -29,8 +29,8 @@ class SAAP(Method):
         dense_layers: number of first attention layers that stay dense.
         merge_every: number of keys that are merged into the index at a time, after they leave the window of recent
             keys. Until then these keys are always attended.
-        dense_below: context length in keys below which attention stays dense. "auto" is a modelled length: with GPU
-            kernels, a step must save `ENOUGH_SAVED` bytes; with the `ops` backend, dense attention must read
+        dense_below: context length in keys below which attention stays dense. "auto" is a modelled length. With GPU
+            kernels, a step must save `ENOUGH_SAVED` bytes. With the `ops` backend, dense attention must read
             `GATHERED_ROW` times as many rows as a sparse step. With fewer ``recent_tokens`` than the default, for
             experiments on short texts, every step that can be sparse is sparse. The length is not measured, because
             the time of SAAP depends on the sizes of the visited buckets.
@@ -94,7 +94,7 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Return elements moved per KV head and decode step, without the network, for buckets of equal size."""
+        """Return the elements moved per KV head and decode step, without the network. Assumes equal bucket sizes."""
         outside = max(0, S - self.attended)
         attended = min(self.attended, S) + outside * self.probes / buckets
         return stats.saap_elements(D, round(attended))

@@ -57,7 +57,7 @@ def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16)
 
 
 def streaming_elements(S: int, D: int, *, top_k: int) -> int:
-    """Return ``2 k D + 2 D`` (sparq.13): ``top_k`` keys and values. For `oracle_top_k` this omits the selection."""
+    """Return ``2 k D + 2 D`` (sparq.13): ``top_k`` keys and values. The selection is not counted."""
     return 2 * min(top_k, S) * D + 2 * D
 
 

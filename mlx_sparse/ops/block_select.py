@@ -11,7 +11,7 @@ from ..methods.block_layout import Layout
 
 
 def select_share(scores: mx.array, alpha: float) -> mx.array:
-    """Select the fewest largest ``scores (..., Nk)`` whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
+    """Select the largest ``scores (..., Nk)`` until their share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
     Returns:
         Bool mask with the shape of ``scores``; ties go to the lower index. If a score is NaN, all scores are selected.

@@ -101,8 +101,8 @@ def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool
     """Group row blocks whose lists have the same length and either all or none contain the diagonal block.
 
     Yields:
-        Indices ``(M,)`` of row blocks, counted over all sequences and heads; key blocks ``(M, n)`` of these row blocks,
-        ascending; True if the last key block is the diagonal block.
+        Indices ``(M,)`` of row blocks, counted over all sequences and heads. Key blocks ``(M, n)`` of these row blocks,
+        ascending. True if the last key block is the diagonal block.
     """
     row_block = np.tile(np.arange(layout.first_block, layout.key_blocks), blocks.shape[0] * blocks.shape[1])
     lists = blocks.reshape(len(row_block), -1)

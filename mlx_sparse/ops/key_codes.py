@@ -1,4 +1,4 @@
-"""Quantized scoring keys (int4): docs/spec/sparq.md, equations (sparq.17) to (sparq.22)."""
+"""Int4 scoring keys in MLX array operations: docs/spec/sparq.md, equations (sparq.17) to (sparq.22)."""
 
 from __future__ import annotations
 

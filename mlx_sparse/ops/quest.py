@@ -1,4 +1,4 @@
-"""Quest: docs/spec/quest.md, equations (quest.1) to (quest.5)."""
+"""Quest in MLX array operations: docs/spec/quest.md, equations (quest.1) to (quest.5)."""
 
 from __future__ import annotations
 

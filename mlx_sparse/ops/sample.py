@@ -1,4 +1,4 @@
-"""SampleAttention: docs/spec/sample.md, equations (sample.1) to (sample.9)."""
+"""SampleAttention in MLX array operations: docs/spec/sample.md, equations (sample.1) to (sample.9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized scoring keys (int4): docs/spec/sparq.md, equations (sparq.17) to (sparq.22)."""
+"""Reference implementation of int4 scoring keys: docs/spec/sparq.md, equations (sparq.17) to (sparq.22)."""
 
 from __future__ import annotations
 

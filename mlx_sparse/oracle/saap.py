@@ -1,4 +1,4 @@
-"""SAAP: docs/spec/saap.md, equations (saap.1) to (saap.14)."""
+"""Reference implementation of SAAP: docs/spec/saap.md, equations (saap.1) to (saap.14)."""
 
 from __future__ import annotations
 

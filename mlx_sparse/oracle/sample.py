@@ -1,4 +1,4 @@
-"""SampleAttention: docs/spec/sample.md, equations (sample.1) to (sample.9)."""
+"""Reference implementation of SampleAttention: docs/spec/sample.md, equations (sample.1) to (sample.9)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def sample_scores(
 
 
 def select_share(scores: Array, alpha: float) -> Array:
-    """Select the fewest largest ``scores (..., Nk)`` whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
+    """Select the largest ``scores (..., Nk)`` until their share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
     If a score is NaN, all scores are selected.
     """
