@@ -142,7 +142,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from .tools import doctor
 
     if args.model is None and (args.attn or args.attn_backend):
-        raise ConfigError("--attn: expected it with --model, got it alone. Name the model.")
+        raise ConfigError("--attn: expected the option --model too, got none. Name the model.")
     findings = doctor.examine(args.model, args.attn or doctor.ATTN, args.attn_backend or "auto")
     print(json.dumps(findings, indent=2) if args.json else doctor.text(findings))
     return 1 if findings["problems"] else 0

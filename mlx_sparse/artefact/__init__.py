@@ -83,18 +83,18 @@ class Artefact:
                 has = "no keys" if here is None else f"{here[0]} KV heads of {here[1]}"
                 raise ArtefactError(
                     f"artefact: expected the layers of this model, got {heads} KV heads of {D} for layer {index}, "
-                    f"which has {has}. Train one for this model."
+                    f"which has {has}. Train an artefact for this model."
                 )
         if found["hash"] != self.model["hash"]:
             raise ArtefactError(
                 "artefact: expected one trained on this model, got one for a model of the same family with another "
-                "config or other weights. Train one for this model."
+                "config or other weights. Train an artefact for this model."
             )
 
     def _check_family(self, found: str) -> None:
         if found != self.model["model_type"]:
             raise ArtefactError(
-                f"artefact: expected one for {found}, got one for {self.model['model_type']}. Train one."
+                f"artefact: expected one for {found}, got one for {self.model['model_type']}. Train an artefact."
             )
 
     def part_for(self, model: Any) -> Artefact:
@@ -117,7 +117,7 @@ class Artefact:
         if part.layers not in (None, len(shapes)):
             raise ArtefactError(
                 f"artefact: expected one cache for each of the {part.layers} layers of a part, got {len(shapes)}. "
-                "Run the model whole."
+                "Run the model in one process."
             )
         layers = {}
         for place, shape in enumerate(shapes):
@@ -180,7 +180,7 @@ def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) 
         has = "no keys" if shape is None else f"{shape[0]} KV heads of {shape[1]}"
         raise ArtefactError(
             f"artefact: expected the {heads} KV heads of {D} of layer {index} to be split into {part.size} equal "
-            f"parts, got a part with {has}. Train one for this model, or run the model in one process."
+            f"parts, got a part with {has}. Train an artefact for this model, or run the model in one process."
         )
     mine = slice(part.rank * shape[0], (part.rank + 1) * shape[0])
     return Layer(**{name: mx.contiguous(array[mine]) for name, array in layer.arrays().items()})

@@ -42,7 +42,7 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping
         OSError: the file cannot be written. An existing file is unchanged.
     """
     if path.suffix != ".safetensors":
-        raise ArtefactError(f"path: expected a name in .safetensors, got {path}.")
+        raise ArtefactError(f"path: expected a file name that ends in .safetensors, got {path}.")
     whole = {name: mx.contiguous(array) for name, array in tensors.items()}
 
     def write(new: Path) -> None:
@@ -52,7 +52,7 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping
                 pass
         except (SafetensorError, RuntimeError):
             # MLX does not report why a write failed, and sometimes reports no error. safe_open above detects that.
-            raise OSError(errno.ENOSPC, "no room for the whole file (disk full?)", str(path)) from None
+            raise OSError(errno.ENOSPC, "the file was not written completely (disk full?)", str(path)) from None
 
     replace_file(path, write)
 

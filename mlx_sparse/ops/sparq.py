@@ -110,5 +110,5 @@ def masked_mean(rows: Rows, left_padding: mx.array | None) -> mx.array:
 
 def deviation(keys: Rows, left_padding: mx.array | None) -> mx.array:
     """Return the float32 standard deviation ``(B, Hkv, D)`` of each component over the valid keys (sparq.1)."""
-    centred = keys[:].astype(mx.float32) - masked_mean(keys, left_padding)[:, :, None, :]
-    return mx.sqrt(masked_mean(centred**2, left_padding))
+    centered = keys[:].astype(mx.float32) - masked_mean(keys, left_padding)[:, :, None, :]
+    return mx.sqrt(masked_mean(centered**2, left_padding))

@@ -165,5 +165,5 @@ def masked_mean(rows: Array, valid: Array) -> Array:
 
 def deviation(keys: Array, valid: Array) -> Array:
     """Return the standard deviation ``(B, Hkv, D)`` of each component over the valid keys (sparq.1)."""
-    centred = np.where(valid[:, None, :, None], keys - masked_mean(keys, valid)[:, :, None, :], 0.0)
-    return np.sqrt(masked_mean(centred**2, valid))
+    centered = np.where(valid[:, None, :, None], keys - masked_mean(keys, valid)[:, :, None, :], 0.0)
+    return np.sqrt(masked_mean(centered**2, valid))
