@@ -70,7 +70,7 @@ class Method:
         plot_style: color and marker in plots. The colors are safe for color-blind readers.
         presets: settings by name of the preset.
         budget_setting: name of the setting that is adjusted to reach a transfer budget; empty if there is none.
-        sparse: True if the method skips keys. Only sparse methods can be enabled on a model.
+        sparse: True if the method skips keys; False for dense attention.
         observes_prefill: True if the selection uses the attention weights of a dense prefill.
         pre_rope: True if the selection uses pre-RoPE queries and keys.
     """

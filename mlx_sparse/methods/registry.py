@@ -96,7 +96,7 @@ def require(backend: str, function: str, reason: str | None = None) -> None:
     """Raise unless ``backend`` can run ``function`` on MLX arrays here. "auto" never raises.
 
     Args:
-        reason: additional reason of the caller why the backend cannot run the function, or None.
+        reason: reason from the caller why the backend cannot run the function, or None.
 
     Raises:
         BackendUnavailable: the backend cannot run the function. The call never falls back to another backend.

@@ -101,8 +101,8 @@ def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool
     """Group row blocks whose lists have the same length and either all or none contain the diagonal block.
 
     Yields:
-        Indices ``(M,)`` of row blocks, counted over all sequences and heads. Key blocks ``(M, n)`` of these row blocks,
-        ascending. True if the last key block is the diagonal block.
+        Row block indices ``(M,)``, counted over all sequences and heads; key block indices ``(M, n)``, ascending; True
+        if the last key block is the diagonal block.
     """
     row_block = np.tile(np.arange(layout.first_block, layout.key_blocks), blocks.shape[0] * blocks.shape[1])
     lists = blocks.reshape(len(row_block), -1)
@@ -121,19 +121,19 @@ def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool
 
 
 def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """Attend a batch with MLX's fused kernel. Its causal mask aligns the last query with the last key."""
+    """Compute attention for one batch with MLX's kernel. Its causal mask aligns the last query and the last key."""
     q, k, v = (array[:, None] for array in (queries, keys, values))
     mask = "causal" if diagonal else None
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)[:, 0]
 
 
 def _plain(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """Attend a batch with float32 matrix products. On a CPU these are faster than 16-bit products."""
+    """Compute attention for one batch with float32 matrix products. On a CPU they are faster than 16-bit products."""
     return mx.softmax(_scores(queries, keys, scale, diagonal), axis=-1) @ values.astype(mx.float32)
 
 
 def _lse(queries: mx.array, keys: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """Return the log-sum-exp of a batch. Scores are recomputed only if MLX evaluates the result."""
+    """Return the log-sum-exp for one batch. Scores are recomputed only if MLX evaluates the result."""
     return mx.logsumexp(_scores(queries, keys, scale, diagonal), axis=-1)
 
 

@@ -99,7 +99,7 @@ def hyperattention_attention(
 def _span_pairs(
     queries: mx.array, keys: mx.array, span: Span, bucket_size: int, sampled_keys: int, hash_bits: int
 ) -> Callable[[int, int], tuple[mx.array, mx.array]]:
-    """Return a function of a range of query rows that computes two masks over the keys of a span (sample.18).
+    """Return a function that computes two masks over the keys of a span for a range of query rows (sample.18).
 
     The first mask is True for keys in the bucket of the query. The second mask is True for sampled keys.
     """

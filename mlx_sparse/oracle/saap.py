@@ -86,7 +86,7 @@ def saap_target(
         keys: ``(S, D)`` of the KV head of this query head, after RoPE.
         bucket_ids: ``(S,)`` bucket of each key.
         recent_tokens: minimum distance between a query and its long-range keys.
-        farthest_top: a query is used if the key with its largest logit, except sinks, is farther away than this.
+        farthest_top: a query is used if its best key, without sinks, is more than this many positions away.
         causal: if True, queries attend only earlier keys, as in decoding; if False, all keys, as in the paper.
     """
     q, k = float64(queries), float64(keys)
