@@ -127,7 +127,7 @@ def model_type(model: Any) -> str:
 
 
 def kv_heads(model: Any, part: Part, here: int) -> int:
-    """Return the number of KV heads of a whole layer, of which ``part`` has ``here``. Ranks can share KV heads."""
+    """Return the number of KV heads of a layer in the whole model, if this rank has ``here``. Ranks can share heads."""
     known = config_of(model).get("num_key_value_heads")
     return min(here * part.size, known) if isinstance(known, int) and known >= here else here * part.size
 

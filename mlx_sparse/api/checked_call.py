@@ -57,7 +57,7 @@ class Library(Protocol):
 
 
 class Call:
-    """One call of a public function. The constructor checks the arrays and selects the backend."""
+    """A call of a public function. The constructor checks the arrays and selects the backend."""
 
     def __init__(
         self,

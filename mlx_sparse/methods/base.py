@@ -156,7 +156,7 @@ class Method:
         """Return the method that one of ``size`` context-parallel shards applies to its own keys.
 
         Args:
-            recent: number of keys in this shard that every step attends because they are the last (`always_attended`).
+            recent: number of last keys in this shard that every step attends (`always_attended`).
 
         Returns:
             None if the selection does not compare keys. The shards then attend the same keys as a single process.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# More queries than this in one call are prefill. Fewer queries are a verification step or a short turn.
+# A call with more queries than this is prefill. A call with fewer queries is a verification step or a short prompt.
 VERIFY_QUERIES = 16
 
 # Properties of a layer.

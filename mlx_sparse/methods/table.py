@@ -1,7 +1,7 @@
 """List the function that runs each method on each backend.
 
 Each function is an import string relative to mlx_sparse. Thus this module imports no backend. `registry` reads the
-table. The help, the README, the matrix and the plots take their lists of methods and backends from it.
+table. The help, the README, the matrix and the plots list the methods and backends of this table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _row(name: str, ops: str, metal: str = "", triton: str = "", *, oracle: str 
     return {key: module if ":" in module else f"{module}:{name}" for key, module in modules.items() if module}
 
 
-# The functions of the methods come first, then the functions that several methods share.
+# First the function of each method, then shared functions. "metal: ..." is the reason why `ops` suffices on Metal.
 FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "dense": _row("dense_attention", "ops.attend", "ops.attend", "cuda_ref.torch_functions") | EXPORTED,
     "sparq": _row("sparq_attention", "ops.sparq", "kernels.sparq", "cuda_ref.launchers.sparq") | EXPORTED,
@@ -69,13 +69,13 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     # metal: once every 64 tokens
     "code_keys": _row("code_keys", "ops.key_codes", "ops.key_codes", "cuda_ref.torch_functions"),
     "key_spread": _row("key_spread", "ops.key_codes", "ops.key_codes", "cuda_ref.torch_functions"),
-    # metal: once in as many steps as a page has keys
+    # metal: once every `page_size` tokens
     "page_bounds": _row("page_bounds", "ops.quest", "ops.quest"),
-    # metal: a few numbers per page
+    # metal: only a few numbers per page
     "page_keys": _row("page_keys", "ops.quest", "ops.quest", oracle=""),
     "quest_select": _row("quest_select", "ops.quest", "kernels.quest"),
     "sparq_select": _row("sparq_select", "ops.sparq"),
-    # Not on the path of a decode step: array operations suffice for every backend.
+    # Not part of a decode step, so array operations suffice on every backend.
     "dense_lse": _row("dense_lse", "ops.attend", "ops.attend", "cuda_ref.torch_functions", oracle=""),
     "deviation": _row("deviation", "ops.sparq", "ops.sparq", "cuda_ref.torch_functions", oracle=""),
     "masked_mean": _row("masked_mean", "ops.sparq", "ops.sparq", "cuda_ref.torch_functions", oracle=""),

@@ -90,7 +90,7 @@ def causal_scores(queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _in_blocks(array: mx.array, lead: int, tail: int, block_size: int) -> mx.array:
-    """Pad ``array (B, H, length, D)`` with ``lead`` and ``tail`` zero rows; split it into ``block_size`` rows each."""
+    """Pad ``array (B, H, length, D)`` with ``lead`` and ``tail`` zero rows, and split it into blocks of rows."""
     B, H, _, D = array.shape
     if lead or tail:
         array = mx.pad(array, [(0, 0), (0, 0), (lead, tail), (0, 0)])

@@ -105,7 +105,7 @@ def select_share(scores: Array, alpha: float) -> Array:
 
 
 def merge(column_kept: Array, slash_kept: Array, layout: Layout) -> Array:
-    """Convert the key blocks and bins kept per region to a mask ``(B, Hq, R, Nk)`` of attended blocks (sample.7)."""
+    """Convert the selected key blocks and offset bins of each region to a mask ``(B, Hq, R, Nk)`` (sample.7)."""
     B, Hq, _, key_blocks = column_kept.shape
     mask = np.zeros((B, Hq, layout.row_blocks, key_blocks), dtype=bool)
     for index, c in enumerate(layout.region_of):
