@@ -182,7 +182,7 @@ class BigBird(Prefill):
 
 @dataclass(frozen=True)
 class HyperAttention(Prefill):
-    """Prefill with the keys of similar hash and a weighted sample of the other keys (docs/spec/sample.md).
+    """Prefill with the keys whose hash is similar, and a weighted sample of the other keys (docs/spec/sample.md).
 
     Attributes:
         bucket_size: number of keys per bucket. Keys are sorted by hash and divided into buckets.

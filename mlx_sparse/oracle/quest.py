@@ -20,7 +20,7 @@ def page_bounds(
 ) -> tuple[Array, Array]:
     """Return the minimum and maximum of each component over the keys of each page (quest.1): two ``(B, Hkv, P, D)``.
 
-    For a page without keys they are +inf and -inf. If a component of a key is NaN, both bounds of its page are NaN.
+    A page without keys has +inf and -inf. If a component of a key is NaN, both bounds of this component are NaN.
     """
     k = float64(keys)
     B, Hkv, S, D = k.shape
