@@ -1,4 +1,4 @@
-"""SparQ attention: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21)."""
+"""SparQ attention in MLX array operations: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .select import take_rows, top_k_select, valid_keys
 def sparq_logits(queries: mx.array, keys: Rows, selection: Selection) -> mx.array:
     """Return approximate logits of all keys from ``rank`` components, float32 ``(B, Hkv, G, S)``.
 
-    Logits of padding are undefined. If ``selection.keys_t`` is None, ``keys`` are scored. If in addition ``rank`` is D,
-    a quantized KV cache is scored without being dequantized.
+    The logits of padding are undefined. If ``selection.keys_t`` is None, ``keys`` are scored. Quantized keys are then
+    not dequantized if ``rank`` is D.
     """
     rank, keys_t = selection.rank, selection.keys_t
     B = queries.shape[0]
@@ -54,7 +54,7 @@ def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[m
     """Select the keys of one decode step by `sparq_logits`.
 
     Returns:
-        int32 key ``indices (B, Hkv, min(top_k, S))`` and ``alpha (B, Hq)``, the approximate softmax mass of these keys.
+        int32 key ``indices (B, Hkv, min(top_k, S))`` and ``alpha (B, Hq)``, the approximate attention recall.
     """
     logits, padding = sparq_logits(queries, keys, selection), selection.left_padding
     # (sparq.4) approximate attention, (sparq.5) sum over the group, (sparq.6) selection of the keys
@@ -78,11 +78,11 @@ def sparq_attention(
     value_mean: mx.array | None,
     **parameters: Any,
 ) -> tuple[mx.array, mx.array]:
-    """Run one decode step of SparQ: ``out (B, Hq, 1, D)`` in the type of ``queries``, float32 ``lse (B, Hq, 1)``.
+    """Run one decode step of SparQ and return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
     Args:
-        reallocate: mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
-        value_mean: ``(B, Hkv, D)`` mean of the valid values; needed if ``reallocate``.
+        reallocate: if True, mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
+        value_mean: ``(B, Hkv, D)`` mean of the valid values; required if ``reallocate`` is True.
         parameters: the fields of `Selection`.
     """
     selection = Selection(**parameters)
@@ -110,5 +110,5 @@ def masked_mean(rows: Rows, left_padding: mx.array | None) -> mx.array:
 
 def deviation(keys: Rows, left_padding: mx.array | None) -> mx.array:
     """Return the float32 standard deviation ``(B, Hkv, D)`` of each component over the valid keys (sparq.1)."""
-    centred = keys[:].astype(mx.float32) - masked_mean(keys, left_padding)[:, :, None, :]
-    return mx.sqrt(masked_mean(centred**2, left_padding))
+    centered = keys[:].astype(mx.float32) - masked_mean(keys, left_padding)[:, :, None, :]
+    return mx.sqrt(masked_mean(centered**2, left_padding))

@@ -246,7 +246,7 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
 def test_warning_names_the_reasons_of_dense_calls(finished: Runs):
     _, second, *_ = finished("short, prompts").err.splitlines()
     assert second == (
-        "[mlx-sparse] no call will be sparse: calls so far: 2 over fewer than 8,192 keys, 2 of a single query "
+        "[mlx-sparse] no call will be sparse: calls so far: 2 over fewer than 8,192 keys, 2 with a single query "
         "(no decode method)"
     )
 
@@ -382,7 +382,7 @@ def test_prefill_method_works_alone_and_with_a_decode_method(finished: Runs):
     assert (sample.code, both.code) == (0, 0)
     assert len({finished("long").text, sample.text, both.text}) == 3
     (alone,), (together,) = sample.reports, both.reports
-    assert alone["dense_calls"] == {"of a single query (no decode method)": LAYERS * STEPS}
+    assert alone["dense_calls"] == {"with a single query (no decode method)": LAYERS * STEPS}
     assert together["dense_calls"] == {}
     assert together["sparse_calls"] == LAYERS * STEPS
     figures = together["prefill"]
@@ -427,7 +427,7 @@ def test_dense_attention_over_a_quantized_cache_gives_mlx_lms_text(finished: Run
     assert result.reports[0]["attn"] == "dense"
     assert result.reports[0]["dense_calls"] == {
         "in prefill": LAYERS,
-        "of a single query (no decode method)": LAYERS * STEPS,
+        "with a single query (no decode method)": LAYERS * STEPS,
     }
 
 
