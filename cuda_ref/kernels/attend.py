@@ -1,6 +1,6 @@
 """Compute exact attention of one query per head over a list of keys or over all keys. All methods share this kernel.
 
-The grid is (splits of the list, Hkv, B), or (programs,) if rows have different numbers of entries. A program reads
+A row is a sequence and KV head. The grid is (splits, Hkv, B), or (programs,) if list lengths differ. A program reads
 `share` rows of K and of V, D * itemsize bytes each, once for the whole group, and updates a running softmax. If there
 are several splits, a program writes G * (D + 3) float32 numbers. The last program of a row merges the splits of the
 row. The merge is exact, because every split stores its largest logit and its sum.
@@ -25,7 +25,7 @@ def times_values(weights, values, total):
 
 @triton.jit
 def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
-    """Return ``mean`` combined with the mean value, which gets the softmax weight of the unselected keys (sparq.10)."""
+    """Return ``mean`` after reallocation (sparq.10): ``value_mean`` gets the softmax weight of unselected keys."""
     return alpha * mean + (1.0 - alpha) * tl.load(value_mean + d, mask=d < D, other=0.0)
 
 

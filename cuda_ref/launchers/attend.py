@@ -12,7 +12,7 @@ from ..kernels.attend import attend as kernel
 from . import configs
 from .launch import Launch, contiguous, fake_attention, power_of_2, result_like, rows, strides, upcast
 
-PROGRAMS_PER_PROCESSOR = 2  # target number of programs, from which the number of splits follows
+PROGRAMS_PER_PROCESSOR = 2  # target number of programs, which determines the number of splits
 BLOCK_SPLITS = 8  # number of splits that are merged at a time
 MOST_ROWS = 1024  # maximum number of rows whose counts are read at a time
 

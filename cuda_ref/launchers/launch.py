@@ -58,7 +58,7 @@ def upcast(dtype: torch.dtype) -> bool:
 
 
 def result_like(queries: torch.Tensor) -> torch.Tensor:
-    """Allocate the output of an attention kernel, as float32 where Triton's interpreter would truncate to bfloat16."""
+    """Allocate an attention output, in float32 if the interpreter would truncate the output to bfloat16."""
     return torch.empty(
         queries.shape, dtype=torch.float32 if upcast(queries.dtype) else queries.dtype, device=queries.device
     )

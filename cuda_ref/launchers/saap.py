@@ -211,7 +211,7 @@ def saap_decode(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run one decode step over visited buckets. Return ``out``, ``lse`` and numbers of attended keys ``(B, Hkv)``."""
+    """Run one decode step over visited buckets. Return ``out``, ``lse`` and the attended keys per row, ``(B, Hkv)``."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, keys.shape[2], left_padding)
     assert listed.counts is not None
