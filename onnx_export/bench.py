@@ -161,7 +161,7 @@ class OrtVariant(Variant):
 
 
 class OrtStep(OrtVariant):
-    """Decode step with one operator on onnxruntime."""
+    """Variant that runs one decode step with one operator."""
 
     def __init__(self, case: Case, shared: Caches, threads: int, config: Any, backend: str) -> None:
         super().__init__(case, shared, threads, config, backend)

@@ -76,7 +76,7 @@ def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
 
 
 class Decoder(Generation):
-    """Decoder that runs one exported file with one backend."""
+    """Benchmark variant that decodes with one exported file on one backend."""
 
     def __init__(
         self, context: Context, method: str, runners: Mapping[str, Runner], below: int, backend: str, tokens: int

@@ -26,7 +26,7 @@ W = ("tensor(float)", "tensor(float16)")  # types of query networks and centroid
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output of an operator. ``axes`` are axis names; shape inference skips the axis "?"."""
+    """An input or output of an operator. ``axes`` are axis names; shape inference leaves an axis "?" unknown."""
 
     name: str
     type: str

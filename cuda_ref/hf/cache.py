@@ -79,7 +79,7 @@ class SparQLayer(DynamicLayer):
             )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Select sequences by ``indices``, which are sequence numbers in the wanted order or one bool per sequence."""
+        """Keep only the sequences ``indices``: sequence numbers in the new order, or one bool per sequence."""
         if self.buffers is not None:
             sequences = indices.to(self.device)
             self.buffers.select(sequences.nonzero()[:, 0] if sequences.dtype == torch.bool else sequences)

@@ -117,9 +117,9 @@ def _full(length: int, first: int) -> int:
 
 
 def _runs(padding: torch.Tensor | None) -> list[tuple[slice, int]]:
-    """Return ``(slice, first valid row)`` for adjacent sequences with an equal first valid row.
+    """Group adjacent sequences by their first valid row. Return ``(slice, first valid row)`` of each group.
 
-    The groups of these sequences become full at the same time.
+    The groups of keys of these sequences become full at the same time.
     """
     if padding is None:
         return [(slice(None), 0)]

@@ -90,8 +90,8 @@ def assigned_work(program, programs, counts, rows, entries, BLOCK_N: tl.constexp
     """Return the row and the share of entries that a program processes, if rows have ``counts`` entries.
 
     Returns:
-        The row; the first program of this row; the number of programs of this row, 0 for a program without work; the
-        number of entries of this row; and the number of entries per program, in whole blocks.
+        The row, its first program, its number of programs, its number of entries, and the entries per program, in
+        whole blocks. The number of programs is 0 for a program without work.
     """
     total = tl.zeros([], tl.int64)
     for first in range(0, rows, BLOCK_ROWS):
@@ -132,7 +132,7 @@ def attend(
     lse,  # out: (B, Hkv, G) float32
     parts,  # scratch: (programs, G, D) float32 weighted sums of values
     part_sums,  # scratch: (programs, G, 3) float32: largest logit, sum of exp(logit - largest), part of alpha
-    tickets,  # (B, Hkv, 2) int32, zeros
+    tickets,  # (B, Hkv, 2) int32, zeros: counters of finished programs
     length,
     entries,
     share,

@@ -99,7 +99,7 @@ def saap_route(
     bias,  # (Hkv, C), or None
     logits,  # scratch: (B, Hkv, G, C) float32
     visited,  # out: (B, Hkv, probes) int32, ascending
-    tickets,  # (tiles of rows, Hkv) int32, zeros
+    tickets,  # (tiles of rows, Hkv) int32, zeros: counters of finished programs
     batch,
     probes,
     K,

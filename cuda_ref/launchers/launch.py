@@ -70,6 +70,6 @@ def power_of_2(number: int, least: int = 1) -> int:
 
 
 def fake_attention(queries: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty ``out`` and ``lse``: the fake implementation of the torch operators that compute attention."""
+    """Return empty ``out`` and ``lse``, as the fake implementation of the attention operators for torch.compile."""
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     return out, queries.new_empty(queries.shape[:3], dtype=torch.float32)

@@ -148,7 +148,7 @@ def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pi
 
 
 def _all_steps_dense(method: str, keys: int) -> bool:
-    """Return True if ``method`` decodes sparsely, but only over more than ``keys`` keys."""
+    """Return True if ``method`` has sparse decode steps, but only with more than ``keys`` keys."""
     try:
         configs = [config for config in parse(method) if config.sparse and config.stage != "prefill"]
     except ConfigError:  # the metadata can contain any text

@@ -26,7 +26,7 @@ class Step:
         layer: layer number.
         query: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``, the new token included.
-        before: the query and all keys before RoPE, in the shapes above.
+        before: the same query and keys before RoPE.
         scale: factor of the logits.
     """
 
@@ -45,7 +45,7 @@ class Decoding:
     Attributes:
         operator: name of the operator that appends to the caches and attends. Its states (``past_*`` and
             ``present_*``) become inputs and outputs of the file.
-        method: settings with every "auto" resolved.
+        method: settings, with a value in place of every "auto".
         group: number of consecutive keys that are quantized together; 0 if the method quantizes no keys.
     """
 
