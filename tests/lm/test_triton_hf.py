@@ -363,7 +363,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "config: expected a model with a full-attention layer, got mistral: 2 with a sliding window",
     ),
     "crop": (lambda: hf.SparQLayer().crop(3), "tokens_to_remove: expected 0 or less, got 3"),
-    "offload": (lambda: hf.SparQLayer().offload(), "offloading: expected none"),
+    "offload": (lambda: hf.SparQLayer().offload(), "offloading: expected no call"),
     "gradients": (
         lambda: model("llama")(tokens(1, 4), past_key_values=sparq_cache("llama", "sparq")),
         "past_key_values: expected a call without gradients, .* torch.no_grad",
