@@ -122,7 +122,7 @@ def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal, make: Callable[[], Any
 
 
 def test_kernels_receive_the_whole_buffers_of_a_cache(metal: Metal, launched: list[Launched]) -> None:
-    """Test whole buffers, because MLX copies a slice on every call. Aligned rows of keys_t load four keys at a time."""
+    """Test that kernels receive cache buffers and not slices, which MLX would copy. Rows of keys_t must be aligned."""
     cache = SparseKVCache()
     for L in (301, 1, 1001, 1):  # mlx-lm's buffers have odd lengths
         row = mx.ones((1, 2, L, 64), mx.float16)
