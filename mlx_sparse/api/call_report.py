@@ -18,7 +18,13 @@ _lock = threading.RLock()
 
 
 class DeviceCounts(Protocol):
-    """Statistics computed on the device: `mlx_sparse.lm.statistics.BucketCounts`."""
+    """Statistics computed on the device: `BucketCounts` and `RecallCounts` of `mlx_sparse.lm.statistics`.
+
+    Attributes:
+        total: name of the attribute of `Report` that sums the statistics.
+    """
+
+    total: str
 
     def read(self) -> Any:
         """Wait for the device and return the statistics. Any thread may call this method, one thread at a time."""
@@ -57,8 +63,8 @@ class Report(Totals):
     """Totals of all calls of one enabled model. Any thread may add to a report or read it at any time.
 
     A model call adds its counts when it returns; a call that raises adds nothing. Reading a report does not evaluate
-    arrays, with one exception: with SAAP, `buckets` and `sparse_bytes` wait for the decode steps in flight, because
-    the device counts the attended keys.
+    arrays, with two exceptions, which wait for the decode steps in flight: `recall`, and with SAAP `buckets` and
+    `sparse_bytes`, because the device counts the attended keys.
 
     Attributes:
         attn: methods and their options in the format of ``--attn``, with every "auto" resolved.
@@ -83,7 +89,7 @@ class Report(Totals):
         part: layers and KV heads of the model that this process runs.
         kv_heads: KV heads of a served layer on this rank and in the whole model; None if layers differ.
         weight_bytes: bytes of the model's weights in this process.
-        counted: `buckets` without the decode steps in flight.
+        counted, recalls: `buckets` and `recall` without the decode steps in flight.
     """
 
     attn: str
@@ -99,6 +105,7 @@ class Report(Totals):
     kv_heads: tuple[int, int] | None = None
     weight_bytes: int = 0
     counted: Any = field(default=None, init=False, repr=False)
+    recalls: Any = field(default=None, init=False, repr=False)
     _counting: deque[DeviceCounts] = field(default_factory=deque, init=False, repr=False)
 
     def add(self, counts: Counts) -> None:
@@ -115,14 +122,26 @@ class Report(Totals):
     def _settle(self, in_flight: int = 0) -> None:
         """Wait for the statistics of all calls except the last ``in_flight``, and add these statistics."""
         while len(self._counting) > in_flight:
-            self.counted = _sum(self.counted, self._counting.popleft().read())
+            counts = self._counting.popleft()
+            setattr(self, counts.total, _sum(getattr(self, counts.total), counts.read()))
 
     @property
     def buckets(self) -> Any:
         """Statistics of SAAP (`mlx_sparse.lm.statistics.BucketStatistics`); None with other methods."""
         with _lock:
-            self._settle()
+            if self.counted is not None:  # `Plan` adds zeros if the method is SAAP
+                self._settle()
             return self.counted
+
+    @property
+    def recall(self) -> Any:
+        """Estimated attention recall of decode steps (`mlx_sparse.lm.statistics.RecallStatistics`).
+
+        None if the method estimates none, or before the first sparse decode step.
+        """
+        with _lock:
+            self._settle()
+            return self.recalls
 
     @property
     def sparse_bytes(self) -> int:
@@ -138,9 +157,10 @@ class Report(Totals):
             data["prefill"] = self.prefill and self.prefill.as_dict()
             data["buckets"] = self.buckets and self.buckets.as_dict()
             data["drafts"] = self.drafts and self.drafts.as_dict()
+            data["recall"] = self.recall and self.recall.as_dict()
             data["crossovers"] = self.crossovers()
-            for name in ("formula_bytes", "part", "kv_heads", "counted"):
-                del data[name]
+            for name in ("formula_bytes", "part", "kv_heads", "counted", "recalls"):
+                data.pop(name, None)
             data["sparse_bytes"] = self.sparse_bytes
             return data
 
@@ -174,7 +194,9 @@ class Report(Totals):
             first = self.opening()[0]
             if self.dense_layers:
                 first += f"; dense layers: {listing(self.dense_layers, 1)}"
-            lines = [first, *(self.prefill.lines()[:2] if self.prefill else []), *self._decode_lines()]
+            recall = self.recall.lines() if self.recall else []
+            prefill = self.prefill.lines()[: 2 - len(recall)] if self.prefill else []
+            lines = [first, *prefill, *self._decode_lines(), *recall]
             if self.sparse_calls and self.weight_bytes:
                 lines.append(
                     f"  estimated saving: {self.saved_share:.0%} of the bytes of a decode step, with the weights"
@@ -231,6 +253,7 @@ class Report(Totals):
         if self.prefill is not None:
             lines += self.prefill.lines()
         lines += self._decode_lines()
+        lines += self.recall.lines() if self.recall else []
         if self.sparse_calls and self.buckets is not None:
             lines.append(f"  selectivity: {self.buckets.selectivity:.1%} of the keys outside the window")
         if self.dense_calls:

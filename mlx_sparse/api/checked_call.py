@@ -128,14 +128,15 @@ class Call:
         """
         if not self.sparse(attended):
             return self.dense()
-        out, lse = self.run(**parameters)
-        return (out, self.record(lse, count, attended)) if self.return_stats else out
+        out, lse, *estimate = self.run(**parameters)  # SparQ on MLX also estimates the attention recall
+        return (out, self.record(lse, count, attended, *estimate)) if self.return_stats else out
 
-    def record(self, lse: Any, count: Callable[..., int], top_k: int) -> Stats:
+    def record(self, lse: Any, count: Callable[..., int], top_k: int, estimated_recall: Any = None) -> Stats:
         """Return the `Stats` of a decode step that attended ``top_k`` keys."""
         n = self.sizes
         moved, dense = count(n.S, n.D, top_k=top_k), stats.dense_elements(n.S, n.D)
-        return Stats(moved, dense, min(top_k, n.S) / n.S, self.recall(lse))
+        density = min(top_k, n.S) / n.S
+        return Stats(moved, dense, density, self.recall(lse), estimated_recall=estimated_recall)
 
     def recall(self, lse: Any) -> Any:
         """Return the attention recall, computed from ``lse`` and a dense pass over the keys; None if not requested."""

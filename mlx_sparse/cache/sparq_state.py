@@ -85,6 +85,9 @@ class SparQState(State):
         found["component_weight"], found["value_mean"] = weight, mean
         return found
 
+    def store_returned(self, *returned: mx.array) -> None:
+        (self.recall,) = returned
+
     def _mixes(self, config: SparQ, G: int) -> bool:
         """Return True if decode steps add the mean value (reallocation). The last result is cached."""
         if config is not self._config or G != self._group:

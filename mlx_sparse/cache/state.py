@@ -20,7 +20,13 @@ class State(ABC):
     a cache (`pack`) and changes the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
     override these methods to return the updated state. The base class returns None: the cache drops the state, and the
     next decode step rebuilds it.
+
+    Attributes:
+        recall: estimated attention recall ``(B, Hkv)`` of the last decode step, until `take_recall` is called; None if
+            the method estimates none.
     """
+
+    recall: mx.array | None = None
 
     @property
     @abstractmethod
@@ -50,6 +56,11 @@ class State(ABC):
         raise NotImplementedError(
             f"{type(self).__name__}: the method's function returned arrays that this state cannot store"
         )
+
+    def take_recall(self) -> mx.array | None:
+        """Return `recall` and forget it, so that the state keeps no array of a decode step."""
+        recall, self.recall = self.recall, None
+        return recall
 
     def pack(self) -> State | None:
         """Return the state to use after mlx-lm has quantized the cache, or None to drop the state."""

@@ -25,9 +25,10 @@ REALLOCATE = Kernel("attend_reallocate", "attend.h", ("queries", *_ROWS, *_MIXED
 REALLOCATE_PACKED = Kernel(
     "attend_reallocate_packed", "attend.h", ("queries", *_PACKED, *_MIXED), ("out", "lse", "alpha")
 )
-CANDIDATES = Kernel("attend_candidates", "attend_candidates.h", ("queries", *_ROWS, *_CANDIDATES), ("out", "lse"))
+_RESULTS = ("out", "lse", "recall")
+CANDIDATES = Kernel("attend_candidates", "attend_candidates.h", ("queries", *_ROWS, *_CANDIDATES), _RESULTS)
 CANDIDATES_PACKED = Kernel(
-    "attend_candidates_packed", "attend_candidates.h", ("queries", *_PACKED, *_CANDIDATES), ("out", "lse")
+    "attend_candidates_packed", "attend_candidates.h", ("queries", *_PACKED, *_CANDIDATES), _RESULTS
 )
 
 
@@ -98,7 +99,6 @@ def attend_indices(
     scale: float,
     length: int | None = None,
     counts: mx.array | None = None,
-    reallocation: Reallocation | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Compute exact attention of one query per head over the listed keys (sparq.7).
 
@@ -108,16 +108,39 @@ def attend_indices(
             arrays, or both are quantized with the same bits and group size.
         indices: ``(B, Hkv, N)`` int32; -1, or any number that is not the index of a key, is an empty slot.
         counts: ``(B, Hkv)`` number of slots in use in each list; later slots are ignored. None means all slots.
-        reallocation: inputs for mixing in the mean value (sparq.10). Do not combine this with ``counts``.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot
         is empty.
     """
+    B, Hq, _, _ = queries.shape
+    if indices.shape[2] == 0:
+        return mx.zeros_like(queries), mx.full((B, Hq, 1), -mx.inf)
+    out, lse = attend_listed(queries, keys, values, indices, scale=scale, length=length, counts=counts)
+    return out, lse
+
+
+def attend_listed(
+    queries: mx.array,
+    keys: Rows,
+    values: Rows,
+    indices: mx.array,
+    *,
+    scale: float,
+    length: int | None = None,
+    counts: mx.array | None = None,
+    reallocation: Reallocation | None = None,
+) -> list[mx.array]:
+    """Compute `attend_indices` for at least one slot. With ``reallocation``, mix in the mean value (sparq.10).
+
+    Args:
+        reallocation: inputs for mixing in the mean value; not together with ``counts``.
+
+    Returns:
+        ``out``, ``lse`` and, with ``reallocation``, float32 ``alpha (B, Hq, 1)`` (sparq.8).
+    """
     B, Hq, _, D = queries.shape
     (Hkv, capacity), N = keys.shape[1:3], indices.shape[2]
-    if N == 0:
-        return mx.zeros_like(queries), mx.full((B, Hq, 1), -mx.inf)
     length = capacity if length is None else length
     counted, mixed = counts is not None, reallocation is not None
     (key_parts, row_format), (value_parts, other) = parts_of(keys), parts_of(values)
@@ -134,7 +157,7 @@ def attend_indices(
     if splits_of(N, B * Hkv) > 1:
         mean = [] if reallocation is None else [reallocation.value_mean]
         results = merging(B, Hkv, Hq // Hkv, D, queries.dtype, mixed)(*results, *mean)
-    return results[0], results[1]
+    return results
 
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
@@ -166,13 +189,16 @@ def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
 
 
 def attend_candidates(n: Listed, top_k: int) -> Launch:
-    """Build the launch that selects the best ``top_k`` candidates of a `top_k_launch` and attends to these keys."""
+    """Build the launch that selects the best ``top_k`` candidates of a `top_k_launch` and attends to these keys.
+
+    The outputs are ``out`` and ``lse`` of `attend_indices`, and float32 ``recall (B, Hkv)`` (sparq.24).
+    """
     B, Hq, Hkv, D, dtype, length, scale, row_format = n
     G = Hq // Hkv
     heads, simdgroups = heads_of(D, G)
     return Launch(
         CANDIDATES_PACKED if row_format else CANDIDATES,
-        [((B, Hq, 1, D), dtype), ((B, Hq, 1), mx.float32)],
+        [((B, Hq, 1, D), dtype), ((B, Hq, 1), mx.float32), ((B, Hkv), mx.float32)],
         [integer(length), real(scale)],
         template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k, **row_template(row_format)},
         groups=(1, Hq // heads, B),

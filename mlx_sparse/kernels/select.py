@@ -70,15 +70,15 @@ def top_k_launch(
     )
 
 
-def merge(bits: mx.array, indices: mx.array, top_k: int) -> mx.array:
+def merge(bits: mx.array, indices: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
     """Select the best ``top_k`` of the candidates of a `top_k_launch`, in as many launches as needed.
 
     Returns:
-        int32 ``indices (B, Hkv, top_k)``, ascending, -1 in empty slots.
+        uint32 ``bits (B, Hkv, top_k)``, and int32 ``indices`` of the same shape, ascending, -1 in empty slots.
     """
     while bits.shape[2] > top_k:
         bits, indices = _merging(*bits.shape, top_k)(bits, indices)
-    return indices
+    return bits, indices
 
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
@@ -97,7 +97,7 @@ def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_paddin
     """
     B, Hkv, S = scores.shape
     bits, indices = top_k_scores_launch(B, Hkv, S, local_window, top_k)(scores, padding_or_zeros(left_padding, B))
-    return merge(bits, indices, min(top_k, S))
+    return merge(bits, indices, min(top_k, S))[1]
 
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)

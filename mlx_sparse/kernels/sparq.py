@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..methods.scoring_keys import GROUP, WORDS, KeyCodes
 from ..methods.sparq import Selection
 from ..ops.packed_rows import Rows
-from .attend import Listed, Reallocation, attend_candidates, attend_indices, takes_candidates
+from .attend import Listed, Reallocation, attend_candidates, attend_listed, takes_candidates
 from .launch import (
     LAUNCH_CACHE_SIZE,
     Kernel,
@@ -34,6 +34,9 @@ KEYS = 4  # keys per thread: SCORE_KEYS
 THREADS = 256
 
 CODE_TILE = 1024  # int4 keys per threadgroup: SCORE_TILE
+
+# Bits of selected keys, as in metal/group_scores.h and metal/top_k_select.h.
+LOCAL, LOCAL_SHARES, ALWAYS = 0xFF800001, 8388605.0, 0xFFFFFFFF
 
 SCORES = Kernel(
     "sparq_scores",
@@ -278,7 +281,7 @@ def sparq_select(
 ) -> mx.array:
     """Select the keys of one decode step: int32 ``(B, Hkv, min(top_k, S))``, ascending, -1 in empty slots."""
     found = find_candidates(queries, keys, selection, exact=exact, length=length)
-    return merge(found.bits, found.indices, selection.top_k)
+    return merge(found.bits, found.indices, selection.top_k)[1]
 
 
 def sparq_attention(
@@ -290,8 +293,8 @@ def sparq_attention(
     value_mean: mx.array | None,
     length: int | None = None,
     **parameters: Any,
-) -> tuple[mx.array, mx.array]:
-    """Run one decode step of SparQ: ``out (B, Hq, 1, D)`` in the type of ``queries``, float32 ``lse (B, Hq, 1)``.
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Run one decode step of SparQ. `ops.sparq.sparq_attention` documents the results.
 
     Args:
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied.
@@ -303,16 +306,30 @@ def sparq_attention(
     found = find_candidates(queries, keys, selection, exact=reallocate, length=length)
     if found.attend is not None:
         rows = *parts_of(keys)[0], *parts_of(values)[0]
-        out, lse = found.attend(queries, *rows, found.bits, found.indices)
-        return out, lse
+        out, lse, recall = found.attend(queries, *rows, found.bits, found.indices)
+        return out, lse, recall
     reallocation = None
     if reallocate:
         assert value_mean is not None
         reallocation = Reallocation(found.logits, found.softmax, value_mean.astype(mx.float32))
-    indices = merge(found.bits, found.indices, selection.top_k)
-    return attend_indices(
+    bits, indices = merge(found.bits, found.indices, selection.top_k)
+    out, lse, *alpha = attend_listed(
         queries, keys, values, indices, scale=selection.scale, length=length, reallocation=reallocation
     )
+    B, Hkv, _ = indices.shape
+    G = queries.shape[1] // Hkv
+    return out, lse, alpha[0].reshape(B, Hkv, G).mean(axis=-1) if alpha else selected_share(bits, G)
+
+
+def selected_share(bits: mx.array, G: int) -> mx.array:
+    """Return the share ``(B, Hkv)`` of the group scores on the keys with ``bits (B, Hkv, N)`` (sparq.24).
+
+    metal/group_scores.h describes the bits and computes the same number.
+    """
+    local = (bits - LOCAL).astype(mx.float32) / LOCAL_SHARES
+    scores = (bits & 0x7FFFFFFF).view(mx.float32) / G
+    shares = mx.where(bits >= LOCAL, local, mx.where(bits == 0, 0.0, scores))
+    return mx.where((bits == LOCAL - 1) | (bits == ALWAYS), mx.nan, shares).sum(axis=-1)
 
 
 @cache

@@ -20,7 +20,11 @@ from ..model_info import leaves
 from ..ops.packed_rows import PackedRows, Rows
 from . import chunks, seam
 from .plan import LayerPlan, Plan, Probe, layer_reason
-from .statistics import PrefillCounts
+from .statistics import PrefillCounts, RecallCounts
+
+# Every fourth decode step is counted. Counting every step of SmolLM2-135M would take 1 % of the step on a CPU
+# (docs/results/recall.md).
+SAMPLED_STEPS = 4
 
 
 class Phase(Enum):
@@ -71,6 +75,7 @@ class Call:
         self._drafts = plan.lossless is None or phase is Phase.DRAFT  # True if a decode step may be sparse
         self._planned = plan.decodes and self._drafts
         self._prefill_counts: PrefillCounts | None = None
+        self._recalls = RecallCounts()
         self._step_keys = 0  # number of keys of a decode step; 0 in other calls
 
     def __enter__(self) -> Call:
@@ -84,7 +89,7 @@ class Call:
             hooks.end()
         if error is None:
             # `submit` starts the computation of counts on the device. Only `PrefillCounts.read` waits for results.
-            counts.counting = None if hooks is None else hooks.submit()
+            counts.counting = self._recalls.submit() if hooks is None else hooks.submit()
             counts.prefill = None if self._prefill_counts is None else self._prefill_counts.read()
             plan.report.add(counts)
             if self._step_keys and plan.watch is not None:
@@ -145,12 +150,23 @@ class Call:
             out, lse = cache.take_step(queries, layer.step, scale)
         else:
             out, lse = self.hooks.step(queries, cache, layer.step, layer.served, scale)
+        self.count_recall(cache, layer.index, layer.served)
         if sinks is not None:
             out = chunks.with_sinks(out, lse, sinks)
         if layer.short:
             counts.dense_calls[reasons.SHORT_SEQUENCES] += 1
             out = chunks.replace_with_dense(out, layer.short, queries, cache, scale, sinks)
         return out
+
+    def count_recall(self, cache: SparseCache, index: int, served: list[int]) -> None:
+        """Count the recall that the method estimated in the last decode step, for the sequences ``served``.
+
+        An estimate that is not counted is never computed.
+        """
+        state = None if self.plan.decode is None else cache.aux_states.get(self.plan.decode.name)
+        recall = None if state is None else state.take_recall()
+        if recall is not None and index >= 0 and cache.position % SAMPLED_STEPS == 0:
+            self._recalls.add(index, recall if len(served) == len(recall) else recall[mx.array(served)])
 
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
@@ -204,7 +220,7 @@ class Call:
         else:
             reason = self.step_reason(queries, keys, cache, mask, sinks)
             if reason is None:
-                layer = self.plan.plan_layer(queries, keys, cache, self.caches, self.hooks)
+                layer = self.plan.plan_layer(queries, keys, cache, self.caches, self.hooks, layer_index)
                 cache.layer_plan = layer
                 return self._step(layer, queries, cache, scale, sinks)
         self.counts.dense_calls[reason] += 1

@@ -163,7 +163,13 @@ class Plan:
         return reasons.shorter_than(shortest) if S < shortest else self.prefill.at(S).dense_reason(L, S)
 
     def plan_layer(
-        self, queries: mx.array, keys: Rows, cache: SparseCache, caches: Sequence[Any], hooks: CallHooks | None
+        self,
+        queries: mx.array,
+        keys: Rows,
+        cache: SparseCache,
+        caches: Sequence[Any],
+        hooks: CallHooks | None,
+        index: int = -1,
     ) -> LayerPlan:
         """Plan the decode steps of a layer over ``cache``. Call this only if `step_reason` is None.
 
@@ -172,6 +178,7 @@ class Plan:
             keys: all keys of the layer, including the key of this step.
             caches: the caches of all layers.
             hooks: hooks of the decode method for this forward pass, or None.
+            index: index of the layer's cache, for the report.
         """
         assert self.decode is not None
         config, S, first_rows = self.decode, cache.length, cache.first_rows(caches)
@@ -194,6 +201,7 @@ class Plan:
         per_key = (later - moved) / SPAN
         return LayerPlan(
             self,
+            index,
             queries.shape,
             start=max((edge for edge in edges if edge <= S), default=0),
             stop=min((edge for edge in edges if edge > S), default=NEVER),
@@ -213,6 +221,7 @@ class LayerPlan:
 
     Attributes:
         plan: plan of the model.
+        index: index of the layer's cache, for the report; -1 if unknown.
         queries: shape of the queries, ``(B, Hq, 1, D)``.
         start, stop: the plan is valid for ``start <= cache.length < stop``.
         reason: reason why decode steps are dense; None if they are sparse.
@@ -226,6 +235,7 @@ class LayerPlan:
     """
 
     plan: Plan
+    index: int
     queries: tuple[int, ...]
     start: int
     stop: int

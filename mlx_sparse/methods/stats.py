@@ -25,6 +25,8 @@ class Stats:
         head_density: ``density`` of each head in prefill, ``(B, Hq)``; None for a decode step.
         sampled: share of the queries that were sampled to select key blocks; 0 for decode methods.
         selectivity: share of the keys in visited buckets, not counting the keys that SAAP always attends (saap.12).
+        estimated_recall: float32 ``(B, Hkv)`` attention recall as SparQ estimates it (sparq.24); None with other
+            methods, in dense calls, and from `cuda_ref`.
     """
 
     elements: int
@@ -34,6 +36,7 @@ class Stats:
     head_density: Any = None
     sampled: float = 0.0
     selectivity: float = 0.0
+    estimated_recall: Any = None
 
     @property
     def compression(self) -> float:

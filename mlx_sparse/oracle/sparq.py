@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,7 +154,12 @@ def sparq_attention(
     moved = dense_elements(n.S, n.D)
     if n.S > top_k:
         moved = sparq_elements(n.S, n.D, rank=rank, top_k=top_k, key_bits=key_bits)
-    return with_stats(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
+    found = with_stats(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
+    if not return_stats or n.S <= top_k:
+        return found
+    # (sparq.24)
+    recall = selection.alpha.reshape(n.B, n.Hkv, n.G).mean(axis=2)
+    return found[0], replace(found[1], estimated_recall=recall)
 
 
 def masked_mean(rows: Array, valid: Array) -> Array:

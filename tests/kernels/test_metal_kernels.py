@@ -83,7 +83,7 @@ def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
     for S in (300, 301, 4000, 4097):
         q, k, v = (to_mlx(array, "f16") for array in Case(1, 4, 2, S, 64, "f16").inputs())
         keys, values = (mx.pad(rows, [(0, 0), (0, 0), (0, 4160 - S), (0, 0)]) for rows in (k, v))
-        out, _ = sparq.sparq_attention(
+        out, *_ = sparq.sparq_attention(
             q,
             keys,
             values,

@@ -15,7 +15,7 @@ from ...cache.sharded_cache import BLOCK, Shard, ShardedKVCache, shard_caches
 from ...cache.sparse_cache import DecodeStep
 from ...checks import ConfigError
 from ...files import replace_file
-from ...methods import NEVER, SAAP, Sample, reasons
+from ...methods import NEVER, SAAP, Method, Sample, reasons
 from ...methods.stats import dense_elements
 from ..call import Call
 from ..options import SHARDS
@@ -174,6 +174,14 @@ class ContextCall(Call):
         hooks, position = self.hooks, cache.position
         moved = cache.step_bytes(config, position) if hooks is None else hooks.formula_bytes(cache, position)
         self.counts.formula_bytes += moved
+        attended = self._sparse_step(queries, cache, config, scale, backend)
+        self.count_recall(cache, self.layer_index(cache), list(range(B)))
+        return attended
+
+    def _sparse_step(
+        self, queries: mx.array, cache: ShardedKVCache, config: Method, scale: float, backend: str
+    ) -> rank_attention.Attended:
+        exchange, hooks = self._exchange, self.hooks
         given: dict[str, Any] = {"scale": scale, "backend": backend, "exchange": exchange}
         if not self._exact and config.for_shard(exchange.size, 0) is not None:
             return rank_attention.local_step(queries, cache, config, **given)
@@ -181,7 +189,7 @@ class ContextCall(Call):
             return step(queries, cache, config, **given)
         if cache.length == 0:
             return exchange.merge(*rank_attention.no_attention(queries))
-        bound = DecodeStep.bind(config, queries.shape[1] // Hkv, backend)
+        bound = DecodeStep.bind(config, queries.shape[1] // cache.key_rows.shape[1], backend)
         if hooks is None:
             out, lse = cache.take_step(queries, bound, scale)
         else:

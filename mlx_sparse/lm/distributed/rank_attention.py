@@ -71,6 +71,10 @@ def sparq(
     s_hat = weights * mx.exp(lse - exchange.logsumexp(lse))[..., None]
     forced = forced_rows(cache, parameters["local_window"])
     indices, counts = select(s_hat.sum(axis=2), exchange, top_k=config.top_k, forced=forced)
+    if cache.length and indices.shape[2]:
+        # (sparq.24) among the keys on this rank, because the share of all keys would need one more message per layer
+        chosen = mx.take_along_axis(weights.sum(axis=2), mx.minimum(indices, cache.length - 1), axis=-1)
+        state.recall = mx.where(indices < cache.length, chosen, 0.0).sum(axis=-1) / G
     out, lse = exchange.merge(*_attend(queries, cache, indices, counts, scale=scale, backend=backend))
     if parameters["reallocate"]:
         # (sparq.8) to (sparq.10)
