@@ -1,4 +1,4 @@
-"""Find the crossover length of sparse attention on this machine: read from the cache folder, measured, or modelled."""
+"""Find the crossover length of sparse attention on this machine: read from the cache folder, measured, or modeled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WORKING_SET = 128 << 20  # bytes of K and V that a timed step should read: more 
 LEAST_LAYERS = 2  # per timed step
 MOST_LAYERS = {"cpu": 8, "gpu": 32}  # per timed step; more layers reduce the share of the wait for a GPU
 
-MEASURED, MODELLED, GIVEN = "measured on this machine", "modelled", "given"
+MEASURED, MODELED, GIVEN = "measured on this machine", "modeled", "given"
 
 Pairs = Sequence[tuple[float, float]]  # seconds of a dense and a sparse step that ran one after the other
 
@@ -58,7 +58,7 @@ class Threshold:
     Attributes:
         value: crossover length in keys of a decode step; for prefill, the largest density at which sparse attention
             pays.
-        how: source of the value: `MEASURED`, `MODELLED` or `GIVEN`.
+        how: source of the value: `MEASURED`, `MODELED` or `GIVEN`.
         best: optimistic end of the measured spread; ``value`` is its cautious end. None without a spread.
         busy: True if the spread is so wide that the next process measures again.
     """
@@ -289,7 +289,7 @@ class Calibration:
         key = config, layer
         if key not in self._known:
             kept = self.look_up(config, layer) if config.measurable else None
-            self._known[key] = kept or self.modelled(config, layer)
+            self._known[key] = kept or self.modeled(config, layer)
         if S >= self.shortest_measured(config) and self.needs_measurement(config, layer):
             self._tried.add(key)  # set first, so that a failed measurement is not repeated
             self._known[key] = self.measure(config, layer) or self._known[key]
@@ -300,7 +300,7 @@ class Calibration:
         if not self.measures or not config.measurable or (config, layer) in self._tried:
             return False
         found = self.threshold(config, layer)
-        return found.how == MODELLED or found.busy
+        return found.how == MODELED or found.busy
 
     @staticmethod
     def shortest_measured(config: Method) -> int:
@@ -310,9 +310,9 @@ class Calibration:
         return max(SHORT, 2 * config.attended)
 
     @staticmethod
-    def modelled(config: Method, layer: Layer) -> Threshold:
+    def modeled(config: Method, layer: Layer) -> Threshold:
         """Return the threshold of the documented model, without a measurement."""
-        how = MODELLED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
+        how = MODELED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
         if isinstance(config, Prefill):
             return Threshold(config.max_density(layer.backend), how)
         return Threshold(config.shortest_context(layer.step), how)
@@ -343,7 +343,7 @@ class Calibration:
         points = read_points(result)
         possible, won = crossover(points)
         # If dense attention won at the longest length, the model decides for longer contexts.
-        keys = won or max(points[-1].S + 1, int(self.modelled(config, layer).value))
+        keys = won or max(points[-1].S + 1, int(self.modeled(config, layer).value))
         value = config.shortest_context(replace(layer.step, measured=keys))
         best = None if possible is None else config.shortest_context(replace(layer.step, measured=possible))
         busy = possible is not None and keys > BUSY * possible
@@ -384,7 +384,7 @@ class Calibration:
         return found
 
     def _measure_steps(self, config: Method, layer: Layer, seconds: float) -> dict[str, Any]:
-        shortest, first = self.shortest_measured(config), int(self.modelled(config, layer).value)
+        shortest, first = self.shortest_measured(config), int(self.modeled(config, layer).value)
         most = int(FREE_SHARE * free_memory()) // (LEAST_LAYERS * NEEDED * layer.row)
         if most < shortest:
             raise _not_enough_memory()

@@ -97,8 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--model", metavar="MODEL", help="also print what --attn would do with a model, without running it"
     )
-    doctor.add_argument("--attn", metavar="METHOD", help="as for --attn, with --model (default: sample+sparq)")
-    doctor.add_argument("--attn-backend", metavar="NAME", help="as for --attn-backend, with --model (default: auto)")
+    doctor.add_argument("--attn", metavar="METHOD", help="with --model: methods to check (default: sample+sparq)")
+    doctor.add_argument("--attn-backend", metavar="NAME", help="with --model: ops, metal or auto (default: auto)")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

@@ -156,8 +156,8 @@ OWN: Mapping[str, Operator] = {
     for operator in (
         Operator(
             "SparQ",
-            "One decode step of SparQ attention over buffers of the caller: docs/spec/sparq.md. A row whose `length` "
-            "is at most `top_k` is attended densely. The output of a row without a valid key is 0.",
+            "Computes one decode step of SparQ attention over buffers that the caller owns (docs/spec/sparq.md). A row "
+            "whose `length` is at most `top_k` is attended densely. The output of a row without a valid key is 0.",
             _SPARQ,
             (
                 Tensor("query", "T", "B Hq 1 D", "Query of the current token, with position encoding applied."),
@@ -188,8 +188,8 @@ OWN: Mapping[str, Operator] = {
         ),
         Operator(
             "DenseAttention",
-            "Exact causal attention of the last L tokens over the valid keys, or over the last `window` positions. "
-            "The output of a query without a valid key is 0.",
+            "Computes exact causal attention of the last L tokens to the valid keys, or to the last `window` "
+            "positions. The output of a query without a valid key is 0.",
             (_SPEC, _SCALE, WINDOW),
             (
                 Tensor("query", "T", "B Hq L D", "Queries; the position of query i is `length` - L + i."),

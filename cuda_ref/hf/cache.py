@@ -200,7 +200,7 @@ class SparQCache(DynamicCache):
             model=config._name_or_path,
             layers=len(self.layers),
         )
-        self.report.crossovers = partial(_crossovers, self.thresholds, "modelled" if self.attn.measurable else "given")
+        self.report.crossovers = partial(_crossovers, self.thresholds, "modeled" if self.attn.measurable else "given")
         self.report.dense_layers.update(reason for layer in self.layers if (reason := dense_layer(layer)))
         self.report.served_layers = len(self.layers) - self.report.dense_layers.total()
         if self.report.served_layers == 0:

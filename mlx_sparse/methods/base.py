@@ -25,7 +25,7 @@ SWITCHES = frozenset({"dense_below", "dense_above", "ranges"})
 
 @dataclass(frozen=True)
 class Step:
-    """Sizes of a layer's decode step, which determine the modelled crossover length.
+    """Sizes of a layer's decode step, which determine the modeled crossover length.
 
     Attributes:
         heads: KV heads of all sequences, ``B * Hkv``.
@@ -165,7 +165,7 @@ class Method:
 
     @property
     def measurable(self) -> bool:
-        """True if a measurement on this machine may replace `modelled_context`, because ``dense_below`` is "auto"."""
+        """True if a measurement on this machine may replace `modeled_context`, because ``dense_below`` is "auto"."""
         return getattr(self, "dense_below", 0) == "auto" and not self.experiment
 
     @property
@@ -182,9 +182,9 @@ class Method:
             return exact
         if step is not None and step.measured is not None:
             return max(step.measured, exact)
-        return max(self.modelled_context(step), exact)
+        return max(self.modeled_context(step), exact)
 
-    def modelled_context(self, step: Step | None) -> int:
+    def modeled_context(self, step: Step | None) -> int:
         """Return a conservative estimate of the crossover length in keys, for machines without a measurement."""
         return self.attended + 1
 

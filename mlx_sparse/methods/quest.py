@@ -62,7 +62,7 @@ class Quest(Method):
     def for_shard(self, size: int, recent: int) -> Quest:
         return dataclasses.replace(self, top_k=max(shard_top_k(self.top_k, size), self.page_size))
 
-    def modelled_context(self, step: Step | None) -> int:
+    def modeled_context(self, step: Step | None) -> int:
         if not step or not step.gpu:
             return 4 * self.attended
         # A sparse step skips rows, but it reads the page bounds (quest.6), and writes and reads the page scores.

@@ -29,7 +29,7 @@ class SAAP(Method):
         dense_layers: number of first attention layers that stay dense.
         merge_every: number of keys that are merged into the index at a time, after they leave the window of recent
             keys. Until then these keys are always attended.
-        dense_below: context length in keys below which attention stays dense. "auto" is a modelled length. With GPU
+        dense_below: context length in keys below which attention stays dense. "auto" is a modeled length. With GPU
             kernels, a step must save `ENOUGH_SAVED` bytes. With the `ops` backend, dense attention must read
             `GATHERED_ROW` times as many rows as a sparse step. With fewer ``recent_tokens`` than the default, for
             experiments on short texts, every step that can be sparse is sparse. The length is not measured, because
@@ -107,7 +107,7 @@ class SAAP(Method):
     def experiment(self) -> bool:
         return self.recent_tokens < SAAP.recent_tokens
 
-    def modelled_context(self, step: Step | None) -> int:
+    def modeled_context(self, step: Step | None) -> int:
         if step and step.gpu:
             # The step must save `ENOUGH_SAVED` bytes. It reads the query network, and moves three int32 numbers per
             # listed key: one read from the bucket, one written to the list, and one read from the list.

@@ -43,8 +43,8 @@ class SparQ(Method):
         rank: number r of query components used to score each key, 1..D.
         top_k: number of keys attended per KV head, including the local window.
         local_window: number of last valid keys that are always attended, 0..top_k; None means ``top_k // 4``.
-        reallocate: True mixes in the mean value for the softmax mass of the skipped keys. "auto" does so for one query
-            head per KV head, except with "query_key", which underestimates the attention recall
+        reallocate: if True, add the mean value, weighted by the softmax mass of the skipped keys. "auto" is True for
+            one query head per KV head, except with "query_key", which underestimates the attention recall
             (docs/results/quality.md).
         component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation of the
             keys ("query_key"). "auto" is "query_key" for models with q/k-norm, because their channels have learned
@@ -127,7 +127,7 @@ class SparQ(Method):
     def experiment(self) -> bool:
         return self.top_k < SparQ.top_k
 
-    def modelled_context(self, step: Step | None) -> int:
+    def modeled_context(self, step: Step | None) -> int:
         if not step or not step.gpu:
             return 16 * self.top_k
         # The step must save `ENOUGH_SAVED` bytes. It saves the elements of keys and values that it does not read,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..calibrate import MODELLED, SECONDS, Calibration, Layer, describe, device_kind
+from ..calibrate import MODELED, SECONDS, Calibration, Layer, describe, device_kind
 from ..checks import ConfigError, Parser, check_int
 from ..lm.loading import loading
 from ..lm.model import disable, enable, plan_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Return 0 if every threshold was measured or set by the user, 1 if any is modelled."""
+    """Run the command. Return 0 if every threshold was measured or set by the user, 1 if any is modeled."""
     parser = Parser(
         prog="mlx-sparse calibrate",
         description="Time dense and sparse attention with the shapes of a model's layers, and store the crossover "
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         for row in rows:
             print(f"{row['layers']} layers, {row['shape']}: {row['attn']} {row['crossovers']}")
-    return 0 if all(row["how"] != MODELLED for row in rows) else 1
+    return 0 if all(row["how"] != MODELED for row in rows) else 1
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -91,11 +92,14 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse try",
-        description="Ask a model about a long text. The text is prefilled once; then the answer is decoded with dense "
-        "and with sparse attention. The result compares speed, bytes, memory and answers, and ends with the --attn "
-        f"text to copy. The prompt is {MARGIN} times as long as the crossover length, the context length at which "
-        f"the method is faster on this machine, or as long as {SECONDS:.0f} s of prefill allow. The default model is "
-        "small: 93 MB to download, and 540 MB on disk.",
+        description=textwrap.fill(
+            "Ask a model about a long text. The text is prefilled once; then the answer is decoded with dense and with "
+            "sparse attention. The result compares speed, bytes, memory and answers, and ends with the --attn text to "
+            f"copy. The prompt is {MARGIN} times as long as the crossover length, the context length at which the "
+            f"method is faster on this machine, or as long as {SECONDS:.0f} s of prefill allow. The default model is "
+            "small: 93 MB to download, and 540 MB on disk.",
+            78,
+        ),
         epilog="Example:\n  mlx-sparse try MODEL --text notes.txt --question 'Who is Ann?' --context 32k",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -108,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attn", metavar="METHOD", default="sparq", help="a decode method (default: %(default)s)")
     parser.add_argument("--context", metavar="N", help="tokens of the prompt, such as 8192 or 32k")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=48, help="tokens to generate (default: 48)")
-    parser.add_argument("--cache-dir", metavar="DIR", help="folder of the default model (default: user's cache)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="folder for downloads (default: the user's cache folder)")
     blas.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     return parser

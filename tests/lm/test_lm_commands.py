@@ -59,7 +59,7 @@ GOOD: dict[str, list[list[str]]] = {
     "--attn dense": [["mlx_lm.generate", *GENERATE, "--attn", "dense"]],
     "no such model": [["mlx_lm.generate", "--model", "nowhere/at/all"]],
     "text report": [["mlx_lm.generate", *GENERATE, *SPARSE]],
-    "short, modelled": [["mlx_lm.generate", *GENERATE, "--attn", "sparq:rank=4", "--no-calibrate"]],
+    "short, modeled": [["mlx_lm.generate", *GENERATE, "--attn", "sparq:rank=4", "--no-calibrate"]],
     "short, measured": [["mlx_lm.generate", *GENERATE, "--attn", "sample+sparq:rank=4"]],
     "short, prompts": [["mlx_lm.generate", *GENERATE, "--attn", "sample"]],
     "windows": [["mlx_lm.generate", "--model", "gemma3", *GENERATE[2:], *SPARSE]],
@@ -225,10 +225,10 @@ def test_text_report_is_printed_on_standard_error(finished: Runs):
 
 
 def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished: Runs):
-    first, second, *_ = finished("short, modelled").err.splitlines()
+    first, second, *_ = finished("short, modeled").err.splitlines()
     assert first == (
         "[mlx-sparse] sparq:rank=4,reallocate=false,component_score=query_key on ops: 2 of 2 layers (llama, llama); "
-        "sparse at 2,048 keys and longer (modelled); dense_below=N in --attn sets another length"
+        "sparse at 2,048 keys and longer (modeled); dense_below=N in --attn sets another length"
     )
     longest = PROMPT + TOKENS
     assert second == (
@@ -237,8 +237,8 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
     )
     first, second, *_ = finished("short, measured").err.splitlines()
     assert (
-        "; prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modelled; will be "
-        "measured at 8,192 keys); sparse at 2,048 keys and longer (modelled; will be measured at 1,024 keys); "
+        "; prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modeled; will be "
+        "measured at 8,192 keys); sparse at 2,048 keys and longer (modeled; will be measured at 1,024 keys); "
     ) in first
     assert second.endswith(f"this run has at most {longest} keys, and decode steps are sparse from 1,024 keys")
 
