@@ -12,7 +12,7 @@ OLDEST = (8, 0)  # the oldest compute capability that the tests compile the kern
 
 
 def interpreted() -> bool:
-    """Return True if Triton runs its kernels in its interpreter, slowly, on CPU tensors (TRITON_INTERPRET=1)."""
+    """Return True if Triton interprets its kernels on the CPU, slowly and for tests (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 

@@ -149,7 +149,7 @@ def to_numpy(tensor: torch.Tensor) -> Any:
 
 
 class TorchVariant(Variant):
-    """An attention variant on torch tensors that `Timer` times."""
+    """Base class of the attention variants on torch tensors. `Timer` measures them."""
 
     copies = 1
 
@@ -218,7 +218,7 @@ class DenseStep(TorchVariant):
         return None
 
     def problem(self) -> Problem:
-        """Build the inputs and expected output that `check` compares with."""
+        """Build inputs with a known attention output, for `check`."""
         return random_problem(self.case)
 
     def check(self) -> str | None:
@@ -232,7 +232,7 @@ class DenseStep(TorchVariant):
 
 
 class TorchStep(DenseStep):
-    """Decode step with torch's attention, by ``enable_gqa`` or with the queries of a group as rows of one head."""
+    """Decode step with torch's attention, with ``enable_gqa`` or with a group's queries as positions of one head."""
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
         B, Hkv, _, D = keys.shape

@@ -60,14 +60,14 @@ def check_code_type(name: str, array: torch.Tensor) -> None:
     wanted = CODE_TYPES.get(name, array.dtype)
     if array.dtype != wanted:
         raise ConfigError(
-            f"{name}: expected {type_name(wanted)}, got {type_name(array.dtype)}. Take what code_keys returns."
+            f"{name}: expected {type_name(wanted)}, got {type_name(array.dtype)}. Pass the result of code_keys."
         )
 
 
 def check_tensor(name: str, array: Any) -> None:
     """Raise `ConfigError` unless ``array`` is a torch tensor."""
     if not isinstance(array, torch.Tensor):
-        raise ConfigError(f"{name}: expected a tensor of torch, got {type(array).__name__}.")
+        raise ConfigError(f"{name}: expected a torch tensor, got {type(array).__name__}.")
 
 
 def check_device(name: str, array: torch.Tensor, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Compute dense prefill, statistics of rows and int4 scoring keys with torch operations, without a Triton kernel.
+"""Compute dense prefill, key and value statistics and int4 scoring keys with torch operations, without Triton.
 
 A group of 64 scoring keys is quantized once: docs/spec/sparq.md, equations (sparq.17) to (sparq.20), (sparq.22).
 """
@@ -14,7 +14,7 @@ from .launchers.attend import dense_decode
 from .launchers.blocks import attend_blocks
 
 ASSIGNED_AT_ONCE = 1 << 26  # maximum number of inner products of keys and centroids in memory
-MASS_BLOCK = 128  # any block size gives the same log-sum-exp
+LSE_BLOCK = 128  # block size of `dense_lse`, which does not affect the result
 
 
 def dense_attention(
@@ -25,7 +25,7 @@ def dense_attention(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute dense attention, with our split-KV kernel for one query and with torch's attention for several."""
+    """Compute dense attention: one query with our split-KV kernel, several queries with torch's attention."""
     if queries.shape[2] > 1:
         return _prompt(queries, keys, values, scale, left_padding)
     out: torch.Tensor = dense_decode(queries, keys, values, scale, left_padding)[0]
@@ -68,19 +68,19 @@ def dense_lse(
         lse = dense_decode(queries, keys, keys, scale, left_padding)[1]
         return lse
     if left_padding is None:
-        lse = attend_blocks(queries, keys, keys, None, MASS_BLOCK, scale)[1]
+        lse = attend_blocks(queries, keys, keys, None, LSE_BLOCK, scale)[1]
         return lse
     # The kernel does not support padding, so each sequence is a separate call that starts at its first valid key.
     lse = torch.full(queries.shape[:3], -torch.inf, device=queries.device)
     for b, first in enumerate(left_padding.tolist()):
         if first < S:
             q, k = queries[b : b + 1, :, max(0, L - S + first) :], keys[b : b + 1, :, first:]
-            lse[b, :, -q.shape[2] :] = attend_blocks(q, k, k, None, MASS_BLOCK, scale)[1]
+            lse[b, :, -q.shape[2] :] = attend_blocks(q, k, k, None, LSE_BLOCK, scale)[1]
     return lse
 
 
 def saap_assign(keys: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Return the bucket of each key (saap.1), computed with torch's matrix product."""
+    """Return the bucket of each key (saap.1), int32 ``(B, Hkv, S)``, with torch's matrix product."""
     columns = centroids.float().mT
     step = max(1, ASSIGNED_AT_ONCE // (keys.shape[0] * columns.shape[0] * columns.shape[2]))
     ids = torch.empty(keys.shape[:3], dtype=torch.int32, device=keys.device)
@@ -103,8 +103,8 @@ def masked_mean(rows: torch.Tensor, left_padding: torch.Tensor | None) -> torch.
 
 def deviation(keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
     """Return the float32 standard deviation (sparq.1) of each component over the valid keys: ``(B, Hkv, D)``."""
-    centred = keys.float() - masked_mean(keys, left_padding)[:, :, None, :]
-    return masked_mean(centred**2, left_padding).sqrt()
+    centered = keys.float() - masked_mean(keys, left_padding)[:, :, None, :]
+    return masked_mean(centered**2, left_padding).sqrt()
 
 
 def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None) -> KeyCodes:

@@ -1,8 +1,8 @@
 """Start-up hook that adds the option --attn to mlx-lm's commands.
 
-The installation adds two files that Python reads when it starts. The line of the .pth file (pyproject.toml) puts a
-finder into sys.meta_path and imports nothing. The finder imports this module with the first module of mlx_lm. Python
-3.15 reads the .start file instead and calls install(). For a short start-up time, this module imports only sys.
+The installation adds two files that Python reads when it starts. The .pth file (pyproject.toml) has one line of code,
+which puts a finder into sys.meta_path. The finder imports this module when mlx_lm is imported. Python 3.15 reads the
+.start file instead and calls install(). This module imports only sys, to keep the start-up time short.
 """
 
 import sys
@@ -18,7 +18,7 @@ COMMANDS = frozenset(f"mlx_lm.{name}" for name in NAMES)
 
 
 class CommandFinder:
-    """Finder of mlx-lm's command modules that wraps their main()."""
+    """Import finder that wraps the main() of each command module of mlx-lm."""
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -27,7 +27,7 @@ class CommandFinder:
 
 
 def find_spec(name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
-    """Return the spec of a command module whose main() will be wrapped; None for other modules."""
+    """Return the import spec of a command module and arrange for its main() to be wrapped; None for other modules."""
     if name not in COMMANDS:
         return None
     others = [finder for finder in sys.meta_path if not _is_ours(finder)]
@@ -47,7 +47,7 @@ def find_spec(name: str, path: "Sequence[str] | None", target: "ModuleType | Non
 
 
 def _is_ours(finder: object) -> bool:
-    """Return True for a CommandFinder, of this module or of the .pth file."""
+    """Return True if ``finder`` is a CommandFinder of this module or of the .pth file."""
     return type(finder).__name__ == CommandFinder.__name__
 
 
@@ -66,11 +66,11 @@ def _wrap_main(module: "ModuleType") -> None:
 
 
 def installed() -> bool:
-    """Return True if the hook is active."""
+    """Return True if the start-up hook is installed in this process."""
     return any(map(_is_ours, sys.meta_path))
 
 
 def install() -> None:
-    """Put the finder first in sys.meta_path, once."""
+    """Put a CommandFinder first in sys.meta_path, unless sys.meta_path already contains a CommandFinder."""
     if not installed():
         sys.meta_path.insert(0, CommandFinder())

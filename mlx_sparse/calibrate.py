@@ -1,4 +1,4 @@
-"""Find the crossover length of sparse attention on this machine: read from the cache folder, measured, or modelled."""
+"""Find the crossover length of sparse attention on this machine: read from the cache folder, measured, or modeled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .methods import NEVER, Method, Prefill, Step
 SECONDS = {"gpu": 3.0, "cpu": 10.0}  # longest time of a measurement
 SHORT = 1024  # keys; a shorter context does not trigger a measurement
 LONGEST = 65_536  # keys that are timed
-MIN_SPEEDUP = 1.03  # dense over sparse time that counts as faster; above 1, so that noise enables no slower method
+MIN_SPEEDUP = 1.05  # dense over sparse time that counts as faster; above 1, so that noise enables no slower method
 PRECISION = 1.1  # largest ratio, at the end, of the shortest length that won to the longest length that lost
 BUSY, BUSY_SHARE = 1.5, 0.25  # on a busy machine the crossover (a factor) or density (a difference) spreads more
 PAIRS = (5, 15)  # minimum and maximum number of dense and sparse steps of one timing of a length
@@ -43,12 +43,10 @@ TILE = 1024  # random rows; longer contexts repeat them with other scales
 NEEDED = 4  # memory in units of K and V of a layer: caches of dense and sparse steps, and auxiliary cache state
 FREE_SHARE = 0.25  # share of the free memory that a measurement may use
 WORKING_SET = 128 << 20  # bytes of K and V that a timed step should read: more than most last-level caches
-LEAST_LAYERS, MOST_LAYERS = (
-    2,
-    {"cpu": 8, "gpu": 32},
-)  # per timed step; more layers reduce the share of the wait for a GPU
+LEAST_LAYERS = 2  # per timed step
+MOST_LAYERS = {"cpu": 8, "gpu": 32}  # per timed step; more layers reduce the share of the wait for a GPU
 
-MEASURED, MODELLED, GIVEN = "measured on this machine", "modelled", "given"
+MEASURED, MODELED, GIVEN = "measured on this machine", "modeled", "given"
 
 Pairs = Sequence[tuple[float, float]]  # seconds of a dense and a sparse step that ran one after the other
 
@@ -60,8 +58,8 @@ class Threshold:
     Attributes:
         value: crossover length in keys of a decode step; for prefill, the largest density at which sparse attention
             pays.
-        how: one of `MEASURED`, `MODELLED` and `GIVEN`.
-        best: the optimistic end of a measured spread, of which ``value`` is the cautious end; None without a spread.
+        how: source of the value: `MEASURED`, `MODELED` or `GIVEN`.
+        best: optimistic end of the measured spread; ``value`` is its cautious end. None without a spread.
         busy: True if the spread is so wide that the next process measures again.
     """
 
@@ -115,7 +113,7 @@ def describe(config: Method, found: Threshold) -> str:
 
 
 MeasurementKey = dict[str, str | int]
-FORMAT = 2
+FORMAT = 3
 MAX_BYTES = 1 << 16
 
 
@@ -133,7 +131,7 @@ def read_measurement(key: MeasurementKey) -> dict[str, Any] | None:
     """Read a stored measurement. Return None if there is no file.
 
     Raises:
-        ArtefactError: the file is damaged or has other content. The next measurement replaces it.
+        ArtefactError: the file is not a valid measurement. The next measurement replaces it.
     """
     path = path_of(key)
     try:
@@ -142,13 +140,13 @@ def read_measurement(key: MeasurementKey) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ArtefactError(f"{path}: expected a measurement, got {str(error)[:80]}.") from None
-    if not isinstance(found, dict) or found.get("question") != key or not isinstance(found.get("answer"), dict):
+    if not isinstance(found, dict) or found.get("key") != key or not isinstance(found.get("result"), dict):
         raise ArtefactError(f"{path}: expected a measurement of this machine and version, got something else.")
-    answer: dict[str, Any] = found["answer"]
-    return answer
+    result: dict[str, Any] = found["result"]
+    return result
 
 
-def write_measurement(key: MeasurementKey, answer: Mapping[str, Any]) -> None:
+def write_measurement(key: MeasurementKey, result: Mapping[str, Any]) -> None:
     """Store a measurement in its calibration file.
 
     Raises:
@@ -156,7 +154,7 @@ def write_measurement(key: MeasurementKey, answer: Mapping[str, Any]) -> None:
     """
     path = path_of(key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"question": key, "answer": answer}, indent=1)
+    text = json.dumps({"key": key, "result": result}, indent=1)
     replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))
 
 
@@ -191,13 +189,13 @@ class Point(NamedTuple):
         return cls(S, ratios[rank], median(ratios), ratios[n - 1 - rank])
 
 
-def read_points(answer: Mapping[str, Any]) -> list[Point]:
+def read_points(result: Mapping[str, Any]) -> list[Point]:
     """Check the timed lengths in a calibration file, and return them in ascending order.
 
     Raises:
-        ValueError: the file has other content.
+        ValueError: the file is not a valid measurement.
     """
-    found: list[Any] = answer.get("points") or [None]
+    found: list[Any] = result.get("points") or [None]
     for point in found if isinstance(found, list) else [None]:
         if (
             not isinstance(point, list)
@@ -210,28 +208,28 @@ def read_points(answer: Mapping[str, Any]) -> list[Point]:
 
 
 def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
-    """Return the ends of the spread of the crossover length, or None where no measured length qualifies.
+    """Return the shortest length at which sparse attention may be faster, and the shortest at which it is faster.
 
-    From the first length on, sparse attention may be faster. From the second length on, it is faster.
+    All longer measured lengths must qualify too. An entry is None if no length qualifies.
     """
     return _shortest(points, lambda point: point.high >= MIN_SPEEDUP), _shortest(
         points, lambda point: point.low >= MIN_SPEEDUP
     )
 
 
-def _shortest(points: Sequence[Point], good: Callable[[Point], bool]) -> int | None:
-    """Return the shortest length whose point and all later points are good, or None."""
-    bad = max((point.S for point in points if not good(point)), default=0)
-    return next((point.S for point in points if point.S > bad), None)
+def _shortest(points: Sequence[Point], faster: Callable[[Point], bool]) -> int | None:
+    """Return the shortest length that is faster together with all longer lengths, or None."""
+    slower = max((point.S for point in points if not faster(point)), default=0)
+    return next((point.S for point in points if point.S > slower), None)
 
 
 def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first: int, seconds: float) -> list[Point]:
     """Find the crossover length of decode steps by bisection, to within 10 % or until the time is over.
 
     The search doubles or halves the length, starting at ``first``, until one length wins and one loses. Then it bisects
-    the interval between them. A length is timed again, up to `TIMINGS` times, while its interval contains
-    `MIN_SPEEDUP`. The search ends before a length that would exceed the remaining time, estimated from the previous
-    length.
+    the interval between them. A length wins after two timings. It is timed again, up to `TIMINGS` times, while its
+    interval contains `MIN_SPEEDUP`. The search ends before a length that would exceed the remaining time, estimated
+    from the previous length.
     """
     end = time.monotonic() + seconds
     points: dict[int, Point] = {}
@@ -240,10 +238,12 @@ def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first:
     while True:
         before, last = time.monotonic(), S
         pairs: list[tuple[float, float]] = []
-        for _ in range(TIMINGS):
+        for timing in range(TIMINGS):
             pairs += measure(S)
             point = points[S] = Point.of(S, pairs)
-            if not point.low < MIN_SPEEDUP <= point.high or time.monotonic() > end:
+            # The place of the arrays in memory changes the ratio, so a length needs two timings to win.
+            won_twice = timing > 0 and point.low >= MIN_SPEEDUP
+            if won_twice or point.high < MIN_SPEEDUP or time.monotonic() > end:
                 break
         if point.low >= MIN_SPEEDUP:
             won = S
@@ -289,7 +289,7 @@ class Calibration:
         key = config, layer
         if key not in self._known:
             kept = self.look_up(config, layer) if config.measurable else None
-            self._known[key] = kept or self.modelled(config, layer)
+            self._known[key] = kept or self.modeled(config, layer)
         if S >= self.shortest_measured(config) and self.needs_measurement(config, layer):
             self._tried.add(key)  # set first, so that a failed measurement is not repeated
             self._known[key] = self.measure(config, layer) or self._known[key]
@@ -300,19 +300,19 @@ class Calibration:
         if not self.measures or not config.measurable or (config, layer) in self._tried:
             return False
         found = self.threshold(config, layer)
-        return found.how == MODELLED or found.busy
+        return found.how == MODELED or found.busy
 
     @staticmethod
     def shortest_measured(config: Method) -> int:
-        """Return the shortest context that triggers a measurement. In shorter contexts sparse attention hardly pays."""
+        """Return the shortest context that triggers a measurement. Shorter contexts are hardly ever faster."""
         if isinstance(config, Prefill):
             return max(SHORT, config.shortest_context())
         return max(SHORT, 2 * config.attended)
 
     @staticmethod
-    def modelled(config: Method, layer: Layer) -> Threshold:
+    def modeled(config: Method, layer: Layer) -> Threshold:
         """Return the threshold of the documented model, without a measurement."""
-        how = MODELLED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
+        how = MODELED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
         if isinstance(config, Prefill):
             return Threshold(config.max_density(layer.backend), how)
         return Threshold(config.shortest_context(layer.step), how)
@@ -320,30 +320,30 @@ class Calibration:
     def look_up(self, config: Method, layer: Layer) -> Threshold | None:
         """Return the threshold of an earlier measurement, or None."""
         try:
-            answer = read_measurement(measurement_key(config, layer))
-            return None if answer is None else self.read(config, layer, answer)
+            result = read_measurement(measurement_key(config, layer))
+            return None if result is None else self.read(config, layer, result)
         except (ArtefactError, ValueError) as error:
             self._progress(f"a measurement is ignored, and replaced by the next: {error}")
             return None
 
-    def read(self, config: Method, layer: Layer, answer: Mapping[str, Any]) -> Threshold:
+    def read(self, config: Method, layer: Layer, result: Mapping[str, Any]) -> Threshold:
         """Return the threshold that follows from a stored measurement.
 
         Raises:
-            ValueError: the file has other content.
+            ValueError: the file is not a valid measurement.
         """
-        if not _is_number(answer.get("time")):
+        if not _is_number(result.get("time")):
             raise ValueError("expected the time of the measurement")
         if isinstance(config, Prefill):
-            low, high = answer.get("share", -1), answer.get("best", -1)
+            low, high = result.get("share", -1), result.get("best", -1)
             if not all(type(share) in (int, float) and 0 <= share <= 1 for share in (low, high)):
                 raise ValueError("expected shares from 0 to 1")
             value, best, busy = config.max_density(layer.backend, low), high, high - low > BUSY_SHARE
             return Threshold(value, MEASURED, best if best != value else None, busy)
-        points = read_points(answer)
+        points = read_points(result)
         possible, won = crossover(points)
         # If dense attention won at the longest length, the model decides for longer contexts.
-        keys = won or max(points[-1].S + 1, int(self.modelled(config, layer).value))
+        keys = won or max(points[-1].S + 1, int(self.modeled(config, layer).value))
         value = config.shortest_context(replace(layer.step, measured=keys))
         best = None if possible is None else config.shortest_context(replace(layer.step, measured=possible))
         busy = possible is not None and keys > BUSY * possible
@@ -366,28 +366,28 @@ class Calibration:
         mx.synchronize()
         try:
             if isinstance(config, Prefill):
-                answer = measure_prefill(config, layer, seconds)
+                result = measure_prefill(config, layer, seconds)
             else:
-                answer = self._measure_steps(config, layer, seconds)
+                result = self._measure_steps(config, layer, seconds)
         except MemoryError as error:
             self._progress(f"not measured: {error}. The documented model decides instead.")
             return None
         finally:
             mx.clear_cache()  # free the memory of the measurement
-        answer["time"] = round(time.time())
-        found = self.read(config, layer, json.loads(json.dumps(answer)))
+        result["time"] = round(time.time())
+        found = self.read(config, layer, json.loads(json.dumps(result)))
         self._progress(f"{describe(config, found)}; it took {time.monotonic() - start:.1f} s.")
         try:
-            write_measurement(measurement_key(config, layer), answer)
+            write_measurement(measurement_key(config, layer), result)
         except OSError as error:
             self._progress(f"the measurement cannot be saved: {error}. It is used for this run only.")
         return found
 
     def _measure_steps(self, config: Method, layer: Layer, seconds: float) -> dict[str, Any]:
-        shortest, first = self.shortest_measured(config), int(self.modelled(config, layer).value)
+        shortest, first = self.shortest_measured(config), int(self.modeled(config, layer).value)
         most = int(FREE_SHARE * free_memory()) // (LEAST_LAYERS * NEEDED * layer.row)
         if most < shortest:
-            raise _too_full()
+            raise _not_enough_memory()
         longest = max(min(most, self.longest), shortest)
         measure = partial(self.pairs, config, layer, seconds=seconds / 10)
         points = find(measure, shortest=shortest, longest=longest, first=first, seconds=seconds)
@@ -475,7 +475,7 @@ def free_memory() -> int:
     return max(free, 0)
 
 
-def _too_full() -> MemoryError:
+def _not_enough_memory() -> MemoryError:
     return MemoryError(f"{FREE_SHARE * free_memory() / 1e6:.0f} MB of free memory are too few")
 
 
@@ -518,7 +518,7 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
     # On a CPU, MLX stores the scores of a head.
     needed = 12 * L * S if device_kind() == "cpu" else 8 * heads * G * (S + L) * step.D
     if needed > FREE_SHARE * free_memory():
-        raise _too_full()
+        raise _not_enough_memory()
     queries = _rows(layer, heads * G, L)
     keys, values = (_rows(layer, heads, S, side + 1) for side in range(2))
     layout = config.layout(L, S)

@@ -1,4 +1,4 @@
-"""Identity of a model for artefacts, and of its weights for results."""
+"""Identify the model of an artefact, and the weights behind a result."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ NOTE = "_mlx_sparse_whole"
 def identity(model: Any) -> dict[str, str]:
     """Return ``model_type`` and a ``hash`` of the config, the RoPE scaling, and the first values of all vectors.
 
-    Vectors are norms and biases, which quantization does not change. So a quantized copy is the same model, and so is a
-    copy in bfloat16, or a copy with tuned matrices (LoRA). Few bytes are read, independent of the size of the model. If
-    a model has no vectors, the first values of its matrices are hashed, and a quantized copy is another model.
+    The vectors are norms and biases. Quantization, conversion to bfloat16 and LoRA do not change them, so all these
+    copies of a model have the same identity. If a model has no vectors, the first values of its matrices are hashed,
+    and a quantized copy has another identity. Only a few bytes of each weight are read.
     """
     from mlx.utils import tree_flatten
 
@@ -59,10 +59,10 @@ def identity(model: Any) -> dict[str, str]:
 
 
 def weights_hash(model: Any) -> str:
-    """Return a hash of the whole config and of both ends of every weight.
+    """Return a hash of the whole config and of the first and last values of every weight.
 
-    A quantized copy, another type or tuned matrices give another hash, because they change measured results. Few bytes
-    are read, independent of the size of the model.
+    Quantization, another dtype and fine-tuning change the hash, because they change measured results. Only a few bytes
+    of each weight are read.
     """
     from mlx.utils import tree_flatten
 
@@ -77,7 +77,7 @@ def weights_hash(model: Any) -> str:
 
 
 def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the RoPE scaling under any of its names; empty if there is none."""
+    """Return the RoPE scaling of ``config``, which may have several names; empty if RoPE is not scaled."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = config.get(name)
@@ -91,7 +91,7 @@ def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """Return the arguments of ``model``, including the arguments of its text model."""
+    """Return the config of ``model`` as a flat dict that includes the config of its text model."""
     return _flat(getattr(model, "args", None))
 
 
@@ -101,7 +101,7 @@ def _flat(args: Any) -> dict[str, Any]:
 
 
 def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
-    """Return KV heads and head dim of each cache of ``model``; None for a cache without keys. Nothing is evaluated."""
+    """Return (KV heads, head dim) of each cache of ``model``; None for a cache without keys. No array is evaluated."""
     from mlx_lm.models.cache import make_prompt_cache
 
     caches = make_prompt_cache(model)
@@ -121,20 +121,20 @@ def leaves(caches: Any) -> list[Any]:
 
 
 def model_type(model: Any) -> str:
-    """Return mlx-lm's name of the model's family."""
+    """Return the model family by its name in mlx-lm, such as "llama"."""
     declared = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
     return str(declared)
 
 
 def kv_heads(model: Any, part: Part, here: int) -> int:
-    """Return the KV heads of a layer in the whole model, given the ``here`` heads of a ``part``. Parts can overlap."""
+    """Return the number of KV heads of a layer in the whole model, if this rank has ``here``. Ranks can share heads."""
     known = config_of(model).get("num_key_value_heads")
     return min(here * part.size, known) if isinstance(known, int) and known >= here else here * part.size
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a whole model that are needed after the model was cut into parts.
+    """Identity and cache shapes of a whole model, recorded before the model is split over processes.
 
     Attributes:
         identity: result of `identity`; None if not all weights are on this process.
@@ -146,12 +146,12 @@ class ModelFacts:
 
 
 def record_facts(model: Any, *, complete: bool) -> None:
-    """Record the facts of ``model`` before it is cut. ``complete``: all of its weights are on this process."""
-    # nn.Module would list the attribute among the parameters.
+    """Record the `ModelFacts` of ``model`` before it is split. ``complete`` is True if this process has all weights."""
+    # With setattr, nn.Module would list the attribute among the parameters.
     object.__setattr__(model, NOTE, ModelFacts(identity(model) if complete else None, kv_shapes(model)))
 
 
 def recorded_facts(model: Any) -> ModelFacts | None:
-    """Return the recorded facts of ``model``, or None."""
+    """Return the `ModelFacts` that `record_facts` recorded for ``model``, or None."""
     noted: ModelFacts | None = getattr(model, NOTE, None)
     return noted

@@ -30,7 +30,7 @@ MOST_FAILURES = 20  # failures in the Markdown file; the JSON lines have all
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report of FOLDER, or check one file; return 0 if everything ran and nothing failed."""
+    """Write the report of FOLDER, or check one file; return 0 if everything ran and nothing failed, else 1."""
     kind, *paths = argv
     if kind in ("passed", "validation"):
         path = Path(paths[0])
@@ -118,7 +118,7 @@ def gpu_problems(
 
 
 def _failures(tests: Mapping[str, Any], which: str = "") -> list[str]:
-    """Return the problem of a pytest run that ended, if there is one."""
+    """Return a list with the problem of a pytest run that ended, or an empty list."""
     if failed := len(tests["failed"]):
         return [f"{failed} of {tests['tests']} tests{which} failed"]
     return [f"no test{which} ran"] if tests["tests"] == tests["skipped"] else []
@@ -161,7 +161,7 @@ def junit(path: Path) -> dict[str, Any] | None:
 
 
 def messages(log: str) -> list[str]:
-    """Return the messages of Metal's validation layers, without the lines that announce them."""
+    """Return the messages of Metal's validation layers, without the lines that announce the layers."""
     lines = [line for line in log.splitlines() if "validation" in line.lower() or "invalid" in line.lower()]
     return [line for line in lines if "Validation Enabled" not in line][:MOST_MESSAGES]
 

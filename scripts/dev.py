@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
-STAMP = ROOT / ".venv" / "dev-stamp"  # state of the installation: extras, pyproject.toml, native kernels, modules
+STAMP = ROOT / ".venv" / "dev-stamp"  # installed extra; hash of pyproject.toml, native kernels and list of modules
 KERNELS = ROOT / "onnx_export" / "ort_ops"
 PACKAGES = ("mlx_sparse", "metal", "cuda_ref", "onnx_export")
 BASE, TEST = ".", ".[test]"
@@ -110,7 +110,7 @@ def tests(args):
 
 
 def imported_by(path, root=ROOT, *, everything=False):
-    """Return the dotted names that a file imports, `from a import b` as a.b, without blocks for type checkers.
+    """Return the dotted names that a file imports, `from a import b` as a.b, without TYPE_CHECKING blocks.
 
     With ``everything``, also return imports inside functions and calls of import_module.
     """
@@ -145,7 +145,7 @@ def lazy_modules(package):
 
 
 def closure(entry):
-    """Return the project's files that Python imports with one file, including the __init__.py of packages."""
+    """Return the files of this project that an import of ``entry`` loads, including each __init__.py."""
     todo, seen = [ROOT / entry], set()
     while todo:
         path = todo.pop()
@@ -185,7 +185,7 @@ def size():
     now = (sum(map(lines.get, product)), len(product), sum(map(lines.get, tests)), words)
     for (name, budget), count in zip(TOTALS.items(), now):  # noqa: B905 (Python 3.9 runs this as far as its version check)
         print(row(name, count, budget, ""))
-    print("\n" + row("files that it imports", "now", "budget", ""))
+    print("\n" + row("imported files", "now", "budget", ""))
     for entry, budget in CLOSURES.items():
         print(row(entry, len(closure(entry)), budget, ""))
     print("\nlargest files")

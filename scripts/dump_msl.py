@@ -3,7 +3,7 @@
 python scripts/dump_msl.py --out FOLDER [--compile]
 
 FOLDER gets one file per source, mlx_utils.h and manifest.json. mlx_utils.h is the header that MLX puts before every
-custom kernel, in the order of its make_compiled_preamble.sh. MLX compiles the header and a source as one string. Each
+custom kernel, in the order of make_compiled_preamble.sh. MLX compiles the header and a source as one string. Each
 source equals the text of MLX's export callback byte for byte. The script runs on Linux. --compile needs clang or the
 `test` extra.
 """
@@ -86,7 +86,7 @@ def plain(value: Any) -> Any:
 
 
 def texts(calls: Iterable[Any], header: str) -> list[Text]:
-    """Return the distinct sources of these calls, in the order of generation."""
+    """Run ``calls`` and return the distinct MSL sources, in the order of their first use."""
     import msl
 
     found: dict[str, Text] = {}
@@ -134,7 +134,7 @@ def check(text: Text) -> list[str]:
 
 
 def write(folder: Path, header: str, found: Sequence[Text]) -> None:
-    """Write a new folder, and replace an older dump with it when it is complete."""
+    """Write the dump to a new folder, which replaces ``folder`` when the dump is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

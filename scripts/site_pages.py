@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: pages and links outside docs/, and the pages of the API."""
+"""MkDocs hooks: add the API pages and pages from outside docs/, and rewrite links to files outside docs/."""
 
 import posixpath
 import re

@@ -5,7 +5,7 @@ python scripts/traffic.py [--json] [METHOD ...]
 
 METHOD is sparq, sparq4 (int4 scoring keys), quest, saap or sample. By default, all methods are counted.
 The harness runs on Linux and needs clang, which the `test` extra installs.
-Each launch counts every cache line of 128 bytes once.
+In each launch, a cache line of 128 bytes counts once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BUCKETS, PROBES = 128, 8
 
 
 def random(heads: int, length: int) -> mx.array:
-    """Return float16 ``(1, heads, length, D)``."""
+    """Return a normal random array ``(1, heads, length, D)`` in float16."""
     return mx.random.normal((1, heads, length, D), dtype=mx.float16)
 
 

@@ -95,12 +95,12 @@ def saap_indices(
     These are the sink tokens, the keys at ``covered`` and after it, and the keys of the visited buckets.
 
     Args:
-            visited: ``(B, Hkv, n)`` int, distinct; numbers outside 0..buckets-1 are empty slots.
-            offsets, key_ids: results of `saap_index` for keys 0..covered-1.
-            capacity: number of slots of a list. Further keys are omitted.
+        visited: ``(B, Hkv, n)`` int, distinct; numbers outside 0..buckets-1 are empty slots.
+        offsets, key_ids: results of `saap_index` for keys 0..covered-1.
+        capacity: number of slots of a list. Further keys are omitted.
 
     Returns:
-            ``indices (B, Hkv, capacity)`` int32 in the order above, then -1, and the number of used slots ``(B, Hkv)``.
+        ``indices (B, Hkv, capacity)`` int32 in the order above, then -1, and the number of used slots ``(B, Hkv)``.
     """
     B, Hkv, _ = _check_rows("visited", visited)
     check_backend(backend, visited.device)

@@ -123,7 +123,7 @@ def _layer_reasons(
     if reason is not None:
         yield reason
     if not origin.current(value):
-        yield "with keys or values that are not the cache's"
+        yield "with keys or values that differ from the KV cache"
     low, high = configs.HEAD_DIMS
     D = query.shape[-1]
     if not key.shape[-1] == value.shape[-1] == D:

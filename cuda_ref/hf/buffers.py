@@ -15,14 +15,14 @@ from .running_statistics import RunningStatistics, outside_inference_mode
 
 # Each capacity is a multiple of this number, so that the rows of ``keys_t`` start at 128-byte cache lines.
 ROW_MULTIPLE = 256
-ROOM = 32  # buffers grow by 1/32, so that the average copy per token is small compared with the reads of a decode step
+GROWTH = 32  # buffers grow by 1/32, so that copies per token are small compared with the reads of a decode step
 
 
 class Buffers:
     """Growable buffers of a cache layer. Rows ``[0, length)`` are in use, and appending rarely copies them.
 
     The first SparQ step computes ``keys_t`` or the int4 scoring keys, and the running statistics. Later steps update
-    these arrays. A context that stays dense therefore costs as much as with transformers' own layer.
+    these arrays. A context without sparse steps therefore costs no more than with transformers' own layer.
 
     Attributes:
         keys, values: ``(B, Hkv, capacity, D)``; rows at ``length`` and after it are stale.
@@ -69,7 +69,7 @@ class Buffers:
 
     @outside_inference_mode
     def _grow(self, length: int) -> None:
-        capacity = -(-(length + length // ROOM) // ROW_MULTIPLE) * ROW_MULTIPLE
+        capacity = -(-(length + length // GROWTH) // ROW_MULTIPLE) * ROW_MULTIPLE
 
         def grown(buffer: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
             larger = buffer.new_empty(*buffer.shape[:dim], capacity, *buffer.shape[dim + 1 :])
@@ -141,9 +141,9 @@ class Buffers:
         if lacking or not _same(self.left_padding, padding):
             self._allocate_statistics(mean, spread)
         self.left_padding = first
-        for moments, buffer in ((self.key_statistics, self.keys), (self.value_statistics, self.values)):
-            if moments is not None:
-                moments.extend(buffer, self.length, first)
+        for running, buffer in ((self.key_statistics, self.keys), (self.value_statistics, self.values)):
+            if running is not None:
+                running.extend(buffer, self.length, first)
         return (
             self.value_statistics.mean if mean and self.value_statistics else None,
             self.key_statistics.deviation() if spread and self.key_statistics else None,
@@ -195,7 +195,7 @@ class Padding:
 
 
 def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Build the mask of transformers' sdpa. The mask of a decode step gets a `Padding` as an attribute."""
+    """Build transformers' mask for sdpa. The mask of a decode step has a `Padding` as an attribute."""
     made = sdpa_mask(*args, **kwargs)
     if made is not None and made.shape[2] == 1:
         setattr(made, _NAME, Padding(made))
@@ -203,6 +203,6 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 
 def padding_of(attention_mask: torch.Tensor) -> Padding | None:
-    """Return the `Padding` of an attention mask, or None if the mask does not come unchanged from `mask`."""
+    """Return the `Padding` of an attention mask, or None if `mask` did not build this tensor."""
     found: Padding | None = getattr(attention_mask, _NAME, None)
     return found

@@ -22,7 +22,7 @@ _NAME = "_mlx_sparse_origin"
 
 
 class SparQLayer(DynamicLayer):
-    """A full-attention layer that can attend sparsely.
+    """Cache layer for full attention, with auxiliary cache state for SparQ.
 
     Attributes:
         keys, values: ``(B, Hkv, S, D)``, slices of ``buffers``.
@@ -79,7 +79,7 @@ class SparQLayer(DynamicLayer):
             )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Select sequences by ``indices``, which are sequence numbers in the wanted order or one bool per sequence."""
+        """Keep only the sequences ``indices``: sequence numbers in the new order, or one bool per sequence."""
         if self.buffers is not None:
             sequences = indices.to(self.device)
             self.buffers.select(sequences.nonzero()[:, 0] if sequences.dtype == torch.bool else sequences)
@@ -87,7 +87,7 @@ class SparQLayer(DynamicLayer):
 
     def offload(self) -> None:
         raise ConfigError(
-            "offloading: expected none, which SparQCache does not do, got a call of offload. Use DynamicCache."
+            "offloading: expected no call, because SparQCache does not support it, got offload(). Use DynamicCache."
         )
 
     def attend(
@@ -200,7 +200,7 @@ class SparQCache(DynamicCache):
             model=config._name_or_path,
             layers=len(self.layers),
         )
-        self.report.crossovers = partial(_crossovers, self.thresholds, "modelled" if self.attn.measurable else "given")
+        self.report.crossovers = partial(_crossovers, self.thresholds, "modeled" if self.attn.measurable else "given")
         self.report.dense_layers.update(reason for layer in self.layers if (reason := dense_layer(layer)))
         self.report.served_layers = len(self.layers) - self.report.dense_layers.total()
         if self.report.served_layers == 0:
@@ -212,7 +212,7 @@ class SparQCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values to a layer. Return all its keys and values; the keys refer to their layer.
+        """Append keys and values to a layer. Return all keys and values of the layer. The keys refer to the layer.
 
         An attention function receives keys and values, but neither the cache nor the layer. The layer number of a
         module does not identify the cache, and some models pass the keys of one layer to other layers. Therefore the

@@ -30,9 +30,9 @@ class Codes:
         B, Hkv, capacity, D = keys.shape
         self.padding, self.length = padding, 0
         self._runs = _runs(padding)
-        room = capacity // GROUP
-        codes = torch.empty(B, Hkv, D, room * BYTES, dtype=torch.uint8, device=keys.device)
-        lo = torch.empty(B, Hkv, D, room, dtype=torch.float16, device=keys.device)
+        groups = capacity // GROUP
+        codes = torch.empty(B, Hkv, D, groups * BYTES, dtype=torch.uint8, device=keys.device)
+        lo = torch.empty(B, Hkv, D, groups, dtype=torch.float16, device=keys.device)
         self.coded = KeyCodes(codes, lo, torch.empty_like(lo), torch.zeros(B, Hkv, D, device=keys.device))
         self._spread: torch.Tensor | None = None
 
@@ -74,9 +74,9 @@ class Codes:
                 self._spread = None
         self.length = length
 
-    def _grow(self, room: int) -> None:
+    def _grow(self, groups: int) -> None:
         def grown(array: torch.Tensor, per_group: int) -> torch.Tensor:
-            larger = array.new_empty(*array.shape[:-1], room * per_group)
+            larger = array.new_empty(*array.shape[:-1], groups * per_group)
             larger[..., : array.shape[-1]] = array
             return larger
 
@@ -117,9 +117,9 @@ def _full(length: int, first: int) -> int:
 
 
 def _runs(padding: torch.Tensor | None) -> list[tuple[slice, int]]:
-    """Return slices of adjacent sequences with the same first valid row, each with this row.
+    """Group adjacent sequences by their first valid row. Return ``(slice, first valid row)`` of each group.
 
-    The groups of these sequences become full at the same time.
+    The groups of keys of these sequences become full at the same time.
     """
     if padding is None:
         return [(slice(None), 0)]

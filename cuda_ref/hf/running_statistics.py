@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 CHUNK = 8192  # maximum number of rows that are merged at a time, which limits the float32 copies
-BLOCK = 256  # number of rows between marks
+BLOCK = 256  # number of rows from one mark (copy of the state) to the next
 
 
 def outside_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,9 +55,9 @@ class State:
             delta = mean - self.mean
             self.squares.addcmul_(delta, delta * (self.count * share))
             if rows.shape[2] > 1:
-                centred = rows - mean[:, :, None]
-                centred = centred if valid is None else torch.where(valid, centred, 0.0)
-                self.squares.add_(centred.square().sum(dim=2))
+                centered = rows - mean[:, :, None]
+                centered = centered if valid is None else torch.where(valid, centered, 0.0)
+                self.squares.add_(centered.square().sum(dim=2))
         self.mean.lerp_(mean, share)
         self.count = total
 
@@ -74,9 +74,9 @@ class RunningStatistics:
     Each chunk of rows is reduced to its mean and its squared deviations before the merge. The result is accurate even
     if the mean is much larger than the spread, where plain sums of squares would cancel.
 
-    Rows are never subtracted: a NaN would remain, and a large number would leave a rounding error. After a crop, the
-    statistics restart from the last remaining mark, or from zero, and the rows after the mark are merged again. When a
-    block of rows is full, the whole block is merged again, which removes the rounding of single rows.
+    Removed rows are not subtracted, because a NaN or a rounding error would remain. After a crop, the statistics
+    restart from the last remaining mark, or from zero, and the rows after the mark are merged again. When a block of
+    rows is full, the whole block is merged again, which removes the rounding of single rows.
 
     Attributes:
         state: statistics of all rows that are merged so far.

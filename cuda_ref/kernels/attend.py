@@ -1,6 +1,6 @@
 """Compute exact attention of one query per head over a list of keys or over all keys. All methods share this kernel.
 
-The grid is (splits of the list, Hkv, B), or (programs,) if rows have different numbers of entries. A program reads
+A row is a sequence and KV head. The grid is (splits, Hkv, B), or (programs,) if list lengths differ. A program reads
 `share` rows of K and of V, D * itemsize bytes each, once for the whole group, and updates a running softmax. If there
 are several splits, a program writes G * (D + 3) float32 numbers. The last program of a row merges the splits of the
 row. The merge is exact, because every split stores its largest logit and its sum.
@@ -25,7 +25,7 @@ def times_values(weights, values, total):
 
 @triton.jit
 def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
-    """Return ``mean`` combined with the mean value, which gets the softmax weight of the unselected keys (sparq.10)."""
+    """Return ``mean`` after reallocation (sparq.10): ``value_mean`` gets the softmax weight of unselected keys."""
     return alpha * mean + (1.0 - alpha) * tl.load(value_mean + d, mask=d < D, other=0.0)
 
 
@@ -90,8 +90,8 @@ def assigned_work(program, programs, counts, rows, entries, BLOCK_N: tl.constexp
     """Return the row and the share of entries that a program processes, if rows have ``counts`` entries.
 
     Returns:
-        The row; the first program of this row; the number of programs of this row, 0 for a program without work; the
-        number of entries of this row; and the number of entries per program, in whole blocks.
+        The row, its first program, its number of programs, its number of entries, and the entries per program, in
+        whole blocks. The number of programs is 0 for a program without work.
     """
     total = tl.zeros([], tl.int64)
     for first in range(0, rows, BLOCK_ROWS):
@@ -132,7 +132,7 @@ def attend(
     lse,  # out: (B, Hkv, G) float32
     parts,  # scratch: (programs, G, D) float32 weighted sums of values
     part_sums,  # scratch: (programs, G, 3) float32: largest logit, sum of exp(logit - largest), part of alpha
-    tickets,  # (B, Hkv, 2) int32, zeros
+    tickets,  # (B, Hkv, 2) int32, zeros: counters of finished programs
     length,
     entries,
     share,

@@ -4,7 +4,8 @@
 32 rows of queries: K * N * itemsize bytes per layer and KV head. In the paper's shape these are 2.4 MB per KV head. A
 decode step that attends to 5 % of about 50k tokens reads the same number of bytes of keys and values. Each product of
 queries and weights is a sum of three TF32 products, which is exact for 16-bit weights and keeps 22 bits of float32
-numbers of any magnitude. The last program of a row of logits, 4 * C bytes per query head, selects the buckets.
+numbers of any magnitude. The last program of a query tile reads its logits, 4 * C bytes per query head, and selects the
+buckets.
 
 `saap_expand` writes the key list of a step. It reads and writes 4 bytes for each key of a visited bucket and writes 4
 bytes for each other slot. Every program finds the keys of its own slots, so several programs can share a large bucket.
@@ -36,7 +37,7 @@ def affine(
 
 @triton.jit
 def rows_of_tile(sequence, batch, h, heads, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the row numbers ``(b, h, g)`` of a query tile, from ``sequence`` on, and a mask of existing rows."""
+    """Return the row numbers ``(b, h, g)`` of a query tile that starts at ``sequence``, and a mask of existing rows."""
     m = tl.arange(0, BLOCK_M)
     b, g = sequence + m // GROUP, m % GROUP
     return (b.to(tl.int64) * heads + h) * G + g, (b < batch) & (g < G)
@@ -98,7 +99,7 @@ def saap_route(
     bias,  # (Hkv, C), or None
     logits,  # scratch: (B, Hkv, G, C) float32
     visited,  # out: (B, Hkv, probes) int32, ascending
-    tickets,  # (tiles of rows, Hkv) int32, zeros
+    tickets,  # (tiles of rows, Hkv) int32, zeros: counters of finished programs
     batch,
     probes,
     K,

@@ -186,7 +186,7 @@ def top_k_select(
     candidate_bits,  # scratch: (B, Hkv, tiles, min(top_k, BLOCK)) int32
     candidate_indices,  # scratch, same shape and type
     indices,  # out: (B, Hkv, min(top_k, length)) int32, ascending, then -1
-    tickets,  # (B, Hkv, 2) int32, zeros
+    tickets,  # (B, Hkv, 2) int32, zeros: counters of finished programs
     length,
     top_k,
     local_window,

@@ -12,7 +12,7 @@ from ..kernels.attend import attend as kernel
 from . import configs
 from .launch import Launch, contiguous, fake_attention, power_of_2, result_like, rows, strides, upcast
 
-PROGRAMS_PER_PROCESSOR = 2  # target number of programs, from which the number of splits follows
+PROGRAMS_PER_PROCESSOR = 2  # target number of programs, which determines the number of splits
 BLOCK_SPLITS = 8  # number of splits that are merged at a time
 MOST_ROWS = 1024  # maximum number of rows whose counts are read at a time
 
@@ -25,7 +25,7 @@ class Listed:
         indices: ``(B, Hkv, N)`` int32, contiguous; numbers that are not keys are empty slots.
         counts: ``(B, Hkv)`` int32, contiguous: number of used entries per row. The used entries of all rows are divided
             equally among the programs. None: all entries are used.
-        tickets: ``(B, Hkv, 2)`` int32 with zeros in ``[..., 1]``; allocated if None.
+        tickets: int32 ``(B, Hkv, 2)`` counters of finished programs, 0 in ``[..., 1]``; allocated if None.
     """
 
     indices: torch.Tensor
@@ -90,7 +90,7 @@ def attend(
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
         keys, values: ``(B, Hkv, S, D)``, last stride 1.
-        listed: the keys to attend to; None for all keys from ``left_padding`` on.
+        listed: the keys to attend to; None for all valid keys.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. Rows without keys get 0 and

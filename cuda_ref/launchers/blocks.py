@@ -115,5 +115,5 @@ class Prefill:
 
 
 def positive(queries: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """Return queries and a positive scale with the same scores, so that the largest product is the largest score."""
+    """Return queries and a positive scale with the same logits, so that the largest product is the largest logit."""
     return (queries, scale) if scale > 0 else (queries * math.copysign(scale != 0, scale), abs(scale) or 1.0)

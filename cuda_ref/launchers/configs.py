@@ -12,8 +12,8 @@ from functools import cache
 
 import torch
 
-HEAD_DIMS = (16, 256)  # smallest and largest head dim of the tiles
-LARGEST_GROUP = 16  # largest number of query heads per KV head of the tiles
+HEAD_DIMS = (16, 256)  # smallest and largest head dim that the tiles support
+LARGEST_GROUP = 16  # largest number of query heads per KV head that the tiles support
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def processors(device: torch.device) -> int:
 
 
 def rows(tiles: Tiles, width: int, itemsize: int) -> int:
-    """Return the number of rows of ``width`` elements per tile: a power of 2 from 16, the size of matrix units."""
+    """Return the rows of ``width`` elements per tile: a power of 2, at least 16 (the size of matrix units)."""
     return min(MOST_ROWS, max(16, tiles.elements * 2 // (width * itemsize)))
 
 

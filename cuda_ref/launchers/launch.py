@@ -58,7 +58,7 @@ def upcast(dtype: torch.dtype) -> bool:
 
 
 def result_like(queries: torch.Tensor) -> torch.Tensor:
-    """Allocate the output of an attention kernel, as float32 where Triton's interpreter would truncate to bfloat16."""
+    """Allocate an attention output, in float32 if the interpreter would truncate the output to bfloat16."""
     return torch.empty(
         queries.shape, dtype=torch.float32 if upcast(queries.dtype) else queries.dtype, device=queries.device
     )
@@ -70,6 +70,6 @@ def power_of_2(number: int, least: int = 1) -> int:
 
 
 def fake_attention(queries: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty ``out`` and ``lse``: the fake implementation of the torch operators that compute attention."""
+    """Return empty ``out`` and ``lse``, as the fake implementation of the attention operators for torch.compile."""
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     return out, queries.new_empty(queries.shape[:3], dtype=torch.float32)

@@ -92,7 +92,7 @@ def _(queries: torch.Tensor, out_weight: torch.Tensor, *given: Any) -> torch.Ten
 def _hidden(
     queries: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int, rows: Mapping[str, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the hidden layer. Return its output, float32 ``(B, Hkv, G, H)``, and zeros as tickets of `saap_route`."""
+    """Compute the hidden layer. Return float32 ``(B, Hkv, G, H)`` and the zeroed tickets for `saap_route`."""
     B, D = queries.shape[0], queries.shape[3]
     Hkv, _, H = weight.shape
     device = queries.device
@@ -211,7 +211,7 @@ def saap_decode(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run one decode step over visited buckets. Return ``out``, ``lse`` and numbers of attended keys ``(B, Hkv)``."""
+    """Run one decode step over visited buckets. Return ``out``, ``lse`` and the attended keys per row, ``(B, Hkv)``."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, keys.shape[2], left_padding)
     assert listed.counts is not None

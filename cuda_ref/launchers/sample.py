@@ -16,7 +16,7 @@ from . import configs
 from .blocks import Prefill, positive
 from .launch import Launch, fake_attention, power_of_2, rows, strides, upcast
 
-PROGRAMS_PER_PROCESSOR = 2  # target number of programs, from which the number of splits of the keys follows
+PROGRAMS_PER_PROCESSOR = 2  # target number of programs, which determines the number of splits of the keys
 SUMMED = 32  # number of key blocks and of offset bins per program of `sample_sums`
 BLOCK_SPLITS = 8  # number of splits whose statistics are read at a time
 MERGED = 1024  # number of key blocks that are read at a time
@@ -92,7 +92,7 @@ def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> torch.Tensor:
 def sample_scores(
     queries: torch.Tensor, keys: torch.Tensor, chunks: int, block_size: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the softmax weights of each region's sampled queries, see `score`."""
+    """Create the `Layout` of a prefill, and compute its sample scores with `score`."""
     return score(rows(queries), rows(keys), Layout(queries.shape[2], keys.shape[2], chunks, block_size), scale=scale)
 
 

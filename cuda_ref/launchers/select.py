@@ -23,7 +23,7 @@ class GroupScores:
             largest logit of the tile (`kernels.numbers.encode_logit`). Logits of invalid keys are -inf or not written.
         statistics: float32 ``(B, Hkv, G, 2, splits)``: largest logit and sum of exp(logit - largest) of each split.
         softmax: float32 ``(B, Hkv, G, 2)``, output of `select`: largest logit and 1 / sum of exp(logit - largest).
-        tickets: int32 ``(B, Hkv, 2)`` zeros, one for each of the two launches that follow.
+        tickets: int32 ``(B, Hkv, 2)`` zeros: counters of finished programs for the next two launches.
         tile: number of quantized keys per split for uint8 logits, counted from the first valid key of a row. The
             unquantized keys are the last split. 0 for float32 logits.
     """
@@ -67,7 +67,7 @@ def _(scores: torch.Tensor, top_k: int, *_: object) -> torch.Tensor:
 
 
 def block_size(S: int, top_k: int) -> int:
-    """Return the smallest number of keys per tile with which one block can merge the candidates of all tiles."""
+    """Return the smallest tile size, in keys, at which one block can merge the candidates of all tiles."""
     return next(
         (block for block in configs.SELECT_WARPS if -(-S // block) * min(top_k, block) <= block),
         max(configs.SELECT_WARPS),

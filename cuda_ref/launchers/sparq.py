@@ -18,7 +18,7 @@ from .launch import Launch, contiguous, fake_attention, power_of_2, rows, stride
 from .select import GroupScores, select
 
 MOST_COMPONENTS = 64  # maximum number of components per tile; the kernel sums more components over several tiles
-PROGRAMS_PER_PROCESSOR = 4  # target number of programs, from which the number of splits follows
+PROGRAMS_PER_PROCESSOR = 4  # target number of programs, which determines the number of splits
 CODE_COMPONENTS = 16  # components of int4 scoring keys per product; more would not fit into the registers
 
 
@@ -32,7 +32,7 @@ def sparq_attention(
     value_mean: torch.Tensor | None,
     **selection: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call `sparq_decode` with the argument names of all backends, and pass `KeyCodes` as a list of tensors."""
+    """Run `sparq_decode` with the arguments that all backends share. `KeyCodes` become a list of tensors."""
     scored = [keys.mT] if keys_t is None else list(keys_t) if isinstance(keys_t, KeyCodes) else [keys_t]
     mean = value_mean if reallocate else None
     result: tuple[torch.Tensor, torch.Tensor] = sparq_decode(

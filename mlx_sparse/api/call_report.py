@@ -50,8 +50,8 @@ class Counts(Totals):
     """Totals of one call of a model.
 
     Attributes:
-        decode: additional statistics of decode steps; None if the method has none.
-        counting: statistics that the device is still computing; None if there are none.
+        decode: SAAP's statistics of decode steps; None with other methods.
+        counting: SAAP's statistics that the device is still computing; None with other methods.
     """
 
     decode: Any = None

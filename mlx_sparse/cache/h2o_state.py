@@ -20,7 +20,7 @@ STATES = 16
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Accumulated attention of each key after the queries of rows ``[0, length)``.
+    """Accumulated attention of each key, summed over the queries of rows ``[0, length)``.
 
     Attributes:
         length: number of rows whose queries have been counted.
@@ -38,7 +38,7 @@ class H2OState(State):
     removes more rows than the stored states allow.
 
     Attributes:
-        states: the last `STATES` scores in order of length; empty before the first row.
+        states: the scores after the last `STATES` updates, in ascending order of length; empty before the first row.
     """
 
     def __init__(self, states: list[Scores] | None = None) -> None:

@@ -89,7 +89,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:
         mask: mx.array = super().make_mask(N, return_array, **kwargs)
-        # `is_padding_mask` compares masks with this one by identity. Without a window it only masks left padding.
+        # `is_padding_mask` compares masks with this mask by identity. A mask without a window hides only left padding.
         self.padding_mask = mask if kwargs.get("window_size") is None else None
         return mask
 
@@ -98,7 +98,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         self._first = None
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
-        # Reading `left_padding` waits for the GPU. Read all layers together, once until sequences join or leave.
+        # Reading `left_padding` waits for the GPU. Read all layers together, and again only if sequences change.
         if self._first is None:
             batches = [entry for entry in (self, *others) if isinstance(entry, SparseBatchKVCache)]
             batches = [entry for entry in batches if entry.left_padding.size == self.left_padding.size]
@@ -176,7 +176,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
 
 
 def merge(caches: list[Any]) -> Any:
-    """Merge single-sequence caches and their auxiliary states into a batch, in place of `KVCache.merge`."""
+    """Merge single-sequence caches and their auxiliary states into a batch. This replaces `KVCache.merge`."""
     merged = BatchKVCache.merge(caches)
     states = {method: state for cache in caches for method, state in getattr(cache, "aux_states", {}).items()}
     for method, state in states.items():
@@ -200,7 +200,7 @@ SPARSE_CLASSES: dict[type, type] = {
 
 
 def adopt(cache: Any) -> None:
-    """Change the class of KV caches in place, so that they can attend sparsely. Lists of caches are allowed."""
+    """Convert a KV cache, or a list of KV caches, to sparse caches in place, by changing the class."""
     if isinstance(cache, (list, tuple)):
         for entry in cache:
             adopt(entry)

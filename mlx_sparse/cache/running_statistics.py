@@ -1,4 +1,4 @@
-"""Running mean and standard deviation of the rows of a KV cache. Trims remove rows exactly."""
+"""Running mean and standard deviation of the rows of a KV cache. A trim leaves no rounding errors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import mlx.core as mx
 from ..ops.packed_rows import Rows
 from ..ops.select import valid_keys
 
-# Rows that are summed together, to limit rounding errors. The states at the ends of blocks serve longer trims.
+# Number of rows that are summed together, to limit rounding errors. Longer trims restore the state after a block.
 BLOCK = 128
 # Number of decode steps whose states are stored, so that removing a rejected draft needs no new sums.
 STEPS = 16
-# Rows that prefill sums at a time, which limits the memory of the float32 copies.
+# Number of rows that prefill sums at a time, to limit the memory of the float32 copies.
 CHUNK = 8192
 
 
@@ -39,8 +39,8 @@ class RunningStatistics:
 
     Rows are never subtracted from a sum, because a NaN would remain in the sum, and a large number would leave a
     rounding error. Instead, a trim restores an earlier state, and the next step adds the rows after that state. After a
-    trim of fewer than `STEPS` steps there are usually no such rows. After a trim of up to `BLOCK` rows there are fewer
-    than `BLOCK`. If no earlier state is left, the next step sums all rows again.
+    trim of fewer than `STEPS` steps, usually no rows must be added. After a trim of up to `BLOCK` rows, fewer than
+    `BLOCK` rows are added. If no earlier state is left, the next step sums all rows again.
 
     A decode step adds one row in one kernel launch. The step that fills a block sums the rows of the block again, which
     removes the rounding errors of the single additions.
@@ -163,7 +163,7 @@ def _add_key(
 
 @partial(mx.compile, shapeless=True)
 def _unpadded(row: mx.array, padding: mx.array, position: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the row, with 0 for padding, and the number of valid rows up to ``position``, at least 1."""
+    """Return ``row`` with zeros for padding, and the number of valid rows up to ``position``, at least 1."""
     count = (position + 1 - padding).astype(mx.float32)
     return mx.where(count > 0, row, 0.0), mx.maximum(count, 1)
 

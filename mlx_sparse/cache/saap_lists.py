@@ -21,11 +21,11 @@ class KeyLists:
 
     Attributes:
         offsets: ``(B, Hkv, buckets + 1)``, start of each bucket in ``key_ids``.
-        key_ids: ``(B, Hkv, any)``, indices of the keys, sorted by bucket.
+        key_ids: ``(B, Hkv, n)``, indices of the keys, sorted by bucket.
         covered: for each sequence, the end of the listed rows. Keys at or after this row are in no list.
-        bounds: ``covered`` as the kernels take it: an int if all sequences are equal, else int32 ``(B,)``.
+        bounds: ``covered`` as input of the kernels: an int if it is the same for all sequences, else int32 ``(B,)``.
         listed: for each sequence, the number of listed keys, summed over KV heads.
-        capacity: upper limit of the keys that one decode step attends before the next `rebuild_lists`.
+        capacity: largest number of keys that one decode step attends before the next `rebuild_lists`.
     """
 
     offsets: mx.array
@@ -46,20 +46,20 @@ def needs_rebuild(index: BucketIndex, cache: SparseCache, first_rows: list[int],
 
 
 def attended_keys(
-    index: BucketIndex, queries_before: mx.array, S: int, config: SAAP, padding: mx.array | None, backend: str
+    index: BucketIndex, pre_rope_queries: mx.array, S: int, config: SAAP, padding: mx.array | None, backend: str
 ) -> tuple[mx.array, mx.array]:
-    """Select the keys of a decode step over ``S`` rows (saap.8, saap.10): return ``indices`` and ``counts``."""
+    """Return the ``indices`` and ``counts`` of the keys that a decode step attends (saap.8), (saap.10)."""
     assert index.lists is not None
     route, expand = (registry.load(function, backend) for function in ("saap_route", "saap_indices"))
     network = dict(index.network or {})
     if index.router.centroids is None:
         # `saap_route` takes one network for the whole batch. Pass the sequences as further heads of one sequence.
         B, Hkv = network["out_weight"].shape[:2]
-        queries_before = queries_before.reshape(1, -1, *queries_before.shape[2:])
+        pre_rope_queries = pre_rope_queries.reshape(1, -1, *pre_rope_queries.shape[2:])
         network = {name: weight.flatten(0, 1) for name, weight in network.items()}
-        visited = route(queries_before, probes=config.probes, **network).reshape(B, Hkv, -1)
+        visited = route(pre_rope_queries, probes=config.probes, **network).reshape(B, Hkv, -1)
     else:
-        visited = route(queries_before, probes=config.probes, **network)
+        visited = route(pre_rope_queries, probes=config.probes, **network)
     lists: tuple[mx.array, mx.array] = expand(
         visited,
         *index.lists.arrays,
@@ -73,9 +73,9 @@ def attended_keys(
 
 
 def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> list[int]:
-    """Return, for each sequence, the end of the rows that are in lists at position ``S``.
+    """Return the end of the listed rows of each sequence for a decode step at position ``S``.
 
-    The end is a multiple of ``merge_every`` after the first key of the sequence. It does not depend on the batch.
+    The distance from the first key of the sequence to this end is a multiple of ``merge_every``.
     """
     every = config.merge_every
     return [
@@ -94,7 +94,7 @@ def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: It
     covered = covered_rows(caches[0], first_rows, S, config)
     indexed = [(cache, index) for cache in caches if (index := index_of(cache)) is not None]
     found = [_list_keys(cache, index, covered, config, sequences) for cache, index in indexed]
-    numbers: Any = mx.stack([figures for *_, figures in found]).tolist()
+    numbers: Any = mx.stack([counts for *_, counts in found]).tolist()
     for (_, index), (offsets, key_ids, _), (limits, listed) in zip(indexed, found, numbers, strict=True):
         mx.eval(offsets, key_ids)
         slots = [
@@ -111,8 +111,8 @@ def _list_keys(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Build the lists of a layer (saap.9): return ``offsets``, ``key_ids`` and key counts, int32 ``(2, B)``.
 
-    The counts of a sequence are the keys in its ``probes`` largest buckets (maximum over KV heads), and the keys in all
-    buckets (sum over KV heads).
+    For each sequence, the first count is the number of keys in the ``probes`` largest buckets (maximum over KV heads).
+    The second count is the number of keys in all buckets (sum over KV heads).
     """
     index.complete(cache, config, sequences)
     B, Hkv, _, _ = cache.key_rows.shape

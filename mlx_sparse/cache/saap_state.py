@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 # Number of keys per bucket to which the online mode fits centroids. More keys change the centroids little.
 KEYS_PER_BUCKET = 64
-# Rows that are converted to pre-RoPE keys and assigned to buckets at a time.
+# Number of rows that are converted to pre-RoPE keys and assigned to buckets at a time.
 CHUNK = 4096
-# Decode steps whose keys are assigned to buckets together, with one read of the centroids. Pending keys are slices of
-# other arrays, for example of a joint QKV projection, and keep at most this number of rows of them in memory.
+# Number of decode steps whose keys are assigned to buckets together, with one read of the centroids. Pending keys are
+# slices of other arrays, for example of a joint QKV projection. They keep this number of rows of such arrays in memory.
 PENDING_ROWS = 64
 
 
@@ -67,7 +67,7 @@ class BucketIndex(State):
         fitted: in the online mode, the end of the rows to which the centroids of each sequence were fitted. Sequences
             without an entry have centroids of 0.
         ids: int16 ``(B, Hkv, n)``, the bucket ids of rows ``[0, n)``; None if n is 0.
-        pending: pre-RoPE keys of the rows after these n rows, arrays ``(B, Hkv, any, D)``.
+        pending: pre-RoPE keys of the rows after these n rows, a list of arrays ``(B, Hkv, m, D)``.
         lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`; None before the first call or if rows moved.
         listening: True during a forward pass; `receive` then stores its arguments in ``received``.
         received: first row and keys of the last write; None if they have been processed.
@@ -123,14 +123,14 @@ class BucketIndex(State):
         if self.lists is not None and max(self.lists.covered) > length:
             self.lists = None
 
-    def write(self, start: int, before: mx.array) -> mx.array | None:
-        """Add pre-RoPE keys ``before (B, Hkv, n, D)`` at row ``start``. Return ``ids`` if this call has extended them.
+    def write(self, start: int, keys: mx.array) -> mx.array | None:
+        """Add pre-RoPE ``keys (B, Hkv, n, D)`` at row ``start``. Return all ``ids`` if this call adds ids, else None.
 
         The keys are ignored if earlier rows are unknown, or if there are no centroids yet.
         """
         if start != self.length or self.centroids is None:
             return None
-        self.pending.append(before)
+        self.pending.append(keys)
         return self._assign_pending() if self.length - self.assigned >= PENDING_ROWS else None
 
     def _assign_pending(self) -> mx.array | None:
@@ -139,9 +139,9 @@ class BucketIndex(State):
         pending, self.pending = self.pending, []
         return self._assign(pending[0] if len(pending) == 1 else mx.concatenate(pending, axis=2))
 
-    def _assign(self, before: mx.array) -> mx.array:
+    def _assign(self, keys: mx.array) -> mx.array:
         assert self.centroids is not None
-        found = _nearest(before, self.centroids)
+        found = _nearest(keys, self.centroids)
         self.ids = found if self.ids is None else mx.concatenate([self.ids, found], axis=2)
         return self.ids
 
@@ -189,8 +189,8 @@ class BucketIndex(State):
                 one, known = slice(b, b + 1), self.assigned
                 for begin in range(0, known, CHUNK):
                     end = min(begin + CHUNK, known)
-                    before = self._pre_rope_keys(cache, one, begin, end)
-                    self.ids[one, :, begin:end] = _nearest(before, self.centroids[one])
+                    keys = self._pre_rope_keys(cache, one, begin, end)
+                    self.ids[one, :, begin:end] = _nearest(keys, self.centroids[one])
                     mx.eval(self.ids)
         if first_key and self.centroids is not None:
             self.network = kmeans_network(self.centroids, self.router.scale)
@@ -203,9 +203,9 @@ class BucketIndex(State):
         chosen = start + np.linspace(0, count - 1, min(max(count, C), KEYS_PER_BUCKET * C)).astype(np.int32)
         # Make each row a sequence of one row, because the inverse RoPE takes one position per sequence.
         keys = cache.key_rows[sequence].swapaxes(0, 1)[mx.array(chosen)][:, :, None]
-        places = np.concatenate([at + np.arange(last - first) for first, last, at in cache.runs(0, cache.length)])
-        before = self.router.source.inverse_rope(keys, mx.array(places[chosen] - first_row))
-        return kmeans.fit(before[:, :, 0].swapaxes(0, 1), C).astype(cache.key_rows.dtype)
+        positions = np.concatenate([at + np.arange(last - first) for first, last, at in cache.runs(0, cache.length)])
+        pre_rope = self.router.source.inverse_rope(keys, mx.array(positions[chosen] - first_row))
+        return kmeans.fit(pre_rope[:, :, 0].swapaxes(0, 1), C).astype(cache.key_rows.dtype)
 
     # The following methods update the index after mlx-lm has changed the rows or the sequences of a batch.
 
@@ -242,7 +242,7 @@ class BucketIndex(State):
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> BucketIndex | None:
-        """Return the index of the merged batch, or None unless all caches use the same router."""
+        """Return the index of the merged batch, or None if the caches have no index or different routers."""
         routers = {index.router for index, _ in parts if isinstance(index, BucketIndex)}
         if len(routers) != 1:
             return None
@@ -274,7 +274,7 @@ class BucketIndex(State):
         return merged
 
     def _all_ids(self, cache: SparseCache, heads: int, length: int) -> mx.array | None:
-        """Return the bucket ids of ``cache``, left-padded to ``length`` rows, or None if some cannot be computed."""
+        """Return the bucket ids of ``cache``, left-padded to ``length`` rows, or None if an id cannot be computed."""
         if self.centroids is None or cache.length == 0:
             return mx.zeros((len(cache.first_rows()), heads, length), mx.int16)  # replaced when centroids are fitted
         if self.router.source.irreversible is not None and self.length < cache.length:
@@ -294,7 +294,7 @@ class BucketIndex(State):
         return one
 
     def insert(self, sequence: int, one: BucketIndex, first: int, sequences: int) -> None:
-        """Copy centroids and bucket ids from ``one``, an index that `extract` returned, unless they exist already.
+        """Copy missing centroids and bucket ids of a sequence from ``one``, an index that `extract` returned.
 
         ``sequence`` is the index of the sequence in the batch, and ``first`` is its first valid row.
         """
@@ -318,9 +318,9 @@ class BucketIndex(State):
         return self.router.centroids is None and not self.fitted.keys() >= set(sequences)
 
 
-def _nearest(before: mx.array, centroids: mx.array) -> mx.array:
-    """Return the bucket ids of pre-RoPE keys ``before (B, Hkv, n, D)``, int16 ``(B, Hkv, n)``."""
-    ids: mx.array = registry.load("saap_assign", "ops")(before, centroids)
+def _nearest(keys: mx.array, centroids: mx.array) -> mx.array:
+    """Return the bucket ids of pre-RoPE ``keys (B, Hkv, n, D)``, int16 ``(B, Hkv, n)``."""
+    ids: mx.array = registry.load("saap_assign", "ops")(keys, centroids)
     return ids.astype(mx.int16)  # int16 is enough for MAX_BUCKETS
 
 

@@ -41,12 +41,12 @@ class Shard:
         return self.positions(self.before(start), self.before(stop))
 
     def positions(self, first: int, last: int) -> npt.NDArray[Any]:
-        """Return the position in the sequence of each of the rank's rows ``[first, last)``."""
+        """Return the positions of the rank's rows ``[first, last)`` in the sequence, int32."""
         rows = np.arange(first, last, dtype=np.int32)
         return (rows // BLOCK * self.size + self.rank) * BLOCK + rows % BLOCK
 
     def span(self, length: int) -> slice:
-        """Return this rank's slice of ``length`` items that all ranks have, for example the queries of a chunk."""
+        """Return the slice of ``length`` items, for example the queries of a chunk, that this rank processes."""
         return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
 
 
@@ -143,7 +143,7 @@ class ShardedKVCache(SparseCache, KVCache):
         return self.chunk
 
     def take(self, keys: mx.array, values: mx.array) -> None:
-        """Store this rank's part of the keys and values ``(B, Hkv, n, D)`` of the next n positions."""
+        """Store the rows of this rank, given the keys and values ``(B, Hkv, n, D)`` of the next n positions."""
         start, stop = self.position, self.position + keys.shape[2]
         first = self.length
         own = self.shard.own(start, stop)
@@ -209,7 +209,7 @@ def _sharded(cache: Any, shard: Shard) -> Any:
 
 
 def _at(rows: mx.array, indices: Any) -> mx.array:
-    """Return the entries of ``rows (B, H, n, D)`` at ``indices`` of axis 2, as a slice if they are consecutive."""
+    """Return ``rows (B, H, n, D)`` at ``indices`` of axis 2. If the indices are consecutive, return a slice."""
     first, last = (int(indices[0]), int(indices[-1]) + 1) if len(indices) else (0, 0)
     if last - first == len(indices):
         return rows[:, :, first:last]
@@ -217,7 +217,7 @@ def _at(rows: mx.array, indices: Any) -> mx.array:
 
 
 def _grown(buffer: mx.array | None, first: int, rows: mx.array, empty: int) -> mx.array:
-    """Return the first ``first`` rows of ``buffer``, followed by ``empty`` rows of zeros in the type of ``rows``."""
+    """Return rows ``[0, first)`` of ``buffer``, followed by ``empty`` rows of zeros in the type of ``rows``."""
     B, H, _, D = rows.shape
     blank = mx.zeros((B, H, empty, D), rows.dtype)
     return blank if buffer is None else mx.concatenate([buffer[..., :first, :], blank], axis=2)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROW_MULTIPLE = 64
 # The same alignment for int4 codes, as a number of groups.
 GROUPS_MULTIPLE = 4
-# Rows that prefill quantizes and evaluates at a time, which limits the memory of the float32 copies.
+# Number of rows that prefill quantizes and evaluates at a time, to limit the memory of the float32 copies.
 CHUNK = 2048
 
 
@@ -133,7 +133,7 @@ class Columns:
         self.covered = S
 
     def read(self, S: int, *, whole: bool) -> mx.array:
-        """Return the whole ``keys_t`` if ``whole``, else its first ``S`` columns."""
+        """Return the whole array ``keys_t`` if ``whole``, else the first ``S`` columns of ``keys_t``."""
         assert self.keys_t is not None
         return self.keys_t if whole else self.keys_t[..., :S]
 
@@ -150,7 +150,7 @@ class Codes:
     """
 
     def __init__(self, padding: mx.array | None, first_rows: list[int]) -> None:
-        """Create an empty state. Sequences begin at ``first_rows``; ``padding`` is the same array on the device."""
+        """Create an empty state. Valid rows begin at ``first_rows``; ``padding`` is the same list as an array."""
         self.center: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0

@@ -24,14 +24,14 @@ Run = Callable[[slice, mx.array, Any, Any, dict[str, int]], tuple[mx.array, ...]
 
 @dataclass(frozen=True)
 class FullSample:
-    """Settings, density limit and context length of a sample that selected too many blocks."""
+    """Record of a selection that exceeded the limit ``max_density`` with the method ``config`` at ``keys`` keys."""
 
     config: Prefill
     max_density: float
     keys: int
 
     def covers(self, config: Prefill, max_density: float, S: int) -> bool:
-        """Return True if the selection is assumed to exceed ``max_density`` at ``S`` keys too, up to 2x ``keys``."""
+        """Return True if a selection at ``S`` keys, ``keys <= S < 2 * keys``, would probably exceed the limit too."""
         return (self.config, self.max_density) == (config, max_density) and self.keys <= S < 2 * self.keys
 
 
@@ -52,7 +52,7 @@ class DecodeStep:
 
     @classmethod
     def bind(cls, config: Method, G: int, backend: str) -> DecodeStep:
-        """Load the backend's function for ``config``, whose "auto" values `Method.for_model` has replaced."""
+        """Load the backend's function for ``config``. Before, replace "auto" values with `Method.for_model`."""
         return cls(config, G, backend, registry.load(config.name, backend), config.parameters(G))
 
 
@@ -62,7 +62,7 @@ class SparseCache:
     Attributes:
         aux_states: auxiliary cache state of each method, by the method's name.
         shards: number of context-parallel shards of the sequence.
-        layer_plan: `lm.plan.LayerPlan` of the last decode step; None before the first and after rows moved.
+        layer_plan: `lm.plan.LayerPlan` of the last decode step; None before the first step and after rows moved.
     """
 
     keys: Any
@@ -106,7 +106,7 @@ class SparseCache:
         return position
 
     def own(self, start: int, rows: mx.array) -> tuple[int, mx.array]:
-        """Return the part of ``rows`` at position ``start`` that this cache stores, after its first row index."""
+        """Return the first row index and the rows that this cache stores, from ``rows`` at position ``start``."""
         return start, rows
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
@@ -120,7 +120,7 @@ class SparseCache:
 
     @property
     def state(self) -> Any:
-        """Arrays that mlx-lm saves and evaluates. The auxiliary state is not among them."""
+        """Arrays that mlx-lm saves and evaluates: keys and values, without the auxiliary state."""
         return super().state  # type: ignore[misc]
 
     @state.setter
@@ -144,7 +144,7 @@ class SparseCache:
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
-        """Return the first valid row of each sequence. Pass the other layers' caches to wait only once for all."""
+        """Return the first valid row of each sequence. Pass the other layers' caches to wait once for all layers."""
         return [0] * (1 if self.keys is None else self.key_rows.shape[0])
 
     def add_state(self, method: str, state: State) -> State:
@@ -153,20 +153,20 @@ class SparseCache:
         return state
 
     def state_of(self, method: str) -> State | None:
-        """Return the auxiliary state of ``method``, or None if the method has none. Create a missing state."""
+        """Return the auxiliary state of ``method``, and create it if missing. Return None if the method needs none."""
         state = self.aux_states.get(method)
         if state is None and (begin := registry.load_state(method)) is not None:
             state = self.add_state(method, begin())
         return state
 
     def _moved(self, follow: Callable[[str, State], State | None]) -> None:
-        """Replace each auxiliary state by ``follow(method, state)``, or drop it if that is None. Call if rows moved."""
+        """Replace each auxiliary state by ``follow(method, state)`` after rows moved. Drop states that become None."""
         self.layer_plan = None
         followed = {method: follow(method, state) for method, state in self.aux_states.items()}
         self.aux_states = {method: state for method, state in followed.items() if state is not None}
 
     def step_bytes(self, config: Method, position: int) -> int:
-        """Return the bytes that a decode step at ``position`` moves on each shard, by the formula of the method."""
+        """Return the computed bytes that a decode step at ``position`` moves on each shard (`Method.step_bytes`)."""
         keys = self.key_rows
         B, Hkv, _, D = keys.shape
         moved = config.step_bytes(position, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)
@@ -201,7 +201,7 @@ class SparseCache:
     def select_prefill(
         self, queries: mx.array, config: Prefill, *, scale: float, backend: str, max_density: float
     ) -> mx.array | None:
-        """Return blocks for `attend_prefill`; None if they exceed ``max_density``. This waits for the device."""
+        """Select blocks for `attend_prefill`, or return None if they exceed ``max_density``. Wait for the device."""
         S = self.length
         if any(full is not None and full.covers(config, max_density, S) for full in self._full_samples):
             return None

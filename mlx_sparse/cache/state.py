@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class State(ABC):
     """Auxiliary cache state of a method, updated on writes and trims of a cache and copied with the cache.
 
-    A cache creates the state without arguments at the first decode step of the method. A state that can be rebuilt from
-    keys and values only needs to implement `nbytes`, `rewind` and `read`. mlx-lm also quantizes the rows of a cache
-    (`pack`) and changes the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
+    A cache creates the state without arguments at the first decode step of the method. If a state can be rebuilt
+    from keys and values, its class must implement only `nbytes`, `rewind` and `read`. mlx-lm also quantizes the rows of
+    a cache (`pack`) and changes the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
     override these methods to return the updated state. The base class returns None: the cache drops the state, and the
     next decode step rebuilds it.
 
@@ -40,7 +40,7 @@ class State(ABC):
         """Forget the rows at index ``length`` and above, because they will be overwritten."""
 
     def receive(self, start: int, keys: mx.array) -> None:
-        """Forget the rows from ``start`` on, before the cache writes ``keys (B, Hkv, n, D)`` at row ``start``."""
+        """Forget the rows at index ``start`` and above. The cache then writes ``keys (B, Hkv, n, D)`` there."""
         self.rewind(start)
 
     def read(self, cache: SparseCache, config: Any, G: int, *, whole: bool) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Reallocation(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Sizes and parameters that determine a launch over a list of keys; ``length`` keys are in use."""
+    """Sizes and parameters of a launch over a list of keys. ``length`` is the number of keys in use."""
 
     B: int
     Hq: int
@@ -69,7 +69,7 @@ def splits_of(N: int, lists: int) -> int:
 
 @cache
 def heads_of(D: int, G: int) -> tuple[int, int]:
-    """Return the query heads and SIMD groups per threadgroup for which the sums of a lane fit into registers.
+    """Return the number of query heads and SIMD groups per threadgroup. The sums of a lane must fit into registers.
 
     For each chunk of 128 components, a lane holds four float32 sums per head and loads four rows at once. With 512
     threads, each thread has about 100 registers, and Metal refuses to launch a kernel that needs more. A query group
@@ -82,7 +82,7 @@ def heads_of(D: int, G: int) -> tuple[int, int]:
 
 
 def _narrow(indices: mx.array, keys: int) -> mx.array:
-    """Convert indices to int32. A 64-bit index outside ``0 .. keys - 1`` becomes -1 instead of wrapping to a key."""
+    """Convert indices to int32. A 64-bit index outside ``[0, keys)`` becomes -1 instead of wrapping to a key."""
     if indices.dtype == mx.int32:
         return indices
     if indices.itemsize > 4:
@@ -189,7 +189,7 @@ def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
 
 
 def attend_candidates(n: Listed, top_k: int) -> Launch:
-    """Build the launch that selects the best ``top_k`` candidates of a `select.listing` and attends to these keys.
+    """Build the launch that selects the best ``top_k`` candidates of a `top_k_launch` and attends to these keys.
 
     The outputs are ``out`` and ``lse`` of `attend_indices`, and float32 ``recall (B, Hkv)`` (sparq.24).
     """

@@ -11,7 +11,7 @@ from .launch import LANES, LAUNCH_CACHE_SIZE, Kernel, Launch, integer, of_one_ty
 from .merge import GROUPS, UNSPLIT, merging
 
 SIDE = 8  # query rows per SIMD group
-# Minimum number of keys of a split, per query row. A split reads a key row and a value row for each key. It writes one
+# Minimum number of keys per query row in a split. A split reads a key row and a value row for each key. It writes one
 # float32 row for each query row, which the merge reads again. At this minimum and in float16, the rows that the splits
 # write add an eighth to the bytes moved.
 KEYS_PER_ROW = 16
@@ -39,7 +39,7 @@ def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
 
 
 def splits_of(N: int, lists: int, rows: int) -> int:
-    """Return how many threadgroups share the ``N`` keys of each of ``lists`` query groups of ``rows`` rows."""
+    """Return the number of threadgroups that share ``N`` keys, for ``lists`` query groups of ``rows`` rows each."""
     return min(-(-N // max(UNSPLIT, -(-N * lists // GROUPS))), max(N // (KEYS_PER_ROW * rows), 1))
 
 
@@ -55,7 +55,7 @@ def attend_rows(
     """Compute exact causal attention of a few queries over all valid keys.
 
     Args:
-        queries: ``(B, Hq, L, D)``, at positions ``length - L ..``; `supports` must accept ``D`` and ``Hq // Hkv * L``.
+        queries: ``(B, Hq, L, D)``, for the last L positions. `supports` must accept ``D`` and ``Hq // Hkv * L`` rows.
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use; not copied if both have the same
             type.
         left_padding: ``(B,)`` first valid key of each sequence.

@@ -18,7 +18,7 @@ ATTEND = Kernel(
 
 
 def tile_of(D: int, itemsize: int) -> tuple[int, int]:
-    """Return how many query rows and keys a threadgroup stages: the tile of MLX's prefill kernel, or a smaller one."""
+    """Return the query rows and keys that a threadgroup stages: the tile of MLX's prefill kernel, or a smaller tile."""
 
     def fits(rows: int, keys: int) -> bool:
         padding = 16 // itemsize
@@ -42,7 +42,7 @@ def attend_blocks(
     """Compute exact causal attention of every query over the listed key blocks of its row block (sample.8).
 
     Args:
-        queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
+        queries: ``(B, Hq, L, D)``, for positions ``length - L`` to ``length - 1``.
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use; not copied if queries, keys and
             values have the same type.
         blocks: int32 ``(B, Hq, R, N)`` for the R row blocks that contain a query. -1, or any number that is not the

@@ -27,7 +27,7 @@ def text(name: str) -> str:
 
 @cache
 def flattened(name: str) -> str:
-    """Return a header of metal/ with its includes expanded, each once, because MLX compiles a single source text."""
+    """Return the text of a metal/ header with all includes expanded, each once. MLX compiles one source text."""
     parts: dict[str, str] = {}
 
     def add(name: str) -> None:
@@ -113,13 +113,13 @@ class Launch:
 
 @lru_cache(maxsize=256)
 def integer(value: int) -> mx.array:
-    """Return a 0-d int32 array, cached by value. As an input, a new value does not recompile the kernel."""
+    """Return ``value`` as a cached 0-d int32 array. A new input value does not recompile a kernel."""
     return mx.array(value, mx.int32)
 
 
 @lru_cache(maxsize=16)
 def real(value: float) -> mx.array:
-    """Return a 0-d float32 array, cached by value."""
+    """Return ``value`` as a cached 0-d float32 array."""
     return mx.array(value, mx.float32)
 
 

@@ -28,7 +28,7 @@ def launch_rows(heads: int, S: int, D: int) -> int:
 
 
 def query_ranges(L: int, S: int, rows: int) -> list[tuple[int, int]]:
-    """Split ``L`` queries into ranges ``[start, stop)`` that are cut at positions divisible by ``rows``."""
+    """Split ``L`` queries at all positions that are divisible by ``rows``. Return ranges ``[start, stop)``."""
     first = S - L
     cuts = [0, *(position - first for position in range((first // rows + 1) * rows, S, rows)), L]
     return list(pairwise(cuts))
@@ -40,9 +40,9 @@ def attend_in_launches(
     """Compute ``out`` and ``lse`` of `attend_blocks` in several launches of ``attend``.
 
     Args:
-        attend: launches the kernel once. Arguments: the queries, the block lists of their row blocks and the number of
-            keys up to the last query.
-        queries: ``(B, Hq, L, D)`` at positions ``S - L ..``.
+        attend: function that launches the kernel once. Arguments: queries, the block lists of the row blocks of these
+            queries, and the number of keys up to the last query.
+        queries: ``(B, Hq, L, D)``, for positions ``S - L`` to ``S - 1``.
         blocks: ``(B, Hq, R, N)``.
     """
     B, Hq, L, D = queries.shape

@@ -37,11 +37,11 @@ def quest_select(
     page_max: mx.array,
     length: int | None = None,
 ) -> mx.array:
-    """Select the keys of one decode step with more than K pages (quest.5): int32 ``(B, Hkv, K * page_size)``.
+    """Select the keys of the best K = ceil(top_k / page_size) pages: int32 ``(B, Hkv, K * page_size)`` (quest.5).
 
     Args:
         page_min, page_max: ``(B, Hkv, capacity, D)`` bounds of the pages before the current page; not copied.
-        length: number of keys in use; None means all keys.
+        length: number of keys in use, which must fill more than K pages; None means all keys.
     """
     length = keys.shape[2] if length is None else length
     (B, Hkv, _, D), count = page_min.shape, -(-length // page_size)

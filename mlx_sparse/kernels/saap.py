@@ -58,7 +58,7 @@ def saap_route(
     """Select the buckets that each KV head visits (saap.8).
 
     Args:
-        queries: ``(B, Hq, 1, D)`` before RoPE.
+        queries: pre-RoPE queries ``(B, Hq, 1, D)``.
         out_weight, out_bias: ``(Hkv, H, C)`` and ``(Hkv, C)``; ``(Hkv, D, C)`` without a hidden layer.
         hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``.
 
@@ -108,7 +108,7 @@ def saap_indices(
         visited: ``(B, Hkv, n)`` int bucket ids without duplicates; a number that is not a bucket is an empty slot.
         offsets, key_ids: index of the first ``covered`` keys, from `saap_index`.
         covered: number of keys in the index, as an int or as int32 ``(B,)``.
-        capacity: length of each list; keys beyond it are omitted.
+        capacity: length of each list; further keys are omitted.
 
     Returns:
         int32 ``indices (B, Hkv, capacity)``, -1 after the last key, and the number of keys ``counts (B, Hkv)``, int32.

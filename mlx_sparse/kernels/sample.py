@@ -55,7 +55,7 @@ def sample_scores(
     """Sum the attention mass of each region's sampled rows by key block and by offset bin (sample.3) to (sample.5).
 
     Args:
-        queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
+        queries: ``(B, Hq, L, D)``, for positions ``length - L`` to ``length - 1``.
         keys: ``(B, Hkv, capacity, D)`` buffer with ``length`` rows in use; not copied if queries and keys have the same
             type.
         rows: number of query rows sampled per region; None means ``block_size``.
@@ -83,7 +83,7 @@ def sample_scores(
 def _scores(
     queries: mx.array, keys: mx.array, layout: Layout, sampled: int, scale: float, heads: tuple[int, int]
 ) -> list[mx.array]:
-    """Compute ``column`` and ``slash (B, heads, G, C, Nk)`` for the KV heads ``heads[0] .. heads[1] - 1``."""
+    """Compute ``column`` and ``slash (B, heads, G, C, Nk)`` for KV heads ``heads[0]`` to ``heads[1] - 1``."""
     B, Hq, _, D = queries.shape
     G, count, C = Hq // keys.shape[1], heads[1] - heads[0], len(layout.regions)
     shape = shape_of(sampled, D, queries.itemsize)
@@ -160,7 +160,7 @@ def sample_attention(
     """Run SampleAttention on a prefill chunk.
 
     Args:
-        queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
+        queries: ``(B, Hq, L, D)``, for positions ``length - L`` to ``length - 1``.
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use; not copied if queries, keys and
             values have the same type.
         selection: the other parameters of `sample_select`.

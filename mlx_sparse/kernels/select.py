@@ -42,7 +42,7 @@ def tiles_of(items: int, top_k: int) -> tuple[int, int, int]:
     return 1, MANY_THREADS, min(top_k, items)
 
 
-def listing(
+def top_k_launch(
     kernel: Kernel,
     B: int,
     Hkv: int,
@@ -53,7 +53,7 @@ def listing(
     more: Outputs = (),
     template: Mapping[str, Any] = MappingProxyType({}),
 ) -> Launch:
-    """Build a launch that lists the best ``top_k`` items of each tile of a row of ``items`` items.
+    """Build the launch that selects the best ``top_k`` items in each tile of a row with ``items`` items.
 
     The outputs are ``bits (B, Hkv, tiles * slots)``, the scores as ordered integers, ``indices`` with the same shape,
     and the outputs in ``more``. With one tile, ``slots`` is ``min(top_k, items)`` and the selection is complete.
@@ -71,7 +71,7 @@ def listing(
 
 
 def merge(bits: mx.array, indices: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
-    """Select the best ``top_k`` candidates of a `listing`, in as many launches as needed.
+    """Select the best ``top_k`` of the candidates of a `top_k_launch`, in as many launches as needed.
 
     Returns:
         uint32 ``bits (B, Hkv, top_k)``, and int32 ``indices`` of the same shape, ascending, -1 in empty slots.
@@ -83,7 +83,7 @@ def merge(bits: mx.array, indices: mx.array, top_k: int) -> tuple[mx.array, mx.a
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _merging(B: int, Hkv: int, left: int, top_k: int) -> Launch:
-    return listing(CANDIDATES, B, Hkv, left, top_k, [integer(top_k)])
+    return top_k_launch(CANDIDATES, B, Hkv, left, top_k, [integer(top_k)])
 
 
 def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:
@@ -96,11 +96,11 @@ def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_paddin
         int32 key indices ``(B, Hkv, min(top_k, S))``, ascending, -1 in empty slots; ties go to the lower index.
     """
     B, Hkv, S = scores.shape
-    bits, indices = scored_listing(B, Hkv, S, local_window, top_k)(scores, padding_or_zeros(left_padding, B))
+    bits, indices = top_k_scores_launch(B, Hkv, S, local_window, top_k)(scores, padding_or_zeros(left_padding, B))
     return merge(bits, indices, min(top_k, S))[1]
 
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
-def scored_listing(B: int, Hkv: int, S: int, local_window: int, top_k: int) -> Launch:
-    """Build a `listing` launch whose inputs are float32 scores ``(B, Hkv, S)`` and the left padding."""
-    return listing(SCORES, B, Hkv, S, top_k, [integer(S), integer(local_window), integer(top_k)])
+def top_k_scores_launch(B: int, Hkv: int, S: int, local_window: int, top_k: int) -> Launch:
+    """Build a `top_k_launch` with the inputs float32 scores ``(B, Hkv, S)`` and int32 left padding ``(B,)``."""
+    return top_k_launch(SCORES, B, Hkv, S, top_k, [integer(S), integer(local_window), integer(top_k)])

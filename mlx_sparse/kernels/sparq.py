@@ -29,7 +29,7 @@ from .launch import (
     real,
     row_template,
 )
-from .select import listing, merge, tiles_of
+from .select import merge, tiles_of, top_k_launch
 
 KEYS = 4  # keys per thread: SCORE_KEYS
 THREADS = 256
@@ -173,10 +173,10 @@ def _scored(n: Sizes) -> Outputs:
 def sparq_candidates(n: Sizes) -> Launch:
     """Build the launch that lists the best keys of each tile (sparq.6) and the softmax of the logits (sparq.4).
 
-    The outputs are the ``bits`` and ``indices`` of a `select.listing`, and float32 ``softmax (B, Hkv, G, 2)``: the
+    The outputs are the ``bits`` and ``indices`` of a `top_k_launch`, and float32 ``softmax (B, Hkv, G, 2)``: the
     largest logit and ``1 / sum(exp(logit - largest))``.
     """
-    return listing(
+    return top_k_launch(
         CODE_CANDIDATES if n.narrow else CANDIDATES,
         n.B,
         n.Hkv,
@@ -205,7 +205,7 @@ class Launches(NamedTuple):
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def launches(n: Sizes) -> Launches:
-    """Build the launches of a decode step, cached for other layers with the same sizes."""
+    """Build the launches of a decode step. Layers with the same sizes share cached launches."""
     tiles, _, slots = tiles_of(n.length, n.top_k)
     left = tiles * slots
     fits = not n.exact and left > n.top_k and takes_candidates(n.D, n.G, left, n.top_k)

@@ -1,10 +1,10 @@
-"""mlx-lm integration: `enable` a model, or the command-line option ``--attn``.
+"""Run mlx-lm models with sparse attention: `enable` a model in Python, or pass ``--attn`` to an mlx-lm command.
 
 Every attention layer of mlx-lm calls `mlx_lm.models.base.scaled_dot_product_attention` with the cache of the layer.
 `seam` replaces this function in the modules of an enabled model. `plan` selects sparse or dense attention for each
-layer, `call` executes the plans, and `statistics` has the statistics of sparse calls. `command` adds the options to
-mlx-lm's commands. Some methods have `hooks`: `h2o` sums the attention of dense prefill, and `saap` assigns pre-RoPE
-keys, which `rope` finds, to buckets. `speculative` is lossless decoding. `distributed` supports several ranks.
+layer, `call` runs the attention of one forward pass, and `statistics` counts sparse calls. `command` adds the options
+to mlx-lm's commands. Some methods need `hooks`: `h2o` accumulates attention scores during dense prefill. `saap` assigns
+pre-RoPE keys from `rope` to buckets. `speculative` is lossless decoding. `distributed` supports several ranks.
 """
 
 from .model import disable, enable, lossless, report, sparse

@@ -1,4 +1,4 @@
-"""Sparse or dense attention for the layers of an enabled model in one forward pass."""
+"""Run the sparse or dense attention of all layers in one forward pass of an enabled model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLED_STEPS = 4
 
 
 class Phase(Enum):
-    """Purpose of a forward pass in self-speculative decoding: draft tokens sparsely, or check them densely."""
+    """Purpose of a forward pass in self-speculative decoding: draft tokens sparsely, or check drafts densely."""
 
     DRAFT = "draft"
     CHECK = "check"
@@ -48,10 +48,10 @@ def in_phase(phase: Phase) -> Iterator[None]:
 
 
 class Call:
-    """Context manager that attends for all layers of an enabled model in one forward pass.
+    """Context manager that runs the attention of all layers in one forward pass of an enabled model.
 
     Inside the ``with`` block, this object receives all attention calls of the thread. Plain KV caches are converted to
-    sparse caches in place. At the end, the counts are added to the report, except after an exception.
+    sparse caches in place. At the end, the counts are added to the report if the forward pass raised no exception.
 
     Attributes:
         plan: plan of the enabled model.
@@ -59,7 +59,7 @@ class Call:
         caches: the caches of all layers.
         hooks: hooks of the decode method for this forward pass; None if the method has none.
         counts: counts of this forward pass for the report.
-        checks: True if the forward pass checks the drafts of a lossless model, or decodes without drafts.
+        checks: True if a lossless model checks drafts, or decodes without drafts, in this forward pass.
     """
 
     def __init__(self, plan: Plan, caches: Any, *, probe: Probe | None = None) -> None:
@@ -97,7 +97,7 @@ class Call:
                 watch(self._step_keys, counts)
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the model call. A sharded context replaces the tokens by rank 0's tokens."""
+        """Return the arguments of the model call. If the context is sharded, use the tokens of rank 0 on all ranks."""
         return inputs
 
     @property
@@ -110,7 +110,7 @@ class Call:
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Return the sparse result of one attention call, or None to let mlx-lm attend densely."""
+        """Return the attention output of one call, or None to let mlx-lm attend densely."""
         layer: LayerPlan | None = getattr(cache, "layer_plan", None)
         if (
             layer is None
@@ -136,7 +136,7 @@ class Call:
     def _step(
         self, layer: LayerPlan, queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None
     ) -> mx.array | None:
-        """Attend a decode step by the plan of the layer, or return None if the plan is dense."""
+        """Run a sparse decode step of a layer, or return None if the layer's plan selects dense attention."""
         counts = self.counts
         if layer.reason is not None:
             counts.dense_calls[layer.reason] += 1
@@ -174,7 +174,7 @@ class Call:
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Attend a call without a valid plan: plan the layer, or count the reason for dense attention."""
+        """Attend a prefill chunk, or a decode step without a valid plan. Return None to let mlx-lm attend densely."""
         if isinstance(cache, SparseQuantizedKVCache) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)
@@ -206,7 +206,7 @@ class Call:
         sinks: mx.array | None,
         layer_index: int,
     ) -> mx.array | None:
-        """Attend and count one call of a layer, or return None for dense attention.
+        """Run and count one attention call of a layer, or return None to let mlx-lm attend densely.
 
         Args:
             layer_index: index of the layer's cache, for the report.
@@ -254,12 +254,12 @@ class Call:
         return self.probe.reason(queries, keys, cache, masked=masked, sinks=sinks, hooks=self.hooks)
 
     def layer_index(self, cache: Any) -> int:
-        """Return the index of ``cache`` among the caches of the model, or -1 if it is not among them."""
-        return next((index for index, one in enumerate(self.caches) if one is cache), -1)
+        """Return the index of ``cache`` among the caches of the model, or -1 for other caches."""
+        return next((index for index, own in enumerate(self.caches) if own is cache), -1)
 
 
 def under_plan(cls: Any) -> Callable[..., Any]:
-    """Wrap ``__call__`` of a model class to attend by the plan. The signature stays, because mlx-lm inspects it."""
+    """Wrap ``__call__`` of a model class to run inside a `Call`. Keep the signature, because mlx-lm inspects it."""
     signature = inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)

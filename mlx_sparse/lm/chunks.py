@@ -1,4 +1,4 @@
-"""Attention for prefill chunks, batches of different prompt lengths and verification steps, sparse or dense."""
+"""Sparse or dense attention for prefill chunks, batches with different prompt lengths, and verification steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
 def drafts_per_kernel(G: int, rows: int = ROWS) -> int:
     """Return the number of drafts, at least 1, that one GPU kernel can check.
 
-    For more drafts, MLX would write the scores to memory.
+    With more drafts, MLX would write the attention scores to memory.
 
     Args:
         G: number of query heads per KV head.
@@ -43,7 +43,7 @@ def drafts_per_kernel(G: int, rows: int = ROWS) -> int:
 
 
 def large_group(backend: str, queries: mx.array, keys: Rows) -> bool:
-    """Return True if only the Metal kernel for large query groups, not MLX's kernel, can attend these queries."""
+    """Return True if MLX's kernel cannot attend these queries, but the Metal kernel for large query groups can."""
     _, heads, L, D = queries.shape
     G = heads // keys.shape[1]
     if L <= QUERIES and G * L <= ROWS and D in HEAD_DIMS:
@@ -69,7 +69,7 @@ FUSED_HEAD_DIMS = (64, 80, 128)  # head dims for which MLX's GPU kernel for pref
 
 
 def attend_sequence(queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None) -> mx.array:
-    """Attend ``queries (1, Hq, L, D)``, the last of a sequence, densely with mlx-lm's attention."""
+    """Attend the last L queries of a sequence, ``(1, Hq, L, D)``, densely with mlx-lm's attention."""
     keys, values, _ = cache.rows("ops")
     mask: Any = "causal" if queries.shape[2] > 1 else None
     return seam.original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
@@ -100,7 +100,7 @@ def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.arr
 
 
 def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:
-    """Rescale ``out (B, Hq, L, D)`` after adding the logits ``sinks (Hq,)`` to the softmax denominator."""
+    """Return ``out (B, Hq, L, D)`` after adding the logits ``sinks (Hq,)`` to the softmax denominator."""
     share = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
     return (out.astype(mx.float32) * share[..., None]).astype(out.dtype)
 
@@ -108,7 +108,7 @@ def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:
 def replace_with_dense(
     out: mx.array, sequences: list[int], queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array:
-    """Replace the rows of ``sequences`` in ``out (B, Hq, 1, D)`` by dense attention, and return ``out``."""
+    """Overwrite ``out (B, Hq, 1, D)`` with dense attention for the given ``sequences``, and return ``out``."""
     first_rows, batch = cache.first_rows(), mx.array(sequences)
     start = min(first_rows[sequence] for sequence in sequences)
     keys, values = (rows[:, :, start:][batch] for rows in cache.rows("ops")[:2])
@@ -152,8 +152,8 @@ def attend_chunk(
 def differs_by_sequence(call: Call, L: int, cache: SparseBatchKVCache) -> bool:
     """Return True if a call with ``L`` queries per sequence must attend each sequence of a batch separately.
 
-    Some sequences can be sparse and others dense. If a chunk has only one token of a sequence, that token is attended
-    as a decode step, as for a single prompt.
+    One sequence may be long enough for sparse attention while another sequence is too short. If a chunk has only one
+    token of a sequence, that token is attended in a decode step, as for a single prompt.
     """
     if L == 1:
         return False
@@ -208,7 +208,7 @@ def attend_each(
 def attend_dense(
     call: Call, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array | None:
-    """Attend densely where mlx-lm's attention would be slow or need much memory; otherwise return None."""
+    """Attend densely if mlx-lm's attention would be slow or need much memory; otherwise return None."""
     plan = call.plan
     if call.checks:
         return attend_check(plan.backend, queries, keys, cache, scale, sinks)

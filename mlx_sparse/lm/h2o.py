@@ -14,7 +14,7 @@ from .hooks import CallHooks, ModelHooks
 
 
 class Observer(CallHooks):
-    """Adds the attention of dense calls to the scores in the auxiliary cache state."""
+    """Hooks of H2O for one forward pass: add the attention of dense calls to the score of each key."""
 
     def step_reason(self, cache: SparseCache) -> str | None:
         return None if _counted(cache, cache.length - 1) else reasons.UNCOUNTED

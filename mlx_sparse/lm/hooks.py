@@ -1,4 +1,4 @@
-"""Base classes of the hooks for decode methods that need more than attention calls (`methods.table.HOOKS`)."""
+"""Base classes for decode methods that need hooks around the attention calls (`methods.table.HOOKS`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..methods import Method, registry
 
 
 class CallHooks:
-    """Hooks of a decode method for one forward pass. One thread calls all of them.
+    """Hooks of a decode method for one forward pass. All hooks run on one thread.
 
     Attributes:
         config: the decode method; None if only prefill is sparse.
@@ -40,7 +40,7 @@ class CallHooks:
         return {}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Return the bytes that a decode step at ``position`` moves by formula, without keys counted on the device."""
+        """Return the computed bytes of a decode step at ``position``, without the keys that the device counts."""
         return cache.step_bytes(self.config, position)
 
     def step(
@@ -49,14 +49,14 @@ class CallHooks:
         """Attend one decode step of a layer. Return the same results as `SparseCache.take_step`.
 
         Args:
-            served: sequences of the batch whose sparse results are used.
+            served: indices of the sequences for which the sparse results are used.
         """
         return cache.take_step(queries, step, scale)
 
     def single_sequence(
         self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that lends ``one`` the state of one sequence of a batch for a decode step.
+        """Return a context manager in which ``one`` has the auxiliary state of one sequence, for one decode step.
 
         Args:
             cache: cache of the batch.
@@ -71,7 +71,7 @@ class CallHooks:
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
     ) -> None:
-        """Process a dense attention call of a layer that can attend sparsely in other calls."""
+        """Process a dense attention call. This is called only for layers that can attend sparsely in other calls."""
 
     def submit(self) -> DeviceCounts | None:
         """Start the evaluation of pending arrays after a forward pass. Return counts on the device, or None."""
@@ -93,7 +93,7 @@ class ModelHooks:
 
     Attributes:
         call_hooks: class of the hooks for one forward pass.
-        statistics: counts of zero if `CallHooks.submit` returns counts, else None.
+        statistics: initial counts (zero), if `CallHooks.submit` returns counts; else None.
     """
 
     call_hooks: type[CallHooks] = CallHooks

@@ -25,7 +25,7 @@ REQUESTS = {"multiple_choice": "loglikelihood"}
 
 @contextlib.contextmanager
 def sparse_evaluation(session: Session) -> Iterator[None]:
-    """Make mlx-lm's evaluation use the methods of ``session``, and add the method to the results.
+    """Evaluate with the methods of ``session`` inside the ``with`` block, and add the methods to the results.
 
     Raises:
         BackendUnavailable: the installed mlx-lm has different interfaces.
@@ -55,7 +55,7 @@ def _scorer_class(session: Session, original: Any) -> Any:
             )
 
     class Scorer(original):  # type: ignore[misc]
-        """Scores one token at a time if there is a decode method. Counts the calls for each kind of request."""
+        """Model for lm-eval. It counts calls by kind of request, and scores token by token with a decode method."""
 
         def _process_prompt(self, prompt: Any, step_size: int = 2048) -> Any:
             if session.decode is None or len(prompt) == 1:
@@ -113,7 +113,7 @@ def _calls(report: Any) -> tuple[int, int, Counter[str]]:
 
 
 def _with_method(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap lm-eval's ``simple_evaluate`` to add the method, which is not in the file name, to the results."""
+    """Wrap lm-eval's ``simple_evaluate`` to add the method to the results. The file name does not contain it."""
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         found = simple_evaluate(*args, **kwargs)

@@ -195,7 +195,7 @@ def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method 
     """Return the prefill method and the decode method, with None for a dense stage.
 
     Raises:
-        ConfigError: there is no method, there are several for one stage, or a method cannot run in a model.
+        ConfigError: there is no method, a stage has several methods, or a method cannot run in a model.
     """
     if configs == (Dense(),):
         return None, None
@@ -253,7 +253,7 @@ def _sparse_class(cls: Any, plan: Plan) -> type:
 
 
 def _probe(model: Any, plan: Plan) -> None:
-    """Find the layers that can attend sparsely, by a forward pass on one token that MLX never evaluates.
+    """Find the layers that can attend sparsely. Run the model on one token, without evaluating any array.
 
     Raises:
         ConfigError: no layer of a complete model can attend sparsely, or a parameter does not fit the head dim.

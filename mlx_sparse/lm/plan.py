@@ -18,7 +18,7 @@ from ..ops.packed_rows import PackedRows, Rows
 from .hooks import CallHooks, ModelHooks
 from .statistics import PrefillStatistics
 
-SPAN = 960  # keys between the two points of the linear byte formula: a multiple of common page and group sizes
+SPAN = 960  # keys between two evaluations of the linear byte formula: a multiple of common page and group sizes
 
 
 class Plan:
@@ -32,10 +32,10 @@ class Plan:
         hooked: True if the decode method needs hooks.
         calibration: crossover lengths of both methods on this machine.
         decodes: True if decode steps may be sparse; False in a command that only processes a prompt.
-        watch: function that gets the number of keys and the counts of the first decode step; None after that step.
+        watch: function called once, with the number of keys and the counts of the first decode step; then None.
         layers: number of layers that can attend sparsely, by method and layer shape.
         report: counts of all calls.
-        lossless: number of drafts for each check, 0 to select it by speed; None if the model is not lossless.
+        lossless: number of drafts for each check; 0 to select the number by speed; None if the model is not lossless.
         shards: number of ranks that share the context.
         new_call: constructor of the context manager for a forward pass; None for `lm.call.Call`.
         new_caches: function that converts the model's new caches; None if they need no conversion.
@@ -111,7 +111,7 @@ class Plan:
         return min(found)
 
     def count_in(self, report: Report) -> None:
-        """Continue ``report``, the report of an earlier plan with the same methods and model, instead of a new one."""
+        """Continue the ``report`` of an earlier plan with the same methods and model, instead of a new report."""
         if report is not self.report:
             for name in ("backend", "layers", "served_layers", "dense_layers", "crossovers", "part", "kv_heads"):
                 setattr(report, name, getattr(self.report, name))
@@ -227,11 +227,11 @@ class LayerPlan:
         reason: reason why decode steps are dense; None if they are sparse.
         step: decode method with the function of the backend.
         served: indices of the sequences that are long enough for sparse attention.
-        short: indices of the other sequences that need dense attention. Shorter sequences, of which sparse attention
-            attends all keys, are not among them.
+        short: indices of the sequences that are too short for sparse attention and are attended densely. Sequences with
+            at most ``config.attended`` keys are not listed, because the sparse method attends all their keys.
         heads: number of KV heads in the batch, ``B * Hkv``.
         dense_bytes: bytes of the keys and values of one position in all ``heads``.
-        sparse_bytes: bytes that a sparse step moves for each head by formula: a constant, and the bytes per key.
+        sparse_bytes: computed bytes of a sparse step per head: a constant term, and the bytes per key.
     """
 
     plan: Plan
@@ -248,7 +248,7 @@ class LayerPlan:
     sparse_bytes: tuple[float, float]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Replace the plan by None in copies and files of a cache."""
+        """Copy and pickle the plan as None, so that copies of a cache contain no plan."""
         return type(None), ()
 
 

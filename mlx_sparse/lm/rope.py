@@ -1,10 +1,10 @@
-"""Pre-RoPE queries and keys of a model, which SAAP needs to assign keys to buckets.
+"""Get the pre-RoPE queries and keys of a model. SAAP needs pre-RoPE keys to assign keys to buckets.
 
-A model passes queries and keys to attention after RoPE. `Recorder` stores the last calls of the model's RoPE modules,
-and returns the input of the call with a given output array. This is exact and adds no computation. `inverse` computes
-the inverse RoPE for keys that were not recorded (a prompt cache from a file) and for rows that are scaled after RoPE.
-`find_sources` finds out for each layer which of the two to use, and returns a `Source`. `observe` reports the attention
-calls of a model that is not enabled.
+A model passes queries and keys to attention after RoPE. `Recorder` stores the last calls of the model's RoPE modules.
+For a given output array it returns the input array, which is exact and adds no computation. `inverse` computes the
+inverse RoPE for keys that were not recorded (a prompt cache from a file) and for rows that are scaled after RoPE.
+`find_sources` finds out which of the two methods works for each layer, and returns a `Source`. `observe` reports the
+attention calls of a model that is not enabled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Call:
 
 
 def ropes(model: Any) -> list[Any]:
-    """Return the RoPE modules of ``model`` without duplicates. Class names identify them."""
+    """Return the RoPE modules of ``model``, each once. RoPE modules are identified by their class names."""
     found = {id(module): module for _, module in model.named_modules() if _is_rope(type(module))}
     return list(found.values())
 
@@ -88,7 +88,7 @@ class Recorder:
         self.clear()
 
     def input_of(self, array: mx.array) -> mx.array | None:
-        """Return the input of the call that returned the object ``array``, or None, and forget the call."""
+        """Return the input of the recorded call that returned ``array``, and remove the call; None if missing."""
         for call in self.calls:
             if call.after is array:
                 self.calls.remove(call)
@@ -136,7 +136,7 @@ def inverse(rope: Any, rotated: mx.array, offset: int | mx.array) -> mx.array:
     to the type of ``rotated``.
 
     Args:
-        offset: position of the first row, or one such position per sequence of the batch.
+        offset: position of the first row: an int, or an array ``(B,)`` with one position per sequence.
     """
     rows = rotated.astype(mx.float32)
     _, (transposed,) = mx.vjp(lambda x: rotate(rope, x, offset), [mx.zeros_like(rows)], [rows])
@@ -174,7 +174,7 @@ class Source:
     irreversible: str | None = None
 
     def pre_rope(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
-        """Return the recorded or inverted pre-RoPE rows of ``rows (B, H, n, D)``; None if neither is possible."""
+        """Return ``rows (B, H, n, D)`` before RoPE, recorded or computed by `inverse`; None if neither is possible."""
         if self.rope is None:
             return rows
         recorded = recorder.input_of(rows)
@@ -193,7 +193,7 @@ def find_source(recorder: Recorder, arrays: tuple[mx.array, ...], position: int,
     Args:
         recorder: recorder with the RoPE calls of this layer.
         arrays: the queries that the layer passes to attention, and the new keys that it writes to the cache.
-        position: position of the first row of both arrays. It must exceed 0, where RoPE changes nothing.
+        position: position of the first row of both arrays; at least 1, because RoPE changes nothing at position 0.
         rotations: number of calls of `mx.fast.rope` in the layer, inside and outside of modules.
     """
     if rotations == 0 and not recorder.calls:
@@ -319,7 +319,7 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
 
 
 def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dict[int, Source | str]:
-    """Return for each layer the source of pre-RoPE rows, or the reason why there is none, by index of its cache.
+    """Return the `Source` of each layer, or the reason why the layer has none, by index of the layer's cache.
 
     The model is called on two tokens, because RoPE changes nothing at position 0. MLX evaluates the arrays of a layer
     only if the layer changes queries or keys after RoPE.
@@ -350,7 +350,7 @@ _counting = threading.RLock()
 
 @contextmanager
 def _counting_rotations() -> Iterator[list[int]]:
-    """Count the calls of `mx.fast.rope` on this thread, in the only element of the returned list.
+    """Yield a list whose only element counts the calls of `mx.fast.rope` on this thread.
 
     All RoPE implementations in mlx-lm call this function.
     """

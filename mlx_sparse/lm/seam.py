@@ -1,4 +1,4 @@
-"""Replacement for the attention function that mlx-lm's models call."""
+"""Replace the attention function that mlx-lm's models call."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def scaled_dot_product_attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attend with the active listener, or with mlx-lm's function of this name if the listener returns None."""
+    """Attend with the active listener. Without a listener, or if it returns None, call mlx-lm's function."""
     listener = active.get()
     if listener is not None:
         out = listener.attend(queries, keys, values, cache, scale, mask, sinks)
@@ -59,7 +59,7 @@ def scaled_dot_product_attention(
 
 
 def prepare_and_store_ends(cache: Any, *, lengths: list[int] | None = None, **padding: Any) -> None:
-    """Call mlx-lm's `BatchKVCache.prepare`, and store the end rows of prompts of different lengths."""
+    """Call mlx-lm's `BatchKVCache.prepare`, and store the end row of each prompt in ``cache.prompt_ends``."""
     prepare(cache, lengths=lengths, **padding)  # type: ignore[no-untyped-call]
     cache.prompt_ends = None if lengths is None else [cache.size() + length for length in lengths]
 
@@ -70,8 +70,8 @@ _bound: Counter[str] = Counter()
 def bind(model: Any) -> list[str]:
     """Replace the attention function in the modules of ``model``; return the names of these modules.
 
-    Each model file imports mlx-lm's function by value, so the function is replaced in every module. `KVCache.merge` and
-    `BatchKVCache.prepare` are replaced too, because mlx-lm calls them before it calls the model.
+    Each model file has its own reference to mlx-lm's function, so every module must be changed. `KVCache.merge` and
+    `BatchKVCache.prepare` are replaced too, because mlx-lm calls both before it calls the model.
     """
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
     ours = scaled_dot_product_attention
@@ -86,7 +86,7 @@ def bind(model: Any) -> list[str]:
 
 
 def unbind(names: list[str]) -> None:
-    """Undo one call of `bind`. After the last one, restore mlx-lm's functions."""
+    """Undo one call of `bind`. Restore mlx-lm's functions after all calls are undone."""
     for name in names:
         _bound[name] -= 1
         if _bound[name] == 0:
@@ -97,7 +97,7 @@ def unbind(names: list[str]) -> None:
 
 
 def changed_interfaces() -> list[str]:
-    """Return descriptions of the interfaces of the installed mlx-lm that have changed; empty if it is supported."""
+    """Return one line for each changed interface of the installed mlx-lm; empty if this version is supported."""
     problems = []
     if list(inspect.signature(original).parameters) != PARAMETERS:
         problems.append("mlx_lm.models.base.scaled_dot_product_attention has other parameters")
@@ -123,7 +123,7 @@ def changed_interfaces() -> list[str]:
 
 
 def require() -> None:
-    """Raise `BackendUnavailable` if mlx-lm's interfaces have changed, because attention would silently be dense."""
+    """Raise `BackendUnavailable` if mlx-lm's interfaces have changed. Otherwise, attention could silently be dense."""
     problems = changed_interfaces()
     if problems:
         version = getattr(mlx_lm, "__version__", "unknown")

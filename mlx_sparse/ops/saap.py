@@ -20,7 +20,7 @@ def saap_route(
     hidden_bias: mx.array | None = None,
     probes: int,
 ) -> mx.array:
-    """Select ``probes`` buckets per KV head, shared by its query heads (saap.5), (saap.8).
+    """Select ``probes`` buckets per KV head. All query heads of a KV head share the buckets (saap.5), (saap.8).
 
     Args:
         queries: ``(B, Hq, 1, D)`` before RoPE.
@@ -129,9 +129,9 @@ def list_keys(
 
     Args:
         expand: `saap_indices` of a backend.
-        S: number of keys in use.
-        bucket_ids: ``(B, Hkv, S or more)`` int bucket of each key; a key with a number that is not a bucket is attended
-            only as a sink or recent key.
+        S: number of keys in the KV cache.
+        bucket_ids: ``(B, Hkv, S or more)`` int bucket of each key. A key without a valid bucket is attended only if it
+            is a sink or a recent key.
         visited: ``(B, Hkv, n)`` int bucket ids without duplicates.
     """
     window: dict[str, Any] = {"sink_tokens": sink_tokens, "left_padding": left_padding}

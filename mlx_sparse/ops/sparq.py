@@ -1,4 +1,4 @@
-"""SparQ attention: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21)."""
+"""SparQ attention in MLX array operations: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .select import keep_fewest, take_rows, top_k_select, valid_keys
 def sparq_logits(queries: mx.array, keys: Rows, selection: Selection) -> mx.array:
     """Return approximate logits of all keys from ``rank`` components, float32 ``(B, Hkv, G, S)``.
 
-    Logits of padding are undefined. If ``selection.keys_t`` is None, ``keys`` are scored. If in addition ``rank`` is D,
-    a quantized KV cache is scored without being dequantized.
+    The logits of padding are undefined. If ``selection.keys_t`` is None, ``keys`` are scored. Quantized keys are then
+    not dequantized if ``rank`` is D.
     """
     rank, keys_t = selection.rank, selection.keys_t
     B = queries.shape[0]
@@ -54,8 +54,8 @@ def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[m
     """Select the keys of one decode step by `sparq_logits`.
 
     Returns:
-        int32 key ``indices (B, Hkv, min(top_k, S))``, ``alpha (B, Hq)``, the approximate softmax mass of these keys,
-        and ``recall (B, Hkv)``, its mean over the query heads of a KV head (sparq.24).
+        int32 key ``indices (B, Hkv, min(top_k, S))``, ``alpha (B, Hq)``, the approximate attention recall, and
+        ``recall (B, Hkv)``, the mean of ``alpha`` over the query heads of a KV head (sparq.24).
     """
     logits, padding = sparq_logits(queries, keys, selection), selection.left_padding
     # (sparq.4) approximate attention, (sparq.5) sum over the group, (sparq.6) selection of the keys
@@ -99,8 +99,8 @@ def sparq_attention(
         ``recall (B, Hkv)`` (sparq.24). With an adaptive budget also ``counts (B, Hkv)``, the number of attended keys.
 
     Args:
-        reallocate: mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
-        value_mean: ``(B, Hkv, D)`` mean of the valid values; needed if ``reallocate``.
+        reallocate: if True, mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
+        value_mean: ``(B, Hkv, D)`` mean of the valid values; required if ``reallocate`` is True.
         parameters: the fields of `Selection`.
     """
     selection = Selection(**parameters)
@@ -129,5 +129,5 @@ def masked_mean(rows: Rows, left_padding: mx.array | None) -> mx.array:
 
 def deviation(keys: Rows, left_padding: mx.array | None) -> mx.array:
     """Return the float32 standard deviation ``(B, Hkv, D)`` of each component over the valid keys (sparq.1)."""
-    centred = keys[:].astype(mx.float32) - masked_mean(keys, left_padding)[:, :, None, :]
-    return mx.sqrt(masked_mean(centred**2, left_padding))
+    centered = keys[:].astype(mx.float32) - masked_mean(keys, left_padding)[:, :, None, :]
+    return mx.sqrt(masked_mean(centered**2, left_padding))

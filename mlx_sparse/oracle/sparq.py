@@ -1,4 +1,4 @@
-"""SparQ attention: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21)."""
+"""Reference implementation of SparQ attention: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Array = npt.NDArray[Any]
 
 
 class SparQSelection(NamedTuple):
-    """Result of steps 1 and 2 of SparQ.
+    """Selected keys and intermediate results of steps 1 and 2 of SparQ.
 
     Attributes:
         indices: ``(B, Hkv, min(top_k, S))`` int32 keys to attend.
-        alpha: ``(B, Hq)`` approximate attention mass of these keys (sparq.8).
-        scores: ``(B, Hkv, S)`` group scores by which the keys are selected (sparq.5).
-        s_hat: ``(B, Hq, S)`` approximate attention (sparq.4).
+        alpha: ``(B, Hq)`` approximate attention recall, the softmax mass of the selected keys (sparq.8).
+        scores: ``(B, Hkv, S)`` score of each key, summed over the group (sparq.5).
+        s_hat: ``(B, Hq, S)`` approximate softmax weights (sparq.4).
     """
 
     indices: Array
@@ -83,12 +83,12 @@ def sparq_select(
     # (sparq.4) approximate attention, (sparq.5) summed over the group
     s_hat, _ = softmax_lse(logits, np.broadcast_to(valid[:, None, None, :], logits.shape))
     scores = s_hat.sum(axis=2)
-    # (sparq.6) the keys
+    # (sparq.6) selection of the keys
     window = check_local_window(local_window, top_k)
     indices = top_k_select(scores, top_k=top_k, local_window=window, left_padding=left_padding)
     if recall:
         indices = fewest(scores, indices, share=recall * G, local_window=window)
-    # (sparq.8) their approximate mass
+    # (sparq.8) approximate softmax mass of the selected keys
     filled = indices >= 0
     chosen = np.take_along_axis(s_hat, np.where(filled, indices, 0)[:, :, None, :], axis=-1)
     alpha = np.where(filled[:, :, None, :], chosen, 0.0).sum(axis=-1).reshape(B, Hq)
@@ -114,7 +114,7 @@ def sparq_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run one decode step of SparQ attention; calls with several queries are dense.
+    """Run one decode step of SparQ attention. Calls with several queries are dense.
 
     The arguments are the same as for `mlx_sparse.sparq_attention`. ``keys_t`` repeats the data of ``keys``, so only its
     shape is checked.
@@ -169,7 +169,7 @@ def sparq_attention(
 
 
 def masked_mean(rows: Array, valid: Array) -> Array:
-    """Return the mean ``(B, Hkv, D)`` of ``rows (B, Hkv, S, D)`` over the valid keys (sparq.9); 0 without one."""
+    """Return the mean ``(B, Hkv, D)`` of ``rows (B, Hkv, S, D)`` over valid keys (sparq.9); 0 if no key is valid."""
     count = np.maximum(valid.sum(axis=1), 1)[:, None, None]
     mean: Array = np.where(valid[:, None, :, None], rows, 0.0).sum(axis=2) / count
     return mean
@@ -177,5 +177,5 @@ def masked_mean(rows: Array, valid: Array) -> Array:
 
 def deviation(keys: Array, valid: Array) -> Array:
     """Return the standard deviation ``(B, Hkv, D)`` of each component over the valid keys (sparq.1)."""
-    centred = np.where(valid[:, None, :, None], keys - masked_mean(keys, valid)[:, :, None, :], 0.0)
-    return np.sqrt(masked_mean(centred**2, valid))
+    centered = np.where(valid[:, None, :, None], keys - masked_mean(keys, valid)[:, :, None, :], 0.0)
+    return np.sqrt(masked_mean(centered**2, valid))

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -55,7 +56,7 @@ class Attempt:
 
     Attributes:
         variant: the method with its settings.
-        share: elements that the variant moves over dense attention's, by its formula.
+        share: elements that the variant moves, as a share of dense attention's, by formula; None without a formula.
         rows: one row for each task.
     """
 
@@ -185,7 +186,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Page:
-    """The result of the command.
+    """The result of ``mlx-sparse advise``.
 
     Attributes:
         model: name of the model.
@@ -360,9 +361,12 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse advise",
-        description="Recommend settings for your model. The page lists the layers that each method serves, the bytes "
-        "of a decode step with the largest possible speed-up, and the difference to dense attention on your text. It "
-        "ends with the recommended --attn, or advises against sparse attention.",
+        description=textwrap.fill(
+            "Recommend settings for your model. The page lists the layers that each method serves, the bytes of a "
+            "decode step with the largest possible speed-up, and the difference to dense attention on your text. It "
+            "ends with the recommended --attn, or advises against sparse attention.",
+            78,
+        ),
         epilog="Example:\n  mlx-sparse advise MODEL --text notes.txt --context 32k --save attn.toml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,21 +19,17 @@ from mlx_lm import stream_generate
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..calibrate import Calibration, describe
 from ..checks import ConfigError
 from ..lm.model import disable, enable, plan_of
-from ..methods import NEVER, Method, Prefill, parse
+from ..methods import NEVER, Method
 from ..model_info import config_of
 from .evaluate.tasks import encode
+from .progress import Update, stage, token_bar
 
 CHUNK = 512  # tokens of a prefill chunk, so that the progress bar moves on a CPU
-SECONDS = 90.0  # longest time of the prefill
-MARGIN = 2  # the default context is this many times the crossover length
 TURNS = 2  # runs of each kind, one after the other; the steps of both count
-
-Update = Callable[[int], object]  # called with the number of finished tokens
 
 
 @dataclass(frozen=True)
@@ -97,9 +92,9 @@ class Comparison:
     Attributes:
         attn: the sparse method as text.
         crossovers: the crossover lengths of the layers, as lines of the report.
-        crossover: the longest of them in keys; `NEVER` if sparse attention is not faster at any length.
+        crossover: largest crossover length in keys; `NEVER` if sparse attention is not faster at any length.
         context: tokens of the prompt.
-        target: tokens that the prompt should have had.
+        target: intended number of tokens, more than ``context`` if the time of the prefill was over.
         forced: True if the method was sparse below its crossover length, because no longer context was possible.
         prefill_seconds: time of the prefill.
         dense, sparse: the answers.
@@ -134,7 +129,7 @@ class Comparison:
         return self.dense.tokens == self.sparse.tokens
 
     def bytes_per_token(self, kind: str) -> float | None:
-        """Return the bytes of keys and values for a token by formula, of kind "dense" or "sparse"; None without any."""
+        """Return the bytes of K and V for a token by formula, "dense" or "sparse"; None if no step was sparse."""
         calls = self.report["sparse_calls"]
         return self.report[f"{kind}_bytes"] / calls * self.report["served_layers"] if calls else None
 
@@ -151,47 +146,51 @@ def compare(
     model: Any,
     tokenizer: Any,
     prompt: Prompt,
-    attn: str,
+    config: Method,
     *,
     context: int | None,
+    margin: int,
+    seconds: float,
     max_tokens: int,
     calibration: Calibration,
     console: Console,
 ) -> Comparison:
     """Prefill a prompt once, and decode densely and sparsely from the saved prompt cache.
 
-    The prompt has ``context`` tokens, or `MARGIN` times the crossover length. It is shorter if the document, the
-    model or `SECONDS` allow no more. A method is sparse below its crossover length only if no longer context is
+    The prompt has ``context`` tokens, or ``margin`` times the crossover length. It is shorter if the document, the
+    model or ``seconds`` allow no more. A method is sparse below its crossover length only if no longer context is
     possible.
 
     Args:
         model, tokenizer: a loaded model, which is not enabled.
         prompt: the document and the question.
-        attn: a decode method as text.
+        config: a decode method.
         context: tokens of the prompt; None for the default.
+        margin: the default context over the crossover length.
+        seconds: longest time of the prefill.
         max_tokens: largest number of tokens of an answer.
         calibration: source of the crossover lengths.
         console: terminal for the progress bars.
 
     Raises:
-        ConfigError: the method is not a decode method, no layer can be sparse, or the context is too short.
+        ConfigError: no layer can be sparse, or the context is too short.
     """
-    (config,) = check_decode(attn)
-    with console.status(f"finding the crossover length of {attn}"):
-        crossovers, crossover = measure_crossover(model, attn, calibration)
+    attn = str(config)
+    with stage(console, f"finding the crossover length of {attn}"):
+        crossovers, crossover = measure_crossover(model, config, calibration)
     known = config_of(model).get("max_position_embeddings")
     longest = min(prompt.length, known - max_tokens if isinstance(known, int) else NEVER)
-    target = min(context or MARGIN * crossover, longest)
+    target = min(context or margin * crossover, longest)
     if target <= len(prompt.end):
         fewest = len(prompt.end) + 1
         raise ConfigError(f"--context: expected at least {fewest:,} tokens for the question, got {target:,}.")
     tokens = prompt.document[: target - len(prompt.end)]
     cache, last = make_prompt_cache(model), prompt.end[-1:]
     start = time.perf_counter()
-    with _bar(console, "prefill", target - 1) as update:
-        done = prefill(model, cache, tokens, SECONDS, update)
+    with token_bar(console, "prefill", target - 1) as update:
+        done = prefill(model, cache, tokens, seconds, update)
         prefill(model, cache, prompt.end[:-1], math.inf, lambda more: update(done + more))
-    seconds = time.perf_counter() - start
+    took = time.perf_counter() - start
     reached = done + len(prompt.end)
     forced = context is None and reached < crossover and config.measurable
     with tempfile.TemporaryDirectory() as folder:
@@ -206,7 +205,7 @@ def compare(
             if name == attn:
                 report = enable(model, used, calibration=calibration)
             try:
-                with _bar(console, name, max_tokens) as update:
+                with token_bar(console, name, max_tokens) as update:
                     answers.append(decode(model, tokenizer, path, last, max_tokens, update))
             finally:
                 disable(model)
@@ -215,20 +214,12 @@ def compare(
             for first, second in zip(answers[:2], answers[2:], strict=True)
         )
         assert report is not None
-    return Comparison(attn, crossovers, crossover, reached, target, forced, seconds, dense, sparse, report.as_dict())
+    return Comparison(attn, crossovers, crossover, reached, target, forced, took, dense, sparse, report.as_dict())
 
 
-def check_decode(attn: str) -> tuple[Method, ...]:
-    """Return the method in ``attn``, which must be one decode method."""
-    configs = parse(attn)
-    if len(configs) != 1 or isinstance(configs[0], Prefill):
-        raise ConfigError(f"--attn: expected one decode method such as sparq, got {attn}.")
-    return configs
-
-
-def measure_crossover(model: Any, attn: str, calibration: Calibration) -> tuple[list[str], int]:
+def measure_crossover(model: Any, config: Method, calibration: Calibration) -> tuple[list[str], int]:
     """Return the crossover lengths of the layers as lines, and the longest in keys. Measure them first if necessary."""
-    enable(model, attn, calibration=calibration)
+    enable(model, config, calibration=calibration)
     try:
         plan = plan_of(model)
         assert plan is not None
@@ -269,18 +260,3 @@ def decode(model: Any, tokenizer: Any, cache: str, tokens: list[int], max_tokens
         update(len(found))
     steps = [after - before for before, after in pairwise(times)]
     return Decoded(text, found, steps or [times[0] - start], mx.get_peak_memory())
-
-
-@contextlib.contextmanager
-def _bar(console: Console, name: str, total: int) -> Iterator[Update]:
-    """Show a progress bar, and yield the function that moves it."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(name, total=total)
-        yield lambda done: progress.update(task, completed=done)

@@ -1,4 +1,4 @@
-"""Count the bytes that a decode step of a model reads, the memory of its caches, and bounds on the speed-up."""
+"""Compute the bytes that a decode step reads, the memory of the caches, and the largest possible speed-up."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Served:
-    """Layers of equal shape that a method serves, and the method with its resolved settings."""
+    """A method with its resolved settings, and the number of layers of one shape that use the method."""
 
     config: Method
     layer: Layer
@@ -63,7 +63,7 @@ class Served:
         return self.layers * step.heads * step.itemsize * dense_elements(S, step.D)
 
     def saved(self, S: int) -> int:
-        """Return the bytes that the method saves, by its formula; 0 if it attends every key."""
+        """Return the bytes that the method saves at ``S`` keys, by its formula; 0 if it attends all keys."""
         if S <= self.config.attended:
             return 0
         step = self.layer.step
@@ -73,39 +73,39 @@ class Served:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of weights that a decode step of one sequence reads, and the caches of its layers."""
+    """Bytes of the weights that a decode step of one sequence reads, and the caches of all layers."""
 
     weights: int
     caches: tuple[LayerCache, ...]
 
     def kv(self, S: int) -> int:
-        """Return the bytes of caches that a decode step reads at ``S`` tokens."""
+        """Return the bytes that a decode step reads from the caches at ``S`` tokens."""
         return sum(cache.readers * cache.nbytes(S) for cache in self.caches)
 
     def nbytes(self, S: int) -> int:
-        """Return the memory of the caches at ``S`` tokens."""
+        """Return the bytes of memory that the caches take at ``S`` tokens."""
         return sum(cache.nbytes(S) for cache in self.caches)
 
     def share(self, S: int) -> float:
-        """Return the fraction of a decode step's bytes that it reads from the caches."""
+        """Return the share of a decode step's bytes that come from the caches, at ``S`` tokens."""
         return self.kv(S) / (self.weights + self.kv(S))
 
     def bound(self, S: int, served: Iterable[Served]) -> float:
-        """Return the upper bound, by bytes, of the speed-up of a decode step if a method serves ``served`` layers."""
+        """Return the largest possible speed-up of a decode step, by bytes, if ``served`` are its sparse layers."""
         total = self.weights + self.kv(S)
         return total / max(1, total - sum(one.saved(S) for one in served))
 
 
 def traffic_of(model: Any) -> Traffic:
-    """Count the bytes of a decode step of a loaded model that is not enabled. No array is evaluated."""
+    """Return the traffic of a loaded model on which `enable` was not called. No array is evaluated."""
     return Traffic(weights_read(model), layer_caches(model))
 
 
 def weights_read(model: Any) -> int:
     """Return the bytes of weights that a decode step reads.
 
-    If the config has the number of active experts, only these experts count. An embedding counts only if it is also the
-    output matrix.
+    If the config has the number of active experts, count only that many experts. Count an embedding only if it is also
+    the output matrix.
     """
     modules = [module for _, module in model.named_modules()]
     config = config_of(model)
@@ -124,7 +124,7 @@ def weights_read(model: Any) -> int:
 
 
 def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
-    """Return True if an embedding is the only matrix with the sizes of the output matrix."""
+    """Return True if an embedding has the shape of the output matrix and no linear layer has as many rows."""
     rows, columns = module.weight.shape
     columns = columns * 32 // module.bits if hasattr(module, "bits") else columns
     sizes = rows == config.get("vocab_size", rows) and columns == config.get("hidden_size", columns)
@@ -164,7 +164,7 @@ def layer_caches(model: Any) -> tuple[LayerCache, ...]:
 
 
 def _layer_cache(leaf: Any, readers: int) -> LayerCache:
-    """Describe one cache that holds one token."""
+    """Return the kind and the bytes of a cache that contains one token."""
     keys, values = getattr(leaf, "keys", None), getattr(leaf, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array) or keys.ndim != 4:
         state: Any = tree_flatten(leaf.state)

@@ -23,7 +23,7 @@ ATTN = "sample+sparq"
 
 
 def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto") -> dict[str, Any]:
-    """Return facts by name. ``problems`` lists the problems of the installation, one sentence each.
+    """Return versions, backends and other findings by name. ``problems`` is a list of sentences.
 
     Args:
         model: a model that mlx-lm can load. If given, report the effect of ``--attn`` on it.
@@ -50,7 +50,7 @@ def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto") -
 
 
 def text(findings: dict[str, Any]) -> str:
-    """Return the findings of `examine` as text."""
+    """Format the findings of `examine` as text."""
     packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in findings["packages"].items())
     lines = [
         f"mlx-sparse-attention {findings['version']}, Python {findings['python']}, {findings['platform']}",
@@ -63,8 +63,8 @@ def text(findings: dict[str, Any]) -> str:
     if found := findings.get("model"):
         first, *more = found["lines"]
         lines += [first, *(f"  {line}" for line in more)]
-        if any(row["how"] == "modelled" for row in found["thresholds"]):
-            lines.append("  `mlx-sparse calibrate` and `--attn` replace modelled values by measurements")
+        if any(row["how"] == "modeled" for row in found["thresholds"]):
+            lines.append("  `mlx-sparse calibrate` and `--attn` replace modeled values by measurements")
     lines += [f"problem: {problem}" for problem in findings["problems"]] or ["no problems found"]
     return "\n".join(lines)
 
@@ -78,7 +78,7 @@ def _guarded(probe: Any, problems: list[str], package: str) -> Any:
 
 
 def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dict[str, Any] | None:
-    """Return the lines that ``--attn`` prints before the first token. The model is loaded and not run."""
+    """Return the settings, layers and crossover lengths of ``--attn`` for a model, which is loaded and not run."""
     try:
         from ..calibrate import Calibration
         from .measure import planned, rows_of

@@ -1,4 +1,4 @@
-"""Describe the machine of a measurement, without serial numbers and names."""
+"""Describe the machine of a measurement, without serial numbers and host names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PACKAGES = ("mlx", "mlx-lm", "numpy", "mlx-sparse-attention")
 
 
 def machine() -> dict[str, Any]:
-    """Return the facts of the machine and the versions of the packages."""
+    """Return the hardware of this machine, and the versions of Python and of `PACKAGES`."""
     return hardware() | versions()
 
 
 def hardware() -> dict[str, Any]:
-    """Return the facts of the machine and MLX's default device."""
+    """Return the platform, the chip, its architecture, MLX's default device, and the memory in bytes."""
     import mlx.core as mx
 
     info = mx.device_info()

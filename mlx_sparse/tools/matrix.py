@@ -10,7 +10,7 @@ from ..methods.table import BACKENDS, FUNCTIONS
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return one entry per method. Each of its backends has "yes" or the reason why it cannot run here."""
+    """Return one row per method. ``backends`` maps a backend to "yes" or to the reason why it cannot run here."""
     return [
         {
             "method": name,
@@ -23,7 +23,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def markdown() -> str:
-    """Return the table of the README, the same on every machine. Baselines with two backends are left out."""
+    """Return the table of the README, the same on every machine. It omits methods with only two backends."""
     lines = [f"| method | {' | '.join(BACKENDS)} |", f"|---|{'---|' * len(BACKENDS)}"]
     for name in METHODS:
         if len(FUNCTIONS[name]) == 2:

@@ -7,29 +7,32 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..calibrate import Calibration
-from ..checks import Parser, check_int, read_length
+from ..checks import ConfigError, Parser, check_int, read_length
 from ..files import cache_directory
-from ..lm.loading import unfit_warning
-from ..methods import NEVER
-from ..model_info import model_type
+from ..methods import NEVER, Prefill, parse
 from . import environment
 from .assets import blas
 from .assets.models import DEFAULT, add_model_options, check_model
-from .comparison import MARGIN, SECONDS, Comparison, check_decode, compare, encode_prompt
 from .evaluate import texts
-from .evaluate.inputs import load_model
+from .progress import stage
+
+if TYPE_CHECKING:
+    from .comparison import Comparison
 
 KEY = "71853"
 NOTE = f"A note to the reader: the pass key of this text is {KEY}. Please remember that the pass key is {KEY}."
 QUESTION = "That was the text. What is the pass key? Answer with: The pass key is, and its five digits."
 AFTER_KEY = 4000  # characters between the pass key and the question
+MARGIN = 3  # the default context is this many times the crossover length
+SECONDS = 90.0  # longest time of the prefill
 WIDTH = 80
 BAR = 40  # characters of the longer bar
 
@@ -39,7 +42,9 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     args = _parser().parse_args(argv)
     args.context = None if args.context is None else read_length(args.context, "--context")
     check_int("--max-tokens", args.max_tokens, 2)
-    check_decode(args.attn)
+    configs = parse(args.attn)
+    if len(configs) != 1 or isinstance(configs[0], Prefill):
+        raise ConfigError(f"--attn: expected one decode method such as sparq, got {args.attn}.")
     cache = cache_directory(args.cache_dir)
     check_model(args.model, cache, args.accept_license)
     texts.check(args.text)
@@ -50,7 +55,14 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     console = console or Console(
         stderr=args.json, highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH
     )
-    with console.status("loading the model"):
+    with stage(console, "loading mlx-lm and the model"):
+        # These imports take seconds, so show a message first.
+        from ..calibrate import Calibration
+        from ..lm.loading import unfit_warning
+        from ..model_info import model_type
+        from .comparison import compare, encode_prompt
+        from .evaluate.inputs import load_model
+
         model, tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_license)
     document = "\n\n".join(text.text for text in texts.read(args.text, cache=cache))
     prompt = encode_prompt(tokenizer, *split_text(document, args.question))
@@ -62,8 +74,10 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         model,
         tokenizer,
         prompt,
-        args.attn,
+        configs[0],
         context=args.context,
+        margin=MARGIN,
+        seconds=SECONDS,
         max_tokens=args.max_tokens,
         calibration=Calibration(measures=True),
         console=console,
@@ -78,11 +92,14 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse try",
-        description="Ask a model about a long text. The text is prefilled once; then the answer is decoded with dense "
-        "and with sparse attention. The result compares speed, bytes, memory and answers, and ends with the --attn "
-        f"text to copy. The prompt is {MARGIN} times as long as the crossover length, the context length at which "
-        f"the method is faster on this machine, or as long as {SECONDS:.0f} s of prefill allow. The default model is "
-        "small: 93 MB to download, and 540 MB on disk.",
+        description=textwrap.fill(
+            "Ask a model about a long text. The text is prefilled once; then the answer is decoded with dense and with "
+            "sparse attention. The result compares speed, bytes, memory and answers, and ends with the --attn text to "
+            f"copy. The prompt is {MARGIN} times as long as the crossover length, the context length at which the "
+            f"method is faster on this machine, or as long as {SECONDS:.0f} s of prefill allow. The default model is "
+            "small: 93 MB to download, and 540 MB on disk.",
+            78,
+        ),
         epilog="Example:\n  mlx-sparse try MODEL --text notes.txt --question 'Who is Ann?' --context 32k",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -95,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attn", metavar="METHOD", default="sparq", help="a decode method (default: %(default)s)")
     parser.add_argument("--context", metavar="N", help="tokens of the prompt, such as 8192 or 32k")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=48, help="tokens to generate (default: 48)")
-    parser.add_argument("--cache-dir", metavar="DIR", help="folder of the default model (default: user's cache)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="folder for downloads (default: the user's cache folder)")
     blas.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     return parser
@@ -113,7 +130,7 @@ def split_text(text: str, question: str | None) -> tuple[str, str]:
 
 
 def show(found: Comparison, name: str, warning: str | None, console: Console) -> None:
-    """Print the answers, the figures and the advice."""
+    """Print both answers, the measurements and the advice."""
     for line in found.crossovers:
         console.print(f"{found.attn}: {line}")
     console.print(f"Prompt: {found.context:,} tokens, prefilled in {found.prefill_seconds:.0f} s{_reason(found)}.\n")
@@ -126,14 +143,14 @@ def show(found: Comparison, name: str, warning: str | None, console: Console) ->
     table.add_row("peak memory", _megabytes(dense.peak_memory), _megabytes(sparse.peak_memory))
     console.print(table, "")
     longest = max(dense.tokens_per_second, sparse.tokens_per_second)
-    for label, answer in (("dense", dense), ("sparse", sparse)):
+    for label, answer, style in (("dense", dense, "none"), ("sparse", sparse, "green")):
         bar = "█" * max(1, round(BAR * answer.tokens_per_second / longest))
-        console.print(f"{label:<8}{bar} {answer.tokens_per_second:.1f} tokens/s")
+        console.print(f"{label:<8}{bar} {answer.tokens_per_second:.1f} tokens/s", style=style)
     console.print("", *advice(found, name, warning), sep="\n")
 
 
 def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
-    """Return what the comparison shows, and the ``--attn`` text to use, as sentences."""
+    """Return sentences: the speed-up, the agreement of the answers, and the command to use."""
     same = "are identical" if found.identical else f"agree in the first {found.same_tokens} tokens"
     lines = [f"Warning: {warning}."] if warning else []
     lines.append(f"{found.attn} is {found.speedup:.2f} x as fast as dense attention here. The answers {same}.")

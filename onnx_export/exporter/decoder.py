@@ -34,8 +34,8 @@ class Target:
 
     Attributes:
         decode: method of decode steps.
-        prompts: method of prefill with every "auto" resolved; None if prefill is dense.
-        max_length: number of tokens that the caches must have space for.
+        prompts: prefill method, with a value in place of every "auto"; None if prefill is dense.
+        max_length: maximum number of tokens of a sequence.
         lanes: number of keys per chunk of component-major keys.
         dtype: type of the caches and of unquantized weights.
         dequantize: True to store quantized weights in ``dtype`` too.
@@ -75,7 +75,7 @@ class Target:
 
 
 def output_of(layer: int) -> str:
-    """Return the name of the graph value that a layer outputs."""
+    """Return the name of a layer's output in the graph."""
     return f"layers.{layer}/output"
 
 
@@ -84,10 +84,10 @@ class Decoder:
 
     Args:
         model: model of mlx-lm.
-        family: properties that the modules of the model do not show.
+        family: properties that cannot be read from the modules of the model.
         target: settings of the file.
         graph: graph that receives the nodes and weights.
-        written: callback with the name of each mlx-lm parameter, called after the parameter was written.
+        written: callback that receives the name of each mlx-lm parameter after the parameter was written.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Decoder:
         g.op("Identity", logits, output="logits")
 
     def _add_positions(self, ids: str) -> None:
-        """Add nodes for the padding and past length of each row, and for positions of new tokens, float32 (B, L, 1)."""
+        """Add nodes that compute the padding and past length of each row, and new positions, float32 (B, L, 1)."""
         g = self.g
         mask = g.input("attention_mask", INT64, ["batch", "total"])
         ones = g.op("Cast", mask, to=FLOAT)  # some runtimes have no ArgMax of int64
@@ -156,7 +156,7 @@ class Decoder:
         return self.g.op("Add", h, normed(family.after_mlp, made), output=output_of(i))
 
     def _norm(self, name: str, module: Any, x: str) -> str:
-        """Add RMSNorm over the last axis, as nodes that ONNX Runtime fuses into one."""
+        """Add RMSNorm over the last axis, in a form that ONNX Runtime fuses into one node."""
         g = self.g
         square = g.op("Pow", x, g.constant(2.0, np.float32))
         mean = g.op("ReduceMean", square, g.constant([-1]), keepdims=1)
@@ -267,9 +267,9 @@ class Decoder:
     def _attend(
         self, i: int, decode: Decoding, values: dict[str, str], sizes: tuple[int, int], scale: float, window: int
     ) -> str:
-        """Add the attention node of layer ``i`` with its caches. Return the node's output (B, Hq, L, D).
+        """Add the attention node of layer ``i`` with its caches. Return the name of its output (B, Hq, L, D).
 
-        ``values`` are the inputs that the layer computes. ``sizes`` are the number of KV heads and the head dim.
+        ``values`` are names of computed values by input. ``sizes`` are the number of KV heads and the head dim.
         """
         g, capacity = self.g, self.target.capacity
         sampled = self.target.prompts is not None and not window

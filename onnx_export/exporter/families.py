@@ -25,7 +25,7 @@ from .quantized import BITS, REMAKE, REMEDY
 
 @dataclass(frozen=True)
 class Family:
-    """Properties of a family that its modules do not show.
+    """Properties of a model family that cannot be read from mlx-lm's modules.
 
     Attributes:
         activation: activation of the gate: silu, gelu or gelu_tanh.
@@ -121,8 +121,8 @@ def rope_of(module: Any) -> Rope | None:
                 f"{module.base} and {module.dims}."
             )
         # Compute in float32 like MLX, because other rounding would change the angles of distant positions.
-        turned = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(module.base) / half))
-        return Rope(tuple(np.array(turned).tolist()), module.scale, 1.0, module.traditional)
+        frequencies = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(module.base) / half))
+        return Rope(tuple(np.array(frequencies).tolist()), module.scale, 1.0, module.traditional)
     factors: dict[type, Callable[[], tuple[float, bool]]] = {
         rope_utils.Llama3RoPE: lambda: (1.0, module.traditional),
         rope_utils.ProportionalRoPE: lambda: (1.0, module.traditional),

@@ -36,7 +36,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         _remove_leftovers(folder)
         made = Path(tempfile.mkdtemp(".partial", f".{folder.name}.", folder.parent))
         with _opened(made) as handle:
-            with suppress(OSError):  # some network drives have no locks, and leftovers stay there
+            with suppress(OSError):  # not supported on some network drives, where leftovers stay
                 fcntl.flock(handle, fcntl.LOCK_EX)
             yield made
             made.chmod(0o777 & ~_umask())  # mkdtemp grants access to the user only
@@ -52,7 +52,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """Open a folder that is not a link, and yield its file descriptor. Locks on it end with this process."""
+    """Open a folder that is not a link, and yield its file descriptor. Its locks end with this process."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield handle

@@ -1,11 +1,11 @@
 """Convert MLX's affine-quantized weights to inputs of ``com.microsoft`` ``MatMulNBits`` and ``GatherBlockQuantized``.
 
 MLX stores ``w = scale * code + bias`` for groups along the last axis. The two operators compute
-``w = scale * (code - zero)`` with an integer ``zero`` in the range of the codes, and allow negative scales. Both are
-equal for the same codes if ``-bias / scale`` is an integer in this range. `mlx.core.quantize` selects an integer
-quotient, but then rounds scale and bias to their type. In float16 and bfloat16 the quotient is therefore off by some
-hundredths of a step, which changes logits as much as rounding to these types. The exporter stores the remaining part
-of the biases as offsets, and the graph adds these.
+``w = scale * (code - zero)`` with an integer ``zero`` in the range of the codes, and allow negative scales. The two
+formulas are equal if ``-bias / scale`` is an integer in this range. `mlx.core.quantize` makes this quotient an integer,
+but then rounds scale and bias to float16 or bfloat16. After rounding, the quotient differs from an integer by some
+hundredths. To ignore this difference would change the logits as much as rounding the weights does. The exporter
+therefore stores the difference as offsets, which the graph adds.
 
 Arrays are NumPy arrays. Bfloat16 is ``ml_dtypes.bfloat16`` or its bits in uint16.
 """
@@ -72,9 +72,9 @@ class Blocks:
         return {"data": self.codes, "scales": self.scales[..., None], "zero_points": self.zeros[..., None]}, attributes
 
     def halves(self) -> tuple[Blocks, Blocks]:
-        """Split an 8-bit weight into the 4-bit weights of the high and low half bytes, whose sum is exactly equal.
+        """Split an 8-bit weight into two 4-bit weights, the high and low half bytes. Their sum is exact.
 
-        With an 8-bit weight, ONNX Runtime 1.31 is 30 times slower, or rounds the input to 8 bits.
+        ONNX Runtime 1.31 multiplies by an 8-bit weight 30 times slower, or rounds the input to 8 bits.
         """
 
         def half(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Blocks:
@@ -88,10 +88,10 @@ class Blocks:
 def blocks(
     name: str, weight: np.ndarray, scales: np.ndarray, biases: np.ndarray, *, group_size: int, bits: int
 ) -> Blocks:
-    """Convert one weight of `BITS` bits in "affine" mode, without the bias of its linear layer.
+    """Convert an MLX weight of 4 or 8 bits in "affine" mode. The bias of the linear layer is not included.
 
     Raises:
-        ArtefactError: the weight called ``name`` is not finite.
+        ArtefactError: the weight is not finite. The message contains ``name``.
     """
     _check_finite(name, scales, biases, bits)
     step, bias = _float32(scales), _float32(biases)

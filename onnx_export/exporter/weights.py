@@ -35,7 +35,7 @@ class Weights:
         graph: graph that receives weights and nodes.
         dtype: type of unquantized matrices; vectors are stored in float32.
         dequantize: True to store quantized matrices unquantized.
-        written: callback with the name of each mlx-lm parameter, called after the parameter was written.
+        written: callback that receives the name of each mlx-lm parameter after the parameter was written.
     """
 
     def __init__(self, graph: Graph, dtype: str, *, dequantize: bool, written: Callable[[str], None]) -> None:

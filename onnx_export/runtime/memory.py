@@ -1,4 +1,4 @@
-"""Allocate arrays that runtimes read and write in place."""
+"""Allocate arrays that ONNX Runtime reads and writes in place."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Runner:
         caches: arrays by input name of the graph. The runtime reads these arrays and appends to them in place.
         max_length: maximum number of tokens.
         native: True if the native kernels run.
-        eos: tokens that end a text.
+        eos: ids of end-of-sequence tokens.
         metadata: metadata that the exporter wrote about the model.
 
     Raises:
@@ -96,10 +96,10 @@ class Runner:
                 array[:] = 0
 
     def resume_at(self, length: int) -> None:
-        """Continue from ``length`` tokens that you wrote into `caches`, without padding.
+        """Set the number of tokens to ``length``, after you wrote unpadded keys and values into `caches`.
 
-        Also write ``past_sums`` and ``past_summary``, which summarize all tokens. This method therefore cannot remove
-        tokens.
+        You must also write ``past_sums`` and ``past_summary``, which summarize all tokens. This method therefore cannot
+        remove tokens.
 
         Raises:
             ConfigError: the tokens exceed ``max_length``.
@@ -286,7 +286,7 @@ def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _states(path: Path, graph: onnx.GraphProto) -> tuple[dict[str, State], int]:
-    """Validate the inputs and outputs of a file, which may be malicious.
+    """Validate the inputs and outputs of a file from an untrusted source.
 
     Return the type and shape of every cache, and the size of the vocabulary.
     """

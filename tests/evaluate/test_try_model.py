@@ -16,10 +16,10 @@ from tiny_models import build, greedy, prompt_of, write
 import mlx_sparse
 from mlx_sparse import cli
 from mlx_sparse.calibrate import Calibration
-from mlx_sparse.checks import ConfigError
+from mlx_sparse.methods import parse
 from mlx_sparse.tools import comparison
 from mlx_sparse.tools.comparison import CHUNK, Comparison, compare, encode_prompt, prefill
-from mlx_sparse.tools.try_model import AFTER_KEY, KEY, QUESTION, advice, show, split_text
+from mlx_sparse.tools.try_model import AFTER_KEY, KEY, MARGIN, QUESTION, advice, show, split_text
 
 TEXT = " ".join(f"w{i % 90}" for i in range(700))
 SPARSE = "sparq:rank=4,top_k=16,dense_below=0"
@@ -35,10 +35,12 @@ def run(folder: Path, attn: str = SPARSE, **options: Any) -> Comparison:
     prompt = encode_prompt(tokenizer, TEXT, " w1 w2")
     given: dict[str, Any] = {
         "context": 300,
+        "margin": MARGIN,
+        "seconds": 90.0,
         "max_tokens": 6,
         "calibration": Calibration(),
     }
-    return compare(model, tokenizer, prompt, attn, console=Console(quiet=True), **given | options)
+    return compare(model, tokenizer, prompt, parse(attn)[0], console=Console(quiet=True), **given | options)
 
 
 def test_prompt_has_the_chat_template_around_document_and_question(folder: Path) -> None:
@@ -91,10 +93,9 @@ def test_method_is_forced_below_its_crossover_only_if_the_time_allows_no_more(
     attn = "sparq:rank=4"
     monkeypatch.setattr(comparison, "measure_crossover", lambda *_: (["sparse at 600 keys and longer"], 600))
     assert not run(folder, attn, context=None).forced  # the whole text is longer than the crossover length
-    monkeypatch.setattr(comparison, "SECONDS", 0.0)
-    found = run(folder, attn, context=None)
+    found = run(folder, attn, context=None, seconds=0.0)
     assert found.forced and found.report["sparse_calls"] > 0 and found.context < 600 < found.target
-    given = run(folder, attn, context=400)
+    given = run(folder, attn, context=400, seconds=0.0)
     assert not given.forced and given.report["sparse_calls"] == 0
 
 
@@ -106,9 +107,13 @@ def test_method_is_forced_below_its_crossover_only_if_the_time_allows_no_more(
         (SPARSE, 2, "--context: expected at least 3 tokens for the question, got 2"),
     ],
 )
-def test_wrong_options_are_one_line_errors(folder: Path, attn: str, context: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        run(folder, attn, context=context)
+def test_wrong_options_are_one_line_errors(
+    folder: Path, attn: str, context: int, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = [str(folder), "--text", str(folder / "config.json"), "--question", "w1 w2"]
+    assert cli.main(["try", *options, "--attn", attn, "--context", str(context)]) == 2
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("mlx-sparse: error: "))
+    assert message in line
 
 
 def test_output_fits_a_terminal_and_ends_with_the_command(

@@ -59,7 +59,7 @@ GOOD: dict[str, list[list[str]]] = {
     "--attn dense": [["mlx_lm.generate", *GENERATE, "--attn", "dense"]],
     "no such model": [["mlx_lm.generate", "--model", "nowhere/at/all"]],
     "text report": [["mlx_lm.generate", *GENERATE, *SPARSE]],
-    "short, modelled": [["mlx_lm.generate", *GENERATE, "--attn", "sparq:rank=4", "--no-calibrate"]],
+    "short, modeled": [["mlx_lm.generate", *GENERATE, "--attn", "sparq:rank=4", "--no-calibrate"]],
     "short, measured": [["mlx_lm.generate", *GENERATE, "--attn", "sample+sparq:rank=4"]],
     "short, prompts": [["mlx_lm.generate", *GENERATE, "--attn", "sample"]],
     "windows": [["mlx_lm.generate", "--model", "gemma3", *GENERATE[2:], *SPARSE]],
@@ -225,10 +225,10 @@ def test_text_report_is_printed_on_standard_error(finished: Runs):
 
 
 def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished: Runs):
-    first, second, *_ = finished("short, modelled").err.splitlines()
+    first, second, *_ = finished("short, modeled").err.splitlines()
     assert first == (
         "[mlx-sparse] sparq:rank=4,reallocate=false,component_score=query_key on ops: 2 of 2 layers (llama, llama); "
-        "sparse at 2,048 keys and longer (modelled); dense_below=N in --attn sets another length"
+        "sparse at 2,048 keys and longer (modeled); dense_below=N in --attn sets another length"
     )
     longest = PROMPT + TOKENS
     assert second == (
@@ -237,8 +237,8 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
     )
     first, second, *_ = finished("short, measured").err.splitlines()
     assert (
-        "; prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modelled; will be "
-        "measured at 8,192 keys); sparse at 2,048 keys and longer (modelled; will be measured at 1,024 keys); "
+        "; prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modeled; will be "
+        "measured at 8,192 keys); sparse at 2,048 keys and longer (modeled; will be measured at 1,024 keys); "
     ) in first
     assert second.endswith(f"this run has at most {longest} keys, and decode steps are sparse from 1,024 keys")
 
@@ -246,7 +246,7 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
 def test_warning_names_the_reasons_of_dense_calls(finished: Runs):
     _, second, *_ = finished("short, prompts").err.splitlines()
     assert second == (
-        "[mlx-sparse] no call will be sparse: calls so far: 2 over fewer than 8,192 keys, 2 of a single query "
+        "[mlx-sparse] no call will be sparse: calls so far: 2 over fewer than 8,192 keys, 2 with a single query "
         "(no decode method)"
     )
 
@@ -382,7 +382,7 @@ def test_prefill_method_works_alone_and_with_a_decode_method(finished: Runs):
     assert (sample.code, both.code) == (0, 0)
     assert len({finished("long").text, sample.text, both.text}) == 3
     (alone,), (together,) = sample.reports, both.reports
-    assert alone["dense_calls"] == {"of a single query (no decode method)": LAYERS * STEPS}
+    assert alone["dense_calls"] == {"with a single query (no decode method)": LAYERS * STEPS}
     assert together["dense_calls"] == {}
     assert together["sparse_calls"] == LAYERS * STEPS
     figures = together["prefill"]
@@ -427,7 +427,7 @@ def test_dense_attention_over_a_quantized_cache_gives_mlx_lms_text(finished: Run
     assert result.reports[0]["attn"] == "dense"
     assert result.reports[0]["dense_calls"] == {
         "in prefill": LAYERS,
-        "of a single query (no decode method)": LAYERS * STEPS,
+        "with a single query (no decode method)": LAYERS * STEPS,
     }
 
 

@@ -73,7 +73,7 @@ class ContextCall(Call):
 
     Args:
         exchange: collectives over the ranks.
-        exact: True to select the same keys as one process; False to select on each rank among the keys it stores.
+        exact: True to select the same keys as one process; False to select on each rank among the rank's own keys.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ContextCall(Call):
             cache.calls += 1
 
     def __exit__(self, error: type[BaseException] | None, *about: object) -> None:
-        missed = [one for one in self._sharded if one.chunk is not None and id(one) not in self._attended_caches]
+        missed = [c for c in self._sharded if c.chunk is not None and id(c) not in self._attended_caches]
         for cache in self._sharded:
             cache.chunk, cache.agreed = None, cache.position
             cache.calls -= 1
@@ -106,7 +106,7 @@ class ContextCall(Call):
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of the model call with the tokens of rank 0.
 
-        Tokens can differ between ranks, because other machines may round differently.
+        Sampled tokens can differ between ranks, because machines may round differently.
 
         Raises:
             ConfigError: the ranks have prompts of different lengths.
@@ -128,7 +128,7 @@ class ContextCall(Call):
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        # A layer that shares keys with another layer passes no cache or a different one. Find the cache of the keys.
+        # A layer that shares keys with another layer passes no cache or a different cache. Find the cache of the keys.
         owner = next((one for one in (cache, *self._sharded) if _wrote(one, keys, values)), None)
         if owner is None:
             # This cache is not sharded. Sparse attention would depend on measurements that differ between ranks.
@@ -199,7 +199,7 @@ class ContextCall(Call):
         return exchange.merge(out.astype(mx.float32), lse)
 
     def _length_reason(self, queries: mx.array, keys: mx.array, cache: ShardedKVCache) -> str | None:
-        """Return the reason why decode steps at this length are dense, or None. The result is equal on all ranks."""
+        """Return the reason why decode steps at this context length are dense, or None; the same on all ranks."""
         plan, config = self.plan, self.plan.decode
         assert config is not None
         layer = plan.sizes(config, queries, keys, cache, plan.resolve(config, queries, keys), self.hooks)
@@ -254,7 +254,7 @@ def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any
     Rank 0 has the whole cache in memory during this call.
 
     Args:
-        write: mlx-lm's ``save_prompt_cache``, which also gets the further arguments.
+        write: mlx-lm's ``save_prompt_cache``. It also receives ``args`` and ``kwargs``.
 
     Raises:
         ConfigError: rank 0 cannot write the file. All ranks raise this, and an existing file does not change.
@@ -276,7 +276,7 @@ def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any
 
 
 def _whole(cache: ShardedKVCache, exchange: Exchange) -> Any:
-    """Return a `KVCache` with the rows of all ranks in order of position. It stays empty except on rank 0."""
+    """Return a `KVCache` with the rows of all ranks in order of position; an empty `KVCache` except on rank 0."""
     found: Any = KVCache()
     if not cache.position:
         return found

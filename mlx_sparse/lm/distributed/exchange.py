@@ -1,4 +1,4 @@
-"""Ordered collectives over the ranks of a sharded context, with a count of the bytes that they send."""
+"""Ordered collectives over the ranks of a sharded context. The bytes sent are counted."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Exchange:
         self._agreed: dict[Any, float] = {}
 
     def begin(self) -> None:
-        """Reset the counts at the start of a forward pass. Messages of earlier passes still precede new messages."""
+        """Reset the counts at the start of a forward pass. New messages still wait for messages of earlier passes."""
         self.sent = self.messages = 0
 
     def _in_turn(self, array: mx.array, collective: Callable[..., mx.array], sent: int) -> mx.array:
         """Send ``array`` after all earlier messages have arrived.
 
-        MLX evaluates arrays on demand and in its own order. Without this dependency, a rank that does not use a result
-        would not send its message, and the other ranks would wait.
+        MLX evaluates only the arrays that are used, in any order. Without `mx.depends`, a rank that does not use a
+        result would not send its message, and the other ranks would wait.
         """
         self.sent += sent
         self.messages += 1
@@ -63,7 +63,7 @@ class Exchange:
         return self._in_turn(array[None], mx.distributed.all_gather, array.nbytes * (self.size - 1))
 
     def add(self, array: mx.array) -> mx.array:
-        """Return the sum of the arrays of all ranks. A ring sends ``2 (size - 1) / size`` times the bytes of one."""
+        """Return the sum of the arrays of all ranks. A ring sends ``2 (size - 1) / size`` arrays."""
         return self._in_turn(array, mx.distributed.all_sum, 2 * array.nbytes * (self.size - 1) // self.size)
 
     def from_first(self, array: mx.array) -> mx.array:
@@ -71,7 +71,7 @@ class Exchange:
         return self.add(array if self.rank == 0 else mx.zeros_like(array))
 
     def agree(self, key: Any, number: float) -> float:
-        """Return rank 0's ``number`` for ``key``, sent once. Other ranks may have measured another number."""
+        """Return rank 0's ``number`` for ``key``, even if this rank passes another number. Communicate once per key."""
         if key not in self._agreed:
             first: Any = self.from_first(mx.array(float(number))).item()
             self._agreed[key] = first

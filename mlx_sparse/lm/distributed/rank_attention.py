@@ -1,4 +1,4 @@
-"""Attention of decode steps and prefill chunks over the keys of all ranks.
+"""Attend the keys of all ranks in decode steps and prefill chunks.
 
 Decode steps: each function takes ``queries (B, Hq, 1, D)`` and returns float32 ``out (B, Hq, 1, D)`` and
 ``lse (B, Hq, 1)``. Write the key and value of the token to the cache first.
@@ -52,7 +52,7 @@ def local_step(
 def sparq(
     queries: mx.array, cache: ShardedKVCache, config: SparQ, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Attend a SparQ decode step. Select the same keys as one process, by approximate weights over all ranks."""
+    """Run a SparQ decode step. Select the same keys as one process, by approximate weights over all ranks."""
     B, Hkv, _, D = cache.key_rows.shape
     G = queries.shape[1] // Hkv
     parameters = config.parameters(G)
@@ -92,7 +92,7 @@ def sparq(
 def quest(
     queries: mx.array, cache: ShardedKVCache, config: Quest, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Attend a Quest decode step. Select the same pages as one process. Each page is on one rank."""
+    """Run a Quest decode step. Select the same pages as one process. Each page is on one rank."""
     B, Hkv, _, _ = cache.key_rows.shape
     page, S = config.page_size, cache.length
     current = forced_rows(cache, 1)  # 1 if this rank stores the last position, else 0
@@ -116,7 +116,7 @@ def quest(
 def streaming(
     queries: mx.array, cache: ShardedKVCache, config: Streaming, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Attend the first and last positions in a decode step of StreamingLLM. No scores are exchanged."""
+    """Run a StreamingLLM decode step: attend the first and last positions. Ranks exchange no scores."""
     B, Hkv, _, _ = cache.key_rows.shape
     sinks = cache.shard.before(min(config.sink_tokens, cache.position))
     recent = max(cache.length - forced_rows(cache, config.recent_tokens), sinks)
@@ -179,7 +179,7 @@ def no_attention(queries: mx.array) -> Attended:
     return mx.zeros(queries.shape), mx.full(queries.shape[:3], -mx.inf)
 
 
-# Decode step by method, with the same selection as one process. SAAP needs no entry: it selects by the query only.
+# Decode steps that select the same keys as one process. SAAP needs no such function, because it only uses the query.
 STEPS: Mapping[str, Callable[..., Attended]] = {"sparq": sparq, "quest": quest, "streaming": streaming}
 
 
@@ -237,7 +237,7 @@ def attend_blocks(
     backend: str,
     exchange: Exchange,
 ) -> Attended:
-    """Attend the selected ``blocks`` of a chunk that begins at a block boundary. Return as `dense_chunk` does."""
+    """Attend the selected ``blocks`` of a chunk that begins at a block boundary. Return like `dense_chunk`."""
     keys, values = cache.keys_and_values()
     B, Hq, L, _ = queries.shape
     S, R = cache.position, blocks.shape[2]
@@ -246,7 +246,7 @@ def attend_blocks(
     parts: list[Attended] = []
     if before:
         # Append the keys of the chunk, so that row blocks have the same numbers as in the whole sequence. The block
-        # lists do not contain them.
+        # lists do not contain the appended keys.
         places = np.full((S - L) // block_size + R + 1, -1, np.int32)
         own = cache.shard.positions(0, before)[::block_size] // block_size
         places[own] = np.arange(len(own))
@@ -273,7 +273,7 @@ def fits(config: Prefill, L: int, S: int) -> bool:
 
 
 def _within(part: Attended, place: slice, L: int) -> Attended:
-    """Pad ``(out, lse)`` of the queries in ``place`` to all ``L`` queries, as if the others attended no keys."""
+    """Pad ``(out, lse)`` of the queries in ``place`` to all ``L`` queries, as if the other queries attended no keys."""
     out, lse = part
     around = [(0, 0), (0, 0), (place.start, L - place.stop)]
     return mx.pad(out, [*around, (0, 0)]), mx.pad(lse, around, constant_values=-mx.inf)

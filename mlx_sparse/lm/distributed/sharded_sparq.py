@@ -19,7 +19,7 @@ from .exchange import Exchange
 class ShardedSparQ(SparQState):
     """SparQ's state for the keys on one rank, and statistics over the keys on all ranks.
 
-    Collectives depend on positions only, so that all ranks run them in the same decode step.
+    The position alone decides which collectives a decode step runs, so all ranks run the same collectives.
 
     Attributes:
         center: float32 ``(B, Hkv, D)``, center of the key codes (sparq.17) from rank 0; None before the first full
@@ -105,7 +105,7 @@ class ShardedSparQ(SparQState):
         return mx.sqrt(_squares(means, squares, cache.counts()) / cache.position)
 
     def value_mean(self, cache: ShardedKVCache) -> mx.array:
-        """Return this rank's term ``(B, Hkv, D)`` of the mean value (sparq.9). The sum over ranks is the mean."""
+        """Return this rank's contribution to the mean value (sparq.9), ``(B, Hkv, D)``. The ranks' sum is the mean."""
         B, Hkv, _, D = cache.key_rows.shape
         if not cache.length:
             return mx.zeros((B, Hkv, D))

@@ -1,4 +1,4 @@
-"""Selection of the draft length by measured times and the acceptance rate of drafts."""
+"""Select the draft length from measured times and the acceptance rate of drafts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 from ..chunks import QUERIES
 
 MAX_DRAFTS = QUERIES - 1  # largest number of drafts for one check
-TIMED_FIRST, TIMED_EVERY = 4, 8  # which checks are timed; a timed check waits for the device once more
+TIMED_FIRST, TIMED_EVERY = 4, 8  # checks 2 to 5 and then every 8th are timed; timing waits for the device once more
 DENSE_EVERY = 128  # tokens between timed dense steps, which get slower as the context grows
 PAUSE, LONGEST_PAUSE = 64, 1024  # tokens without drafts after drafting was slower than dense steps
 MEMORY = 64  # time constant of the acceptance rate, in examined drafts
 
 
 class DraftPlan(NamedTuple):
-    """Number of tokens to draft next, and True if drafting and checking are to be timed."""
+    """Number of tokens to draft next. ``timed`` is True if the drafts and their check must be timed."""
 
     drafts: int
     timed: bool
@@ -65,7 +65,7 @@ class DraftLength:
             self._since_dense = 0 if len(self._dense) > 1 else DENSE_EVERY
 
     def note_check(self, drafts: int, accepted: int, seconds: tuple[float, float] | None) -> None:
-        """Record a check. ``seconds`` has the times of drafting and of checking, or is None if not timed."""
+        """Record a check. ``seconds`` is ``(drafting, checking)``, or None if the check was not timed."""
         if self._rounds == 0:  # discard old times at the first check after a pause
             self._checks.clear()
             self._draft.clear()

@@ -60,7 +60,7 @@ _wraps: list[Callable[..., Any]] = []  # one entry for each lossless model
 def wrap() -> Callable[[], None]:
     """Replace mlx-lm's `generate_step`, and return a function that undoes this call.
 
-    After as many undo calls as `wrap` calls, mlx-lm's function is restored.
+    mlx-lm's function is restored after every call of `wrap` has been undone.
     """
     _wraps.append(generate_step)
     generate.generate_step = generate_step
@@ -83,8 +83,8 @@ class Result:
     Attributes:
         accepted: accepted drafts with the log-probabilities of dense attention; empty after a dense step.
         following: next token after the accepted drafts, which is not in the caches yet.
-        settle: function that takes a number of tokens, counted from the token before the drafts. It resets the caches
-            and the random state to the state after these tokens.
+        settle: function of n that resets the caches and the random state to the state after n tokens. The first of
+            the n tokens is the token before the drafts.
     """
 
     accepted: list[Sampled]

@@ -1,4 +1,4 @@
-"""Check the result of every variant, time the correct variants in turns, and make a row for each sparse variant."""
+"""Check the result of every variant, time the correct variants alternately, and make a row per sparse variant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..formats import Printer, table
 
 MICRO = 1e-6
 MAX_NOTE = 240  # characters of a note
-MIN_TURNS = 3  # turns if the time budget is short
+MIN_TURNS = 3  # minimum number of timed turns, even after the end of the time budget
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of one comparison: ``B`` sequences of ``S`` keys in one layer.
+    """Sizes of one benchmark case: ``B`` sequences of ``S`` keys in one layer.
 
     Attributes:
         dtype: type of queries, keys and values.
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Number of KV heads of all sequences."""
+        """Number of KV heads in the batch, ``B * Hkv``."""
         return self.B * self.shape.Hkv
 
     @property
@@ -66,16 +66,16 @@ class Case:
 
     @property
     def keys(self) -> int:
-        """Bytes of all keys, which equal the bytes of all values."""
+        """Bytes of all keys. The values have the same size."""
         return self.rows * self.S * self.shape.D * self.item
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the columns that the case adds to a row."""
+        """Return the sizes as columns of a result row."""
         found = {"dtype": self.dtype, "shape": str(self.shape), "batch": self.B, "S": self.S}
         return found if self.step is None else found | {"step": self.step}
 
     def __str__(self) -> str:
-        chunk = "" if self.step is None else f", {self.step:,} at a time"
+        chunk = "" if self.step is None else f", chunks of {self.step:,}"
         return f"{self.shape}, {self.dtype}, batch {self.B}, S = {self.S:,}{chunk}"
 
 
@@ -85,10 +85,10 @@ class Request:
 
     Attributes:
         stage: "step" or "prefill".
-        methods, backends, cases: the variants to run on each case.
+        methods, backends, cases: each method is timed on each backend and case.
         repeat: number of timed turns.
         budget: time budget in seconds.
-        kv_bits: bits of quantized KV caches to time in addition (MLX only).
+        kv_bits: also time each method with KV caches quantized to these numbers of bits (MLX only).
         threads: threads of ONNX Runtime.
     """
 
@@ -112,12 +112,12 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float], unit: float = 1.0) -> Spread:
-        """Return the quartiles of samples in units of ``unit``."""
+        """Return the quartiles of the samples, divided by ``unit``."""
         some = samples if len(samples) > 1 else [*samples, *samples]
         return cls(*(value / unit for value in quantiles(some, method="inclusive")))
 
     def text(self, digits: int = 1, factor: float = 1.0) -> str:
-        """Format the median with both quartiles."""
+        """Format the median and both quartiles, multiplied by ``factor``."""
         low, middle, high = (f"{factor * value:,.{digits}f}" for value in (self.low, self.median, self.high))
         return f"{middle} ({low} to {high})"
 
@@ -151,7 +151,7 @@ class Row:
     failed: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row as plain data. Missing values are None."""
+        """Return the row as a dict for JSON. Missing values are None."""
         found = {"kind": "row", **self.case.as_dict(), "method": self.method, "backend": self.backend, **self.details}
         for name, spread in self.spreads.items():
             found |= {f"{name}{end}": getattr(spread, of, None) for end, of in ENDS.items()}
@@ -163,13 +163,13 @@ class Row:
 
 
 class Variant(ABC):
-    """One implementation that is timed on a case.
+    """An implementation that is timed on a case.
 
     Attributes:
         role: "sparse", "dense" (baseline) or "read" (a read of keys and values without arithmetic).
         row: the result. The row of a baseline is printed only if the baseline cannot be timed.
-        ours: True if an error of this variant is a failure of this package and not a missing feature of a library.
-        upkeep: seconds per step of deferred work that is not part of the timed step.
+        ours: True if an error counts as a failure of this package; False if it counts as a missing library feature.
+        upkeep: average seconds per step of periodic work that is not part of the timed step.
     """
 
     role = "sparse"
@@ -177,13 +177,13 @@ class Variant(ABC):
     upkeep = 0.0
 
     def __init__(self, case: Any, method: str, backend: str = "", **details: Any) -> None:
-        """Create the row. ``details["dense"]`` is the name of a baseline, whose method is "dense"."""
+        """Create the row. A baseline has the method "dense" and its own name in ``details["dense"]``."""
         self.case = case
         self.row = Row(case, method, backend)
         self.row.details |= {"layers": 1} | details
 
     def prepare(self) -> None:  # noqa: B027 most variants need no preparation
-        """Build the inputs of a step. This is not timed."""
+        """Build the inputs of a step before the timing starts."""
 
     @abstractmethod
     def check(self) -> str | None:
@@ -197,9 +197,9 @@ class Variant(ABC):
 def measure(
     case: Any, variants: Iterable[Variant], repeat: int, warm_up: int = 0, until: float = float("inf")
 ) -> list[Row]:
-    """Check every variant, then time the correct variants in turns.
+    """Check every variant, then time the correct variants alternately.
 
-    If ``variants`` raises an error, it becomes a row of the case, and the variants before it are timed.
+    If the iterator ``variants`` raises an error, add a row with the error, and time the variants before the error.
     """
     every: list[Variant] = []
     rows: list[Row] = []
@@ -216,7 +216,7 @@ def measure(
 
 
 def prepare_and_check(variant: Variant) -> bool:
-    """Prepare a variant and check its result. Return False if the variant must not be timed; its row has the reason."""
+    """Prepare a variant and check its result. If the variant must not be timed, store the reason and return False."""
     row = variant.row
     if row.note is None:
         try:
@@ -243,9 +243,9 @@ def take_turns(
 
 
 def compare(variant: Variant, samples: Mapping[Variant, Sequence[float]]) -> None:
-    """Store a variant's times in its row, and their ratio to the fastest baseline of the same turns.
+    """Store a variant's times and its speed-ups over the fastest baseline in its row.
 
-    A baseline with a backend is compared with variants of that backend only.
+    A speed-up compares times of the same turn. A baseline with a backend is used for variants of that backend only.
     """
     row, unit = variant.row, MICRO * variant.row.details["layers"]
     ours = [seconds + variant.upkeep for seconds in samples[variant]]
@@ -298,7 +298,7 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-HEADER = ("method", "backend", "type", "heads", "batch", "keys", "dense", "by", "sparse", "dense / sparse", "about")
+HEADER = ("method", "backend", "type", "heads", "batch", "keys", "dense", "fastest dense", "sparse", "speed-up", "note")
 
 
 def text(rows: Sequence[Row]) -> str:
@@ -311,12 +311,12 @@ def text(rows: Sequence[Row]) -> str:
         dense, sparse = (s.text(1, factor) if (s := row.spreads[name]) else "" for name in ("dense_us", "sparse_us"))
         ratio = row.spreads["ratio"]
         if row.turns and prefill:
-            about = f"{case.step:,} at a time, density {found['density']:.2f}"
+            about = f"chunks of {case.step:,}, density {found['density']:.2f}"
         elif row.turns and found["bytes_formula"]:
             about = f"{found['bytes_formula'] / found['bytes_plain']:.3f} of the bytes"
         kind = f"{found['kv_bits']} bits" if found.get("kv_bits") else case.dtype
         cells = [row.method, row.backend, kind, case.shape, case.B, f"{case.S:,}", dense, found.get("dense") or ""]
         lines.append([*cells, sparse, ratio.text(2) if ratio else "", about])
     work = "The attention of a prefill" if prefill else "A decode step"
-    title = f"{work} in one layer in {unit}, median (first to third quartile); ratios are of paired turns:"
+    title = f"{work} in one layer in {unit}: median (first to third quartile). A speed-up compares times of one turn."
     return f"{title}\n\n{table(HEADER, lines)}"

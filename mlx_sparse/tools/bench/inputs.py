@@ -1,4 +1,4 @@
-"""Make the inputs of a case in NumPy and the expected result in float64, for all values of ``--runtime``.
+"""Make the NumPy inputs of a case and the expected result in float64. All runtimes use them.
 
 A problem has one sequence. For a batch, each variant repeats the sequence.
 """
@@ -25,13 +25,13 @@ Array = npt.NDArray[Any]
 
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 DISTINCT = 4096  # distinct random keys; longer contexts repeat them
-NOISE = 1 / 32  # scale of the keys that are not planted, so small that even few components rank them lower
-# Difference in logits between planted and other keys. With GAP, few components find the planted keys, and the other
-# keys have a measurable softmax mass. With LARGE_GAP their mass is nearly 0, for methods that estimate this mass.
+NOISE = 1 / 32  # scale of the keys that are not planted; small enough that a few components rank them lower
+# Difference in logits between planted and other keys. With GAP, a few components find the planted keys, and the other
+# keys have a measurable softmax mass. LARGE_GAP, for methods that estimate this mass, makes the mass nearly 0.
 GAP, LARGE_GAP = 3.0, 60.0
 SHARED_METHODS = ("sparq", "saap", "sample")  # methods on ONNX Runtime and CUDA
 BUCKETS = 1024  # default number of buckets of SAAP's index
-LOAD_FACTOR = 2  # keys per visited bucket, divided by the average of all buckets
+LOAD_FACTOR = 2  # average size of a visited bucket, divided by the average size of all buckets
 VISIT_LOGIT = 100.0  # bias of the visited buckets, large enough to determine the routing
 PEAK = 14.0  # logit of the important keys of a prompt
 PATTERNS: dict[str, Any] = {"bigbird": bigbird_pattern, "streaming_prefill": streaming_pattern}
@@ -65,22 +65,22 @@ def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask:
 
 
 def allowed_error(exact: Array, plain: Array, values: Array, dtype: str) -> float:
-    """Return the tolerance: twice the error of ``plain``, one unit in the last place, and the error of float32 sums."""
+    """Return the tolerance: twice the error of ``plain``, plus one unit in the last place and float32 rounding."""
     units = EPSILON[dtype] * float(np.abs(exact).max()) + 8 * EPSILON["float32"] * float(np.abs(values).max())
     return 2 * float(np.abs(plain - exact).max()) + units
 
 
 def wrong(error: float, allowed: float) -> str | None:
-    """Return a description of an error above ``allowed`` or NaN, or None."""
+    """Return a message if ``error`` is larger than ``allowed`` or NaN, else None."""
     return None if error <= allowed else f"wrong result: error {error:.1e}, allowed {allowed:.1e}"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A decode step with known selected keys. Numbers are rounded to the type of the case.
+    """Inputs of a decode step whose selected keys are known. All numbers are rounded to ``dtype``.
 
     Attributes:
-        dtype: name of the type.
+        dtype: name of the data type of the case.
         queries: float32 ``(1, Hq, 1, D)``.
         keys, values: float32 ``(1, Hkv, S, D)``.
         selected: indices of the attended keys of each KV head; None for all keys.
@@ -106,13 +106,13 @@ class Problem:
         return both[0], allowed_error(both[0], both[1], self.values, self.dtype)
 
     def wrong(self, out: Array) -> str | None:
-        """Return a description of a wrong output ``(B, Hq, 1, D)``, or None."""
+        """Return a message if the output ``(B, Hq, 1, D)`` is wrong, else None."""
         exact, allowed = self.expected
         return wrong(float(np.abs(out.astype(np.float64) - exact).max()), allowed)
 
 
 def normal(case: Case, heads: int, length: int, seed: int = 0) -> Array:
-    """Return normal random rows ``(1, heads, length, D)``, of which `DISTINCT` are distinct."""
+    """Return standard normal rows ``(1, heads, length, D)``. They repeat after `DISTINCT` rows."""
     drawn = np.random.default_rng(seed).standard_normal((1, heads, min(length, DISTINCT), case.shape.D), np.float32)
     return np.take(drawn, np.arange(length) % DISTINCT, axis=2)
 
@@ -126,7 +126,7 @@ def random_problem(case: Case) -> Problem:
 
 
 def planted_problem(case: Case, config: Method) -> Problem:
-    """Make a problem with one large key for each key that a method selects in addition to the keys always attended."""
+    """Make a problem in which the keys that the method must select have large logits, and the other keys small ones."""
     S, Hkv, D = case.S, case.shape.Hkv, case.shape.D
     base = normal(case, Hkv, 1, seed=3)
     queries = base + 0.5 * normal(case, case.shape.Hq, 1).reshape(1, Hkv, -1, D)
@@ -181,7 +181,7 @@ class Index:
         return cls(visited, ids, network)
 
     def problem(self, case: Case, config: Any, merge_every: int = 1) -> Problem:
-        """Make a step that attends the visited buckets and the exact part. Lists grow by ``merge_every`` keys."""
+        """Make a problem that attends sinks, visited buckets and newest keys. Lists grow by ``merge_every`` keys."""
         key = np.arange(case.S)
         covered = (case.S - config.recent_tokens) // merge_every * merge_every
         exact = (key < config.sink_tokens) | (key >= covered)
@@ -191,7 +191,7 @@ class Index:
         return Problem(case.dtype, random.queries, random.keys, random.values, selected)
 
     def bytes(self, problem: Problem, case: Case) -> int:
-        """Return the bytes of one step: the network and the attended keys."""
+        """Return the bytes that one step moves for the network and for the attended keys and values."""
         assert problem.selected is not None
         attended = sum(map(len, problem.selected)) // case.shape.Hkv
         network = sum(array.nbytes for array in self.network.values())
@@ -199,7 +199,7 @@ class Index:
 
 
 def buckets_of(config: Any) -> int:
-    """Return the number of buckets of SAAP's index. The benchmark reads no artefact."""
+    """Return the number of buckets of SAAP's index: `BUCKETS`, or the configured number in online mode."""
     return config.fitted_buckets if config.mode == "online" else BUCKETS
 
 
@@ -231,9 +231,9 @@ def check_request(request: Request, backends: tuple[str, ...], shared_only: bool
 def prompt(case: Case) -> tuple[Array, Array, Array]:
     """Make a prompt whose heads attend to the first keys, to a few random keys, and to keys at a fixed distance.
 
-    Half of the components are waves of the position. In the queries, the waves are shifted by a distance of each head,
-    so that the logits peak at this distance. In the other half, the first keys and a few random keys are large along
-    one direction.
+    One half of the head dim encodes the position as sines and cosines. Each query head shifts them by its own
+    distance, and its logits peak at that distance. In the other half, the first keys and a few random keys are large
+    along one direction, which all queries share.
 
     Returns:
         Queries ``(1, Hq, S, D)``, keys and values ``(1, Hkv, S, D)``: float32, rounded to the type of the case.
@@ -271,7 +271,7 @@ class Prompt:
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """Start and stop of each chunk."""
+        """Token positions ``(start, stop)`` of each chunk."""
         step = self.case.step or self.case.S
         return [(start, min(start + step, self.case.S)) for start in range(0, self.case.S, step)]
 
@@ -285,7 +285,7 @@ class Prompt:
         return attended / causal
 
     def _masks(self, config: Any, start: int, stop: int) -> Iterator[tuple[Array, Any]]:
-        """Yield the oracle's selection of each KV head: bool ``(G, row blocks, key blocks)`` and the layout."""
+        """Yield the oracle's selection for each KV head, bool ``(G, row blocks, key blocks)``, and the block layout."""
         layout, G, settings = config.layout(stop - start, stop), self.case.shape.G, config.parameters()
         if config.name in PATTERNS:  # the same blocks for every head
             del settings["block_size"]
@@ -302,10 +302,10 @@ class Prompt:
             yield mask[..., :-1], layout
 
     def wrong(self, out: Array, config: Any = None) -> str | None:
-        """Return a description of a wrong output ``(B, Hq, L, D)`` of the last chunk, or None.
+        """Return a message if the output ``(B, Hq, L, D)`` of the last chunk is wrong, else None.
 
-        `CHECKED` queries of each head are compared with float64 attention to the blocks that the oracle selects.
-        Without ``config``, all blocks are attended.
+        Compare `CHECKED` queries of each head with float64 attention to the blocks that the oracle selects.
+        Without ``config``, attend all blocks.
         """
         start, S = self.chunks[-1]
         row = np.unique(np.linspace(start, S - 1, CHECKED).astype(int))

@@ -17,7 +17,7 @@ from ...files import naming, replace_file
 T = TypeVar("T")
 FORMAT = 2
 LARGEST = 1 << 63  # limit for numbers; Python cannot convert much larger integers to floats
-# Errors of code that reads a damaged line.
+# Errors that a damaged line can raise.
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -66,14 +66,14 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: str, first: int = 1) -> list[T]:
-    """Return the results of ``read`` for the JSON data of each line.
+    """Parse each line as JSON, and return the results of ``read``.
 
     Args:
         content: the lines.
-        read: converts the data of one line.
-        path: file of the lines, for the message.
-        command: the command that writes such files, for the message.
-        first: number of the first line, for the message.
+        read: function that converts the JSON data of one line.
+        path: the file that has the lines, for the error message.
+        command: the command that writes such files, for the error message.
+        first: number of the first line, for the error message.
 
     Raises:
         ArtefactError: a line is damaged.
@@ -91,9 +91,9 @@ def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: st
 
 
 class Journal(Generic[T]):
-    """Results by name, in memory and, if there is a path, in a file of JSON lines.
+    """Results by name, in memory and optionally in a file of JSON lines.
 
-    An incomplete last line is dropped. A file of another command or of other inputs raises an error.
+    An incomplete last line is removed. A file of another command or of other inputs raises an error.
     """
 
     def __init__(self, path: Path | None, command: str, key: str, kind: type[T]) -> None:

@@ -41,7 +41,7 @@ def check() -> None:
 
 
 def read(path: Path) -> tuple[list[Row], Facts]:
-    """Read the rows and the facts of the run from a file of ``mlx-sparse eval --out``.
+    """Read the rows, and the inputs and machine of the run, from a file of ``mlx-sparse eval --out``.
 
     Raises:
         ArtefactError: the file is missing, damaged, of another version, or has the results of several runs.
@@ -65,7 +65,7 @@ def read(path: Path) -> tuple[list[Row], Facts]:
 
 
 def write(folder: Path, rows: Sequence[Row], facts: Facts) -> None:
-    """Write the page into ``folder``. The same arguments give the same bytes."""
+    """Write the HTML report into ``folder``. The same arguments give the same bytes."""
     sections = []
     for task in dict.fromkeys(row.task for row in rows):
         figure = draw([row for row in rows if row.task == task])

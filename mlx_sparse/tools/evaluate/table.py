@@ -17,7 +17,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text. ``kinds`` has the kind of run of each row (`Row.served`)."""
+    """A table of strings. ``kinds`` has `Row.served` of each row."""
 
     caption: str
     header: list[str]

@@ -1,4 +1,4 @@
-"""Make teacher-forced tasks from real text: a prompt with the tokens after it, or one passage."""
+"""Make teacher-forced tasks from real text: prompts with the tokens after the prompt, or single passages."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Passage:
 
     @property
     def targets(self) -> list[int]:
-        """The next tokens of the scored positions."""
+        """The tokens that follow the scored positions."""
         return [self.tokens[position + 1] for position in self.scored]
 
 
 def digest(example: Example | Passage) -> str:
-    """Return a hash of the tokens and the scored positions, the key of stored results."""
+    """Return a hash of the tokens and the scored positions, which is the key of stored results."""
     return hashlib.sha256(json.dumps(vars(example)).encode()).hexdigest()[:16]
 
 
@@ -73,13 +73,13 @@ def opening(tokenizer: Any) -> list[int]:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a part of a text, without opening tokens."""
+    """Return the tokens of a text, without the tokens of `opening`."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
 
 def starts(tokens: list[int], length: int, limit: int, rng: random.Random) -> list[int]:
-    """Return ``limit`` random start positions of ``length`` tokens in different parts of the text."""
+    """Return random start positions of ``limit`` excerpts with ``length`` tokens, from different parts of the text."""
     part = len(tokens) // limit
     if part < length:
         raise ConfigError(
@@ -130,7 +130,7 @@ def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, s
 
 
 def copy_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Repeat excerpts of the first half at random positions in the second half. The starts of copies are not scored."""
+    """Repeat excerpts of the first half at random positions in the second half. The start of a copy is not scored."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     half, length = context // 2, COPY_PROMPT + COPY_TARGET
@@ -332,7 +332,7 @@ def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, see
 
 
 def _clozes(tokens: list[int], tokenizer: Any, start: int, least: int, most: int) -> Iterator[tuple[int, Cloze]]:
-    """Yield the start positions of passages after ``start``, each with a cloze of the passage."""
+    """Yield start positions of passages, beginning at ``start``, each with a cloze from the passage."""
     places = len(tokens) - most + 1
     for step in range(0, places, least):
         place = (start + step) % places
@@ -359,7 +359,7 @@ def _count(word: str, text: str) -> int:
 def _distractors(
     tokens: list[int], tokenizer: Any, cloze: Cloze, length: int, place: int, rng: random.Random
 ) -> list[int]:
-    """Return the start positions of at most `PARTS` - 1 distractors."""
+    """Return the start positions of at most `PARTS` - 1 passages with words of the cloze but without its answer."""
     quoted = {token for token in encode(tokenizer, cloze.words) if WORD.search(tokenizer.decode([token]))}
     drawn = rng.sample(range(len(tokens) - length + 1), min(CANDIDATES, len(tokens) - length + 1))
     drawn.sort(key=lambda other: -len(quoted.intersection(tokens[other : other + length])))

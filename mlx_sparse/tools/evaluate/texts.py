@@ -34,7 +34,7 @@ def read(names: list[str] | None, option: str = "--text", cache: Path | None = N
     """Read the texts ``names``: files, or names in `NAMES`. The default is Python's language reference.
 
     Raises:
-        ConfigError: a name, a value of ``option``, is neither a readable file nor a known name.
+        ConfigError: a name is neither a readable file nor in `NAMES`. The message begins with ``option``.
         ArtefactError: the text of a package is not available.
     """
     return [_read(name, option, cache or cache_directory()) for name in names or [DEFAULT]]

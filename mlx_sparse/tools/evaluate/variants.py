@@ -20,7 +20,7 @@ class BudgetTooSmall(ConfigError):
 
 
 def read_budget(text: str) -> Fraction:
-    """Read a share of dense attention's transfers: ``"1/8"`` or ``"0.125"``.
+    """Parse a share of dense attention's transfers: ``"1/8"`` or ``"0.125"``.
 
     Raises:
         ConfigError: ``text`` is not a number above 0 and below 1.
@@ -51,7 +51,7 @@ def fit_budget(method: str, budget: Fraction, S: int, D: int) -> str | None:
     Settings in the text of ``method`` are kept. ``dense_below`` becomes 0 unless set, so that the method is sparse.
 
     Returns:
-        The method as text, or None if the text of ``method`` sets everything.
+        The method as text, or None if the text of ``method`` omits no setting.
 
     Raises:
         BudgetTooSmall: no setting meets the budget.
@@ -66,7 +66,7 @@ def fit_budget(method: str, budget: Fraction, S: int, D: int) -> str | None:
 
 
 def _named(part: str, config: Method) -> set[str]:
-    """Return the names of the settings in the text of a method and in its preset."""
+    """Return the names of the settings that the text of a method sets, directly or with a preset."""
     pairs = [pair.partition("=") for pair in part.partition(":")[2].split(",") if pair]
     values = {key.strip(): value.strip() for key, _, value in pairs}
     return set(values) | set(config.presets.get(values.get("preset", ""), {}))
@@ -99,7 +99,7 @@ def buckets_of(config: Method) -> int:
 
 @dataclass(frozen=True)
 class Variant:
-    """A method to run.
+    """A method and the settings of its run.
 
     Attributes:
         method: the method as the user wrote it.
@@ -118,7 +118,7 @@ class Variant:
 
     @property
     def stages(self) -> tuple[Prefill | None, Method | None]:
-        """The prefill and the decode method; neither for dense attention."""
+        """The prefill method and the decode method; None for a stage with dense attention."""
         return (None, None) if self.attn == "dense" else select_methods(parse(self.attn))
 
     @property
@@ -138,7 +138,7 @@ DENSE = Variant("dense", "dense")
 
 
 def read_methods(texts: Sequence[str]) -> list[str]:
-    """Read and check the methods of a command line. Dense attention is left out, because it always runs.
+    """Parse and check the methods of a command line. Omit dense attention, which always runs.
 
     Raises:
         ConfigError, ArtefactError: a method, a setting or an artefact is invalid.
@@ -153,7 +153,7 @@ def read_methods(texts: Sequence[str]) -> list[str]:
 
 
 def quantized_variants(variants: Sequence[Variant], bits: Sequence[int]) -> list[Variant]:
-    """Return variants with KV caches quantized after a dense prefill: of dense attention and of each decode method."""
+    """Return dense attention and each decode method with KV caches that are quantized after a dense prefill."""
     steps = [variant for variant in (DENSE, *variants) if variant.stages[0] is None]
     return [replace(variant, kv_bits=each) for each in bits for variant in steps]
 

@@ -28,7 +28,7 @@ STEP = 512  # tokens of a prefill chunk
 
 
 class _CollectionComplete(Exception):
-    """Signal that the last collected layer has attended to the chunk."""
+    """Signal that the last layer to collect has processed the chunk."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class Collection:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the complete folder."""
+        """Size of the complete folder in bytes."""
         shapes = [shape for layer in self.layer_shapes.values() for shape in self._shapes(layer).values()]
         return sum(2 * math.prod(shape) for shape in shapes)
 
     def texts(self, layer: int) -> Texts:
-        """Map the collected tensors of one layer from disk.
+        """Memory-map the collected tensors of one layer.
 
         Raises:
             ArtefactError: the files are missing or damaged.
@@ -158,11 +158,11 @@ def collect(
 ) -> Collection:
     """Run ``model`` on texts of equal length, and store the queries and keys of its attention layers.
 
-    The files take `Collection.bytes`. Memory contains the model, its cache of one text, and one chunk of one layer.
-    Texts that an interrupted run with the same ``key`` completed are skipped.
+    The files take `Collection.bytes`. The memory holds the model, the KV caches of one text, and one chunk of one
+    layer. Texts that an interrupted run with the same ``key`` completed are skipped.
 
     Args:
-        model: an mlx-lm model that is not enabled.
+        model: an mlx-lm model without sparse attention.
         layer_shapes: the layers to collect, from `find_layer_shapes`.
         windows: tokens of each text.
         folder: an existing folder for the files.

@@ -26,15 +26,15 @@ FEW = 16  # queries; the mean of fewer queries is too noisy
 
 @dataclass(frozen=True)
 class HeadReport:
-    """Report of one KV head.
+    """Training and held-out statistics of one KV head.
 
     Attributes:
         layer, head: index of the layer and of its KV head.
         rows: number of training rows (long-range queries). With too few rows the head keeps the k-means router.
         long_range: share of the held-out queries that are long-range.
         loss: KL divergence in nats of each router from the targets of the long-range held-out queries; empty if there
-            are none.
-        recall: recall of each router at `SELECTIVITIES`.
+            are no such queries.
+        recall: attention recall of each router at `SELECTIVITIES`.
         imbalance: imbalance of the held-out keys (saap.13).
     """
 
@@ -64,8 +64,8 @@ def table(heads: Sequence[HeadReport]) -> str:
     notes = [
         f"rows: long-range queries used for training; a head with fewer than {MIN_ROWS} routes by its centroids.",
         "The other columns use held-out text. loss: KL divergence from the long-range attention per bucket.",
-        "ROUTER N%: share of the long-range attention on the visited keys, if N% of the keys outside the exact part",
-        "are visited. kmeans is the baseline that routes by centroids. imbalance: 1 if all buckets are equal.",
+        "ROUTER N%: share of the long-range attention on the visited keys, if N% of the keys that are not always",
+        "attended are visited. kmeans: baseline that routes by centroids. imbalance: 1 if all buckets have equal size.",
     ]
     return "\n".join([formats.table(header, [*lines, [*cells, ""]]), "", *notes])
 
@@ -89,8 +89,8 @@ def as_dict(heads: Sequence[HeadReport]) -> dict[str, Any]:
 
 
 POINTS = 256  # keys per bucket for k-means, as in Faiss
-MAX_HELD_OUT = 1024  # queries used of one held-out text
-MAX_REPORTED = 2048  # queries used of all held-out texts, to limit memory
+MAX_HELD_OUT = 1024  # largest number of queries from one held-out text
+MAX_REPORTED = 2048  # largest number of queries from all held-out texts, to limit memory
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def bucket_ids(keys: Array, centroids: Array) -> Array:
 
 
 def head_rows(texts: Texts, ids: Array, head: int, recipe: Recipe) -> Rows:
-    """Return the training rows of one head."""
+    """Return the long-range queries of one head with their targets, for training or for the report."""
     options: dict[str, Any] = {"buckets": recipe.buckets, "distances": recipe.distances, "seed": recipe.seed}
     return long_range_rows(texts, ids, head, max_rows=recipe.max_rows, **options)
 
@@ -243,7 +243,7 @@ def keys_per_bucket(ids: Array, positions: Array, buckets: int, distances: Dista
 
 
 def curve(indexed: Indexed, scores: Array, distances: Distances) -> tuple[Array, Array]:
-    """Compute recall by selectivity if the buckets are visited in descending order of ``scores (n, C)``.
+    """Compute the recall at each selectivity. Buckets are visited in descending order of ``scores (n, C)``.
 
     Returns:
         Selectivity and recall, both ``(C + 1,)``. Selectivity is the share of the far keys in the visited buckets,

@@ -1,8 +1,8 @@
 """Train the query networks of a layer's KV heads: docs/spec/saap.md, (saap.5), (saap.6).
 
-A network is ``D -> hidden -> batch norm, ReLU -> buckets, softmax``. All heads share batched products. Batch
-norm replaces the first bias. After training, batch norm is folded into the weight and bias of the hidden layer, with
-the statistics of all training rows.
+A network is ``D -> hidden -> batch norm, ReLU -> buckets, softmax``. All heads of a layer are trained at
+once. The shift of batch norm is the bias of the hidden layer. After training, batch norm is folded into the weight
+and bias of the hidden layer, with the statistics of all training rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
 
     Args:
         centroids: ``(Hkv, C, D)``.
-        spread: mean and covariance of the queries. Gain and shift are set such that batch norm is the identity.
+        spread: mean and covariance of the queries. The initial gain and shift make batch norm the identity.
         hidden: number of hidden units.
         scale: scale of the inner products.
         seed: seed of the random hidden units.
@@ -136,7 +136,7 @@ MIN_ROWS = 64  # a head with fewer long-range queries keeps the k-means router
 
 @dataclass(frozen=True)
 class Training:
-    """Parameters of the training.
+    """Hyperparameters of the query networks.
 
     Attributes:
         hidden: number of hidden units.
@@ -153,12 +153,12 @@ class Training:
     seed: int = 0
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate of a step. It falls from ``rate`` to 0 as half a period of a cosine."""
+        """Return the learning rate of a step. It decays from ``rate`` to 0 along a cosine."""
         return self.rate * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
 
 def has_enough_rows(rows: Rows) -> bool:
-    """Return True if a head has enough rows for training."""
+    """Return True if a head has at least `MIN_ROWS` training rows."""
     return len(rows.queries) >= MIN_ROWS
 
 

@@ -24,9 +24,9 @@ class Distances:
     """Distances in tokens that define far keys and long-range queries.
 
     Attributes:
-        sink_tokens, recent_tokens: sizes of the exact part. A key is far from a query if it is not a sink and at
-            least ``recent_tokens`` positions away.
-        farthest_top: a query is long-range if its best key without sinks is more than ``farthest_top`` positions away.
+        sink_tokens, recent_tokens: numbers of first and last keys that are always attended. A key is far from a query
+            if it is not a sink and at least ``recent_tokens`` positions away.
+        farthest_top: a query is long-range if its best key (sinks excluded) is more than this number of positions away.
     """
 
     sink_tokens: int = 1
@@ -40,7 +40,7 @@ class Distances:
 
     @property
     def exact(self) -> int:
-        """Number of tokens in the exact part."""
+        """Number of sink and recent tokens, which are always attended."""
         return self.sink_tokens + self.recent_tokens
 
 
@@ -74,19 +74,19 @@ class Texts:
         return replace(self, pre_rope_queries=before, rope_queries=after, positions=self.positions[:, every])
 
     def group(self, array: Array, window: int, head: int) -> Array:
-        """Return the queries of one KV head as float32 ``(G, n, D)``."""
+        """Return the queries of one text and KV head in ``array`` as float32 ``(G, n, D)``."""
         G = array.shape[1] // self.heads
         return np.asarray(array[window, head * G : (head + 1) * G], np.float32)
 
 
 def best_distance(queries: Array, keys: Array, positions: Array, *, distances: Distances) -> Array:
-    """Return the int32 distance ``(n,)`` of each query to its best key without sinks, or -1 if there is no such key.
+    """Return the distance between each query and its best key, int32 ``(n,)``. Sinks do not count; -1 if all are sinks.
 
     Args:
         queries: ``(n, D)`` after RoPE, at ``positions (n,)``. Each query attends to the keys up to its position.
         keys: ``(S, D)`` of a whole text, after RoPE.
-        positions: ``(n,)``.
-        distances: definition of sinks.
+        positions: ``(n,)`` positions of the queries in the text.
+        distances: defines the number of sinks.
     """
 
     def distance(at: mx.array, behind: mx.array, logits: mx.array) -> mx.array:

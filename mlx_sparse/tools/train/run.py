@@ -108,9 +108,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise an error for wrong options before anything is fetched or loaded."""
+    """Raise an error for invalid options before anything is fetched or loaded."""
     if args.out.suffix != ".safetensors" or not args.out.parent.is_dir():
-        raise ConfigError(f"--out: expected a name in .safetensors in a folder that exists, got {args.out}.")
+        raise ConfigError(f"--out: expected a name ending in .safetensors in a folder that exists, got {args.out}.")
     if args.out.exists():
         load(args.out)  # raises an error for a file of another program
     for name, limits in LIMITS.items():
@@ -135,7 +135,7 @@ def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
     model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_license)
     of_model = identity(model)
     if args.out.exists() and dict(load(args.out).model) != of_model:
-        raise ConfigError(f"--out: expected a new file or a file for this model, got {args.out} for another.")
+        raise ConfigError(f"--out: expected a new file or a file for this model, got {args.out} for another model.")
     texts = _texts(args, tokenizer, config)
     layer_shapes = _select_layers(args, model)
     recipe = _recipe(args, layer_shapes, texts[0])

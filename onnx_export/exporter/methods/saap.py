@@ -103,7 +103,7 @@ class SaapDecoding(Decoding):
 
 
 def _saap_layers(config: SAAP, model: Any) -> Mapping[int, artefact.Layer]:
-    """Load the artefact of ``config`` and return its layers, by number, that use SAAP in ``model``.
+    """Load the artefact of ``config``. Return the layers that use SAAP in ``model``, by layer number.
 
     Raises:
         ArtefactError: the file is damaged, or was trained for another model.

@@ -30,10 +30,10 @@ class Agreement:
 
     Attributes:
         dense: largest difference with dense attention.
-        sparse: largest difference in the median row after a sparse step; None if decoding is dense.
+        sparse: largest difference of the median row after a sparse step; None if decoding is dense.
         largest: largest absolute logit of MLX.
-        sampled: largest difference in the median row after sampled prefill, or None.
-        coded: largest difference in the median row after a step over int4 scoring keys, or None.
+        sampled: the same after sampled prefill, or None.
+        coded: the same after a decode step over int4 scoring keys, or None.
     """
 
     dense: float
@@ -50,7 +50,7 @@ class Agreement:
 
 
 def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Target, lower: Lower) -> Agreement:
-    """Compare the file, and a copy with float32 caches that shares its data, with MLX on ONNX Runtime.
+    """Run the file and a copy with float32 caches on ONNX Runtime, and compare their logits with MLX.
 
     Native kernels are used only if the operators have no function body.
 
@@ -87,7 +87,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
     of_long: list[float | None] = []
     longer = (
         (expected.sampled, "a sampled prompt"),
-        (expected.coded, "coded keys"),
+        (expected.coded, "int4 scoring keys"),
     )
     for long, where in longer:
         if long is None:
@@ -104,10 +104,10 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
 
 
 def _median_error(got: Array, wanted: Array, dense: Array, allowed: float, *, where: str) -> float:
-    """Return the largest difference in the median row, or raise `ArtefactError` if it exceeds the tolerance.
+    """Return the median over rows of the largest difference. Raise `ArtefactError` if it exceeds ``allowed``.
 
-    Rounding may swap keys or blocks with almost equal scores. A swap is rare and changes the logits less than missing
-    keys would. The median over the rows ignores it.
+    Rounding may swap keys or blocks with almost equal scores. Swaps are rare, so they do not change the median. In each
+    row, the difference may exceed ``allowed`` by the difference between sparse and dense logits.
     """
     error = np.abs(got - wanted).max(axis=1)
     median = float(np.median(error))

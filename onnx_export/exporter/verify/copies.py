@@ -1,4 +1,4 @@
-"""Copy an exported model with other settings, so that its methods are sparse on short prompts."""
+"""Copy an exported model for verification, with settings that are sparse on short prompts."""
 
 from __future__ import annotations
 
