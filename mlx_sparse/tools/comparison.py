@@ -188,7 +188,7 @@ def compare(
     cache, last = make_prompt_cache(model), prompt.end[-1:]
     start = time.perf_counter()
     with token_bar(console, "prefill", target - 1) as update:
-        done = prefill(model, cache, tokens, seconds, update)
+        done = prefill(model, cache, tokens, seconds, update, later=len(prompt.end))
         prefill(model, cache, prompt.end[:-1], math.inf, lambda more: update(done + more))
     took = time.perf_counter() - start
     reached = done + len(prompt.end)
@@ -229,14 +229,24 @@ def measure_crossover(model: Any, config: Method, calibration: Calibration) -> t
     return list(dict.fromkeys(describe(*one) for one in found)), max(int(one.value) for _, one in found)
 
 
-def prefill(model: Any, cache: list[Any], tokens: Sequence[int], seconds: float, update: Update) -> int:
+def prefill(
+    model: Any, cache: list[Any], tokens: Sequence[int], seconds: float, update: Update, *, later: int = 0
+) -> int:
     """Prefill in chunks until all tokens are done, or until the next chunk would exceed ``seconds``.
+
+    Args:
+        model: a model of mlx-lm.
+        cache: prompt cache, which is extended in place.
+        tokens: tokens to prefill.
+        seconds: longest time, including an estimate for the ``later`` tokens.
+        update: callback for progress.
+        later: number of tokens that the caller prefills afterwards.
 
     Returns:
         The number of tokens that were added to the cache.
     """
     start, took, done = time.perf_counter(), 0.0, 0
-    while done < len(tokens) and (not done or time.perf_counter() - start + took < seconds):
+    while done < len(tokens) and (not done or time.perf_counter() - start + took * (1 + later / CHUNK) < seconds):
         before = time.perf_counter()
         model(mx.array([tokens[done : done + CHUNK]]), cache=cache)
         mx.eval([layer.state for layer in cache])

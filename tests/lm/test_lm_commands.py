@@ -218,8 +218,9 @@ def test_text_report_is_printed_on_standard_error(finished: Runs):
     assert re.fullmatch(
         rf"  sparse calls: {LAYERS * STEPS}, [\d.]+% of the dense bytes by formula \(.* per step\)", rest[0]
     )
-    assert re.fullmatch(r"  estimated saving: \d+% of the bytes of a decode step, with the weights", rest[1])
-    assert rest[2] == f"  dense calls: {LAYERS} in prefill"
+    assert re.fullmatch(r"  estimated attention recall: median .*; lowest in layer [01], median [\d.]+", rest[1])
+    assert re.fullmatch(r"  estimated saving: \d+% of the bytes of a decode step, with the weights", rest[2])
+    assert rest[3] == f"  dense calls: {LAYERS} in prefill"
     assert len(rest) <= 7
     assert finished("text report").text == finished("mlx_lm.generate sparse").text
 
@@ -400,6 +401,7 @@ def test_text_report_describes_prefill(finished: Runs):
     assert [line.split(":")[0] for line in rest] == [
         *("  prefill sparse at 0 keys and longer (given)", "  sparse at 5 keys and longer (given)"),
         *("  sparse prefill calls", "  density", "  attention recall", "  sparse calls"),
+        "  estimated attention recall",
     ]
 
 
