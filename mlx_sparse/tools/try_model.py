@@ -166,7 +166,7 @@ def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
 def _reason(found: Comparison) -> str:
     """Return the reason for the length of the prompt, if it was not given."""
     if found.context < found.target:
-        return f", the longest that {SECONDS:.0f} s allow"
+        return f", the longest that fits into about {SECONDS:.0f} s"
     if found.crossover < NEVER and found.target == MARGIN * found.crossover:
         return f", {MARGIN} times the crossover length"
     return ""
