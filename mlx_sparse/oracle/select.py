@@ -1,4 +1,4 @@
-"""Top-k selection of keys by score, shared by all top-k methods."""
+"""Select the top-k keys by score, for all top-k methods."""
 
 from __future__ import annotations
 
