@@ -43,7 +43,7 @@ class Streaming(Method):
 
 @dataclass(frozen=True)
 class StreamingPrefill(Prefill):
-    """In prefill, attend to the first keys and a sliding window, sized as a share of the context (StreamingLLM)."""
+    """Attend to the first keys and a sliding window in prefill. The window is a share of the context (StreamingLLM)."""
 
     name: ClassVar[str] = "streaming_prefill"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
@@ -139,7 +139,7 @@ class OracleTopK(Method):
 
 @dataclass(frozen=True)
 class MInference(Prefill):
-    """In prefill, attend to fixed numbers of key blocks and diagonals (vertical-slash attention)."""
+    """Attend to fixed numbers of key blocks and diagonals in prefill (vertical-slash attention)."""
 
     name: ClassVar[str] = "minference"
     source: ClassVar[str] = "MInference, arXiv 2407.02490"
@@ -161,7 +161,7 @@ class MInference(Prefill):
 
 @dataclass(frozen=True)
 class BigBird(Prefill):
-    """In prefill, attend to a window and the first keys, sized as shares of the context, and to random key blocks."""
+    """Attend to a window, the first keys and random blocks in prefill. Window and first keys are context shares."""
 
     name: ClassVar[str] = "bigbird"
     source: ClassVar[str] = "BigBird, arXiv 2007.14062"
@@ -182,7 +182,7 @@ class BigBird(Prefill):
 
 @dataclass(frozen=True)
 class HyperAttention(Prefill):
-    """In prefill, attend to keys with a similar hash, and to a weighted sample of the others (docs/spec/sample.md).
+    """Attend to keys with a similar hash and to a weighted sample of the others in prefill (docs/spec/sample.md).
 
     Attributes:
         bucket_size: number of keys per bucket. Keys are sorted by hash and divided into buckets.

@@ -15,7 +15,7 @@ from .cost import ENOUGH_SAVED
 
 @dataclass(frozen=True)
 class Quest(Method):
-    """In decode steps, attend to whole pages of keys with the largest bounds on their scores (docs/spec/quest.md).
+    """Attend to the pages of keys with the largest upper bounds on their scores (docs/spec/quest.md).
 
     Attributes:
         page_size: number of consecutive keys per page, at least 1.

@@ -16,12 +16,12 @@ ONLINE_BUCKETS = 256
 
 @dataclass(frozen=True)
 class SAAP(Method):
-    """In decode steps, attend to the keys in the visited buckets, the first keys and the last keys (docs/spec/saap.md).
+    """Attend to the keys in the visited buckets, the first keys and the last keys (docs/spec/saap.md).
 
     Attributes:
         artefact: path of a file from `mlx-sparse train-saap`; None with mode "online".
         mode: how buckets are selected: by the query networks of the artefact ("trained"), or by centroids that are
-            fitted on the prompt ("online").
+            fitted to the prompt ("online").
         probes: number of visited buckets per KV head and decode step.
         buckets: number of buckets in mode "online", 256 by default. In mode "trained" the artefact sets the number.
         sink_tokens: number of first keys that are always attended to.
@@ -94,7 +94,7 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Return the number of elements moved per KV head and decode step, without the network, for equal buckets."""
+        """Return the number of elements moved per KV head and decode step, if bucket sizes are equal. Omits the network."""
         outside = max(0, S - self.attended)
         attended = min(self.attended, S) + outside * self.probes / buckets
         return stats.saap_elements(D, round(attended))

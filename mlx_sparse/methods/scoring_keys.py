@@ -1,4 +1,4 @@
-"""Define the format of int4 scoring keys for any array library: docs/spec/sparq.md, (sparq.17) to (sparq.20)."""
+"""Define the format of int4 scoring keys for any array library (docs/spec/sparq.md, sparq.17 to sparq.20)."""
 
 from __future__ import annotations
 

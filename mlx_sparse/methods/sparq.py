@@ -37,7 +37,7 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True)
 class SparQ(Method):
-    """In decode steps, attend to the ``top_k`` keys that score highest on a few query components (docs/spec/sparq.md).
+    """Attend to the ``top_k`` keys that score highest on a few query components (docs/spec/sparq.md).
 
     Attributes:
         rank: number r of query components used to score each key, 1..D.

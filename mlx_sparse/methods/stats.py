@@ -85,7 +85,7 @@ def saap_elements(D: int, attended: int, *, network: int = 0) -> int:
 
 
 def prefill_elements(layout: Layout, D: int, density: float | None = None) -> int:
-    """Return the number of elements moved per query head in prefill (sample.10). None means dense attention.
+    """Return the number of elements moved per query head in prefill (sample.10). ``density=None`` means dense.
 
     The count includes keys and values of each attended block pair, queries, output, and the keys for the sample.
     """

@@ -101,7 +101,7 @@ def h2o_attention(
 
 
 def h2o_scores(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Return softmax weights, summed over queries and averaged over the group: float32 ``(B, Hkv, S)``."""
+    """Return causal softmax weights, summed over queries and averaged over the group: float32 ``(B, Hkv, S)``."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale

@@ -1,4 +1,4 @@
-"""Compute attention over lists of key blocks for all block-sparse prefill methods: docs/spec/sample.md, (sample.8).
+"""Compute attention over lists of key blocks for all block-sparse prefill methods (docs/spec/sample.md, sample.8).
 
 Row blocks whose lists have the same length are processed in one batch. Thus the lists need no padding, and only the
 diagonal block needs a mask.

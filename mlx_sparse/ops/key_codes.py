@@ -1,4 +1,4 @@
-"""Implement int4 scoring keys with MLX array operations: docs/spec/sparq.md, equations (sparq.17) to (sparq.22)."""
+"""Implement int4 scoring keys with MLX array operations (docs/spec/sparq.md, sparq.17 to sparq.22)."""
 
 from __future__ import annotations
 

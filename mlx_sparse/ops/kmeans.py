@@ -1,4 +1,4 @@
-"""Run spherical k-means with MLX array operations: docs/spec/saap.md, (saap.1) and (saap.2)."""
+"""Run spherical k-means with MLX array operations (docs/spec/saap.md, saap.1 and saap.2)."""
 
 from __future__ import annotations
 

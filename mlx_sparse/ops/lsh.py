@@ -120,7 +120,7 @@ def _by_head(array: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _nan_keys(queries: mx.array, keys: mx.array) -> mx.array:
-    """Return a mask ``(B, Hq, 1, S)`` of keys with NaN. They have no hash, so every query attends to them."""
+    """Return a mask ``(B, Hq, 1, S)``, True for keys with NaN. These have no hash, so every query attends to them."""
     return _by_head(mx.isnan(keys.astype(mx.float32).sum(axis=-1)), queries, keys)[:, :, None]
 
 

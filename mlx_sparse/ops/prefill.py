@@ -22,7 +22,7 @@ def minference_attention(
     block_size: int,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run MInference: attend to the key blocks and offset bins that the last 64 queries weight most (sample.12)."""
+    """Run MInference on the key blocks and offset bins with the most attention from the last 64 queries (sample.12)."""
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, MINFERENCE_ROWS)
     scores = sample_scores(queries, keys, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
     budgets = (-(-tokens // block_size) for tokens in (vertical_tokens, slash_tokens))

@@ -1,4 +1,4 @@
-"""Run Quest with MLX array operations: docs/spec/quest.md, equations (quest.1) to (quest.5)."""
+"""Run Quest with MLX array operations (docs/spec/quest.md, quest.1 to quest.5)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
 def page_scores(queries: mx.array, page_min: mx.array, page_max: mx.array) -> mx.array:
     """Return an upper bound on q.k for each page, over all query heads of the group: float32 ``(B, Hkv, P)``.
 
-    NaN is replaced by +inf (quest.2), (quest.3).
+    NaN is replaced with +inf (quest.2), (quest.3).
     """
     q = group_queries(queries, page_min.shape[1])
     # (quest.2)

@@ -1,4 +1,4 @@
-"""Run SampleAttention with MLX array operations: docs/spec/sample.md, equations (sample.1) to (sample.9)."""
+"""Run SampleAttention with MLX array operations (docs/spec/sample.md, sample.1 to sample.9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run SparQ with MLX array operations: docs/spec/sparq.md, equations (sparq.1) to (sparq.10) and (sparq.21)."""
+"""Run SparQ with MLX array operations (docs/spec/sparq.md, sparq.1 to sparq.10 and sparq.21)."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def h2o_scores(
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
 ) -> Array:
-    """Return causal softmax weights, summed over queries and averaged over the group: ``(B, Hkv, S)``.
+    """Return causal softmax weights of the keys, summed over queries and averaged over the group: ``(B, Hkv, S)``.
 
     After dense prefill, these are the initial ``scores`` of `h2o_attention`. The score of an invalid key is -inf.
     Queries at padded positions do not count.

@@ -1,4 +1,4 @@
-"""Compute attention over lists of key blocks, for all prefill methods: docs/spec/sample.md, (sample.8)."""
+"""Compute attention over lists of key blocks, for all prefill methods (docs/spec/sample.md, sample.8)."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _span_pairs(
 
 
 def _nan_keys(k: Array, G: int) -> Array:
-    """Return a mask ``(B, Hq, 1, S)`` of keys with NaN. They have no hash, so every query attends to them."""
+    """Return a mask ``(B, Hq, 1, S)``, True for keys with NaN. These have no hash, so every query attends to them."""
     return np.repeat(np.isnan(k.sum(axis=-1)), G, axis=1)[:, :, None]
 
 

@@ -1,4 +1,4 @@
-"""Implement Quest in NumPy: docs/spec/quest.md, equations (quest.1) to (quest.5)."""
+"""Implement Quest in NumPy (docs/spec/quest.md, quest.1 to quest.5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implement SAAP in NumPy: docs/spec/saap.md, equations (saap.1) to (saap.14)."""
+"""Implement SAAP in NumPy (docs/spec/saap.md, saap.1 to saap.14)."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def query_network(
     hidden_weight: npt.ArrayLike | None = None,
     hidden_bias: npt.ArrayLike | None = None,
 ) -> Array:
-    """Run the query network: return the probability of each bucket for pre-RoPE queries (saap.5).
+    """Run the query network on pre-RoPE queries, and return the probability of each bucket (saap.5).
 
     Args:
         queries: ``(B, Hq, 1, D)``.

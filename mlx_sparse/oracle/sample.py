@@ -1,4 +1,4 @@
-"""Implement SampleAttention in NumPy: docs/spec/sample.md, equations (sample.1) to (sample.9)."""
+"""Implement SampleAttention in NumPy (docs/spec/sample.md, sample.1 to sample.9)."""
 
 from __future__ import annotations
 

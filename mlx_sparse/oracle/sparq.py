@@ -1,4 +1,4 @@
-"""Implement SparQ attention in NumPy: docs/spec/sparq.md, equations (sparq.1) to (sparq.10) and (sparq.21)."""
+"""Implement SparQ attention in NumPy (docs/spec/sparq.md, sparq.1 to sparq.10 and sparq.21)."""
 
 from __future__ import annotations
 
