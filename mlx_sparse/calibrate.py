@@ -208,7 +208,7 @@ def read_points(result: Mapping[str, Any]) -> list[Point]:
 
 
 def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
-    """Return the shortest length at which sparse attention may be faster, and the shortest at which it surely is.
+    """Return the shortest length at which sparse attention may be faster, and the shortest at which it clearly is.
 
     All longer measured lengths must qualify too. An entry is None if no length qualifies.
     """

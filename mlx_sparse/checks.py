@@ -222,7 +222,7 @@ def read_length(text: str, name: str = "--lengths") -> int:
 
 
 def read_shape(text: str) -> tuple[int, int, int]:
-    """Parse query heads, KV heads and head dim from a text such as ``32x8x128``.
+    """Parse the number of query heads, the number of KV heads and the head dim from a text such as ``32x8x128``.
 
     Raises:
         ConfigError: the text is not three positive numbers, or the first is not a multiple of the second.

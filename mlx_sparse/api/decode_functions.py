@@ -178,7 +178,7 @@ class DecodeFunctions:
 
         Args:
             scores: ``(B, Hkv, S)`` sum of softmax weights per key so far; 0 for the current key, -inf for evicted keys.
-            top_k: number of attended keys per KV head, including the ``local_window`` last keys.
+            top_k: number of attended keys per KV head, including the last ``local_window`` keys.
 
         Returns:
             ``out``, the new ``scores`` (-inf for evicted keys), and a `Stats` if ``return_stats`` is set.

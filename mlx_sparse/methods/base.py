@@ -109,7 +109,7 @@ class Method:
 
     @property
     def fitted_buckets(self) -> int:
-        """Number of buckets that SAAP fits on the prompt if it has no artefact; 0 for other methods."""
+        """Number of buckets that SAAP fits to the prompt if it has no artefact; 0 for other methods."""
         return 0
 
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> Self:

@@ -161,7 +161,7 @@ class MInference(Prefill):
 
 @dataclass(frozen=True)
 class BigBird(Prefill):
-    """Attend to a window, the first keys and random blocks in prefill. Window and first keys are context shares."""
+    """Attend to a window, first keys and random blocks in prefill. Window and first keys are shares of the context."""
 
     name: ClassVar[str] = "bigbird"
     source: ClassVar[str] = "BigBird, arXiv 2007.14062"

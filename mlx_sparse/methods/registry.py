@@ -69,8 +69,8 @@ def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = 
 
     Args:
         D: head dim.
-        G: query heads per KV head.
-        bits: bits of a quantized KV cache; None for other caches.
+        G: number of query heads per KV head.
+        bits: number of bits of a quantized KV cache; None for other caches.
     """
     if backend == "metal" and function in MATRIX_FUNCTIONS and bits is not None:
         return "its prefill kernels do not read quantized KV caches"
@@ -85,7 +85,7 @@ def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = 
 
 
 def refusal(backend: str, function: str, reason: str | None = None) -> str | None:
-    """Return why ``backend`` cannot run ``function`` on MLX arrays, or None. ``reason`` is what the caller found."""
+    """Return why ``backend`` cannot run ``function`` on MLX arrays, or None. ``reason`` comes from the caller."""
     reason = FOREIGN.get(backend) or unavailable(backend) or reason
     if reason is None and backend not in FUNCTIONS.get(function, {}):
         return f"it does not support {function}; `mlx-sparse matrix` lists the methods of each backend"

@@ -94,7 +94,7 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Return the number of elements moved per KV head and decode step, if bucket sizes are equal. Omits the network."""
+        """Count the elements moved per KV head and decode step, without the network, for buckets of equal size."""
         outside = max(0, S - self.attended)
         attended = min(self.attended, S) + outside * self.probes / buckets
         return stats.saap_elements(D, round(attended))

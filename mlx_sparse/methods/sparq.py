@@ -57,8 +57,8 @@ class SparQ(Method):
             (docs/spec/quantized.md).
         dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
             on this machine (`mlx-sparse calibrate`). Before a measurement it is ``16 * top_k`` with the `ops` backend
-            (docs/results/speed.md), and the length that saves `ENOUGH_SAVED` bytes with GPU kernels. With a ``top_k``
-            below the default, for experiments on short texts, every step that can be sparse is sparse.
+            (docs/results/speed.md), and with GPU kernels the length at which a step saves `ENOUGH_SAVED` bytes.
+            With a ``top_k`` below the default, for experiments on short texts, every step that can be sparse is sparse.
     """
 
     name: ClassVar[str] = "sparq"
