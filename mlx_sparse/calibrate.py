@@ -545,7 +545,7 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
 
 
 def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
-    """Compute the largest density at which sparse attention is faster, from one time of each run."""
+    """Compute the largest density at which sparse attention is faster, from the time of one run of each kind."""
     slope = (many - few) / (kept[1] - kept[0])
     left = dense / MIN_SPEEDUP - select - few
     return min(max(kept[0] + left / slope, 0.0), 1.0) if slope > 0 else float(left > 0)

@@ -67,7 +67,7 @@ class PrefillFunctions:
         """Select the key blocks that SampleAttention attends to (sample.1 to sample.7).
 
         Returns:
-            ``(B, Hq, R, N)`` int32, the ``blocks`` argument of `attend_blocks`.
+            int32 ``(B, Hq, R, N)``, to pass as ``blocks`` to `attend_blocks`.
         """
         call = Call(self._library, "sample_select", (queries, keys, keys), scale=scale, backend=backend)
         check_sample(alpha_column, alpha_slash, chunks, block_size)

@@ -1,4 +1,4 @@
-"""Read and write the artefact file of `mlx-sparse train-saap`, with centroids and query networks per layer."""
+"""Read and write the artefact of `mlx-sparse train-saap`: centroids and query networks per layer and KV head."""
 
 from __future__ import annotations
 
