@@ -155,7 +155,7 @@ def h2o_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the last ``local_window`` keys and the keys with the best scores, ``top_k`` in total, and evict the rest.
+    """Attend to the last ``local_window`` keys and the keys with the best scores, ``top_k`` in total. Evict the rest.
 
     Args:
         scores: ``(B, Hkv, S)`` sum of softmax weights per key so far; 0 for the current key, -inf for evicted keys.
