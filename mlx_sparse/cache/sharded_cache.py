@@ -121,12 +121,12 @@ class ShardedKVCache(SparseCache, KVCache):
         return [Shard(rank, self.shard.size).before(self.position) for rank in range(self.shard.size)]
 
     def take_lowest(self) -> int:
-        """Return the lowest position since the last call. Rows before this position are unchanged."""
+        """Return the cache's lowest position since the last call. Rows before this position are unchanged."""
         lowest, self._lowest = self._lowest, self.position
         return lowest
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store the rows of this rank. Return only the new keys and values, because older rows are on other ranks too.
+        """Store the rows of this rank. Return only the new keys and values, because other ranks store older rows.
 
         Raises:
             ConfigError: no forward pass of a model that is enabled with ``shard`` is in progress.

@@ -150,7 +150,7 @@ class Codes:
     """
 
     def __init__(self, padding: mx.array | None, first_rows: list[int]) -> None:
-        """Create an empty state. ``first_rows`` are the first valid rows, and ``padding`` has them as an array."""
+        """Create an empty state for sequences with the given first valid rows: a list, and an array ``padding``."""
         self.center: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0
@@ -181,7 +181,7 @@ class Codes:
         self.coded = self.coded._replace(center=self.coded.center * (mx.array(left) > 0)[:, None, None])
 
     def set_center(self, center: mx.array) -> None:
-        """Set the center of all codes. Groups that are already quantized must have been quantized with it."""
+        """Set the center of all codes. Groups that are already quantized must have been quantized with this center."""
         self.center = center
         if self.coded is not None:
             self.coded = self.coded._replace(center=center)
@@ -247,7 +247,7 @@ class Codes:
         return KeyCodes(codes[..., : groups * WORDS], lo[..., :groups], step[..., :groups], center)
 
     def spread(self, keys: Rows, S: int) -> mx.array:
-        """Return the key spread (sparq.22) over rows ``[0, S)`` of ``keys``. Each new full group recomputes it."""
+        """Return the key spread (sparq.22) over rows ``[0, S)`` of ``keys``, recomputed once per full group."""
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(keys, whole=False), keys[..., :S, :], self._padding)

@@ -106,7 +106,7 @@ class SparseCache:
         return position
 
     def own(self, start: int, rows: mx.array) -> tuple[int, mx.array]:
-        """Return which of the new ``rows``, from position ``start`` on, this cache stores, after their first row index."""
+        """Return the first row index and the rows of this cache among ``rows``, which begin at position ``start``."""
         return start, rows
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
@@ -160,7 +160,7 @@ class SparseCache:
         return state
 
     def _moved(self, follow: Callable[[str, State], State | None]) -> None:
-        """Replace each auxiliary state with ``follow(method, state)`` after rows moved. Drop states for which it is None."""
+        """Replace each auxiliary state with ``follow(method, state)`` after rows moved, and drop it if this is None."""
         self.layer_plan = None
         followed = {method: follow(method, state) for method, state in self.aux_states.items()}
         self.aux_states = {method: state for method, state in followed.items() if state is not None}
