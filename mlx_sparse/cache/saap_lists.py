@@ -73,9 +73,9 @@ def attended_keys(
 
 
 def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> list[int]:
-    """Return the end of the listed rows of each sequence for a decode step at position ``S``.
+    """Return the row where each sequence's listed rows end in a decode step at position ``S``.
 
-    The distance from the first key of the sequence to this end is a multiple of ``merge_every``.
+    The distance from the first key of the sequence to this row is a multiple of ``merge_every``.
     """
     every = config.merge_every
     return [

@@ -83,7 +83,7 @@ class State(ABC):
         return None
 
     def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> State | None:
-        """Return the state for the sequences of ``cache`` and then those of ``other``, or None to drop the state.
+        """Return the state for ``cache`` after the sequences of ``other`` are appended, or None to drop the state.
 
         All sequences end at the same row. mlx-lm appends the sequences after this call.
 

@@ -26,7 +26,7 @@ def supports(D: int, rows: int) -> bool:
 
 
 def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
-    """Return the number of query rows per threadgroup and the number of keys that it stages at once.
+    """Return the number of query rows per threadgroup, and the number of keys that a threadgroup stages at once.
 
     A lane holds D / 4 components of its query and D / 4 sums. The registers suffice for 512 threads (128 rows) if D is
     at most 128, otherwise for 256 threads (64 rows). A larger query group is divided among threadgroups. The staged

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-# Maximum number of multiply-adds of one launch, computed as if each query attended every key. macOS kills a process
+# Maximum number of multiply-adds in one launch, computed as if each query attended to every key. macOS kills a process
 # that occupies the GPU for seconds; the limit is not documented. The smallest Apple GPU (2.3 TFLOP/s) does this work in
 # 1 s at a quarter of its peak rate. Sparse attention does less work.
 MAX_WORK = 1 << 38

@@ -56,7 +56,7 @@ def attend_check(
 ) -> mx.array | None:
     """Run the causal attention of a verification step ``(1, Hq, L, D)`` with the kernel for large query groups.
 
-    Return None if MLX's kernel supports the query group, or if the kernel for large query groups does not.
+    Return None if MLX's kernel supports these queries, or if the kernel for large query groups does not support them.
     """
     if not large_group(backend, queries, keys):
         return None
@@ -208,7 +208,7 @@ def attend_each(
 def attend_dense(
     call: Call, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array | None:
-    """Run our dense attention if mlx-lm's would be slow or need much memory; otherwise return None."""
+    """Run this package's dense attention if mlx-lm's would be slow or need much memory; otherwise return None."""
     plan = call.plan
     if call.checks:
         return attend_check(plan.backend, queries, keys, cache, scale, sinks)

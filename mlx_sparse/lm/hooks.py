@@ -40,7 +40,7 @@ class CallHooks:
         return {}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Return the bytes that a decode step at ``position`` moves, by formula, without keys counted on the device."""
+        """Compute the bytes that a decode step at ``position`` moves, without the keys that the device counts."""
         return cache.step_bytes(self.config, position)
 
     def step(
@@ -71,7 +71,7 @@ class CallHooks:
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
     ) -> None:
-        """Process a dense attention call. Runs only for layers that can use sparse attention in other calls."""
+        """Process a dense attention call. This hook runs only for layers with sparse attention in other calls."""
 
     def submit(self) -> DeviceCounts | None:
         """Start evaluating pending arrays at the end of a forward pass. Return counts on the device, or None."""

@@ -231,7 +231,7 @@ class LayerPlan:
             at most ``config.attended`` keys are not listed, because the sparse method attends to all their keys.
         heads: number of KV heads in the batch, ``B * Hkv``.
         dense_bytes: number of bytes of one position's keys and values in all ``heads``.
-        sparse_bytes: number of bytes that a sparse step moves per head, by formula: a constant, and bytes per key.
+        sparse_bytes: computed number of bytes that a sparse step moves per head: a constant part, and a part per key.
     """
 
     plan: Plan

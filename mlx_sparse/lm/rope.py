@@ -40,7 +40,7 @@ class Call:
 
 
 def ropes(model: Any) -> list[Any]:
-    """Return the RoPE modules of ``model`` without duplicates. Class names identify RoPE modules."""
+    """Return the RoPE modules of ``model`` without duplicates. A RoPE module is recognized by its class name."""
     found = {id(module): module for _, module in model.named_modules() if _is_rope(type(module))}
     return list(found.values())
 
@@ -163,7 +163,7 @@ def _close(a: mx.array, b: mx.array, tolerance: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Access to the pre-RoPE queries and keys of one layer.
+    """Source of one layer's pre-RoPE queries and keys.
 
     Attributes:
         rope: RoPE module of the layer; None if the layer has no RoPE.
@@ -174,7 +174,7 @@ class Source:
     irreversible: str | None = None
 
     def pre_rope(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
-        """Return the pre-RoPE ``rows (B, H, n, D)``, recorded or computed by `inverse`; None without either."""
+        """Return the pre-RoPE ``rows (B, H, n, D)``, recorded or computed by `inverse`, or None if neither exists."""
         if self.rope is None:
             return rows
         recorded = recorder.input_of(rows)

@@ -1,4 +1,4 @@
-"""Define the hooks for SAAP, which find a router for each layer of a model and update bucket indices of the caches."""
+"""Define the hooks for SAAP, which find a router for each layer and update the bucket index of each cache."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class Indices(CallHooks):
         return {"buckets": router.buckets, "network": network // cache.key_rows.shape[1]}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Return the bytes that a decode step moves, by formula, without the attended keys, which the device counts."""
+        """Compute the bytes that a decode step moves, without the attended keys, which the device counts."""
         B, Hkv, _, D = cache.key_rows.shape
         known: int = B * Hkv * (cache.key_rows.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
         return known

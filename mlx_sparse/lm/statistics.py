@@ -108,7 +108,7 @@ class PrefillStatistics:
         return {"mean": mean, "low": low / BINS, "min": min(layer.least for layer in measured)}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Return the statistics as plain data for JSON."""
         layers = []
         for index, layer in sorted(self.layers.items()):
             entry: dict[str, Any] = {"layer": index, "density": _mean(layer.density), "heads": layer.density}
@@ -214,7 +214,7 @@ class BucketStatistics:
         return visited / self.listed if self.listed else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Return the statistics as plain data for JSON."""
         return {"attended": self.attended, "keys": self.valid, "selectivity": self.selectivity}
 
 
@@ -388,7 +388,7 @@ class DraftStatistics:
         return self.alone + self.checks + sum(self.accepted)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Return the statistics as plain data for JSON."""
         return {**vars(self), "tokens": self.tokens}
 
     def lines(self) -> list[str]:

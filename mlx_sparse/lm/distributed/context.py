@@ -274,7 +274,7 @@ def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any
 
 
 def _whole(cache: ShardedKVCache, exchange: Exchange) -> Any:
-    """Return a `KVCache` with the rows of all ranks in order of position. Other ranks than 0 return an empty one."""
+    """Return a `KVCache` with the rows of all ranks in order of position. On ranks above 0, return an empty one."""
     found: Any = KVCache()
     if not cache.position:
         return found

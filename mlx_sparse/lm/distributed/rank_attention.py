@@ -52,7 +52,7 @@ def local_step(
 def sparq(
     queries: mx.array, cache: ShardedKVCache, config: SparQ, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Run a SparQ decode step. Select the same keys as without sharding, by approximate weights over all ranks."""
+    """Run a SparQ decode step. Select the same keys as without sharding, from approximate weights over all ranks."""
     B, Hkv, _, D = cache.key_rows.shape
     G = queries.shape[1] // Hkv
     parameters = config.parameters(G)
@@ -179,7 +179,7 @@ def no_attention(queries: mx.array) -> Attended:
     return mx.zeros(queries.shape), mx.full(queries.shape[:3], -mx.inf)
 
 
-# Decode steps that select the same keys as one process. SAAP needs no such function, because it only uses the query.
+# Decode steps that select the same keys as without sharding. SAAP needs no such function: it only uses the query.
 STEPS: Mapping[str, Callable[..., Attended]] = {"sparq": sparq, "quest": quest, "streaming": streaming}
 
 

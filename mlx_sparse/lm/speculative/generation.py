@@ -1,8 +1,8 @@
 """Replace mlx-lm's `generate_step` with self-speculative decoding, which generates the same tokens.
 
 A check samples tokens from the logits of dense attention, with the random numbers that dense decoding would use. A
-draft token is accepted if it equals the sampled token. So the tokens are those of dense decoding for every sampler and
-seed. Draft tokens are sampled with the same random numbers, which increases the acceptance rate.
+draft token is accepted if it equals the sampled token. So dense decoding generates the same tokens, for every sampler
+and seed. Draft tokens are sampled with the same random numbers, which increases the acceptance rate.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Run:
         self.processors = logits_processors or []
         self.cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
         if any(getattr(cache, "keep", 0) for cache in leaves(self.cache)):
-            # In such a cache, several queries in one call would not attend the first keys, but a single query would.
+            # In such a cache, several queries in one call would not attend to the first keys, but a single query would.
             raise ConfigError("lossless: expected a cache that stores all keys, got a rotating one (--max-kv-size).")
         self.chunk = prefill_step_size
         self.quantize = functools.partial(

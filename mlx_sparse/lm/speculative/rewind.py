@@ -73,7 +73,7 @@ class Random:
             self.noted.append(self._now())
 
     def resume(self, index: int) -> None:
-        """Restore the random state that the `note` call with number ``index``, counted from 0, stored."""
+        """Restore the random state that `note` stored in call number ``index``, counted from 0."""
         self._set(self.noted[index] if self._drawn else None)
 
     def _set(self, key: mx.array | None) -> None:
