@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class QuestState(State):
-    """Bounds (quest.1) of all pages of each sequence except the current page.
+    """Bounds (quest.1) of all pages in each sequence except the current page.
 
     The bounds can be rebuilt from the keys.
 

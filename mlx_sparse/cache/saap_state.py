@@ -54,7 +54,7 @@ def kmeans_network(centroids: mx.array, scale: float) -> dict[str, mx.array]:
 
 
 class BucketIndex(State):
-    """Bucket ids of the keys of a cache.
+    """Bucket ids of a cache's keys.
 
     The index covers rows ``[0, length)``. The first rows have bucket ids. The remaining rows are stored as pre-RoPE
     keys until they are assigned to buckets together. Rows from ``length`` on are unknown, for example in a cache that

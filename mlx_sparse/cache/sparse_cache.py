@@ -166,7 +166,7 @@ class SparseCache:
         self.aux_states = {method: state for method, state in followed.items() if state is not None}
 
     def step_bytes(self, config: Method, position: int) -> int:
-        """Return the bytes that a decode step at ``position`` moves on each shard, as computed by `Method.step_bytes`."""
+        """Return the bytes that a decode step at ``position`` moves on each shard, from `Method.step_bytes`."""
         keys = self.key_rows
         B, Hkv, _, D = keys.shape
         moved = config.step_bytes(position, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)

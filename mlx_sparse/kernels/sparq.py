@@ -75,7 +75,7 @@ class Sizes(NamedTuple):
     """Sizes and parameters that determine the launches of a decode step.
 
     Attributes:
-        dtype: type of the queries and of the output.
+        dtype: type of the queries and the output.
         length: number of keys in use.
         weighted: True if the components have weights (sparq.1).
         scored: scoring keys: "columns" (component-major keys), "codes" (int4) or "rows" (quantized KV cache).
@@ -170,7 +170,7 @@ def _scored(n: Sizes) -> Outputs:
 
 
 def sparq_candidates(n: Sizes) -> Launch:
-    """Build the launch that lists the best keys of each tile (sparq.6) and the softmax of the logits (sparq.4).
+    """Build the launch that lists the best keys of each tile (sparq.6) and computes the logits' softmax (sparq.4).
 
     The outputs are the ``bits`` and ``indices`` of a `top_k_launch`, and float32 ``softmax (B, Hkv, G, 2)``: the
     largest logit and ``1 / sum(exp(logit - largest))``.

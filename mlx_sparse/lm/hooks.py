@@ -93,7 +93,7 @@ class ModelHooks:
 
     Attributes:
         call_hooks: class of the hooks for one forward pass.
-        statistics: counts of zero to start from; None if `CallHooks.submit` returns no counts.
+        statistics: initial counts, all zero; None if `CallHooks.submit` returns no counts.
     """
 
     call_hooks: type[CallHooks] = CallHooks

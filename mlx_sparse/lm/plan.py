@@ -225,7 +225,7 @@ class LayerPlan:
         queries: shape of the queries, ``(B, Hq, 1, D)``.
         start, stop: the plan is valid for ``start <= cache.length < stop``.
         reason: the reason why decode steps are dense; None if they are sparse.
-        step: decode method with the function of the backend.
+        step: decode method with the backend's function.
         served: indices of the sequences that are long enough for sparse attention.
         short: indices of the sequences that are too short for sparse attention and get dense attention. Sequences with
             at most ``config.attended`` keys are not listed, because the sparse method attends to all their keys.
