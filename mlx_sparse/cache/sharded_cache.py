@@ -41,7 +41,7 @@ class Shard:
         return self.positions(self.before(start), self.before(stop))
 
     def positions(self, first: int, last: int) -> npt.NDArray[Any]:
-        """Return the int32 positions in the sequence of the rank's rows ``[first, last)``."""
+        """Return the sequence positions of the rank's rows ``[first, last)`` as int32."""
         rows = np.arange(first, last, dtype=np.int32)
         return (rows // BLOCK * self.size + self.rank) * BLOCK + rows % BLOCK
 

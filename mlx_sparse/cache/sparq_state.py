@@ -112,7 +112,7 @@ class Columns:
         return 0 if self.keys_t is None else self.keys_t.nbytes
 
     def rewind(self, length: int) -> None:
-        """Forget the rows at index ``length`` and above."""
+        """Forget the rows from index ``length`` on."""
         self.covered = min(self.covered, length)
 
     def extend(self, keys: Rows, S: int) -> None:
@@ -150,7 +150,7 @@ class Codes:
     """
 
     def __init__(self, padding: mx.array | None, first_rows: list[int]) -> None:
-        """Create an empty state for sequences with the given first valid rows: a list, and an array ``padding``."""
+        """Create an empty state for sequences whose first valid rows are ``first_rows`` and, as array, ``padding``."""
         self.center: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0
@@ -167,7 +167,7 @@ class Codes:
         return 0 if self.coded is None else self.coded.nbytes
 
     def rewind(self, length: int) -> None:
-        """Forget the rows at index ``length`` and above."""
+        """Forget the rows from index ``length`` on."""
         if length >= self.covered:
             return
         before, self.covered, self._until = self.covered, length, 0

@@ -153,7 +153,7 @@ class SparseCache:
         return state
 
     def state_of(self, method: str) -> State | None:
-        """Return the auxiliary state of ``method``. Create a missing state. Return None if the method has no state."""
+        """Return the auxiliary state of ``method``, creating it if missing. Return None if the method has no state."""
         state = self.aux_states.get(method)
         if state is None and (begin := registry.load_state(method)) is not None:
             state = self.add_state(method, begin())
@@ -201,7 +201,7 @@ class SparseCache:
     def select_prefill(
         self, queries: mx.array, config: Prefill, *, scale: float, backend: str, max_density: float
     ) -> mx.array | None:
-        """Select blocks for `attend_prefill`, or return None if they exceed ``max_density``. Waits for the device."""
+        """Select blocks for `attend_prefill`, or return None if they exceed ``max_density``. Wait for the device."""
         S = self.length
         if any(full is not None and full.covers(config, max_density, S) for full in self._full_samples):
             return None

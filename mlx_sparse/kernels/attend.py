@@ -69,7 +69,7 @@ def splits_of(N: int, lists: int) -> int:
 
 @cache
 def heads_of(D: int, G: int) -> tuple[int, int]:
-    """Return the number of query heads and of SIMD groups per threadgroup, so that a lane's sums fit into registers.
+    """Return the numbers of query heads and SIMD groups per threadgroup for which a lane's sums fit into registers.
 
     For each chunk of 128 components, a lane holds four float32 sums per head and loads four rows at once. With 512
     threads, each thread has about 100 registers, and Metal refuses to launch a kernel that needs more. If a query group

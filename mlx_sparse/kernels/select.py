@@ -26,7 +26,7 @@ CANDIDATES = Kernel(
 
 
 def tiles_of(items: int, top_k: int) -> tuple[int, int, int]:
-    """Return the number of tiles per row, of threads per tile and of result slots per tile.
+    """Return the numbers of tiles per row, threads per tile and result slots per tile.
 
     A row that fits into the registers of a threadgroup is one tile. A longer row is divided among threadgroups, with
     at least ``2 * top_k`` items per tile. If ``top_k`` is too large for the registers, one threadgroup reads the whole

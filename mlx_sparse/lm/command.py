@@ -217,7 +217,7 @@ class Session:
         return loaded
 
     def _enable_part(self, model: Any, path: str) -> None:
-        """Enable the methods on this rank's part of a model. If one rank fails, raise on all ranks."""
+        """Enable the methods on this rank's part of a model. If one rank fails, raise an error on all ranks."""
         from .model import require_served
 
         plan, refusal = None, None
@@ -343,7 +343,7 @@ class Session:
                 print(f"[mlx-sparse] {text}", file=sys.stderr)
 
     def calls(self) -> Counts:
-        """Return the current counts of all models. ``prefill`` is the number of sparse prefill calls, or None."""
+        """Return the current call counts of all models. ``prefill`` is the number of sparse prefill calls or None."""
         found = [report.calls() for report in list(self.reports.values())]
         return Counts(
             sum(counts.sparse_calls for counts in found),

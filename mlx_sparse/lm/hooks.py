@@ -111,10 +111,10 @@ class ModelHooks:
         """
 
     def open(self) -> None:
-        """Attach the hooks to the model. `enable` calls this."""
+        """Attach the hooks to the model. `enable` calls this method."""
 
     def close(self) -> None:
-        """Detach the hooks from the model. `disable` calls this."""
+        """Detach the hooks from the model. `disable` calls this method."""
 
     def of_call(self, caches: list[Any]) -> CallHooks:
         """Return the hooks for a forward pass with ``caches``."""

@@ -88,7 +88,7 @@ class Recorder:
         self.clear()
 
     def input_of(self, array: mx.array) -> mx.array | None:
-        """Return the input of the recorded call that returned ``array``, or None. Remove the call."""
+        """Return the input of the recorded call that returned ``array``, or None. Forget this call."""
         for call in self.calls:
             if call.after is array:
                 self.calls.remove(call)
