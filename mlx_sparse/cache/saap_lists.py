@@ -111,8 +111,8 @@ def _list_keys(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Build a layer's lists (saap.9). Return ``offsets``, ``key_ids`` and int32 key counts ``(2, B)``.
 
-    For each sequence, the first count is the number of keys in the ``probes`` largest buckets (maximum over KV heads),
-    and the second count is the number of keys in all buckets (sum over KV heads).
+    For each sequence, the first count is the number of keys in the ``probes`` largest buckets (maximum over KV heads).
+    The second count is the number of keys in all buckets (sum over KV heads).
     """
     index.complete(cache, config, sequences)
     B, Hkv, _, _ = cache.key_rows.shape

@@ -171,7 +171,7 @@ def attend_each(
     """Run a prefill chunk of a padded batch sequence by sequence. Return None if all sequences are dense.
 
     mlx-lm splits each prompt of a batch into the same chunks as a single prompt. The selection for a chunk depends only
-    on the rows of its sequence, so the output for a prompt does not depend on the other prompts.
+    on the rows of its sequence. So the output for a prompt does not depend on the other prompts.
     """
     before = cache.length - queries.shape[2]
     extents = cache.extents(call.caches)

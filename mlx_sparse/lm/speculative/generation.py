@@ -155,7 +155,7 @@ class Run:
         return min(found)
 
     def tokens(self, prompt: mx.array) -> Iterator[tuple[int, mx.array]]:
-        """Yield each generated token with the log-probabilities ``(vocabulary,)``.
+        """Yield each generated token with its log-probabilities ``(vocabulary,)``.
 
         At the end, or when the generator is closed, the caches and the random state are the same as after dense
         decoding of the same tokens.
