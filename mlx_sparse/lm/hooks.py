@@ -71,7 +71,7 @@ class CallHooks:
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
     ) -> None:
-        """Process a dense attention call. This hook runs only for layers with sparse attention in other calls."""
+        """Process a dense attention call of a layer that can use sparse attention in other calls."""
 
     def submit(self) -> DeviceCounts | None:
         """Start evaluating pending arrays at the end of a forward pass. Return counts on the device, or None."""

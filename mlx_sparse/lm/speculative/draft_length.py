@@ -65,7 +65,7 @@ class DraftLength:
             self._since_dense = 0 if len(self._dense) > 1 else DENSE_EVERY
 
     def note_check(self, drafts: int, accepted: int, seconds: tuple[float, float] | None) -> None:
-        """Record a check of ``drafts`` tokens. ``seconds`` is ``(drafting, checking)``, or None if not timed."""
+        """Record a check of ``drafts`` tokens. ``seconds`` is ``(drafting, checking)``; None if it was not timed."""
         if self._rounds == 0:  # discard old times at the first check after a pause
             self._checks.clear()
             self._draft.clear()
