@@ -165,7 +165,7 @@ def closure(entry):
 
 
 def size():
-    """Print the lines and files of each package with their budgets, the import closures and the largest files."""
+    """Print line counts with budgets and file counts of each package, the import closures and the largest files."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=str(ROOT), check=True, stdout=subprocess.PIPE).stdout
     tracked = [ROOT / name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
     texts = {path: path.read_text(encoding="utf-8") for path in tracked if path.suffix not in NOT_CODE}

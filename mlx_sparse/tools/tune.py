@@ -1,4 +1,4 @@
-"""``mlx-sparse tune-sample``: tune SampleAttention for a model, by range of context length.
+"""Implement ``mlx-sparse tune-sample``: tune SampleAttention for a model, by range of context length.
 
 The command runs every setting on retrieval tasks inside a sparse prefill and selects two settings, as in section 4.4
 of the SampleAttention paper.
@@ -92,7 +92,7 @@ class Trial:
 
     Attributes:
         right, scored: number of correct tokens and of scored tokens.
-        density: share of the causal block pairs attended, averaged over layers and heads.
+        density: share of the causal block pairs attended to, averaged over layers and heads.
         sampled: share of the query rows that were scored for the selection.
         seconds: time of the whole prefill.
     """

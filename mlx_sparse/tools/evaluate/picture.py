@@ -94,7 +94,7 @@ def svg(figure: Figure) -> str:
 
 
 def share(row: Row) -> float:
-    """Return the share of dense attention's bytes that a row reads, or of its block pairs for a prefill method."""
+    """Return the share of dense attention's bytes that a method reads, or for prefill methods of its block pairs."""
     return max(mean(row.density) if row.of_prompt and row.density else row.compression, SMALLEST)
 
 

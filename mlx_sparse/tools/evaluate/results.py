@@ -1,4 +1,4 @@
-"""Results of an evaluation: trials of one method on one example, rows over all examples, inputs and machine."""
+"""Define the results of an evaluation: trials for single examples, rows over all examples, and facts of the run."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class TextFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Inputs and machine of a run. Paths are as the user typed them. Environment variables are not stored."""
+    """Inputs and machine of a run, with paths as the user typed them and without environment variables."""
 
     command: str
     date: str

@@ -1,4 +1,4 @@
-"""Make teacher-forced tasks from real text: prompts with the tokens after the prompt, or single passages."""
+"""Generate teacher-forced tasks from real text: prompts with target tokens, or single passages."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int
 
 
 def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Predict the second half of a text, at up to `MAX_SCORED` equidistant positions."""
+    """Predict the second half of a text, and score up to `MAX_SCORED` evenly spaced positions."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     for start in starts(tokens, context - len(first), limit, rng):
@@ -191,7 +191,7 @@ def insert_statements(
     context: int,
     depth: float,
 ) -> Example:
-    """Make an example of ``context`` tokens: the start of ``text`` with statements at their depths, and a question.
+    """Build a prompt of ``context`` tokens from the start of ``text``, statements at their depths and a question.
 
     Raises:
         ConfigError: ``context`` is too small for the statements.
@@ -209,7 +209,7 @@ def insert_statements(
 
 
 def numbers(rng: random.Random, count: int, text: str) -> list[str]:
-    """Return ``count`` different numbers of five digits that ``text`` does not contain."""
+    """Return ``count`` different five-digit numbers that ``text`` does not contain."""
     found: list[str] = []
     while len(found) < count:
         drawn = str(rng.randrange(10_000, 100_000))
@@ -359,7 +359,7 @@ def _count(word: str, text: str) -> int:
 def _distractors(
     tokens: list[int], tokenizer: Any, cloze: Cloze, length: int, place: int, rng: random.Random
 ) -> list[int]:
-    """Return the start positions of at most `PARTS` - 1 passages with words of the cloze but without its answer."""
+    """Return start positions of at most `PARTS` - 1 passages that share words with the cloze but omit its answer."""
     quoted = {token for token in encode(tokenizer, cloze.words) if WORD.search(tokenizer.decode([token]))}
     drawn = rng.sample(range(len(tokens) - length + 1), min(CANDIDATES, len(tokens) - length + 1))
     drawn.sort(key=lambda other: -len(quoted.intersection(tokens[other : other + length])))

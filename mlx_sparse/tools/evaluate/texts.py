@@ -1,4 +1,4 @@
-"""Read real texts: files, and named texts from Python or from pinned packages, which are read as data."""
+"""Read real texts: files, and named texts from Python's documentation or from pinned packages."""
 
 from __future__ import annotations
 

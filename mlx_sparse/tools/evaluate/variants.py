@@ -1,4 +1,4 @@
-"""Variants of an evaluation: methods with the settings that a budget determines."""
+"""Parse the methods of an evaluation, and fit their settings to a budget."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _largest(config: Method, size: str, budget: Fraction, S: int, D: int) -> Met
 
 
 def buckets_of(config: Method) -> int:
-    """Return the number of buckets of a method with probes; 0 for other methods."""
+    """Return the number of buckets that a method has; 0 for methods without buckets."""
     return config.fitted_buckets if config.file is None else artefact.load(config.file).buckets
 
 
@@ -138,7 +138,7 @@ DENSE = Variant("dense", "dense")
 
 
 def read_methods(texts: Sequence[str]) -> list[str]:
-    """Parse and check the methods of a command line. Omit dense attention, which always runs.
+    """Parse and check methods from the command line. Omit dense attention, which always runs.
 
     Raises:
         ConfigError, ArtefactError: a method, a setting or an artefact is invalid.
@@ -159,7 +159,7 @@ def quantized_variants(variants: Sequence[Variant], bits: Sequence[int]) -> list
 
 
 def variants_of(methods: Sequence[str], budgets: Sequence[Fraction], S: int, D: int) -> tuple[list[Variant], list[str]]:
-    """Return every method at every budget, and a line for each budget that a method cannot meet."""
+    """Return a variant of every method at every budget, and a message for each budget that a method cannot meet."""
     variants, left_out = [], []
     for method in methods:
         if not budgets:

@@ -40,7 +40,7 @@ class Done:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Index of a layer in the model's list of caches, and the sizes of its attention."""
+    """Index of a layer in the model's list of caches, and its attention parameters."""
 
     layer: int
     Hq: int
@@ -57,8 +57,8 @@ class Collection:
         folder: the folder of the files.
         layer_shapes: the collected layers by index.
         windows: number of texts.
-        length: tokens of each text.
-        queries: sampled queries of each text.
+        length: number of tokens in each text.
+        queries: number of sampled queries per text.
         first: lowest position of a sampled query.
         seed: seed of the sample.
     """
@@ -158,8 +158,8 @@ def collect(
 ) -> Collection:
     """Run ``model`` on texts of equal length, and store the queries and keys of its attention layers.
 
-    The files take `Collection.bytes`. The memory holds the model, the KV caches of one text, and one chunk of one
-    layer. Texts that an interrupted run with the same ``key`` completed are skipped.
+    The files take `Collection.bytes` on disk. Memory contains the model, the KV caches of one text, and one chunk of
+    one layer. Texts that an interrupted run with the same ``key`` completed are skipped.
 
     Args:
         model: an mlx-lm model without sparse attention.
@@ -285,10 +285,10 @@ def find_layer_shapes(model: Any, dense_layers: int) -> dict[int, LayerShape]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create ``folder`` and lock it for this run. The lock ends with the process.
+    """Create ``folder`` and lock it inside the context.
 
     Raises:
-        ConfigError: another run holds the lock.
+        ConfigError: another run has locked the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:

@@ -1,4 +1,4 @@
-"""``mlx-sparse train-saap``: train the centroids and query networks of SAAP for a model on text."""
+"""Implement ``mlx-sparse train-saap``: train the centroids and query networks of SAAP for a model on text."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> 
 
 
 def _cut(tokens: list[int], length: int, most: int, opening: list[int]) -> list[list[int]]:
-    """Cut ``tokens`` into at most ``most`` equidistant texts of ``length`` tokens, and prepend ``opening`` to each."""
+    """Cut at most ``most`` evenly spaced texts of ``length`` tokens from ``tokens``; prepend ``opening`` to each."""
     count = min(len(tokens) // length, most)
     starts = [i * (len(tokens) - length) // max(count - 1, 1) for i in range(count)]
     return [opening + tokens[start : start + length] for start in starts]
