@@ -110,9 +110,9 @@ def tests(args):
 
 
 def imported_by(path, root=ROOT, *, everything=False):
-    """Return the dotted names that a file imports, `from a import b` as a.b, without TYPE_CHECKING blocks.
+    """Return the dotted names that a file imports outside TYPE_CHECKING blocks. `from a import b` becomes a.b.
 
-    With ``everything``, also return imports inside functions and calls of import_module.
+    With ``everything``, also return the names in functions and in calls to import_module.
     """
     package = list(path.relative_to(root).parent.parts)
     names, todo = [], [ast.parse(path.read_text(encoding="utf-8"))]

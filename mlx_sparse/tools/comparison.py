@@ -69,7 +69,7 @@ class Decoded:
 
     Attributes:
         text: the answer.
-        tokens: its token ids.
+        tokens: token ids of the answer.
         steps: time of each decode step in seconds. The first sparse step also builds the auxiliary cache state.
         peak_memory: peak memory in bytes, as reported by MLX.
     """

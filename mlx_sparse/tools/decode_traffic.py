@@ -42,7 +42,7 @@ class LayerCache:
     readers: int = 1
 
     def nbytes(self, S: int) -> int:
-        """Return the bytes of the cache at ``S`` tokens."""
+        """Return the size of the cache in bytes at ``S`` tokens."""
         return self.fixed + self.per_token * (S if self.window is None else min(S, self.window))
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Traffic:
         return sum(cache.nbytes(S) for cache in self.caches)
 
     def share(self, S: int) -> float:
-        """Return the share of a decode step's bytes that the step reads from the caches, at ``S`` tokens."""
+        """Return the share of cache reads in all bytes of a decode step, at ``S`` tokens."""
         return self.kv(S) / (self.weights + self.kv(S))
 
     def bound(self, S: int, served: Iterable[Served]) -> float:

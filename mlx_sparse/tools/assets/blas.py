@@ -63,7 +63,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def child_environment(requested: bool, cache: Path) -> dict[str, str]:
-    """Return environment variables for a child process, which preload OpenBLAS if ``requested``.
+    """Return the environment variables for a child process. If ``requested``, add variables that preload OpenBLAS.
 
     If OpenBLAS is not requested but would make MLX faster, print a hint.
     """

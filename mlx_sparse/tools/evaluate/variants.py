@@ -35,7 +35,7 @@ def read_budget(text: str) -> Fraction:
 
 
 def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
-    """Return the share of dense attention's elements that a decode step moves, at ``S`` keys of head dim ``D``.
+    """Return the elements that a decode step moves, divided by dense attention's, at ``S`` keys of head dim ``D``.
 
     If ``buckets`` is 0, use the buckets of the method's artefact. Return None for a prefill method, because its density
     is measured.
@@ -129,7 +129,7 @@ class Variant:
         return self.attn + file + ("" if self.kv_bits is None else f" --kv-bits {self.kv_bits}")
 
     def formula(self, S: int, D: int) -> float | None:
-        """Return the share of dense attention's elements that a decode step moves, or None without a decode method."""
+        """Return the share of dense attention's elements that a decode step moves, or None if all steps are dense."""
         decode = self.stages[1]
         return None if decode is None else transfers(decode, S, D)
 

@@ -70,7 +70,10 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
 
 
 def router(centroids: mx.array, hidden: int, scale: float) -> Params:
-    """Return the k-means router ``scale * <query, centroid>`` of ``centroids (Hkv, C, D)`` as a folded network."""
+    """Return a folded network that computes the k-means logits ``scale * <query, centroid>`` exactly.
+
+    ``centroids`` is ``(Hkv, C, D)``.
+    """
     Hkv, C, D = centroids.shape
     assert hidden >= 2 * D
     identity = mx.broadcast_to(mx.eye(D), (Hkv, D, D))
