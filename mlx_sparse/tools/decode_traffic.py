@@ -87,7 +87,7 @@ class Traffic:
         return sum(cache.nbytes(S) for cache in self.caches)
 
     def share(self, S: int) -> float:
-        """Return the share of cache reads in all bytes of a decode step, at ``S`` tokens."""
+        """Return the share of a decode step's bytes that are read from the caches, at ``S`` tokens."""
         return self.kv(S) / (self.weights + self.kv(S))
 
     def bound(self, S: int, served: Iterable[Served]) -> float:

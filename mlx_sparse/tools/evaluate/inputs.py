@@ -44,7 +44,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def load_model(name: str | None, cache: str | None, license: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
-    """Return a model (default: SmolLM2), its tokenizer and its config. ``license`` is the license that users accept."""
+    """Return a model (default: SmolLM2), its tokenizer and its config. ``license`` names the accepted license."""
     from mlx_lm import load
 
     path = find_model(name, cache_directory(cache), license)

@@ -47,7 +47,7 @@ class Passage:
 
 
 def digest(example: Example | Passage) -> str:
-    """Return a hash of the tokens and the scored positions, which is the key of stored results."""
+    """Return a hash of the tokens and the scored positions, which identifies stored results."""
     return hashlib.sha256(json.dumps(vars(example)).encode()).hexdigest()[:16]
 
 
@@ -239,7 +239,7 @@ def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed:
 
 
 def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Insert the pass keys of eight cities, and ask for one of them (multi-key needles of RULER)."""
+    """Insert the pass keys of eight cities, and ask for one of them (like RULER's multi-key needles)."""
 
     def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
         wanted = rng.choice(CITIES)

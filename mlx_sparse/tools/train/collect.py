@@ -113,7 +113,7 @@ class Collection:
         return self.folder / f"layer-{layer:03}.{name}.f16"
 
     def _write(self, seen: Seen, window: int, before: tuple[mx.array, mx.array]) -> None:
-        """Write all keys and the sampled queries of one chunk and layer."""
+        """Write all keys and the sampled queries of one chunk in one layer."""
         start, stop = seen.position, seen.position + seen.queries.shape[2]
         inside = np.flatnonzero((self.positions[window] >= start) & (self.positions[window] < stop))
         chunk_rows = mx.array(self.positions[window][inside] - start)

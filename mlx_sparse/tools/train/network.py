@@ -70,7 +70,7 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
 
 
 def router(centroids: mx.array, hidden: int, scale: float) -> Params:
-    """Return a folded network that computes the k-means logits ``scale * <query, centroid>`` exactly.
+    """Return a folded network that computes the k-means logits ``scale * <query, centroid>``.
 
     ``centroids`` is ``(Hkv, C, D)``.
     """
