@@ -86,7 +86,7 @@ def draw(rows: Sequence[Row]) -> Figure | None:
 
 
 def svg(figure: Figure) -> str:
-    """Return the figure as reproducible SVG."""
+    """Return the figure as SVG text, which is the same in every run."""
     file = io.StringIO()
     with styled():
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator")))

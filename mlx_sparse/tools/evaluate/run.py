@@ -174,7 +174,7 @@ class _Evaluation:
         self.key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size, args.batch)
 
     def rows(self) -> Iterator[Row]:
-        """Run all tasks at all context lengths. Yield the rows of a task as soon as the task has run."""
+        """Run all tasks at all context lengths. Yield each task's rows as soon as the task has run."""
         from tqdm import tqdm
 
         args, step = self.args, self.args.prefill_step_size

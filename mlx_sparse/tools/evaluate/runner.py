@@ -92,8 +92,8 @@ class Steps:
     """A batch of prompts of equal length, with teacher-forced decode steps after the prompts.
 
     Attributes:
-        depths: depth of each example's answer in the prompt; None for tasks without a depth.
-        digests: hash of each example (`tasks.digest`).
+        depths: depth of the answer in each example's prompt; None for tasks without a depth.
+        digests: hash of each example, from `tasks.digest`.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ def read(names: list[str] | None, option: str = "--text", cache: Path | None = N
 
 
 def check(names: list[str] | None, option: str = "--text") -> None:
-    """Check that the files among ``names`` are readable, except for pipes. Nothing is fetched.
+    """Check that all files in ``names``, except for pipes, are readable. Nothing is fetched.
 
     Raises:
         ConfigError: as in `read`.

@@ -54,13 +54,13 @@ class Collection:
     """A folder with float16 arrays of each layer: all keys and sampled queries of each text, before and after RoPE.
 
     Attributes:
-        folder: the folder of the files.
+        folder: the folder that contains the files.
         layer_shapes: the collected layers by index.
         windows: number of texts.
         length: number of tokens in each text.
         queries: number of sampled queries per text.
         first: lowest position of a sampled query.
-        seed: seed of the sample.
+        seed: random seed for sampling the queries.
     """
 
     folder: Path

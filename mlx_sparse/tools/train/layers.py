@@ -30,12 +30,12 @@ class HeadReport:
 
     Attributes:
         layer, head: index of the layer and of its KV head.
-        rows: number of training rows (long-range queries). With too few rows the head keeps the k-means router.
+        rows: number of training rows (long-range queries). If there are too few, the head keeps the k-means router.
         long_range: share of the held-out queries that are long-range.
         loss: KL divergence in nats of each router from the targets of the long-range held-out queries; empty if there
             are no such queries.
         recall: attention recall of each router at `SELECTIVITIES`.
-        imbalance: imbalance of the held-out keys (saap.13).
+        imbalance: imbalance of the buckets of the held-out keys (saap.13).
     """
 
     layer: int
