@@ -63,7 +63,7 @@ class Operator:
     """An operator of the domain.
 
     Attributes:
-        base: name of the operator that this operator extends by SampleAttention for prefill, or "".
+        base: name of the operator that this operator extends with SampleAttention for prefill, or "".
         has_body: False if only the native kernels run the operator, True if `compose.function` returns its body.
     """
 

@@ -171,7 +171,7 @@ class SparQCache(DynamicCache):
     Raises:
         ConfigError: ``attn`` is invalid or does not fit the model, the model was not loaded with
             ``attn_implementation="sparq"``, or the model has no full-attention layer.
-        BackendUnavailable: Triton's kernels cannot run here.
+        BackendUnavailable: the Triton kernels cannot run on this machine.
     """
 
     def __init__(self, config: PreTrainedConfig, attn: str | SparQ = "sparq") -> None:

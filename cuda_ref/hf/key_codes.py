@@ -20,7 +20,7 @@ class Codes:
 
     Attributes:
         coded: arrays with the capacity of the buffer. Slots after the last full group of a sequence are stale.
-        length: number of rows whose full groups are quantized.
+        length: length of the prefix whose full groups are quantized.
         padding: ``(B,)`` first valid row of each sequence, or None.
     """
 

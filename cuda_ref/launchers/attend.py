@@ -85,7 +85,9 @@ def attend(
     left_padding: torch.Tensor | None = None,
     reallocation: Reallocation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute exact attention of one query per head (sparq.7). The keys are split among programs and merged exactly.
+    """Compute exact attention of one query per head (sparq.7).
+
+    The keys are split among programs, whose results are merged exactly.
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.

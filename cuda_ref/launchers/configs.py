@@ -164,7 +164,7 @@ def processors(device: torch.device) -> int:
 
 
 def rows(tiles: Tiles, width: int, itemsize: int) -> int:
-    """Return the rows of ``width`` elements per tile: a power of 2, at least 16 (the size of matrix units)."""
+    """Return how many rows of ``width`` elements a tile has: a power of 2, at least 16 (for tensor cores)."""
     return min(MOST_ROWS, max(16, tiles.elements * 2 // (width * itemsize)))
 
 

@@ -77,10 +77,10 @@ def block_size(S: int, top_k: int) -> int:
 def select(
     scores: GroupScores, S: int, *, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Select ``top_k`` keys: the last ``local_window`` valid keys and the keys with the largest scores (sparq.6).
+    """Select ``top_k`` keys: the last ``local_window`` valid keys, then the keys with the largest scores (sparq.6).
 
     Returns:
-        Key indices ``(B, Hkv, min(top_k, S))`` int32, ascending, then -1. Of equal scores the lower index is selected.
+        Key indices ``(B, Hkv, min(top_k, S))`` int32, ascending, padded with -1. Ties go to the lower index.
     """
     B, Hkv, G, stride = scores.logits.shape
     device = scores.logits.device

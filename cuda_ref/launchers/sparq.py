@@ -105,7 +105,7 @@ def sparq_scores(queries: torch.Tensor, selection: Selection) -> GroupScores:
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        selection: settings and arrays of the selection. ``keys_t`` may have any strides, and is read fastest if the
+        selection: settings and arrays for selecting keys. ``keys_t`` may have any strides, and is read fastest if the
             last stride is 1 and the other strides are multiples of 16.
     """
     keys_t = selection.keys_t
@@ -176,8 +176,8 @@ def sparq_code_scores(queries: torch.Tensor, keys: torch.Tensor, selection: Sele
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        keys: ``(B, Hkv, S, D)``, last stride 1; only unquantized keys are read.
-        selection: settings and arrays of the selection. ``keys_t`` has the codes of all full groups, and is read
+        keys: ``(B, Hkv, S, D)``, last stride 1; only keys outside full groups are read.
+        selection: settings and arrays for selecting keys. ``keys_t`` has the codes of all full groups, and is read
             fastest if the last strides are 1 and the other strides of ``codes`` are multiples of 16.
         narrow: True to write the logits as 8-bit codes.
     """

@@ -96,10 +96,10 @@ class Runner:
                 array[:] = 0
 
     def resume_at(self, length: int) -> None:
-        """Set the number of tokens to ``length``, after you wrote unpadded keys and values into `caches`.
+        """Set the number of tokens to ``length``. First write unpadded keys and values into `caches`.
 
-        You must also write ``past_sums`` and ``past_summary``, which summarize all tokens. This method therefore cannot
-        remove tokens.
+        Also write ``past_sums`` and ``past_summary``, which summarize all tokens. You therefore cannot remove tokens
+        with this method.
 
         Raises:
             ConfigError: the tokens exceed ``max_length``.

@@ -130,7 +130,7 @@ def _reference(model: Any, target: Target) -> Expected:
 
 
 def _run_first_layers(model: Any, short: Target, count: int, last: int, noise: float) -> FirstLayers:
-    """Run the first layers on ``count`` random tokens. The last ``last`` tokens are a separate call."""
+    """Run the first layers on ``count`` random tokens. The last ``last`` tokens get a separate call."""
     embedding = model.model.embed_tokens
     tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], (ROWS, count))
     chunks = np.split(tokens, [count - last], axis=1) if last else [tokens]
