@@ -1,4 +1,4 @@
-"""Provide numeric helpers for the kernels: softmax of tiles without valid keys, aligned masks, and 8-bit logits."""
+"""Define numeric helpers for the kernels: softmax of tiles without valid keys, aligned masks and 8-bit logits."""
 
 import triton
 import triton.language as tl
@@ -35,7 +35,7 @@ def rounded_down(first):
 
 @triton.jit
 def encode_logit(logit, largest):
-    """Encode a logit in 8 bits, as its distance from the ``largest`` logit of the tile."""
+    """Encode a logit in 8 bits: its distance from the ``largest`` logit of the tile, in units of 1/16."""
     below = (largest - logit) * 16.0  # +inf, or NaN for a key without weight
     code = tl.where(below < NO_WEIGHT - 0.5, tl.floor(below + 0.5), NO_WEIGHT)
     return tl.where(logit < float("inf"), code, NO_SOFTMAX).to(tl.uint8)

@@ -1,4 +1,4 @@
-"""Launch `kernels.attend`: exact attention of one query per head over listed keys or over all keys."""
+"""Launch `kernels.attend`, which computes exact attention of one query per head to listed keys or to all keys."""
 
 from __future__ import annotations
 

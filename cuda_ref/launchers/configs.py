@@ -123,7 +123,7 @@ def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> 
 
 
 def sample_tile(block_size: int, itemsize: int) -> BlockTile:
-    """Return the tile of `sample_scores`, for which two programs fit on a processor."""
+    """Return the tile of `sample_scores`, which is small enough to run two programs on a multiprocessor."""
     if itemsize > 2:
         return BlockTile(32, 32, 4, 2)
     return BlockTile(block_size, min(block_size, 64), 8 if block_size == 128 else 4, 2)

@@ -43,7 +43,7 @@ def rows(array: torch.Tensor) -> torch.Tensor:
 
 
 def contiguous(array: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``array`` as a contiguous tensor, or None for None."""
+    """Return ``array`` as a contiguous tensor, or None if it is None."""
     return None if array is None else array.contiguous()
 
 

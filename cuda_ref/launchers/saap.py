@@ -1,4 +1,4 @@
-"""Launch SAAP (docs/spec/saap.md): four launches per decode step, three without a hidden layer."""
+"""Launch the SAAP kernels (docs/spec/saap.md): four launches per decode step, or three without a hidden layer."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ class Index:
 
     Attributes:
         offsets, key_ids: results of `saap_index`.
-        covered: number of keys in the lists; later keys are always attended.
-        sink_tokens: number of first keys, which are always attended and not in the lists.
+        covered: number of keys in the lists; later keys are always attended to.
+        sink_tokens: number of first keys, which are always attended to and not in the lists.
         capacity: number of slots in the key list of a decode step.
     """
 
@@ -211,7 +211,7 @@ def saap_decode(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run one decode step over visited buckets. Return ``out``, ``lse`` and the attended keys per row, ``(B, Hkv)``."""
+    """Run one decode step over visited buckets. Return ``out``, ``lse`` and the key counts ``(B, Hkv)``."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, keys.shape[2], left_padding)
     assert listed.counts is not None

@@ -1,4 +1,4 @@
-"""Launch SampleAttention (docs/spec/sample.md): score the sample, select key blocks and attend to them."""
+"""Launch the SampleAttention kernels (docs/spec/sample.md): score the sample, select key blocks, attend to them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def sample_prefill(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run SampleAttention. Return ``out``, float32 ``lse (B, Hq, L)`` and int32 ``counts (B, Hq, R)``.
 
-    The counts are the number of key blocks of each row block. Row blocks are processed in ranges whose lists fit into
-    `LIST_BYTES`.
+    ``counts`` is the number of key blocks that each row block attends to. Row blocks are processed in ranges whose
+    lists fit into `LIST_BYTES`.
     """
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     B, Hq = queries.shape[:2]

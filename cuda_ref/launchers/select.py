@@ -1,4 +1,4 @@
-"""Launch `kernels.top_k_select`: select exactly the k best keys of a row without sorting."""
+"""Launch `kernels.top_k_select`, which selects exactly the k best keys of a row without sorting."""
 
 from __future__ import annotations
 

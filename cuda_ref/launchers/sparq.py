@@ -1,4 +1,4 @@
-"""Launch SparQ (docs/spec/sparq.md): three launches per decode step."""
+"""Launch the SparQ kernels (docs/spec/sparq.md), three per decode step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sparq_attention(
     value_mean: torch.Tensor | None,
     **selection: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `sparq_decode` with the arguments that all backends share. `KeyCodes` become a list of tensors."""
+    """Run `sparq_decode` with the arguments that all backends share. Pass `KeyCodes` as a list."""
     scored = [keys.mT] if keys_t is None else list(keys_t) if isinstance(keys_t, KeyCodes) else [keys_t]
     mean = value_mean if reallocate else None
     result: tuple[torch.Tensor, torch.Tensor] = sparq_decode(

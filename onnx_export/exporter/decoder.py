@@ -33,9 +33,9 @@ class Target:
     """Settings of an exported file.
 
     Attributes:
-        decode: method of decode steps.
+        decode: method for decode steps.
         prompts: prefill method, with a value in place of every "auto"; None if prefill is dense.
-        max_length: maximum number of tokens of a sequence.
+        max_length: maximum number of tokens in a sequence.
         lanes: number of keys per chunk of component-major keys.
         dtype: type of the caches and of unquantized weights.
         dequantize: True to store quantized weights in ``dtype`` too.
@@ -83,7 +83,7 @@ class Decoder:
     """Builder of the graph of one model. `add` adds the whole graph.
 
     Args:
-        model: model of mlx-lm.
+        model: the mlx-lm model.
         family: properties that cannot be read from the modules of the model.
         target: settings of the file.
         graph: graph that receives the nodes and weights.
@@ -269,7 +269,7 @@ class Decoder:
     ) -> str:
         """Add the attention node of layer ``i`` with its caches. Return the name of its output (B, Hq, L, D).
 
-        ``values`` are names of computed values by input. ``sizes`` are the number of KV heads and the head dim.
+        ``values`` maps input names to names of values. ``sizes`` are the number of KV heads and the head dim.
         """
         g, capacity = self.g, self.target.capacity
         sampled = self.target.prompts is not None and not window

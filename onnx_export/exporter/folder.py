@@ -52,7 +52,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """Open a folder that is not a link, and yield its file descriptor. Its locks end with this process."""
+    """Open a folder that is not a link, and yield its file descriptor. Its locks end when this process ends."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield handle

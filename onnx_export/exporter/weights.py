@@ -1,4 +1,4 @@
-"""Add linear layers, embeddings and norms to a graph: their stored weights and their nodes."""
+"""Add the weights and nodes of linear layers, embeddings and norms to a graph."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def library_path() -> Path:
 
 
 def unavailable() -> str | None:
-    """Return the reason why the native kernels cannot run here, or None."""
+    """Return the reason why the native kernels cannot run on this machine, or None."""
     found = _found()
     if found is not None:
         return _mismatch(found)

@@ -157,7 +157,7 @@ def _all_steps_dense(method: str, keys: int) -> bool:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of an exported folder, without downloads and without code from the folder.
+    """Load the tokenizer of an exported folder. Download nothing, and run no code from the folder.
 
     Raises:
         ArtefactError: the folder has no valid tokenizer.

@@ -43,8 +43,8 @@ class Runner:
         batch: number of sequences that are decoded together.
 
     Attributes:
-        length: number of tokens so far, padding included.
-        caches: arrays by input name of the graph. The runtime reads these arrays and appends to them in place.
+        length: number of tokens in the caches, padding included.
+        caches: arrays by graph input name. The runtime reads these arrays and appends to them in place.
         max_length: maximum number of tokens.
         native: True if the native kernels run.
         eos: ids of end-of-sequence tokens.

@@ -43,7 +43,7 @@ class Decoding:
     """Decode method of an exported file. This class decodes densely; subclasses are sparse.
 
     Attributes:
-        operator: name of the operator that appends to the caches and attends. Its states (``past_*`` and
+        operator: name of the operator that appends to the caches and computes attention. Its states (``past_*`` and
             ``present_*``) become inputs and outputs of the file.
         method: settings, with a value in place of every "auto".
         group: number of consecutive keys that are quantized together; 0 if the method quantizes no keys.
@@ -107,5 +107,5 @@ class Decoding:
         raise NotImplementedError
 
     def shortened(self) -> Decoding:
-        """Return a copy for verification: sparse after `PROMPT` tokens, over at most `KEYS` keys."""
+        """Return a copy for verification that is sparse after `PROMPT` tokens and attends to at most `KEYS` keys."""
         return self

@@ -32,8 +32,8 @@ class Agreement:
         dense: largest difference with dense attention.
         sparse: largest difference of the median row after a sparse step; None if decoding is dense.
         largest: largest absolute logit of MLX.
-        sampled: the same after sampled prefill, or None.
-        coded: the same after a decode step over int4 scoring keys, or None.
+        sampled: largest difference of the median row after sampled prefill, or None.
+        coded: largest difference of the median row after a decode step with int4 scoring keys, or None.
     """
 
     dense: float
@@ -59,7 +59,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
         folder: the folder of model.onnx and its data.
         expected: logits and tolerances of MLX.
         target: settings of the file.
-        lower: last transformation of the file, such as `inline`, which is applied to the copy too.
+        lower: last transformation of the file, such as `inline`; it is applied to the copy too.
 
     Raises:
         ArtefactError: the logits differ by more than the tolerance.

@@ -78,7 +78,7 @@ class Expected:
 
 
 def reference(model: Any, target: Target) -> Expected:
-    """Compute the logits and tolerances on the CPU, because Metal's matrix products may be less exact than float32.
+    """Compute logits and tolerances on the CPU, because Metal's matrix products may be less exact than float32.
 
     This function rounds the parameters of ``model`` as in the file.
 
@@ -170,7 +170,7 @@ def _columns(module: Any) -> int:
 
 
 def largest(found: Sequence[Array], wanted: Sequence[Array]) -> float:
-    """Return the largest absolute difference of two lists of arrays, or NaN if any difference is NaN."""
+    """Return the largest absolute difference between two lists of arrays, or NaN if any difference is NaN."""
     return float(np.max([np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)]))
 
 
