@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def report(cache: SparQCache | None = None) -> Report:
-    """Return the report on all attention calls with ``cache``, or on all calls without a `SparQCache` if it is None."""
+    """Return the report on all attention calls with ``cache``, or if None, on all calls without a `SparQCache`."""
     return _without_cache if cache is None else cache.report
 
 

@@ -14,7 +14,7 @@ from .numbers import finite, widen
 
 @triton.jit
 def times_values(weights, values, total):
-    """Return ``total + weights @ values``, where each float32 weight is a sum of two numbers of the values' dtype."""
+    """Return ``total + weights @ values``, with each float32 weight split into two numbers of the values' dtype."""
     high = weights.to(values.dtype)
     total = tl.dot(high, values, total, input_precision="ieee")
     if values.dtype != tl.float32:
@@ -31,7 +31,7 @@ def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
 
 @triton.jit
 def write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D: tl.constexpr, G: tl.constexpr):
-    """Normalize, reallocate and store the output. Store the log-sum-exp. Rows without keys get 0 and -inf."""
+    """Normalize and reallocate the output. Store it with its log-sum-exp. Rows without keys get 0 and -inf."""
     some = total != 0  # True for NaN, so that NaN reaches the output
     result = weighted / tl.where(some, total, 1.0)[:, None]
     if value_mean is not None:

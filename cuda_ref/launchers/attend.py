@@ -22,7 +22,7 @@ class Listed:
     """The keys that a decode step attends to.
 
     Attributes:
-        indices: ``(B, Hkv, N)`` int32, contiguous; numbers that are not keys are empty slots.
+        indices: ``(B, Hkv, N)`` int32, contiguous; numbers that are not key indices are empty slots.
         counts: ``(B, Hkv)`` int32, contiguous: number of used entries per row. The used entries of all rows are divided
             equally among the programs. None: all entries are used.
         tickets: int32 ``(B, Hkv, 2)`` counters of finished programs, 0 in ``[..., 1]``; allocated if None.

@@ -29,8 +29,8 @@ def attend_blocks(
     Args:
         queries: ``(B, Hq, L, D)``; the position of query i is ``S - L + i``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int, ascending; numbers that are not key blocks are empty slots. None for all key
-            blocks.
+        blocks: ``(B, Hq, R, N)`` int, ascending; numbers that are not key blocks are empty slots. None
+            selects all key blocks.
 
     Returns:
         ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``. Queries without keys get 0 and

@@ -39,7 +39,7 @@ def saap_route(
         hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``.
 
     Returns:
-        ``(B, Hkv, probes)`` int32, ascending, then -1 if fewer buckets have a probability above 0.
+        ``(B, Hkv, probes)`` int32, ascending, padded with -1 if fewer buckets have a probability above 0.
     """
     queries, out_weight = queries.contiguous(), out_weight.contiguous()
     B, Hq = queries.shape[:2]
@@ -112,7 +112,7 @@ def _hidden(
 def saap_index(
     bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the keys in the order of their buckets (saap.9): ``offsets (B, Hkv, C + 1)``, ``key_ids (B, Hkv, n)``."""
+    """List the keys by bucket (saap.9). Return ``offsets (B, Hkv, C + 1)`` and ``key_ids (B, Hkv, n)``."""
     position = torch.arange(bucket_ids.shape[2], device=bucket_ids.device)
     sink_tokens = min(sink_tokens, bucket_ids.shape[2])  # later sums fit into int32
     first = sink_tokens if left_padding is None else (left_padding + sink_tokens)[:, None, None]
@@ -153,7 +153,7 @@ def saap_indices(
     capacity: int,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the keys of a decode step (saap.10): int32 ``indices (B, Hkv, capacity)`` and ``counts (B, Hkv)``."""
+    """List the keys of a decode step (saap.10). Return int32 ``indices (B, Hkv, capacity)``, ``counts (B, Hkv)``."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, length, left_padding)
     assert listed.counts is not None

@@ -74,7 +74,7 @@ def sample_select(
     block_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """List the key blocks of each row block, (sample.1) to (sample.7): ``(B, Hq, R, Nk)`` int32, ascending, then -1."""
+    """List each row block's key blocks, (sample.1) to (sample.7): int32 ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     counts = torch.empty(*queries.shape[:2], layout.row_blocks, dtype=torch.int32, device=queries.device)
     alphas = {"alpha_column": alpha_column, "alpha_slash": alpha_slash}
@@ -210,7 +210,7 @@ def merge(kept: SampleMasks, layout: Layout, first: int, stop: int, width: int, 
         counts: output, ``(B, Hq, R)`` int32: the lengths of these lists.
 
     Returns:
-        ``(B, Hq, stop - first, width)`` int32, ascending, then -1.
+        ``(B, Hq, stop - first, width)`` int32, ascending, padded with -1.
     """
     B, Hq = kept.column.shape[:2]
     blocks = torch.empty(B, Hq, stop - first, width, dtype=torch.int32, device=counts.device)

@@ -53,7 +53,7 @@ class GroupScores:
 def top_k_select(
     scores: torch.Tensor, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6). -inf is never selected; NaN counts as +inf."""
+    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6). Never select a score of -inf. NaN counts as +inf."""
     B, Hkv, S = scores.shape
     tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=scores.device)
     given = GroupScores(scores.contiguous()[:, :, None], None, None, tickets)

@@ -121,7 +121,7 @@ class Decoder:
         g.op("Identity", logits, output="logits")
 
     def _add_positions(self, ids: str) -> None:
-        """Add nodes that compute the padding and past length of each row, and new positions, float32 (B, L, 1)."""
+        """Add nodes that compute each row's padding, past length and new positions, the latter float32 (B, L, 1)."""
         g = self.g
         mask = g.input("attention_mask", INT64, ["batch", "total"])
         ones = g.op("Cast", mask, to=FLOAT)  # some runtimes have no ArgMax of int64

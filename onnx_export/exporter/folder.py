@@ -14,7 +14,7 @@ from mlx_sparse.checks import ConfigError
 
 
 def check_free(folder: Path) -> None:
-    """Raise `ConfigError` unless ``folder`` can be created, or is empty and can be replaced."""
+    """Raise `ConfigError` unless ``folder`` can be created, or is an empty folder that can be replaced."""
     if not folder.exists() and not folder.is_symlink():
         return
     if folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()):

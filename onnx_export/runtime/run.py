@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Result:
-    """Generated text, with token counts and speeds in tokens per second."""
+    """Generated text, token counts, speeds in tokens per second, and the attention method and kernels."""
 
     text: str
     prompt_tokens: int

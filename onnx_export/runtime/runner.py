@@ -158,7 +158,7 @@ class Runner:
         return self._logits[:, 0]
 
     def prefill(self, prompt: Sequence[int]) -> Array:
-        """Append a prompt in chunks and return the logits of its last token. The batch must be 1.
+        """Append a prompt in chunks and return the logits of its last token. The batch size must be 1.
 
         As in mlx-lm, the last token is a separate decode step.
         """
@@ -183,7 +183,7 @@ class Runner:
             pick: function that selects a token from its logits ``(vocabulary,)``; None selects the argmax.
 
         Raises:
-            ShapeError: prompt and new tokens exceed ``max_length``. This is raised before anything runs.
+            ShapeError: the prompt and the new tokens exceed ``max_length``. The error is raised before anything runs.
             ArtefactError: onnxruntime raised an error, or the logits are NaN.
         """
         if self.batch != 1:

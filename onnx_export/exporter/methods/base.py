@@ -26,7 +26,7 @@ class Step:
         layer: layer number.
         query: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``, the new token included.
-        before: the same query and keys before RoPE.
+        before: ``query`` and ``keys`` before RoPE.
         scale: factor of the logits.
     """
 
@@ -95,7 +95,7 @@ class Decoding:
         return {}
 
     def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
-        """Return additional inputs by name, from queries and keys (B, L, H, D) ``before`` and ``after`` RoPE."""
+        """Return additional operator inputs by name, from queries and keys (B, L, H, D) ``before`` or ``after`` RoPE."""
         return {}
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Compare the logits of an exported file with the logits of MLX."""
+"""Compare the logits of an exported file with MLX's logits."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Agreement:
     """Differences between the logits of a file and of MLX.
 
     Attributes:
-        dense: largest difference with dense attention.
-        sparse: largest difference of the median row after a sparse step; None if decoding is dense.
+        dense: largest absolute difference with dense attention.
+        sparse: median over rows of the largest difference after a sparse step; None if decoding is dense.
         largest: largest absolute logit of MLX.
-        sampled: largest difference of the median row after sampled prefill, or None.
-        coded: largest difference of the median row after a decode step with int4 scoring keys, or None.
+        sampled: same median after sampled prefill; None if prefill is dense.
+        coded: same median after a decode step with int4 scoring keys; None without such keys.
     """
 
     dense: float

@@ -1,4 +1,4 @@
-"""Copy an exported model for verification, with settings that are sparse on short prompts."""
+"""Copy an exported model for verification, with settings that make attention to short prompts sparse."""
 
 from __future__ import annotations
 
