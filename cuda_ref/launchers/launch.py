@@ -53,7 +53,7 @@ def strides(letter: str, array: torch.Tensor, axes: str = "bhn") -> dict[str, in
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Return True for bfloat16 in Triton's interpreter, which must convert loads to float32 before it computes."""
+    """Return True for bfloat16 in Triton's interpreter, which can compute only after a conversion to float32."""
     return interpreted() and dtype == torch.bfloat16
 
 

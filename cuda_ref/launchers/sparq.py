@@ -61,7 +61,7 @@ def sparq_decode(
 
     Args:
         scored: a list with the component-major keys ``(B, Hkv, D, S)``, or with the four arrays of `KeyCodes`.
-        value_mean: ``(B, Hkv, D)``, the mean value for reallocation; None for no reallocation.
+        value_mean: ``(B, Hkv, D)`` mean of the values for reallocation; None to skip reallocation.
     """
     queries, keys = queries.contiguous(), rows(keys)
     component_weight, left_padding = contiguous(component_weight), contiguous(left_padding)

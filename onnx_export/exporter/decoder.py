@@ -34,7 +34,7 @@ class Target:
 
     Attributes:
         decode: method for decode steps.
-        prompts: prefill method, with a value in place of every "auto"; None if prefill is dense.
+        prompts: prefill method, with every "auto" resolved; None if prefill is dense.
         max_length: maximum number of tokens in a sequence.
         lanes: number of keys per chunk of component-major keys.
         dtype: type of the caches and of unquantized weights.
@@ -63,7 +63,7 @@ class Target:
         return {**decode.attributes(self.lanes), **prompts}
 
     def shortened(self) -> Target:
-        """Return a copy of the settings with methods that are sparse on short prompts, for verification."""
+        """Return a copy of the settings for verification, with which attention is sparse even for short prompts."""
         prompts = self.prompts and sample.shortened(self.prompts)
         decode = self.decode.shortened()
         return replace(self, decode=decode, prompts=prompts)

@@ -61,7 +61,7 @@ class Exported:
 
     Attributes:
         folder: the output folder.
-        method: the method and its settings as text, with a value in place of every "auto".
+        method: the method and its settings as text, with every "auto" resolved.
         max_length: maximum number of tokens.
         nbytes: size of model.onnx and its data in bytes.
         agreement: differences between the logits of the file and of MLX.

@@ -72,9 +72,9 @@ class Blocks:
         return {"data": self.codes, "scales": self.scales[..., None], "zero_points": self.zeros[..., None]}, attributes
 
     def halves(self) -> tuple[Blocks, Blocks]:
-        """Split an 8-bit weight into two 4-bit weights, the high and low half bytes. Their sum is exact.
+        """Split an 8-bit weight into two 4-bit weights: the high and the low half of each byte. Their sum is exact.
 
-        ONNX Runtime 1.31 multiplies by an 8-bit weight 30 times slower, or rounds the input to 8 bits.
+        With an 8-bit weight, ONNX Runtime 1.31 is 30 times slower or rounds the input to 8 bits.
         """
 
         def half(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Blocks:

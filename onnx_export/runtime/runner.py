@@ -38,7 +38,7 @@ class Runner:
 
     Args:
         path: the folder that export-onnx wrote, or its model.onnx.
-        native: "auto" runs the native kernels if they were built, "off" the function bodies of the operators.
+        native: "auto" to run the native kernels if they were built, "off" to run the operators' function bodies.
         threads: number of threads of onnxruntime; None selects its default.
         batch: number of sequences that are decoded together.
 

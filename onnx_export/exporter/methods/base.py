@@ -45,7 +45,7 @@ class Decoding:
     Attributes:
         operator: name of the operator that appends to the caches and computes attention. Its states (``past_*`` and
             ``present_*``) become inputs and outputs of the file.
-        method: settings, with a value in place of every "auto".
+        method: settings, with every "auto" resolved.
         group: number of consecutive keys that are quantized together; 0 if the method quantizes no keys.
     """
 
@@ -55,7 +55,7 @@ class Decoding:
 
     @classmethod
     def resolve(cls, config: Any, model: Any) -> Decoding:
-        """Return the decode method for ``config``, with the values for mlx-lm's ``model`` in place of "auto".
+        """Return the decode method for ``config``, with every "auto" resolved for mlx-lm's ``model``.
 
         Raises:
             ConfigError: a setting does not fit the model, or cannot be exported.
@@ -95,7 +95,7 @@ class Decoding:
         return {}
 
     def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
-        """Return additional operator inputs by name, from queries and keys (B, L, H, D) ``before`` or ``after`` RoPE."""
+        """Return more operator inputs by name, from queries and keys (B, L, H, D) ``before`` and ``after`` RoPE."""
         return {}
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:

@@ -40,7 +40,7 @@ class FirstLayers:
 
     Attributes:
         layers: number of layers before the norm and the head.
-        chunks: tokens of successive calls, each (rows, number of tokens).
+        chunks: token ids for successive calls, each of shape (rows, number of tokens).
         logits: logits (rows, vocabulary) with the sparse method.
         dense: logits (rows, vocabulary) with dense attention.
         error: tolerance for the median over rows of the largest difference.
