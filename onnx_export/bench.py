@@ -237,7 +237,7 @@ class OrtStep(OrtVariant):
 
 
 class OrtPrefill(OrtVariant):
-    """Variant that runs prefill in one call, or in chunks if dense attention is a function body, as in a file."""
+    """Variant that runs prefill in one call. The function body of dense attention runs in chunks, as in exports."""
 
     def prepare(self) -> None:
         case, prompt, common = self.case, self.shared, self.common(C=self.case.S)

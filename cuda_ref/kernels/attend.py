@@ -87,7 +87,7 @@ def merge_splits(
 
 @triton.jit
 def assigned_work(program, programs, counts, rows, entries, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return the row that a program processes and its share of the entries, if rows have ``counts`` entries.
+    """Return the row that a program processes and its share of the row's entries. Rows have ``counts`` entries.
 
     Returns:
         The row, its first program, its number of programs, its number of entries, and the entries per program, in

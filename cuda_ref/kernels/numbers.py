@@ -23,13 +23,13 @@ def widen(loaded, UPCAST: tl.constexpr):
 
 @triton.jit
 def rounded_up(length):
-    """Round ``length`` up to a multiple of 16. A mask that ends at this multiple keeps loads of 16 bytes whole."""
+    """Round ``length`` up to a multiple of 16. A mask that ends at this multiple does not split 16-byte loads."""
     return tl.cdiv(length, 16) * 16
 
 
 @triton.jit
 def rounded_down(first):
-    """Round ``first`` down to a multiple of 16. A mask that begins at this multiple keeps loads of 16 bytes whole."""
+    """Round ``first`` down to a multiple of 16. A mask that begins at this multiple does not split 16-byte loads."""
     return first // 16 * 16
 
 

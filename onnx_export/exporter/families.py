@@ -93,8 +93,8 @@ class Rope:
 
     Attributes:
         frequencies: float32 (pairs,); the first ``2 * pairs`` components of a head are rotated.
-        scale: factor of the positions.
-        factor: factor of the rotated components.
+        scale: factor by which positions are multiplied.
+        factor: factor by which rotated components are multiplied.
         traditional: True if the components of a pair are adjacent, False if they are half a head apart.
     """
 

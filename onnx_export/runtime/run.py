@@ -96,7 +96,7 @@ class Result:
     kernels: str
 
     def summary(self) -> str:
-        """Return the statistics that are printed after the text, in mlx-lm's format."""
+        """Return the statistics to print after the text, in mlx-lm's format."""
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {self.generation_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"

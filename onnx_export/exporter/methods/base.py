@@ -27,7 +27,7 @@ class Step:
         query: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``, the new token included.
         before: ``query`` and ``keys`` before RoPE.
-        scale: factor of the logits.
+        scale: factor by which the logits are multiplied.
     """
 
     layer: int
