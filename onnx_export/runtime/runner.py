@@ -38,13 +38,13 @@ class Runner:
 
     Args:
         path: the folder that export-onnx wrote, or its model.onnx.
-        native: "auto" runs the native kernels if they were built, "off" the function bodies of the operators.
+        native: "auto" to run the native kernels if they were built, "off" to run the operators' function bodies.
         threads: number of threads of onnxruntime; None selects its default.
         batch: number of sequences that are decoded together.
 
     Attributes:
-        length: number of tokens so far, padding included.
-        caches: arrays by input name of the graph. The runtime reads these arrays and appends to them in place.
+        length: number of tokens in the caches, padding included.
+        caches: arrays by graph input name. The runtime reads these arrays and appends to them in place.
         max_length: maximum number of tokens.
         native: True if the native kernels run.
         eos: ids of end-of-sequence tokens.
@@ -96,10 +96,10 @@ class Runner:
                 array[:] = 0
 
     def resume_at(self, length: int) -> None:
-        """Set the number of tokens to ``length``, after you wrote unpadded keys and values into `caches`.
+        """Set the number of tokens to ``length``. First write unpadded keys and values into `caches`.
 
-        You must also write ``past_sums`` and ``past_summary``, which summarize all tokens. This method therefore cannot
-        remove tokens.
+        Also write ``past_sums`` and ``past_summary``, which summarize all tokens. You therefore cannot remove tokens
+        with this method.
 
         Raises:
             ConfigError: the tokens exceed ``max_length``.
@@ -158,7 +158,7 @@ class Runner:
         return self._logits[:, 0]
 
     def prefill(self, prompt: Sequence[int]) -> Array:
-        """Append a prompt in chunks and return the logits of its last token. The batch must be 1.
+        """Append a prompt in chunks and return the logits of its last token. The batch size must be 1.
 
         As in mlx-lm, the last token is a separate decode step.
         """
@@ -183,7 +183,7 @@ class Runner:
             pick: function that selects a token from its logits ``(vocabulary,)``; None selects the argmax.
 
         Raises:
-            ShapeError: prompt and new tokens exceed ``max_length``. This is raised before anything runs.
+            ShapeError: the prompt and the new tokens exceed ``max_length``. The error is raised before anything runs.
             ArtefactError: onnxruntime raised an error, or the logits are NaN.
         """
         if self.batch != 1:
