@@ -48,7 +48,7 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def check_type(name: str, array: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise `ConfigError` unless ``array`` has the type of the other tensors."""
+    """Raise `ConfigError` unless ``array`` has the same dtype as the other tensors."""
     if array.dtype != dtype:
         raise ConfigError(
             f"{name}: expected the type of the other tensors, {type_name(dtype)}, got {type_name(array.dtype)}."
@@ -56,7 +56,7 @@ def check_type(name: str, array: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def check_code_type(name: str, array: torch.Tensor) -> None:
-    """Raise `ConfigError` if ``name`` is an array of int4 scoring keys and has the wrong type."""
+    """Raise `ConfigError` if ``name`` is one of the arrays of int4 scoring keys and ``array`` has the wrong dtype."""
     wanted = CODE_TYPES.get(name, array.dtype)
     if array.dtype != wanted:
         raise ConfigError(
@@ -71,19 +71,19 @@ def check_tensor(name: str, array: Any) -> None:
 
 
 def check_device(name: str, array: torch.Tensor, device: torch.device) -> None:
-    """Raise `ConfigError` unless ``array`` is on the device of the other tensors."""
+    """Raise `ConfigError` unless ``array`` is on the same device as the other tensors."""
     if array.device != device:
         raise ConfigError(f"{name}: expected a tensor on {device}, got {array.device}.")
 
 
 def check_integers(name: str, array: torch.Tensor) -> None:
-    """Raise `ShapeError` unless ``array`` contains integers."""
+    """Raise `ShapeError` unless ``array`` has an integer dtype."""
     if array.dtype.is_floating_point or array.dtype.is_complex or array.dtype == torch.bool:
         raise ShapeError(f"{name}: expected integers, got {type_name(array.dtype)}.")
 
 
 def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tensor | None:
-    """Validate ``left_padding`` and return it as int32, clamped to 0..S, on ``device``; None stays None."""
+    """Validate ``left_padding``. Return it as int32 on ``device``, clamped to 0..S, or None if it is None."""
     if left_padding is None:
         return None
     try:

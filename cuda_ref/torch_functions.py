@@ -25,7 +25,7 @@ def dense_attention(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute dense attention: one query with our split-KV kernel, several queries with torch's attention."""
+    """Compute dense attention with our split-KV kernel for one query, or with torch's attention for several."""
     if queries.shape[2] > 1:
         return _prompt(queries, keys, values, scale, left_padding)
     out: torch.Tensor = dense_decode(queries, keys, values, scale, left_padding)[0]
@@ -168,7 +168,7 @@ def _center(least: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
 
 
 def _full(groups: int, S: int, left_padding: torch.Tensor) -> torch.Tensor:
-    """Return a bool mask ``(B, 1, 1, groups)``: True for the full groups of each row."""
+    """Return a bool mask ``(B, 1, 1, groups)`` that is True for the full groups of each row."""
     full = (S - left_padding) // GROUP
     return torch.arange(groups, device=left_padding.device) < full[:, None, None, None]
 

@@ -1,4 +1,4 @@
-"""Start-up hook that adds the option --attn to mlx-lm's commands.
+"""Define the start-up hook that adds the option --attn to mlx-lm's commands.
 
 The installation adds two files that Python reads when it starts. The .pth file (pyproject.toml) has one line of code,
 which puts a finder into sys.meta_path. The finder imports this module when mlx_lm is imported. Python 3.15 reads the
@@ -27,7 +27,7 @@ class CommandFinder:
 
 
 def find_spec(name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
-    """Return the import spec of a command module and arrange for its main() to be wrapped; None for other modules."""
+    """Return the import spec of a command module, whose loader will wrap main(). Return None for other modules."""
     if name not in COMMANDS:
         return None
     others = [finder for finder in sys.meta_path if not _is_ours(finder)]

@@ -1,4 +1,4 @@
-"""Find the crossover length of sparse attention on this machine: read from the cache folder, measured, or modeled."""
+"""Read, measure or estimate the crossover length of sparse attention on this machine."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ Pairs = Sequence[tuple[float, float]]  # seconds of a dense and a sparse step th
 
 @dataclass(frozen=True)
 class Threshold:
-    """Threshold above which a layer is sparse.
+    """Threshold between dense and sparse attention in a layer.
 
     Attributes:
-        value: crossover length in keys of a decode step; for prefill, the largest density at which sparse attention
-            pays.
+        value: crossover length in keys for decode steps; for prefill, the largest density at which sparse attention
+            is faster.
         how: source of the value: `MEASURED`, `MODELED` or `GIVEN`.
-        best: optimistic end of the measured spread; ``value`` is its cautious end. None without a spread.
-        busy: True if the spread is so wide that the next process measures again.
+        best: optimistic end of the measured range; ``value`` is the conservative end. None without a range.
+        busy: True if the range is so wide that the next process measures again.
     """
 
     value: float
@@ -71,12 +71,12 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Layer:
-    """The sizes and the backend of a layer. A threshold is valid for equal layers.
+    """Backend, sizes and dtype of a layer. Equal layers share a threshold.
 
     Attributes:
-        step: sizes of the decode step, with ``measured`` None.
-        dtype: type of keys and values.
-        L: tokens of a prefill chunk; 1 for decode steps.
+        step: sizes of a decode step; ``measured`` is None.
+        dtype: dtype of keys and values.
+        L: number of tokens in a prefill chunk; 1 for decode steps.
     """
 
     backend: str
@@ -86,7 +86,7 @@ class Layer:
 
     @property
     def row(self) -> int:
-        """Bytes of a key row and a value row of all heads."""
+        """Total bytes of one key row and one value row over all heads."""
         return 2 * self.step.heads * self.step.row_bytes
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Layer:
 
 
 def describe(config: Method, found: Threshold) -> str:
-    """Return the description of a threshold for reports."""
+    """Describe a threshold for reports."""
     how, value, best = found.how, found.value, found.best
     if best is not None:
         spread = f"{value:.0%} to {best:.0%}" if isinstance(config, Prefill) else f"{best:,.0f} to {value:,.0f} keys"
@@ -159,7 +159,7 @@ def write_measurement(key: MeasurementKey, result: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a positive number below `NEVER`. Larger integers may not fit a float."""
+    """Return True for a positive number below `NEVER`. Larger integers may not fit into a float."""
     return type(value) in (int, float) and 0 < value < NEVER
 
 
@@ -167,7 +167,7 @@ def _is_number(value: Any) -> bool:
 
 
 class Point(NamedTuple):
-    """The median ratio of dense to sparse time at a length of ``S`` keys, and an interval around the true median."""
+    """Median ``ratio`` of dense to sparse time at ``S`` keys, and its confidence interval from ``low`` to ``high``."""
 
     S: int
     low: float
@@ -176,7 +176,7 @@ class Point(NamedTuple):
 
     @classmethod
     def of(cls, S: int, pairs: Pairs) -> Point:
-        """Return the median of the pairs' ratios, and its distribution-free interval with `CONFIDENCE`.
+        """Compute the median ratio of ``pairs`` and its distribution-free confidence interval at level `CONFIDENCE`.
 
         The number of ratios below the true median has a binomial distribution with probability 1/2. Two sorted ratios
         with the same rank from both ends therefore bound the median. More pairs give a narrower interval.
@@ -190,7 +190,7 @@ class Point(NamedTuple):
 
 
 def read_points(result: Mapping[str, Any]) -> list[Point]:
-    """Check the timed lengths in a calibration file, and return them in ascending order.
+    """Validate the timed lengths in a calibration file, and return their points in ascending order.
 
     Raises:
         ValueError: the file is not a valid measurement.
@@ -208,7 +208,7 @@ def read_points(result: Mapping[str, Any]) -> list[Point]:
 
 
 def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
-    """Return the shortest length at which sparse attention may be faster, and the shortest at which it is faster.
+    """Return the shortest length at which sparse attention may be faster, and the shortest at which it clearly is.
 
     All longer measured lengths must qualify too. An entry is None if no length qualifies.
     """
@@ -218,18 +218,18 @@ def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
 
 
 def _shortest(points: Sequence[Point], faster: Callable[[Point], bool]) -> int | None:
-    """Return the shortest length that is faster together with all longer lengths, or None."""
+    """Return the first length above all lengths that fail ``faster``, or None."""
     slower = max((point.S for point in points if not faster(point)), default=0)
     return next((point.S for point in points if point.S > slower), None)
 
 
 def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first: int, seconds: float) -> list[Point]:
-    """Find the crossover length of decode steps by bisection, to within 10 % or until the time is over.
+    """Find the crossover length of decode steps by bisection, to within 10 % or until ``seconds`` have passed.
 
-    The search doubles or halves the length, starting at ``first``, until one length wins and one loses. Then it bisects
-    the interval between them. A length wins after two timings. It is timed again, up to `TIMINGS` times, while its
-    interval contains `MIN_SPEEDUP`. The search ends before a length that would exceed the remaining time, estimated
-    from the previous length.
+    The search doubles or halves the length, starting at ``first``, until sparse attention wins at one length and loses
+    at another. Then it bisects the interval between these lengths. A win needs two timings. A length is timed again, up
+    to `TIMINGS` times, while its confidence interval contains `MIN_SPEEDUP`. The search ends before a length that would
+    exceed the remaining time, estimated from the time of the previous length.
     """
     end = time.monotonic() + seconds
     points: dict[int, Point] = {}
@@ -261,12 +261,12 @@ def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first:
 
 
 class Calibration:
-    """Thresholds of the layers on this machine: measured, or from the documented model.
+    """Thresholds of the layers on this machine, measured or estimated by the documented model.
 
     Args:
-        measures: True measures a missing threshold once a context is long enough; False uses the documented model.
-        seconds: longest time of a measurement; None for `SECONDS`.
-        chunk: tokens of a prefill chunk; the default is mlx-lm's.
+        measures: if True, measure a missing threshold once a context is long enough; if False, estimate it.
+        seconds: time limit of a measurement; None means `SECONDS`.
+        chunk: number of tokens in a prefill chunk; the default is the same as in mlx-lm.
         progress: callback that receives a line before and after a measurement.
     """
 
@@ -285,7 +285,7 @@ class Calibration:
         self._tried: set[tuple[Method, Layer]] = set()  # measured in this process, or failed
 
     def threshold(self, config: Method, layer: Layer, S: int = 0) -> Threshold:
-        """Return the threshold of ``config`` in a layer. Measure it first, if ``S`` keys are enough."""
+        """Return the threshold of ``config`` for a layer. Measure it first if needed and if ``S`` keys are enough."""
         key = config, layer
         if key not in self._known:
             kept = self.look_up(config, layer) if config.measurable else None
@@ -296,7 +296,7 @@ class Calibration:
         return self._known[key]
 
     def needs_measurement(self, config: Method, layer: Layer) -> bool:
-        """Return True if the first context that is long enough will measure the layer."""
+        """Return True if the layer will be measured as soon as a context is long enough."""
         if not self.measures or not config.measurable or (config, layer) in self._tried:
             return False
         found = self.threshold(config, layer)
@@ -304,21 +304,21 @@ class Calibration:
 
     @staticmethod
     def shortest_measured(config: Method) -> int:
-        """Return the shortest context that triggers a measurement. Shorter contexts are hardly ever faster."""
+        """Return the shortest context length that triggers a measurement. Below it, sparse attention rarely wins."""
         if isinstance(config, Prefill):
             return max(SHORT, config.shortest_context())
         return max(SHORT, 2 * config.attended)
 
     @staticmethod
     def modeled(config: Method, layer: Layer) -> Threshold:
-        """Return the threshold of the documented model, without a measurement."""
+        """Return the threshold that is set or estimated, without a measurement."""
         how = MODELED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
         if isinstance(config, Prefill):
             return Threshold(config.max_density(layer.backend), how)
         return Threshold(config.shortest_context(layer.step), how)
 
     def look_up(self, config: Method, layer: Layer) -> Threshold | None:
-        """Return the threshold of an earlier measurement, or None."""
+        """Return the threshold from a stored measurement, or None."""
         try:
             result = read_measurement(measurement_key(config, layer))
             return None if result is None else self.read(config, layer, result)
@@ -327,7 +327,7 @@ class Calibration:
             return None
 
     def read(self, config: Method, layer: Layer, result: Mapping[str, Any]) -> Threshold:
-        """Return the threshold that follows from a stored measurement.
+        """Compute the threshold from the content of a calibration file.
 
         Raises:
             ValueError: the file is not a valid measurement.
@@ -351,14 +351,14 @@ class Calibration:
 
     @staticmethod
     def timed(config: Method, layer: Layer) -> list[Point]:
-        """Return the lengths at which decode steps were timed on this machine; empty before a measurement."""
+        """Return a `Point` for each length at which decode steps were timed on this machine, or an empty list."""
         try:
             return read_points(read_measurement(measurement_key(config, layer)) or {})
         except (ArtefactError, ValueError):
             return []  # `look_up` reports damaged files
 
     def measure(self, config: Method, layer: Layer) -> Threshold | None:
-        """Time dense and sparse attention, store the result and return the threshold; None without enough memory."""
+        """Time dense and sparse attention, store the result and return the threshold, or None if memory is short."""
         seconds = self._seconds or SECONDS[device_kind()]
         limit = f"{layer}; up to {seconds:g} s, once"
         self._progress(f"calibrating: finding the context length at which {config.name} is faster ({limit}) ...")
@@ -394,7 +394,7 @@ class Calibration:
         return {"points": points}
 
     def pairs(self, config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
-        """Time dense and sparse decode steps over ``S`` keys, in turns.
+        """Time dense and sparse decode steps over ``S`` keys alternately.
 
         A timed step evaluates several layers together. Each layer writes a row into its own cache, and the output of a
         layer is the query of the next layer.
@@ -453,7 +453,7 @@ def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
 
 
 def _settings(config: Method, G: int) -> str:
-    """Return the settings that influence the time of a step."""
+    """Return the text form of the settings that influence the time of a step."""
     settled = config.for_model(qk_norm=False)  # settings from models are already resolved
     # The alphas change the density, but not the time at a given density.
     settings = {name: value for name, value in settled.parameters(G).items() if not name.startswith("alpha")}
@@ -467,7 +467,7 @@ def device_kind() -> str:
 
 
 def free_memory() -> int:
-    """Return the free bytes of the memory of MLX's device."""
+    """Return the number of free bytes in the memory of MLX's device."""
     free = int(psutil.virtual_memory().available)
     if device_kind() == "gpu":
         most = int(mx.device_info().get("max_recommended_working_set_size", free))
@@ -480,7 +480,7 @@ def _not_enough_memory() -> MemoryError:
 
 
 def _cache(layer: Layer, S: int, n: int) -> Any:
-    """Return a cache of ``S`` random rows, different for each ``n``, with `ROOM` free rows."""
+    """Return a KV cache with ``S`` random rows, different for each ``n``, and `ROOM` free rows."""
     cache: Any = SparseKVCache()  # type: ignore[no-untyped-call]
     rows: Any = (_rows(layer, layer.step.heads, S + ROOM, 2 * n + side) for side in range(2))
     if layer.step.packed is not None:
@@ -494,7 +494,7 @@ def _cache(layer: Layer, S: int, n: int) -> Any:
 
 
 def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
-    """Return random rows ``(1, heads, S, D)`` from a seed, without a change of MLX's global random state."""
+    """Return random rows ``(1, heads, S, D)`` for ``seed``, without changing MLX's global random state."""
     D = layer.step.D
     tiles = -(-S // TILE)
     some = mx.random.normal((1, heads, 1, min(S, TILE), D), dtype=layer.dtype, key=mx.random.key(seed))
@@ -506,7 +506,7 @@ def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
 def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, Any]:
     """Time a prefill chunk: dense attention, the selection of blocks, and attention to few and to many blocks.
 
-    The time of attention is assumed to grow linearly with the blocks. On a CPU one head represents all heads.
+    The time of attention is assumed to be linear in the number of blocks. On a CPU, one head represents all heads.
 
     Raises:
         MemoryError: too little memory is free.
@@ -545,14 +545,14 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
 
 
 def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
-    """Return the largest density at which sparse attention is faster, from the times of one turn."""
+    """Compute the largest density at which sparse attention is faster, from the time of one run of each kind."""
     slope = (many - few) / (kept[1] - kept[0])
     left = dense / MIN_SPEEDUP - select - few
     return min(max(kept[0] + left / slope, 0.0), 1.0) if slope > 0 else float(left > 0)
 
 
 def _some_blocks(layout: Any, share: float, heads: int) -> mx.array:
-    """Return lists ``(1, heads, R, N)`` of evenly spaced blocks that include the last block of each row block."""
+    """Return lists ``(1, heads, R, N)`` of evenly spaced key blocks that include the last causal block of each row."""
     rows = []
     for r in range(layout.row_blocks):
         causal = layout.first_block + r + 1

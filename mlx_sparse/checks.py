@@ -1,4 +1,4 @@
-"""Error classes and argument checks of the public functions.
+"""Define the error classes, and check the arguments of the public functions.
 
 Every message reads ``<argument>: expected X, got Y. <what to do>``.
 The checks read only ``.shape``, so they work for NumPy, MLX and torch arrays.
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class SparseAttentionError(Exception):
-    """Base class of the errors of this package. Its messages are shortened with `shortened`."""
+    """Base class of this package's errors. Their messages are shortened with `shortened`."""
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))
@@ -186,7 +186,7 @@ def check_saap(sizes: Sizes, bucket_ids: Any, visited: Any, sink_tokens: object,
 
 
 def check_centroids(keys: Any, centroids: Any) -> None:
-    """Raise `ShapeError` unless ``centroids`` has shape ``(Hkv, C, D)``, to fit ``keys (B, Hkv, n, D)``."""
+    """Raise `ShapeError` unless ``centroids`` has the shape ``(Hkv, C, D)`` that fits ``keys (B, Hkv, n, D)``."""
     kept = tuple(centroids.shape)
     if len(keys.shape) != 4 or len(kept) != 3 or kept[::2] != tuple(keys.shape[1::2]) or 0 in kept:
         raise ShapeError(
@@ -227,7 +227,7 @@ def read_length(text: str, name: str = "--lengths") -> int:
 
 
 def read_shape(text: str) -> tuple[int, int, int]:
-    """Parse query heads, KV heads and head dim from a text such as ``32x8x128``.
+    """Parse the number of query heads, the number of KV heads and the head dim from a text such as ``32x8x128``.
 
     Raises:
         ConfigError: the text is not three positive numbers, or the first is not a multiple of the second.

@@ -1,4 +1,4 @@
-"""The command `mlx-sparse`."""
+"""Implement the command `mlx-sparse`."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _own(module: str, arguments: list[str]) -> int:
 
 
 def _hosted(name: str, arguments: list[str]) -> int:
-    """Run a command of mlx-lm with the added options of this package, such as --attn."""
+    """Run a command of mlx-lm with the options that this package adds, such as --attn."""
     from .lm.command import run
 
     module = importlib.import_module(f"mlx_lm.{name}")

@@ -64,7 +64,7 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | None:
-    """Return pip's argument to install ``mine`` with ``extra`` again; None if its folder or file was deleted."""
+    """Return the pip argument that reinstalls ``mine`` with ``extra``; None if its folder or file was deleted."""
     extra = f"[{extra}]" if extra else ""
     recorded = mine.read_text("direct_url.json")
     if recorded is None:
@@ -113,10 +113,10 @@ def require(package: str) -> None:
 
 @contextlib.contextmanager
 def naming_missing() -> Iterator[None]:
-    """Replace an ImportError inside this context manager by a one-line error.
+    """Replace an ImportError inside this context manager with a one-line error.
 
     Raises:
-        PackageMissing: a package is missing. The message has the command that installs the package.
+        PackageMissing: a package is missing. The message contains the command that installs the package.
     """
     try:
         yield

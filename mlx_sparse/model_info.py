@@ -1,4 +1,4 @@
-"""Identify the model of an artefact, and the weights behind a result."""
+"""Identify the model that an artefact was trained on, and the weights that a result was measured with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def identity(model: Any) -> dict[str, str]:
 
     The vectors are norms and biases. Quantization, conversion to bfloat16 and LoRA do not change them, so all these
     copies of a model have the same identity. If a model has no vectors, the first values of its matrices are hashed,
-    and a quantized copy has another identity. Only a few bytes of each weight are read.
+    and a quantized copy has a different identity. Only a few bytes of each weight are read.
     """
     from mlx.utils import tree_flatten
 
@@ -77,7 +77,7 @@ def weights_hash(model: Any) -> str:
 
 
 def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the RoPE scaling of ``config``, which may have several names; empty if RoPE is not scaled."""
+    """Return the RoPE scaling of ``config``, whose name differs between models; empty if RoPE is not scaled."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = config.get(name)
@@ -101,7 +101,7 @@ def _flat(args: Any) -> dict[str, Any]:
 
 
 def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
-    """Return (KV heads, head dim) of each cache of ``model``; None for a cache without keys. No array is evaluated."""
+    """Return the number of KV heads and the head dim of each cache; None without keys. No array is evaluated."""
     from mlx_lm.models.cache import make_prompt_cache
 
     caches = make_prompt_cache(model)
@@ -127,18 +127,18 @@ def model_type(model: Any) -> str:
 
 
 def kv_heads(model: Any, part: Part, here: int) -> int:
-    """Return the number of KV heads of a layer in the whole model, if this rank has ``here``. Ranks can share heads."""
+    """Return a layer's number of KV heads in the whole model, if this rank has ``here``. Ranks can share heads."""
     known = config_of(model).get("num_key_value_heads")
     return min(here * part.size, known) if isinstance(known, int) and known >= here else here * part.size
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Identity and cache shapes of a whole model, recorded before the model is split over processes.
+    """Identity and cache shapes of a whole model, recorded before the model is split across processes.
 
     Attributes:
-        identity: result of `identity`; None if not all weights are on this process.
-        shapes: KV heads and head dim of each cache.
+        identity: result of `identity`; None if this process does not have all weights.
+        shapes: number of KV heads and head dim of each cache; None for a cache without keys.
     """
 
     identity: Mapping[str, str] | None

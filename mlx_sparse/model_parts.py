@@ -16,8 +16,8 @@ class Part:
     """Layers and heads of a model that one process runs; the whole model by default.
 
     Attributes:
-        first_layer: index, in the whole model, of the first layer of the part.
-        layers: number of layers of the part; None for all.
+        first_layer: index of the part's first layer in the whole model.
+        layers: number of layers in the part; None for all layers.
         rank, size: the heads of every layer are split into ``size`` equal parts, and this part has index ``rank``.
         shards: number of context-parallel shards of the keys and values of one context.
     """

@@ -38,7 +38,7 @@ PAUSE = 0.003  # seconds between two variants, so that the threads of the previo
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine and the versions of onnxruntime and onnx for the report."""
+    """Return a description of the machine and the versions of onnxruntime and onnx, for the report."""
     return environment.machine() | {"onnxruntime": version("onnxruntime"), "onnx": version("onnx")}
 
 
@@ -56,7 +56,7 @@ def check(request: Request) -> None:
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the attention variants that are timed for a case: dense attention and each sparse method.
+    """Yield the attention variants to time for a case: dense attention and each sparse method.
 
     Raises:
         MemoryError: the case is too large for this machine.
@@ -78,9 +78,9 @@ def records_of(coded: KeyCodes) -> Array:
 
 
 class Caches:
-    """KV caches of one case, in several copies with equal random numbers.
+    """Several copies of the KV caches of one case, with equal random numbers.
 
-    The arrays have three kinds: "rows" (keys and values), "transposed" (component-major keys) and "codes" (int4
+    There are three kinds of arrays: "rows" (keys and values), "transposed" (component-major keys) and "codes" (int4
     scoring keys).
     """
 
@@ -116,7 +116,7 @@ class Caches:
 
 
 class OrtVariant(Variant):
-    """Base class of the variants: a one-node model on onnxruntime. If ``config`` is None, the node is dense."""
+    """Base class of the variants, which run a one-node model on onnxruntime. A node without ``config`` is dense."""
 
     def __init__(self, case: Case, shared: Any, threads: int, config: Any, backend: str) -> None:
         name = None if config else "CachedAttention"
@@ -144,7 +144,7 @@ class OrtVariant(Variant):
         self._binding = self._session.io_binding()
 
     def new_tokens(self, rows: Sequence[Array], start: int) -> dict[str, Array]:
-        """Return the arrays of a call by name. ``rows`` are new queries, keys, values; ``start`` is the past length."""
+        """Return the arrays of a call by name. ``rows`` are queries, keys and values; ``start`` is the past length."""
         names = ("query", "key", "value")
         new = {name: np.ascontiguousarray(row, self.case.dtype) for name, row in zip(names, rows, strict=True)}
         numbers: dict[str, Array] = {"past_length": np.array([start]), "left_padding": np.array([0])}
@@ -225,7 +225,7 @@ class OrtStep(OrtVariant):
         return self._arrays["output"]
 
     def run(self, turn: int) -> float:
-        """Run two steps on different cache copies and return the seconds of the second. The first wakes the threads."""
+        """Run two steps on different cache copies and return the second one's time. The first wakes the threads."""
         time.sleep(PAUSE)
         start = 0.0
         for n in (2 * turn, 2 * turn + 1):
@@ -237,7 +237,7 @@ class OrtStep(OrtVariant):
 
 
 class OrtPrefill(OrtVariant):
-    """Prefill in one call. The function body of dense attention runs in chunks, as in an exported model."""
+    """Variant that runs prefill in one call. The function body of dense attention runs in chunks, as in exports."""
 
     def prepare(self) -> None:
         case, prompt, common = self.case, self.shared, self.common(C=self.case.S)

@@ -34,7 +34,7 @@ MOST_ERROR = 0.05  # tolerance relative to the largest logit; rounding may chang
 def variants(
     model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, threads: int
 ) -> Iterator[list[Generation]]:
-    """Export a model with each method. For each length, yield the decoders of all methods on both backends.
+    """Export a model with each method. For each length, yield the decoders for all methods and both backends.
 
     Raises:
         ConfigError: the model cannot be exported for both backends, or supports only shorter contexts.
@@ -91,7 +91,7 @@ class Decoder(Generation):
         return runner.step([[token]]).copy()
 
     def check(self) -> str | None:
-        """Return a message if the logits of a decode step differ from the other backend's logits, else None."""
+        """Return a message if the logits of decode steps differ between the backends, else None."""
         errors = []
         for token in TOKENS:
             ours, *others = (self._first(runner, token) for runner in self._runners.values())

@@ -1,4 +1,4 @@
-"""Build nodes and one-node models for the operators of the domain ``mlx_sparse``."""
+"""Build nodes and one-node models with the operators of the domain ``mlx_sparse``."""
 
 from __future__ import annotations
 

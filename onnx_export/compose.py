@@ -1,8 +1,8 @@
-"""Build the function body of each operator: a model-local ONNX function of standard operators.
+"""Build the function body of each operator: a model-local ONNX function that consists of standard operators.
 
 The functions for decode steps and appends are ONNX text in bodies/, one file per method. shared.onnxtxt begins with the
-constants. The body of an operator that appends to caches and then attends calls these functions. Each call takes the
-values and attributes of the operator that have the same names.
+constants. The body of an operator that appends to caches and then attends calls these functions. Each call gets the
+values and attributes with the same names from the operator.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _branch(name: str, calls: list[NodeProto]) -> GraphProto:
 
 
 def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[FunctionProto]:
-    """Return the function bodies of operators and of all functions that they call, callees first.
+    """Return the function bodies of operators and of the functions they call, callees first.
 
     Skip operators without a function body, which only the native kernels run.
     """
@@ -155,7 +155,7 @@ def calls(holder: FunctionProto | GraphProto) -> Iterator[NodeProto]:
 
 
 def inline(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Replace every operator of our domain by its function body, for runtimes that do not support local functions.
+    """Replace every operator of our domain with its function body, for runtimes that do not support local functions.
 
     Inputs, outputs and weights keep their names. External data is not moved.
 

@@ -29,7 +29,7 @@ def lanes_for(length: int) -> int:
 
 
 def dense_below(config: SparQ, D: int) -> int:
-    """Return the number of keys below which SparQ decode steps are dense. Compute the number if it is "auto".
+    """Return the number of keys below which SparQ decode steps are dense. Estimate the number if it is "auto".
 
     Function bodies and native kernels use the same number, because both must compute the same result. With fewer keys,
     function bodies are slower than dense attention. Native kernels are already faster at about 500 keys.
@@ -41,7 +41,7 @@ def dense_below(config: SparQ, D: int) -> int:
 
 
 def saap_dense_below(config: SAAP, D: int, buckets: int, network: int) -> int:
-    """Return the number of keys below which SAAP decode steps are dense. Compute the number if it is "auto".
+    """Return the number of keys below which SAAP decode steps are dense. Estimate the number if it is "auto".
 
     The cost model assumes buckets of equal size. ``network`` is the number of network weights per KV head.
     """

@@ -11,7 +11,7 @@ SPEC = 1  # version of the operator specification; every node stores it as `spec
 
 @dataclass(frozen=True)
 class Profile:
-    """Versions of the standard operators (opset) and of the file format (IR) in an exported model."""
+    """Version of the standard operators (opset) and version of the file format (IR) for an exported model."""
 
     opset: int
     ir: int
@@ -26,7 +26,7 @@ W = ("tensor(float)", "tensor(float16)")  # types of query networks and centroid
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output of an operator. ``axes`` are axis names; shape inference leaves an axis "?" unknown."""
+    """An input or output of an operator. ``axes`` are axis names. The length of an axis "?" is unknown."""
 
     name: str
     type: str
@@ -63,7 +63,7 @@ class Operator:
     """An operator of the domain.
 
     Attributes:
-        base: name of the operator that this operator extends by SampleAttention for prefill, or "".
+        base: name of the operator that this operator extends with SampleAttention for prefill, or "".
         has_body: False if only the native kernels run the operator, True if `compose.function` returns its body.
     """
 

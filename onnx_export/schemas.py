@@ -13,7 +13,7 @@ from .operators import OPERATORS
 
 
 def infer(operator: Operator) -> Callable[[onnx.shape_inference.InferenceContext], None]:
-    """Return a shape inference function for an operator. Axes with the same name must have the same length.
+    """Return a shape inference function for an operator. It requires that axes with the same name have the same length.
 
     The returned function raises `onnx.shape_inference.InferenceError` if the shapes of the inputs disagree.
     """

@@ -110,9 +110,9 @@ def tests(args):
 
 
 def imported_by(path, root=ROOT, *, everything=False):
-    """Return the dotted names that a file imports, `from a import b` as a.b, without TYPE_CHECKING blocks.
+    """Return the dotted names that a file imports outside TYPE_CHECKING blocks. `from a import b` becomes a.b.
 
-    With ``everything``, also return imports inside functions and calls of import_module.
+    With ``everything``, also return the names in functions and in calls to import_module.
     """
     package = list(path.relative_to(root).parent.parts)
     names, todo = [], [ast.parse(path.read_text(encoding="utf-8"))]
@@ -165,7 +165,7 @@ def closure(entry):
 
 
 def size():
-    """Print the lines and files of each package with their budgets, the import closures and the largest files."""
+    """Print line counts with budgets and file counts of each package, the import closures and the largest files."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=str(ROOT), check=True, stdout=subprocess.PIPE).stdout
     tracked = [ROOT / name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
     texts = {path: path.read_text(encoding="utf-8") for path in tracked if path.suffix not in NOT_CODE}

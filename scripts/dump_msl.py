@@ -41,7 +41,7 @@ class Text:
         kernel: name of the kernel in metal/.
         host_name: name of the function in a Metal library.
         sha256: hash of mlx_utils.h and the source together.
-        size: bytes of the source alone.
+        size: size of the source in bytes, without the header.
         template: template arguments by name; types have MLX's names.
         outputs: output types.
         threads: largest number of threads in a threadgroup of any launch.

@@ -30,7 +30,7 @@ LAYERS, KV_HEADS, D, ITEM = 32, 8, 128, 2  # Llama 3.1 8B, float16
 CONTEXTS = [1024 * 2**i for i in range(8)]
 GEMMA = {"layers": 18, "full": (5, 11, 17), "window": 512, "heads": 1, "D": 256, "item": 2}  # Gemma 3 270M, bfloat16
 LONG = 32_768  # tokens of the picture by layer
-MEASURED = {"mlx": "1k,2k,3k,4k,6k,7k", "onnx": "1k,2k,4k,6k,7k"}  # the model supports 8,192 tokens
+MEASURED = {"mlx": "1500,2k,3k,4k,5k,6k", "onnx": "1k,2k,4k,6k,7k"}  # the model supports 8,192 tokens
 NAMES = {"mlx": "mlx_lm", "onnx": "exported, ONNX Runtime"}
 TOKENS = 48  # generated per run
 

@@ -43,7 +43,7 @@ HEADER = ("layer", "estimated", "exact", "bias", "corr", "over")
 
 
 def main() -> int:
-    """Print a table for each method; return the exit code."""
+    """Print a table for each method, and return the exit code."""
     args = _parse()
     if blas.wanted() and "RECALL_CHILD" not in os.environ:
         environment = {**blas.environment(), "RECALL_CHILD": "1"}
@@ -99,7 +99,7 @@ def recording(caches: list[Any], found: dict[int, list[Any]]) -> Iterator[None]:
 
 
 def compare(pair: Any) -> dict[str, float]:
-    """Compare estimated and exact recall ``(2, n)``."""
+    """Compare the estimated and the exact recall ``(2, n)``. Return the means and the columns of the table."""
     estimate, exact = pair.astype(np.float64)
     values = {
         "estimated": estimate.mean(),

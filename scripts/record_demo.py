@@ -22,7 +22,7 @@ TARGET = Path(__file__).parents[1] / "docs" / "demo.svg"
 
 
 def main() -> int:
-    """Run the command, and write what it prints as a picture. Return the exit code of the command."""
+    """Run the command, and write its output as a picture. Return the exit code of the command."""
     variables = blas.child_environment(True, cache_directory())
     if variables != dict(os.environ):  # a library can be preloaded only when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], variables)

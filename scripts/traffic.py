@@ -76,7 +76,7 @@ METHODS: dict[str, Callable[[], Any]] = {
 
 
 def count(method: str) -> dict[str, Any]:
-    """Run one call of a method in the harness; return its launches, bytes per buffer and bytes by the formula."""
+    """Call a method once in the harness. Return its launches, the bytes per buffer, and the bytes by formula."""
     mx.random.seed(0)
     with msl.emulated(strict=False) as metal:
         out, stats = METHODS[method]()

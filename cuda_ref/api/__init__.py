@@ -1,4 +1,4 @@
-"""Provide the attention functions of `mlx_sparse` on torch tensors; `mlx_sparse.api.functions` documents them.
+"""Provide the attention functions of `mlx_sparse` for torch tensors. `mlx_sparse.api.functions` documents them.
 
 Arguments that are slices of larger buffers are not copied. ``keys_t`` is read fastest if it is a slice of a buffer
 whose last axis is a multiple of 16. Each function validates its arguments and calls a launcher, which is a torch
@@ -24,7 +24,7 @@ BLOCKS = frozenset({"attend_blocks", "sample", "sample_select"})  # prefill func
 
 
 class Torch:
-    """Implement `mlx_sparse.api.checked_call.Library` for torch, with `triton` as the only backend."""
+    """Implementation of `mlx_sparse.api.checked_call.Library` for torch. `triton` is the only backend."""
 
     xp: Any = torch
 

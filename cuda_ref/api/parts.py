@@ -1,4 +1,4 @@
-"""Provide single steps of the methods as functions, for caches and benchmarks. Other backends do not export them."""
+"""Provide functions for single steps of the methods, for caches and benchmarks. Only this backend exports them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from . import Torch
 def top_k_select(
     scores: torch.Tensor, *, top_k: int, local_window: int, left_padding: Any = None, backend: str = "auto"
 ) -> torch.Tensor:
-    """Select ``top_k`` keys: the last ``local_window`` valid keys and the keys with the largest scores (sparq.6).
+    """Select ``top_k`` keys: the last ``local_window`` valid keys, then the keys with the largest scores (sparq.6).
 
     Args:
-        scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never selected, NaN counts as +inf.
+        scores: ``(B, Hkv, S)``. Invalid keys and keys with score -inf are never selected. NaN counts as +inf.
 
     Returns:
-        Key indices ``(B, Hkv, min(top_k, S))`` int32, ascending, then -1. Of equal scores the lower index is selected.
+        Key indices ``(B, Hkv, min(top_k, S))`` int32, ascending, padded with -1. Ties go to the lower index.
     """
     check_tensor("scores", scores)
     check_backend(backend, scores.device)
@@ -62,10 +62,10 @@ def sample_scores(
 def saap_index(
     bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the keys in the order of their buckets (saap.9) with torch's sort.
+    """List the keys, sorted by bucket with torch.sort (saap.9).
 
     Args:
-        bucket_ids: ``(B, Hkv, n)`` int, the buckets of keys 0..n-1. A number outside 0..buckets-1 means no bucket.
+        bucket_ids: ``(B, Hkv, n)`` int, the bucket of each key. A key with a number outside 0..buckets-1 has no bucket.
 
     Returns:
         ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)`` int32. Bucket c has the keys
@@ -92,15 +92,15 @@ def saap_indices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """List the keys that a decode step attends to (saap.10).
 
-    These are the sink tokens, the keys at ``covered`` and after it, and the keys of the visited buckets.
+    These are the sink tokens, the keys from index ``covered`` on, and the keys in the visited buckets.
 
     Args:
-        visited: ``(B, Hkv, n)`` int, distinct; numbers outside 0..buckets-1 are empty slots.
+        visited: ``(B, Hkv, n)`` int, distinct bucket numbers. Numbers outside 0..buckets-1 are empty slots.
         offsets, key_ids: results of `saap_index` for keys 0..covered-1.
-        capacity: number of slots of a list. Further keys are omitted.
+        capacity: number of slots in each list. Keys that do not fit are omitted.
 
     Returns:
-        ``indices (B, Hkv, capacity)`` int32 in the order above, then -1, and the number of used slots ``(B, Hkv)``.
+        ``indices (B, Hkv, capacity)`` int32 in this order, padded with -1, and the number of used slots ``(B, Hkv)``.
     """
     B, Hkv, _ = _check_rows("visited", visited)
     check_backend(backend, visited.device)

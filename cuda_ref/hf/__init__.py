@@ -1,4 +1,4 @@
-"""Run SparQ in Hugging Face transformers: ``attn_implementation="sparq"`` and its cache.
+"""Run SparQ in Hugging Face transformers, with ``attn_implementation="sparq"`` and a cache for it.
 
     from mlx_sparse.cuda_ref.hf import SparQCache, register
 

@@ -1,4 +1,4 @@
-"""Implement ``attn_implementation="sparq"``: SparQ at the crossover length and longer, otherwise dense attention."""
+"""Implement ``attn_implementation="sparq"``: SparQ from the crossover length on, dense attention below it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def register() -> None:
     """Register ``attn_implementation="sparq"`` with transformers. Call this function before you load the model.
 
     Raises:
-        BackendUnavailable: Triton's kernels cannot run here.
+        BackendUnavailable: the Triton kernels cannot run on this machine.
     """
     require()
     AttentionInterface.register(NAME, attention)
@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def report(cache: SparQCache | None = None) -> Report:
-    """Return the report of all attention calls with ``cache``; for None, of all calls without a `SparQCache`."""
+    """Return the report on all attention calls with ``cache``, or if None, on all calls without a `SparQCache`."""
     return _without_cache if cache is None else cache.report
 
 
@@ -58,7 +58,7 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Implement transformers' attention interface: ``query (B, Hq, L, D)``, ``key`` and ``value (B, Hkv, S, D)``.
+    """Implement transformers' attention interface for ``query (B, Hq, L, D)``, ``key`` and ``value (B, Hkv, S, D)``.
 
     Returns:
         ``out (B, L, Hq, D)`` and None in place of the attention weights.
@@ -91,14 +91,14 @@ def attention(
 
 
 def _counts(config: SparQ, key: torch.Tensor) -> Counts:
-    """Return the report counts of one sparse decode step: one call, and the bytes of sparse and dense attention."""
+    """Return the counts of one sparse decode step: one call, and the bytes that sparse and dense attention read."""
     B, Hkv, S, D = key.shape
     size = B * Hkv * key.element_size()
     return Counts(1, formula_bytes=size * config.elements(S, D), dense_bytes=size * dense_elements(S, D))
 
 
 def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
-    """Return the SparQ settings of the cache, with "auto" replaced by the value for this model."""
+    """Resolve "auto" in the SparQ settings of the cache for this model, and return the settings."""
     attn = cache.attn
     if attn.component_score == "auto" or (attn.component_score == "query_key" and attn.reallocate == "auto"):
         grouped = getattr(module, "num_key_value_groups", 1) > 1
@@ -177,7 +177,7 @@ def _call_reasons(
 
 
 def _shortest_context(cache: SparQCache, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return the crossover length in keys, from the option `dense_below` or from the cost model."""
+    """Return the crossover length in keys, as set by the option `dense_below` or estimated by the cost model."""
     B, Hkv, _, D = key.shape
     step = Step(B * Hkv, query.shape[1] // Hkv, D, key.element_size(), gpu_kind(key.device))
     if step not in cache.thresholds:
@@ -186,7 +186,7 @@ def _shortest_context(cache: SparQCache, module: torch.nn.Module, query: torch.T
 
 
 def gpu_kind(device: torch.device) -> str:
-    """Return the kind of GPU that the cost model uses (see `Step`), or an empty string for the CPU."""
+    """Return the name of the GPU type for the cost model (see `Step`), or an empty string for the CPU."""
     return nvidia_kind(configs.capability(device)) if device.type == "cuda" else ""
 
 

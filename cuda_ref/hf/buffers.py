@@ -1,4 +1,4 @@
-"""Store the keys, values and auxiliary cache state of a layer, and read left padding from transformers' mask."""
+"""Store the keys, values and auxiliary cache state of a layer, and read the left padding from attention masks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ GROWTH = 32  # buffers grow by 1/32, so that copies per token are small compared
 
 
 class Buffers:
-    """Growable buffers of a cache layer. Rows ``[0, length)`` are in use, and appending rarely copies them.
+    """Growable buffers of a cache layer. Rows ``[0, length)`` are in use. Appends rarely copy these rows.
 
     The first SparQ step computes ``keys_t`` or the int4 scoring keys, and the running statistics. Later steps update
     these arrays. A context without sparse steps therefore costs no more than with transformers' own layer.
 
     Attributes:
-        keys, values: ``(B, Hkv, capacity, D)``; rows at ``length`` and after it are stale.
+        keys, values: ``(B, Hkv, capacity, D)``; rows from index ``length`` on are stale.
         keys_t: ``(B, Hkv, D, capacity)`` component-major copy of rows ``[0, transposed)``, or None.
         codes: int4 scoring keys, which replace ``keys_t`` and the running statistics of the keys, or None.
         key_statistics, value_statistics: running statistics of the valid rows under ``left_padding``, or None.
@@ -132,7 +132,7 @@ class Buffers:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the mean of the valid values and the standard deviation of the valid keys.
 
-        Both are float32 ``(B, Hkv, D)``, or None if not requested. Later calls update the mean in place.
+        Both are float32 ``(B, Hkv, D)``, or None if you do not request them. Later calls update the mean in place.
         """
         if not mean and not spread:
             return None, None
@@ -157,7 +157,7 @@ class Buffers:
 
 
 def _same(known: torch.Tensor | None, padding: Padding | None) -> bool:
-    """Return True if ``padding`` equals the left padding ``known`` from earlier steps."""
+    """Return True if ``padding`` equals ``known``, the left padding of earlier steps."""
     if known is None or padding is None:
         return known is None and padding is None
     return known is padding.first or padding.equals(known)
@@ -195,7 +195,7 @@ class Padding:
 
 
 def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Build transformers' mask for sdpa. The mask of a decode step has a `Padding` as an attribute."""
+    """Build transformers' mask for sdpa. Attach a `Padding` to the mask of a decode step."""
     made = sdpa_mask(*args, **kwargs)
     if made is not None and made.shape[2] == 1:
         setattr(made, _NAME, Padding(made))

@@ -145,7 +145,7 @@ class Origin(NamedTuple):
     values: torch.Tensor
 
     def current(self, values: torch.Tensor) -> bool:
-        """Return True if the layer is unchanged since it returned ``values`` together with the keys."""
+        """Return True if the layer has not changed since it returned these keys and ``values``."""
         return self.keys is self.layer.keys and self.values is values
 
 
@@ -166,12 +166,12 @@ class SparQCache(DynamicCache):
 
     Attributes:
         report: counts of sparse and dense attention calls, updated while the model runs.
-        thresholds: crossover length in keys by layer sizes, for the layers that have run.
+        thresholds: crossover length in keys for each `Step` (sizes of a decode step) that has run.
 
     Raises:
         ConfigError: ``attn`` is invalid or does not fit the model, the model was not loaded with
             ``attn_implementation="sparq"``, or the model has no full-attention layer.
-        BackendUnavailable: Triton's kernels cannot run here.
+        BackendUnavailable: the Triton kernels cannot run on this machine.
     """
 
     def __init__(self, config: PreTrainedConfig, attn: str | SparQ = "sparq") -> None:
@@ -212,12 +212,12 @@ class SparQCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values to a layer. Return all keys and values of the layer. The keys refer to the layer.
+        """Append keys and values to a layer. Return all its keys and values. The keys have a reference to the layer.
 
         An attention function receives keys and values, but neither the cache nor the layer. The layer number of a
         module does not identify the cache, and some models pass the keys of one layer to other layers. Therefore the
-        reference is an attribute of the returned tensor. Any derived tensor, even a slice, has no reference and is
-        attended densely. The attribute is set on a view that the cache does not store, because a copy of the cache
+        reference is an attribute of the returned tensor. Derived tensors, even slices, have no reference. Attention
+        to them is dense. The attribute is set on a view that the cache does not store, because a copy of the cache
         would otherwise copy a reference to the original.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
@@ -233,7 +233,7 @@ class SparQCache(DynamicCache):
 
 # This is not a method, because the report would then keep the cache alive.
 def _crossovers(thresholds: dict[Step, int], how: str) -> list[str]:
-    """Return the report lines about crossover lengths."""
+    """Return the lines of the report that list the crossover lengths."""
     lengths = (
         "never sparse" if keys >= NEVER else f"sparse at {keys:,} keys and longer" for keys in thresholds.values()
     )

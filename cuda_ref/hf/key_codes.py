@@ -1,4 +1,4 @@
-"""Store int4 scoring keys of a cache. SparQ reads these instead of a component-major copy of the keys."""
+"""Store the int4 scoring keys of a cache, which SparQ reads instead of a component-major copy of the keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CHUNK = 2048  # maximum number of rows that are quantized at a time, which limit
 
 
 class Codes:
-    """Int4 scoring keys of a cache layer: the full groups of each sequence, (sparq.17) to (sparq.20).
+    """Int4 scoring keys of the full groups of each sequence in a cache layer, (sparq.17) to (sparq.20).
 
     Attributes:
         coded: arrays with the capacity of the buffer. Slots after the last full group of a sequence are stale.
-        length: number of rows whose full groups are quantized.
-        padding: ``(B,)`` first valid row of each sequence, or None.
+        length: length of the prefix whose full groups are quantized.
+        padding: ``(B,)`` index of the first valid row of each sequence, or None.
     """
 
     @outside_inference_mode
@@ -91,7 +91,7 @@ class Codes:
 
     @outside_inference_mode
     def spread(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the spread (sparq.22) of each component of ``keys``, cached until another group is full."""
+        """Return the spread (sparq.22) of each component of ``keys``, cached until another group becomes full."""
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(), keys, self.padding)

@@ -1,4 +1,4 @@
-"""Compute running statistics of cache rows, which stay accurate when rows are removed."""
+"""Compute running statistics of cache rows. The statistics stay accurate when rows are removed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class State:
         return replace(self, mean=self.mean.clone(), squares=None if self.squares is None else self.squares.clone())
 
     def merge(self, rows: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Merge the valid rows of ``rows (B, Hkv, n, D)`` into the statistics; all rows if ``valid`` is None."""
+        """Merge ``rows (B, Hkv, n, D)`` into the statistics: only ``valid`` rows, or all rows if ``valid`` is None."""
         added: int | torch.Tensor
         self.length += rows.shape[2]
         rows = rows.float()
@@ -62,14 +62,14 @@ class State:
         self.count = total
 
     def select(self, rows: torch.Tensor) -> State:
-        """Return the statistics of the sequences with the indices ``rows``, in this order."""
+        """Return the statistics of the sequences with the indices ``rows``, in the order of ``rows``."""
         count = self.count.index_select(0, rows) if isinstance(self.count, torch.Tensor) else self.count
         squares = None if self.squares is None else self.squares.index_select(0, rows)
         return State(self.length, count, self.mean.index_select(0, rows), squares)
 
 
 class RunningStatistics:
-    """Mean and, optionally, sum of squared deviations of cache rows per component.
+    """Mean and, optionally, sum of squared deviations of each component over cache rows.
 
     Each chunk of rows is reduced to its mean and its squared deviations before the merge. The result is accurate even
     if the mean is much larger than the spread, where plain sums of squares would cancel.
@@ -108,7 +108,7 @@ class RunningStatistics:
         """Merge the new rows up to ``length`` of ``buffer (B, Hkv, capacity, D)``.
 
         Args:
-            left_padding: ``(B,)`` first valid row of each sequence, equal in all calls. Rows before it are ignored.
+            left_padding: ``(B,)`` first valid row of each sequence, the same in all calls. Earlier rows are ignored.
         """
         full = length // BLOCK * BLOCK
         if self.state.length < full:

@@ -1,9 +1,9 @@
 """Compute exact attention of one query per head over a list of keys or over all keys. All methods share this kernel.
 
-A row is a sequence and KV head. The grid is (splits, Hkv, B), or (programs,) if list lengths differ. A program reads
-`share` rows of K and of V, D * itemsize bytes each, once for the whole group, and updates a running softmax. If there
-are several splits, a program writes G * (D + 3) float32 numbers. The last program of a row merges the splits of the
-row. The merge is exact, because every split stores its largest logit and its sum.
+A row is a pair of a sequence and a KV head. The grid is (splits, Hkv, B), or (programs,) if list lengths differ. A
+program reads `share` rows of K and of V, D * itemsize bytes each, once for the whole group, and updates a running
+softmax. If there are several splits, a program writes G * (D + 3) float32 numbers. The last program of a row merges its
+splits. The merge is exact, because every split stores its largest logit and its sum.
 """
 
 import triton
@@ -14,7 +14,7 @@ from .numbers import finite, widen
 
 @triton.jit
 def times_values(weights, values, total):
-    """Return ``total + weights @ values``, where each float32 weight is a sum of two numbers of the values' dtype."""
+    """Return ``total + weights @ values``, with each float32 weight split into two numbers of the values' dtype."""
     high = weights.to(values.dtype)
     total = tl.dot(high, values, total, input_precision="ieee")
     if values.dtype != tl.float32:
@@ -31,7 +31,7 @@ def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
 
 @triton.jit
 def write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D: tl.constexpr, G: tl.constexpr):
-    """Normalize, reallocate and store the output and its log-sum-exp. Rows without keys get 0 and -inf."""
+    """Normalize and reallocate the output. Store it with its log-sum-exp. Rows without keys get 0 and -inf."""
     some = total != 0  # True for NaN, so that NaN reaches the output
     result = weighted / tl.where(some, total, 1.0)[:, None]
     if value_mean is not None:
@@ -87,7 +87,7 @@ def merge_splits(
 
 @triton.jit
 def assigned_work(program, programs, counts, rows, entries, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return the row and the share of entries that a program processes, if rows have ``counts`` entries.
+    """Return the row that a program processes and its share of the row's entries. Rows have ``counts`` entries.
 
     Returns:
         The row, its first program, its number of programs, its number of entries, and the entries per program, in

@@ -1,4 +1,4 @@
-"""Provide numeric helpers for the kernels: softmax of tiles without valid keys, aligned masks, and 8-bit logits."""
+"""Define numeric helpers for the kernels: softmax of tiles without valid keys, aligned masks and 8-bit logits."""
 
 import triton
 import triton.language as tl
@@ -23,19 +23,19 @@ def widen(loaded, UPCAST: tl.constexpr):
 
 @triton.jit
 def rounded_up(length):
-    """Round ``length`` up to a multiple of 16. A mask that ends at this multiple keeps loads of 16 bytes whole."""
+    """Round ``length`` up to a multiple of 16. A mask that ends at this multiple does not split 16-byte loads."""
     return tl.cdiv(length, 16) * 16
 
 
 @triton.jit
 def rounded_down(first):
-    """Round ``first`` down to a multiple of 16. A mask that begins at this multiple keeps loads of 16 bytes whole."""
+    """Round ``first`` down to a multiple of 16. A mask that begins at this multiple does not split 16-byte loads."""
     return first // 16 * 16
 
 
 @triton.jit
 def encode_logit(logit, largest):
-    """Encode a logit in 8 bits, as its distance from the ``largest`` logit of the tile."""
+    """Encode a logit in 8 bits: its distance from the ``largest`` logit of the tile, in units of 1/16."""
     below = (largest - logit) * 16.0  # +inf, or NaN for a key without weight
     code = tl.where(below < NO_WEIGHT - 0.5, tl.floor(below + 0.5), NO_WEIGHT)
     return tl.where(logit < float("inf"), code, NO_SOFTMAX).to(tl.uint8)

@@ -37,7 +37,7 @@ def affine(
 
 @triton.jit
 def rows_of_tile(sequence, batch, h, heads, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the row numbers ``(b, h, g)`` of a query tile that starts at ``sequence``, and a mask of existing rows."""
+    """Return the row indices of a query tile that starts at ``sequence``, and a mask of the rows that exist."""
     m = tl.arange(0, BLOCK_M)
     b, g = sequence + m // GROUP, m % GROUP
     return (b.to(tl.int64) * heads + h) * G + g, (b < batch) & (g < G)

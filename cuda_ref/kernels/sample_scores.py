@@ -1,4 +1,4 @@
-"""Select key blocks by SampleAttention: sum the softmax weights of sampled queries, and write lists of key blocks.
+"""Select key blocks with SampleAttention: sum the softmax weights of sampled queries, and write lists of key blocks.
 
 The kernels do not store the scores, and multiply every key with a query only once. A program of `sample_scores` reads
 its share of the key blocks, D * itemsize bytes per key, once for each query head. It stores two float32 numbers for
@@ -125,7 +125,7 @@ def sample_scores(
 
 @triton.jit
 def row_logarithms(statistics, splits, m, BLOCK_SIZE: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
-    """Return log2 of the row sum of each sampled query. Missing queries get +inf, so that they add no weight."""
+    """Return log2 of the row sum of each sampled query. Missing queries get +inf and thus add no weight."""
     largest = tl.full(m.shape, float("-inf"), tl.float32)
     total = tl.zeros(m.shape, tl.float32)
     for first in range(0, splits, BLOCK_SPLITS):
@@ -143,7 +143,7 @@ def row_logarithms(statistics, splits, m, BLOCK_SIZE: tl.constexpr, BLOCK_SPLITS
 
 @triton.jit
 def bin_weight(parts, block, which: tl.constexpr, m, seen, logarithm, BLOCK_SIZE: tl.constexpr):
-    """Return the softmax weight of one offset bin of each key block, summed over the sampled queries ``m``."""
+    """Return the softmax weight of one offset bin in each key block, summed over the sampled queries ``m``."""
     place = (block * 2 + which) * BLOCK_SIZE + m[None, :]
     part = tl.load(parts + place, mask=(block >= 0) & (block < seen), other=float("-inf"))
     return tl.sum(tl.exp2(part - logarithm[None, :]), axis=1)

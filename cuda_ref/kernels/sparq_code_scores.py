@@ -18,7 +18,7 @@ from .sparq_scores import component_at, component_ranks, logit_factors, query_co
 
 @triton.jit
 def repeat_for_keys(ranges, ROWS: tl.constexpr, GROUPS: tl.constexpr, TIMES: tl.constexpr):
-    """Repeat each number of ``ranges (ROWS, GROUPS)`` for the keys of its group: ``(ROWS, GROUPS * TIMES)``."""
+    """Repeat each number in ``ranges (ROWS, GROUPS)`` ``TIMES`` times. Return ``(ROWS, GROUPS * TIMES)``."""
     return tl.reshape(tl.broadcast_to(ranges[:, :, None], [ROWS, GROUPS, TIMES]), [ROWS, GROUPS * TIMES])
 
 
@@ -36,7 +36,7 @@ def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tile
 
 @triton.jit
 def write_margin(logits, first, end, heads, there, stride_l):
-    """Write "no weight" to columns ``first`` to ``end``, because aligned loads of 16 columns also read these."""
+    """Write "no weight" to columns ``first`` to ``end``, because aligned loads of 16 columns also read them."""
     column = first + tl.arange(0, 16)
     weight = tl.full([16], NO_WEIGHT if logits.dtype.element_ty == tl.uint8 else float("-inf"), tl.float32)
     weight = weight.to(logits.dtype.element_ty)

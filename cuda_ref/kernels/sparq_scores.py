@@ -43,14 +43,14 @@ def component_ranks(
 
 @triton.jit
 def component_at(before, rank):
-    """Return the component with each ``rank``, given the rank ``before`` of each component."""
+    """Return the index of the component with each ``rank``. ``before`` is the rank of each component."""
     d = tl.arange(0, before.shape[0])
     return tl.sum(tl.where(before[:, None] == rank[None, :], d[:, None], 0), axis=0)
 
 
 @triton.jit
 def query_components(queries, component, wanted, D: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Load the selected components of the group's queries: ``(components, BLOCK_G)``."""
+    """Load the selected components of the group's queries. Return ``(components, BLOCK_G)``."""
     g = tl.arange(0, BLOCK_G)[None, :]
     return tl.load(queries + g * D + component[:, None], mask=(g < G) & wanted[:, None], other=0.0)
 
@@ -66,7 +66,7 @@ def logit_factors(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Return the factor c / t of (sparq.3) for each query head. It applies if |q| alone selects the components."""
+    """Return the factor c / t (sparq.3) for each query head, for components that |q| alone selects."""
     d = tl.arange(0, BLOCK_D)
     q = tl.abs(query_components(queries, d, d < D, D, G, BLOCK_G).to(tl.float32))
     total = tl.sum(q, axis=0)

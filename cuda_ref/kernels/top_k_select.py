@@ -31,14 +31,14 @@ def ordered_bits(score):
 
 @triton.jit
 def digit_counts(bits, threshold, there, shift):
-    """Return the histogram of the eight bits at ``shift``, over items with the same higher bits as ``threshold``."""
+    """Return a histogram of the eight bits at ``shift``, for items with the same higher bits as ``threshold``."""
     same = ((bits ^ threshold) >> shift >> 8) == 0  # in two steps: a shift by 32 is undefined
     return tl.histogram(((bits >> shift) & 255).to(tl.int32), 256, mask=there & same)
 
 
 @triton.jit
 def next_digit(counts, wanted):
-    """Return the largest digit that ``wanted`` items reach, and how many items with this digit to select."""
+    """Return the largest digit that at least ``wanted`` items reach, and how many items with it to select."""
     digits = tl.arange(0, 256)
     reaching = tl.cumsum(counts, 0, reverse=True)
     digit = tl.max(tl.where(reaching >= wanted, digits, 0), axis=0)
@@ -109,7 +109,7 @@ def row_softmax(statistics, splits, BLOCK: tl.constexpr):
 
 @triton.jit
 def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits):
-    """Return the scores of keys ``s`` for query head ``g``. For 8-bit logits ``tile`` is the tile of each key."""
+    """Return the scores of keys ``s`` for query head ``g``. ``tile`` is the tile of each key for 8-bit logits."""
     if tile is None:
         logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
     else:
@@ -126,7 +126,7 @@ def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, spli
 
 @triton.jit
 def group_scores(logits, statistics, softmax, s, tile, readable, stride_l, splits, G: tl.constexpr):
-    """Return the scores of keys ``s``, summed over the group (sparq.4), (sparq.5), or the given scores for G = 1."""
+    """Return the scores of keys ``s``, summed over the group (sparq.4), (sparq.5). For given scores, G is 1."""
     score = tl.zeros(s.shape, tl.float32)
     if G <= 8:  # all heads at once; more do not fit into the registers
         for g in tl.static_range(G):
@@ -139,7 +139,7 @@ def group_scores(logits, statistics, softmax, s, tile, readable, stride_l, split
 
 @triton.jit
 def write_best(indices, bits, index, threshold, ties, written, ties_before):
-    """Append the selected items to the list ``indices``. Return the new length of the list and number of ties."""
+    """Append the selected items to the list ``indices``. Return its new length and the new number of ties."""
     best = is_best(bits, threshold, ties, ties_before)
     slot = written + tl.cumsum(best.to(tl.int32), 0) - 1
     tl.store(indices + slot, index, mask=best)

@@ -1,4 +1,4 @@
-"""Launch `kernels.attend`: exact attention of one query per head over listed keys or over all keys."""
+"""Launch `kernels.attend`, which computes exact attention of one query per head to listed keys or to all keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Listed:
     """The keys that a decode step attends to.
 
     Attributes:
-        indices: ``(B, Hkv, N)`` int32, contiguous; numbers that are not keys are empty slots.
+        indices: ``(B, Hkv, N)`` int32, contiguous; numbers that are not key indices are empty slots.
         counts: ``(B, Hkv)`` int32, contiguous: number of used entries per row. The used entries of all rows are divided
             equally among the programs. None: all entries are used.
         tickets: int32 ``(B, Hkv, 2)`` counters of finished programs, 0 in ``[..., 1]``; allocated if None.
@@ -85,7 +85,9 @@ def attend(
     left_padding: torch.Tensor | None = None,
     reallocation: Reallocation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute exact attention of one query per head (sparq.7). The keys are split among programs and merged exactly.
+    """Compute exact attention of one query per head (sparq.7).
+
+    The keys are split among programs, whose results are merged exactly.
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.

@@ -1,4 +1,4 @@
-"""Launch `kernels.attend_blocks`: exact causal attention of prefill over listed key blocks or over all key blocks."""
+"""Launch `kernels.attend_blocks`: exact causal attention for prefill, to listed key blocks or to all key blocks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def attend_blocks(
     block_size: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute exact causal attention of each row block over its listed key blocks (sample.8).
+    """Compute exact causal attention of each row block to its listed key blocks (sample.8).
 
     Args:
         queries: ``(B, Hq, L, D)``; the position of query i is ``S - L + i``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int, ascending; numbers that are not key blocks are empty slots. None for all key
-            blocks.
+        blocks: ``(B, Hq, R, N)`` int, ascending; numbers that are not key blocks are empty slots. None
+            selects all key blocks.
 
     Returns:
         ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``. Queries without keys get 0 and

@@ -123,7 +123,7 @@ def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> 
 
 
 def sample_tile(block_size: int, itemsize: int) -> BlockTile:
-    """Return the tile of `sample_scores`, for which two programs fit on a processor."""
+    """Return the tile of `sample_scores`, which is small enough to run two programs on a multiprocessor."""
     if itemsize > 2:
         return BlockTile(32, 32, 4, 2)
     return BlockTile(block_size, min(block_size, 64), 8 if block_size == 128 else 4, 2)
@@ -164,7 +164,7 @@ def processors(device: torch.device) -> int:
 
 
 def rows(tiles: Tiles, width: int, itemsize: int) -> int:
-    """Return the rows of ``width`` elements per tile: a power of 2, at least 16 (the size of matrix units)."""
+    """Return how many rows of ``width`` elements a tile has: a power of 2, at least 16 (for tensor cores)."""
     return min(MOST_ROWS, max(16, tiles.elements * 2 // (width * itemsize)))
 
 

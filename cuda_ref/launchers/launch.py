@@ -43,7 +43,7 @@ def rows(array: torch.Tensor) -> torch.Tensor:
 
 
 def contiguous(array: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``array`` as a contiguous tensor, or None for None."""
+    """Return ``array`` as a contiguous tensor, or None if it is None."""
     return None if array is None else array.contiguous()
 
 
@@ -53,7 +53,7 @@ def strides(letter: str, array: torch.Tensor, axes: str = "bhn") -> dict[str, in
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Return True for bfloat16 in Triton's interpreter, which must convert loads to float32 before it computes."""
+    """Return True for bfloat16 in Triton's interpreter, which can compute only after a conversion to float32."""
     return interpreted() and dtype == torch.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""Launch SAAP (docs/spec/saap.md): four launches per decode step, three without a hidden layer."""
+"""Launch the SAAP kernels (docs/spec/saap.md): four launches per decode step, or three without a hidden layer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def saap_route(
         hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``.
 
     Returns:
-        ``(B, Hkv, probes)`` int32, ascending, then -1 if fewer buckets have a probability above 0.
+        ``(B, Hkv, probes)`` int32, ascending, padded with -1 if fewer buckets have a probability above 0.
     """
     queries, out_weight = queries.contiguous(), out_weight.contiguous()
     B, Hq = queries.shape[:2]
@@ -112,7 +112,7 @@ def _hidden(
 def saap_index(
     bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the keys in the order of their buckets (saap.9): ``offsets (B, Hkv, C + 1)``, ``key_ids (B, Hkv, n)``."""
+    """List the keys by bucket (saap.9). Return ``offsets (B, Hkv, C + 1)`` and ``key_ids (B, Hkv, n)``."""
     position = torch.arange(bucket_ids.shape[2], device=bucket_ids.device)
     sink_tokens = min(sink_tokens, bucket_ids.shape[2])  # later sums fit into int32
     first = sink_tokens if left_padding is None else (left_padding + sink_tokens)[:, None, None]
@@ -130,8 +130,8 @@ class Index:
 
     Attributes:
         offsets, key_ids: results of `saap_index`.
-        covered: number of keys in the lists; later keys are always attended.
-        sink_tokens: number of first keys, which are always attended and not in the lists.
+        covered: number of keys in the lists; later keys are always attended to.
+        sink_tokens: number of first keys, which are always attended to and not in the lists.
         capacity: number of slots in the key list of a decode step.
     """
 
@@ -153,7 +153,7 @@ def saap_indices(
     capacity: int,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the keys of a decode step (saap.10): int32 ``indices (B, Hkv, capacity)`` and ``counts (B, Hkv)``."""
+    """List the keys of a decode step (saap.10). Return int32 ``indices (B, Hkv, capacity)``, ``counts (B, Hkv)``."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, length, left_padding)
     assert listed.counts is not None
@@ -211,7 +211,7 @@ def saap_decode(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run one decode step over visited buckets. Return ``out``, ``lse`` and the attended keys per row, ``(B, Hkv)``."""
+    """Run one decode step over visited buckets. Return ``out``, ``lse`` and the key counts ``(B, Hkv)``."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, keys.shape[2], left_padding)
     assert listed.counts is not None

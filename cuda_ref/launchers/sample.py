@@ -1,4 +1,4 @@
-"""Launch SampleAttention (docs/spec/sample.md): score the sample, select key blocks and attend to them."""
+"""Launch the SampleAttention kernels (docs/spec/sample.md): score the sample, select key blocks, attend to them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def sample_prefill(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run SampleAttention. Return ``out``, float32 ``lse (B, Hq, L)`` and int32 ``counts (B, Hq, R)``.
 
-    The counts are the number of key blocks of each row block. Row blocks are processed in ranges whose lists fit into
-    `LIST_BYTES`.
+    ``counts`` is the number of key blocks that each row block attends to. Row blocks are processed in ranges whose
+    lists fit into `LIST_BYTES`.
     """
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     B, Hq = queries.shape[:2]
@@ -74,7 +74,7 @@ def sample_select(
     block_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """List the key blocks of each row block, (sample.1) to (sample.7): ``(B, Hq, R, Nk)`` int32, ascending, then -1."""
+    """List each row block's key blocks, (sample.1) to (sample.7): int32 ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     counts = torch.empty(*queries.shape[:2], layout.row_blocks, dtype=torch.int32, device=queries.device)
     alphas = {"alpha_column": alpha_column, "alpha_slash": alpha_slash}
@@ -210,7 +210,7 @@ def merge(kept: SampleMasks, layout: Layout, first: int, stop: int, width: int, 
         counts: output, ``(B, Hq, R)`` int32: the lengths of these lists.
 
     Returns:
-        ``(B, Hq, stop - first, width)`` int32, ascending, then -1.
+        ``(B, Hq, stop - first, width)`` int32, ascending, padded with -1.
     """
     B, Hq = kept.column.shape[:2]
     blocks = torch.empty(B, Hq, stop - first, width, dtype=torch.int32, device=counts.device)

@@ -1,4 +1,4 @@
-"""Launch `kernels.top_k_select`: select exactly the k best keys of a row without sorting."""
+"""Launch `kernels.top_k_select`, which selects exactly the k best keys of a row without sorting."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class GroupScores:
 def top_k_select(
     scores: torch.Tensor, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6). -inf is never selected; NaN counts as +inf."""
+    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6). Never select a score of -inf. NaN counts as +inf."""
     B, Hkv, S = scores.shape
     tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=scores.device)
     given = GroupScores(scores.contiguous()[:, :, None], None, None, tickets)
@@ -77,10 +77,10 @@ def block_size(S: int, top_k: int) -> int:
 def select(
     scores: GroupScores, S: int, *, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Select ``top_k`` keys: the last ``local_window`` valid keys and the keys with the largest scores (sparq.6).
+    """Select ``top_k`` keys: the last ``local_window`` valid keys, then the keys with the largest scores (sparq.6).
 
     Returns:
-        Key indices ``(B, Hkv, min(top_k, S))`` int32, ascending, then -1. Of equal scores the lower index is selected.
+        Key indices ``(B, Hkv, min(top_k, S))`` int32, ascending, padded with -1. Ties go to the lower index.
     """
     B, Hkv, G, stride = scores.logits.shape
     device = scores.logits.device

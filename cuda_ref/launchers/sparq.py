@@ -1,4 +1,4 @@
-"""Launch SparQ (docs/spec/sparq.md): three launches per decode step."""
+"""Launch the SparQ kernels (docs/spec/sparq.md), three per decode step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sparq_attention(
     value_mean: torch.Tensor | None,
     **selection: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `sparq_decode` with the arguments that all backends share. `KeyCodes` become a list of tensors."""
+    """Run `sparq_decode` with the arguments that all backends share. Pass `KeyCodes` as a list."""
     scored = [keys.mT] if keys_t is None else list(keys_t) if isinstance(keys_t, KeyCodes) else [keys_t]
     mean = value_mean if reallocate else None
     result: tuple[torch.Tensor, torch.Tensor] = sparq_decode(
@@ -61,7 +61,7 @@ def sparq_decode(
 
     Args:
         scored: a list with the component-major keys ``(B, Hkv, D, S)``, or with the four arrays of `KeyCodes`.
-        value_mean: ``(B, Hkv, D)``, the mean value for reallocation; None for no reallocation.
+        value_mean: ``(B, Hkv, D)`` mean of the values for reallocation; None to skip reallocation.
     """
     queries, keys = queries.contiguous(), rows(keys)
     component_weight, left_padding = contiguous(component_weight), contiguous(left_padding)
@@ -105,7 +105,7 @@ def sparq_scores(queries: torch.Tensor, selection: Selection) -> GroupScores:
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        selection: settings and arrays of the selection. ``keys_t`` may have any strides, and is read fastest if the
+        selection: settings and arrays for selecting keys. ``keys_t`` may have any strides, and is read fastest if the
             last stride is 1 and the other strides are multiples of 16.
     """
     keys_t = selection.keys_t
@@ -176,8 +176,8 @@ def sparq_code_scores(queries: torch.Tensor, keys: torch.Tensor, selection: Sele
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        keys: ``(B, Hkv, S, D)``, last stride 1; only unquantized keys are read.
-        selection: settings and arrays of the selection. ``keys_t`` has the codes of all full groups, and is read
+        keys: ``(B, Hkv, S, D)``, last stride 1; only keys outside full groups are read.
+        selection: settings and arrays for selecting keys. ``keys_t`` has the codes of all full groups, and is read
             fastest if the last strides are 1 and the other strides of ``codes`` are multiples of 16.
         narrow: True to write the logits as 8-bit codes.
     """

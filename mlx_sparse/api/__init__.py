@@ -1,1 +1,1 @@
-"""Public attention functions: for any array library (`functions`), and for MLX arrays (`mlx_functions`)."""
+"""Define the public attention functions for any array library (`functions`) and for MLX arrays (`mlx_functions`)."""

@@ -1,4 +1,4 @@
-"""Report of a model's attention calls, printed by `--attn-report`."""
+"""Build the report of a model's attention calls that `--attn-report` prints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DeviceCounts(Protocol):
     """Statistics computed on the device: `BucketCounts` and `RecallCounts` of `mlx_sparse.lm.statistics`.
 
     Attributes:
-        total: name of the attribute of `Report` that sums the statistics.
+        total: name of the `Report` attribute that contains the sum of these statistics.
     """
 
     total: str
@@ -47,11 +47,11 @@ class Totals:
 
 @dataclass
 class Counts(Totals):
-    """Totals of one call of a model.
+    """Totals of one model call.
 
     Attributes:
         decode: SAAP's statistics of decode steps; None with other methods.
-        counting: SAAP's statistics that the device is still computing; None with other methods.
+        counting: statistics that the device is still computing; None without such statistics.
     """
 
     decode: Any = None
@@ -63,8 +63,8 @@ class Report(Totals):
     """Totals of all calls of one enabled model. Any thread may add to a report or read it at any time.
 
     A model call adds its counts when it returns; a call that raises adds nothing. Reading a report does not evaluate
-    arrays, with two exceptions, which wait for the decode steps in flight: `recall`, and with SAAP `buckets` and
-    `sparse_bytes`, because the device counts the attended keys.
+    arrays, with two exceptions: `recall` waits for the decode steps in flight. With SAAP, `buckets` and `sparse_bytes`
+    wait too, because the device counts the attended keys.
 
     Attributes:
         attn: methods and their options in the format of ``--attn``, with every "auto" resolved.
@@ -72,12 +72,12 @@ class Report(Totals):
         model_type: model family, such as "llama".
         model: name or path of the model; empty if unknown.
         layers: number of attention layers.
-        served_layers: number of layers that can attend sparsely.
-        dense_layers: number of layers that always attend densely, by reason.
+        served_layers: number of layers that can use sparse attention.
+        dense_layers: number of layers that always use dense attention, by reason.
         sparse_calls: number of decode calls that used sparse attention.
         dense_calls: number of calls that used dense attention, by reason.
-        formula_bytes: bytes that the sparse calls moved, by the papers' formulae, except bytes of keys that the device
-            counts.
+        formula_bytes: bytes that the sparse calls moved, according to the papers' formulas, without the keys that the
+            device counts.
         dense_bytes: bytes that dense attention would have moved in the sparse calls.
         prefill: statistics of prefill chunks (`mlx_sparse.lm.statistics.PrefillStatistics`); None without a prefill
             method.
@@ -87,7 +87,7 @@ class Report(Totals):
         checked_bytes: bytes moved by verification steps of a lossless model and by its decode steps without drafts.
         drafts: draft statistics (`mlx_sparse.lm.statistics.DraftStatistics`); None without `--lossless`.
         part: layers and KV heads of the model that this process runs.
-        kv_heads: KV heads of a served layer on this rank and in the whole model; None if layers differ.
+        kv_heads: number of KV heads of a served layer, on this rank and in the whole model; None if layers differ.
         weight_bytes: bytes of the model's weights in this process.
         counted, recalls: `buckets` and `recall` without the decode steps in flight.
     """
@@ -120,7 +120,7 @@ class Report(Totals):
             self._settle(IN_FLIGHT)
 
     def _settle(self, in_flight: int = 0) -> None:
-        """Wait for the statistics of all calls except the last ``in_flight``, and add these statistics."""
+        """Wait for the statistics of all calls except the last ``in_flight``, and add them to the report."""
         while len(self._counting) > in_flight:
             counts = self._counting.popleft()
             setattr(self, counts.total, _sum(getattr(self, counts.total), counts.read()))
@@ -145,7 +145,7 @@ class Report(Totals):
 
     @property
     def sparse_bytes(self) -> int:
-        """Bytes that the sparse calls moved, by the papers' formulae. With SAAP, waits for the device."""
+        """Bytes that the sparse calls moved, according to the papers' formulas. With SAAP, waits for the device."""
         with _lock:
             return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
 
@@ -170,7 +170,7 @@ class Report(Totals):
             return Counts(self.sparse_calls, self.dense_calls, prefill=self.prefill)
 
     def opening(self) -> list[str]:
-        """Return the first lines of the report, known before any call: served layers and crossover lengths."""
+        """Return the first lines of the report, with the served layers and the crossover lengths."""
         model = ", ".join(filter(None, (self.model_type, self.model)))
         served = f"{self.served_layers} of {self.layers} layers ({model})"
         lines = [f"{self.attn} on {self.backend}: {served}{self._held()}"]
@@ -208,10 +208,10 @@ class Report(Totals):
 
     @property
     def saved_share(self) -> float:
-        """Share of the bytes of a decode step that sparse attention saves, averaged over the sparse steps.
+        """Share of a decode step's bytes that sparse attention saves, averaged over the sparse steps.
 
-        The bytes of a step are those of all weights and of the keys and values of the served layers. A step whose time
-        is limited by the memory bandwidth gets shorter by this share.
+        A step reads all weights, and the keys and values of the served layers. A memory-bound step gets shorter by this
+        share.
         """
         per_step = self.served_layers / max(self.sparse_calls, 1)
         dense = self.dense_bytes * per_step
@@ -235,7 +235,7 @@ class Report(Totals):
             return "\n".join(self._lines())
 
     def _decode_lines(self) -> list[str]:
-        """Return the number of sparse decode calls and their bytes as lines of text."""
+        """Return lines of text with the number of sparse decode calls and the bytes that they moved."""
         per_step = self.served_layers / max(self.sparse_calls, 1)
         if self.sparse_calls:
             share = self.sparse_bytes / self.dense_bytes

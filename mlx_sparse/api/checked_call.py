@@ -53,7 +53,7 @@ class Library(Protocol):
         """Validate bucket ids and visited buckets, and return them as arguments for a backend's `saap_attention`."""
 
     def count_blocks(self, blocks: Any) -> Any:
-        """Return the number of attended key blocks per query head, ``(B, Hq)``, in ``blocks (B, Hq, R, N)``."""
+        """Count the attended key blocks of each query head in ``blocks (B, Hq, R, N)``, and return ``(B, Hq)``."""
 
 
 class Call:
@@ -109,7 +109,7 @@ class Call:
         return run(*self.arrays, scale=self.scale, left_padding=self.left_padding, **parameters)
 
     def dense(self, layout: Layout | None = None) -> Any:
-        """Run dense attention. If ``layout`` is given, count the elements of `Stats` per query head."""
+        """Run dense attention. With ``layout``, `Stats` counts the elements moved per query head."""
         out = self.load("dense")(*self.arrays, scale=self.scale, left_padding=self.left_padding)
         if not self.return_stats:
             return out
@@ -120,11 +120,11 @@ class Call:
         return out, record if layout is None else stats.as_prefill(record, layout, n.D)
 
     def decode(self, count: Callable[..., int], attended: int, **parameters: Any) -> Any:
-        """Run a sparse decode step, or dense attention if a sparse step would attend every key.
+        """Run a sparse decode step, or dense attention if a sparse step would attend to every key.
 
         Args:
             count: function of S, D and ``top_k`` that returns the number of elements moved.
-            attended: number of keys that a sparse step attends.
+            attended: number of keys that a sparse step attends to.
         """
         if not self.sparse(attended):
             return self.dense()
@@ -132,7 +132,7 @@ class Call:
         return (out, self.record(lse, count, attended, *estimate[:1])) if self.return_stats else out
 
     def record(self, lse: Any, count: Callable[..., int], top_k: int, estimated_recall: Any = None) -> Stats:
-        """Return the `Stats` of a decode step that attended ``top_k`` keys."""
+        """Return the `Stats` of a decode step that attended to ``top_k`` keys."""
         n = self.sizes
         moved, dense = count(n.S, n.D, top_k=top_k), stats.dense_elements(n.S, n.D)
         density = min(top_k, n.S) / n.S
@@ -148,7 +148,7 @@ class Call:
         return self.library.xp.where(dense == -INF, 1.0, self.library.xp.exp(lse - dense))
 
     def prefill(self, layout: Layout, **parameters: Any) -> Any:
-        """Run a prefill method and return ``out``; with ``return_stats`` also a `Stats`."""
+        """Run a prefill method. Return ``out``, and a `Stats` if ``return_stats`` is set."""
         out, lse, blocks = self.load(self.function)(*self.arrays, scale=self.scale, **parameters)
         if not self.return_stats:
             return out

@@ -1,4 +1,4 @@
-"""Public functions for dense attention and for the decode methods."""
+"""Define the public functions for dense attention and for the decode methods."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DecodeFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """Compute dense causal attention over all valid keys. This is the baseline of all methods."""
+        """Compute dense causal attention over all valid keys. This is the baseline for all methods."""
         call = Call(self._library, "dense", (queries, keys, values), scale, left_padding, backend, return_stats)
         return call.dense()
 
@@ -95,12 +95,12 @@ class DecodeFunctions:
 
         Args:
             rank: number r of query components used to score each key, 1..D.
-            top_k: number of keys attended per KV head, including the local window.
-            local_window: number of last valid keys that are always attended; None means ``top_k // 4``.
+            top_k: number of attended keys per KV head, including the local window.
+            local_window: number of last valid keys that are always attended to; None means ``top_k // 4``.
             recall: estimated attention recall at which a KV head selects no more keys, above 0 up to 1; 0 always
                 selects ``top_k`` keys. Only the MLX backends support it.
-            reallocate: True mixes in the mean value, weighted by the softmax mass of the skipped keys; "auto" means
-                True if each KV head has one query head.
+            reallocate: if True, add the mean value, weighted by the softmax mass of the skipped keys. "auto" means True
+                if each KV head has one query head.
             component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation
                 of the keys ("query_key").
             key_bits: bits per component of the scoring keys: 16 (as in the paper) or 4.
@@ -110,7 +110,7 @@ class DecodeFunctions:
             value_mean: ``(B, Hkv, D)`` mean of the valid values, including the current one; computed if None.
 
         Returns:
-            ``out (B, Hq, L, D)`` in the dtype of ``queries``; with ``return_stats`` also a `Stats`.
+            ``out (B, Hq, L, D)`` in the dtype of ``queries``, and a `Stats` if ``return_stats`` is set.
         """
         call = Call(self._library, "sparq", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes
@@ -151,7 +151,7 @@ class DecodeFunctions:
         )
 
     def code_keys(self, keys: Array, *, left_padding: Array | None = None, backend: str = "auto") -> KeyCodes:
-        """Quantize keys to int4 scoring keys, the ``keys_t`` argument for ``key_bits=4`` (sparq.17) to (sparq.20)."""
+        """Quantize keys to int4 scoring keys, to pass as ``keys_t`` with ``key_bits=4`` (sparq.17) to (sparq.20)."""
         call = Call(self._library, "code_keys", (keys, keys, keys), left_padding=left_padding, backend=backend)
         coded: KeyCodes = call.load("code_keys")(keys, call.left_padding)
         return coded
@@ -165,10 +165,10 @@ class DecodeFunctions:
         left_padding: Array | None = None,
         backend: str = "auto",
     ) -> Array:
-        """Return the ``scores`` for `h2o_attention`: the softmax weight of each key, summed over causal ``queries``.
+        """Return the initial ``scores`` of `h2o_attention`: the causal softmax weights, summed over ``queries``.
 
         Returns:
-            float32 ``(B, Hkv, S)``, averaged over the query heads of a group; -inf at invalid keys.
+            float32 ``(B, Hkv, S)``, averaged over the query heads of a group; -inf for invalid keys.
         """
         call = Call(self._library, "h2o_scores", (queries, keys, keys), scale, left_padding, backend)
         run = call.load("h2o_scores")
@@ -189,14 +189,14 @@ class DecodeFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """Run one decode step of H2O: attend the recent keys and the keys with the largest scores, evict other keys.
+        """Run one decode step of H2O: attend to the last keys and the keys with the largest scores, and evict the rest.
 
         Args:
             scores: ``(B, Hkv, S)`` sum of softmax weights per key so far; 0 for the current key, -inf for evicted keys.
-            top_k: number of keys attended per KV head, including the ``local_window`` last keys.
+            top_k: number of attended keys per KV head, including the last ``local_window`` keys.
 
         Returns:
-            ``out`` and the new ``scores``, -inf at evicted keys; with ``return_stats`` also a `Stats`.
+            ``out``, the new ``scores`` (-inf for evicted keys), and a `Stats` if ``return_stats`` is set.
         """
         call = Call(self._library, "h2o", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes

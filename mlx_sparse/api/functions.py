@@ -1,11 +1,11 @@
-"""Public functions for any array library.
+"""Define the public functions for any array library.
 
 The shapes are ``queries (B, Hq, L, D)``, and ``keys`` and ``values (B, Hkv, S, D)`` including the current tokens. Query
 i of L is at position ``S - L + i``. ``left_padding (B,)`` int is the index of the first valid key of each sequence.
 
-The attention functions return ``out (B, Hq, L, D)`` in the dtype of ``queries``, and with ``return_stats=True`` also a
-`Stats`. ``return_stats="recall"`` adds the attention recall, which costs one dense pass over the keys. Decode methods
-fall back to dense attention if they would attend every key, or if there is more than one query (``L > 1``).
+The attention functions return ``out (B, Hq, L, D)`` in the dtype of ``queries``, and a `Stats` if ``return_stats`` is
+set. ``return_stats="recall"`` adds the attention recall, which costs one dense pass over the keys. Decode methods fall
+back to dense attention if they would attend to every key, or if there is more than one query (``L > 1``).
 
 All functions raise `ShapeError` if array shapes do not fit together, `ConfigError` if a parameter is out of range, and
 `BackendUnavailable` if the backend cannot run here.

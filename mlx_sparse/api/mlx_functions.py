@@ -1,4 +1,4 @@
-"""Public functions for MLX arrays. See `mlx_sparse.api.functions` for the arguments and results."""
+"""Define the public functions for MLX arrays. See `mlx_sparse.api.functions` for the arguments and results."""
 
 from __future__ import annotations
 

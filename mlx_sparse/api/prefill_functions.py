@@ -1,6 +1,6 @@
-"""Public functions for block-sparse prefill and SampleAttention (docs/spec/sample.md).
+"""Define the public functions for block-sparse prefill and SampleAttention (docs/spec/sample.md).
 
-A row block is ``block_size`` consecutive queries. For each query head, a row block attends its own list of key blocks.
+A row block is ``block_size`` consecutive queries. For each query head, a row block attends to a list of key blocks.
 Blocks start at multiples of ``block_size`` from position 0, also after a cached prefix (``L < S``). The `ops` backend
 evaluates the block lists. Therefore these functions do not work inside `mx.compile`.
 """
@@ -39,7 +39,7 @@ class PrefillFunctions:
                 ``-1``, or any number that is not a block index, marks an empty slot.
 
         Returns:
-            ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries that attend no key.
+            ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries that attend to no key.
         """
         call = Call(self._library, "attend_blocks", (queries, keys, values), scale=scale, backend=backend)
         n = call.sizes
@@ -64,10 +64,10 @@ class PrefillFunctions:
         scale: float | None = None,
         backend: str = "auto",
     ) -> Array:
-        """Select the key blocks that SampleAttention attends (sample.1 to sample.7).
+        """Select the key blocks that SampleAttention attends to (sample.1 to sample.7).
 
         Returns:
-            ``(B, Hq, R, N)`` int32, the ``blocks`` argument of `attend_blocks`.
+            int32 ``(B, Hq, R, N)``, to pass as ``blocks`` to `attend_blocks`.
         """
         call = Call(self._library, "sample_select", (queries, keys, keys), scale=scale, backend=backend)
         check_sample(alpha_column, alpha_slash, chunks, block_size)
@@ -105,7 +105,7 @@ class PrefillFunctions:
             alpha_column: share of the sample's attention that the selected key blocks must cover; above 0, at most 1.
             alpha_slash: share of the sample's attention that the selected diagonals must cover; above 0, at most 1.
             chunks: number of regions into which the queries are divided; each region has its own sample.
-            block_size: 32, 64 or 128 tokens.
+            block_size: number of tokens per block: 32, 64 or 128.
         """
         call = Call(self._library, "sample", (queries, keys, values), scale, None, backend, return_stats)
         check_sample(alpha_column, alpha_slash, chunks, block_size)

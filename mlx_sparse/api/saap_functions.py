@@ -1,4 +1,4 @@
-"""Public functions of SAAP: assign keys to buckets, route queries to buckets, attend the keys of visited buckets."""
+"""Define SAAP's public functions, which assign keys to buckets, route queries, and attend to visited buckets."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ class SaapFunctions:
     ) -> Any:
         """Run one decode step of SAAP attention (docs/spec/saap.md; arXiv 2502.08246).
 
-        The step attends the first ``sink_tokens`` and the last ``recent_tokens`` valid keys, including the current key,
-        and all keys in the visited buckets. This function builds a bucket index on each call.
+        The step attends to the first ``sink_tokens`` and the last ``recent_tokens`` valid keys, including the current
+        key, and to all keys in the visited buckets. This function builds a bucket index on each call.
 
         Args:
             bucket_ids: ``(B, Hkv, S)`` int bucket of each key. -1, or any number that is not a bucket index, means that
                 the key is in no bucket.
-            visited: ``(B, Hkv, n)`` int bucket ids. Negative numbers are empty slots; duplicates are ignored.
+            visited: ``(B, Hkv, n)`` int bucket ids. Negative numbers mark empty slots; duplicates are ignored.
         """
         call = Call(self._library, "saap", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes

@@ -1,4 +1,4 @@
-"""Artefact file of `mlx-sparse train-saap`: centroids and query networks of each layer and KV head."""
+"""Read and write the artefact of `mlx-sparse train-saap`: centroids and query networks per layer and KV head."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Artefact:
     """Content of an artefact file.
 
     Attributes:
-        layers: centroids and query networks by the index of the KV cache in the model.
+        layers: centroids and query networks of each layer, by the index of its KV cache in the model.
         buckets: number of buckets C of every layer.
         hidden: number of hidden units H of every layer.
-        sink_tokens, recent_tokens: numbers of first and last keys, which every step attends. The training targets
+        sink_tokens, recent_tokens: numbers of first and last keys that every step attends to. The training targets
             exclude these keys.
         model: ``model_type`` and ``hash`` of the model that was used for training.
         training: training options and results, for information only.
@@ -100,7 +100,7 @@ class Artefact:
     def part_for(self, model: Any) -> Artefact:
         """Return the centroids and query networks for ``model``, which may have a subset of the layers and KV heads.
 
-        The artefact is checked as in `check_model`. If the model is split over several processes and
+        The artefact is checked as in `check_model`. If the model is split across processes and
         `model_info.record_facts` did not record the whole model, only the family and the shapes are checked.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Subclasses of mlx-lm's KV caches that attend sparsely. Their ``state`` excludes the auxiliary cache state.
+"""Define subclasses of mlx-lm's KV caches for sparse attention. ``state`` excludes the auxiliary cache state.
 
 `adopt` changes the class of a cache in place. Keys, values and offset stay the same, so saving, trimming, merging and
 batching work as before.
@@ -22,7 +22,7 @@ DEQUANTIZED_BYTES = 16 << 20
 
 
 class SparseKVCache(SparseCache, KVCache):
-    """`mlx_lm.models.cache.KVCache` that can attend sparsely."""
+    """`mlx_lm.models.cache.KVCache` with sparse attention."""
 
     @staticmethod
     def merge(caches: Any) -> Any:
@@ -38,7 +38,7 @@ class SparseKVCache(SparseCache, KVCache):
 
 
 class SparseQuantizedKVCache(SparseCache, QuantizedKVCache):
-    """`mlx_lm.models.cache.QuantizedKVCache` that can attend sparsely. Decode steps read the quantized rows."""
+    """`mlx_lm.models.cache.QuantizedKVCache` with sparse attention. Decode steps read the quantized rows."""
 
     @property
     def key_rows(self) -> PackedRows:
@@ -70,7 +70,7 @@ class SparseQuantizedKVCache(SparseCache, QuantizedKVCache):
 
 
 class SparseBatchKVCache(SparseCache, BatchKVCache):
-    """`mlx_lm.models.cache.BatchKVCache`, a left-padded batch of sequences, that can attend sparsely."""
+    """`mlx_lm.models.cache.BatchKVCache`, a left-padded batch of sequences, with sparse attention."""
 
     padding_mask: mx.array | None = None
     _first: list[int] | None = None  # cached `first_rows`; None after rows moved
@@ -109,7 +109,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         return self._first
 
     def extents(self, others: Iterable[Any]) -> list[tuple[int, int]] | None:
-        """Return the rows ``[first, stop)`` of each sequence, or None if the amount of right padding is unknown.
+        """Return the row range ``[first, stop)`` of each sequence, or None if the right padding is unknown.
 
         Args:
             others: caches of the other layers, as in `first_rows`.
@@ -124,7 +124,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         return [(min(first, end), end) for first, end in zip(first_rows, ends, strict=True)]
 
     def select_rows(self, sequence: int, first: int, stop: int) -> SparseKVCache:
-        """Return a cache of one sequence with rows ``[first, stop)`` and the `FullSample` of that sequence."""
+        """Return a cache with rows ``[first, stop)`` of one sequence, and with its `FullSample`."""
         one = SparseKVCache()  # type: ignore[no-untyped-call]
         # If `first` is 0, take the whole buffer, which kernels can read without a copy.
         rows = slice(0, None) if first == 0 else slice(first, stop)
@@ -134,7 +134,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         return one
 
     def store_full_sample(self, sequence: int, one: SparseKVCache) -> None:
-        """Copy the `FullSample` of a sequence from ``one``, a cache that `select_rows` returned."""
+        """Copy a sequence's `FullSample` from ``one``, a cache that `select_rows` returned."""
         known = self._samples_by_sequence
         self._full_samples = (*known[:sequence], *(one._full_samples or (None,)), *known[sequence + 1 :])
 
@@ -200,7 +200,7 @@ SPARSE_CLASSES: dict[type, type] = {
 
 
 def adopt(cache: Any) -> None:
-    """Convert a KV cache, or a list of KV caches, to sparse caches in place, by changing the class."""
+    """Convert a KV cache, or each KV cache in a list, to a sparse cache in place, by changing its class."""
     if isinstance(cache, (list, tuple)):
         for entry in cache:
             adopt(entry)
@@ -211,7 +211,7 @@ def adopt(cache: Any) -> None:
 
 
 def is_padding_mask(mask: Any, caches: Iterable[Any]) -> bool:
-    """Return True if ``mask`` is causal, with or without the left padding of a batch cache in ``caches``."""
+    """Return True if ``mask`` is a causal mask, with or without the left padding of a batch cache in ``caches``."""
     if isinstance(mask, str):
         return True  # mlx-lm uses no string except "causal"
     return any(isinstance(cache, SparseBatchKVCache) and cache.padding_mask is mask for cache in caches)

@@ -1,4 +1,4 @@
-"""Lists of a cache's keys by SAAP bucket, and key selection for SAAP's decode steps (docs/spec/saap.md)."""
+"""List a cache's keys by SAAP bucket, and select keys for SAAP's decode steps (docs/spec/saap.md)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class KeyLists:
-    """Indices of the keys of each bucket, without the keys of the recent window (saap.9).
+    """Indices of the keys in each bucket, without the keys in the recent window (saap.9).
 
     Attributes:
-        offsets: ``(B, Hkv, buckets + 1)``, start of each bucket in ``key_ids``.
-        key_ids: ``(B, Hkv, n)``, indices of the keys, sorted by bucket.
-        covered: for each sequence, the end of the listed rows. Keys at or after this row are in no list.
-        bounds: ``covered`` as input of the kernels: an int if it is the same for all sequences, else int32 ``(B,)``.
+        offsets: ``(B, Hkv, buckets + 1)`` start of each bucket in ``key_ids``.
+        key_ids: ``(B, Hkv, n)`` key indices, sorted by bucket.
+        covered: for each sequence, the end of the listed rows. Keys from this row on are in no list.
+        bounds: ``covered`` as a kernel input: an int if all sequences have the same value, else int32 ``(B,)``.
         listed: for each sequence, the number of listed keys, summed over KV heads.
-        capacity: largest number of keys that one decode step attends before the next `rebuild_lists`.
+        capacity: largest number of keys that a decode step can attend to before the next `rebuild_lists`.
     """
 
     offsets: mx.array
@@ -48,7 +48,7 @@ def needs_rebuild(index: BucketIndex, cache: SparseCache, first_rows: list[int],
 def attended_keys(
     index: BucketIndex, pre_rope_queries: mx.array, S: int, config: SAAP, padding: mx.array | None, backend: str
 ) -> tuple[mx.array, mx.array]:
-    """Return the ``indices`` and ``counts`` of the keys that a decode step attends (saap.8), (saap.10)."""
+    """Return the ``indices`` and ``counts`` of the keys that a decode step attends to (saap.8), (saap.10)."""
     assert index.lists is not None
     route, expand = (registry.load(function, backend) for function in ("saap_route", "saap_indices"))
     network = dict(index.network or {})
@@ -73,9 +73,9 @@ def attended_keys(
 
 
 def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> list[int]:
-    """Return the end of the listed rows of each sequence for a decode step at position ``S``.
+    """Return the row where each sequence's listed rows end in a decode step at position ``S``.
 
-    The distance from the first key of the sequence to this end is a multiple of ``merge_every``.
+    The distance from the first key of the sequence to this row is a multiple of ``merge_every``.
     """
     every = config.merge_every
     return [
@@ -84,11 +84,11 @@ def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP
 
 
 def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: Iterable[int] | None = None) -> None:
-    """Rebuild the lists of all layers for a decode step at position ``S``. Wait for the device once.
+    """Rebuild the lists of all layers for a decode step at position ``S``. Wait for the device only once.
 
     Args:
         caches: one cache per layer, with an index of at least ``S - 1`` rows.
-        sequences: sequences of the batch that get centroids, as in `BucketIndex.complete`.
+        sequences: indices of the sequences that get centroids, as in `BucketIndex.complete`.
     """
     first_rows = caches[0].first_rows(caches)
     covered = covered_rows(caches[0], first_rows, S, config)
@@ -109,7 +109,7 @@ def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: It
 def _list_keys(
     cache: SparseCache, index: BucketIndex, covered: list[int], config: SAAP, sequences: Iterable[int] | None
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Build the lists of a layer (saap.9): return ``offsets``, ``key_ids`` and key counts, int32 ``(2, B)``.
+    """Build a layer's lists (saap.9). Return ``offsets``, ``key_ids`` and int32 key counts ``(2, B)``.
 
     For each sequence, the first count is the number of keys in the ``probes`` largest buckets (maximum over KV heads).
     The second count is the number of keys in all buckets (sum over KV heads).

@@ -1,4 +1,4 @@
-"""SAAP's auxiliary cache state: the bucket of every key (docs/spec/saap.md)."""
+"""Define SAAP's auxiliary cache state, the bucket of every key (docs/spec/saap.md)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Router:
         source: object that returns pre-RoPE keys (`mlx_sparse.lm.rope.Source`).
         scale: scale of the attention scores.
         buckets: number of buckets C.
-        centroids: ``(Hkv, C, D)``; None if centroids are fitted for each sequence (online mode).
-        network: weights for `saap_route`; None in the online mode, which routes with the centroids.
+        centroids: ``(Hkv, C, D)``; None if centroids are fitted to each sequence (online mode).
+        network: weights for `saap_route`; None in online mode, which routes queries with the centroids.
     """
 
     source: Any
@@ -49,27 +49,27 @@ class Router:
 
 
 def kmeans_network(centroids: mx.array, scale: float) -> dict[str, mx.array]:
-    """Return a linear query network whose logits are the attention scores of the centroids ``(..., C, D)``."""
+    """Return a linear query network whose logits are the attention scores of ``centroids (..., C, D)``."""
     return {"out_weight": mx.contiguous((centroids * scale).swapaxes(-1, -2))}
 
 
 class BucketIndex(State):
-    """Bucket ids of the keys of a cache.
+    """Bucket ids of a cache's keys.
 
     The index covers rows ``[0, length)``. The first rows have bucket ids. The remaining rows are stored as pre-RoPE
-    keys until they are assigned to buckets together. Rows at ``length`` and above are unknown, for example in a cache
-    that was loaded from a file; `complete` reconstructs the pre-RoPE keys of these rows. The index of a sequence does
-    not depend on the other sequences of the batch. In the online mode each sequence has separate centroids.
+    keys until they are assigned to buckets together. Rows from ``length`` on are unknown, for example in a cache that
+    was loaded from a file; `complete` reconstructs the pre-RoPE keys of these rows. The index of a sequence does not
+    depend on the other sequences in the batch. In online mode each sequence has its own centroids.
 
     Attributes:
-        centroids: ``(Hkv, C, D)`` from the router, or ``(B, Hkv, C, D)`` in the online mode; None before the first fit.
-        network: weights for `saap_route`, shared by the sequences or with a batch axis like ``centroids``.
-        fitted: in the online mode, the end of the rows to which the centroids of each sequence were fitted. Sequences
-            without an entry have centroids of 0.
-        ids: int16 ``(B, Hkv, n)``, the bucket ids of rows ``[0, n)``; None if n is 0.
-        pending: pre-RoPE keys of the rows after these n rows, a list of arrays ``(B, Hkv, m, D)``.
-        lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`; None before the first call or if rows moved.
-        listening: True during a forward pass; `receive` then stores its arguments in ``received``.
+        centroids: ``(Hkv, C, D)`` from the router, or ``(B, Hkv, C, D)`` in online mode; None before the first fit.
+        network: weights for `saap_route`, shared by all sequences or with a batch axis like ``centroids``.
+        fitted: in online mode, the end of the rows to which each sequence's centroids were fitted, by index of the
+            sequence. Sequences without an entry have zeros for centroids.
+        ids: int16 ``(B, Hkv, n)`` bucket ids of rows ``[0, n)``; None if n is 0.
+        pending: pre-RoPE keys of the rows after the first n, as a list of arrays ``(B, Hkv, m, D)``.
+        lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`; None before the first call and after rows moved.
+        listening: True during a forward pass, in which `receive` stores its arguments in ``received``.
         received: first row and keys of the last write; None if they have been processed.
     """
 
@@ -106,7 +106,7 @@ class BucketIndex(State):
             self.received = (start, keys)
 
     def rewind(self, length: int) -> None:
-        """Forget the rows at index ``length`` and above, and all centroids that were fitted to any of these rows."""
+        """Forget the rows from index ``length`` on, and all centroids that were fitted to any of these rows."""
         self._forget_rows(length)
         if any(stop > length for stop in self.fitted.values()):
             self.fitted = {sequence: stop for sequence, stop in self.fitted.items() if stop <= length}
@@ -124,7 +124,7 @@ class BucketIndex(State):
             self.lists = None
 
     def write(self, start: int, keys: mx.array) -> mx.array | None:
-        """Add pre-RoPE ``keys (B, Hkv, n, D)`` at row ``start``. Return all ``ids`` if this call adds ids, else None.
+        """Add pre-RoPE ``keys (B, Hkv, n, D)`` at row ``start``. If this call adds ids, return all ``ids``, else None.
 
         The keys are ignored if earlier rows are unknown, or if there are no centroids yet.
         """
@@ -151,7 +151,7 @@ class BucketIndex(State):
         If the router's source is ``irreversible``, the index must already cover all rows.
 
         Args:
-            sequences: sequences that get centroids; None means all sequences with keys.
+            sequences: indices of the sequences that get centroids; None means all sequences with keys.
         """
         if self.router.centroids is None:
             self._fit(cache, config, range(len(cache.first_rows())) if sequences is None else sequences)
@@ -173,7 +173,7 @@ class BucketIndex(State):
         return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
 
     def _fit(self, cache: SparseCache, config: SAAP, sequences: Iterable[int]) -> None:
-        """Fit the missing centroids of ``sequences``, and assign the keys of these sequences to the new buckets."""
+        """Fit the missing centroids of ``sequences``, and reassign the keys of these sequences to the new buckets."""
         _, Hkv, _, D = cache.key_rows.shape
         C, first_rows = self.router.buckets, cache.first_rows()
         first_key = {b: first_rows[b] + config.sink_tokens for b in sequences if b not in self.fitted}
@@ -197,7 +197,7 @@ class BucketIndex(State):
             mx.eval(self.network)
 
     def _fit_one(self, cache: SparseCache, sequence: int, start: int, first_row: int) -> mx.array:
-        """Fit centroids ``(Hkv, C, D)`` to rows ``start`` and above of a sequence that begins at ``first_row``."""
+        """Fit centroids ``(Hkv, C, D)`` to the rows from ``start`` on of a sequence that begins at ``first_row``."""
         C, count = self.router.buckets, cache.length - start
         # Evenly spaced rows. If there are fewer rows than buckets, some rows occur more than once.
         chosen = start + np.linspace(0, count - 1, min(max(count, C), KEYS_PER_BUCKET * C)).astype(np.int32)
@@ -242,7 +242,7 @@ class BucketIndex(State):
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> BucketIndex | None:
-        """Return the index of the merged batch, or None if the caches have no index or different routers."""
+        """Return the index for the merged batch, or None if the caches have no index or different routers."""
         routers = {index.router for index, _ in parts if isinstance(index, BucketIndex)}
         if len(routers) != 1:
             return None
@@ -294,7 +294,7 @@ class BucketIndex(State):
         return one
 
     def insert(self, sequence: int, one: BucketIndex, first: int, sequences: int) -> None:
-        """Copy missing centroids and bucket ids of a sequence from ``one``, an index that `extract` returned.
+        """Copy a sequence's missing centroids and bucket ids from ``one``, an index that `extract` returned.
 
         ``sequence`` is the index of the sequence in the batch, and ``first`` is its first valid row.
         """
@@ -314,12 +314,12 @@ class BucketIndex(State):
         self.centroids, self.network = centroids, kmeans_network(centroids, self.router.scale)
 
     def unfitted(self, sequences: Iterable[int]) -> bool:
-        """Return True in the online mode if at least one of ``sequences`` has no centroids yet."""
+        """Return True if the mode is online and at least one of ``sequences`` has no centroids yet."""
         return self.router.centroids is None and not self.fitted.keys() >= set(sequences)
 
 
 def _nearest(keys: mx.array, centroids: mx.array) -> mx.array:
-    """Return the bucket ids of pre-RoPE ``keys (B, Hkv, n, D)``, int16 ``(B, Hkv, n)``."""
+    """Return the int16 bucket ids ``(B, Hkv, n)`` of pre-RoPE ``keys (B, Hkv, n, D)``."""
     ids: mx.array = registry.load("saap_assign", "ops")(keys, centroids)
     return ids.astype(mx.int16)  # int16 is enough for MAX_BUCKETS
 

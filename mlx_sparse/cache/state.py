@@ -1,4 +1,4 @@
-"""Base class for the auxiliary cache state of a method."""
+"""Define the base class for a method's auxiliary cache state."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class State(ABC):
-    """Auxiliary cache state of a method, updated on writes and trims of a cache and copied with the cache.
+    """Auxiliary cache state of a method, which follows the writes, trims and copies of its cache.
 
-    A cache creates the state without arguments at the first decode step of the method. If a state can be rebuilt
-    from keys and values, its class must implement only `nbytes`, `rewind` and `read`. mlx-lm also quantizes the rows of
-    a cache (`pack`) and changes the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
-    override these methods to return the updated state. The base class returns None: the cache drops the state, and the
-    next decode step rebuilds it.
+    A cache creates the state without arguments in the first decode step of the method. If a state can be rebuilt from
+    keys and values, its class must implement only `nbytes`, `rewind` and `read`. mlx-lm also quantizes the rows of a
+    cache (`pack`) and changes the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
+    override these methods to return the updated state. In the base class they return None: the cache drops the state,
+    and the next decode step rebuilds it.
 
     Attributes:
         recall: estimated attention recall ``(B, Hkv)`` of the last decode step, until `take_recall` is called; None if
-            the method estimates none.
+            the method makes no estimate.
         counts: number of attended keys ``(B, Hkv)`` of this step, likewise; None without an adaptive budget.
     """
 
@@ -33,18 +33,18 @@ class State(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of all arrays in this state."""
+        """Number of bytes in all arrays of this state."""
 
     @abstractmethod
     def rewind(self, length: int) -> None:
-        """Forget the rows at index ``length`` and above, because they will be overwritten."""
+        """Forget the rows from index ``length`` on, because they will be overwritten."""
 
     def receive(self, start: int, keys: mx.array) -> None:
-        """Forget the rows at index ``start`` and above. The cache then writes ``keys (B, Hkv, n, D)`` there."""
+        """Forget the rows from index ``start`` on, to which the cache will write ``keys (B, Hkv, n, D)``."""
         self.rewind(start)
 
     def read(self, cache: SparseCache, config: Any, G: int, *, whole: bool) -> dict[str, Any]:
-        """Update the state to all rows of ``cache``, and return keyword arguments for the method's function.
+        """Update the state for all rows of ``cache``, and return keyword arguments for the method's function.
 
         Args:
             config: the method with its parameters.
@@ -60,7 +60,7 @@ class State(ABC):
         )
 
     def take_recall(self) -> tuple[mx.array | None, mx.array | None]:
-        """Return `recall` and `counts` and forget them, so that the state keeps no array of a decode step."""
+        """Return `recall` and `counts` and reset both to None, so that the state keeps no array from a decode step."""
         found = self.recall, self.counts
         self.recall = self.counts = None
         return found
@@ -70,32 +70,32 @@ class State(ABC):
         return None
 
     def filter(self, sequences: list[int], length: int, start: int) -> State | None:
-        """Return the state for some sequences of the batch and rows ``[start, length)``, or None to drop the state."""
+        """Return the state for the given ``sequences`` and rows ``[start, length)``, or None to drop the state."""
         return None
 
     def extract(self, sequence: int, length: int, start: int) -> State | None:
-        """Return a new state for one sequence and rows ``[start, length)``, or None. Do not change this state."""
+        """Return a new state for one sequence and rows ``[start, length)``, or None. Leave this state unchanged."""
         return None
 
     def roll(self, padding: mx.array | None, length: int) -> State | None:
         """Return the state after mlx-lm converts right padding to left padding, or None to drop the state.
 
-        The last ``padding (B,)`` of ``length`` rows move to the front. If ``padding`` is None, no row moves: either
-        mlx-lm is about to pad on the right, or there was no padding.
+        The last ``padding (B,)`` of the ``length`` rows move to the front. If ``padding`` is None, no rows move: mlx-lm
+        is about to pad on the right, or there was no padding.
         """
         return None
 
     def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> State | None:
-        """Return the state for the batch ``cache`` followed by the sequences of ``other``, or None to drop the state.
+        """Return the state for ``cache`` after the sequences of ``other`` are appended, or None to drop the state.
 
         All sequences end at the same row. mlx-lm appends the sequences after this call.
 
         Args:
-            theirs: state of the same method on ``other``, or None.
+            theirs: state of the same method for ``other``, or None.
         """
         return None
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> State | None:
-        """Return a new state for the left-padded batch of the given caches, or None. Do not change the arguments."""
+        """Return a new state for the left-padded batch of all caches, or None. Leave the arguments unchanged."""
         return None

@@ -1,1 +1,1 @@
-"""Launch the kernels in metal/ on Apple GPUs. Functions have the same signatures as in the `ops` backend."""
+"""Launch the kernels in metal/ on Apple GPUs. The functions have the same signatures as in the `ops` backend."""

@@ -1,4 +1,4 @@
-"""Exact attention over an index list on the GPU, used by all decode methods (metal/attend.h)."""
+"""Compute exact attention over listed keys on the GPU for all decode methods (metal/attend.h)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Reallocation(NamedTuple):
 
     Attributes:
         logits: float32 ``(B, Hkv, stride, G)`` approximate logits (sparq.3) of ``stride >= S`` keys.
-        softmax: float32 ``(B, Hkv, G, 2)``, largest logit and ``1 / sum(exp(logit - largest))``.
-        value_mean: float32 ``(B, Hkv, D)``.
+        softmax: float32 ``(B, Hkv, G, 2)`` with the largest logit and ``1 / sum(exp(logit - largest))``.
+        value_mean: float32 ``(B, Hkv, D)`` mean of the valid values.
     """
 
     logits: mx.array
@@ -69,12 +69,12 @@ def splits_of(N: int, lists: int) -> int:
 
 @cache
 def heads_of(D: int, G: int) -> tuple[int, int]:
-    """Return the number of query heads and SIMD groups per threadgroup. The sums of a lane must fit into registers.
+    """Return the numbers of query heads and SIMD groups per threadgroup for which a lane's sums fit into registers.
 
     For each chunk of 128 components, a lane holds four float32 sums per head and loads four rows at once. With 512
-    threads, each thread has about 100 registers, and Metal refuses to launch a kernel that needs more. A query group
-    that needs too many registers even with 256 threads is divided among threadgroups, each of which reads all keys and
-    values.
+    threads, each thread has about 100 registers, and Metal refuses to launch a kernel that needs more. If a query group
+    needs too many registers even with 256 threads, it is divided among threadgroups, and each threadgroup reads all
+    keys and values.
     """
     chunks = -(-D // 128)
     heads = next(n for n in range(G, 0, -1) if G % n == 0 and (n == 1 or 4 * chunks * (n + 4) <= 96))
@@ -82,7 +82,7 @@ def heads_of(D: int, G: int) -> tuple[int, int]:
 
 
 def _narrow(indices: mx.array, keys: int) -> mx.array:
-    """Convert indices to int32. A 64-bit index outside ``[0, keys)`` becomes -1 instead of wrapping to a key."""
+    """Convert indices to int32. A 64-bit index outside ``[0, keys)`` becomes -1 instead of wrapping to a key index."""
     if indices.dtype == mx.int32:
         return indices
     if indices.itemsize > 4:
@@ -107,7 +107,7 @@ def attend_indices(
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied. Both are
             arrays, or both are quantized with the same bits and group size.
         indices: ``(B, Hkv, N)`` int32; -1, or any number that is not the index of a key, is an empty slot.
-        counts: ``(B, Hkv)`` number of slots in use in each list; later slots are ignored. None means all slots.
+        counts: ``(B, Hkv)`` number of slots in use in each list; later slots are ignored. None uses all slots.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot
@@ -131,10 +131,10 @@ def attend_listed(
     counts: mx.array | None = None,
     reallocation: Reallocation | None = None,
 ) -> list[mx.array]:
-    """Compute `attend_indices` for at least one slot. With ``reallocation``, mix in the mean value (sparq.10).
+    """Compute `attend_indices` for lists with at least one slot. With ``reallocation``, mix in the mean value.
 
     Args:
-        reallocation: inputs for mixing in the mean value; not together with ``counts``.
+        reallocation: inputs for mixing in the mean value (sparq.10); cannot be combined with ``counts``.
 
     Returns:
         ``out``, ``lse`` and, with ``reallocation``, float32 ``alpha (B, Hq, 1)`` (sparq.8).
@@ -162,7 +162,7 @@ def attend_listed(
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
-    """Build the launch of `attend_indices` over ``N`` entries; each of ``splits`` threadgroups attends one part.
+    """Build the launch of `attend_indices` for lists of ``N`` entries, each divided among ``splits`` threadgroups.
 
     The outputs are float32 ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``; if ``mixed``, also ``alpha``
     with the shape of ``lse``. A single split writes the final results of `attend_indices`.
@@ -189,7 +189,7 @@ def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
 
 
 def attend_candidates(n: Listed, top_k: int) -> Launch:
-    """Build the launch that selects the best ``top_k`` candidates of a `top_k_launch` and attends to these keys.
+    """Build the launch that selects the best ``top_k`` candidates from a `top_k_launch` and attends to these keys.
 
     The outputs are ``out`` and ``lse`` of `attend_indices`, and float32 ``recall (B, Hkv)`` (sparq.24).
     """

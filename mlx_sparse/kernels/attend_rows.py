@@ -1,4 +1,4 @@
-"""Dense attention of a large query group on the matrix units (metal/attend_rows.h)."""
+"""Compute dense attention for large query groups on the GPU's matrix units (metal/attend_rows.h)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def supports(D: int, rows: int) -> bool:
 
 
 def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
-    """Return the number of query rows per threadgroup and the number of keys staged at once.
+    """Return the number of query rows per threadgroup, and the number of keys that a threadgroup stages at once.
 
     A lane holds D / 4 components of its query and D / 4 sums. The registers suffice for 512 threads (128 rows) if D is
-    at most 128, otherwise for 256 threads (64 rows). More rows are divided among threadgroups. The staged keys leave
-    enough threadgroup memory for two threadgroups per GPU core.
+    at most 128, otherwise for 256 threads (64 rows). A larger query group is divided among threadgroups. The staged
+    keys leave enough threadgroup memory for two threadgroups per GPU core.
     """
     shares = -(-rows // (METAL_ROWS if D <= 128 else METAL_ROWS // 2))
     padding = 16 // itemsize
@@ -52,13 +52,13 @@ def attend_rows(
     length: int | None = None,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute exact causal attention of a few queries over all valid keys.
+    """Compute exact causal attention for a few queries over all valid keys.
 
     Args:
-        queries: ``(B, Hq, L, D)``, for the last L positions. `supports` must accept ``D`` and ``Hq // Hkv * L`` rows.
+        queries: ``(B, Hq, L, D)`` for the last L positions. `supports` must accept ``D`` and ``Hq // Hkv * L`` rows.
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use; not copied if both have the same
             type.
-        left_padding: ``(B,)`` first valid key of each sequence.
+        left_padding: ``(B,)`` index of the first valid key of each sequence.
 
     Returns:
         ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries before

@@ -3,8 +3,8 @@
 Every attention layer of mlx-lm calls `mlx_lm.models.base.scaled_dot_product_attention` with the cache of the layer.
 `seam` replaces this function in the modules of an enabled model. `plan` selects sparse or dense attention for each
 layer, `call` runs the attention of one forward pass, and `statistics` counts sparse calls. `command` adds the options
-to mlx-lm's commands. Some methods need `hooks`: `h2o` accumulates attention scores during dense prefill. `saap` assigns
-pre-RoPE keys from `rope` to buckets. `speculative` is lossless decoding. `distributed` supports several ranks.
+to mlx-lm's commands. Some methods need `hooks`: `h2o` accumulates attention scores during dense prefill, and `saap`
+assigns pre-RoPE keys from `rope` to buckets. `speculative` decodes losslessly. `distributed` runs on several ranks.
 """
 
 from .model import disable, enable, lossless, report, sparse

@@ -28,7 +28,7 @@ SAMPLED_STEPS = 4
 
 
 class Phase(Enum):
-    """Purpose of a forward pass in self-speculative decoding: draft tokens sparsely, or check drafts densely."""
+    """Phase of self-speculative decoding: draft tokens with sparse attention, or check them with dense attention."""
 
     DRAFT = "draft"
     CHECK = "check"
@@ -39,7 +39,7 @@ _phase: ContextVar[Phase | None] = ContextVar("phase", default=None)
 
 @contextlib.contextmanager
 def in_phase(phase: Phase) -> Iterator[None]:
-    """Set the phase of all forward passes on this thread inside the ``with`` block."""
+    """Set the phase for all forward passes on this thread inside the ``with`` block."""
     token = _phase.set(phase)
     try:
         yield
@@ -57,9 +57,9 @@ class Call:
         plan: plan of the enabled model.
         probe: result of the trial call of `enable`; None in all other calls.
         caches: the caches of all layers.
-        hooks: hooks of the decode method for this forward pass; None if the method has none.
-        counts: counts of this forward pass for the report.
-        checks: True if a lossless model checks drafts, or decodes without drafts, in this forward pass.
+        hooks: hooks of the decode method for this forward pass; None if the method has no hooks.
+        counts: counts for this forward pass, which are added to the report.
+        checks: True if a lossless model checks draft tokens, or decodes without them, in this forward pass.
     """
 
     def __init__(self, plan: Plan, caches: Any, *, probe: Probe | None = None) -> None:
@@ -97,7 +97,7 @@ class Call:
                 watch(self._step_keys, counts)
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the model call. If the context is sharded, use the tokens of rank 0 on all ranks."""
+        """Return ``inputs``, the arguments of the model call. With a sharded context, use rank 0's tokens."""
         return inputs
 
     @property
@@ -110,7 +110,7 @@ class Call:
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Return the attention output of one call, or None to let mlx-lm attend densely."""
+        """Return the attention output of one layer, or None to let mlx-lm run dense attention."""
         layer: LayerPlan | None = getattr(cache, "layer_plan", None)
         if (
             layer is None
@@ -159,9 +159,9 @@ class Call:
         return out
 
     def count_recall(self, cache: SparseCache, index: int, served: list[int]) -> None:
-        """Count the recall that the method estimated in the last decode step, for the sequences ``served``.
+        """Record the recall that the method estimated in the last decode step, for the sequences ``served``.
 
-        An estimate that is not counted is never computed.
+        MLX computes only the estimates that are recorded.
         """
         state = None if self.plan.decode is None else cache.aux_states.get(self.plan.decode.name)
         recall, counts = (None, None) if state is None else state.take_recall()
@@ -174,7 +174,7 @@ class Call:
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Attend a prefill chunk, or a decode step without a valid plan. Return None to let mlx-lm attend densely."""
+        """Run a prefill chunk, or a decode step without a valid plan. Return None for mlx-lm's dense attention."""
         if isinstance(cache, SparseQuantizedKVCache) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)
@@ -206,7 +206,7 @@ class Call:
         sinks: mx.array | None,
         layer_index: int,
     ) -> mx.array | None:
-        """Run and count one attention call of a layer, or return None to let mlx-lm attend densely.
+        """Run and count one attention call of a layer, or return None to let mlx-lm run dense attention.
 
         Args:
             layer_index: index of the layer's cache, for the report.
@@ -235,31 +235,31 @@ class Call:
     def step_reason(
         self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None
     ) -> str | None:
-        """Return the reason why this decode step stays dense at every context length, or None."""
+        """Return the reason why this decode step is dense at every context length, or None if it can be sparse."""
         if not self._drafts:
             return reasons.CHECKED
         reason = self.plan.step_reason(queries, keys, self.caches, mask, sinks)
         return reason if reason is not None or self.hooks is None else self.hooks.step_reason(cache)
 
     def chunk_reason(self, L: int, S: int, mask: Any) -> str | None:
-        """Return the reason why a multi-token call of ``L`` queries over ``S`` keys stays dense, or None."""
+        """Return the reason why a call with ``L > 1`` queries and ``S`` keys stays dense, or None."""
         if self.checks and S > L and L <= reasons.VERIFY_QUERIES:
             return reasons.CHECKED
         return self.plan.chunk_reason(L, S, self.caches, mask)
 
     def probe_reason(self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None) -> Any:
-        """Return the reason why a layer can never attend sparsely, or None."""
+        """Return the reason why a layer can never use sparse attention, or None if it can."""
         assert self.probe is not None
         masked = mask is not None and not is_padding_mask(mask, self.caches)
         return self.probe.reason(queries, keys, cache, masked=masked, sinks=sinks, hooks=self.hooks)
 
     def layer_index(self, cache: Any) -> int:
-        """Return the index of ``cache`` among the caches of the model, or -1 for other caches."""
+        """Return the index of ``cache`` among the model's caches, or -1 if it is not one of them."""
         return next((index for index, own in enumerate(self.caches) if own is cache), -1)
 
 
 def under_plan(cls: Any) -> Callable[..., Any]:
-    """Wrap ``__call__`` of a model class to run inside a `Call`. Keep the signature, because mlx-lm inspects it."""
+    """Wrap ``__call__`` of a model class so that it runs inside a `Call`. Keep the signature for mlx-lm."""
     signature = inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)

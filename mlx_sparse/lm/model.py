@@ -1,4 +1,4 @@
-"""Enable and disable sparse attention for a model that mlx-lm has loaded."""
+"""Enable and disable sparse attention for a model loaded by mlx-lm."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Attn = str | Method | tuple[Method, ...]
 
 
 class NothingServed(ConfigError):
-    """Error for a model without any layer that can attend sparsely.
+    """Error for a model in which no layer can use sparse attention.
 
     Attributes:
-        report: report with the number of dense layers by reason; zero layers if the model never calls mlx-lm's
-            attention function.
+        report: report with the number of dense layers by reason. If the model never calls mlx-lm's attention function,
+            the report has no layers.
     """
 
     def __init__(self, message: str, report: Report) -> None:
@@ -53,28 +53,28 @@ def enable(
     lossless: bool = False,
     draft_tokens: int | None = None,
 ) -> Report:
-    """Replace the attention of ``model`` by sparse attention.
+    """Replace the attention of ``model`` with sparse attention.
 
-    Any number of threads may call an enabled model and read the report at the same time, if each thread has separate
+    Any number of threads may call an enabled model and read the report at the same time, if each thread has its own
     caches. Do not call the model on any thread during `enable` or `disable`.
 
     Args:
-        model: a model loaded by mlx-lm. Call the model's `shard` or `pipeline` first. A SAAP artefact is then sliced in
-            the same way, and checked only against the family and the shapes of the model.
+        model: a model loaded by mlx-lm. If you use the model's `shard` or `pipeline`, call it first. A SAAP artefact
+            is then sliced in the same way, and checked only against the model's family and shapes.
         attn: ``METHOD[:key=value,...][+METHOD...]`` with at most one prefill and one decode method, for example
-            ``"sample+sparq:rank=16"``; or a method or a tuple of methods from `mlx_sparse.methods`. ``"dense"`` attends
-            as mlx-lm does, but never stores the scores of a whole prefill chunk over a quantized KV cache.
+            ``"sample+sparq:rank=16"``; or a method or a tuple of methods from `mlx_sparse.methods`. ``"dense"`` is the
+            same attention as mlx-lm's, but never stores the scores of a whole prefill chunk over a quantized KV cache.
         backend: "auto" or the name of a backend.
         recall: True to measure the attention recall of prefill, the share of the softmax mass on the attended keys.
             This takes an additional dense pass over the keys.
         calibration: crossover lengths on this machine. None uses the lengths that `mlx-sparse calibrate` or ``--attn``
-            has measured, and the documented model for other layer shapes.
+            has measured, and estimated or default lengths for other layer shapes.
         shard: "context" shards the keys and values of one sequence over the ranks of MLX's distributed runtime. Each
             rank runs the whole model. With "context:local" each rank selects among the keys that it stores.
         lossless: True to generate the same tokens as dense attention. Sparse decode steps draft tokens, and one dense
-            call checks several drafts. This applies to `mlx_lm.generate`, `mlx_lm.stream_generate` and mlx-lm's
-            commands, one sequence at a time. Batches and direct calls of the model decode densely.
-        draft_tokens: number of drafts for each check, 1 to 7; None for the number with the most tokens per second.
+            call checks several draft tokens. This applies to `mlx_lm.generate`, `mlx_lm.stream_generate` and mlx-lm's
+            commands, one sequence at a time. Batches and direct calls of the model use dense decode steps.
+        draft_tokens: number of draft tokens per check, 1 to 7; None for the number with the most tokens per second.
 
     Returns:
         A report. Each later call of the model adds to its counts.
@@ -147,7 +147,7 @@ def disable(model: Any) -> None:
 
 
 def _release(names: list[str], unwrap: Callable[[], None] | None) -> None:
-    """Restore mlx-lm's functions in the modules ``names``, unless another enabled model uses them."""
+    """Restore mlx-lm's functions in the modules ``names``, unless another enabled model uses these modules."""
     seam.unbind(names)
     if unwrap is not None:
         unwrap()
@@ -169,8 +169,8 @@ def lossless(
 ) -> Iterator[Report]:
     """Generate the same tokens as dense attention, but faster, inside a ``with`` block.
 
-    Sparse decode steps draft tokens, and one dense call over the same caches checks several drafts. A draft is accepted
-    only if dense attention samples the same token. See `enable` for the arguments.
+    Sparse decode steps draft tokens, and one dense call over the same caches checks several draft tokens. A draft token
+    is accepted only if dense attention samples the same token. See `enable` for the arguments.
     """
     report = enable(model, attn, backend=backend, lossless=True, draft_tokens=draft_tokens)
     try:
@@ -192,7 +192,7 @@ def plan_of(model: Any) -> Plan | None:
 
 
 def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method | None]:
-    """Return the prefill method and the decode method, with None for a dense stage.
+    """Return the prefill method and the decode method; None for a stage that stays dense.
 
     Raises:
         ConfigError: there is no method, a stage has several methods, or a method cannot run in a model.
@@ -239,7 +239,7 @@ def has_qk_norm(model: Any) -> bool:
 
 
 def _sparse_class(cls: Any, plan: Plan) -> type:
-    """Return a subclass of the model class ``cls`` whose calls attend by ``plan``."""
+    """Return a subclass of the model class ``cls`` that runs its attention according to ``plan``."""
     # Copies of the model are not enabled, so that `disable` affects only one model.
     reduce = seam.reduce_as(cls, "_mlx_sparse")
     own = {"__call__": under_plan(cls), "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
@@ -253,10 +253,10 @@ def _sparse_class(cls: Any, plan: Plan) -> type:
 
 
 def _probe(model: Any, plan: Plan) -> None:
-    """Find the layers that can attend sparsely. Run the model on one token, without evaluating any array.
+    """Find the layers that can use sparse attention. Run the model on one token, without evaluating any array.
 
     Raises:
-        ConfigError: no layer of a complete model can attend sparsely, or a parameter does not fit the head dim.
+        ConfigError: no layer of a complete model can use sparse attention, or a parameter does not fit the head dim.
     """
     caches, probe = make_prompt_cache(model), Probe(plan)
     with (plan.new_call or Call)(plan, caches, probe=probe):
@@ -281,7 +281,7 @@ def _probe(model: Any, plan: Plan) -> None:
 
 
 def require_served(report: Report, methods: str) -> None:
-    """Raise `NothingServed` if no layer can attend sparsely."""
+    """Raise `NothingServed` if no layer can use sparse attention."""
     if report.served_layers == 0:
         listed = ", ".join(f"{count} {reason}" for reason, count in report.dense_layers.items())
         raise NothingServed(

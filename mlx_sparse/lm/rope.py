@@ -1,10 +1,10 @@
 """Get the pre-RoPE queries and keys of a model. SAAP needs pre-RoPE keys to assign keys to buckets.
 
-A model passes queries and keys to attention after RoPE. `Recorder` stores the last calls of the model's RoPE modules.
-For a given output array it returns the input array, which is exact and adds no computation. `inverse` computes the
-inverse RoPE for keys that were not recorded (a prompt cache from a file) and for rows that are scaled after RoPE.
-`find_sources` finds out which of the two methods works for each layer, and returns a `Source`. `observe` reports the
-attention calls of a model that is not enabled.
+A model applies RoPE before it passes queries and keys to attention. `Recorder` stores the last calls of the model's
+RoPE modules. For an output array it returns the input array, which is exact and needs no computation. `inverse`
+computes the inverse RoPE for keys that were not recorded (a prompt cache from a file) and for rows that are scaled
+after RoPE. `find_sources` finds out which of the two works for each layer, and returns a `Source` per layer. `observe`
+reports the attention calls of a model that is not enabled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Call:
 
 
 def ropes(model: Any) -> list[Any]:
-    """Return the RoPE modules of ``model``, each once. RoPE modules are identified by their class names."""
+    """Return the RoPE modules of ``model`` without duplicates. A RoPE module is recognized by its class name."""
     found = {id(module): module for _, module in model.named_modules() if _is_rope(type(module))}
     return list(found.values())
 
@@ -88,7 +88,7 @@ class Recorder:
         self.clear()
 
     def input_of(self, array: mx.array) -> mx.array | None:
-        """Return the input of the recorded call that returned ``array``, and remove the call; None if missing."""
+        """Return the input of the recorded call that returned ``array``, or None. Forget this call."""
         for call in self.calls:
             if call.after is array:
                 self.calls.remove(call)
@@ -107,7 +107,7 @@ class Recorder:
 
 
 def _recording(cls: type) -> type:
-    """Return a subclass of a RoPE class whose calls are recorded."""
+    """Return a subclass of the RoPE class ``cls`` that records its calls."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         after = cls.__call__(self, *args, **kwargs)
@@ -122,7 +122,7 @@ def _recording(cls: type) -> type:
 
 
 def rotate(rope: Any, rows: mx.array, offset: int | mx.array) -> mx.array:
-    """Apply ``rope`` to ``rows (B, H, n, D)`` at positions ``offset`` and above, without recording the call."""
+    """Apply ``rope`` to ``rows (B, H, n, D)``, starting at position ``offset``, without recording the call."""
     cls = type(rope).__mro__[1] if hasattr(rope, RECORDERS) else type(rope)
     rotated: mx.array = cls.__call__(rope, rows, offset=offset)
     return rotated
@@ -131,9 +131,9 @@ def rotate(rope: Any, rows: mx.array, offset: int | mx.array) -> mx.array:
 def inverse(rope: Any, rotated: mx.array, offset: int | mx.array) -> mx.array:
     """Return the inverse RoPE of ``rotated (B, H, n, D)``.
 
-    RoPE is a linear map R that scales each component and rotates pairs of equal scale, so ``R^-1 = g^-2 R^T``. R^T is
-    the gradient of R, and the gain g is R applied to ones at position 0. The result is computed in float32 and rounded
-    to the type of ``rotated``.
+    RoPE is a linear map R that scales each component and rotates pairs of equal scale, so ``R^-1 = g^-2 R^T``. The
+    gradient of R gives R^T. The gain g is R applied to ones at position 0. The result is computed in float32 and
+    converted to the type of ``rotated``.
 
     Args:
         offset: position of the first row: an int, or an array ``(B,)`` with one position per sequence.
@@ -145,7 +145,7 @@ def inverse(rope: Any, rotated: mx.array, offset: int | mx.array) -> mx.array:
 
 
 def irreversible(rope: Any, D: int) -> str | None:
-    """Return the reason why `inverse` is wrong for ``rope`` and head dim ``D``, or None."""
+    """Return the reason why `inverse` is wrong for ``rope`` and head dim ``D``, or None if it is right."""
     rows = mx.cos(mx.arange(66 * D, dtype=mx.float32)).reshape(1, 1, 66, D)
     far = 1 << 22  # longer than every model's context, and exact in float32
     few, many = rotate(rope, rows[:, :, :2], far), rotate(rope, rows, far)[:, :, :2]
@@ -163,7 +163,7 @@ def _close(a: mx.array, b: mx.array, tolerance: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Access to the pre-RoPE queries and keys of one layer.
+    """Source of one layer's pre-RoPE queries and keys.
 
     Attributes:
         rope: RoPE module of the layer; None if the layer has no RoPE.
@@ -174,7 +174,7 @@ class Source:
     irreversible: str | None = None
 
     def pre_rope(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
-        """Return ``rows (B, H, n, D)`` before RoPE, recorded or computed by `inverse`; None if neither is possible."""
+        """Return the pre-RoPE ``rows (B, H, n, D)``, recorded or computed by `inverse`, or None if neither exists."""
         if self.rope is None:
             return rows
         recorded = recorder.input_of(rows)
@@ -188,13 +188,13 @@ class Source:
 
 
 def find_source(recorder: Recorder, arrays: tuple[mx.array, ...], position: int, rotations: int) -> Source | str:
-    """Find out how to get the pre-RoPE queries and keys of a layer; return the reason if it is impossible.
+    """Find out how to get the pre-RoPE queries and keys of a layer. If it is impossible, return the reason.
 
     Args:
-        recorder: recorder with the RoPE calls of this layer.
+        recorder: recorder with this layer's RoPE calls.
         arrays: the queries that the layer passes to attention, and the new keys that it writes to the cache.
         position: position of the first row of both arrays; at least 1, because RoPE changes nothing at position 0.
-        rotations: number of calls of `mx.fast.rope` in the layer, inside and outside of modules.
+        rotations: number of calls to `mx.fast.rope` in the layer, inside and outside of RoPE modules.
     """
     if rotations == 0 and not recorder.calls:
         return Source()
@@ -217,7 +217,7 @@ def _is_position(offset: Any, position: int) -> bool:
 
 
 def _only_scaled(call: Call, array: mx.array, position: int) -> bool:
-    """Return True if ``array`` is the output of ``call`` with each row multiplied by a positive factor."""
+    """Return True if ``array`` equals the output of ``call`` with each row multiplied by a positive factor."""
     if call.before.shape != array.shape:
         return False
     rows, expected = inverse(call.rope, array, position).astype(mx.float32), call.before.astype(mx.float32)
@@ -229,15 +229,15 @@ def _only_scaled(call: Call, array: mx.array, position: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Attention call of a model that is not enabled, as `observe` reports it.
+    """Attention call that `observe` reports, of a model that is not enabled.
 
     Attributes:
-        layer: index of the layer's cache among the caches of the model; -1 for another cache.
-        queries: ``(B, Hq, L, D)`` after RoPE.
-        keys: ``(B, Hkv, L, D)`` after RoPE, the rows that the layer wrote to the cache; None if it wrote no rows.
+        layer: index of the layer's cache among the model's caches; -1 for any other cache.
+        queries: ``(B, Hq, L, D)`` queries after RoPE.
+        keys: ``(B, Hkv, L, D)`` keys after RoPE that the layer wrote to the cache; None if it wrote no keys.
         scale: scale of the attention scores.
         position: index of the first written row in the cache.
-        rotations: number of calls of `mx.fast.rope` since the last attention call.
+        rotations: number of calls to `mx.fast.rope` since the last attention call.
     """
 
     layer: int
@@ -249,7 +249,7 @@ class Seen:
 
 
 class _Observer:
-    """Listener that reports each attention call to ``visit`` and lets mlx-lm attend."""
+    """Listener that reports each attention call to ``visit`` and lets mlx-lm run the attention."""
 
     def __init__(self, caches: list[Any], visit: Callable[[Seen], None], rotations: list[int]) -> None:
         self.caches = caches
@@ -267,7 +267,7 @@ class _Observer:
 
     @contextmanager
     def recording_writes(self) -> Iterator[None]:
-        """Record in ``written`` the rows that the model writes to each cache, inside the ``with`` block."""
+        """Record the rows that the model writes to each cache in ``written``, inside the ``with`` block."""
 
         def recording(cache: Any) -> Callable[..., Any]:
             write = type(cache).update_and_fetch
@@ -289,13 +289,13 @@ class _Observer:
 
 
 def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], None], recorder: Recorder) -> mx.array:
-    """Call ``model`` on ``tokens``, call ``visit`` before each attention call, and return the logits.
+    """Run ``model`` on ``tokens``, call ``visit`` before each attention call, and return the logits.
 
     Args:
         model: a model loaded by mlx-lm that is not enabled.
         caches: result of ``make_prompt_cache(model)``.
         visit: function that receives each attention call.
-        recorder: an entered recorder of the model. It is cleared after each visit.
+        recorder: active recorder for the model. It is cleared after each visit.
     """
 
     def visit_and_forget(seen: Seen) -> None:
@@ -319,10 +319,10 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
 
 
 def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dict[int, Source | str]:
-    """Return the `Source` of each layer, or the reason why the layer has none, by index of the layer's cache.
+    """Return each layer's `Source`, or the reason why the layer has none, by index of the layer's cache.
 
-    The model is called on two tokens, because RoPE changes nothing at position 0. MLX evaluates the arrays of a layer
-    only if the layer changes queries or keys after RoPE.
+    The model runs on two tokens, because RoPE changes nothing at position 0. MLX evaluates the arrays of a layer only
+    if the layer changes queries or keys after RoPE.
 
     Args:
         visit: function that receives each attention call, as in `observe`.
@@ -350,7 +350,7 @@ _counting = threading.RLock()
 
 @contextmanager
 def _counting_rotations() -> Iterator[list[int]]:
-    """Yield a list whose only element counts the calls of `mx.fast.rope` on this thread.
+    """Yield a list whose only element counts the calls to `mx.fast.rope` on this thread.
 
     All RoPE implementations in mlx-lm call this function.
     """

@@ -1,4 +1,4 @@
-"""Hooks of SAAP: a router for each layer of a model, and bucket indices for the caches."""
+"""Define the hooks for SAAP, which find a router for each layer and update the bucket index of each cache."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .statistics import BucketCounts, BucketStatistics
 
 
 def load_artefact(config: SAAP) -> artefacts.Artefact | None:
-    """Load the artefact of ``config``, or return None in the online mode.
+    """Load the artefact of ``config``, or return None in online mode.
 
     Raises:
         ArtefactError: the file cannot be read.
-        ConfigError: the mode needs an artefact and none is given, or the artefact has fewer buckets than ``probes``.
+        ConfigError: the mode needs an artefact but none is given, or the artefact has fewer than ``probes`` buckets.
     """
     if config.file is None:
         return None
@@ -40,7 +40,7 @@ def load_artefact(config: SAAP) -> artefacts.Artefact | None:
 
 
 def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
-    """Return the router of each attention layer, or the reason why the layer is dense, by index of the layer's cache.
+    """Return each attention layer's router, or the reason why the layer is dense, by index of the layer's cache.
 
     Args:
         model: a model that is not enabled.
@@ -72,13 +72,13 @@ def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
 
 
 def _attending_before(model: Any) -> int:
-    """Return the number of attention layers on earlier pipeline stages; 0 for a whole model."""
+    """Return the number of attention layers in earlier pipeline stages; 0 for a whole model."""
     first, whole = part_of(model).first_layer, recorded_facts(model)
     return first if whole is None else sum(shape is not None for shape in whole.shapes[:first])
 
 
 def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: float) -> Router | str:
-    """Return the router of a layer from an artefact, or the reason why the artefact has none."""
+    """Return a layer's router from an artefact, or the reason why the artefact has no router for the layer."""
     arrays = artefact.layers.get(layer)
     if arrays is None:
         return reasons.NOT_IN_ARTEFACT
@@ -87,7 +87,7 @@ def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: fl
 
 
 class Buckets(ModelHooks):
-    """Hooks of SAAP for one model: routers by index of the layer's cache, and a RoPE recorder."""
+    """SAAP's hooks for one model: routers by index of the layer's cache, and a RoPE recorder."""
 
     statistics = BucketStatistics()
 
@@ -113,7 +113,7 @@ class Buckets(ModelHooks):
 
 
 class Indices(CallHooks):
-    """Hooks of SAAP for one forward pass: update the bucket index of each cache, and attend with it."""
+    """SAAP's hooks for one forward pass, which update each cache's bucket index and select keys with it."""
 
     config: SAAP
 
@@ -216,7 +216,7 @@ class Indices(CallHooks):
         return {"buckets": router.buckets, "network": network // cache.key_rows.shape[1]}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Return the computed bytes of a decode step, without the attended keys, which the device counts."""
+        """Compute the bytes that a decode step moves, without the attended keys, which the device counts."""
         B, Hkv, _, D = cache.key_rows.shape
         known: int = B * Hkv * (cache.key_rows.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
         return known
@@ -251,7 +251,7 @@ class Indices(CallHooks):
         return attended
 
     def _updates_with(self, cache: SparseCache, S: int, served: list[int]) -> bool:
-        """Return True if the lists of another layer also need a rebuild at position ``S`` and can be rebuilt now."""
+        """Return True if another layer's lists also need a rebuild at position ``S`` and can be rebuilt now."""
         index = index_of(cache)
         if index is None or cache.keys is None or not S - 1 <= cache.position <= S:
             return False

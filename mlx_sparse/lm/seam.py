@@ -27,12 +27,12 @@ merge = inspect.getattr_static(caches.KVCache, "merge")
 
 
 class Listener(Protocol):
-    """Object that handles the attention calls of a model: a `Call` of an enabled model, or an observer."""
+    """Object that receives a model's attention calls: a `Call` of an enabled model, or an observer."""
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Return the attention output, or None to let mlx-lm attend densely."""
+        """Return the attention output, or None to let mlx-lm run dense attention."""
 
 
 # Listener of the forward pass that is running on this thread.
@@ -48,7 +48,7 @@ def scaled_dot_product_attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attend with the active listener. Without a listener, or if it returns None, call mlx-lm's function."""
+    """Call the active listener. Without a listener, or if it returns None, call mlx-lm's function."""
     listener = active.get()
     if listener is not None:
         out = listener.attend(queries, keys, values, cache, scale, mask, sinks)
@@ -68,7 +68,7 @@ _bound: Counter[str] = Counter()
 
 
 def bind(model: Any) -> list[str]:
-    """Replace the attention function in the modules of ``model``; return the names of these modules.
+    """Replace the attention function in the modules of ``model``, and return the names of these modules.
 
     Each model file has its own reference to mlx-lm's function, so every module must be changed. `KVCache.merge` and
     `BatchKVCache.prepare` are replaced too, because mlx-lm calls both before it calls the model.
@@ -86,7 +86,7 @@ def bind(model: Any) -> list[str]:
 
 
 def unbind(names: list[str]) -> None:
-    """Undo one call of `bind`. Restore mlx-lm's functions after all calls are undone."""
+    """Undo one call to `bind`. Restore mlx-lm's functions once all calls are undone."""
     for name in names:
         _bound[name] -= 1
         if _bound[name] == 0:
@@ -97,7 +97,7 @@ def unbind(names: list[str]) -> None:
 
 
 def changed_interfaces() -> list[str]:
-    """Return one line for each changed interface of the installed mlx-lm; empty if this version is supported."""
+    """Return one line of text per changed interface of the installed mlx-lm; empty for a supported version."""
     problems = []
     if list(inspect.signature(original).parameters) != PARAMETERS:
         problems.append("mlx_lm.models.base.scaled_dot_product_attention has other parameters")
@@ -123,7 +123,7 @@ def changed_interfaces() -> list[str]:
 
 
 def require() -> None:
-    """Raise `BackendUnavailable` if mlx-lm's interfaces have changed. Otherwise, attention could silently be dense."""
+    """Raise `BackendUnavailable` if mlx-lm's interfaces have changed, because attention could silently be dense."""
     problems = changed_interfaces()
     if problems:
         version = getattr(mlx_lm, "__version__", "unknown")
@@ -134,7 +134,7 @@ def require() -> None:
 
 
 def reduce_as(cls: type, attribute: str) -> Any:
-    """Return a ``__reduce_ex__`` that copies and pickles an object as an instance of ``cls`` without ``attribute``."""
+    """Return a ``__reduce_ex__`` that copies and pickles objects as instances of ``cls`` without ``attribute``."""
 
     def reduce(self: Any, protocol: Any) -> Any:
         reduced: Any = cls.__reduce_ex__(self, protocol)  # type: ignore[call-arg]

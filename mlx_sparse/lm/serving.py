@@ -1,7 +1,7 @@
-"""Additions to `mlx_lm.server`: a log line about sparse attention for each request, and ``GET /v1/sparse``.
+"""Add to `mlx_lm.server` a log line about sparse attention for each request, and ``GET /v1/sparse``.
 
 The server has one thread for each connection. Another thread runs the model for all requests, and one forward pass may
-serve several requests. So the log line of a request counts all calls between the start and the end of the request.
+serve several requests. So the log line of a request includes all calls between the start and the end of the request.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PATH = "/v1/sparse"
 
 @dataclass(eq=False)
 class Request:
-    """A request that the server is answering.
+    """Request that the server is answering.
 
     Attributes:
-        before: counts of all models at the start of the request.
+        before: call counts of all models at the start of the request.
         concurrent: largest number of concurrent requests so far, including this request.
         tokens: number of tokens generated so far.
     """
@@ -41,7 +41,7 @@ class Requests:
     """All requests that the server is answering.
 
     Args:
-        count: function that returns the current counts of all models.
+        count: function that returns the current call counts of all models.
         log: function that writes a log line.
     """
 
@@ -65,7 +65,7 @@ class Requests:
             self._open.remove(request)
 
     def answer(self, request: Request, context: Any, responses: Iterator[Any]) -> Iterator[Any]:
-        """Yield ``responses``, one per token, and log the request at the end, even if the client disconnects."""
+        """Yield the ``responses``, one per token. At the end, or if the client disconnects, log the request."""
 
         def logged() -> Iterator[Any]:
             try:
@@ -83,7 +83,7 @@ class Requests:
 
 
 def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
-    """Return the log line of a request. ``cached`` of the ``prompt`` tokens were in the server's prompt cache."""
+    """Return the log line for a request. ``cached`` of the ``prompt`` tokens were in the server's prompt cache."""
     from_cache = f" ({cached:,} cached)" if cached > 0 else ""
     others = f" of up to {request.concurrent} concurrent requests" if request.concurrent > 1 else ""
     calls = [f"{now.sparse_calls - request.before.sparse_calls:,} sparse"]
@@ -95,7 +95,7 @@ def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
 
 
 def changed_interface() -> str | None:
-    """Return the name of the first interface of mlx-lm's server that has changed, or None."""
+    """Return the name of the first changed interface of mlx-lm's server, or None."""
     from mlx_lm import server
 
     expected = {
@@ -114,7 +114,7 @@ def changed_interface() -> str | None:
 
 @contextlib.contextmanager
 def request_logging(session: Session) -> Iterator[None]:
-    """Add log lines and ``GET /v1/sparse`` to mlx-lm's server. Print a warning if its interfaces have changed."""
+    """Add log lines and ``GET /v1/sparse`` to mlx-lm's server. If its interfaces have changed, print a warning."""
     found = changed_interface()
     if found is not None:
         session.print_line(

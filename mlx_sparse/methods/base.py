@@ -1,4 +1,4 @@
-"""Base classes of the methods."""
+"""Define the base classes of the methods."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Step:
     """Sizes of a layer's decode step, which determine the modeled crossover length.
 
     Attributes:
-        heads: KV heads of all sequences, ``B * Hkv``.
-        G: query heads per KV head.
+        heads: number of KV heads in all sequences, ``B * Hkv``.
+        G: number of query heads per KV head.
         D: head dim.
         itemsize: bytes per element of keys and values.
         gpu: kind of GPU for the `metal` and `triton` backends, a key of `cost.ENOUGH_SAVED`; empty without a GPU.
@@ -65,10 +65,10 @@ class Method:
     Attributes:
         name: name of the method in the text form and in all tables.
         stage: "decode" (one query per decode step), "prefill" (chunks of any size) or "prefill and decode".
-        source: the paper of the method.
-        reads: phrase that describes the data that the method reads per new token, or computes in prefill.
+        source: paper that introduced the method.
+        reads: description of the data that the method reads for each new token, or attends to in prefill.
         plot_style: color and marker in plots. The colors are safe for color-blind readers.
-        presets: settings by name of the preset.
+        presets: settings of each preset, by name.
         budget_setting: name of the setting that is adjusted to reach a transfer budget; empty if there is none.
         sparse: True if the method skips keys; False for dense attention.
         observes_prefill: True if the selection uses the attention weights of a dense prefill.
@@ -88,7 +88,7 @@ class Method:
 
     @property
     def attended(self) -> int:
-        """Number of keys attended per decode step and KV head. Contexts of at most this many keys stay dense."""
+        """Number of attended keys per decode step and KV head. Contexts of at most this many keys stay dense."""
         if not hasattr(self, "top_k"):
             raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
         return int(self.top_k)
@@ -109,7 +109,7 @@ class Method:
 
     @property
     def fitted_buckets(self) -> int:
-        """Number of buckets that SAAP fits on the prompt if it has no artefact; 0 for other methods."""
+        """Number of buckets that SAAP fits to the prompt if it has no artefact; 0 for other methods."""
         return 0
 
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> Self:
@@ -125,9 +125,9 @@ class Method:
         """Raise `ConfigError` if a setting is too large for the head dim ``D``."""
 
     def supports_sinks(self, G: int) -> bool:
-        """Return True if the method supports attention sinks, for ``G`` query heads per KV head.
+        """Return True if the method supports attention sinks with ``G`` query heads per KV head.
 
-        Sinks are added to the output with the log-sum-exp of the attended keys.
+        Sinks rescale the output, which requires the log-sum-exp of the attended keys.
         """
         return True
 
@@ -148,7 +148,7 @@ class Method:
 
     @property
     def always_attended(self) -> tuple[int, int]:
-        """Numbers of first keys and of last keys that every decode step attends."""
+        """Numbers of first keys and of last keys that every decode step attends to."""
         found = self.parameters()
         return found.get("sink_tokens", 0), found.get("recent_tokens", found.get("local_window", 0))
 
@@ -156,10 +156,10 @@ class Method:
         """Return the method that one of ``size`` context-parallel shards applies to its own keys.
 
         Args:
-            recent: number of last keys in this shard that every step attends (`always_attended`).
+            recent: number of last keys in this shard that every step attends to (`always_attended`).
 
         Returns:
-            None if the selection does not compare keys. The shards then attend the same keys as a single process.
+            None if the selection does not compare keys. The shards then attend to the same keys as without sharding.
         """
         return None
 
@@ -174,7 +174,7 @@ class Method:
         return False
 
     def shortest_context(self, step: Step | None = None) -> int:
-        """Return the crossover length in keys. Shorter contexts stay dense; with `NEVER` all contexts stay dense."""
+        """Return the crossover length in keys. Shorter contexts stay dense; at `NEVER`, all contexts stay dense."""
         below, exact = getattr(self, "dense_below", 0), self.attended + 1
         if not isinstance(below, str):
             return max(below, exact)
@@ -189,7 +189,7 @@ class Method:
         return self.attended + 1
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Return the elements moved per KV head and decode step for ``S`` keys of head dim ``D``.
+        """Return the number of elements moved per KV head and decode step for ``S`` keys of head dim ``D``.
 
         ``buckets`` is the number of buckets in SAAP's index; other methods ignore it.
         """
@@ -205,7 +205,7 @@ class Method:
         return itemsize * (self.elements(S, D) - rows * D) + rows * row_bytes
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[Self, str]:
-        """Return the method and the name of its setting to vary, for a budget of ``share`` of dense transfers.
+        """Return the method, and the name of the setting to adjust to reach ``share`` of the dense transfers.
 
         The name is empty if no setting is free. Settings in ``named`` stay unchanged.
         """
@@ -225,7 +225,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Dense(Method):
-    """Dense attention of mlx-lm, the baseline of all methods."""
+    """Dense attention of mlx-lm, the baseline for all methods."""
 
     name: ClassVar[str] = "dense"
     stage: ClassVar[str] = "prefill and decode"
@@ -243,7 +243,7 @@ class Prefill(Method):
 
     @property
     def block_size(self) -> int:
-        """Queries per row block and keys per key block; 1 if the method selects single keys for each query."""
+        """Number of queries per row block and of keys per key block; 1 if each query selects single keys."""
         return 1
 
     def at(self, S: int) -> Prefill:
@@ -251,7 +251,7 @@ class Prefill(Method):
         return self
 
     def layout(self, L: int, S: int) -> Layout:
-        """Return the row blocks, key blocks and sampled rows of ``L`` queries over ``S`` keys."""
+        """Return the row blocks, key blocks and sampled rows for ``L`` queries over ``S`` keys."""
         return Layout(L, S, 1, self.block_size, rows=0)
 
     def shortest_context(self, step: Step | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Settings of the baselines in the papers on SparQ, SAAP and SampleAttention."""
+"""Define the settings of the baselines in the papers on SparQ, SAAP and SampleAttention."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .block_layout import MINFERENCE_ROWS, Layout
 
 @dataclass(frozen=True)
 class Streaming(Method):
-    """Attend the first ``sink_tokens`` and the last ``recent_tokens`` keys (StreamingLLM, LM-Infinite).
+    """Attend to the first ``sink_tokens`` and the last ``recent_tokens`` keys (StreamingLLM, LM-Infinite).
 
     Attributes:
-        sink_tokens: number of first keys to attend.
-        recent_tokens: number of last keys to attend, at least 1.
+        sink_tokens: number of sink keys.
+        recent_tokens: number of recent keys, at least 1.
     """
 
     name: ClassVar[str] = "streaming"
@@ -43,7 +43,7 @@ class Streaming(Method):
 
 @dataclass(frozen=True)
 class StreamingPrefill(Prefill):
-    """Attend the first keys and a sliding window in prefill; the window is a share of the context (StreamingLLM)."""
+    """Attend to the first keys and a sliding window in prefill. The window is a share of the context (StreamingLLM)."""
 
     name: ClassVar[str] = "streaming_prefill"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
@@ -62,7 +62,7 @@ class StreamingPrefill(Prefill):
 
 @dataclass(frozen=True)
 class H2O(Method):
-    """Attend the ``top_k`` keys that received most attention so far (heavy hitters), and evict all other keys.
+    """Attend to the ``top_k`` keys that received the most attention so far (heavy hitters), and evict all other keys.
 
     This baseline saves no time: attention in prefill is computed twice, and evicted keys stay in memory.
     """
@@ -118,7 +118,7 @@ class FlexGen(Method):
 
 @dataclass(frozen=True)
 class OracleTopK(Method):
-    """Attend the ``top_k`` keys with the largest exact scores. This is an upper bound for SparQ and saves nothing."""
+    """Attend to the ``top_k`` keys with the largest exact scores: an upper bound for SparQ that saves nothing."""
 
     name: ClassVar[str] = "oracle_top_k"
     source: ClassVar[str] = "the bound in the SparQ paper"
@@ -139,7 +139,7 @@ class OracleTopK(Method):
 
 @dataclass(frozen=True)
 class MInference(Prefill):
-    """Attend fixed numbers of key blocks and diagonals in prefill (vertical-slash attention)."""
+    """Attend to fixed numbers of key blocks and diagonals in prefill (vertical-slash attention)."""
 
     name: ClassVar[str] = "minference"
     source: ClassVar[str] = "MInference, arXiv 2407.02490"
@@ -161,7 +161,7 @@ class MInference(Prefill):
 
 @dataclass(frozen=True)
 class BigBird(Prefill):
-    """Attend a window, the first keys and random key blocks in prefill. Window and first keys are context shares."""
+    """Attend to a window, first keys and random blocks in prefill. Window and first keys are shares of the context."""
 
     name: ClassVar[str] = "bigbird"
     source: ClassVar[str] = "BigBird, arXiv 2007.14062"
@@ -182,7 +182,7 @@ class BigBird(Prefill):
 
 @dataclass(frozen=True)
 class HyperAttention(Prefill):
-    """Prefill with the keys whose hash is similar, and a weighted sample of the other keys (docs/spec/sample.md).
+    """Attend to keys with a similar hash and to a weighted sample of the others in prefill (docs/spec/sample.md).
 
     Attributes:
         bucket_size: number of keys per bucket. Keys are sorted by hash and divided into buckets.
@@ -219,7 +219,7 @@ class HyperAttention(Prefill):
 
 @dataclass(frozen=True)
 class HashSparse(Prefill):
-    """Attend the earlier keys with the same hash as the query (docs/spec/sample.md, "Baselines").
+    """Attend to the earlier keys with the same hash as the query (docs/spec/sample.md, "Baselines").
 
     Attributes:
         buckets: number of hash values C, two per random direction; must be even.

@@ -1,4 +1,4 @@
-"""Divide a prefill chunk into blocks and regions: docs/spec/sample.md, section "Blocks and regions"."""
+"""Divide a prefill chunk into blocks and regions (docs/spec/sample.md, "Blocks and regions")."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """Blocks and regions of ``L`` queries at positions ``S - L ..`` over ``S`` keys. Blocks count from position 0.
+    """Blocks and regions of ``L`` queries at positions ``S - L ..`` over ``S`` keys. Blocks start at position 0.
 
     Attributes:
         chunks: requested number of regions. There is at most one region per row block.

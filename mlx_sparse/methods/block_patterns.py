@@ -1,4 +1,4 @@
-"""Build block masks that do not depend on the queries and keys: docs/spec/sample.md, section "Baselines"."""
+"""Build block masks that do not depend on the queries and keys (docs/spec/sample.md, "Baselines")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constants of the performance models that determine crossover lengths. They do not change the results of a method."""
+"""Define the constants of the models that estimate crossover lengths. They do not change a method's results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ENOUGH_SAVED = {
 # network of one KV head at 20 GB/s. The numbers are conservative ends of a model, and not measured.
 ROUTING_HEADS = {"g": 8, "s": 27, "d": 40}
 
-# Time to attend a gathered row in array operations, relative to a row of dense attention (docs/results/speed.md).
+# Time to attend to a gathered row in array operations, relative to a row of dense attention (docs/results/speed.md).
 GATHERED_ROW = 2.5
 
 # Number of keys from which SampleAttention is used by default. At about this length the paper reports no slowdown.
 SAMPLE_DENSE_BELOW = 8192
-# Largest density at which attending the selected blocks is assumed to be faster than dense attention. ops: measured on
-# a CPU (docs/results/prefill.md). metal: not measured; assumes a kernel four times slower per block than MLX's.
+# Largest density at which attending to the selected blocks is assumed to be faster than dense attention. ops: measured
+# on a CPU (docs/results/prefill.md). metal: not measured; assumes a kernel four times slower per block than MLX's.
 SAMPLE_DENSE_ABOVE = {"ops": 0.75, "metal": 0.22}
 # At most 1 / SAMPLE_SHARE of the queries of a chunk are sampled. A larger sample costs more than it saves
 # (docs/results/prefill.md).
@@ -28,6 +28,6 @@ SAMPLE_SHARE = 8
 
 
 def nvidia_kind(capability: int) -> str:
-    """Return the `ENOUGH_SAVED` key of the highest known compute capability up to ``capability``, else the lowest."""
+    """Return the key in `ENOUGH_SAVED` for the highest compute capability up to ``capability``, or for the lowest."""
     known = sorted(int(kind[3:]) for kind in ENOUGH_SAVED if kind.startswith("sm_"))
     return f"sm_{max((lower for lower in known if lower <= capability), default=known[0])}"

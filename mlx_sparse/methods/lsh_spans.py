@@ -1,4 +1,4 @@
-"""Spans and random numbers for the baselines that hash queries and keys: docs/spec/sample.md, "Baselines"."""
+"""Compute spans and random numbers for the baselines that hash queries and keys (docs/spec/sample.md)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 class Span:
     """Queries at positions ``[start, stop)`` and the earlier keys at positions ``[first, last)``.
 
-    If a span has few keys, its queries attend all its keys. Otherwise the keys are selected by hash.
+    If a span has few keys, its queries attend to all its keys. Otherwise the keys are selected by hash.
     """
 
     start: int
@@ -40,7 +40,7 @@ def signs(D: int, count: int) -> Array:
 
 
 def sampled(first: int, last: int, count: int) -> Array:
-    """Divide the keys ``[first, last)`` into ``count`` equal ranges and return a random key of each (sample.18)."""
+    """Divide the keys ``[first, last)`` into ``count`` equal ranges and return a random key from each (sample.18)."""
     borders = first + np.arange(count + 1) * (last - first) // count
     lengths = (borders[1:] - borders[:-1]).astype(np.uint64)
     return borders[:-1] + (random_words(count) % lengths).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Parameters of Quest."""
+"""Define the parameters of Quest."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .cost import ENOUGH_SAVED
 
 @dataclass(frozen=True)
 class Quest(Method):
-    """Decode with whole pages of keys, selected by an upper bound of their scores (docs/spec/quest.md).
+    """Attend to the pages of keys with the largest upper bounds on their scores (docs/spec/quest.md).
 
     Attributes:
         page_size: number of consecutive keys per page, at least 1.
-        top_k: number of keys attended per KV head, rounded up to whole pages. The current page is included. The
-            default is the budget at which the paper matches dense attention on LongBench.
+        top_k: number of attended keys per KV head, rounded up to whole pages. The current page is included. The
+            default is the budget at which Quest matches dense attention on LongBench in the paper.
         dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
             on this machine. Before a measurement it is ``4 * top_k`` with the `ops` backend, where a gathered row takes
             2.5 times as long as a row of dense attention (docs/results/speed.md). With GPU kernels it is the length
-            that saves `ENOUGH_SAVED` bytes. With a ``top_k`` below the default, for experiments on short texts, every
-            step that can be sparse is sparse.
+            at which a step saves `ENOUGH_SAVED` bytes. With a ``top_k`` below the default, for experiments on short
+            texts, every step that can be sparse is sparse.
     """
 
     name: ClassVar[str] = "quest"

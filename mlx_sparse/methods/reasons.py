@@ -1,4 +1,4 @@
-"""Reasons why calls or layers stay dense. The report prints, for example, "dense calls: 12 in prefill"."""
+"""List the reasons why calls or layers stay dense. The report prints, for example, "dense calls: 12 in prefill"."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def shorter_than(keys: int) -> str:
 
 
 def other_cache(name: str) -> str:
-    """Return the reason for an unsupported cache class ``name``."""
+    """Return the reason for layers with the unsupported cache class ``name``."""
     return f"with a sliding window ({name})" if "Rotating" in name else f"with a {name}"

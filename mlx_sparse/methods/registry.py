@@ -69,8 +69,8 @@ def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = 
 
     Args:
         D: head dim.
-        G: query heads per KV head.
-        bits: bits of a quantized KV cache; None for other caches.
+        G: number of query heads per KV head.
+        bits: number of bits of a quantized KV cache; None for other caches.
     """
     if backend == "metal" and function in MATRIX_FUNCTIONS and bits is not None:
         return "its prefill kernels do not read quantized KV caches"
@@ -85,7 +85,7 @@ def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = 
 
 
 def refusal(backend: str, function: str, reason: str | None = None) -> str | None:
-    """Return the reason why ``backend`` cannot run ``function`` on MLX arrays, ``reason`` by default, or None."""
+    """Return why ``backend`` cannot run ``function`` on MLX arrays, or None. ``reason`` comes from the caller."""
     reason = FOREIGN.get(backend) or unavailable(backend) or reason
     if reason is None and backend not in FUNCTIONS.get(function, {}):
         return f"it does not support {function}; `mlx-sparse matrix` lists the methods of each backend"
@@ -96,7 +96,7 @@ def require(backend: str, function: str, reason: str | None = None) -> None:
     """Raise unless ``backend`` can run ``function`` on MLX arrays here. "auto" never raises.
 
     Args:
-        reason: reason from the caller why the backend cannot run the function, or None.
+        reason: reason that the caller found, or None.
 
     Raises:
         BackendUnavailable: the backend cannot run the function. The call never falls back to another backend.
@@ -150,6 +150,6 @@ def load_hooks(method: str) -> Any:
 
 @functools.cache
 def _import(entry: str) -> Any:
-    """Import the object named by an import string of the table. Cached, because every layer calls it in every step."""
+    """Import the object that a table entry names. The result is cached, because every layer needs it in every step."""
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(f"mlx_sparse.{module}"), name)

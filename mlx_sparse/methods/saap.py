@@ -1,4 +1,4 @@
-"""Parameters of SAAP."""
+"""Define the parameters of SAAP."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ ONLINE_BUCKETS = 256
 
 @dataclass(frozen=True)
 class SAAP(Method):
-    """Decode with the keys in the visited buckets, the first keys and the last keys (docs/spec/saap.md).
+    """Attend to the keys in the visited buckets, the first keys and the last keys (docs/spec/saap.md).
 
     Attributes:
         artefact: path of a file from `mlx-sparse train-saap`; None with mode "online".
         mode: how buckets are selected: by the query networks of the artefact ("trained"), or by centroids that are
-            fitted on the prompt ("online").
-        probes: number of buckets visited per KV head and decode step.
+            fitted to the prompt ("online").
+        probes: number of visited buckets per KV head and decode step.
         buckets: number of buckets in mode "online", 256 by default. In mode "trained" the artefact sets the number.
-        sink_tokens: number of first keys that are always attended.
-        recent_tokens: number of last keys that are always attended.
+        sink_tokens: number of first keys that are always attended to.
+        recent_tokens: number of last keys that are always attended to.
         dense_layers: number of first attention layers that stay dense.
         merge_every: number of keys that are merged into the index at a time, after they leave the window of recent
-            keys. Until then these keys are always attended.
+            keys. Until then these keys are always attended to.
         dense_below: context length in keys below which attention stays dense. "auto" is a modeled length. With GPU
             kernels, a step must save `ENOUGH_SAVED` bytes. With the `ops` backend, dense attention must read
             `GATHERED_ROW` times as many rows as a sparse step. With fewer ``recent_tokens`` than the default, for
@@ -94,7 +94,7 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Return the elements moved per KV head and decode step, without the network. Assumes equal bucket sizes."""
+        """Count the elements moved per KV head and decode step, without the network, for buckets of equal size."""
         outside = max(0, S - self.attended)
         attended = min(self.attended, S) + outside * self.probes / buckets
         return stats.saap_elements(D, round(attended))

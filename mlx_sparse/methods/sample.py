@@ -1,4 +1,4 @@
-"""Parameters of SampleAttention."""
+"""Define the parameters of SampleAttention."""
 
 from __future__ import annotations
 

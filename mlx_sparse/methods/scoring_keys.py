@@ -1,4 +1,4 @@
-"""Format of quantized scoring keys (int4), for any array library: docs/spec/sparq.md, (sparq.17) to (sparq.20)."""
+"""Define the format of int4 scoring keys for any array library (docs/spec/sparq.md, sparq.17 to sparq.20)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class KeyCodes(NamedTuple):
             same bytes, as `mx.quantize` stores them.
         lo: float16 ``(B, Hkv, D, groups)``, smallest centered component of each group.
         step: float16 ``(B, Hkv, D, groups)``, difference between adjacent codes.
-        center: float32 ``(B, Hkv, D)``, subtracted from each key before quantization.
+        center: float32 ``(B, Hkv, D)``, vector that is subtracted from each key before quantization.
     """
 
     codes: Any

@@ -1,4 +1,4 @@
-"""Parameters of SparQ."""
+"""Define the parameters of SparQ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .scoring_keys import KEY_BITS
 
 
 class Selection(NamedTuple):
-    """Parameters with which a backend selects the keys of one decode step.
+    """Parameters for selecting the keys of one decode step.
 
     Attributes:
         component_weight: float32 ``(B, Hkv, D)`` standard deviation of the keys for ``component_score="query_key"``;
@@ -39,12 +39,12 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True)
 class SparQ(Method):
-    """Decode with the ``top_k`` keys that score highest on a few query components (docs/spec/sparq.md).
+    """Attend to the ``top_k`` keys that score highest on a few query components (docs/spec/sparq.md).
 
     Attributes:
         rank: number r of query components used to score each key, 1..D.
-        top_k: number of keys attended per KV head, including the local window.
-        local_window: number of last valid keys that are always attended, 0..top_k; None means ``top_k // 4``.
+        top_k: number of attended keys per KV head, including the local window.
+        local_window: number of last valid keys that are always attended to, 0..top_k; None means ``top_k // 4``.
         recall: estimated attention recall at which a KV head selects no more keys, at most ``top_k``; above 0, at most
             1. The default 0 always selects ``top_k`` keys (docs/spec/sparq.md).
         reallocate: if True, add the mean value, weighted by the softmax mass of the skipped keys. "auto" is True for
@@ -53,16 +53,16 @@ class SparQ(Method):
         component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation of the
             keys ("query_key"). "auto" is "query_key" for models with q/k-norm, because their channels have learned
             scales, and for grouped query heads with quantized scoring keys. Otherwise "auto" is "query".
-        key_bits: bits per component of the scoring keys: 16 (as in the paper) or 4. With 4, keys are scored by an int4
-            copy, which needs about a quarter of the bytes and of the memory of a 16-bit copy (docs/spec/sparq.md).
+        key_bits: bits per component of the scoring keys: 16 (as in the paper) or 4. With 4, keys are scored with an
+            int4 copy, which needs about a quarter of the transfers and memory of a 16-bit copy (docs/spec/sparq.md).
             docs/results/quality.md reports the loss of quality.
         score: data used to score the keys of a quantized KV cache (``--kv-bits``). "rows" reads all components
             of the cache and needs no additional memory. "copy" reads a copy of the keys, as with other caches
             (docs/spec/quantized.md).
         dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
             on this machine (`mlx-sparse calibrate`). Before a measurement it is ``16 * top_k`` with the `ops` backend
-            (docs/results/speed.md), and the length that saves `ENOUGH_SAVED` bytes with GPU kernels. With a ``top_k``
-            below the default, for experiments on short texts, every step that can be sparse is sparse.
+            (docs/results/speed.md), and with GPU kernels the length at which a step saves `ENOUGH_SAVED` bytes.
+            With a ``top_k`` below the default, for experiments on short texts, every step that can be sparse is sparse.
     """
 
     name: ClassVar[str] = "sparq"
@@ -111,7 +111,7 @@ class SparQ(Method):
         check_rank(self.rank, D)
 
     def reallocates(self, G: int) -> bool:
-        """Return True if a layer of ``G`` query heads per KV head mixes in the mean value (sparq.9)."""
+        """Return True if a layer with ``G`` query heads per KV head adds the mean value (sparq.9)."""
         return G == 1 if self.reallocate == "auto" else bool(self.reallocate)
 
     def scores_rows(self, *, packed: bool) -> bool:
@@ -162,7 +162,7 @@ class SparQ(Method):
         return moved - S * (D * itemsize - row_bytes)  # the quantized rows are scored
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SparQ, str]:
-        """Spend half of the budget on the scores and half on attention, unless ``named`` has ``rank`` or ``top_k``."""
+        """Spend half of the budget on scores and half on attention, unless ``named`` contains ``rank`` or ``top_k``."""
         config = self if "dense_below" in named else dataclasses.replace(self, dense_below=0)
         if not {"rank", "top_k"} & set(named):
             rank = share * D if self.key_bits == 16 else share * D * 32 / (2 * self.key_bits + 1)

@@ -1,4 +1,4 @@
-"""Count the elements that each method moves, by the formulas of the papers, and define `Stats`.
+"""Count the elements that each method moves, with the formulas of the papers, and define `Stats`.
 
 All counts are elements for S keys of head dim D: per KV head in a decode step, per query head in prefill. Multiply by
 the item size to get bytes. Equation numbers refer to docs/spec/sparq.md, sample.md, saap.md and quest.md.
@@ -17,14 +17,14 @@ class Stats:
     """Statistics of an attention call, returned with ``return_stats``.
 
     Attributes:
-        elements: elements moved per KV head and decode step, or per query head in prefill.
-        dense_elements: elements that dense attention moves for the same shapes.
-        density: share of the keys that were attended; in prefill, share of the causal block pairs (sample.9).
+        elements: number of elements moved per KV head and decode step, or per query head in prefill.
+        dense_elements: number of elements that dense attention moves for the same shapes.
+        density: share of the keys that were attended to; in prefill, share of the causal block pairs (sample.9).
         recall: float32 ``(B, Hq, L)`` attention recall, the share of the softmax mass on the attended keys:
             ``exp(lse_sparse - lse_dense)``. None without ``return_stats="recall"``.
         head_density: ``density`` of each head in prefill, ``(B, Hq)``; None for a decode step.
         sampled: share of the queries that were sampled to select key blocks; 0 for decode methods.
-        selectivity: share of the keys in visited buckets, not counting the keys that SAAP always attends (saap.12).
+        selectivity: share of the keys in visited buckets, without the keys that SAAP always attends to (saap.12).
         estimated_recall: float32 ``(B, Hkv)`` attention recall as SparQ estimates it (sparq.24); None with other
             methods, in dense calls, and from `cuda_ref`.
     """
@@ -40,7 +40,7 @@ class Stats:
 
     @property
     def compression(self) -> float:
-        """Elements moved divided by the elements that dense attention moves; smaller is better."""
+        """Number of elements moved, divided by the number for dense attention; smaller is better."""
         return self.elements / self.dense_elements
 
 
@@ -85,7 +85,7 @@ def saap_elements(D: int, attended: int, *, network: int = 0) -> int:
 
 
 def prefill_elements(layout: Layout, D: int, density: float | None = None) -> int:
-    """Return the elements moved per query head in prefill (sample.10); for dense attention if ``density`` is None.
+    """Count the elements moved per query head in prefill (sample.10). ``density=None`` means dense attention.
 
     The count includes keys and values of each attended block pair, queries, output, and the keys for the sample.
     """

@@ -48,11 +48,11 @@ def parse(text: str, base: Mapping[str, Method] | None = None) -> tuple[Method, 
     """Parse the text form METHOD[:key=value,...][+METHOD...] and return the methods.
 
     Args:
-        text: for example ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=paper"``. Other keys override a preset.
+        text: text form such as ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=paper"``. Other keys override a preset.
         base: methods by name (from a TOML file). The keys in ``text`` override their settings.
 
     Raises:
-        ConfigError: unknown method, key or preset; a value of the wrong type or out of range; a method named twice.
+        ConfigError: a method, key or preset is unknown, a value is invalid, or a method is named twice.
     """
     configs: dict[str, Method] = {}
     for part in text.split("+"):
@@ -97,7 +97,7 @@ def split_methods(text: str) -> list[str]:
 
 
 def load_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> dict[str, Method]:
-    """Read a TOML file as in `read_toml`, and return only the methods by name."""
+    """Read a TOML file like `read_toml`, but return only the methods by name."""
     return read_toml(path, base)[0]
 
 
@@ -177,7 +177,7 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
 
 
 def removed(name: str, key: str, value: object) -> str | None:
-    """Return the end of the error message for a removed option, with its replacement; None for other options."""
+    """Return the last part of the error message for a removed option, with the replacement; None for other options."""
     for (owner, old, old_value), replacement in REMOVED.items():
         if owner in ("*", name) and old == key and old_value in ("*", value):
             return replacement

@@ -1,4 +1,4 @@
-"""Exact softmax attention over all keys or over an index list, used by all methods."""
+"""Compute exact softmax attention over all keys or over a list of keys, for all methods."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def attend_rows(
     Args:
         queries: ``(B, Hq, L, D)``.
         keys, values: ``(B, Hkv, n, D)``; ``n`` may be 0.
-        causal: if True, query i attends keys up to index ``n - L + i``; if False, each query attends all ``n`` keys.
+        causal: if True, query i attends to keys up to index ``n - L + i``; if False, to all ``n`` keys.
 
     Returns:
         float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``; 0 and -inf if ``n`` is 0.
@@ -151,6 +151,6 @@ def merge(*parts: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
 
 
 def causal_mask(L: int, S: int, left_padding: mx.array | None) -> mx.array:
-    """Return a causal mask ``(B or 1, L, S)``, True where a query attends a key. The mask excludes padding."""
+    """Return a causal mask ``(B or 1, L, S)``, True where a query attends to a key. The mask excludes padding."""
     causal = mx.arange(S) <= mx.arange(S - L, S)[:, None]
     return causal[None] if left_padding is None else causal & valid_keys(S, left_padding)[:, None, :]

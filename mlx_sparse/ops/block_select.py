@@ -1,4 +1,4 @@
-"""Select key blocks from the sample scores of SampleAttention: docs/spec/sample.md, (sample.6), (sample.7).
+"""Select key blocks from the sample scores of SampleAttention (docs/spec/sample.md, sample.6, sample.7).
 
 The `ops` and `metal` backends share this module. Its arrays are much smaller than the keys.
 """
@@ -25,13 +25,13 @@ def select_share(scores: mx.array, alpha: float) -> mx.array:
 
 
 def select_largest(scores: mx.array, count: int) -> mx.array:
-    """Return a mask of the ``count`` largest ``scores (..., Nk)``. Ties go to the lower index; a NaN selects all."""
+    """Return a mask of the ``count`` largest ``scores (..., Nk)``, of all if one is NaN. Ties go to the lower index."""
     ordered = -mx.sort(-scores, axis=-1)
     return _largest(scores, ordered, mx.full((*scores.shape[:-1], 1), min(count, scores.shape[-1]), mx.int32))
 
 
 def _largest(scores: mx.array, ordered: mx.array, count: mx.array) -> mx.array:
-    """Return a mask of the ``count (..., 1)`` largest scores. ``ordered`` has the scores in descending order."""
+    """Return a mask of the ``count (..., 1)`` largest scores. ``ordered`` contains the scores in descending order."""
     last = mx.take_along_axis(ordered, count - 1, axis=-1)
     above, level = scores > last, scores == last
     room = count - mx.sum(above, axis=-1, keepdims=True)
@@ -45,10 +45,10 @@ def merge(column_kept: mx.array, slash_kept: mx.array, layout: Layout, *, sample
     Args:
         column_kept: bool ``(B, Hq, C, Nk)``, selected key blocks of each region.
         slash_kept: bool ``(B, Hq, C, Nk)``, selected offset bins of each region.
-        sampled_in_full: if True, row blocks with a sampled row attend every causal block, as in SampleAttention.
+        sampled_in_full: if True, row blocks with a sampled row attend to every causal block, as in SampleAttention.
 
     Returns:
-        Bool mask ``(B, Hq, R, Nk)``, True where a row block attends a key block.
+        Bool mask ``(B, Hq, R, Nk)``, True where a row block attends to a key block.
     """
     # A bin covers two block diagonals, because for most rows the offsets of a bin belong to two key blocks.
     slash_kept = slash_kept | mx.pad(slash_kept, [*[(0, 0)] * 3, (1, 0)])[..., :-1]
@@ -91,6 +91,6 @@ def select(
     alpha_slash: float,
     width: int | None = None,
 ) -> mx.array:
-    """Return the key blocks that each row block attends, int32 ``(B, Hq, R, width)``, from two `sample_scores`."""
+    """Return the key blocks that each row block attends to, int32 ``(B, Hq, R, width)``, from `sample_scores`."""
     kept = select_share(column, alpha_column), select_share(slash, alpha_slash)
     return block_lists(merge(*kept, layout, sampled_in_full=True), width)

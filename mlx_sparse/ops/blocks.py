@@ -1,4 +1,4 @@
-"""Attention over lists of key blocks, shared by all block-sparse prefill methods: docs/spec/sample.md, (sample.8).
+"""Compute attention over lists of key blocks for all block-sparse prefill methods (docs/spec/sample.md, sample.8).
 
 Row blocks whose lists have the same length are processed in one batch. Thus the lists need no padding, and only the
 diagonal block needs a mask.
@@ -36,7 +36,7 @@ def attend_blocks(
 
     Returns:
         ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries that
-        attend no key.
+        attend to no key.
     """
     B, Hq, L, D = queries.shape
     S = keys.shape[2]
@@ -98,11 +98,11 @@ def _in_blocks(array: mx.array, lead: int, tail: int, block_size: int) -> mx.arr
 
 
 def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool]]:
-    """Group row blocks whose lists have the same length and either all or none contain the diagonal block.
+    """Group the row blocks by the length of their lists, and by whether their lists contain the diagonal block.
 
     Yields:
-        Row block indices ``(M,)``, counted over all sequences and heads; key block indices ``(M, n)``, ascending; True
-        if the last key block is the diagonal block.
+        Row block indices ``(M,)``, counted over all sequences and heads; ascending key block indices ``(M, n)``; and
+        True if the last key block is the diagonal block.
     """
     row_block = np.tile(np.arange(layout.first_block, layout.key_blocks), blocks.shape[0] * blocks.shape[1])
     lists = blocks.reshape(len(row_block), -1)
@@ -133,7 +133,7 @@ def _plain(queries: mx.array, keys: mx.array, values: mx.array, scale: float, di
 
 
 def _lse(queries: mx.array, keys: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """Return the log-sum-exp for one batch. Scores are recomputed only if MLX evaluates the result."""
+    """Return the log-sum-exp for one batch. The scores are recomputed only if MLX evaluates the result."""
     return mx.logsumexp(_scores(queries, keys, scale, diagonal), axis=-1)
 
 

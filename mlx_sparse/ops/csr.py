@@ -1,4 +1,4 @@
-"""Index of the keys of each SAAP bucket in CSR format: docs/spec/saap.md, (saap.9).
+"""Build the CSR index that lists the keys of each SAAP bucket (docs/spec/saap.md, saap.9).
 
 The `ops` and `metal` backends share this module. Caches rebuild the index every few hundred tokens.
 """

@@ -1,4 +1,4 @@
-"""Int4 scoring keys in MLX array operations: docs/spec/sparq.md, equations (sparq.17) to (sparq.22)."""
+"""Implement int4 scoring keys with MLX array operations (docs/spec/sparq.md, sparq.17 to sparq.22)."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None) -> mx
 def group_statistics(coded: KeyCodes) -> mx.array:
     """Return the statistics of all groups in ``coded`` for (sparq.22), float32 ``(3, B, Hkv, D)``.
 
-    They are the mean of the group middles, the sum of squared deviations from this mean, and the sum of squared group
-    widths.
+    The statistics are the mean of the group middles, the sum of squared deviations from this mean, and the sum of
+    squared group widths.
     """
     middle, width = _middles(coded)
     mean = middle.mean(axis=-1)

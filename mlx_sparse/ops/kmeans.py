@@ -1,4 +1,4 @@
-"""Spherical k-means in MLX array operations: docs/spec/saap.md, (saap.1), (saap.2)."""
+"""Run spherical k-means with MLX array operations (docs/spec/saap.md, saap.1 and saap.2)."""
 
 from __future__ import annotations
 

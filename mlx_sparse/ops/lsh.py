@@ -1,4 +1,4 @@
-"""Prefill baselines that hash queries and keys: docs/spec/sample.md, section "Baselines".
+"""Run the prefill baselines that hash queries and keys (docs/spec/sample.md, "Baselines").
 
 These baselines are for quality comparisons only. They are slow, because they compute the scores of all query-key pairs
 and then mask the scores.
@@ -19,13 +19,13 @@ Result = tuple[mx.array, mx.array, mx.array]
 
 
 def hash_codes(vectors: mx.array, buckets: int) -> mx.array:
-    """Hash ``vectors (..., D)`` to 0..buckets - 1, the nearest of ``buckets / 2`` random directions +-r (sample.15)."""
+    """Hash ``vectors (..., D)`` to 0..buckets - 1, the index of the nearest random direction, r or -r (sample.15)."""
     along = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], buckets // 2))
     return mx.argmax(mx.concatenate([along, -along], axis=-1), axis=-1)
 
 
 def hash_sparse_attention(queries: mx.array, keys: mx.array, values: mx.array, *, buckets: int, scale: float) -> Result:
-    """Attend the earlier keys with the same hash as the query (sample.15).
+    """Attend to the earlier keys with the same hash as the query (sample.15).
 
     Returns:
         ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` and int32 indices of the attended keys ``(B, Hq, L, N)``.
@@ -65,7 +65,7 @@ def hyperattention_attention(
     exact_rows: int,
     scale: float,
 ) -> Result:
-    """Run HyperAttention: attend a bucket of keys sorted by hash, and a weighted sample (sample.16) to (sample.18).
+    """Run HyperAttention: attend to a bucket of similar keys and to a weighted sample (sample.16) to (sample.18).
 
     Returns:
         ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` without sampling weights, and int32 indices of the attended
@@ -120,7 +120,7 @@ def _by_head(array: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _nan_keys(queries: mx.array, keys: mx.array) -> mx.array:
-    """Return a mask ``(B, Hq, 1, S)`` of keys with NaN. They have no hash, so every query attends them."""
+    """Return a mask ``(B, Hq, 1, S)``, True for keys with NaN. These have no hash, so every query attends to them."""
     return _by_head(mx.isnan(keys.astype(mx.float32).sum(axis=-1)), queries, keys)[:, :, None]
 
 
@@ -139,7 +139,7 @@ def _attend(
     choose: Callable[[int, int], tuple[mx.array, mx.array | None]],
     scale: float,
 ) -> Result:
-    """Attend the causal keys selected by ``choose``, with ``weight`` added to the logits.
+    """Attend to the causal keys that ``choose`` selects, and add its ``weight`` to the logits.
 
     Args:
         steps: ranges ``(start, stop)`` of query positions.

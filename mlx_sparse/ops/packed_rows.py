@@ -1,4 +1,4 @@
-"""Quantized keys or values in the format of mlx-lm's quantized KV caches: docs/spec/quantized.md."""
+"""Define quantized keys and values in the format of mlx-lm's quantized KV caches (docs/spec/quantized.md)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class PackedRows:
 
     @property
     def parts(self) -> tuple[mx.array, mx.array, mx.array]:
-        """Codes, scales and biases, as `mx.quantize` returns them."""
+        """The codes, scales and biases, as `mx.quantize` returns them."""
         return self.codes, self.scales, self.biases
 
     def after(self, done: mx.array) -> PackedRows:

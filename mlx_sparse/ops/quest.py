@@ -1,4 +1,4 @@
-"""Quest in MLX array operations: docs/spec/quest.md, equations (quest.1) to (quest.5)."""
+"""Run Quest with MLX array operations (docs/spec/quest.md, quest.1 to quest.5)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) ->
 
 
 def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of `quest_select` with ``page_min`` and ``page_max``, computed if they are absent."""
+    """Return ``selection`` with ``page_min`` and ``page_max``, which are computed if they are absent."""
     if "page_min" in selection:
         return selection
     bounds = page_bounds(keys, selection["left_padding"], page_size=selection["page_size"])
@@ -48,9 +48,9 @@ def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
 
 
 def page_scores(queries: mx.array, page_min: mx.array, page_max: mx.array) -> mx.array:
-    """Return an upper bound of q.k for each page, over all query heads of the group: float32 ``(B, Hkv, P)``.
+    """Return an upper bound on q.k for each page, over all query heads of the group: float32 ``(B, Hkv, P)``.
 
-    NaN is replaced by +inf (quest.2), (quest.3).
+    NaN is replaced with +inf (quest.2), (quest.3).
     """
     q = group_queries(queries, page_min.shape[1])
     # (quest.2)
@@ -78,7 +78,7 @@ def quest_select(
     page_min: mx.array,
     page_max: mx.array,
 ) -> mx.array:
-    """Return the keys of the K best pages, int32 ``(B, Hkv, K * page_size)`` (quest.5). There must be more pages."""
+    """Return the keys of the K best of more than K pages: int32 ``(B, Hkv, K * page_size)`` (quest.5)."""
     S = keys.shape[2]
     before = (S - 1) // page_size
     scores = page_scores(queries, page_min[:, :, :before], page_max[:, :, :before])
@@ -97,7 +97,7 @@ def quest_attention(
     """Run one decode step of Quest and return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
     Args:
-        selection: the other parameters of `quest_select`. Absent page bounds are computed.
+        selection: the other parameters of `quest_select`. Page bounds are computed if they are absent.
     """
     selection = with_bounds(keys, selection)
     return attend_indices(queries, keys, values, quest_select(queries, keys, **selection), scale=scale)

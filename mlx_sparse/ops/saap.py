@@ -1,4 +1,4 @@
-"""SAAP in MLX array operations: docs/spec/saap.md."""
+"""Run SAAP with MLX array operations (docs/spec/saap.md)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys of a decode step: sinks, keys that are not in the index, keys of the visited buckets (saap.10).
+    """List the keys of a decode step: sinks, keys outside the index, and keys of the visited buckets (saap.10).
 
     Args:
         visited: ``(B, Hkv, n)`` int bucket ids without duplicates; a number that is not a bucket is an empty slot.
@@ -130,8 +130,8 @@ def list_keys(
     Args:
         expand: `saap_indices` of a backend.
         S: number of keys in the KV cache.
-        bucket_ids: ``(B, Hkv, S or more)`` int bucket of each key. A key without a valid bucket is attended only if it
-            is a sink or a recent key.
+        bucket_ids: ``(B, Hkv, S or more)`` int bucket of each key. A key without a valid bucket is attended to only if
+            it is a sink or a recent key.
         visited: ``(B, Hkv, n)`` int bucket ids without duplicates.
     """
     window: dict[str, Any] = {"sink_tokens": sink_tokens, "left_padding": left_padding}

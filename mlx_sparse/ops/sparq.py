@@ -1,4 +1,4 @@
-"""SparQ attention in MLX array operations: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21)."""
+"""Run SparQ with MLX array operations (docs/spec/sparq.md, sparq.1 to sparq.10 and sparq.21)."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def sparq_logits(queries: mx.array, keys: Rows, selection: Selection) -> mx.arra
 
 
 def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[mx.array, mx.array, mx.array]:
-    """Select the keys of one decode step by `sparq_logits`.
+    """Select the keys of one decode step with `sparq_logits`.
 
     Returns:
-        int32 key ``indices (B, Hkv, min(top_k, S))``, ``alpha (B, Hq)``, the approximate attention recall, and
+        int32 key ``indices (B, Hkv, min(top_k, S))``; the approximate attention recall ``alpha (B, Hq)``; and
         ``recall (B, Hkv)``, the mean of ``alpha`` over the query heads of a KV head (sparq.24).
     """
     logits, padding = sparq_logits(queries, keys, selection), selection.left_padding
@@ -76,7 +76,7 @@ def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[m
 
 
 def selected_share(scores: mx.array, indices: mx.array, G: int, left_padding: mx.array | None) -> mx.array:
-    """Return the share ``(B, Hkv)`` of the group scores ``(B, Hkv, S)`` on the selected keys (sparq.24)."""
+    """Return the share ``(B, Hkv)`` of the selected keys in the group scores ``(B, Hkv, S)`` (sparq.24)."""
     if left_padding is None:  # without padding, no slot is empty
         return mx.take_along_axis(scores, indices, axis=-1).sum(axis=-1) / G
     chosen = mx.take_along_axis(scores, mx.maximum(indices, 0), axis=-1)
@@ -94,14 +94,14 @@ def sparq_attention(
 ) -> tuple[mx.array, ...]:
     """Run one decode step of SparQ.
 
-    Returns:
-        ``out (B, Hq, 1, D)`` in the type of ``queries``, float32 ``lse (B, Hq, 1)``, and the estimated attention
-        ``recall (B, Hkv)`` (sparq.24). With an adaptive budget also ``counts (B, Hkv)``, the number of attended keys.
-
     Args:
-        reallocate: if True, mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
+        reallocate: if True, add ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
         value_mean: ``(B, Hkv, D)`` mean of the valid values; required if ``reallocate`` is True.
         parameters: the fields of `Selection`.
+
+    Returns:
+        ``out (B, Hq, 1, D)`` in the dtype of ``queries``, float32 ``lse (B, Hq, 1)``, and the estimated attention
+        ``recall (B, Hkv)`` (sparq.24). With an adaptive budget also ``counts (B, Hkv)``, the number of attended keys.
     """
     selection = Selection(**parameters)
     indices, alpha, recall = sparq_select(queries, keys, selection)

@@ -1,4 +1,4 @@
-"""Exact softmax attention over all keys or over a list of keys, shared by all methods."""
+"""Compute exact softmax attention over all keys or over a list of keys, for all methods."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def dense_attention(
         left_padding: ``(B,)`` index of the first valid key of each sequence.
 
     Returns:
-        ``out (B, Hq, L, D)``; with ``return_stats`` also a `Stats`.
+        ``out (B, Hq, L, D)``, and a `Stats` if ``return_stats`` is set.
     """
     q, k, v, _ = checked(queries, keys, values, backend)
     out, lse = dense_with_lse(q, k, v, scale=scale, left_padding=left_padding)
@@ -167,7 +167,7 @@ def with_stats(
     top_k: int,
     return_stats: bool | str,
 ) -> Any:
-    """Return ``out``; with ``return_stats`` also the `Stats` of a step that moved ``moved`` elements."""
+    """Return ``out``. If ``return_stats`` is set, also return the step's `Stats` with ``moved`` elements."""
     if not return_stats:
         return out
     S, D = qkv[1].shape[2:]

@@ -1,4 +1,4 @@
-"""Decode baselines of the SparQ paper: docs/spec/sparq.md, section "Baselines"."""
+"""Run the decode baselines of the SparQ paper (docs/spec/sparq.md, "Baselines")."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def streaming_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend the first ``sink_tokens`` and the last ``recent_tokens`` valid keys, without changing RoPE positions."""
+    """Attend to the first ``sink_tokens`` and last ``recent_tokens`` valid keys, without changing RoPE positions."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("sink_tokens", sink_tokens, 0)
     check_int("recent_tokens", recent_tokens, 1)
@@ -73,7 +73,7 @@ def oracle_top_k_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend the ``top_k`` keys with the largest exact scores: SparQ with ``rank = D`` and no reallocation."""
+    """Attend to the ``top_k`` keys with the largest exact scores: SparQ with ``rank = D`` and no reallocation."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)
     window = check_local_window(local_window, top_k)
@@ -98,7 +98,7 @@ def flexgen_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend the ``top_k`` keys with the largest softmax weights, summed over the group. Weights stay unnormalized."""
+    """Attend to the ``top_k`` keys with the largest softmax weights, summed over the group, without renormalization."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)
     if n.L > 1:
@@ -125,10 +125,10 @@ def h2o_scores(
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
 ) -> Array:
-    """Return the softmax weight of each key, summed over ``L`` causal queries: the group mean, ``(B, Hkv, S)``.
+    """Return causal softmax weights of the keys, summed over queries and averaged over the group: ``(B, Hkv, S)``.
 
-    After dense prefill these are the first ``scores`` of `h2o_attention`. The score of an invalid key is -inf. Queries
-    at padded positions do not count.
+    After dense prefill, these are the initial ``scores`` of `h2o_attention`. The score of an invalid key is -inf.
+    Queries at padded positions do not count.
     """
     q, k = float64(queries), float64(keys)
     n = check_qkv(q, k, k)
@@ -155,13 +155,13 @@ def h2o_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend the last ``local_window`` keys and the keys with the largest scores, ``top_k`` in total. Evict other keys.
+    """Attend to the last ``local_window`` keys and the keys with the best scores, ``top_k`` in total. Evict the rest.
 
     Args:
         scores: ``(B, Hkv, S)`` sum of softmax weights per key so far; 0 for the current key, -inf for evicted keys.
 
     Returns:
-        ``out`` and the new ``scores``, -inf at evicted keys; with ``return_stats`` also a `Stats`.
+        ``out``, the new ``scores`` (-inf for evicted keys), and a `Stats` if ``return_stats`` is set.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     check_decode_step(n, "h2o")

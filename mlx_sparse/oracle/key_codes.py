@@ -1,4 +1,4 @@
-"""Reference implementation of int4 scoring keys: docs/spec/sparq.md, equations (sparq.17) to (sparq.22)."""
+"""Implement int4 scoring keys in NumPy (docs/spec/sparq.md, sparq.17 to sparq.22)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def code_keys(keys: npt.ArrayLike, *, left_padding: npt.ArrayLike | None = None)
 
 
 def coded_groups(B: int, S: int, left_padding: npt.ArrayLike | None) -> list[tuple[int, int]]:
-    """Return (index of the first valid key, number of full groups) for each of ``B`` sequences."""
+    """Return the index of the first valid key and the number of full groups for each of ``B`` sequences."""
     return [(S - int(count), int(count) // GROUP) for count in valid_keys(B, S, left_padding).sum(axis=1)]
 
 

@@ -1,4 +1,4 @@
-"""Prefill baselines that hash queries and keys: docs/spec/sample.md, section "Baselines"."""
+"""Run the prefill baselines that hash queries and keys (docs/spec/sample.md, "Baselines")."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 def hash_codes(vectors: Array, buckets: int) -> Array:
-    """Hash ``vectors (..., D)`` to 0..buckets - 1, the nearest of ``buckets / 2`` random directions +-r (sample.15)."""
+    """Hash ``vectors (..., D)`` to 0..buckets - 1, the index of the nearest random direction, r or -r (sample.15)."""
     along = vectors @ signs(vectors.shape[-1], buckets // 2)
     codes: Array = np.argmax(np.concatenate([along, -along], axis=-1), axis=-1)
     return codes
@@ -33,7 +33,7 @@ def hash_sparse_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend the key at the position of the query and the earlier keys with the same hash (sample.15)."""
+    """Attend to the key at the query's position and to the earlier keys with the same hash (sample.15)."""
     q, k, v, n = checked(queries, keys, values, backend)
     code_q, code_k = hash_codes(q, buckets), np.repeat(hash_codes(k, buckets), n.G, axis=1)
     same = code_q[..., :, None] == code_k[..., None, :]
@@ -66,7 +66,7 @@ def hyperattention_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run HyperAttention: attend a bucket of keys sorted by hash, and a weighted sample (sample.16) to (sample.18)."""
+    """Run HyperAttention: attend to a bucket of similar keys and to a weighted sample (sample.16) to (sample.18)."""
     q, k, v, n = checked(queries, keys, values, backend)
     offset = n.S - n.L
     mask, weight = np.zeros((n.B, n.Hq, n.L, n.S), dtype=bool), np.zeros((n.B, n.Hq, n.L, n.S))
@@ -99,14 +99,14 @@ def _span_pairs(
 
 
 def _nan_keys(k: Array, G: int) -> Array:
-    """Return a mask ``(B, Hq, 1, S)`` of keys with NaN. They have no hash, so every query attends them."""
+    """Return a mask ``(B, Hq, 1, S)``, True for keys with NaN. These have no hash, so every query attends to them."""
     return np.repeat(np.isnan(k.sum(axis=-1)), G, axis=1)[:, :, None]
 
 
 def _attend(
     qkv: tuple[Array, Array, Array], mask: Array, weight: Array, *, scale: float | None, return_stats: bool | str
 ) -> Any:
-    """Attend the query-key pairs in ``mask (B, Hq, L, S)``, with ``weight`` added to the logits."""
+    """Compute attention over the query-key pairs in ``mask (B, Hq, L, S)``, with ``weight`` added to the logits."""
     q, k, v = qkv
     n = check_qkv(q, k, v)
     grouped = (n.B, n.Hkv, n.G, n.L, n.S)

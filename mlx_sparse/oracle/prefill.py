@@ -1,4 +1,4 @@
-"""Prefill baselines without hashing: docs/spec/sample.md, section "Baselines"."""
+"""Run the prefill baselines without hashing (docs/spec/sample.md, "Baselines")."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def minference_select(
 
 
 def select_largest(scores: Array, count: int) -> Array:
-    """Return a mask of the ``count`` largest ``scores (..., Nk)``. Ties go to the lower index; a NaN selects all."""
+    """Return a mask of the ``count`` largest ``scores (..., Nk)``, of all if one is NaN. Ties go to the lower index."""
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
     kept = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(kept, order, True, axis=-1)
@@ -80,7 +80,7 @@ def bigbird_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run BigBird: attend ``window * S`` recent keys, ``global_share * S`` first keys, random blocks (sample.13)."""
+    """Run BigBird on ``window * S`` recent keys, ``global_share * S`` first keys and random blocks (sample.13)."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_share("window", window)
     check_share("global_share", global_share)
@@ -104,7 +104,7 @@ def streaming_prefill_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run StreamingLLM in prefill: attend the first key blocks and a window of ``window * S`` keys (sample.14)."""
+    """Run StreamingLLM in prefill: attend to the first key blocks and a window of ``window * S`` keys (sample.14)."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("sink_tokens", sink_tokens, 0)
     check_share("window", window)

@@ -1,4 +1,4 @@
-"""Reference implementation of Quest: docs/spec/quest.md, equations (quest.1) to (quest.5)."""
+"""Implement Quest in NumPy (docs/spec/quest.md, quest.1 to quest.5)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 def page_bounds(
     keys: npt.ArrayLike, left_padding: npt.ArrayLike | None = None, *, page_size: int = 16
 ) -> tuple[Array, Array]:
-    """Return the minimum and maximum of each component over the keys of each page (quest.1): two ``(B, Hkv, P, D)``.
+    """Return the minimum and maximum of each component over the keys of each page (quest.1), each ``(B, Hkv, P, D)``.
 
     A page without keys has +inf and -inf. If a component of a key is NaN, both bounds of this component are NaN.
     """

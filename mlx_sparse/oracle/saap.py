@@ -1,4 +1,4 @@
-"""Reference implementation of SAAP: docs/spec/saap.md, equations (saap.1) to (saap.14)."""
+"""Implement SAAP in NumPy (docs/spec/saap.md, saap.1 to saap.14)."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def saap_target(
         keys: ``(S, D)`` of the KV head of this query head, after RoPE.
         bucket_ids: ``(S,)`` bucket of each key.
         recent_tokens: minimum distance between a query and its long-range keys.
-        farthest_top: a query is used if its best key, without sinks, is more than this many positions away.
-        causal: if True, queries attend only earlier keys, as in decoding; if False, all keys, as in the paper.
+        farthest_top: a query is used only if its best key, excluding sinks, is more than this many positions away.
+        causal: if True, queries attend only to earlier keys, as in decoding; if False, to all keys, as in the paper.
     """
     q, k = float64(queries), float64(keys)
     S, D = q.shape
@@ -119,7 +119,7 @@ def query_network(
     hidden_weight: npt.ArrayLike | None = None,
     hidden_bias: npt.ArrayLike | None = None,
 ) -> Array:
-    """Run the query network: return the probability of each bucket for pre-RoPE queries (saap.5).
+    """Run the query network on pre-RoPE queries, and return the probability of each bucket (saap.5).
 
     Args:
         queries: ``(B, Hq, 1, D)``.
@@ -191,7 +191,7 @@ def saap_index(
 
     Returns:
         int32 ``offsets (B, Hkv, C + 1)`` and ``key_ids (B, Hkv, n)``. Bucket c has the keys
-        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending. The slots from ``offsets[C]`` are -1.
+        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending. Slots at ``offsets[C]`` and above are -1.
     """
     ids = np.asarray(bucket_ids)
     B, Hkv, n = ids.shape
@@ -219,7 +219,7 @@ def saap_indices(
     capacity: int,
     left_padding: npt.ArrayLike | None = None,
 ) -> tuple[Array, Array]:
-    """List the keys of a decode step: sinks, keys that are not in the index, keys of the visited buckets (saap.10).
+    """List the keys of a decode step: sinks, keys outside the index, and keys of the visited buckets (saap.10).
 
     Args:
         visited: ``(B, Hkv, n)`` bucket ids without duplicates; a number that is not a bucket is an empty slot.
@@ -262,12 +262,12 @@ def saap_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run one decode step of SAAP: attend sinks, recent keys and the keys in the visited buckets.
+    """Run one decode step of SAAP: attend to sinks, recent keys and the keys in the visited buckets.
 
     The arguments are the same as for `mlx_sparse.saap_attention`.
 
     Returns:
-        ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.
+        float64 ``out (B, Hq, L, D)``, and a `Stats` if ``return_stats`` is set.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     ids, chosen = np.asarray(bucket_ids), np.asarray(visited)
@@ -295,7 +295,7 @@ def saap_attention(
 def saap_keys(
     bucket_ids: Array, visited: Array, sink_tokens: int, recent_tokens: int, left_padding: npt.ArrayLike | None = None
 ) -> Array:
-    """Return a bool mask ``(B, Hkv, S)``, True for the keys that a decode step attends (saap.9), (saap.10)."""
+    """Return a bool mask ``(B, Hkv, S)``, True for the keys that a decode step attends to (saap.9), (saap.10)."""
     exact, valid = _exact(bucket_ids.shape[0], bucket_ids.shape[2], sink_tokens, recent_tokens, left_padding)
     in_visited = (bucket_ids[..., None] == np.where(visited >= 0, visited, -1)[:, :, None, :]) & (
         bucket_ids[..., None] >= 0
@@ -311,7 +311,7 @@ def selectivity(
     recent_tokens: int,
     left_padding: npt.ArrayLike | None = None,
 ) -> float:
-    """Return the mean share of keys in visited buckets, without always attended keys (saap.12); 0 without keys."""
+    """Return the mean share of keys in visited buckets, excluding sinks and recent keys (saap.12); 0 without keys."""
     exact, valid = _exact(bucket_ids.shape[0], bucket_ids.shape[2], sink_tokens, recent_tokens, left_padding)
     outside = (valid & ~exact)[:, None, :]
     keys = saap_keys(bucket_ids, visited, sink_tokens, recent_tokens, left_padding)
@@ -327,7 +327,7 @@ def _first(B: int, left_padding: npt.ArrayLike | None) -> list[int]:
 def _exact(
     B: int, S: int, sink_tokens: int, recent_tokens: int, left_padding: npt.ArrayLike | None
 ) -> tuple[Array, Array]:
-    """Return two bool masks ``(B, S)``: the keys that are always attended, and the valid keys."""
+    """Return two bool masks ``(B, S)``: the keys that are always attended to, and the valid keys."""
     valid = valid_keys(B, S, left_padding)
     first = np.argmax(valid, axis=1)[:, None]
     position = np.arange(S)

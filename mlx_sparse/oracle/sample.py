@@ -1,4 +1,4 @@
-"""Reference implementation of SampleAttention: docs/spec/sample.md, equations (sample.1) to (sample.9)."""
+"""Implement SampleAttention in NumPy (docs/spec/sample.md, sample.1 to sample.9)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SampleSelection(NamedTuple):
     """Selected key blocks and sample scores of SampleAttention, for C regions, R row blocks and Nk key blocks.
 
     Attributes:
-        blocks: ``(B, Hq, R, N)`` int32 key blocks that each row block attends.
+        blocks: ``(B, Hq, R, N)`` int32 key blocks that each row block attends to.
         column, slash: ``(B, Hq, C, Nk)`` softmax weights of the sample, summed by key block and by offset bin.
         column_kept, slash_kept: bool ``(B, Hq, C, Nk)``, True for the selected key blocks and offset bins.
     """
@@ -42,7 +42,7 @@ def sample_select(
     block_size: int = 128,
     scale: float | None = None,
 ) -> SampleSelection:
-    """Select the key blocks that each row block attends, from the attention of a few sampled queries per region."""
+    """Select the key blocks that each row block attends to, from the attention of sampled queries in each region."""
     q, k = float64(queries), float64(keys)
     n = check_qkv(q, k, k)
     check_sample(alpha_column, alpha_slash, chunks, block_size)
@@ -50,7 +50,7 @@ def sample_select(
     column, slash = sample_scores(q, k, chunks=chunks, block_size=block_size, scale=scale)
     column_kept, slash_kept = select_share(column, alpha_column), select_share(slash, alpha_slash)
     mask = merge(column_kept, slash_kept, layout)
-    # (sample.7) sampled rows are attended in full
+    # (sample.7) sampled rows attend to every causal block
     for block in layout.sampled_blocks:
         mask[:, :, block - layout.first_block, : block + 1] = True
     return SampleSelection(block_lists(mask), column, slash, column_kept, slash_kept)
@@ -65,7 +65,7 @@ def sample_scores(
     scale: float | None = None,
     rows: int | None = None,
 ) -> tuple[Array, Array]:
-    """Sum the softmax weights of each region's sample by key block and by offset bin: two ``(B, Hq, C, Nk)``.
+    """Sum the softmax weights of each region's sample by key block and by offset bin, each ``(B, Hq, C, Nk)``.
 
     Args:
         rows: number of query rows sampled per region; None means ``block_size``.
@@ -135,7 +135,7 @@ def sample_attention(
     """Run SampleAttention in prefill. Attention is dense if an alpha is 1 or every row block has a sampled row.
 
     Returns:
-        ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.
+        float64 ``out (B, Hq, L, D)``, and a `Stats` if ``return_stats`` is set.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     check_sample(alpha_column, alpha_slash, chunks, block_size)

@@ -1,4 +1,4 @@
-"""Top-k selection of keys by score, shared by all top-k methods."""
+"""Select the top-k keys by score, for all top-k methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def valid_keys(B: int, S: int, left_padding: npt.ArrayLike | None) -> Array:
 
 
 def ranked(scores: Array) -> Array:
-    """Replace NaN by +inf, so that every selection ranks NaN first."""
+    """Replace NaN with +inf, so that every selection ranks NaN first."""
     return np.where(np.isnan(scores), np.inf, scores)
 
 

@@ -1,4 +1,4 @@
-"""Reference implementation of SparQ attention: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21)."""
+"""Implement SparQ attention in NumPy (docs/spec/sparq.md, sparq.1 to sparq.10 and sparq.21)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SparQSelection(NamedTuple):
     """Selected keys and intermediate results of steps 1 and 2 of SparQ.
 
     Attributes:
-        indices: ``(B, Hkv, min(top_k, S))`` int32 keys to attend.
+        indices: ``(B, Hkv, min(top_k, S))`` int32 indices of the keys to attend to.
         alpha: ``(B, Hq)`` approximate attention recall, the softmax mass of the selected keys (sparq.8).
         scores: ``(B, Hkv, S)`` score of each key, summed over the group (sparq.5).
         s_hat: ``(B, Hq, S)`` approximate softmax weights (sparq.4).
@@ -120,7 +120,7 @@ def sparq_attention(
     shape is checked.
 
     Returns:
-        ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.
+        float64 ``out (B, Hq, L, D)``, and a `Stats` if ``return_stats`` is set.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     check_rank(rank, n.D)
@@ -152,11 +152,11 @@ def sparq_attention(
     )
     out, lse = attend_indices(q, k, v, selection.indices, scale=scale)
     if (n.G == 1 if reallocate == "auto" else reallocate) and n.S > top_k:
-        # (sparq.9), (sparq.10); with S <= top_k every key is attended and alpha is 1
+        # (sparq.9), (sparq.10); with S <= top_k every key is attended to and alpha is 1
         mean = masked_mean(v, valid_keys(n.B, n.S, left_padding)) if value_mean is None else float64(value_mean)
         alpha = selection.alpha[..., None, None]
         mixed = alpha * out + (1.0 - alpha) * np.repeat(mean, n.G, axis=1)[:, :, None, :]
-        out = np.where(lse[..., None] == -np.inf, 0.0, mixed)  # no key was attended
+        out = np.where(lse[..., None] == -np.inf, 0.0, mixed)  # no key was attended to
     moved = dense_elements(n.S, n.D)
     if n.S > top_k:
         moved = sparq_elements(n.S, n.D, rank=rank, top_k=top_k, key_bits=key_bits)

@@ -25,13 +25,13 @@ ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The cache of one layer, for one sequence.
+    """Size of one layer's cache, for one sequence.
 
     Attributes:
         kind: `FULL`, `WINDOW`, `LINEAR` (a state of fixed size) or `LATENT` (a latent for keys and values).
-        per_token: bytes of one token in the cache.
+        per_token: bytes per token in the cache.
         fixed: bytes that do not depend on the number of tokens.
-        window: largest number of tokens; None for no limit.
+        window: maximum number of tokens; None if there is no limit.
         readers: number of layers that read the cache in a decode step.
     """
 
@@ -42,7 +42,7 @@ class LayerCache:
     readers: int = 1
 
     def nbytes(self, S: int) -> int:
-        """Return the bytes of the cache at ``S`` tokens."""
+        """Return the size of the cache in bytes at ``S`` tokens."""
         return self.fixed + self.per_token * (S if self.window is None else min(S, self.window))
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Served:
-    """A method with its resolved settings, and the number of layers of one shape that use the method."""
+    """A method with resolved settings, a layer shape, and the number of layers of this shape that use the method."""
 
     config: Method
     layer: Layer
@@ -63,7 +63,7 @@ class Served:
         return self.layers * step.heads * step.itemsize * dense_elements(S, step.D)
 
     def saved(self, S: int) -> int:
-        """Return the bytes that the method saves at ``S`` keys, by its formula; 0 if it attends all keys."""
+        """Return the bytes that the method saves at ``S`` keys, by its formula; 0 if the method attends to all keys."""
         if S <= self.config.attended:
             return 0
         step = self.layer.step
@@ -73,7 +73,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of the weights that a decode step of one sequence reads, and the caches of all layers."""
+    """The number of weight bytes that a decode step reads for one sequence, and the caches of all layers."""
 
     weights: int
     caches: tuple[LayerCache, ...]
@@ -83,15 +83,15 @@ class Traffic:
         return sum(cache.readers * cache.nbytes(S) for cache in self.caches)
 
     def nbytes(self, S: int) -> int:
-        """Return the bytes of memory that the caches take at ``S`` tokens."""
+        """Return the memory of the caches in bytes at ``S`` tokens."""
         return sum(cache.nbytes(S) for cache in self.caches)
 
     def share(self, S: int) -> float:
-        """Return the share of a decode step's bytes that come from the caches, at ``S`` tokens."""
+        """Return the share of a decode step's bytes that are read from the caches, at ``S`` tokens."""
         return self.kv(S) / (self.weights + self.kv(S))
 
     def bound(self, S: int, served: Iterable[Served]) -> float:
-        """Return the largest possible speed-up of a decode step, by bytes, if ``served`` are its sparse layers."""
+        """Return the upper bound of a decode step's speed-up, from its bytes, with ``served`` as the sparse layers."""
         total = self.weights + self.kv(S)
         return total / max(1, total - sum(one.saved(S) for one in served))
 
@@ -102,9 +102,9 @@ def traffic_of(model: Any) -> Traffic:
 
 
 def weights_read(model: Any) -> int:
-    """Return the bytes of weights that a decode step reads.
+    """Return the number of weight bytes that a decode step reads.
 
-    If the config has the number of active experts, count only that many experts. Count an embedding only if it is also
+    If the config sets the number of active experts, count only that many experts. Count an embedding only if it is also
     the output matrix.
     """
     modules = [module for _, module in model.named_modules()]
@@ -124,7 +124,7 @@ def weights_read(model: Any) -> int:
 
 
 def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
-    """Return True if an embedding has the shape of the output matrix and no linear layer has as many rows."""
+    """Return True if an embedding has the output matrix's shape, and no linear layer has the same number of rows."""
     rows, columns = module.weight.shape
     columns = columns * 32 // module.bits if hasattr(module, "bits") else columns
     sizes = rows == config.get("vocab_size", rows) and columns == config.get("hidden_size", columns)
@@ -151,7 +151,7 @@ class _Readers:
 
 
 def layer_caches(model: Any) -> tuple[LayerCache, ...]:
-    """Return the caches of all layers of a model."""
+    """Return the size of each layer's cache in a model."""
     caches = make_prompt_cache(model)
     readers = _Readers(leaves(caches))
     names, token = seam.bind(model), seam.active.set(readers)
@@ -164,7 +164,7 @@ def layer_caches(model: Any) -> tuple[LayerCache, ...]:
 
 
 def _layer_cache(leaf: Any, readers: int) -> LayerCache:
-    """Return the kind and the bytes of a cache that contains one token."""
+    """Return the kind and size of a cache. ``leaf`` must contain one token."""
     keys, values = getattr(leaf, "keys", None), getattr(leaf, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array) or keys.ndim != 4:
         state: Any = tree_flatten(leaf.state)

@@ -1,6 +1,6 @@
-"""`mlx-sparse doctor`: report the installation, the backends that run here, and problems.
+"""Implement ``mlx-sparse doctor``: report the installation, the available backends and any problems.
 
-An error in one probe becomes a problem in the report, so the command always prints.
+An error in one check is reported as a problem, so that the command always prints a report.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ATTN = "sample+sparq"
 
 
 def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto") -> dict[str, Any]:
-    """Return versions, backends and other findings by name. ``problems`` is a list of sentences.
+    """Return versions, backends and other findings by name. The entry ``problems`` is a list of sentences.
 
     Args:
-        model: a model that mlx-lm can load. If given, report the effect of ``--attn`` on it.
+        model: a model that mlx-lm can load. If given, also report how ``--attn`` affects the model.
         attn, backend: values of ``--attn`` and ``--attn-backend``.
     """
     problems: list[str] = []
@@ -78,7 +78,7 @@ def _guarded(probe: Any, problems: list[str], package: str) -> Any:
 
 
 def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dict[str, Any] | None:
-    """Return the settings, layers and crossover lengths of ``--attn`` for a model, which is loaded and not run."""
+    """Load a model without running it. Return the settings, layers and crossover lengths of ``--attn``."""
     try:
         from ..calibrate import Calibration
         from .measure import planned, rows_of
@@ -118,7 +118,7 @@ def _hook(problems: list[str]) -> str:
 
 
 def _other_owners() -> list[str]:
-    """Return a problem for each other distribution with our import name, such as `mlx-sparse` on PyPI."""
+    """Return a problem for each other distribution that installs `mlx_sparse`, such as `mlx-sparse` on PyPI."""
     owners = {
         distribution.metadata["Name"]
         for distribution in metadata.distributions()

@@ -1,4 +1,4 @@
-"""Describe the machine of a measurement, without serial numbers and host names."""
+"""Describe the machine on which a measurement runs, without serial numbers or host names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def machine() -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return the platform, the chip, its architecture, MLX's default device, and the memory in bytes."""
+    """Return the platform, the chip, its architecture, MLX's default device, and the memory size in bytes."""
     import mlx.core as mx
 
     info = mx.device_info()
@@ -30,7 +30,7 @@ def hardware() -> dict[str, Any]:
 
 
 def memory() -> int:
-    """Return the memory of this machine in bytes."""
+    """Return the memory size of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -40,7 +40,7 @@ def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the installed version of a package, or None."""
+    """Return the installed version of a package, or None if the package is missing."""
     try:
         return version(package)
     except PackageNotFoundError:

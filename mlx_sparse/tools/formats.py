@@ -1,4 +1,4 @@
-"""Print results: Markdown for people; JSON or JSON lines for programs."""
+"""Print results as Markdown for people, or as JSON or JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Raise `ConfigError` unless ``path`` is None or the path of a file in a writable folder."""
+    """Raise `ConfigError` unless ``path`` is None or a file path in a writable folder."""
     if path is None:
         return
     if path.is_dir() or not path.parent.is_dir():
@@ -46,7 +46,7 @@ def check_folder(option: str, path: Path | None) -> None:
 
 
 def check_own(option: str, path: Path | None, first_line: str) -> None:
-    """Check that ``path`` is a new TOML file, or a file that this command wrote and may replace.
+    """Check that ``path`` is a new TOML file, or begins with ``first_line`` because this command wrote it.
 
     Raises:
         ConfigError: the folder does not exist, the name does not end in .toml, or the file begins with another line.
@@ -71,14 +71,14 @@ def write_toml(path: Path, text: str) -> None:
 
 
 class Printer:
-    """Print the results of a command in the requested format. JSON lines are printed immediately.
+    """Printer of a command's results in the requested format. JSON lines are printed immediately.
 
     Args:
-        args: options of `add_options`.
+        args: parsed options, including those of `add_options`.
         facts: command, date and machine of the run. Markdown starts with the command. Each JSON line repeats all facts.
 
     Attributes:
-        lines: the results that were added so far.
+        lines: the results so far.
     """
 
     def __init__(self, args: argparse.Namespace, facts: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ class Printer:
 
     @property
     def at_once(self) -> bool:
-        """True if each line is printed immediately and not at the end."""
+        """True if each result is printed immediately and not at the end."""
         return bool(self._form == "jsonl")
 
     def line(self, line: Mapping[str, Any]) -> None:
@@ -98,7 +98,7 @@ class Printer:
             self._print(json.dumps({**line, "run": self._facts}, default=str))
 
     def end(self, text: str, right: bool) -> None:
-        """Print the remaining output. ``text`` is all results in Markdown; ``right`` is True if they are correct."""
+        """Print the remaining output. ``text`` has all results as Markdown; ``right`` is True if they are correct."""
         if self.at_once:
             self.line({"kind": "end", "right": right, "text": text})
         elif self._form == "md":
@@ -114,11 +114,11 @@ class Printer:
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """Return a Markdown table of ``rows`` under a ``header``."""
+    """Return a Markdown table with a ``header`` and ``rows``."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def write(path: Path, text: str) -> None:
-    """Write text and a final line break to a file atomically."""
+    """Write ``text`` and a final line break to a file atomically."""
     replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""``mlx-sparse calibrate``: measure the crossover length of methods for a model on this machine."""
+"""Implement ``mlx-sparse calibrate``: measure each method's crossover length for a model on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Return 0 if every threshold was measured or set by the user, 1 if any is modeled."""
+    """Run ``mlx-sparse calibrate``. Return 1 if a threshold is modeled, 0 if all were measured or set by the user."""
     parser = Parser(
         prog="mlx-sparse calibrate",
         description="Time dense and sparse attention with the shapes of a model's layers, and store the crossover "
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Iterator[Plan]:
-    """Load a model without running it, enable sparse attention, and yield the plan. Disable it at the end."""
+    """Load a model without running it, enable sparse attention, and yield the plan. At the end, disable it again."""
     from mlx_lm import load
 
     with loading(name):
@@ -74,7 +74,7 @@ def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Ite
 
 
 def rows_of(served: Served, calibration: Calibration, *, measures: bool = False) -> list[dict[str, Any]]:
-    """Return the crossover length of each method and layer shape. With ``measures``, measure it if possible."""
+    """Return a row with the crossover length for each method and layer shape. With ``measures``, measure it first."""
     rows = []
     for (config, layer), count in served.items():
         found = calibration.measure(config, layer) if measures and config.measurable else None

@@ -1,4 +1,4 @@
-"""``mlx-sparse try``: decode an answer about a long text densely and sparsely, and compare speed, bytes and answers."""
+"""Implement ``mlx-sparse try``: answer a question on a long text densely and sparsely, and compare both runs."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def split_text(text: str, question: str | None) -> tuple[str, str]:
-    """Return the part of a text that a shorter context cuts, and the part after it with the question.
+    """Split a text into the part that a shorter context cuts, and the rest with the question.
 
     Without a question, state `KEY` before the last `AFTER_KEY` characters, and ask for it.
     """
@@ -150,7 +150,7 @@ def show(found: Comparison, name: str, warning: str | None, console: Console) ->
 
 
 def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
-    """Return sentences: the speed-up, the agreement of the answers, and the command to use."""
+    """Return sentences with the speed-up, the agreement of the answers, and the command to use."""
     same = "are identical" if found.identical else f"agree in the first {found.same_tokens} tokens"
     lines = [f"Warning: {warning}."] if warning else []
     lines.append(f"{found.attn} is {found.speedup:.2f} x as fast as dense attention here. The answers {same}.")
@@ -164,9 +164,9 @@ def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
 
 
 def _reason(found: Comparison) -> str:
-    """Return the reason for the length of the prompt, if it was not given."""
+    """Return the reason for the prompt length; empty if neither the time limit nor the default set the length."""
     if found.context < found.target:
-        return f", the longest that {SECONDS:.0f} s allow"
+        return f", the longest that fits into about {SECONDS:.0f} s"
     if found.crossover < NEVER and found.target == MARGIN * found.crossover:
         return f", {MARGIN} times the crossover length"
     return ""

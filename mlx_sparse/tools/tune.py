@@ -1,4 +1,4 @@
-"""``mlx-sparse tune-sample``: tune SampleAttention for a model, by range of context length.
+"""Implement ``mlx-sparse tune-sample``: tune SampleAttention for a model, by range of context length.
 
 The command runs every setting on retrieval tasks inside a sparse prefill and selects two settings, as in section 4.4
 of the SampleAttention paper.
@@ -91,8 +91,8 @@ class Trial:
     """Result of one passage under one setting.
 
     Attributes:
-        right, scored: number of correct tokens and of scored tokens.
-        density: share of the causal block pairs attended, averaged over layers and heads.
+        right, scored: number of correct tokens and number of scored tokens.
+        density: share of the causal block pairs attended to, averaged over layers and heads.
         sampled: share of the query rows that were scored for the selection.
         seconds: time of the whole prefill.
     """
@@ -123,7 +123,7 @@ class Measured:
 
     @property
     def accuracy(self) -> float:
-        """The mean of the tasks' accuracies."""
+        """Mean accuracy over all tasks."""
         return mean(self.tasks.values())
 
     @property
@@ -156,7 +156,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Search:
-    """Inputs of the search for settings. ``journal`` stores the trials, ``args`` has the options of the command."""
+    """Inputs of the search for settings. ``journal`` stores the trials; ``args`` contains the command's options."""
 
     model: Any
     tokenizer: Any

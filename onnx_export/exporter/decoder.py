@@ -33,9 +33,9 @@ class Target:
     """Settings of an exported file.
 
     Attributes:
-        decode: method of decode steps.
-        prompts: prefill method, with a value in place of every "auto"; None if prefill is dense.
-        max_length: maximum number of tokens of a sequence.
+        decode: method for decode steps.
+        prompts: prefill method, with every "auto" resolved; None if prefill is dense.
+        max_length: maximum number of tokens in a sequence.
         lanes: number of keys per chunk of component-major keys.
         dtype: type of the caches and of unquantized weights.
         dequantize: True to store quantized weights in ``dtype`` too.
@@ -63,7 +63,7 @@ class Target:
         return {**decode.attributes(self.lanes), **prompts}
 
     def shortened(self) -> Target:
-        """Return a copy of the settings with methods that are sparse on short prompts, for verification."""
+        """Return a copy of the settings for verification, with which attention is sparse even for short prompts."""
         prompts = self.prompts and sample.shortened(self.prompts)
         decode = self.decode.shortened()
         return replace(self, decode=decode, prompts=prompts)
@@ -83,7 +83,7 @@ class Decoder:
     """Builder of the graph of one model. `add` adds the whole graph.
 
     Args:
-        model: model of mlx-lm.
+        model: the mlx-lm model.
         family: properties that cannot be read from the modules of the model.
         target: settings of the file.
         graph: graph that receives the nodes and weights.
@@ -121,7 +121,7 @@ class Decoder:
         g.op("Identity", logits, output="logits")
 
     def _add_positions(self, ids: str) -> None:
-        """Add nodes that compute the padding and past length of each row, and new positions, float32 (B, L, 1)."""
+        """Add nodes that compute each row's padding, past length and new positions, the latter float32 (B, L, 1)."""
         g = self.g
         mask = g.input("attention_mask", INT64, ["batch", "total"])
         ones = g.op("Cast", mask, to=FLOAT)  # some runtimes have no ArgMax of int64
@@ -269,7 +269,7 @@ class Decoder:
     ) -> str:
         """Add the attention node of layer ``i`` with its caches. Return the name of its output (B, Hq, L, D).
 
-        ``values`` are names of computed values by input. ``sizes`` are the number of KV heads and the head dim.
+        ``values`` maps input names to names of values. ``sizes`` are the number of KV heads and the head dim.
         """
         g, capacity = self.g, self.target.capacity
         sampled = self.target.prompts is not None and not window

@@ -61,7 +61,7 @@ class Exported:
 
     Attributes:
         folder: the output folder.
-        method: the method and its settings as text, with a value in place of every "auto".
+        method: the method and its settings as text, with every "auto" resolved.
         max_length: maximum number of tokens.
         nbytes: size of model.onnx and its data in bytes.
         agreement: differences between the logits of the file and of MLX.
@@ -103,7 +103,7 @@ def export(
         dtype: float32, float16 or bfloat16: type of caches and unquantized weights; by default the type of the
             model. If you set float32, quantized weights are dequantized.
         compat: write opset 18 and IR 8 instead of opset 24 and IR 11.
-        inline: replace the operators by their function bodies, for runtimes without local functions.
+        inline: replace the operators with their function bodies, for runtimes without local functions.
         native: allow operators that only the native kernels run, which ``key_bits=4`` needs.
         genai: write genai_config.json. This has no effect with ``inline``.
 
@@ -258,7 +258,7 @@ def length_of(settings: Mapping[str, Any], requested: int | None) -> int:
 
 
 def weight_dtype(model: Any) -> str:
-    """Return the dtype name of the embedding weights, or of their scales if the embedding is quantized."""
+    """Return the name of the dtype of the embedding weights, or of their scales if the embedding is quantized."""
     embedding = model.model.embed_tokens
     dtype = (embedding.scales if isinstance(embedding, QUANTIZED) else embedding.weight).dtype
     name = str(dtype).removeprefix("mlx.core.")

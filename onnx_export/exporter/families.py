@@ -30,7 +30,7 @@ class Family:
     Attributes:
         activation: activation of the gate: silu, gelu or gelu_tanh.
         norm_shift: number added to the weights of all norms.
-        embedding_scale: factor of the embeddings as a function of the model's arguments.
+        embedding_scale: function that returns the factor of the embeddings for the model's arguments.
         after_attention: name of the norm of the attention output, or None.
         before_mlp: name of the norm of the MLP input.
         after_mlp: name of the norm of the MLP output, or None.
@@ -93,8 +93,8 @@ class Rope:
 
     Attributes:
         frequencies: float32 (pairs,); the first ``2 * pairs`` components of a head are rotated.
-        scale: factor of the positions.
-        factor: factor of the rotated components.
+        scale: factor by which positions are multiplied.
+        factor: factor by which rotated components are multiplied.
         traditional: True if the components of a pair are adjacent, False if they are half a head apart.
     """
 
@@ -139,7 +139,7 @@ def rope_of(module: Any) -> Rope | None:
 
 
 def window_of(layer: Any, model: Any) -> int:
-    """Return the sliding window of a layer in keys, or 0 if the layer attends to all keys."""
+    """Return the number of keys in a layer's sliding window, or 0 if the layer attends to all keys."""
     if getattr(layer, "use_sliding", False):
         window = model.model.sliding_window
     elif getattr(layer.self_attn, "is_sliding", False):

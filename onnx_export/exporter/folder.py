@@ -14,7 +14,7 @@ from mlx_sparse.checks import ConfigError
 
 
 def check_free(folder: Path) -> None:
-    """Raise `ConfigError` unless ``folder`` can be created, or is empty and can be replaced."""
+    """Raise `ConfigError` unless ``folder`` can be created, or is an empty folder that can be replaced."""
     if not folder.exists() and not folder.is_symlink():
         return
     if folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()):
@@ -52,7 +52,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """Open a folder that is not a link, and yield its file descriptor. Its locks end with this process."""
+    """Open a folder that is not a link, and yield its file descriptor. Its locks end when this process ends."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield handle

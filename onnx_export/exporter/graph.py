@@ -57,7 +57,7 @@ class Graph:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
 
     def op(self, kind: str, *inputs: str, domain: str = "", output: str = "", **attributes: Any) -> str:
-        """Add a node with one output and return the name of the output, which is ``output`` if given."""
+        """Add a node with one output. Return the name of the output: ``output`` if set, else a new name."""
         name = f"{self.scope}{kind}_{len(self.nodes)}"
         self.add(helper.make_node(kind, inputs, [output or name], name, domain=domain or None, **attributes))
         return output or name
@@ -82,7 +82,7 @@ class Graph:
         return self._constants[key]
 
     def weight(self, name: str, array: np.ndarray, dtype: str | None = None) -> str:
-        """Write a weight to the data file and return its name. For bfloat16, pass ``dtype`` and bits as uint16."""
+        """Write a weight to the data file and return its name. For bfloat16, pass the bits as uint16, and ``dtype``."""
         element = TYPES[dtype] if dtype else helper.np_dtype_to_tensor_dtype(array.dtype)
         self._initializers.append(self._data.add(name, array, element))
         return name

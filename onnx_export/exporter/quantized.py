@@ -4,8 +4,8 @@ MLX stores ``w = scale * code + bias`` for groups along the last axis. The two o
 ``w = scale * (code - zero)`` with an integer ``zero`` in the range of the codes, and allow negative scales. The two
 formulas are equal if ``-bias / scale`` is an integer in this range. `mlx.core.quantize` makes this quotient an integer,
 but then rounds scale and bias to float16 or bfloat16. After rounding, the quotient differs from an integer by some
-hundredths. To ignore this difference would change the logits as much as rounding the weights does. The exporter
-therefore stores the difference as offsets, which the graph adds.
+hundredths. If the exporter ignored this difference, the logits would change as much as by rounding the weights. The
+exporter therefore stores the difference as offsets, which the graph adds.
 
 Arrays are NumPy arrays. Bfloat16 is ``ml_dtypes.bfloat16`` or its bits in uint16.
 """
@@ -72,9 +72,9 @@ class Blocks:
         return {"data": self.codes, "scales": self.scales[..., None], "zero_points": self.zeros[..., None]}, attributes
 
     def halves(self) -> tuple[Blocks, Blocks]:
-        """Split an 8-bit weight into two 4-bit weights, the high and low half bytes. Their sum is exact.
+        """Split an 8-bit weight into two 4-bit weights: the high and the low half of each byte. Their sum is exact.
 
-        ONNX Runtime 1.31 multiplies by an 8-bit weight 30 times slower, or rounds the input to 8 bits.
+        With an 8-bit weight, ONNX Runtime 1.31 is 30 times slower or rounds the input to 8 bits.
         """
 
         def half(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Blocks:
@@ -116,7 +116,7 @@ def _float32(array: np.ndarray) -> np.ndarray:
 
 
 def _check_finite(name: str, scales: np.ndarray, biases: np.ndarray, bits: int) -> None:
-    """Raise `ArtefactError` if scales or biases are not finite, or the largest weight exceeds float32."""
+    """Raise `ArtefactError` if scales or biases are not finite, or the largest weight overflows float32."""
     reach = np.abs(_float32(scales)) * np.float64(2**bits - 1) + np.abs(_float32(biases))
     if not np.max(reach) <= np.finfo(np.float32).max:
         raise ArtefactError(f"{name}: expected finite weights, got scales or biases that are NaN or too large.")

@@ -1,4 +1,4 @@
-"""Add linear layers, embeddings and norms to a graph: their stored weights and their nodes."""
+"""Add the weights and nodes of linear layers, embeddings and norms to a graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def numpy_of(array: mx.array) -> np.ndarray:
-    """Convert an MLX array to NumPy, without a copy if possible. Bfloat16 becomes bits in uint16."""
+    """Convert an MLX array to NumPy, without a copy if possible. Bfloat16 is converted to its bits in uint16."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=None)
 
 
@@ -34,7 +34,7 @@ class Weights:
     Args:
         graph: graph that receives weights and nodes.
         dtype: type of unquantized matrices; vectors are stored in float32.
-        dequantize: True to store quantized matrices unquantized.
+        dequantize: True to dequantize matrices before they are stored.
         written: callback that receives the name of each mlx-lm parameter after the parameter was written.
     """
 
@@ -107,7 +107,7 @@ class Weights:
         return isinstance(module, QUANTIZED) and not self._dequantize
 
     def _matrix(self, name: str, module: Any, *, transposed: bool = False) -> str:
-        """Store a matrix (N, K) or its transpose unquantized, and return its name."""
+        """Store an unquantized matrix (N, K) or its transpose, and return the name."""
         weight = f"{name}.weight"
         if isinstance(module, QUANTIZED):
             weights, *ranges = self._parts(name, module)

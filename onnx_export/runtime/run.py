@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Result:
-    """Generated text, with token counts and speeds in tokens per second."""
+    """Generated text, token counts, speeds in tokens per second, and the attention method and kernels."""
 
     text: str
     prompt_tokens: int
@@ -96,7 +96,7 @@ class Result:
     kernels: str
 
     def summary(self) -> str:
-        """Return the statistics that are printed after the text, in mlx-lm's format."""
+        """Return the statistics to print after the text, in mlx-lm's format."""
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {self.generation_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
@@ -157,7 +157,7 @@ def _all_steps_dense(method: str, keys: int) -> bool:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of an exported folder, without downloads and without code from the folder.
+    """Load the tokenizer of an exported folder. Download nothing, and run no code from the folder.
 
     Raises:
         ArtefactError: the folder has no valid tokenizer.

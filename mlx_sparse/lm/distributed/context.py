@@ -1,4 +1,4 @@
-"""Forward passes and prompt caches of a model whose context is sharded over ranks."""
+"""Run forward passes and save prompt caches of a model whose context is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def share_context(plan: Plan, shard: str) -> None:
 
 
 def _share_random_seed(exchange: Exchange) -> None:
-    """Seed all ranks from rank 0 if their random states differ, so that all ranks sample the same tokens."""
+    """Seed all ranks like rank 0 if their random states differ, so that all ranks sample the same tokens."""
     state: Any = mx.random.state
     states: Any = exchange.gather(state[0]).tolist()
     if any(one != states[0] for one in states):
@@ -69,11 +69,11 @@ def _share_random_seed(exchange: Exchange) -> None:
 class ContextCall(Call):
     """Context manager for one forward pass of a model over sharded caches.
 
-    This class also runs dense calls, because mlx-lm's attention would only have the keys of the current tokens.
+    This class also runs dense attention, because mlx-lm's attention would only have the keys of the current tokens.
 
     Args:
         exchange: collectives over the ranks.
-        exact: True to select the same keys as one process; False to select on each rank among the rank's own keys.
+        exact: True to select the same keys as without sharding; False to select separately on each rank.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ContextCall(Call):
             )
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the model call with the tokens of rank 0.
+        """Return ``inputs``, the arguments of the model call, with the tokens of rank 0.
 
         Sampled tokens can differ between ranks, because machines may round differently.
 
@@ -160,7 +160,7 @@ class ContextCall(Call):
     def _attend_step(
         self, queries: mx.array, keys: mx.array, cache: ShardedKVCache, scale: float, sinks: mx.array | None
     ) -> rank_attention.Attended:
-        """Attend a decode step over the keys of all ranks, and count the call."""
+        """Run a decode step over the keys of all ranks, and count the call."""
         config, exchange = self.plan.decode, self._exchange
         reason = self.step_reason(queries, keys, cache, None, sinks) or self._length_reason(queries, keys, cache)
         self._steps = 0 if reason else cache.position
@@ -199,7 +199,7 @@ class ContextCall(Call):
         return exchange.merge(out.astype(mx.float32), lse)
 
     def _length_reason(self, queries: mx.array, keys: mx.array, cache: ShardedKVCache) -> str | None:
-        """Return the reason why decode steps at this context length are dense, or None; the same on all ranks."""
+        """Return the reason why decode steps at this context length are dense, or None. All ranks return the same."""
         plan, config = self.plan, self.plan.decode
         assert config is not None
         layer = plan.sizes(config, queries, keys, cache, plan.resolve(config, queries, keys), self.hooks)
@@ -215,7 +215,7 @@ class ContextCall(Call):
     def _attend_chunk(
         self, queries: mx.array, keys: mx.array, cache: ShardedKVCache, scale: float, sinks: mx.array | None
     ) -> rank_attention.Attended:
-        """Attend a prefill chunk over the keys of all ranks, and count the call."""
+        """Run a prefill chunk over the keys of all ranks, and count the call."""
         L, S = queries.shape[2], cache.position
         plan = self.plan
         reason = self.chunk_reason(L, S, "causal")
@@ -249,15 +249,15 @@ def _wrote(cache: Any, keys: Any, values: Any) -> bool:
 
 
 def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Combine sharded caches on rank 0, which writes the file. All ranks must call this.
+    """Combine sharded caches on rank 0, which writes the file. All ranks must call this function.
 
-    Rank 0 has the whole cache in memory during this call.
+    During this call, rank 0 has the whole cache in memory.
 
     Args:
-        write: mlx-lm's ``save_prompt_cache``. It also receives ``args`` and ``kwargs``.
+        write: mlx-lm's ``save_prompt_cache``, which also receives ``args`` and ``kwargs``.
 
     Raises:
-        ConfigError: rank 0 cannot write the file. All ranks raise this, and an existing file does not change.
+        ConfigError: rank 0 cannot write the file. All ranks raise this error. An existing file stays unchanged.
     """
     exchange = Exchange()
     whole = [_whole(one, exchange) if isinstance(one, ShardedKVCache) else one for one in cache]
@@ -276,7 +276,7 @@ def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any
 
 
 def _whole(cache: ShardedKVCache, exchange: Exchange) -> Any:
-    """Return a `KVCache` with the rows of all ranks in order of position; an empty `KVCache` except on rank 0."""
+    """Return a `KVCache` with the rows of all ranks in order of position. On ranks above 0, return an empty one."""
     found: Any = KVCache()
     if not cache.position:
         return found

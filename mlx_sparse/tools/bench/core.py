@@ -1,4 +1,4 @@
-"""Check the result of every variant, time the correct variants alternately, and make a row per sparse variant."""
+"""Check every variant's result, time the correct variants alternately, and build a row for each sparse variant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads and head dim of one attention layer."""
+    """Number of heads and head dim of one attention layer."""
 
     Hq: int
     Hkv: int
@@ -30,7 +30,7 @@ class Shape:
 
     @property
     def G(self) -> int:
-        """Query heads per KV head."""
+        """Number of query heads per KV head."""
         return self.Hq // self.Hkv
 
     def __str__(self) -> str:
@@ -42,10 +42,10 @@ class Case:
     """Sizes of one benchmark case: ``B`` sequences of ``S`` keys in one layer.
 
     Attributes:
-        dtype: type of queries, keys and values.
-        shape: heads and head dim.
+        dtype: data type of queries, keys and values.
+        shape: number of heads, and head dim.
         B, S: batch size and number of keys.
-        step: tokens of a prefill chunk; None for a decode step.
+        step: number of tokens in a prefill chunk; None for a decode step.
     """
 
     dtype: str
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Number of KV heads in the batch, ``B * Hkv``."""
+        """Number of KV heads in all sequences of the batch, ``B * Hkv``."""
         return self.B * self.shape.Hkv
 
     @property
@@ -85,11 +85,11 @@ class Request:
 
     Attributes:
         stage: "step" or "prefill".
-        methods, backends, cases: each method is timed on each backend and case.
+        methods, backends, cases: methods, backends and cases to time, in all combinations.
         repeat: number of timed turns.
         budget: time budget in seconds.
         kv_bits: also time each method with KV caches quantized to these numbers of bits (MLX only).
-        threads: threads of ONNX Runtime.
+        threads: number of ONNX Runtime's threads.
     """
 
     stage: str
@@ -132,12 +132,12 @@ class Row:
 
     Attributes:
         case: the case.
-        method: the method as typed for ``--attn``; "" for a note on the whole case, "dense" for a failed baseline.
+        method: the ``--attn`` text of the method; "" for a note on the whole case, "dense" for a failed baseline.
         backend: name of the backend.
-        details: further fields, such as the bytes that the method moves.
+        details: additional fields, such as the number of bytes that the method moves.
         spreads: times, speeds and ratios by name; None before the measurement.
         turns: number of timed turns.
-        note: reason for missing times, or a remark.
+        note: a remark, or the reason why there are no times.
         failed: True if the result is wrong or this package raised an error.
     """
 
@@ -163,13 +163,13 @@ class Row:
 
 
 class Variant(ABC):
-    """An implementation that is timed on a case.
+    """An implementation of attention that is timed on a case.
 
     Attributes:
         role: "sparse", "dense" (baseline) or "read" (a read of keys and values without arithmetic).
-        row: the result. The row of a baseline is printed only if the baseline cannot be timed.
+        row: the result. A baseline's row is printed only if the baseline cannot be timed.
         ours: True if an error counts as a failure of this package; False if it counts as a missing library feature.
-        upkeep: average seconds per step of periodic work that is not part of the timed step.
+        upkeep: seconds per step, on average, for periodic work that the timed step does not include.
     """
 
     role = "sparse"
@@ -177,7 +177,7 @@ class Variant(ABC):
     upkeep = 0.0
 
     def __init__(self, case: Any, method: str, backend: str = "", **details: Any) -> None:
-        """Create the row. A baseline has the method "dense" and its own name in ``details["dense"]``."""
+        """Create the row. For a baseline, ``method`` is "dense" and ``details["dense"]`` is the baseline's name."""
         self.case = case
         self.row = Row(case, method, backend)
         self.row.details |= {"layers": 1} | details
@@ -216,7 +216,7 @@ def measure(
 
 
 def prepare_and_check(variant: Variant) -> bool:
-    """Prepare a variant and check its result. If the variant must not be timed, store the reason and return False."""
+    """Prepare a variant and check its result. If the variant cannot be timed, note the reason and return False."""
     row = variant.row
     if row.note is None:
         try:
@@ -232,7 +232,7 @@ def prepare_and_check(variant: Variant) -> bool:
 def take_turns(
     variants: Sequence[Variant], repeat: int, warm_up: int = 0, until: float = float("inf")
 ) -> dict[Variant, list[float]]:
-    """Run every variant once in each turn; return the seconds of each variant in the turns after ``warm_up``."""
+    """Run every variant once per turn. Return each variant's times in seconds, without the first ``warm_up`` turns."""
     samples: dict[Variant, list[float]] = {variant: [] for variant in variants}
     for turn in range(warm_up + repeat):
         for variant, seconds in samples.items():
@@ -245,7 +245,7 @@ def take_turns(
 def compare(variant: Variant, samples: Mapping[Variant, Sequence[float]]) -> None:
     """Store a variant's times and its speed-ups over the fastest baseline in its row.
 
-    A speed-up compares times of the same turn. A baseline with a backend is used for variants of that backend only.
+    A speed-up is the ratio of two times in the same turn. A baseline with a backend applies only to that backend.
     """
     row, unit = variant.row, MICRO * variant.row.details["layers"]
     ours = [seconds + variant.upkeep for seconds in samples[variant]]
@@ -266,12 +266,12 @@ def compare(variant: Variant, samples: Mapping[Variant, Sequence[float]]) -> Non
 
 
 def expected(error: Exception) -> bool:
-    """Return True if the error is not a failure: the case is too large, or the method does not support the case."""
+    """Return True if the error is no failure, because the case is too large or the method does not support it."""
     return isinstance(error, (MemoryError, SparseAttentionError)) or type(error).__name__ == "OutOfMemoryError"
 
 
 def reason(error: Exception) -> str:
-    """Return the first line of an error message, at most `MAX_NOTE` characters."""
+    """Return the first line of an error message, cut to at most `MAX_NOTE` characters."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return text if len(text) <= MAX_NOTE else text[: MAX_NOTE - 3] + "..."
 
@@ -283,7 +283,7 @@ def check_memory(needed: float, available: float, share: float) -> None:
 
 
 def collect(found: Iterable[Row], printer: Printer) -> list[Row]:
-    """Print each row when it is measured, and return all rows."""
+    """Print each row as soon as it is measured, and return all rows."""
     rows = []
     for row in found:
         rows.append(row)
@@ -294,7 +294,7 @@ def collect(found: Iterable[Row], printer: Printer) -> list[Row]:
 
 
 def log(text: str) -> None:
-    """Print progress on standard error."""
+    """Print a progress message to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -302,7 +302,7 @@ HEADER = ("method", "backend", "type", "heads", "batch", "keys", "dense", "faste
 
 
 def text(rows: Sequence[Row]) -> str:
-    """Return the rows of decode steps or of prefill as a Markdown table."""
+    """Return the rows for decode steps or prefill as a Markdown table."""
     prefill = any(row.case.step is not None for row in rows)
     unit, factor = ("ms", 1e-3) if prefill else ("µs", 1.0)
     lines = []

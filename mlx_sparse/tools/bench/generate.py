@@ -1,6 +1,6 @@
-"""``mlx-sparse bench generate``: time ``mlx_lm.generate`` or an exported model, sparse and dense alternately.
+"""Implement ``mlx-sparse bench generate``: time ``mlx_lm.generate`` or an exported model, sparse and dense by turns.
 
-The MLX variants run the command on real text. The variants for ONNX Runtime are in `onnx_export.bench_generate`.
+The MLX variants run ``mlx_lm.generate`` on real text. `onnx_export.bench_generate` has the ONNX Runtime variants.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Context:
-    """A prompt of ``S`` tokens. ``text`` is empty if the prompt consists of token ids."""
+    """A prompt of ``S`` tokens. ``text`` is empty if the prompt is given as token ids."""
 
     S: int
     text: str = ""
@@ -53,8 +53,8 @@ class Generation(Variant):
     """A model that generates tokens with one method.
 
     Attributes:
-        speeds: tokens per second of each turn, by stage.
-        remark: a note on a correct result.
+        speeds: tokens per second in each turn, by stage ("prompt" or "generation").
+        remark: a note on a correct result, or None.
     """
 
     remark: str | None = None
@@ -73,7 +73,7 @@ class Generation(Variant):
 
 
 def measure(variants: Sequence[Generation], repeat: int) -> Iterator[Row]:
-    """Check the variants of one prompt, run the correct variants alternately, and yield all rows."""
+    """Check the variants for one prompt, run the correct variants alternately, and yield all rows."""
     ready = [variant for variant in variants if prepare_and_check(variant)]
     take_turns(ready, repeat)
     dense = {variant.row.backend: variant for variant in ready if variant.role == "dense"}
@@ -143,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def commands(
     model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, text: texts.Text
 ) -> Iterator[list[Generation]]:
-    """Yield the variants of each prompt length.
+    """Yield the variants for each prompt length.
 
     Raises:
         ConfigError: the text is too short, or no prefix of the text has exactly ``S`` tokens.
@@ -154,7 +154,7 @@ def commands(
 
 
 class Command(Generation):
-    """``mlx_lm.generate`` with one method. Every turn runs the command."""
+    """A run of ``mlx_lm.generate`` with one method, in a new process each turn."""
 
     def __init__(self, context: Context, method: str, model: str, tokens: int, encode: Encode) -> None:
         super().__init__(context, method, "mlx", peak_memory=0.0)
@@ -203,10 +203,10 @@ def prompt_of(text: str, S: int, encode: Encode) -> str:
 
 
 def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
-    """Return a note if a stage with a sparse method made only dense calls, else None.
+    """Return a note if prefill or decoding has a sparse method but made only dense calls, else None.
 
     Raises:
-        ArtefactError: ``method`` is not dense, and ``report`` is None.
+        ArtefactError: ``method`` is not "dense", but ``report`` is None.
     """
     if method == DENSE:
         return None
@@ -222,7 +222,7 @@ def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
 
 
 def _encoder(model: str) -> Encode:
-    """Return a function that encodes text as ``mlx_lm.generate --ignore-chat-template`` does."""
+    """Return a function that encodes text like ``mlx_lm.generate --ignore-chat-template``."""
     from mlx_lm import utils
 
     from ...lm.loading import loading

@@ -1,6 +1,6 @@
-"""Make the NumPy inputs of a case and the expected result in float64. All runtimes use them.
+"""Generate NumPy inputs for a case, and the expected result in float64. All runtimes share them.
 
-A problem has one sequence. For a batch, each variant repeats the sequence.
+A problem has one sequence. For a larger batch, each variant repeats this sequence.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHARE_DIFFERENT, MAX_DIFFERENCE = 1 / 16, 0.1
 
 
 def rounded(array: Array, dtype: str) -> Array:
-    """Round float32 numbers to float16 or bfloat16. With another ``dtype``, return the array unchanged."""
+    """Round a float32 array to float16 or bfloat16. For any other ``dtype``, return the array unchanged."""
     if dtype == "float16":
         return array.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":
@@ -53,8 +53,8 @@ def rounded(array: Array, dtype: str) -> Array:
 def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask: Array | None = None) -> Array:
     """Compute the attention of ``queries (n, D)`` to ``keys (N, D)`` where ``mask (n, N)`` is True.
 
-    Without ``dtype``, compute in float64. With ``dtype``, compute in float32 and round scores, weights and result to
-    the type.
+    Without ``dtype``, compute in float64. With ``dtype``, compute in float32, and round scores, weights and the
+    result to ``dtype``.
     """
     q, k, v = (array if dtype else array.astype(np.float64) for array in (queries, keys, values))
     scores = rounded(q @ k.swapaxes(-1, -2) * np.asarray(k.shape[-1] ** -0.5, k.dtype), dtype)
@@ -65,7 +65,7 @@ def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask:
 
 
 def allowed_error(exact: Array, plain: Array, values: Array, dtype: str) -> float:
-    """Return the tolerance: twice the error of ``plain``, plus one unit in the last place and float32 rounding."""
+    """Return the tolerance: twice the error of ``plain``, plus one unit in the last place, plus float32 rounding."""
     units = EPSILON[dtype] * float(np.abs(exact).max()) + 8 * EPSILON["float32"] * float(np.abs(values).max())
     return 2 * float(np.abs(plain - exact).max()) + units
 
@@ -77,13 +77,13 @@ def wrong(error: float, allowed: float) -> str | None:
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of a decode step whose selected keys are known. All numbers are rounded to ``dtype``.
+    """Inputs for a decode step, and the keys that it must select. All numbers are rounded to ``dtype``.
 
     Attributes:
-        dtype: name of the data type of the case.
+        dtype: name of the data type.
         queries: float32 ``(1, Hq, 1, D)``.
         keys, values: float32 ``(1, Hkv, S, D)``.
-        selected: indices of the attended keys of each KV head; None for all keys.
+        selected: indices of the attended keys for each KV head; None for all keys.
     """
 
     dtype: str
@@ -94,7 +94,7 @@ class Problem:
 
     @cached_property
     def expected(self) -> tuple[Array, float]:
-        """Attention in float64, ``(1, Hq, 1, D)``, and the tolerance."""
+        """Attention output in float64, ``(1, Hq, 1, D)``, and its tolerance."""
         grouped = self.queries.reshape(self.keys.shape[1], -1, self.keys.shape[3])
         exact, plain = [], []
         for h, q in enumerate(grouped):
@@ -112,13 +112,13 @@ class Problem:
 
 
 def normal(case: Case, heads: int, length: int, seed: int = 0) -> Array:
-    """Return standard normal rows ``(1, heads, length, D)``. They repeat after `DISTINCT` rows."""
+    """Return standard normal numbers ``(1, heads, length, D)``. The rows repeat after `DISTINCT` rows."""
     drawn = np.random.default_rng(seed).standard_normal((1, heads, min(length, DISTINCT), case.shape.D), np.float32)
     return np.take(drawn, np.arange(length) % DISTINCT, axis=2)
 
 
 def random_problem(case: Case) -> Problem:
-    """Make a problem for dense attention."""
+    """Generate a random problem for dense attention."""
     shape = case.shape
     keys, values = (normal(case, shape.Hkv, case.S, seed=seed) for seed in (1, 2))
     q, k, v = (rounded(array, case.dtype) for array in (normal(case, shape.Hq, 1), keys, values))
@@ -126,7 +126,7 @@ def random_problem(case: Case) -> Problem:
 
 
 def planted_problem(case: Case, config: Method) -> Problem:
-    """Make a problem in which the keys that the method must select have large logits, and the other keys small ones."""
+    """Generate a problem with large logits for the keys that the method must select and small logits for all others."""
     S, Hkv, D = case.S, case.shape.Hkv, case.shape.D
     base = normal(case, Hkv, 1, seed=3)
     queries = base + 0.5 * normal(case, case.shape.Hq, 1).reshape(1, Hkv, -1, D)
@@ -148,7 +148,7 @@ def planted_problem(case: Case, config: Method) -> Problem:
 
 @dataclass(frozen=True)
 class Index:
-    """SAAP's index over the keys of a problem, with a router whose biases determine the visited buckets.
+    """SAAP's index over the keys of a problem, and a router whose biases determine the visited buckets.
 
     Attributes:
         visited: ascending int64 buckets ``(Hkv, probes)``.
@@ -163,7 +163,7 @@ class Index:
 
     @classmethod
     def of(cls, case: Case, config: Any, hidden: int) -> Index:
-        """Make an index whose visited buckets have `LOAD_FACTOR` times the average number of keys."""
+        """Generate an index whose visited buckets have `LOAD_FACTOR` times the average number of keys."""
         C, (Hkv, D), rng = buckets_of(config), (case.shape.Hkv, case.shape.D), np.random.default_rng(4)
         visited = np.stack([np.sort(rng.permutation(C)[: config.probes]) for _ in range(Hkv)])
         every, key = max(C // (LOAD_FACTOR * config.probes), 2), np.arange(case.S)
@@ -181,7 +181,10 @@ class Index:
         return cls(visited, ids, network)
 
     def problem(self, case: Case, config: Any, merge_every: int = 1) -> Problem:
-        """Make a problem that attends sinks, visited buckets and newest keys. Lists grow by ``merge_every`` keys."""
+        """Generate a problem whose query attends to sinks, to keys in visited buckets and to keys after the lists.
+
+        The number of keys in the lists is a multiple of ``merge_every``.
+        """
         key = np.arange(case.S)
         covered = (case.S - config.recent_tokens) // merge_every * merge_every
         exact = (key < config.sink_tokens) | (key >= covered)
@@ -204,12 +207,12 @@ def buckets_of(config: Any) -> int:
 
 
 def check_request(request: Request, backends: tuple[str, ...], shared_only: bool = True) -> None:
-    """Check backends, methods and shapes of a request.
+    """Check the backends, methods and shapes of a request.
 
     Args:
         request: the request.
-        backends: the known backends.
-        shared_only: True if only the methods of `SHARED_METHODS` are available.
+        backends: names of the backends that the runtime has.
+        shared_only: True if only the methods in `SHARED_METHODS` are available.
 
     Raises:
         ConfigError: a backend is unknown, or a method is not available or does not support a shape.
@@ -229,14 +232,14 @@ def check_request(request: Request, backends: tuple[str, ...], shared_only: bool
 
 
 def prompt(case: Case) -> tuple[Array, Array, Array]:
-    """Make a prompt whose heads attend to the first keys, to a few random keys, and to keys at a fixed distance.
+    """Generate a prompt whose heads attend to the first keys, to a few random keys, and to keys at a fixed distance.
 
-    One half of the head dim encodes the position as sines and cosines. Each query head shifts them by its own
-    distance, and its logits peak at that distance. In the other half, the first keys and a few random keys are large
-    along one direction, which all queries share.
+    One half of the head dim encodes the position as sines and cosines. Each query head shifts the position by a
+    distance, so that its logits peak at that distance. In the other half, all queries of a head share one direction,
+    and the first keys and a few random keys are large along this direction.
 
     Returns:
-        Queries ``(1, Hq, S, D)``, keys and values ``(1, Hkv, S, D)``: float32, rounded to the type of the case.
+        Queries ``(1, Hq, S, D)``, keys and values ``(1, Hkv, S, D)``, all float32 rounded to the type of the case.
     """
     (Hq, Hkv, D), S = (case.shape.Hq, case.shape.Hkv, case.shape.D), case.S
     rng = np.random.default_rng(0)
@@ -263,7 +266,7 @@ def prompt(case: Case) -> tuple[Array, Array, Array]:
 
 
 class Prompt:
-    """A prompt in chunks of ``case.step`` tokens, and the check of its last chunk."""
+    """A prompt in chunks of ``case.step`` tokens. The output of the last chunk is checked."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -271,12 +274,12 @@ class Prompt:
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """Token positions ``(start, stop)`` of each chunk."""
+        """Range ``(start, stop)`` of each chunk's token positions."""
         step = self.case.step or self.case.S
         return [(start, min(start + step, self.case.S)) for start in range(0, self.case.S, step)]
 
     def density(self, config: Any) -> float:
-        """Return the share of the causal block pairs that the oracle selects, over all chunks and heads."""
+        """Return the share of causal block pairs that the oracle selects, over all chunks and heads."""
         attended = causal = 0
         for start, stop in self.chunks:
             for mask, layout in self._masks(config.at(stop), start, stop):
@@ -285,7 +288,7 @@ class Prompt:
         return attended / causal
 
     def _masks(self, config: Any, start: int, stop: int) -> Iterator[tuple[Array, Any]]:
-        """Yield the oracle's selection for each KV head, bool ``(G, row blocks, key blocks)``, and the block layout."""
+        """Yield the oracle's block mask ``(G, row blocks, key blocks)`` for each KV head, and the block layout."""
         layout, G, settings = config.layout(stop - start, stop), self.case.shape.G, config.parameters()
         if config.name in PATTERNS:  # the same blocks for every head
             del settings["block_size"]
@@ -304,8 +307,8 @@ class Prompt:
     def wrong(self, out: Array, config: Any = None) -> str | None:
         """Return a message if the output ``(B, Hq, L, D)`` of the last chunk is wrong, else None.
 
-        Compare `CHECKED` queries of each head with float64 attention to the blocks that the oracle selects.
-        Without ``config``, attend all blocks.
+        For `CHECKED` queries of each head, compare with float64 attention to the blocks that the oracle selects.
+        Without ``config``, compare with attention to all blocks.
         """
         start, S = self.chunks[-1]
         row = np.unique(np.linspace(start, S - 1, CHECKED).astype(int))

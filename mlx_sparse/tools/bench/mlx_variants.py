@@ -1,8 +1,8 @@
-"""MLX's variants: every decode and prefill method on every backend, dense attention, and a read of keys and values.
+"""Time MLX variants: all decode and prefill methods on all backends, dense attention, and a read of keys and values.
 
-A decode step runs several layers with separate caches, as in a model. With a single layer, a small attention on a GPU
-would take less time than `mx.eval`, and the KV cache would stay in the last-level cache. A prompt is processed in
-chunks, as in mlx-lm.
+A decode step runs several layers with separate caches, as in a model. With a single layer, attention over few keys
+would take less time on a GPU than `mx.eval`, and the KV cache would stay in the last-level cache. A prompt is
+processed in chunks, as in mlx-lm.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check(request: Request) -> None:
     """Check a request before anything runs.
 
     Raises:
-        ConfigError: a method does not support a shape, or has no benchmark.
+        ConfigError: a method has no benchmark, or does not support a shape or a quantized cache.
         BackendUnavailable: no backend can run any of the methods.
     """
     check_request(request, ("auto", *table.BACKENDS), shared_only=False)
@@ -58,7 +58,7 @@ def check(request: Request) -> None:
 
 
 def serving(request: Request, case: Case) -> Iterator[tuple[Method, str, str | None]]:
-    """Yield every method with every backend, and the reason why the backend cannot run the method, or None."""
+    """Yield each pair of a method and a backend, with the reason why the backend cannot run the method, or None."""
     D, G = case.shape.D, case.shape.G
     for config in request.methods:
         found: dict[str, str | None] = {}
@@ -69,7 +69,7 @@ def serving(request: Request, case: Case) -> Iterator[tuple[Method, str, str | N
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the variants to time on a case: dense attention, a read of all keys and values, and the methods.
+    """Yield the variants to time on a case: dense attention, a read of all keys and values, and all methods.
 
     Raises:
         MemoryError: the case is too large for this machine.
@@ -128,9 +128,9 @@ def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> Spa
 
 
 def dense_implementations(case: Case, on_cpu: bool) -> dict[str, Attend]:
-    """Return the implementations of dense attention on this device. The fastest one is the baseline.
+    """Return the implementations of dense attention for this device. The fastest implementation is the baseline.
 
-    On a CPU, plain matrix products are faster than MLX's attention for one query.
+    On a CPU, plain matrix products are faster than MLX's attention kernel for one query.
     """
     implementations: dict[str, Attend] = {"mlx": fused}
     if on_cpu and case.step is None:
@@ -148,7 +148,7 @@ def fused(queries: mx.array, cache: SparseKVCache) -> mx.array:
 
 
 def products(queries: mx.array, cache: SparseKVCache, dtype: mx.Dtype | None = None) -> mx.array:
-    """Compute attention by two matrix products and a softmax, for one query per head."""
+    """Compute attention with two matrix products and a softmax, for one query per head."""
     B, _, _, D = queries.shape
     q, k, v = (array.astype(dtype or array.dtype) for array in (queries, *cache.rows("ops")[:2]))
     scores = (q.reshape(B, k.shape[1], -1, D) * D**-0.5) @ k.swapaxes(-1, -2)
@@ -156,7 +156,7 @@ def products(queries: mx.array, cache: SparseKVCache, dtype: mx.Dtype | None = N
 
 
 def read(queries: mx.array, cache: SparseKVCache) -> mx.array:
-    """Read every byte of the cached keys and values, and return their sums as unsigned integers."""
+    """Read all cached keys and values as unsigned integers, and return the sum."""
     kind = mx.uint32 if cache.keys.shape[-1] * cache.keys.itemsize % 4 == 0 else mx.uint16
     keys, values = (array.view(kind)[:, :, : cache.length].sum() for array in (cache.keys, cache.values))
     return mx.add(keys, values)
@@ -191,7 +191,7 @@ class Layers:
 
 
 class MlxVariant(Variant):
-    """A method on one backend. Without ``config``, an implementation of dense attention."""
+    """A method on one backend, or without ``config`` a baseline (dense attention or a read of keys and values)."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class MlxVariant(Variant):
 
 
 class MlxStep(MlxVariant):
-    """A decode step through all layers. With ``bits``, the KV caches are quantized."""
+    """A decode step through all layers. If ``bits`` is not 0, the KV caches are quantized."""
 
     def __init__(
         self, case: Case, layers: Layers, config: Any = None, backend: str = "", bits: int = 0, **implementation: Any
@@ -244,11 +244,11 @@ class MlxStep(MlxVariant):
         return problem.wrong(out)
 
     def problem(self) -> Problem:
-        """Return the inputs and the expected output of the check."""
+        """Return the inputs and the expected output for the check."""
         return random_problem(self.case) if self.config is None else planted_problem(self.case, self.config)
 
     def batch(self, array: Any) -> mx.array:
-        """Repeat an array of a problem for each sequence of the batch."""
+        """Convert an array of a problem to MLX, and repeat it for each sequence of the batch."""
         return mx.contiguous(mx.repeat(to_mlx(array, self.case.dtype), self.case.B, axis=0))
 
     def cache(self, keys: mx.array, values: mx.array) -> SparseKVCache:
@@ -282,10 +282,10 @@ class MlxStep(MlxVariant):
 
 
 class SaapStep(MlxStep):
-    """A decode step of SAAP with random router weights: route, list keys and attend in every layer.
+    """A SAAP decode step with random router weights. Each layer routes, lists the keys and attends to them.
 
     The router is a network with 2 D hidden units, the default of `mlx-sparse train-saap`. In online mode, the
-    router uses centroids. ``upkeep`` is the time of a rebuild of the lists, divided by the steps between two rebuilds.
+    router uses centroids. ``upkeep`` is the time to rebuild the lists, divided by the steps between two rebuilds.
     """
 
     def __init__(self, case: Case, layers: Layers, config: Any, backend: str) -> None:
@@ -332,11 +332,11 @@ class SaapStep(MlxStep):
 
 
 class Chunks(Prompt):
-    """The chunks of a prompt: the queries of each chunk, and a cache with all keys up to the end of the chunk."""
+    """The chunks of a prompt as MLX arrays."""
 
     @cached_property
     def all(self) -> list[tuple[mx.array, SparseKVCache]]:
-        """Queries and cache of every chunk, for all sequences."""
+        """Queries of each chunk, and a cache with all keys up to the end of the chunk, for the whole batch."""
         repeated = [
             mx.repeat(to_mlx(array, self.case.dtype), self.case.B, axis=0)
             for array in (self.queries, self.keys, self.values)
@@ -346,7 +346,7 @@ class Chunks(Prompt):
 
 
 class MlxPrefill(MlxVariant):
-    """A prefill: the attention of all chunks of a prompt, in order."""
+    """The attention of a prefill, chunk by chunk."""
 
     def prepare(self) -> None:
         self.row.details["density"] = self.shared.density(self.config) if self.config else None

@@ -20,7 +20,7 @@ from .tasks import encode
 
 
 def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """Add the options that all commands with examples share. If ``positional``, MODEL is an argument."""
+    """Add the options that all commands with examples share (with a positional MODEL if ``positional``)."""
     add_model_options(parser, positional=positional)
     parser.add_argument(
         "--text",
@@ -44,7 +44,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def load_model(name: str | None, cache: str | None, license: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
-    """Return a model (default: SmolLM2), its tokenizer and its config. ``license`` is the license that users accept."""
+    """Return a model (default: SmolLM2), its tokenizer and its config. ``license`` names the accepted license."""
     from mlx_lm import load
 
     path = find_model(name, cache_directory(cache), license)
@@ -67,7 +67,7 @@ def read_tokens(tokenizer: Any, names: list[str] | None, cache: str | None, opti
 
 
 def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
-    """Return a hash of all inputs that the results depend on: model, text, options, versions and chip."""
+    """Return a hash of everything that affects the results: model, text, options, versions and chip."""
     import numpy as np
 
     chip = environment.hardware()["chip"]

@@ -1,4 +1,4 @@
-"""Store results as JSON lines. Reading checks all types, and an interrupted run resumes from the file."""
+"""Store results as JSON lines, and check their types when an interrupted run resumes from the file."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: st
 class Journal(Generic[T]):
     """Results by name, in memory and optionally in a file of JSON lines.
 
-    An incomplete last line is removed. A file of another command or of other inputs raises an error.
+    An incomplete last line is removed. A file from another command or with other inputs raises an error.
     """
 
     def __init__(self, path: Path | None, command: str, key: str, kind: type[T]) -> None:

@@ -86,7 +86,7 @@ def draw(rows: Sequence[Row]) -> Figure | None:
 
 
 def svg(figure: Figure) -> str:
-    """Return the figure as reproducible SVG."""
+    """Return the figure as SVG text, which is the same in every run."""
     file = io.StringIO()
     with styled():
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
@@ -94,7 +94,7 @@ def svg(figure: Figure) -> str:
 
 
 def share(row: Row) -> float:
-    """Return the share of dense attention's bytes that a row reads, or of its block pairs for a prefill method."""
+    """Return the share of dense attention's bytes that a method reads, or for prefill methods of its block pairs."""
     return max(mean(row.density) if row.of_prompt and row.density else row.compression, SMALLEST)
 
 

@@ -1,4 +1,4 @@
-"""``mlx-sparse report``: write an HTML page with the results of ``mlx-sparse eval --out``."""
+"""Implement ``mlx-sparse report``: write an HTML page with the results of ``mlx-sparse eval --out``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of an evaluation: trials of one method on one example, rows over all examples, inputs and machine."""
+"""Define the results of an evaluation: trials for single examples, rows over all examples, and facts of the run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Trial:
         sparse_bytes, dense_bytes: bytes of K and V that the sparse calls moved, and that dense attention would move.
         dense_reasons: number of dense calls by reason.
         selectivity: for SAAP, the share of the keys besides sinks and recent keys that were attended (saap.12).
-        density: share of a prompt's causal block pairs attended, for each served layer, averaged over query heads.
+        density: share of a prompt's causal block pairs attended to, for each served layer, averaged over query heads.
         sampled: share of a prompt's query rows that were scored for the selection.
         recall: minimum, 1st percentile and mean of the attention recall over all layers, heads and rows of a prompt;
             empty if it was not measured.
@@ -75,8 +75,8 @@ class Row:
         task: name of the task.
         method: the method as the user wrote it.
         attn: the method with all automatic settings resolved.
-        budget: the share of dense attention's transfers that determined the settings, such as "1/8", or None.
-        context: tokens of the prompt.
+        budget: the share of dense attention's transfers that the settings had to meet, such as "1/8", or None.
+        context: number of tokens in the prompt.
         examples: number of examples.
         mean, mean_error: means and their standard errors.
         delta, error: means and standard errors of the differences to dense attention on the same examples.
@@ -113,7 +113,7 @@ class Row:
 
     @property
     def served(self) -> str:
-        """Kind of run: "dense" (baseline), "sparse", "partly" (some dense calls) or "fell back" (all dense)."""
+        """Kind of run: "dense" (baseline), "sparse", "partly" (some calls dense) or "fell back" (all calls dense)."""
         if self.method == "dense":
             return "dense"
         if not self.sparse_calls:
@@ -122,7 +122,7 @@ class Row:
 
     @property
     def of_prompt(self) -> bool:
-        """True if the method is sparse in the prefill only."""
+        """True if the method is sparse only in the prefill."""
         return self.prefill or (bool(self.density) and self.compression == 1)
 
     @property
@@ -214,7 +214,7 @@ class TextFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Inputs and machine of a run. Paths are as the user typed them. Environment variables are not stored."""
+    """Inputs and machine of a run, with paths as the user typed them and without environment variables."""
 
     command: str
     date: str

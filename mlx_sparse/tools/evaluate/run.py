@@ -1,4 +1,4 @@
-"""``mlx-sparse eval``: measure the quality of methods on the user's model and text."""
+"""Implement ``mlx-sparse eval``: measure the quality of methods on the user's model and text."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class _Evaluation:
         self.key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size, args.batch)
 
     def rows(self) -> Iterator[Row]:
-        """Run all tasks at all context lengths. Yield the rows of a task as soon as the task has run."""
+        """Run all tasks at all context lengths. Yield each task's rows as soon as the task has run."""
         from tqdm import tqdm
 
         args, step = self.args, self.args.prefill_step_size
@@ -191,7 +191,7 @@ class _Evaluation:
                 yield from run(plan.task, subjects, plan.variants, progress, journal, **about)
 
     def plans(self) -> list[_Plan]:
-        """Make the examples of all tasks before anything runs, so that an unsuitable text raises an error early."""
+        """Generate the examples for all tasks before any task runs, so that unsuitable texts raise an error early."""
         args, plans = self.args, []
         for context in args.context:
             variants, left_out = variants_of(args.methods, args.budget, context, self.D)

@@ -89,11 +89,11 @@ DENSE_STEP = 512  # tokens per chunk of a dense prefill
 
 
 class Steps:
-    """A batch of prompts of one length and the teacher-forced decode steps after them.
+    """A batch of prompts of equal length, with teacher-forced decode steps after the prompts.
 
     Attributes:
-        depths: depth of each example's answer in the prompt; None for tasks without a depth.
-        digests: hash of each example (`tasks.digest`).
+        depths: depth of the answer in each example's prompt; None for tasks without a depth.
+        digests: hash of each example, from `tasks.digest`.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Steps:
 
         Args:
             model, tokenizer: the model and its tokenizer.
-            examples: examples with prompts of one length.
-            step: tokens per chunk of a sparse prefill.
+            examples: examples with prompts of equal length.
+            step: number of tokens per chunk in a sparse prefill.
             observed: a method that must observe the dense prefill. All methods decode from copies of these caches.
         """
         self.model, self.tokenizer, self.examples, self.step = model, tokenizer, examples, step
@@ -155,7 +155,7 @@ class Steps:
 
 
 class Prompt:
-    """A passage that a method processes in its prefill. This class has the attributes of `Steps` for one example."""
+    """A passage that a method processes in its prefill. The class has the same interface as `Steps`."""
 
     def __init__(self, model: Any, tokenizer: Any, passage: Passage, step: int, *, recall: bool = False) -> None:
         """Store a passage. With ``recall``, also measure attention recall, which needs all attention scores."""
@@ -201,7 +201,7 @@ def run(
         variants: the variants to run.
         progress: a progress bar that counts trials.
         journal: stored trials.
-        context: tokens of the prompt.
+        context: number of tokens in the prompt.
         D: head dim for the formulas.
         prefill: True if the subjects are passages.
 
@@ -248,7 +248,7 @@ def prefill(model: Any, tokens: mx.array, step: int) -> list[Any]:
 
 
 def passage_logits(model: Any, passage: Passage, step: int) -> tuple[mx.array, float]:
-    """Return float32 logits ``(scored, vocabulary)`` at the scored positions, and the seconds of the prefill."""
+    """Return float32 logits ``(scored, vocabulary)`` at the scored positions, and the prefill time in seconds."""
     cache: list[Any] = make_prompt_cache(model)
     rows = []
     began = time.perf_counter()

@@ -17,7 +17,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of strings. ``kinds`` has `Row.served` of each row."""
+    """A table of strings. ``kinds`` contains `Row.served` for each row."""
 
     caption: str
     header: list[str]
@@ -91,7 +91,7 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def _calls(row: Row) -> str:
-    """Return the number of sparse calls and the reasons of the dense calls."""
+    """Return the number of sparse calls and the reasons for the dense calls."""
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(row.dense_reasons.items()))
     return {
         "dense": "the baseline",

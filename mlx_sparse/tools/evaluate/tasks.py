@@ -1,4 +1,4 @@
-"""Make teacher-forced tasks from real text: prompts with the tokens after the prompt, or single passages."""
+"""Generate teacher-forced tasks from real text: prompts with target tokens, or single passages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Passage:
 
 
 def digest(example: Example | Passage) -> str:
-    """Return a hash of the tokens and the scored positions, which is the key of stored results."""
+    """Return a hash of the tokens and the scored positions, which identifies stored results."""
     return hashlib.sha256(json.dumps(vars(example)).encode()).hexdigest()[:16]
 
 
@@ -108,7 +108,7 @@ def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int
 
 
 def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Predict the second half of a text, at up to `MAX_SCORED` equidistant positions."""
+    """Predict the second half of a text, and score up to `MAX_SCORED` evenly spaced positions."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     for start in starts(tokens, context - len(first), limit, rng):
@@ -191,7 +191,7 @@ def insert_statements(
     context: int,
     depth: float,
 ) -> Example:
-    """Make an example of ``context`` tokens: the start of ``text`` with statements at their depths, and a question.
+    """Build a prompt of ``context`` tokens from the start of ``text``, statements at their depths and a question.
 
     Raises:
         ConfigError: ``context`` is too small for the statements.
@@ -209,7 +209,7 @@ def insert_statements(
 
 
 def numbers(rng: random.Random, count: int, text: str) -> list[str]:
-    """Return ``count`` different numbers of five digits that ``text`` does not contain."""
+    """Return ``count`` different five-digit numbers that ``text`` does not contain."""
     found: list[str] = []
     while len(found) < count:
         drawn = str(rng.randrange(10_000, 100_000))
@@ -239,7 +239,7 @@ def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed:
 
 
 def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Insert the pass keys of eight cities, and ask for one of them (multi-key needles of RULER)."""
+    """Insert the pass keys of eight cities, and ask for one of them (like RULER's multi-key needles)."""
 
     def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
         wanted = rng.choice(CITIES)
@@ -359,7 +359,7 @@ def _count(word: str, text: str) -> int:
 def _distractors(
     tokens: list[int], tokenizer: Any, cloze: Cloze, length: int, place: int, rng: random.Random
 ) -> list[int]:
-    """Return the start positions of at most `PARTS` - 1 passages with words of the cloze but without its answer."""
+    """Return start positions of at most `PARTS` - 1 passages that share words with the cloze but omit its answer."""
     quoted = {token for token in encode(tokenizer, cloze.words) if WORD.search(tokenizer.decode([token]))}
     drawn = rng.sample(range(len(tokens) - length + 1), min(CANDIDATES, len(tokens) - length + 1))
     drawn.sort(key=lambda other: -len(quoted.intersection(tokens[other : other + length])))

@@ -1,4 +1,4 @@
-"""Read real texts: files, and named texts from Python or from pinned packages, which are read as data."""
+"""Read real texts: files, and named texts from Python's documentation or from pinned packages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read(names: list[str] | None, option: str = "--text", cache: Path | None = N
 
 
 def check(names: list[str] | None, option: str = "--text") -> None:
-    """Check that the files among ``names`` are readable, except for pipes. Nothing is fetched.
+    """Check that all files in ``names``, except for pipes, are readable. Nothing is fetched.
 
     Raises:
         ConfigError: as in `read`.

@@ -1,4 +1,4 @@
-"""Variants of an evaluation: methods with the settings that a budget determines."""
+"""Parse the methods of an evaluation, and fit their settings to a budget."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_budget(text: str) -> Fraction:
 
 
 def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
-    """Return the share of dense attention's elements that a decode step moves, at ``S`` keys of head dim ``D``.
+    """Return the elements that a decode step moves, divided by dense attention's, at ``S`` keys of head dim ``D``.
 
     If ``buckets`` is 0, use the buckets of the method's artefact. Return None for a prefill method, because its density
     is measured.
@@ -93,7 +93,7 @@ def _largest(config: Method, size: str, budget: Fraction, S: int, D: int) -> Met
 
 
 def buckets_of(config: Method) -> int:
-    """Return the number of buckets of a method with probes; 0 for other methods."""
+    """Return the number of buckets that a method has; 0 for methods without buckets."""
     return config.fitted_buckets if config.file is None else artefact.load(config.file).buckets
 
 
@@ -129,7 +129,7 @@ class Variant:
         return self.attn + file + ("" if self.kv_bits is None else f" --kv-bits {self.kv_bits}")
 
     def formula(self, S: int, D: int) -> float | None:
-        """Return the share of dense attention's elements that a decode step moves, or None without a decode method."""
+        """Return the share of dense attention's elements that a decode step moves, or None if all steps are dense."""
         decode = self.stages[1]
         return None if decode is None else transfers(decode, S, D)
 
@@ -138,7 +138,7 @@ DENSE = Variant("dense", "dense")
 
 
 def read_methods(texts: Sequence[str]) -> list[str]:
-    """Parse and check the methods of a command line. Omit dense attention, which always runs.
+    """Parse and check methods from the command line. Omit dense attention, which always runs.
 
     Raises:
         ConfigError, ArtefactError: a method, a setting or an artefact is invalid.
@@ -159,7 +159,7 @@ def quantized_variants(variants: Sequence[Variant], bits: Sequence[int]) -> list
 
 
 def variants_of(methods: Sequence[str], budgets: Sequence[Fraction], S: int, D: int) -> tuple[list[Variant], list[str]]:
-    """Return every method at every budget, and a line for each budget that a method cannot meet."""
+    """Return a variant of every method at every budget, and a message for each budget that a method cannot meet."""
     variants, left_out = [], []
     for method in methods:
         if not budgets:

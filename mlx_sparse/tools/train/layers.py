@@ -30,12 +30,12 @@ class HeadReport:
 
     Attributes:
         layer, head: index of the layer and of its KV head.
-        rows: number of training rows (long-range queries). With too few rows the head keeps the k-means router.
+        rows: number of training rows (long-range queries). If there are too few, the head keeps the k-means router.
         long_range: share of the held-out queries that are long-range.
         loss: KL divergence in nats of each router from the targets of the long-range held-out queries; empty if there
             are no such queries.
         recall: attention recall of each router at `SELECTIVITIES`.
-        imbalance: imbalance of the held-out keys (saap.13).
+        imbalance: imbalance of the buckets of the held-out keys (saap.13).
     """
 
     layer: int
@@ -48,7 +48,7 @@ class HeadReport:
 
 
 def table(heads: Sequence[HeadReport]) -> str:
-    """Return a Markdown table with a line for each head and a line of means."""
+    """Return a Markdown table with one line per head and a line with the means."""
     at = [f"{share:.0%}" for share in SELECTIVITIES]
     header = ["layer", "head", "rows", *(f"loss {name}" for name in ROUTERS)]
     header += [f"{name} {share}" for name in ROUTERS for share in at] + ["imbalance"]
@@ -202,7 +202,7 @@ def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], 
 
 @dataclass(frozen=True)
 class Indexed:
-    """Queries of one KV head and their attention by bucket.
+    """Attention per bucket of the queries in one KV head's group.
 
     Attributes:
         mass: ``(n, G, C)`` share of each query's softmax mass on the far keys of each bucket.
@@ -216,7 +216,7 @@ class Indexed:
 
 
 def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Distances) -> Indexed:
-    """Compute the attention by bucket of one KV head. ``ids (W, Hkv, S)`` are the buckets of the keys."""
+    """Compute the attention per bucket for one KV head's queries. ``ids (W, Hkv, S)`` are the buckets of the keys."""
     G = texts.rope_queries.shape[1] // texts.heads
     mass, keys, distance = [], [], []
     for window, positions in enumerate(texts.positions):
@@ -284,7 +284,7 @@ def grouped_queries(texts: Texts, head: int) -> Array:
 
 
 def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) -> dict[str, float]:
-    """Return KL(target || router) in nats of both routers, averaged over ``rows``; empty if there are no rows.
+    """Return KL(target || router) in nats for both routers, averaged over ``rows``; empty if there are no rows.
 
     Args:
         rows: held-out rows.

@@ -33,7 +33,7 @@ class Spread:
 
     @classmethod
     def of(cls, queries: Sequence[npt.NDArray[Any]]) -> Spread:
-        """Compute the mean and covariance of the ``(N, D)`` queries of each head."""
+        """Compute the mean and covariance of each head's queries ``(N, D)``."""
         means = np.stack([rows.mean(axis=0, keepdims=True, dtype=np.float64) for rows in queries])
         spread = [(rows - mean).T @ (rows - mean) / len(rows) for rows, mean in zip(queries, means, strict=True)]
         return cls(mx.array(means.astype(np.float32)), mx.array(np.stack(spread).astype(np.float32)))
@@ -70,7 +70,10 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
 
 
 def router(centroids: mx.array, hidden: int, scale: float) -> Params:
-    """Return the k-means router ``scale * <query, centroid>`` of ``centroids (Hkv, C, D)`` as a folded network."""
+    """Return a folded network that computes the k-means logits ``scale * <query, centroid>``.
+
+    ``centroids`` is ``(Hkv, C, D)``.
+    """
     Hkv, C, D = centroids.shape
     assert hidden >= 2 * D
     identity = mx.broadcast_to(mx.eye(D), (Hkv, D, D))
@@ -98,7 +101,7 @@ def loss(params: Params, rows: mx.array, target: mx.array) -> mx.array:
 
 
 def cross_entropy(logits: mx.array, target: mx.array) -> mx.array:
-    """Return the cross-entropy ``(Hkv,)`` of targets and logits ``(Hkv, n, C)``, averaged over the ``n`` rows."""
+    """Return the cross-entropy ``(Hkv,)`` between targets and logits ``(Hkv, n, C)``, averaged over the ``n`` rows."""
     total = target.sum(axis=-1)
     return (mx.logsumexp(logits, axis=-1) * total - (logits * target).sum(axis=-1)).mean(axis=-1)
 
@@ -140,8 +143,8 @@ class Training:
 
     Attributes:
         hidden: number of hidden units.
-        steps: steps of Adam.
-        batch: rows per step and head.
+        steps: number of Adam steps.
+        batch: number of rows per step and head.
         rate: learning rate of the first step.
         seed: seed of the initial networks and of the batches.
     """
@@ -175,7 +178,7 @@ def train_layer(
     Args:
         rows: training rows of each KV head.
         centroids: ``(Hkv, C, D)``.
-        training: parameters of the training.
+        training: hyperparameters.
         scale: scale of the attention scores and of the k-means router.
         progress: a progress bar that counts steps.
     """

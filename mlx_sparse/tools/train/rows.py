@@ -1,6 +1,6 @@
-"""Make the training rows of a layer's query networks: long-range queries and their attention by bucket.
+"""Build training rows for a layer's query networks: long-range queries and their attention per bucket.
 
-docs/spec/saap.md, (saap.3), (saap.4).
+See docs/spec/saap.md, (saap.3) and (saap.4).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Distances:
     """Distances in tokens that define far keys and long-range queries.
 
     Attributes:
-        sink_tokens, recent_tokens: numbers of first and last keys that are always attended. A key is far from a query
-            if it is not a sink and at least ``recent_tokens`` positions away.
+        sink_tokens, recent_tokens: numbers of first and last keys that every query attends to. A key is far from a
+            query if it is not a sink and at least ``recent_tokens`` positions away.
         farthest_top: a query is long-range if its best key (sinks excluded) is more than this number of positions away.
     """
 
@@ -40,7 +40,7 @@ class Distances:
 
     @property
     def exact(self) -> int:
-        """Number of sink and recent tokens, which are always attended."""
+        """Number of sink and recent tokens, which every query attends to."""
         return self.sink_tokens + self.recent_tokens
 
 
@@ -68,7 +68,7 @@ class Texts:
         return int(self.pre_rope_keys.shape[1])
 
     def thinned(self, max_rows: int) -> Texts:
-        """Return the same texts with at most ``max_rows`` equidistant queries of each text."""
+        """Return the same texts with at most ``max_rows`` evenly spaced queries per text."""
         every = slice(None, None, -(-self.positions.shape[1] // max_rows))
         before, after = (array[:, :, every] for array in (self.pre_rope_queries, self.rope_queries))
         return replace(self, pre_rope_queries=before, rope_queries=after, positions=self.positions[:, every])

@@ -1,4 +1,4 @@
-"""``mlx-sparse train-saap``: train the centroids and query networks of SAAP for a model on text."""
+"""Implement ``mlx-sparse train-saap``: train the centroids and query networks of SAAP for a model on text."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _advice(args: argparse.Namespace) -> str:
-    """Return the ``--attn`` text for the file, with all settings that differ from the defaults."""
+    """Return the ``--attn`` text for the trained file, with all settings that differ from the defaults."""
     usual = SAAP()
     own: dict[str, Any] = {"probes": min(usual.probes, max(args.buckets // 16, 1))}
     own |= {"sink_tokens": args.sink_tokens, "recent_tokens": args.recent_tokens, "dense_layers": args.dense_layers}
@@ -179,7 +179,7 @@ def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> 
 
 
 def _cut(tokens: list[int], length: int, most: int, opening: list[int]) -> list[list[int]]:
-    """Cut ``tokens`` into at most ``most`` equidistant texts of ``length`` tokens, and prepend ``opening`` to each."""
+    """Cut at most ``most`` evenly spaced texts of ``length`` tokens from ``tokens``; prepend ``opening`` to each."""
     count = min(len(tokens) // length, most)
     starts = [i * (len(tokens) - length) // max(count - 1, 1) for i in range(count)]
     return [opening + tokens[start : start + length] for start in starts]

@@ -26,8 +26,8 @@ class Step:
         layer: layer number.
         query: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``, the new token included.
-        before: the same query and keys before RoPE.
-        scale: factor of the logits.
+        before: ``query`` and ``keys`` before RoPE.
+        scale: factor by which the logits are multiplied.
     """
 
     layer: int
@@ -43,9 +43,9 @@ class Decoding:
     """Decode method of an exported file. This class decodes densely; subclasses are sparse.
 
     Attributes:
-        operator: name of the operator that appends to the caches and attends. Its states (``past_*`` and
+        operator: name of the operator that appends to the caches and computes attention. Its states (``past_*`` and
             ``present_*``) become inputs and outputs of the file.
-        method: settings, with a value in place of every "auto".
+        method: settings, with every "auto" resolved.
         group: number of consecutive keys that are quantized together; 0 if the method quantizes no keys.
     """
 
@@ -55,7 +55,7 @@ class Decoding:
 
     @classmethod
     def resolve(cls, config: Any, model: Any) -> Decoding:
-        """Return the decode method for ``config``, with the values for mlx-lm's ``model`` in place of "auto".
+        """Return the decode method for ``config``, with every "auto" resolved for mlx-lm's ``model``.
 
         Raises:
             ConfigError: a setting does not fit the model, or cannot be exported.
@@ -95,7 +95,7 @@ class Decoding:
         return {}
 
     def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
-        """Return additional inputs by name, from queries and keys (B, L, H, D) ``before`` and ``after`` RoPE."""
+        """Return more operator inputs by name, from queries and keys (B, L, H, D) ``before`` and ``after`` RoPE."""
         return {}
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
@@ -107,5 +107,5 @@ class Decoding:
         raise NotImplementedError
 
     def shortened(self) -> Decoding:
-        """Return a copy for verification: sparse after `PROMPT` tokens, over at most `KEYS` keys."""
+        """Return a copy for verification that is sparse after `PROMPT` tokens and attends to at most `KEYS` keys."""
         return self

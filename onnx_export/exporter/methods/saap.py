@@ -44,7 +44,7 @@ class SaapDecoding(Decoding):
 
     @property
     def text(self) -> str:
-        """Return the method as text, with the file name of the artefact in place of its path, which may be private."""
+        """Return the method as text, with only the file name of the artefact, because its path may be private."""
         assert self.method.artefact is not None  # resolve() raises otherwise
         return str(dataclasses.replace(self.method, artefact=Path(self.method.artefact).name))
 

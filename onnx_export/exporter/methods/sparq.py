@@ -28,7 +28,7 @@ class SparQDecoding(Decoding):
 
     @classmethod
     def resolve(cls, config: SparQ, model: Any) -> SparQDecoding:
-        """Return the decode method, with the same values in place of "auto" as in `mlx_sparse.enable`."""
+        """Return the decode method, with "auto" resolved to the same values as in `mlx_sparse.enable`."""
         if config.recall:
             raise ConfigError(f"recall: expected 0 in an exported file, got {config.recall}. Set top_k instead.")
         attention = model.layers[0].self_attn

@@ -2,8 +2,9 @@
 
 MLX runs the model twice in float32. The second run adds noise of the size of rounding errors to the embeddings. The
 tolerance is twice the difference between the logits of the two runs. Half-precision caches cause larger errors and may
-change the keys that a sparse step selects, so two files are verified. A copy with float32 caches and an early sparse
-step must stay within the tolerance. The tolerance of the file itself also includes the error of rounding to its caches.
+change the keys that a sparse step selects, so two files are verified. A copy with float32 caches, sparse from a short
+context on, must stay within the tolerance. For the file itself, the tolerance also includes the error of rounding to
+the cache type.
 
 SampleAttention and int4 scoring keys are verified on the first layers only, because all layers would take minutes. The
 prompt for SampleAttention has several small blocks. The prompt for int4 scoring keys fills a group of keys, and the

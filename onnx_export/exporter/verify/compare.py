@@ -1,4 +1,4 @@
-"""Compare the logits of an exported file with the logits of MLX."""
+"""Compare the logits of an exported file with MLX's logits."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Agreement:
     """Differences between the logits of a file and of MLX.
 
     Attributes:
-        dense: largest difference with dense attention.
-        sparse: largest difference of the median row after a sparse step; None if decoding is dense.
+        dense: largest absolute difference with dense attention.
+        sparse: median over rows of the largest difference after a sparse step; None if decoding is dense.
         largest: largest absolute logit of MLX.
-        sampled: the same after sampled prefill, or None.
-        coded: the same after a decode step over int4 scoring keys, or None.
+        sampled: same median after sampled prefill; None if prefill is dense.
+        coded: same median after a decode step with int4 scoring keys; None without such keys.
     """
 
     dense: float
@@ -59,7 +59,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
         folder: the folder of model.onnx and its data.
         expected: logits and tolerances of MLX.
         target: settings of the file.
-        lower: last transformation of the file, such as `inline`, which is applied to the copy too.
+        lower: last transformation of the file, such as `inline`; it is applied to the copy too.
 
     Raises:
         ArtefactError: the logits differ by more than the tolerance.

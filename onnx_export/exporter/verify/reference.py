@@ -40,10 +40,10 @@ class FirstLayers:
 
     Attributes:
         layers: number of layers before the norm and the head.
-        chunks: tokens of successive calls, each (rows, number of tokens).
+        chunks: token ids for successive calls, each of shape (rows, number of tokens).
         logits: logits (rows, vocabulary) with the sparse method.
         dense: logits (rows, vocabulary) with dense attention.
-        error: tolerance for the largest difference of the median row.
+        error: tolerance for the median over rows of the largest difference.
     """
 
     layers: int
@@ -61,9 +61,9 @@ class Expected:
         tokens: token ids (rows, PROMPT + 1).
         logits: (rows, vocabulary) after prefill, after a dense step with one more token, and after a sparse step with
             the same token. The last array is missing if the method is dense.
-        rounded: tolerance of the file's dense logits.
-        dense: tolerance of dense logits with float32 caches.
-        sparse: tolerance of the sparse logits of the median row with float32 caches.
+        rounded: tolerance for the dense logits of the file.
+        dense: tolerance for dense logits with float32 caches.
+        sparse: tolerance for the median row of the sparse logits with float32 caches.
         sampled: results of the first layers for a prompt of several blocks; None if prefill is dense.
         coded: results of the first layers for a prompt and a step that each fill a group; None without quantization.
     """
@@ -78,9 +78,9 @@ class Expected:
 
 
 def reference(model: Any, target: Target) -> Expected:
-    """Compute the logits and tolerances on the CPU, because Metal's matrix products may be less exact than float32.
+    """Compute logits and tolerances on the CPU, because Metal's matrix products may be less exact than float32.
 
-    This function rounds the parameters of ``model`` as in the file.
+    This function rounds the parameters of ``model`` in place, as the exporter does for the file.
 
     Raises:
         ArtefactError: the logits are not finite.
@@ -130,7 +130,7 @@ def _reference(model: Any, target: Target) -> Expected:
 
 
 def _run_first_layers(model: Any, short: Target, count: int, last: int, noise: float) -> FirstLayers:
-    """Run the first layers on ``count`` random tokens. The last ``last`` tokens are a separate call."""
+    """Run the first layers on ``count`` random tokens. The last ``last`` tokens get a separate call."""
     embedding = model.model.embed_tokens
     tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], (ROWS, count))
     chunks = np.split(tokens, [count - last], axis=1) if last else [tokens]
@@ -170,7 +170,7 @@ def _columns(module: Any) -> int:
 
 
 def largest(found: Sequence[Array], wanted: Sequence[Array]) -> float:
-    """Return the largest absolute difference of two lists of arrays, or NaN if any difference is NaN."""
+    """Return the largest absolute difference between two lists of arrays, or NaN if any difference is NaN."""
     return float(np.max([np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)]))
 
 
