@@ -65,7 +65,9 @@ def draw_bytes() -> Path:
     bars.bar(range(len(keys)), dense, color="0.75", label="dense")
     served = [(layer, moved) for layer, moved in enumerate(sparse) if moved is not None]
     bars.bar(*zip(*served, strict=True), color="tab:blue", label="sparq:rank=64,top_k=128")
-    bars.set_xlabel("layer (the others have a sliding window)")
+    bars.set_xticks(range(1, len(keys), 4))
+    bars.set_ylim(top=1.4 * max(dense))  # room for the legend
+    bars.set_xlabel("layer (layers with short bars have a sliding window)")
     bars.set_ylabel("MB of K and V per token")
     bars.set_title(f"Computed for Gemma 3 270M, {LONG // 1024}k tokens", fontsize=10)
     bars.legend(frameon=False)
