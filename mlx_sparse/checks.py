@@ -23,7 +23,7 @@ _WORD = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|\S+""")
 
 
 def shortened(message: str) -> str:
-    """Shorten long words, long quotations and long messages. Messages may quote hostile input."""
+    """Shorten ``message`` and its long words and quotations. Messages may quote hostile input."""
     message = _WORD.sub(lambda word: word[0] if len(word[0]) <= ECHO else f"{word[0][:ECHO]}...", message)
     return message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
 

@@ -84,7 +84,7 @@ def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | Non
 
 
 def _installer(mine: importlib.metadata.Distribution) -> str:
-    """Return the pip, uv or pipx command that installs into this environment, even if it is not activated."""
+    """Return the pip, uv or pipx command that installs into this environment, even if the environment is inactive."""
     home = Path(sys.prefix)
     if (home / "pipx_metadata.json").is_file():
         return f"pipx runpip {shlex.quote(home.name)} install"

@@ -126,5 +126,5 @@ class SAAP(Method):
         return math.ceil(GATHERED_ROW * (self.attended + self.merge_every // 2 + network) / per_key)
 
     def _visited_share(self, buckets: int) -> float:
-        """Return the estimated share of keys in the visited buckets: twice the mean, because bucket sizes differ."""
+        """Return the estimated share of keys in the visited buckets: twice the mean share, as bucket sizes differ."""
         return min(2 * self.probes / buckets, 1.0)

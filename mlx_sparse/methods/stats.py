@@ -50,7 +50,7 @@ def dense_elements(S: int, D: int) -> int:
 
 
 def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16) -> int:
-    """Return ``S r + 2 k D + 4 D`` (sparq.12): r components of S keys, k keys and values, new row, mean value.
+    """Return ``S r + 2 k D + 4 D`` (sparq.12): r components of S keys, k keys and values, the new row, the mean.
 
     If ``key_bits`` is below 16, the first term is ``S r (bits + 1/2) / 16`` (sparq.23). It counts the codes and their
     share of ``lo`` and ``step``, in elements of 16 bits.
@@ -75,12 +75,12 @@ def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
 
 
 def quest_elements(S: int, D: int, *, top_k: int, page_size: int) -> int:
-    """Return ``2 P D + 2 k D + 2 D`` (quest.6): the bounds of P pages, k keys and values, the new row."""
+    """Return ``2 P D + 2 k D + 2 D`` (quest.6): the bounds of P pages, k keys and values, and the new row."""
     return 2 * -(-S // page_size) * D + 2 * min(top_k, S) * D + 2 * D
 
 
 def saap_elements(D: int, attended: int, *, network: int = 0) -> int:
-    """Return ``2 n D + n + 2 D + w`` (saap.14): n keys and values, n indices, the new row, the query network."""
+    """Return ``2 n D + n + 2 D + w`` (saap.14): n keys and values, n indices, the new row and the query network."""
     return 2 * attended * D + attended + 2 * D + network
 
 

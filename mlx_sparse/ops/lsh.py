@@ -19,7 +19,7 @@ Result = tuple[mx.array, mx.array, mx.array]
 
 
 def hash_codes(vectors: mx.array, buckets: int) -> mx.array:
-    """Hash ``vectors (..., D)`` to 0..buckets - 1, the index of the nearest random direction, r or -r (sample.15)."""
+    """Return the index of the random direction r or -r nearest to each of ``vectors (..., D)`` (sample.15)."""
     along = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], buckets // 2))
     return mx.argmax(mx.concatenate([along, -along], axis=-1), axis=-1)
 
@@ -120,7 +120,7 @@ def _by_head(array: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _nan_keys(queries: mx.array, keys: mx.array) -> mx.array:
-    """Return a mask ``(B, Hq, 1, S)``, True for keys with NaN. These have no hash, so every query attends to them."""
+    """Return a mask ``(B, Hq, 1, S)``, True for keys with NaN. They have no hash, so every query attends to them."""
     return _by_head(mx.isnan(keys.astype(mx.float32).sum(axis=-1)), queries, keys)[:, :, None]
 
 

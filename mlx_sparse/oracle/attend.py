@@ -47,7 +47,7 @@ def logits(queries: Array, keys: Array, scale: float) -> Array:
 def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
     """Return the masked softmax over the last axis and its log-sum-exp; 0 and -inf for a row without valid keys.
 
-    In a row with NaN or +inf, the weight is NaN at NaN and +inf, and 0 elsewhere.
+    In a row with NaN or +inf scores, the weights of these scores are NaN and the other weights are 0.
     """
     masked = np.where(mask, scores, -np.inf)
     top = np.max(np.where(np.isnan(masked), np.inf, masked), axis=-1, keepdims=True, initial=-np.inf)
@@ -115,7 +115,7 @@ def dense_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Compute causal attention of ``L`` queries at positions ``S - L ..`` over all valid keys.
+    """Compute causal attention of the last ``L`` tokens, as queries, over all valid keys.
 
     Args:
         queries: ``(B, Hq, L, D)``.

@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 def hash_codes(vectors: Array, buckets: int) -> Array:
-    """Hash ``vectors (..., D)`` to 0..buckets - 1, the index of the nearest random direction, r or -r (sample.15)."""
+    """Return the index of the random direction r or -r nearest to each of ``vectors (..., D)`` (sample.15)."""
     along = vectors @ signs(vectors.shape[-1], buckets // 2)
     codes: Array = np.argmax(np.concatenate([along, -along], axis=-1), axis=-1)
     return codes
@@ -45,7 +45,7 @@ def hash_sparse_attention(
 def sort_ranks(vectors: Array, hash_bits: int) -> Array:
     """Sort ``vectors (..., M, D)`` by hash, and return the rank of each vector, 0..M - 1 (sample.17).
 
-    The signs along random directions are a Gray code: adjacent codes differ in one sign.
+    The signs along random directions form a Gray code: adjacent hashes differ in one sign.
     """
     positive = vectors @ signs(vectors.shape[-1], hash_bits) > 0
     bits = np.logical_xor.accumulate(positive, axis=-1)
@@ -99,7 +99,7 @@ def _span_pairs(
 
 
 def _nan_keys(k: Array, G: int) -> Array:
-    """Return a mask ``(B, Hq, 1, S)``, True for keys with NaN. These have no hash, so every query attends to them."""
+    """Return a mask ``(B, Hq, 1, S)``, True for keys with NaN. They have no hash, so every query attends to them."""
     return np.repeat(np.isnan(k.sum(axis=-1)), G, axis=1)[:, :, None]
 
 
