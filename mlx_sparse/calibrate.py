@@ -208,7 +208,7 @@ def read_points(result: Mapping[str, Any]) -> list[Point]:
 
 
 def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
-    """Return the shortest length at which sparse attention may be faster, and the length at which it clearly is.
+    """Return the shortest length at which sparse attention may win, and the shortest at which it clearly wins.
 
     All longer measured lengths must qualify too. A result is None if no length qualifies.
     """
