@@ -145,7 +145,10 @@ class Report(Totals):
 
     @property
     def sparse_bytes(self) -> int:
-        """Bytes that the sparse calls moved, by the papers' formulas. With SAAP, a read waits for the device."""
+        """Bytes that the sparse calls moved, according to the papers' formulas.
+
+        With SAAP, reading this property waits for the device.
+        """
         with _lock:
             return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
 

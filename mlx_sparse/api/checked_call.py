@@ -139,7 +139,7 @@ class Call:
         return Stats(moved, dense, density, self.recall(lse), estimated_recall=estimated_recall)
 
     def recall(self, lse: Any) -> Any:
-        """Return the attention recall, computed from ``lse`` and a dense pass over the keys, or None."""
+        """Return the attention recall from ``lse`` and a dense pass over the keys, or None if it was not requested."""
         if self.return_stats != "recall":
             return None
         queries, keys, _ = self.arrays

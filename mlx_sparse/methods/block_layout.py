@@ -24,7 +24,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """Blocks and regions of the last ``L`` of ``S`` tokens as queries, over ``S`` keys. Blocks start at position 0.
+    """Blocks and regions of a prefill chunk: the last ``L`` of ``S`` tokens. Blocks start at position 0.
 
     Attributes:
         chunks: requested number of regions. There is at most one region per row block.

@@ -50,7 +50,7 @@ def dense_elements(S: int, D: int) -> int:
 
 
 def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16) -> int:
-    """Return ``S r + 2 k D + 4 D`` (sparq.12): r components of S keys, k keys and values, the new row, the mean.
+    """Return ``S r + 2 k D + 4 D`` (sparq.12): r components of S keys, k keys and values, the new row, a mean row.
 
     If ``key_bits`` is below 16, the first term is ``S r (bits + 1/2) / 16`` (sparq.23). It counts the codes and their
     share of ``lo`` and ``step``, in elements of 16 bits.

@@ -77,7 +77,7 @@ def attend_indices(
 def dense_attention(
     queries: mx.array, keys: Rows, values: Rows, *, scale: float, left_padding: mx.array | None
 ) -> mx.array:
-    """Compute dense causal attention of ``queries (B, Hq, L, D)`` with MLX's kernel. The last query is at S - 1."""
+    """Compute dense causal attention with MLX's kernel. The L queries are at the last L of S positions."""
     keys, values = keys[:], values[:]
     L, S, dtype = queries.shape[2], keys.shape[2], queries.dtype
     if left_padding is None:
@@ -92,7 +92,7 @@ def dense_attention(
 
 
 def dense_lse(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention, to compute the attention recall."""
+    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention, for computing the attention recall."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale

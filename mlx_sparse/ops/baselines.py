@@ -20,7 +20,7 @@ def streaming_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Attend to the first ``sink_tokens`` and last ``recent_tokens`` valid keys. There must be more keys in total."""
+    """Attend to the first ``sink_tokens`` and last ``recent_tokens`` valid keys. S must exceed their sum."""
     B, Hkv, S, _ = keys.shape
     first = mx.zeros((B, 1), mx.int32) if left_padding is None else left_padding[:, None].astype(mx.int32)
     slots = mx.concatenate([first + mx.arange(sink_tokens), mx.arange(S - recent_tokens, S) + 0 * first], axis=1)

@@ -78,7 +78,10 @@ def quest_select(
     page_min: mx.array,
     page_max: mx.array,
 ) -> mx.array:
-    """Return the keys of the K best pages, int32 ``(B, Hkv, K * page_size)`` (quest.5). K must be below P."""
+    """Select the best ``K = ceil(top_k / page_size)`` pages, and return their keys, int32 ``(B, Hkv, K * page_size)``.
+
+    There must be more than K pages (quest.5).
+    """
     S = keys.shape[2]
     before = (S - 1) // page_size
     scores = page_scores(queries, page_min[:, :, :before], page_max[:, :, :before])

@@ -65,7 +65,7 @@ def saap_indices(
         capacity: length of each list; keys beyond it are omitted.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and the lengths of the lists
+        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and the list lengths
         ``counts (B, Hkv)``.
     """
     B, Hkv, n = visited.shape

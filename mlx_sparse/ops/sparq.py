@@ -17,8 +17,8 @@ from .select import take_rows, top_k_select, valid_keys
 def sparq_logits(queries: mx.array, keys: Rows, selection: Selection) -> mx.array:
     """Return approximate logits of all keys from ``rank`` components, float32 ``(B, Hkv, G, S)``.
 
-    The logits of padding are undefined. If ``selection.keys_t`` is None, the logits are computed from ``keys``; with
-    ``rank`` D, this does not dequantize quantized keys.
+    The logits of padding are undefined. If ``selection.keys_t`` is None, the logits are computed from ``keys``.
+    This does not dequantize a quantized KV cache if ``rank`` is D.
     """
     rank, keys_t = selection.rank, selection.keys_t
     B = queries.shape[0]

@@ -115,7 +115,7 @@ def dense_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Compute causal attention of the last ``L`` tokens, as queries, over all valid keys.
+    """Compute dense causal attention. The ``L`` queries are at the last ``L`` of ``S`` positions.
 
     Args:
         queries: ``(B, Hq, L, D)``.

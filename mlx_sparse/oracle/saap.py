@@ -227,7 +227,7 @@ def saap_indices(
         covered: number of keys in the index, as an int or as ``(B,)``.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and the lengths of the lists
+        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and the list lengths
         ``counts (B, Hkv)``.
     """
     chosen, starts, ids = (np.asarray(array) for array in (visited, offsets, key_ids))
@@ -311,7 +311,7 @@ def selectivity(
     recent_tokens: int,
     left_padding: npt.ArrayLike | None = None,
 ) -> float:
-    """Return the mean share of keys in visited buckets (saap.12), or 0; sinks and recent keys are excluded."""
+    """Return the mean share of keys in visited buckets, excluding sinks and recent keys (saap.12); 0 if none exist."""
     exact, valid = _exact(bucket_ids.shape[0], bucket_ids.shape[2], sink_tokens, recent_tokens, left_padding)
     outside = (valid & ~exact)[:, None, :]
     keys = saap_keys(bucket_ids, visited, sink_tokens, recent_tokens, left_padding)
