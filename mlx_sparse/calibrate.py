@@ -94,7 +94,7 @@ class Layer:
 
 
 def describe(config: Method, found: Threshold) -> str:
-    """Return a text for reports about the threshold ``found`` of the method ``config``."""
+    """Describe the threshold ``found`` of the method ``config`` in one line, for reports."""
     how, value, best = found.how, found.value, found.best
     if best is not None:
         spread = f"{value:.0%} to {best:.0%}" if isinstance(config, Prefill) else f"{best:,.0f} to {value:,.0f} keys"

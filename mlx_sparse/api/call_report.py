@@ -73,9 +73,9 @@ class Report(Totals):
         model: name or path of the model; empty if unknown.
         layers: number of attention layers.
         served_layers: number of layers that can use sparse attention.
-        dense_layers: number of layers that always use dense attention, by reason.
+        dense_layers: number of layers that always use dense attention, for each reason.
         sparse_calls: number of decode calls that used sparse attention.
-        dense_calls: number of calls that used dense attention, by reason.
+        dense_calls: number of calls that used dense attention, for each reason.
         formula_bytes: bytes that the sparse calls moved, according to the papers' formulas, excluding the keys that the
             device counts.
         dense_bytes: bytes that dense attention would have moved in the sparse calls.
@@ -87,7 +87,8 @@ class Report(Totals):
         checked_bytes: bytes moved by verification steps of a lossless model and by its decode steps without drafts.
         drafts: draft statistics (`mlx_sparse.lm.statistics.DraftStatistics`); None without `--lossless`.
         part: layers and KV heads of the model that this process runs.
-        kv_heads: number of KV heads of a served layer, on this rank and in the whole model; None if it varies.
+        kv_heads: number of KV heads of a served layer, on this rank and in the whole model; None if the number
+            differs between layers.
         weight_bytes: bytes of the model's weights in this process.
         counted, recalls: `buckets` and `recall` without the decode steps in flight.
     """

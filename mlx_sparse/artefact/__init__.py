@@ -187,7 +187,7 @@ def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of mlx-sparse-attention, mlx and mlx-lm by package name."""
+    """Return the installed versions of mlx-sparse-attention, mlx and mlx-lm as a dict by package name."""
     return {name: version(name) for name in ("mlx-sparse-attention", "mlx", "mlx-lm")}
 
 

@@ -113,7 +113,7 @@ class Method:
         return 0
 
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> Self:
-        """Return the method with each "auto" that depends on the model replaced by a value.
+        """Return a copy of the method in which a value replaces each "auto" that depends on the model.
 
         Args:
             qk_norm: True if the model normalizes queries or keys.
@@ -197,7 +197,7 @@ class Method:
         raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
 
     def rows(self, S: int) -> int:
-        """Return how many whole key and value rows a decode step over ``S`` keys reads per KV head."""
+        """Return the number of complete key and value rows that a decode step over ``S`` keys reads per KV head."""
         return 2 * min(self.attended, S)
 
     def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int) -> int:

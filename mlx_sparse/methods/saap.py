@@ -94,7 +94,7 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Count the elements moved per KV head and decode step, without the query network, if all buckets are equal."""
+        """Count the elements moved per KV head and decode step for buckets of equal size, without the query network."""
         outside = max(0, S - self.attended)
         attended = min(self.attended, S) + outside * self.probes / buckets
         return stats.saap_elements(D, round(attended))

@@ -1,6 +1,6 @@
 """List the function that runs each method on each backend.
 
-Each function is an import string relative to mlx_sparse. Thus this module imports no backend. `registry` reads the
+Import strings relative to mlx_sparse name the functions, so this module imports no backend. `registry` reads the
 table. The help, the README, the matrix and the plots list the methods and backends of this table.
 """
 

@@ -25,7 +25,7 @@ def select_share(scores: mx.array, alpha: float) -> mx.array:
 
 
 def select_largest(scores: mx.array, count: int) -> mx.array:
-    """Return a mask of the ``count`` largest ``scores (..., Nk)``, or of all if one is NaN. Ties go to the lower index."""
+    """Return a mask of the ``count`` largest ``scores (..., Nk)`` (all if one is NaN). Ties go to the lower index."""
     ordered = -mx.sort(-scores, axis=-1)
     return _largest(scores, ordered, mx.full((*scores.shape[:-1], 1), min(count, scores.shape[-1]), mx.int32))
 

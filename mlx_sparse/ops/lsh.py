@@ -65,7 +65,7 @@ def hyperattention_attention(
     exact_rows: int,
     scale: float,
 ) -> Result:
-    """Run HyperAttention: attend to a bucket of similar keys and to a weighted sample (sample.16) to (sample.18).
+    """Run HyperAttention: attend to a bucket of similar keys and a weighted sample of others (sample.16) to (sample.18).
 
     Returns:
         ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` without sampling weights, and int32 indices of the attended
