@@ -435,7 +435,7 @@ class Calibration:
 
 
 def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
-    """Return the key of a measurement: method, settings, layer shape, machine, system and versions."""
+    """Return the key of a measurement, with the method, settings, layer shape, machine, system and versions."""
     info, step = mx.device_info(), layer.step
     packed = {} if step.packed is None else {"kv_bits": step.packed[0], "kv_group_size": step.packed[1]}
     return {
@@ -494,7 +494,7 @@ def _cache(layer: Layer, S: int, n: int) -> Any:
 
 
 def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
-    """Return random rows ``(1, heads, S, D)`` for ``seed``, without changing MLX's global random state."""
+    """Return random rows ``(1, heads, S, D)`` from ``seed``, without changing MLX's global random state."""
     D = layer.step.D
     tiles = -(-S // TILE)
     some = mx.random.normal((1, heads, 1, min(S, TILE), D), dtype=layer.dtype, key=mx.random.key(seed))
@@ -552,7 +552,7 @@ def _share(kept: Sequence[float], dense: float, select: float, few: float, many:
 
 
 def _some_blocks(layout: Any, share: float, heads: int) -> mx.array:
-    """Return lists ``(1, heads, R, N)`` of evenly spaced key blocks that include the last causal block of each row."""
+    """Return lists ``(1, heads, R, N)`` with ``share`` of the causal key blocks, evenly spaced, including the last."""
     rows = []
     for r in range(layout.row_blocks):
         causal = layout.first_block + r + 1

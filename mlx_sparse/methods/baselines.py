@@ -118,7 +118,7 @@ class FlexGen(Method):
 
 @dataclass(frozen=True)
 class OracleTopK(Method):
-    """Attend to the ``top_k`` keys with the largest exact scores: an upper bound for SparQ that saves nothing."""
+    """Attend to the ``top_k`` keys with the largest exact scores: an upper bound on SparQ's quality, without savings."""
 
     name: ClassVar[str] = "oracle_top_k"
     source: ClassVar[str] = "the bound in the SparQ paper"
@@ -161,7 +161,7 @@ class MInference(Prefill):
 
 @dataclass(frozen=True)
 class BigBird(Prefill):
-    """Attend to a window, first keys and random blocks in prefill. Window and first keys are shares of the context."""
+    """Attend to a window and to the first keys, which are shares of the context, and to random blocks in prefill."""
 
     name: ClassVar[str] = "bigbird"
     source: ClassVar[str] = "BigBird, arXiv 2007.14062"

@@ -1,4 +1,4 @@
-"""Count the elements that each method moves, with the formulas of the papers, and define `Stats`.
+"""Count the elements that each method moves, with the formulas from the papers, and define `Stats`.
 
 All counts are elements for S keys of head dim D: per KV head in a decode step, per query head in prefill. Multiply by
 the item size to get bytes. Equation numbers refer to docs/spec/sparq.md, sample.md, saap.md and quest.md.
@@ -95,6 +95,6 @@ def prefill_elements(layout: Layout, D: int, density: float | None = None) -> in
 
 
 def as_prefill(stats: Stats, layout: Layout, D: int) -> Stats:
-    """Return the ``stats`` of a dense call with its elements counted per query head, as in prefill."""
+    """Return the ``stats`` of a dense call with the elements counted per query head, as in prefill."""
     moved = prefill_elements(layout, D)
     return replace(stats, elements=moved, dense_elements=moved)

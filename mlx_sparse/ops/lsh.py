@@ -65,7 +65,7 @@ def hyperattention_attention(
     exact_rows: int,
     scale: float,
 ) -> Result:
-    """Run HyperAttention: attend to a bucket of similar keys and a weighted sample of others (sample.16) to (sample.18).
+    """Run HyperAttention: attend to a bucket and to a weighted sample of other keys (sample.16) to (sample.18).
 
     Returns:
         ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` without sampling weights, and int32 indices of the attended
@@ -125,7 +125,7 @@ def _nan_keys(queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _steps(queries: mx.array, keys: mx.array, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Split the query positions ``[start, stop)`` into ranges whose scores each fit into one batch."""
+    """Split the query positions ``[start, stop)`` into ranges. The scores of each range fit into one batch."""
     rows = batch_size(queries.shape[0] * queries.shape[1] * keys.shape[2])
     for first in range(start, stop, rows):
         yield first, min(first + rows, stop)

@@ -66,7 +66,7 @@ def hyperattention_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run HyperAttention: attend to a bucket of similar keys and a weighted sample of others (sample.16) to (sample.18)."""
+    """Run HyperAttention: attend to a bucket and to a weighted sample of other keys (sample.16) to (sample.18)."""
     q, k, v, n = checked(queries, keys, values, backend)
     offset = n.S - n.L
     mask, weight = np.zeros((n.B, n.Hq, n.L, n.S), dtype=bool), np.zeros((n.B, n.Hq, n.L, n.S))
