@@ -64,7 +64,7 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | None:
-    """Return the pip argument that reinstalls ``mine`` with ``extra``; None if its folder or file was deleted."""
+    """Return the pip argument that reinstalls ``mine`` with ``extra``; None if the source was deleted."""
     extra = f"[{extra}]" if extra else ""
     recorded = mine.read_text("direct_url.json")
     if recorded is None:

@@ -1,4 +1,4 @@
-"""Read and write the artefact of `mlx-sparse train-saap`: centroids and query networks per layer and KV head."""
+"""Read and write the artefact of `mlx-sparse train-saap`: centroids and query networks for each layer and KV head."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class FlexGen(Method):
 
 @dataclass(frozen=True)
 class OracleTopK(Method):
-    """Attend to the ``top_k`` keys with the largest exact scores: an upper bound on SparQ's quality, without savings."""
+    """Attend to the ``top_k`` keys with the largest exact scores, an upper bound for SparQ. This saves no transfers."""
 
     name: ClassVar[str] = "oracle_top_k"
     source: ClassVar[str] = "the bound in the SparQ paper"

@@ -25,8 +25,8 @@ class Stats:
         head_density: ``density`` of each head in prefill, ``(B, Hq)``; None for a decode step.
         sampled: share of the queries that were sampled to select key blocks; 0 for decode methods.
         selectivity: share of the keys in visited buckets, without the keys that SAAP always attends to (saap.12).
-        estimated_recall: float32 ``(B, Hkv)`` attention recall as SparQ estimates it (sparq.24); None with other
-            methods, in dense calls, and from `cuda_ref`.
+        estimated_recall: float32 ``(B, Hkv)`` attention recall that SparQ estimates (sparq.24); None for other
+            methods, dense calls and `cuda_ref`.
     """
 
     elements: int

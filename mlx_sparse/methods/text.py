@@ -177,7 +177,7 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
 
 
 def removed(name: str, key: str, value: object) -> str | None:
-    """Return the end of the error message for a removed option, which names the replacement; else None."""
+    """Return the end of the error message for a removed option, with its replacement; None for other options."""
     for (owner, old, old_value), replacement in REMOVED.items():
         if owner in ("*", name) and old == key and old_value in ("*", value):
             return replacement

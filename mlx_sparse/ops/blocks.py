@@ -75,7 +75,7 @@ def wait_for(done: list[mx.array], array: mx.array) -> mx.array:
 
 
 def batch_size(scores: int) -> int:
-    """Return how many items with ``scores`` scores each fit into one batch, at least 1."""
+    """Return the number of items, with ``scores`` scores each, that fit into one batch; at least 1."""
     return max(1, MAX_SCORES[mx.default_device().type] // scores)
 
 

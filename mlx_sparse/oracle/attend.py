@@ -83,7 +83,7 @@ def attend_indices(
         queries: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``.
         indices: ``(B, Hkv, N)`` int32, ascending. -1, or any number that is not a key index, is an empty slot.
-        scale: factor of the logits.
+        scale: factor by which the dot products are multiplied.
 
     Returns:
         ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``. If all slots are empty, out is 0 and lse is -inf.

@@ -86,7 +86,7 @@ def saap_target(
         keys: ``(S, D)`` of the KV head of this query head, after RoPE.
         bucket_ids: ``(S,)`` bucket of each key.
         recent_tokens: minimum distance between a query and its long-range keys.
-        farthest_top: a query is used only if its best key, excluding sinks, is more than this many positions away.
+        farthest_top: distance in positions. A query is used only if its best key, excluding sinks, is farther away.
         causal: if True, queries attend only to earlier keys, as in decoding; if False, to all keys, as in the paper.
     """
     q, k = float64(queries), float64(keys)
