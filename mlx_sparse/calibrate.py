@@ -228,8 +228,8 @@ def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first:
 
     The search doubles or halves the length, starting at ``first``, until sparse attention wins at one length and loses
     at another. Then it bisects the interval between these lengths. A win needs two timings. A length is timed again, up
-    to `TIMINGS` times, while its confidence interval contains `MIN_SPEEDUP`. The search ends if the next
-    length would take longer than the remaining time, as estimated from the time of the previous length.
+    to `TIMINGS` times, while its confidence interval contains `MIN_SPEEDUP`. The search ends if the next length
+    would take longer than the remaining time, as estimated from the time of the previous length.
     """
     end = time.monotonic() + seconds
     points: dict[int, Point] = {}

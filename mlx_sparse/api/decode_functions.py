@@ -151,7 +151,7 @@ class DecodeFunctions:
         left_padding: Array | None = None,
         backend: str = "auto",
     ) -> Array:
-        """Return the initial ``scores`` of `h2o_attention`: the causal softmax weights, summed over ``queries``.
+        """Compute the initial ``scores`` for `h2o_attention`: the causal softmax weights, summed over ``queries``.
 
         Returns:
             float32 ``(B, Hkv, S)``, averaged over the query heads of a group; -inf for invalid keys.

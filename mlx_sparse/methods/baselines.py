@@ -182,7 +182,7 @@ class BigBird(Prefill):
 
 @dataclass(frozen=True)
 class HyperAttention(Prefill):
-    """Attend to keys with a similar hash and to a weighted sample of the others in prefill (docs/spec/sample.md).
+    """Attend to keys with a similar hash and to a weighted sample of the other keys in prefill (docs/spec/sample.md).
 
     Attributes:
         bucket_size: number of keys per bucket. Keys are sorted by hash and divided into buckets.

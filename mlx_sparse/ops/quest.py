@@ -40,7 +40,7 @@ def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) ->
 
 
 def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
-    """Return ``selection`` with ``page_min`` and ``page_max``, which are computed if they are absent."""
+    """Return ``selection`` with ``page_min`` and ``page_max``. Compute these bounds if they are absent."""
     if "page_min" in selection:
         return selection
     bounds = page_bounds(keys, selection["left_padding"], page_size=selection["page_size"])
