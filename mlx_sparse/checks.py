@@ -66,7 +66,7 @@ class ArtefactError(SparseAttentionError, ValueError):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one attention call: numbers of sequences B, query heads Hq, KV heads Hkv, queries L, keys S; head dim D."""
+    """Sizes of one attention call: B sequences, Hq query heads, Hkv KV heads, L queries, S keys and head dim D."""
 
     B: int
     Hq: int
