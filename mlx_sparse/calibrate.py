@@ -178,8 +178,8 @@ class Point(NamedTuple):
     def of(cls, S: int, pairs: Pairs) -> Point:
         """Compute the median ratio of ``pairs`` and its distribution-free confidence interval at level `CONFIDENCE`.
 
-        The number of ratios below the true median has a binomial distribution with probability 1/2. Two sorted ratios
-        with the same rank from both ends therefore bound the median. More pairs give a narrower interval.
+        The number of ratios below the true median has a binomial distribution with probability 1/2. Therefore, two
+        sorted ratios at the same distance from both ends bound the median. More pairs give a narrower interval.
         """
         ratios = sorted(dense / sparse for dense, sparse in pairs)
         n, rank, tail = len(ratios), 0, 0.0
@@ -358,7 +358,7 @@ class Calibration:
             return []  # `look_up` reports damaged files
 
     def measure(self, config: Method, layer: Layer) -> Threshold | None:
-        """Time dense and sparse attention, and store the result. Return the threshold, or None if memory is short."""
+        """Time dense and sparse attention, and store the result. Return the threshold, or None without enough memory."""
         seconds = self._seconds or SECONDS[device_kind()]
         limit = f"{layer}; up to {seconds:g} s, once"
         self._progress(f"calibrating: finding the context length at which {config.name} is faster ({limit}) ...")
