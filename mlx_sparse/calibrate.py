@@ -358,7 +358,7 @@ class Calibration:
             return []  # `look_up` reports damaged files
 
     def measure(self, config: Method, layer: Layer) -> Threshold | None:
-        """Time dense and sparse attention, and store the result. Return the threshold, or None without enough memory."""
+        """Time dense and sparse attention and store the result. Return the threshold, or None without enough memory."""
         seconds = self._seconds or SECONDS[device_kind()]
         limit = f"{layer}; up to {seconds:g} s, once"
         self._progress(f"calibrating: finding the context length at which {config.name} is faster ({limit}) ...")
