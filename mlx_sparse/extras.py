@@ -64,7 +64,7 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | None:
-    """Return the pip argument that reinstalls ``mine`` with ``extra``; None if its folder or file was deleted."""
+    """Return the pip argument that reinstalls ``mine`` with ``extra``; None if the source was deleted."""
     extra = f"[{extra}]" if extra else ""
     recorded = mine.read_text("direct_url.json")
     if recorded is None:
@@ -84,7 +84,7 @@ def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | Non
 
 
 def _installer(mine: importlib.metadata.Distribution) -> str:
-    """Return the pip, uv or pipx command that installs into this environment, even if it is not activated."""
+    """Return the pip, uv or pipx command that installs into this environment, even if the environment is inactive."""
     home = Path(sys.prefix)
     if (home / "pipx_metadata.json").is_file():
         return f"pipx runpip {shlex.quote(home.name)} install"

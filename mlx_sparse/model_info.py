@@ -77,7 +77,7 @@ def weights_hash(model: Any) -> str:
 
 
 def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the RoPE scaling of ``config``, whose name differs between models; empty if RoPE is not scaled."""
+    """Return a dict with the RoPE scaling of ``config`` as "rope_scaling". It is empty if RoPE is not scaled."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = config.get(name)
@@ -101,7 +101,7 @@ def _flat(args: Any) -> dict[str, Any]:
 
 
 def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
-    """Return the number of KV heads and the head dim of each cache; None without keys. No array is evaluated."""
+    """Return (number of KV heads, head dim) for each cache, None for one without keys. No array is evaluated."""
     from mlx_lm.models.cache import make_prompt_cache
 
     caches = make_prompt_cache(model)
@@ -121,13 +121,13 @@ def leaves(caches: Any) -> list[Any]:
 
 
 def model_type(model: Any) -> str:
-    """Return the model family by its name in mlx-lm, such as "llama"."""
+    """Return the name of the model family in mlx-lm, such as "llama"."""
     declared = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
     return str(declared)
 
 
 def kv_heads(model: Any, part: Part, here: int) -> int:
-    """Return a layer's number of KV heads in the whole model, if this rank has ``here``. Ranks can share heads."""
+    """Return a layer's number of KV heads before sharding. This rank has ``here`` heads; ranks may share heads."""
     known = config_of(model).get("num_key_value_heads")
     return min(here * part.size, known) if isinstance(known, int) and known >= here else here * part.size
 

@@ -118,7 +118,7 @@ class FlexGen(Method):
 
 @dataclass(frozen=True)
 class OracleTopK(Method):
-    """Attend to the ``top_k`` keys with the largest exact scores: an upper bound for SparQ that saves nothing."""
+    """Attend to the ``top_k`` keys with the largest exact scores, an upper bound for SparQ. This saves no transfers."""
 
     name: ClassVar[str] = "oracle_top_k"
     source: ClassVar[str] = "the bound in the SparQ paper"
@@ -161,7 +161,7 @@ class MInference(Prefill):
 
 @dataclass(frozen=True)
 class BigBird(Prefill):
-    """Attend to a window, first keys and random blocks in prefill. Window and first keys are shares of the context."""
+    """Attend to a window and to the first keys, which are shares of the context, and to random blocks in prefill."""
 
     name: ClassVar[str] = "bigbird"
     source: ClassVar[str] = "BigBird, arXiv 2007.14062"
@@ -182,7 +182,7 @@ class BigBird(Prefill):
 
 @dataclass(frozen=True)
 class HyperAttention(Prefill):
-    """Attend to keys with a similar hash and to a weighted sample of the others in prefill (docs/spec/sample.md).
+    """Attend to keys with a similar hash and to a weighted sample of the other keys in prefill (docs/spec/sample.md).
 
     Attributes:
         bucket_size: number of keys per bucket. Keys are sorted by hash and divided into buckets.

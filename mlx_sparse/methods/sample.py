@@ -44,7 +44,7 @@ class Sample(Prefill):
         dense_above: density of the selected blocks above which attention stays dense. "auto" is the density that was
             measured on this machine (`mlx-sparse calibrate`), and `SAMPLE_DENSE_ABOVE` before a measurement. If
             ``dense_below`` is a number, "auto" is 1, and the limit of `SAMPLE_SHARE` does not apply.
-        ranges: settings by context length, ascending, that replace the settings above. Longer contexts use the last
+        ranges: settings by ascending context length, which replace the settings above. Longer contexts use the last
             range. `mlx-sparse tune-sample` finds the ranges for a model.
     """
 
