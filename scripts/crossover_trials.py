@@ -3,8 +3,8 @@
 
 python scripts/crossover_trials.py [--trials 50] [--fast-blas] [--attn sparq] > trials.jsonl
 
-Each trial measures the crossover length again and then times steps just at this length, independently. The lines of
-standard output are the trials; the table is on standard error. 50 trials take about 12 minutes on two cores.
+Each trial measures the crossover length again and then times steps just at this length, independently. The trials
+are printed to standard output, and the table to standard error. 50 trials take about 12 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def trial(attn: str, shape: str) -> dict[str, object]:
 
 
 def is_slower(row: dict[str, object]) -> bool:
-    """Return True if sparse steps at the calibrated length took over 3 % longer than dense steps."""
+    """Return True if sparse steps at the calibrated length took more than 3 % longer than dense steps."""
     return float(str(row["ratio"])) < SLOWER
 
 

@@ -1,4 +1,4 @@
-"""Write every MSL source that the launchers generate for the cases of the tests.
+"""Write every MSL source that the launchers generate for the test cases.
 
 python scripts/dump_msl.py --out FOLDER [--compile]
 
@@ -122,7 +122,7 @@ def texts(calls: Iterable[Any], header: str) -> list[Text]:
 
 
 def check(text: Text) -> list[str]:
-    """Lint a source and compile it with clang in strict mode; return the findings and store its threadgroup memory."""
+    """Lint ``text``, compile it with clang in strict mode and return the findings. Set ``text.threadgroup_memory``."""
     import msl
 
     try:

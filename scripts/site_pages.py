@@ -95,7 +95,7 @@ on_post_template = on_post_page  # 404.html
 
 
 class PublicNames(griffe.Extension):
-    """Add the functions of `HOMES` to griffe's model, because griffe runs no code."""
+    """Griffe extension that adds the functions in `HOMES`, which griffe's static analysis does not find."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         for name, home in HOMES.get(pkg.name, {}).items():

@@ -37,7 +37,7 @@ class Prompt:
     """Tokens of a chat prompt with a long document.
 
     Attributes:
-        document: tokens of the chat template's start and the document. A shorter context cuts the end.
+        document: tokens of the chat template's start and the document. A shorter context omits the last tokens.
         end: tokens after the document: the question and the end of the chat template.
     """
 
@@ -129,7 +129,7 @@ class Comparison:
         return self.dense.tokens == self.sparse.tokens
 
     def bytes_per_token(self, kind: str) -> float | None:
-        """Return the bytes of K and V per token, "dense" or "sparse", by formula; None if no step was sparse."""
+        """Return the "dense" or "sparse" number of bytes of K and V per token, or None if no step was sparse."""
         calls = self.report["sparse_calls"]
         return self.report[f"{kind}_bytes"] / calls * self.report["served_layers"] if calls else None
 
@@ -218,7 +218,7 @@ def compare(
 
 
 def measure_crossover(model: Any, config: Method, calibration: Calibration) -> tuple[list[str], int]:
-    """Return the layers' crossover lengths as text, and the largest one in keys. Measure lengths if necessary."""
+    """Return descriptions of the layers' crossover lengths, and the largest length in keys. Measure unknown lengths."""
     enable(model, config, calibration=calibration)
     try:
         plan = plan_of(model)
@@ -235,10 +235,10 @@ def prefill(
     """Prefill in chunks until all tokens are processed, or until the next chunk would exceed ``seconds``.
 
     Args:
-        model: a model of mlx-lm.
+        model: an mlx-lm model.
         cache: prompt cache, which is extended in place.
         tokens: tokens to prefill.
-        seconds: longest time, including an estimate for the ``later`` tokens.
+        seconds: time limit, which includes the estimated time of the ``later`` tokens.
         update: callback for progress.
         later: number of tokens that the caller prefills afterwards.
 

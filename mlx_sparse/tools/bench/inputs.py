@@ -112,7 +112,7 @@ class Problem:
 
 
 def normal(case: Case, heads: int, length: int, seed: int = 0) -> Array:
-    """Return standard normal numbers ``(1, heads, length, D)``. The rows repeat after `DISTINCT` rows."""
+    """Draw standard normal numbers ``(1, heads, length, D)``. The rows repeat after `DISTINCT` rows."""
     drawn = np.random.default_rng(seed).standard_normal((1, heads, min(length, DISTINCT), case.shape.D), np.float32)
     return np.take(drawn, np.arange(length) % DISTINCT, axis=2)
 
@@ -151,7 +151,7 @@ class Index:
     """SAAP's index over the keys of a problem, and a router whose biases determine the visited buckets.
 
     Attributes:
-        visited: ascending int64 buckets ``(Hkv, probes)``.
+        visited: int64 ids of the visited buckets ``(Hkv, probes)``, ascending.
         bucket_ids: int16 ``(Hkv, S)``.
         network: float16 ``hidden_weight (Hkv, D, H)``, ``hidden_bias``, ``out_weight (Hkv, H, C)``, ``out_bias``. With
             H = 0 there is no hidden layer, and the output layer reads the query.
@@ -194,7 +194,7 @@ class Index:
         return Problem(case.dtype, random.queries, random.keys, random.values, selected)
 
     def bytes(self, problem: Problem, case: Case) -> int:
-        """Return the bytes that one step moves for the network and for the attended keys and values."""
+        """Return the number of bytes that one step moves for the network and the attended keys and values."""
         assert problem.selected is not None
         attended = sum(map(len, problem.selected)) // case.shape.Hkv
         network = sum(array.nbytes for array in self.network.values())

@@ -1,4 +1,4 @@
-"""Train the query networks of a layer's KV heads: docs/spec/saap.md, (saap.5), (saap.6).
+"""Train the query networks of a layer's KV heads. See docs/spec/saap.md, (saap.5) and (saap.6).
 
 A network is ``D -> hidden -> batch norm, ReLU -> buckets, softmax``. All heads of a layer are trained at
 once. The shift of batch norm is the bias of the hidden layer. After training, batch norm is folded into the weight
@@ -217,7 +217,7 @@ def _train(
 
 
 def _batch(rows: Sequence[Rows], training: Training, step: int) -> tuple[mx.array, mx.array]:
-    """Draw queries ``(heads, batch, D)`` and targets ``(heads, batch, C)``. They depend only on seed and step."""
+    """Draw queries ``(heads, batch, D)`` and targets ``(heads, batch, C)``. Seed and step determine the draw."""
     random = np.random.default_rng([training.seed, step])
     chosen = [random.integers(0, len(found.queries), training.batch) for found in rows]
     queries = np.stack([found.queries[rows] for found, rows in zip(rows, chosen, strict=True)])

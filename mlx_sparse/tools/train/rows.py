@@ -26,7 +26,7 @@ class Distances:
     Attributes:
         sink_tokens, recent_tokens: numbers of first and last keys that every query attends to. A key is far from a
             query if it is not a sink and at least ``recent_tokens`` positions away.
-        farthest_top: a query is long-range if its best key (sinks excluded) is more than this number of positions away.
+        farthest_top: a query is long-range if its highest-scoring key (except sinks) is farther away than this.
     """
 
     sink_tokens: int = 1
@@ -80,7 +80,7 @@ class Texts:
 
 
 def best_distance(queries: Array, keys: Array, positions: Array, *, distances: Distances) -> Array:
-    """Return the distance between each query and its best key, int32 ``(n,)``. Sinks do not count; -1 if all are sinks.
+    """Return the int32 distance ``(n,)`` from each query to its highest-scoring key except sinks; -1 if all are sinks.
 
     Args:
         queries: ``(n, D)`` after RoPE, at ``positions (n,)``. Each query attends to the keys up to its position.
