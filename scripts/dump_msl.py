@@ -2,10 +2,10 @@
 
 python scripts/dump_msl.py --out FOLDER [--compile]
 
-FOLDER gets one file per source, mlx_utils.h and manifest.json. mlx_utils.h is the header that MLX puts before every
-custom kernel, in the order of make_compiled_preamble.sh. MLX compiles the header and a source as one string. Each
-source equals the text of MLX's export callback byte for byte. The script runs on Linux. --compile needs clang or the
-`test` extra.
+The script writes one file per source, mlx_utils.h and manifest.json to FOLDER. mlx_utils.h is the header that MLX
+puts before every custom kernel, in the order of make_compiled_preamble.sh. MLX compiles the header and a source as
+one string. Each source equals the text of MLX's export callback byte for byte. The script runs on Linux. --compile
+needs clang or the `test` extra.
 """
 
 from __future__ import annotations

@@ -157,8 +157,8 @@ def compare(
 ) -> Comparison:
     """Prefill a prompt once, and decode densely and sparsely from the saved prompt cache.
 
-    The prompt has ``context`` tokens, or ``margin`` times the crossover length. The prompt is shorter if the
-    document, the model or ``seconds`` limit its length. If ``context`` is None and the crossover length exceeds this
+    The prompt has ``context`` tokens, by default ``margin`` times the crossover length. The prompt is shorter if the
+    document, the model or ``seconds`` limits its length. If ``context`` is None and the crossover length exceeds this
     limit, the method is sparse below its crossover length.
 
     Args:
@@ -232,7 +232,7 @@ def measure_crossover(model: Any, config: Method, calibration: Calibration) -> t
 def prefill(
     model: Any, cache: list[Any], tokens: Sequence[int], seconds: float, update: Update, *, later: int = 0
 ) -> int:
-    """Prefill in chunks until all tokens are processed, or until the next chunk would exceed ``seconds``.
+    """Prefill ``tokens`` in chunks. Stop before a chunk that would exceed ``seconds``, but always run the first chunk.
 
     Args:
         model: an mlx-lm model.

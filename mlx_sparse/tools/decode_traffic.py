@@ -83,7 +83,7 @@ class Traffic:
         return sum(cache.readers * cache.nbytes(S) for cache in self.caches)
 
     def nbytes(self, S: int) -> int:
-        """Return the memory of the caches in bytes at ``S`` tokens."""
+        """Return the total size of the caches in bytes at ``S`` tokens."""
         return sum(cache.nbytes(S) for cache in self.caches)
 
     def share(self, S: int) -> float:

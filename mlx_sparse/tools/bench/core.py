@@ -86,7 +86,7 @@ class Request:
     Attributes:
         stage: "step" or "prefill".
         methods, backends, cases: methods, backends and cases to time, in all combinations.
-        repeat: number of timed turns. In a turn, every variant runs once.
+        repeat: number of timed turns. Each variant runs once per turn.
         budget: time budget in seconds.
         kv_bits: also time each method with KV caches quantized to these numbers of bits (MLX only).
         threads: number of ONNX Runtime threads.

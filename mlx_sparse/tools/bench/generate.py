@@ -203,7 +203,7 @@ def prompt_of(text: str, S: int, encode: Encode) -> str:
 
 
 def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
-    """Return a note if prefill or decoding has a sparse method but made only dense calls, else None.
+    """Return a note if a sparse method for prefill or decoding made only dense calls, else None.
 
     Raises:
         ArtefactError: ``method`` is not "dense", but ``report`` is None.

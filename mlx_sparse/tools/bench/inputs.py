@@ -65,7 +65,7 @@ def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask:
 
 
 def allowed_error(exact: Array, plain: Array, values: Array, dtype: str) -> float:
-    """Return the tolerance: twice the error of ``plain``, plus one unit in the last place, plus float32 rounding."""
+    """Return the tolerance: twice the error of ``plain``, plus one unit in the last place, plus the float32 error."""
     units = EPSILON[dtype] * float(np.abs(exact).max()) + 8 * EPSILON["float32"] * float(np.abs(values).max())
     return 2 * float(np.abs(plain - exact).max()) + units
 

@@ -94,7 +94,7 @@ def svg(figure: Figure) -> str:
 
 
 def share(row: Row) -> float:
-    """Return the share of dense attention's bytes that a method reads (prefill method: the share of block pairs)."""
+    """Return the share of dense attention's bytes (for prefill methods, of its block pairs) that a method reads."""
     return max(mean(row.density) if row.of_prompt and row.density else row.compression, SMALLEST)
 
 

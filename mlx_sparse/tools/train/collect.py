@@ -33,7 +33,7 @@ class _CollectionComplete(Exception):
 
 @dataclass(frozen=True)
 class Done:
-    """A journal entry for a text whose ``tokens`` were all collected."""
+    """A journal entry for a text of ``tokens`` tokens that was completely collected."""
 
     tokens: int
 

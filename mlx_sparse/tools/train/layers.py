@@ -32,8 +32,8 @@ class HeadReport:
         layer, head: index of the layer and of its KV head.
         rows: number of training rows (long-range queries). If there are too few, the head keeps the k-means router.
         long_range: share of the held-out queries that are long-range.
-        loss: KL divergence in nats of each router from the targets of the long-range held-out queries; empty if there
-            are no such queries.
+        loss: KL(target || router) in nats for each router, averaged over the long-range held-out queries; empty if
+            there are no such queries.
         recall: attention recall of each router at `SELECTIVITIES`.
         imbalance: imbalance of the buckets of the held-out keys (saap.13).
     """
@@ -100,7 +100,7 @@ class Recipe:
     Attributes:
         buckets: number of clusters per KV head.
         distances: distances that define long-range keys and queries.
-        training: parameters of the query networks.
+        training: hyperparameters of the query networks.
         max_rows: largest number of training rows per head. The targets take ``2 * max_rows * buckets`` bytes per head.
         seed: seed of k-means and of the sampled rows.
     """
@@ -202,7 +202,7 @@ def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], 
 
 @dataclass(frozen=True)
 class Indexed:
-    """Attention per bucket of the queries in one KV head's group.
+    """Attention per bucket for the queries of one KV head's group.
 
     Attributes:
         mass: ``(n, G, C)`` share of each query's softmax mass on the far keys of each bucket.
@@ -278,7 +278,7 @@ def _summed(logits: mx.array, queries: Array) -> Array:
 
 
 def grouped_queries(texts: Texts, head: int) -> Array:
-    """Return the pre-RoPE queries ``(G, n, D)`` of all texts, in the order of `Indexed`."""
+    """Return the pre-RoPE queries ``(G, n, D)`` of all texts, in the same order as in `Indexed`."""
     source = texts.pre_rope_queries
     return np.concatenate([texts.group(source, window, head) for window in range(len(source))], axis=1)
 
@@ -309,6 +309,6 @@ def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) 
 
 
 def imbalance(ids: Array, recipe: Recipe) -> float:
-    """Return the imbalance of the buckets ``ids (W, S)`` of all keys after the sinks (saap.13)."""
+    """Return the imbalance (saap.13) of the buckets ``ids (W, S)``. Sinks are excluded."""
     sizes = np.bincount(ids[:, recipe.distances.sink_tokens :].ravel(), minlength=recipe.buckets).astype(np.float64)
     return float(recipe.buckets * (sizes**2).sum() / sizes.sum() ** 2)

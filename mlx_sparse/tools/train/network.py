@@ -91,7 +91,7 @@ def router(centroids: mx.array, hidden: int, scale: float) -> Params:
 def loss(params: Params, rows: mx.array, target: mx.array) -> mx.array:
     """Return the cross-entropy between ``target (Hkv, n, C)`` and the predictions for queries ``rows (Hkv, n, D)``.
 
-    The result is a mean over rows and a sum over heads. It differs from KL(target || f) by the entropy of the target.
+    The result is a mean over rows and a sum over heads. It is KL(target || predictions) plus the entropy of the target.
     """
     x = rows @ params["hidden_weight"]
     mean, variance = x.mean(axis=1, keepdims=True), x.var(axis=1, keepdims=True)
