@@ -3,7 +3,7 @@
 
 python scripts/crossover_trials.py [--trials 50] [--fast-blas] [--attn sparq] > trials.jsonl
 
-Each trial measures the crossover length again and then times steps just at this length, independently. The trials
+Each trial measures the crossover length again and then independently times steps at this length. The trials
 are printed to standard output, and the table to standard error. 50 trials take about 12 minutes on two cores.
 """
 
@@ -31,7 +31,7 @@ SLOWER = 0.97  # dense over sparse time: below this ratio a trial counts as slow
 
 
 def main() -> int:
-    """Run the trials. Return 1 if any of them was slower than dense attention by more than 3 %."""
+    """Run the trials. Return 1 if sparse attention was more than 3 % slower than dense attention in any trial."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--attn", default="sparq")

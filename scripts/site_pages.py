@@ -42,7 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make links to files point to the pages of the site or, for files without a page, to the repository.
+    """Rewrite links to files. They point to the pages of the site or, for files without a page, to the repository.
 
     Without a `repo_url`, a link to another file becomes the name of the file.
     """

@@ -129,7 +129,7 @@ class Comparison:
         return self.dense.tokens == self.sparse.tokens
 
     def bytes_per_token(self, kind: str) -> float | None:
-        """Return the "dense" or "sparse" number of bytes of K and V per token, or None if no step was sparse."""
+        """Return the bytes of K and V per token for ``kind``, "dense" or "sparse"; None if no step was sparse."""
         calls = self.report["sparse_calls"]
         return self.report[f"{kind}_bytes"] / calls * self.report["served_layers"] if calls else None
 

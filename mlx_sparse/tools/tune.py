@@ -88,7 +88,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of one passage under one setting.
+    """Result of one passage with one setting.
 
     Attributes:
         right, scored: number of correct tokens and number of scored tokens.
@@ -244,7 +244,7 @@ def settings_grid(*values: Sequence[Any]) -> list[Setting]:
 
 
 def group_by_range(lengths: Sequence[int], context: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Group ``lengths`` by range; return each upper limit and its lengths. The last range ends at ``context``."""
+    """Group ``lengths`` by range; return each range's upper limit and lengths. The last range ends at ``context``."""
     ends = {length: next(end for end in RANGES if length < end) for length in sorted(set(lengths))}
     return [
         (int(end) if math.isfinite(end) else context + 1, tuple(length for length in ends if ends[length] == end))

@@ -181,7 +181,7 @@ class Index:
         return cls(visited, ids, network)
 
     def problem(self, case: Case, config: Any, merge_every: int = 1) -> Problem:
-        """Generate a problem whose query attends to sinks, to keys in visited buckets and to keys after the lists.
+        """Generate a problem whose query attends to sinks, to keys in visited buckets and to keys newer than the lists.
 
         The number of keys in the lists is a multiple of ``merge_every``.
         """

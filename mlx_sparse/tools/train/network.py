@@ -49,7 +49,7 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
     The first ``2 D`` hidden units are ``[I, -I]``. The others are random, and their output weights are 0.
 
     Args:
-        centroids: ``(Hkv, C, D)``.
+        centroids: k-means centroids ``(Hkv, C, D)``.
         spread: mean and covariance of the queries. The initial gain and shift make batch norm the identity.
         hidden: number of hidden units.
         scale: scale of the inner products.
@@ -177,7 +177,7 @@ def train_layer(
 
     Args:
         rows: training rows of each KV head.
-        centroids: ``(Hkv, C, D)``.
+        centroids: k-means centroids ``(Hkv, C, D)``.
         training: hyperparameters.
         scale: scale of the attention scores and of the k-means router.
         progress: a progress bar that counts steps.
