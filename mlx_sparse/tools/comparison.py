@@ -95,7 +95,7 @@ class Comparison:
         crossover: largest crossover length in keys; `NEVER` if sparse attention is not faster at any length.
         context: number of tokens in the prompt.
         target: intended number of tokens, which is larger than ``context`` if the prefill ran out of time.
-        forced: True if the method was sparse below its crossover length, because no longer context was possible.
+        forced: True if the method was sparse below its crossover length, because a longer context was impossible.
         prefill_seconds: time of the prefill in seconds.
         dense, sparse: the decoded answers.
         report: the report of the sparse run.

@@ -109,7 +109,7 @@ class Measured:
     """Results of one setting over all passages of a range.
 
     Attributes:
-        setting: the setting; None for dense attention.
+        setting: the setting that was run; None for dense attention.
         tasks: accuracy by task.
         density, sampled: means of the trials.
         seconds: time of the fastest prefill, averaged over the lengths.

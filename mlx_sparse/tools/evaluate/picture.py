@@ -52,8 +52,8 @@ def styled() -> Iterator[None]:
 def draw(rows: Sequence[Row]) -> Figure | None:
     """Draw the rows of one task. Return None if no row has sparse calls.
 
-    A line connects the budgets of one method. A point is hollow if some calls were dense. Error bars are one
-    standard error of the paired difference from dense attention.
+    A line connects the budgets of one method. A point is hollow if some calls were dense. An error bar
+    shows one standard error of the paired difference from dense attention.
     """
     from matplotlib.figure import Figure
 

@@ -204,7 +204,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class TextFacts:
-    """Name, SHA-256, number of bytes and number of tokens of a text."""
+    """Name, SHA-256 hash, number of bytes and number of tokens of a text."""
 
     name: str
     sha256: str

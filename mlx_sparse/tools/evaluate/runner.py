@@ -1,4 +1,4 @@
-"""Run examples with dense attention and with methods, and score the predictions of the model."""
+"""Run examples with dense attention and with each method, and score the model's predictions."""
 
 from __future__ import annotations
 
