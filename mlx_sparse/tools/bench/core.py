@@ -131,7 +131,7 @@ class Row:
     """The result of one variant on one case.
 
     Attributes:
-        case: the case.
+        case: the benchmark case.
         method: the ``--attn`` text of the method; "" for a note on the whole case, "dense" for a failed baseline.
         backend: name of the backend.
         details: additional fields, such as the number of bytes that the method moves.

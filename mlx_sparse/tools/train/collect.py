@@ -168,7 +168,7 @@ def collect(
         folder: an existing folder for the files.
         queries: number of queries to sample from each text.
         first: lowest position of a sampled query.
-        seed: seed of the sample.
+        seed: seed for sampling the queries.
         key: hash of the inputs of the run.
         progress: a progress bar that counts tokens.
 

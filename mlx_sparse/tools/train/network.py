@@ -52,7 +52,7 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
         centroids: k-means centroids ``(Hkv, C, D)``.
         spread: mean and covariance of the queries. The initial gain and shift make batch norm the identity.
         hidden: number of hidden units.
-        scale: scale of the inner products.
+        scale: scale of the inner products of queries and centroids.
         seed: seed of the random hidden units.
     """
     Hkv, _, D = centroids.shape
@@ -178,7 +178,7 @@ def train_layer(
     Args:
         rows: training rows of each KV head.
         centroids: k-means centroids ``(Hkv, C, D)``.
-        training: hyperparameters.
+        training: hyperparameters of the networks.
         scale: scale of the attention scores and of the k-means router.
         progress: a progress bar that counts steps.
     """

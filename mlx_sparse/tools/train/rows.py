@@ -52,7 +52,7 @@ class Texts:
         pre_rope_keys, rope_keys: keys ``(W, Hkv, S, D)`` before and after RoPE.
         pre_rope_queries, rope_queries: sampled queries ``(W, Hq, n, D)`` before and after RoPE.
         positions: ascending positions ``(W, n)`` of the queries in their text.
-        scale: scale of the scores.
+        scale: scale of the attention scores.
     """
 
     pre_rope_keys: Array
@@ -86,7 +86,7 @@ def best_distance(queries: Array, keys: Array, positions: Array, *, distances: D
         queries: ``(n, D)`` after RoPE, at ``positions (n,)``. Each query attends to the keys up to its position.
         keys: ``(S, D)`` of a whole text, after RoPE.
         positions: ``(n,)`` positions of the queries in the text.
-        distances: defines the number of sinks.
+        distances: distances that define the sinks.
     """
 
     def distance(at: mx.array, behind: mx.array, logits: mx.array) -> mx.array:
@@ -184,7 +184,7 @@ def long_range_rows(
         buckets: number of buckets.
         distances: definition of long-range keys and queries.
         max_rows: largest number of rows.
-        seed: seed of the sample.
+        seed: seed for sampling the rows.
     """
     windows, G = len(texts.rope_keys), texts.rope_queries.shape[1] // texts.heads
     share = -(-max_rows // windows)
