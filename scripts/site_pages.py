@@ -1,4 +1,4 @@
-"""MkDocs hooks: add the API pages and pages from outside docs/, and rewrite links to files outside docs/."""
+"""Add API pages and pages from outside docs/ to the site, and rewrite links to files outside docs/ (MkDocs hooks)."""
 
 import posixpath
 import re

@@ -122,7 +122,7 @@ def measure(
     seed: int,
     D: int,
 ) -> Quality:
-    """Run `ORACLE`, then the methods. Start each method with the largest budget, and reduce the budget until it fails.
+    """Run `ORACLE`, then the methods. Try each method with smaller and smaller budgets until the method fails.
 
     Args:
         model, tokenizer: the model and its tokenizer.

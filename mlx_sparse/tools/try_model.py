@@ -150,7 +150,7 @@ def show(found: Comparison, name: str, warning: str | None, console: Console) ->
 
 
 def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
-    """Return sentences with the speed-up, the agreement of the answers, and the command to use."""
+    """Return sentences about the speed-up, the agreement of the answers, and the command to use."""
     same = "are identical" if found.identical else f"agree in the first {found.same_tokens} tokens"
     lines = [f"Warning: {warning}."] if warning else []
     lines.append(f"{found.attn} is {found.speedup:.2f} x as fast as dense attention here. The answers {same}.")
