@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the pictures of the documentation. This script needs matplotlib.
+"""Draw the pictures for the documentation. This script needs matplotlib.
 
 python scripts/plots.py bytes      docs/bytes.svg: bytes of a decode step by context and by layer, from formulas
 python scripts/plots.py speed      docs/speed.svg: tokens per second by context, from docs/results/context.jsonl

@@ -56,7 +56,7 @@ class Attempt:
 
     Attributes:
         variant: the method with its settings.
-        share: elements that the variant moves, divided by dense attention's elements; None without a formula.
+        share: share of dense attention's elements that the variant moves; None if the method has no formula.
         rows: one row of results for each task.
     """
 
@@ -76,7 +76,7 @@ class Attempt:
 
 
 def passes(row: Row) -> bool:
-    """Return True if the KL is at most `MAX_KL` and the agreement is not clearly below `MIN_AGREEMENT`."""
+    """Return True if the KL divergence is at most `MAX_KL` and the agreement is not clearly below `MIN_AGREEMENT`."""
     tokens = row.examples * STEPS
     error = (row.mean.agreement * (1 - row.mean.agreement) / tokens) ** 0.5
     return row.mean.kl <= MAX_KL and row.mean.agreement + SLACK * error >= MIN_AGREEMENT[row.task]
@@ -122,12 +122,12 @@ def measure(
     seed: int,
     D: int,
 ) -> Quality:
-    """Run `ORACLE` and then the methods. Try each method from the largest budget down, until the method fails.
+    """Run `ORACLE`, then the methods. Try each method with smaller and smaller budgets until the method fails.
 
     Args:
         model, tokenizer: the model and its tokenizer.
         tokens: tokens of the text.
-        methods: decode methods as text.
+        methods: texts of the decode methods.
         budgets: shares of dense attention's transfers.
         context: number of tokens in each prompt.
         limit: number of examples per task.
@@ -190,7 +190,7 @@ class Page:
 
     Attributes:
         model: name of the model.
-        family: mlx-lm's name of the model's family.
+        family: mlx-lm's name for the model family.
         machine: chip and MLX device.
         date: date of the run.
         context: the value of ``--context``.
@@ -321,7 +321,7 @@ class Page:
 
 
 def for_everyday_use(best: Attempt) -> Method:
-    """Return an attempt's method with ``dense_below`` reset and, for experimental methods, the default budget.
+    """Return the attempt's method with the user's ``dense_below``. Experimental methods also get the default budget.
 
     Attempts use short prompts, so they select few keys and set ``dense_below`` to 0.
     """
@@ -347,7 +347,7 @@ def toml(config: Method, model: str, day: str, text: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the `Page`. Return 0 if a method is recommended, or can run and quality was not requested; else 1."""
+    """Print the `Page`. Return 0 if a method is recommended (with ``--no-quality``: if a method can run), else 1."""
     args = _parser().parse_args(argv)
     _check(args)
     found = _page(args)

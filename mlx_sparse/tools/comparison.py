@@ -37,7 +37,7 @@ class Prompt:
     """Tokens of a chat prompt with a long document.
 
     Attributes:
-        document: tokens of the chat template's start and the document. A shorter context cuts the end.
+        document: tokens of the chat template's start and the document. A shorter context omits the last tokens.
         end: tokens after the document: the question and the end of the chat template.
     """
 
@@ -95,7 +95,7 @@ class Comparison:
         crossover: largest crossover length in keys; `NEVER` if sparse attention is not faster at any length.
         context: number of tokens in the prompt.
         target: intended number of tokens, which is larger than ``context`` if the prefill ran out of time.
-        forced: True if the method was sparse below its crossover length, because no longer context was possible.
+        forced: True if the method was sparse below its crossover length, because a longer context was impossible.
         prefill_seconds: time of the prefill in seconds.
         dense, sparse: the decoded answers.
         report: the report of the sparse run.
@@ -129,7 +129,7 @@ class Comparison:
         return self.dense.tokens == self.sparse.tokens
 
     def bytes_per_token(self, kind: str) -> float | None:
-        """Return the bytes of K and V per token, "dense" or "sparse", by formula; None if no step was sparse."""
+        """Return the bytes of K and V per token for ``kind``, "dense" or "sparse"; None if no step was sparse."""
         calls = self.report["sparse_calls"]
         return self.report[f"{kind}_bytes"] / calls * self.report["served_layers"] if calls else None
 
@@ -157,8 +157,8 @@ def compare(
 ) -> Comparison:
     """Prefill a prompt once, and decode densely and sparsely from the saved prompt cache.
 
-    The prompt has ``context`` tokens, or ``margin`` times the crossover length. The prompt is shorter if the
-    document, the model or ``seconds`` limit its length. If ``context`` is None and the crossover length exceeds this
+    The prompt has ``context`` tokens, by default ``margin`` times the crossover length. The prompt is shorter if the
+    document, the model or ``seconds`` limits its length. If ``context`` is None and the crossover length exceeds this
     limit, the method is sparse below its crossover length.
 
     Args:
@@ -218,7 +218,7 @@ def compare(
 
 
 def measure_crossover(model: Any, config: Method, calibration: Calibration) -> tuple[list[str], int]:
-    """Return the layers' crossover lengths as text, and the largest one in keys. Measure lengths if necessary."""
+    """Return descriptions of the layers' crossover lengths, and the largest length in keys. Measure unknown lengths."""
     enable(model, config, calibration=calibration)
     try:
         plan = plan_of(model)
@@ -232,13 +232,13 @@ def measure_crossover(model: Any, config: Method, calibration: Calibration) -> t
 def prefill(
     model: Any, cache: list[Any], tokens: Sequence[int], seconds: float, update: Update, *, later: int = 0
 ) -> int:
-    """Prefill in chunks until all tokens are processed, or until the next chunk would exceed ``seconds``.
+    """Prefill ``tokens`` in chunks. Stop before a chunk that would exceed ``seconds``, but always run the first chunk.
 
     Args:
-        model: a model of mlx-lm.
+        model: an mlx-lm model.
         cache: prompt cache, which is extended in place.
         tokens: tokens to prefill.
-        seconds: longest time, including an estimate for the ``later`` tokens.
+        seconds: time limit, which includes the estimated time of the ``later`` tokens.
         update: callback for progress.
         later: number of tokens that the caller prefills afterwards.
 

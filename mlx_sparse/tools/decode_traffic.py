@@ -83,7 +83,7 @@ class Traffic:
         return sum(cache.readers * cache.nbytes(S) for cache in self.caches)
 
     def nbytes(self, S: int) -> int:
-        """Return the memory of the caches in bytes at ``S`` tokens."""
+        """Return the total size of the caches in bytes at ``S`` tokens."""
         return sum(cache.nbytes(S) for cache in self.caches)
 
     def share(self, S: int) -> float:
@@ -91,7 +91,7 @@ class Traffic:
         return self.kv(S) / (self.weights + self.kv(S))
 
     def bound(self, S: int, served: Iterable[Served]) -> float:
-        """Return the upper bound of a decode step's speed-up, from its bytes, with ``served`` as the sparse layers."""
+        """Return an upper bound on a decode step's speed-up, from the bytes read. ``served`` are the sparse layers."""
         total = self.weights + self.kv(S)
         return total / max(1, total - sum(one.saved(S) for one in served))
 

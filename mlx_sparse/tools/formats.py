@@ -46,10 +46,10 @@ def check_folder(option: str, path: Path | None) -> None:
 
 
 def check_own(option: str, path: Path | None, first_line: str) -> None:
-    """Check that ``path`` is a new TOML file, or begins with ``first_line`` because this command wrote it.
+    """Check that ``path`` is a new TOML file, or that this command wrote the file: it begins with ``first_line``.
 
     Raises:
-        ConfigError: the folder does not exist, the name does not end in .toml, or the file begins with another line.
+        ConfigError: the folder does not exist, the name does not end in .toml, or the first line is different.
     """
     if path is None:
         return
@@ -74,7 +74,7 @@ class Printer:
     """Printer of a command's results in the requested format. JSON lines are printed immediately.
 
     Args:
-        args: parsed options, including those of `add_options`.
+        args: parsed options, including the options of `add_options`.
         facts: command, date and machine of the run. Markdown starts with the command. Each JSON line repeats all facts.
 
     Attributes:

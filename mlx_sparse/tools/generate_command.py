@@ -18,7 +18,7 @@ from ..checks import ArtefactError
 def generate_command(model: str, max_tokens: int) -> list[str]:
     """Return the command that runs this environment's ``mlx_lm.generate`` greedily on a prompt from standard input.
 
-    The command begins with the script's name if PATH finds this script; otherwise, with its path or with Python.
+    The command begins with the script's name if the script is on PATH, else with the script's path or with Python.
     """
     script = Path(sysconfig.get_path("scripts")) / "mlx_lm.generate"
     command = [sys.executable, "-m", "mlx_lm", "generate"]

@@ -23,7 +23,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def markdown() -> str:
-    """Return the README's table, which is the same on every machine. It omits methods with exactly two backends."""
+    """Return the README's table, which is the same on every machine. It omits methods that only two backends have."""
     lines = [f"| method | {' | '.join(BACKENDS)} |", f"|---|{'---|' * len(BACKENDS)}"]
     for name in METHODS:
         if len(FUNCTIONS[name]) == 2:

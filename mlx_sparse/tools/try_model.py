@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def split_text(text: str, question: str | None) -> tuple[str, str]:
-    """Split a text into the part that a shorter context cuts, and the rest with the question.
+    """Split a text into the part that may be cut to fit the context, and the rest with the question.
 
     Without a question, state `KEY` before the last `AFTER_KEY` characters, and ask for it.
     """
@@ -150,7 +150,7 @@ def show(found: Comparison, name: str, warning: str | None, console: Console) ->
 
 
 def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
-    """Return sentences with the speed-up, the agreement of the answers, and the command to use."""
+    """Return sentences about the speed-up, the agreement of the answers, and the command to use."""
     same = "are identical" if found.identical else f"agree in the first {found.same_tokens} tokens"
     lines = [f"Warning: {warning}."] if warning else []
     lines.append(f"{found.attn} is {found.speedup:.2f} x as fast as dense attention here. The answers {same}.")
@@ -164,7 +164,7 @@ def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
 
 
 def _reason(found: Comparison) -> str:
-    """Return the reason for the prompt length; empty if neither the time limit nor the default set the length."""
+    """Return the reason for the prompt length; "" if neither the time limit nor the default set the length."""
     if found.context < found.target:
         return f", the longest that fits into about {SECONDS:.0f} s"
     if found.crossover < NEVER and found.target == MARGIN * found.crossover:

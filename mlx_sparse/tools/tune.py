@@ -1,4 +1,4 @@
-"""Implement ``mlx-sparse tune-sample``: tune SampleAttention for a model, by range of context length.
+"""Implement ``mlx-sparse tune-sample``: tune SampleAttention for a model and each range of context lengths.
 
 The command runs every setting on retrieval tasks inside a sparse prefill and selects two settings, as in section 4.4
 of the SampleAttention paper.
@@ -88,11 +88,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of one passage under one setting.
+    """Result of one passage with one setting.
 
     Attributes:
         right, scored: number of correct tokens and number of scored tokens.
-        density: share of the causal block pairs attended to, averaged over layers and heads.
+        density: share of the causal block pairs that were attended to, averaged over layers and heads.
         sampled: share of the query rows that were scored for the selection.
         seconds: time of the whole prefill.
     """
@@ -109,7 +109,7 @@ class Measured:
     """Results of one setting over all passages of a range.
 
     Attributes:
-        setting: the setting; None for dense attention.
+        setting: the setting that was run; None for dense attention.
         tasks: accuracy by task.
         density, sampled: means of the trials.
         seconds: time of the fastest prefill, averaged over the lengths.
@@ -222,10 +222,10 @@ class Search:
 def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Measured]:
     """Return the accuracy-first and the speed-first setting.
 
-    Accuracy first is the setting with the least work among all settings that are as accurate as dense attention. If
-    there is none, it is the most accurate setting. Speed first is the setting with the least work that keeps
-    `SPEED_FIRST_SHARE` of dense attention's accuracy, or else the accuracy-first setting. Settings are ranked by work
-    and not by time, because times are reproducible only on an idle machine. Ties go to the smaller parameters.
+    The accuracy-first setting has the least work of all settings that are as accurate as dense attention. If there is
+    no such setting, it is the most accurate setting. The speed-first setting has the least work of all settings that
+    keep `SPEED_FIRST_SHARE` of dense attention's accuracy. If there is none, it is the accuracy-first setting. Settings
+    are ranked by work, because times are reproducible only on an idle machine. Ties go to the smaller parameters.
     """
 
     def cheapest(candidates: Sequence[Measured]) -> Measured:
@@ -244,7 +244,7 @@ def settings_grid(*values: Sequence[Any]) -> list[Setting]:
 
 
 def group_by_range(lengths: Sequence[int], context: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Group ``lengths`` by range; return each upper limit and its lengths. The last range ends at ``context``."""
+    """Group ``lengths`` by range; return each range's upper limit and lengths. The last range ends at ``context``."""
     ends = {length: next(end for end in RANGES if length < end) for length in sorted(set(lengths))}
     return [
         (int(end) if math.isfinite(end) else context + 1, tuple(length for length in ends if ends[length] == end))

@@ -27,7 +27,7 @@ OFFER = f"MLX's BLAS is slow in float32 on this machine. --fast-blas fetches Ope
 
 @dataclass(frozen=True)
 class Build:
-    """SHA-256 hashes of SciPy's wheel for one architecture and of its libraries. Dependencies come first."""
+    """SHA-256 hashes of SciPy's wheel for one architecture and of the libraries in it, dependencies first."""
 
     sha256: str
     libraries: Mapping[str, str]

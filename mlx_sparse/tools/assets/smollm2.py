@@ -85,7 +85,7 @@ def write_model(folder: Path, config: dict[str, Any], weights: dict[str, mx.arra
 
 
 def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Convert the GGUF metadata to mlx-lm's ``config.json``."""
+    """Build the content of mlx-lm's ``config.json`` from the GGUF metadata."""
     if (architecture := metadata.get("general.architecture")) != "llama":
         raise ArtefactError(f"general.architecture: expected llama, got {architecture!r}. Use another GGUF file.")
 

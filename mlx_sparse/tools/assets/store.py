@@ -34,7 +34,7 @@ def file_hash(path: Path) -> str:
 
 
 def check_file(path: Path, sha256: str, what: str) -> None:
-    """Raise `ArtefactError` if a file is missing or has another SHA-256. The message calls the file ``what``."""
+    """Raise `ArtefactError` if a file is missing or its SHA-256 hash is wrong. The message names the file ``what``."""
     if not path.is_file():
         raise ArtefactError(f"{path}: expected {what}, got no file. Fetch it again.")
     if (found := file_hash(path)) != sha256:
@@ -103,7 +103,7 @@ def fetch(requirement: str, sha256: str, cache: Path, options: Sequence[str] = (
         source: fetch the source archive instead of a wheel.
 
     Raises:
-        ArtefactError: the download fails, or the file has another hash.
+        ArtefactError: the download fails, or the file has a different hash.
     """
     what, suffix = ("source archive", ".tar.gz") if source else ("wheel", ".whl")
     # The build requirements of a source archive may be wheels.
@@ -144,7 +144,7 @@ def _reason(stderr: str) -> str:
 
 
 def read_files(archive: Path, pattern: str) -> dict[str, bytes]:
-    """Return the files in a wheel or source archive that match ``pattern``, as a dict of contents by file name.
+    """Return a dict from names to contents of the files in a wheel or source archive that match ``pattern``.
 
     Raises:
         ArtefactError: no file matches.

@@ -22,7 +22,7 @@ ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Shape:
-    """Number of heads and head dim of one attention layer."""
+    """Numbers of query and KV heads, and the head dim, of one attention layer."""
 
     Hq: int
     Hkv: int
@@ -43,7 +43,7 @@ class Case:
 
     Attributes:
         dtype: data type of queries, keys and values.
-        shape: number of heads, and head dim.
+        shape: numbers of heads, and the head dim.
         B, S: batch size and number of keys.
         step: number of tokens in a prefill chunk; None for a decode step.
     """
@@ -61,12 +61,12 @@ class Case:
 
     @property
     def item(self) -> int:
-        """Bytes of one element."""
+        """Size of one element in bytes."""
         return ITEM_SIZES[self.dtype]
 
     @property
     def keys(self) -> int:
-        """Bytes of all keys. The values have the same size."""
+        """Size of all keys in bytes. The values have the same size."""
         return self.rows * self.S * self.shape.D * self.item
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,10 +86,10 @@ class Request:
     Attributes:
         stage: "step" or "prefill".
         methods, backends, cases: methods, backends and cases to time, in all combinations.
-        repeat: number of timed turns.
+        repeat: number of timed turns. Each variant runs once per turn.
         budget: time budget in seconds.
         kv_bits: also time each method with KV caches quantized to these numbers of bits (MLX only).
-        threads: number of ONNX Runtime's threads.
+        threads: number of ONNX Runtime threads.
     """
 
     stage: str
@@ -131,7 +131,7 @@ class Row:
     """The result of one variant on one case.
 
     Attributes:
-        case: the case.
+        case: the benchmark case.
         method: the ``--attn`` text of the method; "" for a note on the whole case, "dense" for a failed baseline.
         backend: name of the backend.
         details: additional fields, such as the number of bytes that the method moves.
@@ -266,7 +266,7 @@ def compare(variant: Variant, samples: Mapping[Variant, Sequence[float]]) -> Non
 
 
 def expected(error: Exception) -> bool:
-    """Return True if the error is no failure, because the case is too large or the method does not support it."""
+    """Return True if the error is not a failure: the case is too large, or the method does not support the case."""
     return isinstance(error, (MemoryError, SparseAttentionError)) or type(error).__name__ == "OutOfMemoryError"
 
 

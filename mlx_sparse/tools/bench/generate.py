@@ -1,4 +1,4 @@
-"""Implement ``mlx-sparse bench generate``: time ``mlx_lm.generate`` or an exported model, sparse and dense by turns.
+"""Implement ``mlx-sparse bench generate``: alternate sparse and dense runs of ``mlx_lm.generate`` or an exported model.
 
 The MLX variants run ``mlx_lm.generate`` on real text. `onnx_export.bench_generate` has the ONNX Runtime variants.
 """
@@ -154,7 +154,7 @@ def commands(
 
 
 class Command(Generation):
-    """A run of ``mlx_lm.generate`` with one method, in a new process each turn."""
+    """A run of ``mlx_lm.generate`` with one method. Each turn starts a new process."""
 
     def __init__(self, context: Context, method: str, model: str, tokens: int, encode: Encode) -> None:
         super().__init__(context, method, "mlx", peak_memory=0.0)
@@ -203,7 +203,7 @@ def prompt_of(text: str, S: int, encode: Encode) -> str:
 
 
 def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
-    """Return a note if prefill or decoding has a sparse method but made only dense calls, else None.
+    """Return a note if a sparse method for prefill or decoding made only dense calls, else None.
 
     Raises:
         ArtefactError: ``method`` is not "dense", but ``report`` is None.

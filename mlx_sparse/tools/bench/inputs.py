@@ -65,7 +65,7 @@ def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask:
 
 
 def allowed_error(exact: Array, plain: Array, values: Array, dtype: str) -> float:
-    """Return the tolerance: twice the error of ``plain``, plus one unit in the last place, plus float32 rounding."""
+    """Return the tolerance: twice the error of ``plain``, plus one unit in the last place, plus the float32 error."""
     units = EPSILON[dtype] * float(np.abs(exact).max()) + 8 * EPSILON["float32"] * float(np.abs(values).max())
     return 2 * float(np.abs(plain - exact).max()) + units
 
@@ -112,7 +112,7 @@ class Problem:
 
 
 def normal(case: Case, heads: int, length: int, seed: int = 0) -> Array:
-    """Return standard normal numbers ``(1, heads, length, D)``. The rows repeat after `DISTINCT` rows."""
+    """Draw standard normal numbers ``(1, heads, length, D)``. The rows repeat after `DISTINCT` rows."""
     drawn = np.random.default_rng(seed).standard_normal((1, heads, min(length, DISTINCT), case.shape.D), np.float32)
     return np.take(drawn, np.arange(length) % DISTINCT, axis=2)
 
@@ -151,7 +151,7 @@ class Index:
     """SAAP's index over the keys of a problem, and a router whose biases determine the visited buckets.
 
     Attributes:
-        visited: ascending int64 buckets ``(Hkv, probes)``.
+        visited: int64 ids of the visited buckets ``(Hkv, probes)``, ascending.
         bucket_ids: int16 ``(Hkv, S)``.
         network: float16 ``hidden_weight (Hkv, D, H)``, ``hidden_bias``, ``out_weight (Hkv, H, C)``, ``out_bias``. With
             H = 0 there is no hidden layer, and the output layer reads the query.
@@ -181,7 +181,7 @@ class Index:
         return cls(visited, ids, network)
 
     def problem(self, case: Case, config: Any, merge_every: int = 1) -> Problem:
-        """Generate a problem whose query attends to sinks, to keys in visited buckets and to keys after the lists.
+        """Generate a problem whose query attends to sinks, to keys in visited buckets and to keys newer than the lists.
 
         The number of keys in the lists is a multiple of ``merge_every``.
         """
@@ -194,7 +194,7 @@ class Index:
         return Problem(case.dtype, random.queries, random.keys, random.values, selected)
 
     def bytes(self, problem: Problem, case: Case) -> int:
-        """Return the bytes that one step moves for the network and for the attended keys and values."""
+        """Return the number of bytes that one step moves for the network and the attended keys and values."""
         assert problem.selected is not None
         attended = sum(map(len, problem.selected)) // case.shape.Hkv
         network = sum(array.nbytes for array in self.network.values())
@@ -210,7 +210,7 @@ def check_request(request: Request, backends: tuple[str, ...], shared_only: bool
     """Check the backends, methods and shapes of a request.
 
     Args:
-        request: the request.
+        request: the checked options of the benchmark.
         backends: names of the backends that the runtime has.
         shared_only: True if only the methods in `SHARED_METHODS` are available.
 

@@ -191,7 +191,7 @@ class Layers:
 
 
 class MlxVariant(Variant):
-    """A method on one backend, or without ``config`` a baseline (dense attention or a read of keys and values)."""
+    """A method on one backend. Without ``config``, a baseline: dense attention or a read of keys and values."""
 
     def __init__(
         self,
@@ -275,17 +275,17 @@ class MlxStep(MlxVariant):
         return cache.attend(queries, self.config, scale=self.case.shape.D**-0.5, backend=self.backend)[0]
 
     def bytes(self) -> int:
-        """Return the bytes that a step moves in one layer, by the method's formula."""
+        """Return the number of bytes that a step moves in one layer, from the method's formula."""
         case, D = self.case, self.case.shape.D
         row = Step(case.rows, case.shape.G, D, case.item, packed=(self.bits, GROUP) if self.bits else None).row_bytes
         return int(case.rows * self.config.step_bytes(case.S, D, itemsize=case.item, row_bytes=row))
 
 
 class SaapStep(MlxStep):
-    """A SAAP decode step with random router weights. Each layer routes, lists the keys and attends to them.
+    """A SAAP decode step with random router weights. Each layer selects buckets and attends to the keys in them.
 
     The router is a network with 2 D hidden units, the default of `mlx-sparse train-saap`. In online mode, the
-    router uses centroids. ``upkeep`` is the time to rebuild the lists, divided by the steps between two rebuilds.
+    router uses centroids. ``upkeep`` is the time to rebuild the lists, divided by the number of steps per rebuild.
     """
 
     def __init__(self, case: Case, layers: Layers, config: Any, backend: str) -> None:
@@ -346,7 +346,7 @@ class Chunks(Prompt):
 
 
 class MlxPrefill(MlxVariant):
-    """The attention of a prefill, chunk by chunk."""
+    """The attention calls of one layer in a prefill, one call per chunk."""
 
     def prepare(self) -> None:
         self.row.details["density"] = self.shared.density(self.config) if self.config else None

@@ -304,7 +304,7 @@ class Cloze:
 
 
 def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Complete a sentence of one of eight passages, like SQuAD with confusion contexts.
+    """Complete a sentence from one of eight passages, as in SQuAD with confusion contexts.
 
     The prompt quotes a sentence up to the answer. The answer is the first number in the sentence, else its first word
     with a capital letter, else its longest word. At least six words precede it, and it occurs only once in the prompt.
