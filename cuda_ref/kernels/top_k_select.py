@@ -1,6 +1,6 @@
 """Select exactly the k largest scores of a row without sorting. All methods share this kernel.
 
-Scores are converted to unsigned integers in the same order. Four histograms of 256 bins, for eight bits each, find the
+Scores are converted to unsigned integers of the same order. Four histograms of 256 bins, for 8 bits each, find the
 k-th largest score. The kernel writes the indices of all larger scores and of the first equal scores, ascending.
 
 The grid is (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, as float32 or bytes, sums their
@@ -38,7 +38,7 @@ def digit_counts(bits, threshold, there, shift):
 
 @triton.jit
 def next_digit(counts, wanted):
-    """Return the largest digit that at least ``wanted`` items reach, and how many items with it to select."""
+    """Return the largest digit that at least ``wanted`` items reach, and how many items with this digit to select."""
     digits = tl.arange(0, 256)
     reaching = tl.cumsum(counts, 0, reverse=True)
     digit = tl.max(tl.where(reaching >= wanted, digits, 0), axis=0)
@@ -126,7 +126,7 @@ def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, spli
 
 @triton.jit
 def group_scores(logits, statistics, softmax, s, tile, readable, stride_l, splits, G: tl.constexpr):
-    """Return the scores of keys ``s``, summed over the group (sparq.4), (sparq.5). For given scores, G is 1."""
+    """Return the scores of keys ``s``, summed over the group (sparq.4, sparq.5). For scores from the caller, G is 1."""
     score = tl.zeros(s.shape, tl.float32)
     if G <= 8:  # all heads at once; more do not fit into the registers
         for g in tl.static_range(G):
@@ -139,7 +139,7 @@ def group_scores(logits, statistics, softmax, s, tile, readable, stride_l, split
 
 @triton.jit
 def write_best(indices, bits, index, threshold, ties, written, ties_before):
-    """Append the selected items to the list ``indices``. Return its new length and the new number of ties."""
+    """Append the selected items to the list ``indices``. Return the list's new length and the new number of ties."""
     best = is_best(bits, threshold, ties, ties_before)
     slot = written + tl.cumsum(best.to(tl.int32), 0) - 1
     tl.store(indices + slot, index, mask=best)

@@ -43,7 +43,7 @@ def rows(array: torch.Tensor) -> torch.Tensor:
 
 
 def contiguous(array: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``array`` as a contiguous tensor, or None if it is None."""
+    """Return ``array`` as a contiguous tensor, or None if ``array`` is None."""
     return None if array is None else array.contiguous()
 
 
@@ -53,7 +53,7 @@ def strides(letter: str, array: torch.Tensor, axes: str = "bhn") -> dict[str, in
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Return True for bfloat16 in Triton's interpreter, which can compute only after a conversion to float32."""
+    """Return True if ``dtype`` is bfloat16 and Triton's interpreter, which cannot compute in bfloat16, is enabled."""
     return interpreted() and dtype == torch.bfloat16
 
 
@@ -70,6 +70,6 @@ def power_of_2(number: int, least: int = 1) -> int:
 
 
 def fake_attention(queries: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty ``out`` and ``lse``, as the fake implementation of the attention operators for torch.compile."""
+    """Return empty ``out`` and ``lse``: the fake implementation of the attention operators for torch.compile."""
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     return out, queries.new_empty(queries.shape[:3], dtype=torch.float32)
