@@ -149,7 +149,7 @@ def to_numpy(tensor: torch.Tensor) -> Any:
 
 
 class TorchVariant(Variant):
-    """Base class of the attention variants on torch tensors. `Timer` measures them."""
+    """Base class for attention variants on torch tensors. `Timer` times them."""
 
     copies = 1
 
@@ -174,7 +174,7 @@ class TorchVariant(Variant):
 
 
 class Caches:
-    """Copies of a KV cache with random keys and values, which together exceed the L2 cache."""
+    """Copies of a KV cache with random keys and values. Together they exceed the L2 cache."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -218,7 +218,7 @@ class DenseStep(TorchVariant):
         return None
 
     def problem(self) -> Problem:
-        """Build inputs with a known attention output, for `check`."""
+        """Build inputs whose attention output is known, for `check`."""
         return random_problem(self.case)
 
     def check(self) -> str | None:
@@ -242,7 +242,7 @@ class TorchStep(DenseStep):
 
 
 class SparqStep(DenseStep):
-    """Decode step with SparQ, with 16-bit or int4 scoring keys."""
+    """Decode step with SparQ and 16-bit or int4 scoring keys."""
 
     def __init__(self, case: Case, caches: Caches, config: Any) -> None:
         super().__init__(case, caches, None, config)

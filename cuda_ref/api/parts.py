@@ -100,7 +100,7 @@ def saap_indices(
         capacity: number of slots in each list. Keys that do not fit are omitted.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and the numbers of used slots ``(B, Hkv)``.
+        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and int32 ``counts (B, Hkv)`` of used slots.
     """
     B, Hkv, _ = _check_rows("visited", visited)
     check_backend(backend, visited.device)

@@ -118,7 +118,7 @@ def has_qk_norm(module: torch.nn.Module) -> bool:
 def _layer_reasons(
     origin: Origin, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> Iterator[str]:
-    """Yield the reasons why this layer never attends sparsely. The caller uses the first reason only."""
+    """Yield the reasons why this layer always attends densely. The caller uses the first reason only."""
     reason = dense_layer(origin.layer)
     if reason is not None:
         yield reason

@@ -150,7 +150,7 @@ class Origin(NamedTuple):
 
 
 def origin_of(keys: torch.Tensor) -> Origin | None:
-    """Return the cache and layer of ``keys``, or None if the tensor does not come from a `SparQCache`."""
+    """Return the cache and layer of ``keys``, or None if the keys do not come from a `SparQCache`."""
     found: Origin | None = getattr(keys, _NAME, None)
     return found
 
@@ -212,7 +212,7 @@ class SparQCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values to a layer and return all of its keys and values. The keys refer to the layer.
+        """Append keys and values to a layer. Return all keys and values of the layer. The keys refer to the layer.
 
         An attention function receives keys and values, but neither the cache nor the layer. The layer number of a
         module does not identify the cache, and some models pass the keys of one layer to other layers. Therefore the

@@ -31,7 +31,7 @@ def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
 
 @triton.jit
 def write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D: tl.constexpr, G: tl.constexpr):
-    """Normalize and reallocate the output. Store it with its log-sum-exp. Rows without keys get 0 and -inf."""
+    """Normalize and reallocate the output, and store it with its log-sum-exp. Rows without keys get 0 and -inf."""
     some = total != 0  # True for NaN, so that NaN reaches the output
     result = weighted / tl.where(some, total, 1.0)[:, None]
     if value_mean is not None:

@@ -33,7 +33,7 @@ def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexp
 def component_ranks(
     queries, component_weight, D: tl.constexpr, G: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Return the rank of each component (sparq.2), 0 for the best. Each thread sums one column of comparisons."""
+    """Return the rank of each component (sparq.2), 0 for the highest score. A thread sums a column of comparisons."""
     before = tl.arange(0, BLOCK_D)
     if RANK < D:
         keys = component_keys(queries, component_weight, before, D, G, BLOCK_D)

@@ -21,7 +21,7 @@ ALWAYS = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def ordered_bits(score):
-    """Return each score as an unsigned integer with the same order. NaN counts as +inf."""
+    """Map scores to unsigned integers in the same order. NaN counts as +inf."""
     score = tl.where(score < float("inf"), score, float("inf"))
     score = tl.where(score == 0.0, 0.0, score)  # -0 equals 0
     bits = score.to(tl.uint32, bitcast=True)
@@ -31,7 +31,7 @@ def ordered_bits(score):
 
 @triton.jit
 def digit_counts(bits, threshold, there, shift):
-    """Return a histogram of the eight bits at ``shift``, for items with the same higher bits as ``threshold``."""
+    """Return a histogram of the eight bits at ``shift`` over the items that share the higher bits of ``threshold``."""
     same = ((bits ^ threshold) >> shift >> 8) == 0  # in two steps: a shift by 32 is undefined
     return tl.histogram(((bits >> shift) & 255).to(tl.int32), 256, mask=there & same)
 
@@ -92,8 +92,8 @@ def kth_largest_of_many(candidate_bits, count, wanted, BLOCK: tl.constexpr):
 def row_softmax(statistics, splits, BLOCK: tl.constexpr):
     """Merge the splits of a row. Return the largest logit and the factor 1 / sum of exp(logit - largest).
 
-    The factor is 0 if there is no valid key, or if a logit is NaN or +inf. Then only the NaN and +inf logits get the
-    score NaN.
+    The factor is 0 if there is no valid key, or if a logit is NaN or +inf. In the latter case, the scores of
+    the NaN and +inf logits are NaN and all other scores are 0.
     """
     largest = float("-inf")
     total = 0.0
@@ -109,7 +109,7 @@ def row_softmax(statistics, splits, BLOCK: tl.constexpr):
 
 @triton.jit
 def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits):
-    """Return the scores of keys ``s`` for query head ``g``. ``tile`` is the tile of each key for 8-bit logits."""
+    """Return the scores of keys ``s`` for query head ``g``. For 8-bit logits, ``tile`` is each key's tile."""
     if tile is None:
         logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
     else:
@@ -149,7 +149,7 @@ def write_best(indices, bits, index, threshold, ties, written, ties_before):
 
 @triton.jit
 def fill(slots, first, end, value, BLOCK: tl.constexpr):
-    """Write ``value`` to the slots from ``first`` to ``end``."""
+    """Write ``value`` to the slots ``first`` to ``end - 1``."""
     for start in range(0, end, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         tl.store(slots + slot, tl.zeros([BLOCK], slots.dtype.element_ty) + value, mask=(slot >= first) & (slot < end))

@@ -63,7 +63,7 @@ def attend_indices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the listed keys (sparq.7). Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
-    ``counts (B, Hkv)`` int32 is the number of used entries of each list.
+    The int32 ``counts (B, Hkv)`` are the numbers of used entries of the lists.
     """
     if indices.dtype != torch.int32:  # an int64 number must not wrap to a valid key
         indices = torch.where((indices >= 0) & (indices < keys.shape[2]), indices, -1).to(torch.int32)

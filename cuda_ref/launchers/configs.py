@@ -110,7 +110,7 @@ WITHOUT_A_GPU = 4  # assumed number of processors, so that tests in the interpre
 
 
 def config(device: torch.device) -> Config:
-    """Return the tiles of the decode kernels on ``device``."""
+    """Return the tiles of the decode kernels for ``device``."""
     return METHODS[nearest(device)]
 
 
@@ -123,7 +123,7 @@ def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> 
 
 
 def sample_tile(block_size: int, itemsize: int) -> BlockTile:
-    """Return the tile of `sample_scores`, which is small enough to run two programs on a multiprocessor."""
+    """Return the tile of `sample_scores`, which is small enough that a multiprocessor can run two programs."""
     if itemsize > 2:
         return BlockTile(32, 32, 4, 2)
     return BlockTile(block_size, min(block_size, 64), 8 if block_size == 128 else 4, 2)
@@ -141,7 +141,7 @@ def columns(N: int, itemsize: int, queries: int, programs: int, device: torch.de
 
 
 def nearest(device: torch.device) -> int:
-    """Return the architecture whose table entry ``device`` uses, such as 90."""
+    """Return the compute capability (such as 90) whose table entry ``device`` uses."""
     known = [architecture for architecture in METHODS if architecture <= capability(device)]
     return max(known, default=min(METHODS))
 

@@ -36,7 +36,7 @@ def saap_route(
         queries: ``(B, Hq, 1, D)`` before RoPE.
         out_weight: ``(Hkv, H, C)``, or ``(Hkv, D, C)`` for a linear router (saap.5).
         out_bias: ``(Hkv, C)``, or None.
-        hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``, or None.
+        hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``, or None for a linear router.
 
     Returns:
         ``(B, Hkv, probes)`` int32, ascending, padded with -1 if fewer buckets have a probability above 0.
@@ -211,7 +211,7 @@ def saap_decode(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run one decode step over the visited buckets. Return ``out``, ``lse`` and the key counts ``(B, Hkv)``."""
+    """Run one decode step over visited buckets. Return ``out``, ``lse`` and the attended key counts ``(B, Hkv)``."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, keys.shape[2], left_padding)
     assert listed.counts is not None

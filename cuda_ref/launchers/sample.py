@@ -197,13 +197,13 @@ def select_masks(
     alpha_slash: float,
     scale: float,
 ) -> SampleMasks:
-    """Select the columns and offset bins of each region."""
+    """Score the sampled queries, and select the columns and offset bins of each region."""
     column, slash = score(queries, keys, layout, scale=scale)
     return SampleMasks(select_share(column, alpha_column), select_share(slash, alpha_slash))
 
 
 def merge(kept: SampleMasks, layout: Layout, first: int, stop: int, width: int, counts: torch.Tensor) -> torch.Tensor:
-    """List the key blocks (sample.7) of row blocks ``first`` to ``stop``, counted from the first query's row block.
+    """List the key blocks (sample.7) of row blocks ``first`` to ``stop - 1``, counted from the first query's block.
 
     Args:
         width: number of slots per list; at least the number of key blocks up to the diagonal of the last row block.
