@@ -92,7 +92,7 @@ def saap_assign(keys: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
 
 
 def masked_mean(rows: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
-    """Return the float32 mean (sparq.9) of ``rows (B, Hkv, S, D)`` over the valid keys: ``(B, Hkv, D)``."""
+    """Return the float32 mean (sparq.9) of ``rows (B, Hkv, S, D)`` over the valid rows: ``(B, Hkv, D)``."""
     if left_padding is None:
         return rows.mean(dim=2, dtype=torch.float32)
     S = rows.shape[2]

@@ -1,9 +1,9 @@
 """Select exactly the k largest scores of a row without sorting. All methods share this kernel.
 
-Scores are converted to unsigned integers of the same order. Four histograms of 256 bins, for 8 bits each, find the
+Scores are converted to unsigned integers in the same order. Four histograms of 256 bins, one per 8 bits, find the
 k-th largest score. The kernel writes the indices of all larger scores and of the first equal scores, ascending.
 
-The grid is (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, as float32 or bytes, sums their
+The grid is (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, as float32 or uint8, sums their
 softmax over the group and stores the best k of its tile, eight bytes each. The last program of a row reads the
 candidates of all tiles, once if they fit into one block, and selects the best k of the row. The softmax of the group
 needs the logits of all tiles, so the kernel that computes the logits cannot build the histograms.
