@@ -34,8 +34,8 @@ class Scores:
 class H2OState(State):
     """Accumulated attention scores for the keys of a cache.
 
-    The scores cannot be rebuilt from keys and values. They become unknown if queries were not added, or if a trim
-    goes back further than the oldest stored scores.
+    The scores cannot be rebuilt from keys and values. They become unknown if the queries of a row were not added, or
+    if the cache is trimmed to fewer rows than the oldest stored scores include.
 
     Attributes:
         states: scores after the last `STATES` updates, in ascending order of length; empty before the first row.

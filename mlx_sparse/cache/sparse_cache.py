@@ -62,7 +62,7 @@ class SparseCache:
     Attributes:
         aux_states: auxiliary cache states by method name.
         shards: number of context-parallel shards of the sequence.
-        layer_plan: `lm.plan.LayerPlan` from the last decode step; None before the first step and after rows moved.
+        layer_plan: `lm.plan.LayerPlan` from the last decode step; None before the first step and after rows have moved.
     """
 
     keys: Any
@@ -106,7 +106,10 @@ class SparseCache:
         return position
 
     def own(self, start: int, rows: mx.array) -> tuple[int, mx.array]:
-        """Return the first row index and the rows of this cache among ``rows``, which begin at position ``start``."""
+        """Return the part of ``rows`` that this cache stores: the index of its first row in the cache, and the rows.
+
+        ``rows`` has the rows of all positions from ``start`` on.
+        """
         return start, rows
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
@@ -144,7 +147,7 @@ class SparseCache:
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
-        """Return the first valid row of each sequence. Pass all layers' caches as ``others`` to wait only once."""
+        """Return the first valid row of each sequence. Wait for the device once for this cache and ``others``."""
         return [0] * (1 if self.keys is None else self.key_rows.shape[0])
 
     def add_state(self, method: str, state: State) -> State:
@@ -153,14 +156,14 @@ class SparseCache:
         return state
 
     def state_of(self, method: str) -> State | None:
-        """Return the auxiliary state of ``method``, creating it if missing. Return None if the method has no state."""
+        """Return the auxiliary state of ``method``, or None if the method has none. If needed, create the state."""
         state = self.aux_states.get(method)
         if state is None and (begin := registry.load_state(method)) is not None:
             state = self.add_state(method, begin())
         return state
 
     def _moved(self, follow: Callable[[str, State], State | None]) -> None:
-        """Replace each auxiliary state with ``follow(method, state)`` after rows moved, and drop it if this is None."""
+        """Replace each auxiliary state with ``follow(method, state)``, or drop the state if this is None."""
         self.layer_plan = None
         followed = {method: follow(method, state) for method, state in self.aux_states.items()}
         self.aux_states = {method: state for method, state in followed.items() if state is not None}

@@ -113,7 +113,7 @@ class Launch:
 
 @lru_cache(maxsize=256)
 def integer(value: int) -> mx.array:
-    """Return ``value`` as a cached 0-d int32 array. With an array input, new values do not recompile a kernel."""
+    """Return ``value`` as a cached 0-d int32 array. MLX does not recompile a kernel if only array inputs change."""
     return mx.array(value, mx.int32)
 
 

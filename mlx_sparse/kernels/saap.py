@@ -39,7 +39,7 @@ def shape_of(G: int, *layers: int) -> tuple[int, int]:
     A lane holds one float32 sum for each unit and query head, at most 32 sums. Up to eight lanes share a unit.
 
     Args:
-        layers: number of output units in each layer.
+        layers: number of output units in each layer of the query network.
     """
     width = next(n for n in (4, 2, 1) if n * G <= 32 and all(units % n == 0 for units in layers))
     simdgroups = -(-LANES_PER_UNIT * max(layers) // (width * LANES))

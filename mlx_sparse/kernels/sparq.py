@@ -102,7 +102,7 @@ class Sizes(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """True if a logit is stored in 8 bits: its distance from the tile's largest logit in sixteenths of a nat."""
+        """True if logits are stored in 8 bits, as distances from the tile's largest logit in sixteenths of a nat."""
         return self.scored != "columns" and not self.exact
 
     @property
@@ -279,7 +279,7 @@ def _not_empty(coded: KeyCodes) -> KeyCodes:
 def sparq_select(
     queries: mx.array, keys: Rows, selection: Selection, *, exact: bool = False, length: int | None = None
 ) -> mx.array:
-    """Return the keys for a decode step: ascending int32 indices ``(B, Hkv, min(top_k, S))``, -1 in empty slots."""
+    """Select the keys of a decode step: ascending int32 indices ``(B, Hkv, min(top_k, S))``, -1 in empty slots."""
     found = find_candidates(queries, keys, selection, exact=exact, length=length)
     return merge(found.bits, found.indices, selection.top_k)[1]
 

@@ -88,7 +88,7 @@ class Recorder:
         self.clear()
 
     def input_of(self, array: mx.array) -> mx.array | None:
-        """Return the input of the recorded call that returned ``array``, or None. Forget this call."""
+        """Remove the recorded call that returned ``array``, and return its input; None if there is no such call."""
         for call in self.calls:
             if call.after is array:
                 self.calls.remove(call)
@@ -174,7 +174,7 @@ class Source:
     irreversible: str | None = None
 
     def pre_rope(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
-        """Return the pre-RoPE ``rows (B, H, n, D)``, recorded or computed by `inverse`, or None if neither exists."""
+        """Return the pre-RoPE ``rows (B, H, n, D)`` from ``recorder`` or `inverse`, or None if both are impossible."""
         if self.rope is None:
             return rows
         recorded = recorder.input_of(rows)
@@ -267,7 +267,7 @@ class _Observer:
 
     @contextmanager
     def recording_writes(self) -> Iterator[None]:
-        """Record the rows that the model writes to each cache in ``written``, inside the ``with`` block."""
+        """Store in ``written`` the rows that the model writes to each cache inside the ``with`` block."""
 
         def recording(cache: Any) -> Callable[..., Any]:
             write = type(cache).update_and_fetch

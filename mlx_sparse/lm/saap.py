@@ -78,7 +78,7 @@ def _attending_before(model: Any) -> int:
 
 
 def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: float) -> Router | str:
-    """Return a layer's router from an artefact, or the reason why the artefact has no router for the layer."""
+    """Return a layer's router from an artefact, or the reason why the artefact cannot provide it."""
     arrays = artefact.layers.get(layer)
     if arrays is None:
         return reasons.NOT_IN_ARTEFACT
@@ -216,7 +216,7 @@ class Indices(CallHooks):
         return {"buckets": router.buckets, "network": network // cache.key_rows.shape[1]}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Compute the bytes that a decode step moves, without the attended keys, which the device counts."""
+        """Compute the bytes that a decode step moves, except for the attended keys, which the device counts."""
         B, Hkv, _, D = cache.key_rows.shape
         known: int = B * Hkv * (cache.key_rows.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
         return known

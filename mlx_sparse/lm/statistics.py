@@ -258,11 +258,11 @@ RECALL_STEPS = 500  # the histogram of estimated recall has a bin for each multi
 
 @dataclass(frozen=True)
 class RecallStatistics:
-    """Attention recall of decode steps, estimated by the method (sparq.24), over steps, sequences and KV heads.
+    """Attention recall that the method estimated (sparq.24) for all steps, sequences and KV heads.
 
     Attributes:
-        histogram: number of estimates that round to each multiple of ``1 / RECALL_STEPS``, for each layer:
-            ``(layers, RECALL_STEPS + 1)``. The row index is the index of the layer's cache.
+        histogram: ``(layers, RECALL_STEPS + 1)`` number of estimates that round to each multiple of
+            ``1 / RECALL_STEPS``. The row index is the index of the layer's cache.
     """
 
     histogram: npt.NDArray[np.int64]
@@ -279,7 +279,7 @@ class RecallStatistics:
         return {int(index): _summary(self.histogram[index]) for index in np.flatnonzero(self.histogram.sum(axis=1))}
 
     def as_dict(self) -> dict[str, Any] | None:
-        """Return the statistics as plain data for JSON; None without estimates."""
+        """Return the statistics as plain data for JSON; None if there are no estimates."""
         layers, total = self.layers, self.histogram.sum(axis=0)
         if not layers:
             return None
@@ -288,12 +288,12 @@ class RecallStatistics:
 
     @property
     def worst_layer(self) -> int | None:
-        """Index of the layer with the lowest mean recall; None without estimates."""
+        """Index of the layer with the lowest mean recall; None if there are no estimates."""
         layers = self.layers
         return min(layers, key=lambda index: layers[index]["mean"]) if layers else None
 
     def lines(self) -> list[str]:
-        """Return a list with the statistics as one line of text; empty without estimates."""
+        """Return a list with one line of text about the statistics; empty if there are no estimates."""
         found = self.as_dict()
         if found is None:
             return []
@@ -336,7 +336,7 @@ class RecallCounts:
         return self
 
     def read(self) -> RecallStatistics:
-        """Wait for the recall and return it as plain numbers. Any thread may call this, as with `BucketCounts`."""
+        """Wait for the recall and return it as plain numbers. See `BucketCounts.read` for the allowed threads."""
         assert self._joined is not None
         # The estimate is NaN if the model overflows, and counts as 0.
         steps = np.clip(np.nan_to_num(np.array(self._joined.tolist()), nan=0.0), 0, RECALL_STEPS)

@@ -84,7 +84,7 @@ class Ranks:
 
 
 def connection_error(error: RuntimeError) -> str | None:
-    """Return a one-line message if ``error`` is a connection error of MLX, or None for other errors."""
+    """Return a one-line message if ``error`` is a connection error from MLX, or None for other errors."""
     text = str(error).strip().partition("\n")[0].rstrip(".")
     return f"ranks: expected all ranks to run this command to the end, got: {text}." if LOST.match(text) else None
 
@@ -119,7 +119,7 @@ def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
 
 
 def _fact(value: Any, path: bool) -> tuple[str, str]:
-    """Return one text to compare an option value and one for messages. If ``path`` is True, read the file."""
+    """Return ``value`` as a text to compare and a text to print. If ``path`` is True, use a digest of the file."""
     if value is None:
         return "none", "none"
     if isinstance(value, bool):
