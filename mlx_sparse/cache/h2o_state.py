@@ -112,7 +112,7 @@ class H2OState(State):
             self._submitted = True
 
     def _grown(self, shape: tuple[int, ...]) -> mx.array:
-        """Return the last scores, padded with zeros to the shape ``(B, Hkv, S)``."""
+        """Return the last scores, padded with zeros to ``shape``, which is ``(B, Hkv, S)``."""
         if not self.states:
             return mx.zeros(shape)
         return mx.pad(self.states[-1].scores, [(0, 0), (0, 0), (0, shape[2] - self.length)])

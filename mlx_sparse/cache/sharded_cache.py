@@ -192,7 +192,7 @@ class ShardedKVCache(SparseCache, KVCache):
 
 
 def shard_caches(caches: Any, shard: Shard) -> Any:
-    """Replace each `KVCache` in a list with a `ShardedKVCache` that stores the rows of this rank."""
+    """Replace each `KVCache` in the list ``caches`` with a `ShardedKVCache` that stores this rank's rows."""
     return [_sharded(cache, shard) for cache in caches]
 
 

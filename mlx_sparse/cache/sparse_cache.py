@@ -184,7 +184,7 @@ class SparseCache:
         """Run one decode step over this cache.
 
         Args:
-            queries: ``(B, Hq, 1, D)``. Write this token's key and value to the cache first.
+            queries: ``(B, Hq, 1, D)``. Write this token's key and value to the cache before the call.
 
         Returns:
             ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``, the log-sum-exp of the attended scores.
@@ -226,7 +226,7 @@ class SparseCache:
         """Run a prefill chunk over this cache, which must not be a padded batch.
 
         Args:
-            queries: ``(B, Hq, L, D)``. Write the chunk's keys and values to the cache first.
+            queries: ``(B, Hq, L, D)``. Write the chunk's keys and values to the cache before the call.
             config: prefill method with the parameters for this context length (`Prefill.at`).
             blocks: result of `select_prefill`; None to select the blocks in this call.
 
@@ -249,7 +249,7 @@ class SparseCache:
         return out, lse, chosen[0] if blocks is None else blocks
 
     def rows(self, backend: str) -> tuple[Any, Any, dict[str, int]]:
-        """Return keys, values and keyword arguments for ``backend``: whole buffers with ``length``, or slices."""
+        """Return the arguments that ``backend`` takes: keys, values, and ``length`` if they are whole buffers."""
         S = self.length
         if backend in WHOLE_BUFFERS:
             return self.key_rows, self.value_rows, {"length": S}

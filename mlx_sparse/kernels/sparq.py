@@ -269,7 +269,7 @@ def find_candidates(
 
 
 def _not_empty(coded: KeyCodes) -> KeyCodes:
-    """Pad empty codes to one group, because kernels accept no empty arrays."""
+    """Pad ``coded`` to one group if it is empty, because kernels accept no empty arrays."""
     if coded.lo.shape[-1] > 0:
         return coded
     codes, lo, step = (mx.pad(array, [(0, 0)] * 3 + [(0, WORDS)]) for array in coded[:3])

@@ -256,7 +256,7 @@ class Call:
 
 
 def under_plan(cls: Any) -> Callable[..., Any]:
-    """Wrap ``cls.__call__`` so that it runs inside a `Call`. mlx-lm still sees the original signature."""
+    """Wrap ``cls.__call__`` so that it runs inside a `Call`. mlx-lm can still inspect the original signature."""
     signature = inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)

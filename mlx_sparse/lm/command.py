@@ -317,12 +317,12 @@ class Session:
         return self.report_format != "off" and self.ranks.rank == 0
 
     def print_line(self, text: str) -> None:
-        """Print a line with a prefix to standard error, if this process prints."""
+        """Print ``text`` with a prefix to standard error. Do nothing if `prints` is False."""
         if self.prints():
             print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
 
     def log(self, text: str) -> None:
-        """Write a line to the command's log, if this process prints."""
+        """Write ``text`` to the command's log. Do nothing if `prints` is False."""
         if self.prints():
             logging.info(f"[mlx-sparse] {text}")
 

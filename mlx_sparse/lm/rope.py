@@ -188,7 +188,7 @@ class Source:
 
 
 def find_source(recorder: Recorder, arrays: tuple[mx.array, ...], position: int, rotations: int) -> Source | str:
-    """Find out how to get the pre-RoPE queries and keys of a layer. If it is impossible, return the reason.
+    """Return the `Source` of a layer's pre-RoPE queries and keys, or the reason why the layer has none.
 
     Args:
         recorder: recorder with this layer's RoPE calls.
@@ -229,7 +229,7 @@ def _only_scaled(call: Call, array: mx.array, position: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Attention call that `observe` reports, of a model that is not enabled.
+    """Attention call of a model that is not enabled, as `observe` reports the call.
 
     Attributes:
         layer: index of the layer's cache among the model's caches; -1 for any other cache.
@@ -319,7 +319,7 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
 
 
 def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dict[int, Source | str]:
-    """Return each layer's `Source`, or the reason why the layer has none, by index of the layer's cache.
+    """Return a dict from the index of each layer's cache to its `Source`, or to the reason why it has none.
 
     The model runs on two tokens, because RoPE changes nothing at position 0. MLX evaluates the arrays of a layer only
     if the layer changes queries or keys after RoPE.

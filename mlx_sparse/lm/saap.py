@@ -40,7 +40,7 @@ def load_artefact(config: SAAP) -> artefacts.Artefact | None:
 
 
 def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
-    """Return each attention layer's router, or the reason why the layer is dense, by index of the layer's cache.
+    """Return a dict from the index of each layer's cache to its router, or to the reason why the layer is dense.
 
     Args:
         model: a model that is not enabled.
@@ -158,7 +158,7 @@ class Indices(CallHooks):
         return router if isinstance(router, str) else router.source.irreversible if cache.shards > 1 else None
 
     def keys_written(self, cache: SparseCache) -> None:
-        """Assign the new keys to buckets."""
+        """Assign the new keys in ``cache`` to buckets."""
         index = index_of(cache)
         self._writer = None
         if index is None or index.received is None:

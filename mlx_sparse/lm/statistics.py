@@ -141,7 +141,7 @@ class PrefillStatistics:
 
 
 class PrefillCounts:
-    """Counts of sparse prefill calls in one forward pass, on the device until `read` is called."""
+    """Counts of sparse prefill calls in one forward pass, which stay on the device until `read` is called."""
 
     def __init__(self) -> None:
         self._layers: list[tuple[int, Layout, mx.array]] = []
@@ -182,7 +182,7 @@ class PrefillCounts:
 
 
 def _layer_statistics(array: mx.array, layout: Layout) -> LayerStatistics:
-    """Return the sums for one call from its numbers of attended blocks ``(B, Hq)``."""
+    """Return the sums for one call. ``array (B, Hq)`` contains the number of attended blocks."""
     attended = np.array(array)
     heads = tuple(int(count) for count in attended.sum(axis=0, dtype=np.int64))
     return LayerStatistics(attended.shape[0] * layout.causal_pairs, heads)
@@ -219,7 +219,7 @@ class BucketStatistics:
 
 
 class BucketCounts:
-    """Counts of SAAP's decode steps in one forward pass, on the device until `read` is called."""
+    """Counts of SAAP's decode steps in one forward pass, which stay on the device until `read` is called."""
 
     total = "counted"
 
@@ -305,14 +305,14 @@ class RecallStatistics:
 
 
 def _summary(counts: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Return the mean, median and 5th percentile ("low") of the recall from one row of the histogram."""
+    """Return the mean, median and 5th percentile ("low") of the recall from ``counts``, a row of the histogram."""
     below, mean = np.cumsum(counts), float(counts @ np.arange(len(counts))) / RECALL_STEPS / int(counts.sum())
     median, low = (int(np.searchsorted(below, share * below[-1])) / RECALL_STEPS for share in (0.5, 0.05))
     return {"mean": mean, "median": median, "low": low}
 
 
 class RecallCounts:
-    """Estimated recall in one forward pass, on the device until `read` is called."""
+    """Estimated recall in one forward pass, which stays on the device until `read` is called."""
 
     total = "recalls"
 

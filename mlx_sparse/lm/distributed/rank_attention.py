@@ -271,7 +271,7 @@ def attend_blocks(
 
 
 def fits(config: Prefill, L: int, S: int) -> bool:
-    """Return True if no block of the chunk is divided between ranks."""
+    """Return True if each block of the chunk belongs to a single rank."""
     return BLOCK % config.block_size == 0 and (S - L) % BLOCK == 0
 
 

@@ -134,7 +134,7 @@ def _fact(value: Any, path: bool) -> tuple[str, str]:
 
 
 def _digest(path: Path) -> str | None:
-    """Return a digest of a file, or of the files that identify a model folder. Return None for other paths."""
+    """Return a digest of the file ``path``, or of the files that identify a model folder; None for other paths."""
     found = hashlib.sha256()
     try:
         if path.is_file():
@@ -177,10 +177,10 @@ def difference(facts: list[Mapping[str, tuple[str, str]] | None], refused: list[
 
 
 def _named(ranks: list[int]) -> str:
-    """Return rank numbers as text, for example "rank 0" or "ranks 0, 1 and 2"."""
+    """Return ``ranks`` as text, for example "rank 0" or "ranks 0, 1 and 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {_joined([str(rank) for rank in ranks])}"
 
 
 def _joined(parts: list[str]) -> str:
-    """Return parts as text, for example "a, b and c"."""
+    """Return ``parts`` as text, for example "a, b and c"."""
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))

@@ -19,7 +19,7 @@ from .exchange import Exchange
 class ShardedSparQ(SparQState):
     """SparQ's state for the keys on one rank, and statistics over the keys on all ranks.
 
-    Only the position determines which collectives a decode step runs, so all ranks run the same collectives.
+    The position alone determines which collectives a decode step runs, so all ranks run the same collectives.
 
     Attributes:
         center: float32 ``(B, Hkv, D)`` center of the key codes (sparq.17), from rank 0; None before the first full
