@@ -124,7 +124,7 @@ class BucketIndex(State):
             self.lists = None
 
     def write(self, start: int, keys: mx.array) -> mx.array | None:
-        """Add pre-RoPE ``keys (B, Hkv, n, D)`` at row ``start``. If this call adds ids, return all ``ids``, else None.
+        """Add pre-RoPE ``keys (B, Hkv, n, D)`` at row ``start``. Return all ``ids`` if this call adds ids, else None.
 
         The keys are ignored if earlier rows are unknown, or if there are no centroids yet.
         """
@@ -197,7 +197,7 @@ class BucketIndex(State):
             mx.eval(self.network)
 
     def _fit_one(self, cache: SparseCache, sequence: int, start: int, first_row: int) -> mx.array:
-        """Fit centroids ``(Hkv, C, D)`` to the rows from ``start`` on of a sequence that begins at ``first_row``."""
+        """Fit centroids ``(Hkv, C, D)`` to a sequence's rows from ``start`` on. Its first row is ``first_row``."""
         C, count = self.router.buckets, cache.length - start
         # Evenly spaced rows. If there are fewer rows than buckets, some rows occur more than once.
         chosen = start + np.linspace(0, count - 1, min(max(count, C), KEYS_PER_BUCKET * C)).astype(np.int32)

@@ -28,7 +28,7 @@ SAMPLED_STEPS = 4
 
 
 class Phase(Enum):
-    """Phase of self-speculative decoding: draft tokens with sparse attention, or check them with dense attention."""
+    """Phase of self-speculative decoding: drafting with sparse attention, or checking drafts with dense attention."""
 
     DRAFT = "draft"
     CHECK = "check"
@@ -55,11 +55,11 @@ class Call:
 
     Attributes:
         plan: plan of the enabled model.
-        probe: result of the trial call of `enable`; None in all other calls.
+        probe: result of the trial call in `enable`; None in all other calls.
         caches: the caches of all layers.
         hooks: hooks of the decode method for this forward pass; None if the method has no hooks.
         counts: counts for this forward pass, which are added to the report.
-        checks: True if a lossless model checks draft tokens, or decodes without them, in this forward pass.
+        checks: True if a lossless model checks draft tokens or decodes without draft tokens in this forward pass.
     """
 
     def __init__(self, plan: Plan, caches: Any, *, probe: Probe | None = None) -> None:
@@ -97,7 +97,7 @@ class Call:
                 watch(self._step_keys, counts)
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return ``inputs``, the arguments of the model call. With a sharded context, use rank 0's tokens."""
+        """Return ``inputs``, the arguments of the model call. If the context is sharded, take rank 0's tokens."""
         return inputs
 
     @property
@@ -159,7 +159,7 @@ class Call:
         return out
 
     def count_recall(self, cache: SparseCache, index: int, served: list[int]) -> None:
-        """Record the recall that the method estimated in the last decode step, for the sequences ``served``.
+        """Record the recall that the method estimated for the sequences ``served`` in the last decode step.
 
         MLX computes only the estimates that are recorded.
         """
@@ -171,7 +171,7 @@ class Call:
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Run a prefill chunk, or a decode step without a valid plan. Return None for mlx-lm's dense attention."""
+        """Run a prefill chunk, or a decode step without a valid plan. Return None to let mlx-lm run dense attention."""
         if isinstance(cache, SparseQuantizedKVCache) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)
@@ -256,7 +256,7 @@ class Call:
 
 
 def under_plan(cls: Any) -> Callable[..., Any]:
-    """Wrap ``__call__`` of a model class so that it runs inside a `Call`. Keep the signature for mlx-lm."""
+    """Wrap ``cls.__call__`` so that it runs inside a `Call`. mlx-lm can still inspect the original signature."""
     signature = inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)

@@ -141,7 +141,7 @@ class PrefillStatistics:
 
 
 class PrefillCounts:
-    """Counts of sparse prefill calls in one forward pass, on the device until `read` is called."""
+    """Counts of sparse prefill calls in one forward pass, which stay on the device until `read` is called."""
 
     def __init__(self) -> None:
         self._layers: list[tuple[int, Layout, mx.array]] = []
@@ -182,7 +182,7 @@ class PrefillCounts:
 
 
 def _layer_statistics(array: mx.array, layout: Layout) -> LayerStatistics:
-    """Return the sums for one call from its numbers of attended blocks ``(B, Hq)``."""
+    """Return the sums for one call. ``array (B, Hq)`` contains the number of attended blocks."""
     attended = np.array(array)
     heads = tuple(int(count) for count in attended.sum(axis=0, dtype=np.int64))
     return LayerStatistics(attended.shape[0] * layout.causal_pairs, heads)
@@ -219,7 +219,7 @@ class BucketStatistics:
 
 
 class BucketCounts:
-    """Counts of SAAP's decode steps in one forward pass, on the device until `read` is called."""
+    """Counts of SAAP's decode steps in one forward pass, which stay on the device until `read` is called."""
 
     total = "counted"
 
@@ -258,11 +258,11 @@ RECALL_STEPS = 500  # the histogram of estimated recall has a bin for each multi
 
 @dataclass(frozen=True)
 class RecallStatistics:
-    """Attention recall of decode steps, estimated by the method (sparq.24), over steps, sequences and KV heads.
+    """Attention recall that the method estimated (sparq.24) for all steps, sequences and KV heads.
 
     Attributes:
-        histogram: number of estimates that round to each multiple of ``1 / RECALL_STEPS``, for each layer:
-            ``(layers, RECALL_STEPS + 1)``. The row index is the index of the layer's cache.
+        histogram: ``(layers, RECALL_STEPS + 1)`` number of estimates that round to each multiple of
+            ``1 / RECALL_STEPS``. The row index is the index of the layer's cache.
     """
 
     histogram: npt.NDArray[np.int64]
@@ -279,7 +279,7 @@ class RecallStatistics:
         return {int(index): _summary(self.histogram[index]) for index in np.flatnonzero(self.histogram.sum(axis=1))}
 
     def as_dict(self) -> dict[str, Any] | None:
-        """Return the statistics as plain data for JSON; None without estimates."""
+        """Return the statistics as plain data for JSON; None if there are no estimates."""
         layers, total = self.layers, self.histogram.sum(axis=0)
         if not layers:
             return None
@@ -288,12 +288,12 @@ class RecallStatistics:
 
     @property
     def worst_layer(self) -> int | None:
-        """Index of the layer with the lowest mean recall; None without estimates."""
+        """Index of the layer with the lowest mean recall; None if there are no estimates."""
         layers = self.layers
         return min(layers, key=lambda index: layers[index]["mean"]) if layers else None
 
     def lines(self) -> list[str]:
-        """Return a list with the statistics as one line of text; empty without estimates."""
+        """Return a list with one line of text about the statistics; empty if there are no estimates."""
         found = self.as_dict()
         if found is None:
             return []
@@ -305,14 +305,14 @@ class RecallStatistics:
 
 
 def _summary(counts: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Return the mean, median and 5th percentile ("low") of the recall from one row of the histogram."""
+    """Return the mean, median and 5th percentile ("low") of the recall from ``counts``, a row of the histogram."""
     below, mean = np.cumsum(counts), float(counts @ np.arange(len(counts))) / RECALL_STEPS / int(counts.sum())
     median, low = (int(np.searchsorted(below, share * below[-1])) / RECALL_STEPS for share in (0.5, 0.05))
     return {"mean": mean, "median": median, "low": low}
 
 
 class RecallCounts:
-    """Estimated recall in one forward pass, on the device until `read` is called."""
+    """Estimated recall in one forward pass, which stays on the device until `read` is called."""
 
     total = "recalls"
 
@@ -336,7 +336,7 @@ class RecallCounts:
         return self
 
     def read(self) -> RecallStatistics:
-        """Wait for the recall and return it as plain numbers. Any thread may call this, as with `BucketCounts`."""
+        """Wait for the recall and return it as plain numbers. See `BucketCounts.read` for the allowed threads."""
         assert self._joined is not None
         # The estimate is NaN if the model overflows, and counts as 0.
         steps = np.clip(np.nan_to_num(np.array(self._joined.tolist()), nan=0.0), 0, RECALL_STEPS)
