@@ -40,7 +40,7 @@ class SAAP(Method):
     source: ClassVar[str] = "SAAP, arXiv 2502.08246"
     reads: ClassVar[str] = (
         "the weights of a small network, then the keys and values of the buckets that it selects, and the first and "
-        "last keys ([SAAP](docs/spec/saap.md)); for very long contexts, after training once per model"
+        "last keys ([SAAP](docs/spec/saap.md)); for very long contexts; needs training once per model"
     )
     plot_style: ClassVar[tuple[str, str]] = ("#56B4E9", "P")
     budget_setting: ClassVar[str] = "probes"
