@@ -70,8 +70,8 @@ class H2O(Method):
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
     reads: ClassVar[str] = (
-        "the last keys and the keys that received most attention so far; all other keys are evicted. For comparison: "
-        "it counts the attention of dense prefill"
+        "the last keys and the keys that received the most attention so far; all other keys are evicted. For comparison: "
+        "it needs dense prefill"
     )
     plot_style: ClassVar[tuple[str, str]] = ("#D55E00", "s")
     budget_setting: ClassVar[str] = "top_k"
@@ -143,7 +143,7 @@ class MInference(Prefill):
 
     name: ClassVar[str] = "minference"
     source: ClassVar[str] = "MInference, arXiv 2407.02490"
-    reads: ClassVar[str] = "key blocks and distances with most of a sample's attention, a fixed number of them"
+    reads: ClassVar[str] = "a fixed number of key blocks and distances with most of a sample's attention"
     plot_style: ClassVar[tuple[str, str]] = ("#882255", "s")
 
     block_size: int = 64
