@@ -21,7 +21,8 @@ REBUILD = "--force-reinstall --no-deps"  # reinstall this package only
 
 # Extra that installs each import name; empty for the dependencies that are always installed.
 EXTRAS = {
-    **dict.fromkeys(("jinja2", "mlx", "mlx_lm", "numpy", "psutil", "safetensors", "tqdm", "tomli", "transformers"), ""),
+    **dict.fromkeys(("jinja2", "mlx", "mlx_lm", "numpy", "psutil", "rich", "safetensors", "tqdm", "tomli"), ""),
+    "transformers": "",
     **dict.fromkeys(("onnx", "onnxruntime"), "onnx"),
     **dict.fromkeys(("torch", "triton"), "cuda"),
     "gguf": "gemma",
