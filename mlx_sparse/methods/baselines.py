@@ -70,8 +70,8 @@ class H2O(Method):
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
     reads: ClassVar[str] = (
-        "the last keys and the keys that received the most attention so far; all other keys are evicted. For comparison: "
-        "it needs dense prefill"
+        "the last keys and the keys that received the most attention so far; all other keys are evicted. "
+        "For comparison: it needs dense prefill"
     )
     plot_style: ClassVar[tuple[str, str]] = ("#D55E00", "s")
     budget_setting: ClassVar[str] = "top_k"
