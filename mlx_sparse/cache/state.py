@@ -22,7 +22,7 @@ class State(ABC):
     and the next decode step rebuilds it.
 
     Attributes:
-        recall: estimated attention recall ``(B, Hkv)`` of the last decode step, until `take_recall` is called; None if
+        recall: estimated attention recall ``(B, Hkv)`` of the last decode step, until the report takes it; None if
             the method makes no estimate.
     """
 
@@ -56,11 +56,6 @@ class State(ABC):
         raise NotImplementedError(
             f"{type(self).__name__}: the method's function returned arrays that this state cannot store"
         )
-
-    def take_recall(self) -> mx.array | None:
-        """Return `recall` and reset it to None, so that the state keeps no array from a decode step."""
-        recall, self.recall = self.recall, None
-        return recall
 
     def pack(self) -> State | None:
         """Return the state to use after mlx-lm has quantized the cache, or None to drop the state."""

@@ -75,7 +75,7 @@ class Call:
         self._drafts = plan.lossless is None or phase is Phase.DRAFT  # True if a decode step may be sparse
         self._planned = plan.decodes and self._drafts
         self._prefill_counts: PrefillCounts | None = None
-        self._recalls = RecallCounts()
+        self._recalls: RecallCounts | None = None  # in a counted step (`SAMPLED_STEPS`)
         self._step_keys = 0  # number of keys of a decode step; 0 in other calls
 
     def __enter__(self) -> Call:
@@ -89,7 +89,8 @@ class Call:
             hooks.end()
         if error is None:
             # `submit` starts the computation of counts on the device. Only `PrefillCounts.read` waits for results.
-            counts.counting = self._recalls.submit() if hooks is None else hooks.submit()
+            counting = self._recalls if hooks is None else hooks
+            counts.counting = None if counting is None else counting.submit()
             counts.prefill = None if self._prefill_counts is None else self._prefill_counts.read()
             plan.report.add(counts)
             if self._step_keys and plan.watch is not None:
@@ -164,8 +165,11 @@ class Call:
         MLX computes only the estimates that are recorded.
         """
         state = None if self.plan.decode is None else cache.aux_states.get(self.plan.decode.name)
-        recall = None if state is None else state.take_recall()
-        if recall is not None and index >= 0 and cache.position % SAMPLED_STEPS == 0:
+        if state is None or (recall := state.recall) is None:
+            return
+        state.recall = None  # the state keeps no array of a decode step
+        if index >= 0 and cache.position % SAMPLED_STEPS == 0:
+            self._recalls = self._recalls or RecallCounts()
             self._recalls.add(index, recall if len(served) == len(recall) else recall[mx.array(served)])
 
     def _decide(
