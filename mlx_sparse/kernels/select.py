@@ -55,7 +55,7 @@ def top_k_launch(
 ) -> Launch:
     """Build the launch that selects the best ``top_k`` items in each tile of a row with ``items`` items.
 
-    The outputs are ``bits (B, Hkv, tiles * slots)``, which are the scores as ordered integers, ``indices`` of the same
+    The outputs are ``bits (B, Hkv, tiles * slots)``, the scores as ordered integers; ``indices`` of the same
     shape, and the outputs in ``more``. With one tile, ``slots`` is ``min(top_k, items)`` and the selection is complete.
     """
     tiles, threads, slots = tiles_of(items, top_k)
