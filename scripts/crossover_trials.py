@@ -4,7 +4,7 @@
 python scripts/crossover_trials.py [--trials 50] [--fast-blas] [--attn sparq] > trials.jsonl
 
 Each trial measures the crossover length again and then independently times steps at this length. The trials
-are printed to standard output, and the table to standard error. 50 trials take about 12 minutes on two cores.
+are printed to standard output, and the table to standard error. 50 trials take about 6 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import mlx.core as mx
 from tqdm import trange
 
 from mlx_sparse.calibrate import Calibration, Layer
-from mlx_sparse.files import cache_directory
 from mlx_sparse.methods import NEVER, Step, parse
 from mlx_sparse.tools.assets import blas
 from mlx_sparse.tools.formats import table
@@ -37,9 +36,7 @@ def main() -> int:
     parser.add_argument("--attn", default="sparq")
     blas.add_option(parser)
     args = parser.parse_args()
-    variables = blas.child_environment(args.fast_blas, cache_directory())
-    if variables != dict(os.environ):
-        os.execve(sys.executable, [sys.executable, *sys.argv], variables)
+    blas.restart_script(args.fast_blas)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # no earlier measurement is read, and none is replaced
         rows = [trial(args.attn, list(SHAPES)[number % len(SHAPES)]) for number in trange(args.trials, unit="trial")]

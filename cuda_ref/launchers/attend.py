@@ -35,7 +35,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Reallocation:
-    """Inputs of the reallocation (sparq.8), (sparq.10): two arrays of `GroupScores` and the float32 ``value_mean``."""
+    """Inputs of the reallocation, (sparq.8) and (sparq.10): two fields of `GroupScores`, and float32 ``value_mean``."""
 
     logits: torch.Tensor
     softmax: torch.Tensor | None

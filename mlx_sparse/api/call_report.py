@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from ..methods.reasons import SHORTER
 from ..model_parts import Part
 
 JSON_KEY = "mlx_sparse_report"  # key in the output of ``--attn-report json``
@@ -18,7 +19,7 @@ _lock = threading.RLock()
 
 
 class DeviceCounts(Protocol):
-    """Statistics that the device computes: `BucketCounts` and `RecallCounts` of `mlx_sparse.lm.statistics`.
+    """Statistics that the device computes: `lm.statistics.BucketCounts` and `lm.recall.RecallCounts`.
 
     Attributes:
         total: name of the `Report` attribute that contains the sum of these statistics.
@@ -89,7 +90,7 @@ class Report(Totals):
         part: layers and KV heads of the model that this process runs.
         kv_heads: number of KV heads of a served layer, on this rank and in the whole model; None if the number
             differs between layers.
-        weight_bytes: bytes of the model's weights in this process.
+        weight_bytes: number of weight bytes that a decode step reads in this process.
         counted, recalls: `buckets` and `recall` without the decode steps in flight.
     """
 
@@ -136,7 +137,7 @@ class Report(Totals):
 
     @property
     def recall(self) -> Any:
-        """Estimated attention recall of decode steps (`mlx_sparse.lm.statistics.RecallStatistics`).
+        """Estimated attention recall of decode steps (`mlx_sparse.lm.recall.RecallStatistics`).
 
         None before the first sparse decode step, or if the method does not estimate the recall.
         """
@@ -198,9 +199,8 @@ class Report(Totals):
             first = self.opening()[0]
             if self.dense_layers:
                 first += f"; dense layers: {listing(self.dense_layers, 1)}"
-            recall = self.recall.lines() if self.recall else []
-            prefill = self.prefill.lines()[: 2 - len(recall)] if self.prefill else []
-            lines = [first, *prefill, *self._decode_lines(), *recall]
+            lines = [first, *(self.prefill.lines()[:2] if self.prefill else []), *self._decode_lines()]
+            lines += self.recall.lines() if self.recall else []
             if self.sparse_calls and self.weight_bytes:
                 lines.append(
                     f"  estimated saving: {self.saved_share:.0%} of the bytes of a decode step, with the weights"
@@ -223,7 +223,7 @@ class Report(Totals):
 
     def _hint(self) -> str | None:
         """Return a hint about the change that would help most, or None."""
-        if not self.sparse_calls and any("fewer than" in reason for reason in self.dense_calls):
+        if not self.sparse_calls and any(reason.startswith(SHORTER) for reason in self.dense_calls):
             return "shorter contexts are dense because they are faster so; dense_below=N in --attn changes the length"
         if self.drafts is not None and self.drafts.pauses and not self.drafts.checks:
             return "drafts were slower than dense steps; drop --lossless here"

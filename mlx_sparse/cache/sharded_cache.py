@@ -1,4 +1,4 @@
-"""Store one context-parallel shard of a KV cache, whose ``offset`` counts the tokens of all shards."""
+"""Store one context-parallel shard of a KV cache. ``offset`` counts the tokens of all shards."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ class ShardedKVCache(SparseCache, KVCache):
         own = self.shard.own(start, stop)
         for state in self.aux_states.values():
             state.rewind(first)
-            state.receive(start, keys)
+            if state.listening:
+                state.received = start, keys
         if len(own):
             self._write(first, *(_at(rows, own - start) for rows in (keys, values)))
         self.offset = stop

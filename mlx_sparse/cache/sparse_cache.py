@@ -139,7 +139,9 @@ class SparseCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         for state in self.aux_states.values():
-            state.receive(self.length, keys)
+            state.rewind(self.length)
+            if state.listening:
+                state.received = self.length, keys
         if any(self._full_samples):
             rows = [self.length - first for first in self.first_rows()]
             kept = zip(self._full_samples, rows, strict=False)  # a batch without padding may share one record

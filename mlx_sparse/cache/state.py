@@ -22,10 +22,14 @@ class State(ABC):
     and the next decode step rebuilds it.
 
     Attributes:
+        listening: True during a forward pass in which the cache stores the keys that it writes in ``received``.
+        received: start row and keys ``(B, Hkv, n, D)`` of the last write; None after the method has read them.
         recall: estimated attention recall ``(B, Hkv)`` of the last decode step, until the report takes it; None if
             the method makes no estimate.
     """
 
+    listening: bool = False
+    received: tuple[int, mx.array] | None = None
     recall: mx.array | None = None
 
     @property
@@ -36,10 +40,6 @@ class State(ABC):
     @abstractmethod
     def rewind(self, length: int) -> None:
         """Forget the rows from index ``length`` on, because they will be overwritten."""
-
-    def receive(self, start: int, keys: mx.array) -> None:
-        """Forget the rows from index ``start`` on, to which the cache will write ``keys (B, Hkv, n, D)``."""
-        self.rewind(start)
 
     def read(self, cache: SparseCache, config: Any, G: int, *, whole: bool) -> dict[str, Any]:
         """Update the state for all rows of ``cache``, and return keyword arguments for the method's function.

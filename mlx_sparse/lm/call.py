@@ -20,7 +20,8 @@ from ..model_info import leaves
 from ..ops.packed_rows import PackedRows, Rows
 from . import chunks, seam
 from .plan import LayerPlan, Plan, Probe, layer_reason
-from .statistics import PrefillCounts, RecallCounts
+from .recall import RecallCounts
+from .statistics import PrefillCounts
 
 # Every fourth decode step is counted. Counting every step of SmolLM2-135M would take 1 % of the step on a CPU
 # (docs/results/recall.md).

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..api.call_report import Report
 from ..calibrate import Calibration
 from ..checks import ConfigError
 from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, reasons, registry
-from ..model_info import config_of, kv_heads, leaves, model_type
+from ..model_info import config_of, kv_heads, leaves, model_type, weights_read
 from ..model_parts import part_of
 from . import seam
 from .call import Call, under_plan
@@ -274,8 +273,7 @@ def _probe(model: Any, plan: Plan) -> None:
     found = [reason for _, reason in probe.found]
     found += [reasons.OWN_ATTENTION for c in leaves(caches) if id(c) not in seen]
     report.layers, report.served_layers = len(found), found.count(None)
-    weights: Any = tree_flatten(model.parameters())
-    report.weight_bytes = sum(array.nbytes for _, array in weights)
+    report.weight_bytes = weights_read(model)
     report.dense_layers.update(reason for reason in found if reason is not None)
     if report.part.layers is None:  # another stage of a pipeline may have sparse layers
         require_served(report, plan.name)

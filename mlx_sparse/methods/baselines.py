@@ -93,7 +93,7 @@ class H2O(Method):
 
 @dataclass(frozen=True)
 class FlexGen(Method):
-    """Sum the ``top_k`` values with the largest exact softmax weights, without renormalization."""
+    """Attend to the ``top_k`` keys with the largest exact softmax weights, without renormalization."""
 
     name: ClassVar[str] = "flexgen"
     source: ClassVar[str] = "FlexGen, arXiv 2303.06865"
@@ -213,7 +213,7 @@ class HyperAttention(Prefill):
         check_int("exact_rows", self.exact_rows, 1)
 
     def supports_sinks(self, G: int) -> bool:
-        """Return False, because the log-sum-exp does not include the keys that the sampled keys represent."""
+        """Return False: the log-sum-exp that sinks need omits the keys that the sampled keys represent."""
         return False
 
 

@@ -1,4 +1,4 @@
-"""Define the constants of the models that estimate crossover lengths. They do not change a method's results."""
+"""Define the constants that estimate crossover lengths. They do not change a method's results."""
 
 from __future__ import annotations
 

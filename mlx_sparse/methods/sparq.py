@@ -45,7 +45,7 @@ class SparQ(Method):
         local_window: number of last valid keys that are always attended to, 0..top_k; None means ``top_k // 4``.
         reallocate: if True, add the mean value, weighted by the softmax mass of the skipped keys. "auto" is True for
             one query head per KV head, except with "query_key", which underestimates the attention recall
-            (docs/results/quality.md).
+            (docs/spec/sparq.md).
         component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation of the
             keys ("query_key"). "auto" is "query_key" for models with q/k-norm, because their channels have learned
             scales, and for grouped query heads with quantized scoring keys. Otherwise "auto" is "query".

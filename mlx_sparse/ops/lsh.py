@@ -65,7 +65,7 @@ def hyperattention_attention(
     exact_rows: int,
     scale: float,
 ) -> Result:
-    """Run HyperAttention: attend to a bucket and to a weighted sample of other keys (sample.16) to (sample.18).
+    """Run HyperAttention, (sample.16) to (sample.18): attend to a bucket and to a weighted sample of other keys.
 
     Returns:
         ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` without sampling weights, and int32 indices of the attended

@@ -18,7 +18,7 @@ def sparq_logits(queries: mx.array, keys: Rows, selection: Selection) -> mx.arra
     """Return approximate logits of all keys from ``rank`` components, float32 ``(B, Hkv, G, S)``.
 
     The logits of padding are undefined. If ``selection.keys_t`` is None, the logits are computed from ``keys``.
-    This does not dequantize a quantized KV cache if ``rank`` is D.
+    If also ``rank`` is D, a quantized KV cache is not dequantized.
     """
     rank, keys_t = selection.rank, selection.keys_t
     B = queries.shape[0]

@@ -8,19 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..calibrate import Layer
 from ..lm import seam
 from ..methods import Method
 from ..methods.stats import dense_elements
-from ..model_info import config_of, leaves
+from ..model_info import leaves, weights_read
 
 FULL, WINDOW, LINEAR, LATENT = "full", "window", "linear", "latent"
-ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 
 
 @dataclass(frozen=True)
@@ -99,36 +96,6 @@ class Traffic:
 def traffic_of(model: Any) -> Traffic:
     """Return the traffic of a loaded model on which `enable` was not called. No array is evaluated."""
     return Traffic(weights_read(model), layer_caches(model))
-
-
-def weights_read(model: Any) -> int:
-    """Return the number of weight bytes that a decode step reads.
-
-    If the config sets the number of active experts, count only that many experts. Count an embedding only if it is also
-    the output matrix.
-    """
-    modules = [module for _, module in model.named_modules()]
-    config = config_of(model)
-    head = {len(module.weight) for module in modules if isinstance(module, (nn.Linear, nn.QuantizedLinear))}
-    active = next((config[name] for name in ACTIVE if isinstance(config.get(name), int) and config[name] > 0), None)
-    found = 0
-    for module in modules:
-        own = sum(array.nbytes for array in module.values() if isinstance(array, mx.array))
-        if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
-            experts = len(module.weight)
-            own = own * min(active or experts, experts) // experts
-        elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)) and not _is_output(module, config, head):
-            own = 0
-        found += own
-    return found
-
-
-def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
-    """Return True if an embedding has the output matrix's shape, and no linear layer has the same number of rows."""
-    rows, columns = module.weight.shape
-    columns = columns * 32 // module.bits if hasattr(module, "bits") else columns
-    sizes = rows == config.get("vocab_size", rows) and columns == config.get("hidden_size", columns)
-    return sizes and rows not in head
 
 
 class _Readers:

@@ -1,4 +1,4 @@
-"""Implement ``mlx-sparse try``: answer a question on a long text densely and sparsely, and compare both runs."""
+"""Implement ``mlx-sparse try``: answer a question about a long text densely and sparsely, and compare."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ class Decoder:
         return g.op("Concat", *rotated, *kept, axis=3) if len(rotated + kept) > 1 else rotated[0]
 
     def _angle(self, rope: Rope) -> tuple[str, str]:
-        """Return the names of cosine and sine (B, L, 1, pairs). Layers with equal RoPE share the nodes."""
+        """Return the names of RoPE's cosine and sine (B, L, 1, pairs). Layers with equal RoPE share these nodes."""
         if rope not in self._angles:
             g = self.g
             scope, g.scope = g.scope, f"rope.{len(self._angles)}/"

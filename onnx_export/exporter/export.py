@@ -198,7 +198,7 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
     """Parse ``--method`` and ``--attn-config``. Return the prefill method (None if dense) and the decode method.
 
     Raises:
-        ConfigError: a method cannot be exported, or a key or value is invalid.
+        ConfigError: a method cannot be exported, or a parameter is unknown or invalid.
     """
     base = {**IN_FILES, **(load_toml(attn_config, IN_FILES) if attn_config is not None else {})}
     names = [part.partition(":")[0].strip() for part in text.split("+")]

@@ -6,8 +6,9 @@ import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.lm.statistics import DraftStatistics, PrefillStatistics
+from mlx_sparse.methods.reasons import shorter_than
 
-SHORT = "over fewer than 4,096 keys"
+SHORT = shorter_than(4096)
 
 
 def report(counts: Counts | None = None, **attributes) -> Report:

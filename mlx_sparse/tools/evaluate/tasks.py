@@ -98,7 +98,7 @@ COPY_EVERY, MAX_COPIES = 512, 4  # tokens of the second half of a passage per co
 
 
 def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Continue the text: the prompt starts at a random position, and the next `BITS_TOKENS` tokens are scored."""
+    """Yield continuations: the prompt starts at a random position, and the next `BITS_TOKENS` tokens are scored."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     length = context - len(first) + BITS_TOKENS

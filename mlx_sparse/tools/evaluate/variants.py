@@ -129,7 +129,7 @@ class Variant:
         return self.attn + file + ("" if self.kv_bits is None else f" --kv-bits {self.kv_bits}")
 
     def formula(self, S: int, D: int) -> float | None:
-        """Return the share of dense attention's elements that a decode step moves, or None if all steps are dense."""
+        """Return the elements moved per decode step, relative to dense attention, or None if all steps are dense."""
         decode = self.stages[1]
         return None if decode is None else transfers(decode, S, D)
 

@@ -36,7 +36,7 @@ SLACK = 2  # tolerance per measured difference, because rounding errors can exce
 
 @dataclass(frozen=True)
 class FirstLayers:
-    """MLX's logits for a longer prompt, computed with only the first layers of a model.
+    """MLX's logits for a longer prompt, computed with only the first layers of a model and a sparse method.
 
     Attributes:
         layers: number of layers before the norm and the head.
@@ -63,7 +63,7 @@ class Expected:
             step with the same token. The last array is missing if the method is dense.
         rounded: tolerance for the dense logits of the file.
         dense: tolerance for dense logits with float32 caches.
-        sparse: tolerance for the median over rows of the sparse logits' largest difference, with float32 caches.
+        sparse: tolerance, with float32 caches, for the median over rows of each row's largest sparse-logit difference.
         sampled: results of the first layers for a prompt of several blocks; None if prefill is dense.
         coded: results of the first layers for a prompt and a step that each fill a group; None without int4 keys.
     """
