@@ -23,7 +23,7 @@ from .plan import LayerPlan, Plan, Probe, layer_reason
 from .recall import RecallCounts
 from .statistics import PrefillCounts
 
-# Every fourth decode step is counted. Counting every step took up to 2.5 % longer on a busy CPU (docs/results/recall.md).
+# Every fourth decode step is counted. Counting every step took up to 2.5 % longer on a CPU (docs/results/recall.md).
 SAMPLED_STEPS = 4
 
 
