@@ -176,7 +176,7 @@ class Candidate:
     Attributes:
         method: the method as text.
         served: the layers that can be sparse.
-        layers: number of attention layers.
+        layers: number of attention layers in the model.
         dense: number of layers that always stay dense, for each reason.
         keys: largest crossover length of the served layers, in keys.
         how: source of this crossover length.
@@ -330,7 +330,7 @@ def for_everyday_use(best: Attempt) -> Method:
     """Return the method of the attempt ``best`` with settings for long contexts.
 
     An attempt has short prompts, so its method selects few keys and sets ``dense_below`` to 0. The returned method has
-    the requested ``dense_below``. If its budget is only for experiments on short texts, it has the default budget.
+    the requested ``dense_below``. It also has the default budget if the budget of ``best`` is only for short texts.
     """
     config = best.variant.stages[1]
     assert config is not None

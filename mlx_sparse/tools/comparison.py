@@ -223,7 +223,7 @@ def compare(
 def measure_crossover(model: Any, config: Method, calibration: Calibration) -> tuple[list[str], int]:
     """Return descriptions of the layers' crossover lengths, and the largest of these lengths in keys.
 
-    If ``calibration`` measures, first measure the lengths that are unknown.
+    If ``calibration.measures`` is True, unknown lengths are measured first.
     """
     enable(model, config, calibration=calibration)
     try:

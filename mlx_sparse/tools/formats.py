@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Check the options of `add_options` before anything runs.
+    """Check the options -o and --out before anything runs.
 
     Raises:
         ConfigError: the output format is unknown, or the folder of ``--out`` does not exist or is not writable.
@@ -120,5 +120,5 @@ def table(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write ``text`` and a final line break to a file atomically."""
+    """Write ``text`` and a final line break to the file ``path`` atomically."""
     replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))

@@ -54,7 +54,7 @@ COUNTS = {"attn", "dense_calls", "layers", "served_layers", "sparse_calls", "spa
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an ``mlx_lm.generate`` run: the answer, numbers of tokens, speeds in tokens per second, and the report.
+    """Result of an ``mlx_lm.generate`` run: the answer, token counts, speeds in tokens per second, and the report.
 
     ``report`` contains the entry for the model in ``--attn-report json``. A dense run has no report.
     """

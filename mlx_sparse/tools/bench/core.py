@@ -88,7 +88,7 @@ class Request:
         methods, backends, cases: methods, backends and cases to time, in all combinations.
         repeat: number of timed turns. Each variant runs once per turn.
         budget: time budget in seconds.
-        kv_bits: numbers of bits of quantized KV caches, with which each method is also timed (MLX only).
+        kv_bits: bits per element of the quantized KV caches with which each method is also timed (MLX only).
         threads: number of ONNX Runtime threads.
     """
 
@@ -187,7 +187,7 @@ class Variant(ABC):
 
     @abstractmethod
     def check(self) -> str | None:
-        """Return a description of a wrong result, or None."""
+        """Check the result. Return a description of the error, or None if the result is correct."""
 
     @abstractmethod
     def run(self, turn: int) -> float:
@@ -197,7 +197,7 @@ class Variant(ABC):
 def measure(
     case: Any, variants: Iterable[Variant], repeat: int, warm_up: int = 0, until: float = float("inf")
 ) -> list[Row]:
-    """Check every variant, then time the correct variants alternately.
+    """Check every variant, time the correct variants alternately, and return the rows to print.
 
     If the iterator ``variants`` raises an error, add a row with the error, and time only the variants that came before.
     """

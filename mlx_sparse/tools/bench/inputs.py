@@ -66,9 +66,10 @@ def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask:
 
 
 def allowed_error(exact: Array, plain: Array, values: Array, dtype: str) -> float:
-    """Return the tolerance in ``dtype``, from the outputs ``exact`` in float64 and ``plain`` in ``dtype``.
+    """Return the largest error that is allowed in an attention output of type ``dtype``.
 
-    The tolerance is twice the error of ``plain``, plus rounding errors of ``dtype`` and of float32 sums.
+    ``exact`` is the output in float64, and ``plain`` is the output in ``dtype``. The tolerance is twice the error of
+    ``plain``, plus rounding errors of ``dtype`` and of float32 sums.
     """
     units = EPSILON[dtype] * float(np.abs(exact).max()) + 8 * EPSILON["float32"] * float(np.abs(values).max())
     return 2 * float(np.abs(plain - exact).max()) + units
@@ -155,7 +156,7 @@ class Index:
     """SAAP's index over the keys of a problem, and a router whose biases determine the visited buckets.
 
     Attributes:
-        visited: int64 ids of the visited buckets ``(Hkv, probes)``, ascending.
+        visited: ids of the visited buckets in ascending order, int64 ``(Hkv, probes)``.
         bucket_ids: bucket of each key, int16 ``(Hkv, S)``.
         network: the router's float16 weights: ``hidden_weight (Hkv, D, H)``, ``hidden_bias``,
             ``out_weight (Hkv, H, C)`` and ``out_bias``. With H = 0 there is no hidden layer, and the output layer reads
@@ -202,7 +203,7 @@ class Index:
         return Problem(case.dtype, random.queries, random.keys, random.values, selected)
 
     def bytes(self, problem: Problem, case: Case) -> int:
-        """Return the number of bytes that one step moves for the network and the attended keys and values."""
+        """Return the number of bytes that one step moves for the router network and for the attended keys and values."""
         assert problem.selected is not None
         attended = sum(map(len, problem.selected)) // case.shape.Hkv
         network = sum(array.nbytes for array in self.network.values())
@@ -210,7 +211,7 @@ class Index:
 
 
 def buckets_of(config: Any) -> int:
-    """Return the number of buckets of SAAP's index: `BUCKETS`, or the configured number in online mode."""
+    """Return the number of buckets in SAAP's index: `BUCKETS`, or the configured number in online mode."""
     return config.fitted_buckets if config.mode == "online" else BUCKETS
 
 
@@ -287,7 +288,7 @@ class Prompt:
         return [(start, min(start + step, self.case.S)) for start in range(0, self.case.S, step)]
 
     def density(self, config: Any) -> float:
-        """Return the share of causal block pairs that the oracle selects, over all chunks and heads."""
+        """Return the share of the causal block pairs that the oracle selects in all chunks and heads."""
         attended = causal = 0
         for start, stop in self.chunks:
             for mask, layout in self._masks(config.at(stop), start, stop):

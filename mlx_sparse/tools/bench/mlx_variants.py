@@ -191,7 +191,7 @@ class Layers:
 
 
 class MlxVariant(Variant):
-    """A method on one backend. If ``config`` is None, a baseline: dense attention or a read of keys and values."""
+    """A method on one backend, or a baseline (dense attention or a read of keys and values) if ``config`` is None."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class MlxStep(MlxVariant):
         return problem.wrong(out)
 
     def problem(self) -> Problem:
-        """Return the inputs and the expected output for the check."""
+        """Return the inputs and the expected output for `check`."""
         return random_problem(self.case) if self.config is None else planted_problem(self.case, self.config)
 
     def batch(self, array: Any) -> mx.array:
@@ -285,7 +285,7 @@ class SaapStep(MlxStep):
     """A SAAP decode step with random router weights. Each layer selects buckets and attends to the keys in them.
 
     The router is a network with 2 D hidden units, the default of `mlx-sparse train-saap`. In online mode, the
-    router uses centroids. ``upkeep`` is the time to rebuild the bucket lists, divided by the number of steps
+    router uses centroids instead. ``upkeep`` is the time to rebuild the bucket lists, divided by the number of steps
     between two rebuilds.
     """
 
@@ -315,7 +315,7 @@ class SaapStep(MlxStep):
         return cache
 
     def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
-        """Compute attention as an enabled model does between two rebuilds of the lists."""
+        """Compute attention as an enabled model does between two rebuilds of the bucket lists."""
         index = index_of(cache)
         assert index is not None
         indices, counts = attended_keys(index, queries, cache.length, self.config, None, self.backend)
