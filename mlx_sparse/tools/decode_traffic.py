@@ -91,7 +91,7 @@ class Traffic:
         return self.kv(S) / (self.weights + self.kv(S))
 
     def bound(self, S: int, served: Iterable[Served]) -> float:
-        """Return an upper bound on the speed-up of a decode step at ``S`` tokens if the layers in ``served`` are sparse."""
+        """Return an upper bound on a decode step's speed-up at ``S`` tokens if the layers in ``served`` are sparse."""
         total = self.weights + self.kv(S)
         return total / max(1, total - sum(one.saved(S) for one in served))
 

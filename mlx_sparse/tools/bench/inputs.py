@@ -203,7 +203,7 @@ class Index:
         return Problem(case.dtype, random.queries, random.keys, random.values, selected)
 
     def bytes(self, problem: Problem, case: Case) -> int:
-        """Return the number of bytes that one step moves for the router network and for the attended keys and values."""
+        """Return the number of bytes that one step moves for the router network and the attended keys and values."""
         assert problem.selected is not None
         attended = sum(map(len, problem.selected)) // case.shape.Hkv
         network = sum(array.nbytes for array in self.network.values())
