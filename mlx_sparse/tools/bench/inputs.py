@@ -36,8 +36,8 @@ VISIT_LOGIT = 100.0  # bias of the visited buckets, large enough to determine th
 PEAK = 14.0  # logit of the important keys of a prompt
 PATTERNS: dict[str, Any] = {"bigbird": bigbird_pattern, "streaming_prefill": streaming_pattern}
 CHECKED = 8  # queries of a prompt that are compared with float64
-# Rounding a float32 sum may change which blocks are selected. Limits for the share of the rows with another selection,
-# and for the relative error of these rows.
+# Rounding a float32 sum may change which blocks are selected. At most SHARE_DIFFERENT of the checked rows may therefore
+# differ, with a relative error of at most MAX_DIFFERENCE.
 SHARE_DIFFERENT, MAX_DIFFERENCE = 1 / 16, 0.1
 
 
