@@ -2,7 +2,7 @@
 
 `mlx_sparse.methods.table` lists the functions of this backend. `sparq_attention`, `dense_attention` and
 `attend_indices` compute decode steps, and `sample_attention` computes a prefill. Use `register` and `SparQCache` to run
-Hugging Face transformers models.
+SparQ in Hugging Face transformers models.
 """
 
 if __name__ != "mlx_sparse.cuda_ref":  # an editable install puts the project root on sys.path

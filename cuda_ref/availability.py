@@ -1,4 +1,4 @@
-"""Check if the Triton kernels can run on this machine."""
+"""Check whether the Triton kernels can run on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OLDEST = (8, 0)  # the oldest compute capability that the tests compile the kern
 
 
 def interpreted() -> bool:
-    """Return True if TRITON_INTERPRET=1 is set: Triton then interprets kernels on the CPU, slowly, for tests."""
+    """Return True if TRITON_INTERPRET=1 is set. Triton then interprets kernels on the CPU (slow, for tests only)."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 

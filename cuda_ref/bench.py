@@ -1,7 +1,7 @@
 """Time torch's attention and the public functions of this package on an NVIDIA GPU, without mlx.
 
 Steps are captured in CUDA graphs and timed with CUDA events. The steps of a graph rotate through copies of the KV cache
-that together exceed the L2 cache. In Triton's interpreter the steps are plain calls, and the times are meaningless.
+that together exceed the L2 cache. In Triton's interpreter, the steps are plain calls and the times are meaningless.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def free_memory() -> int:
 
 
 class Timer:
-    """Timer of attention calls that rotate through cache copies, in one CUDA graph or, on the CPU, in plain calls."""
+    """Timer of attention calls: one CUDA graph that rotates through cache copies, or one plain call on the CPU."""
 
     def __init__(self, step: Step, copies: int, moved: int) -> None:
         self._step, self.output = step, step(0)  # the first call also compiles the kernels
@@ -138,7 +138,7 @@ class Timer:
 
 
 def to_torch(array: Any, dtype: str | None = None) -> torch.Tensor:
-    """Copy a NumPy array to the device. Convert it to ``dtype`` if set."""
+    """Copy a NumPy array to the device, and convert it to ``dtype`` if ``dtype`` is not None."""
     found = torch.from_numpy(np.ascontiguousarray(array)).to(device())
     return found if dtype is None else found.to(getattr(torch, dtype))
 
@@ -149,7 +149,7 @@ def to_numpy(tensor: torch.Tensor) -> Any:
 
 
 class TorchVariant(Variant):
-    """Base class of the attention variants on torch tensors. `Timer` measures them."""
+    """Base class for attention variants on torch tensors. `Timer` times them."""
 
     copies = 1
 
@@ -158,7 +158,7 @@ class TorchVariant(Variant):
         self.role, self.ours = ("dense" if name else "sparse"), not (name or "").startswith("torch")
 
     def batch(self, array: Any, dtype: str | None = None) -> torch.Tensor:
-        """Copy an array of one sequence to the device and repeat it for all sequences."""
+        """Copy the array of one sequence to the device and repeat it for all sequences of the batch."""
         found = to_torch(array, dtype)
         return found.expand(self.case.B, *found.shape[1:]).contiguous()
 
@@ -174,7 +174,7 @@ class TorchVariant(Variant):
 
 
 class Caches:
-    """Copies of a KV cache with random keys and values, which together exceed the L2 cache."""
+    """Copies of a KV cache with random keys and values. Together they exceed the L2 cache."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -209,16 +209,16 @@ class DenseStep(TorchVariant):
             self.row.note = f"dense: all of {case.S:,} keys are attended"
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
-        """Run the decode step. ``state`` is the auxiliary cache state that `state` returned."""
+        """Run the decode step with the auxiliary cache state that `state` returned."""
         out: torch.Tensor = cuda_ref.dense_attention(queries, keys, values)
         return out
 
     def state(self, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        """Return the method's auxiliary cache state for these keys and values, or None without one."""
+        """Return the method's auxiliary cache state for these keys and values, or None if the method has none."""
         return None
 
     def problem(self) -> Problem:
-        """Build inputs with a known attention output, for `check`."""
+        """Build inputs whose attention output is known, for `check`."""
         return random_problem(self.case)
 
     def check(self) -> str | None:
@@ -232,7 +232,7 @@ class DenseStep(TorchVariant):
 
 
 class TorchStep(DenseStep):
-    """Decode step with torch's attention, which gets ``enable_gqa`` or the queries of a group as rows of one head."""
+    """Decode step with torch's attention, with ``enable_gqa`` or with the queries of a group as rows of one head."""
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
         B, Hkv, _, D = keys.shape
@@ -242,7 +242,7 @@ class TorchStep(DenseStep):
 
 
 class SparqStep(DenseStep):
-    """Decode step with SparQ, with 16-bit or int4 scoring keys."""
+    """Decode step with SparQ and 16-bit or int4 scoring keys."""
 
     def __init__(self, case: Case, caches: Caches, config: Any) -> None:
         super().__init__(case, caches, None, config)
@@ -333,7 +333,7 @@ class TorchPrefill(DensePrefill):
 
 
 class SamplePrefill(DensePrefill):
-    """Prefill in one call with SampleAttention. The time includes the sampling of queries."""
+    """Prefill in one call with SampleAttention. The time includes the selection of key blocks."""
 
     def __init__(self, case: Case, prompt: Inputs, config: Any) -> None:
         super().__init__(case, prompt, None, config)

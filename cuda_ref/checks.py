@@ -37,7 +37,7 @@ def check_group(G: int) -> None:
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Raise `BackendUnavailable` unless ``backend`` names this backend and Triton's kernels run on ``device``."""
+    """Raise `BackendUnavailable` unless ``backend`` names this backend and Triton's kernels can run on ``device``."""
     if backend not in ("auto", "triton"):
         raise BackendUnavailable(f"backend: expected auto or triton for mlx_sparse.cuda_ref, got {backend}.")
     reason = unavailable()
@@ -48,7 +48,7 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def check_type(name: str, array: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise `ConfigError` unless ``array`` has the same dtype as the other tensors."""
+    """Raise `ConfigError` unless ``array`` has ``dtype``, the dtype of the other tensors."""
     if array.dtype != dtype:
         raise ConfigError(
             f"{name}: expected the type of the other tensors, {type_name(dtype)}, got {type_name(array.dtype)}."
@@ -56,7 +56,7 @@ def check_type(name: str, array: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def check_code_type(name: str, array: torch.Tensor) -> None:
-    """Raise `ConfigError` if ``name`` is one of the arrays of int4 scoring keys and ``array`` has the wrong dtype."""
+    """Raise `ConfigError` if ``array`` has the wrong dtype for the array ``name`` of int4 scoring keys."""
     wanted = CODE_TYPES.get(name, array.dtype)
     if array.dtype != wanted:
         raise ConfigError(
@@ -71,7 +71,7 @@ def check_tensor(name: str, array: Any) -> None:
 
 
 def check_device(name: str, array: torch.Tensor, device: torch.device) -> None:
-    """Raise `ConfigError` unless ``array`` is on the same device as the other tensors."""
+    """Raise `ConfigError` unless ``array`` is on ``device``, the device of the other tensors."""
     if array.device != device:
         raise ConfigError(f"{name}: expected a tensor on {device}, got {array.device}.")
 
@@ -83,7 +83,7 @@ def check_integers(name: str, array: torch.Tensor) -> None:
 
 
 def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tensor | None:
-    """Validate ``left_padding``. Return it as int32 on ``device``, clamped to 0..S, or None if it is None."""
+    """Validate ``left_padding`` and return it as int32 on ``device``, clamped to 0..S. None stays None."""
     if left_padding is None:
         return None
     try:

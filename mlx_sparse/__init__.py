@@ -1,7 +1,7 @@
-"""Sparse attention for long-context language models on MLX.
+"""Provide sparse attention for long-context language models on MLX.
 
-The functions on arrays are `sparq_attention`, `saap_attention`, `sample_attention` and the baselines. The functions on
-models are `enable`, `disable`, `sparse`, `lossless` and `report`. Every name is imported on first use, so importing
+The functions for arrays are `sparq_attention`, `saap_attention`, `sample_attention` and the baselines. The functions
+for models are `enable`, `disable`, `sparse`, `lossless` and `report`. Every name is imported on first use, so importing
 this package imports neither mlx nor mlx_lm.
 """
 

@@ -27,7 +27,7 @@ class CommandFinder:
 
 
 def find_spec(name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
-    """Return the import spec of a command module, whose loader will wrap main(). Return None for other modules."""
+    """Return an import spec for a command module, with a loader that wraps main(); None for other modules."""
     if name not in COMMANDS:
         return None
     others = [finder for finder in sys.meta_path if not _is_ours(finder)]

@@ -74,7 +74,7 @@ class Layer:
     """Backend, sizes and dtype of a layer. Equal layers share a threshold.
 
     Attributes:
-        step: sizes of a decode step; ``measured`` is None.
+        step: sizes of a decode step. Its attribute ``measured`` is None.
         dtype: dtype of keys and values.
         L: number of tokens in a prefill chunk; 1 for decode steps.
     """
@@ -94,7 +94,7 @@ class Layer:
 
 
 def describe(config: Method, found: Threshold) -> str:
-    """Describe a threshold for reports."""
+    """Describe the threshold ``found`` of the method ``config`` in one line, for reports."""
     how, value, best = found.how, found.value, found.best
     if best is not None:
         spread = f"{value:.0%} to {best:.0%}" if isinstance(config, Prefill) else f"{best:,.0f} to {value:,.0f} keys"
@@ -159,7 +159,7 @@ def write_measurement(key: MeasurementKey, result: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a positive number below `NEVER`. Larger integers may not fit into a float."""
+    """Return True if ``value`` is a positive number below `NEVER`. Larger integers may not fit into a float."""
     return type(value) in (int, float) and 0 < value < NEVER
 
 
@@ -178,8 +178,8 @@ class Point(NamedTuple):
     def of(cls, S: int, pairs: Pairs) -> Point:
         """Compute the median ratio of ``pairs`` and its distribution-free confidence interval at level `CONFIDENCE`.
 
-        The number of ratios below the true median has a binomial distribution with probability 1/2. Two sorted ratios
-        with the same rank from both ends therefore bound the median. More pairs give a narrower interval.
+        The number of ratios below the true median has a binomial distribution with probability 1/2. Therefore, two
+        sorted ratios at the same distance from both ends bound the median. More pairs give a narrower interval.
         """
         ratios = sorted(dense / sparse for dense, sparse in pairs)
         n, rank, tail = len(ratios), 0, 0.0
@@ -190,7 +190,7 @@ class Point(NamedTuple):
 
 
 def read_points(result: Mapping[str, Any]) -> list[Point]:
-    """Validate the timed lengths in a calibration file, and return their points in ascending order.
+    """Validate the timed lengths in a calibration file, and return one `Point` per length in ascending order.
 
     Raises:
         ValueError: the file is not a valid measurement.
@@ -208,9 +208,9 @@ def read_points(result: Mapping[str, Any]) -> list[Point]:
 
 
 def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
-    """Return the shortest length at which sparse attention may be faster, and the shortest at which it clearly is.
+    """Return the shortest length at which sparse attention may win, and the shortest at which it clearly wins.
 
-    All longer measured lengths must qualify too. An entry is None if no length qualifies.
+    All longer measured lengths must qualify too. A result is None if no length qualifies.
     """
     return _shortest(points, lambda point: point.high >= MIN_SPEEDUP), _shortest(
         points, lambda point: point.low >= MIN_SPEEDUP
@@ -228,8 +228,8 @@ def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first:
 
     The search doubles or halves the length, starting at ``first``, until sparse attention wins at one length and loses
     at another. Then it bisects the interval between these lengths. A win needs two timings. A length is timed again, up
-    to `TIMINGS` times, while its confidence interval contains `MIN_SPEEDUP`. The search ends before a length that would
-    exceed the remaining time, estimated from the time of the previous length.
+    to `TIMINGS` times, while its confidence interval contains `MIN_SPEEDUP`. The search ends if the next length
+    would take longer than the remaining time, as estimated from the time of the previous length.
     """
     end = time.monotonic() + seconds
     points: dict[int, Point] = {}
@@ -261,13 +261,13 @@ def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first:
 
 
 class Calibration:
-    """Thresholds of the layers on this machine, measured or estimated by the documented model.
+    """Thresholds of the layers on this machine, measured or estimated (docs/methods.md).
 
     Args:
         measures: if True, measure a missing threshold once a context is long enough; if False, estimate it.
         seconds: time limit of a measurement; None means `SECONDS`.
-        chunk: number of tokens in a prefill chunk; the default is the same as in mlx-lm.
-        progress: callback that receives a line before and after a measurement.
+        chunk: number of tokens in a prefill chunk. The default is mlx-lm's default.
+        progress: callback that receives a line of text before and after each measurement.
     """
 
     longest = LONGEST
@@ -285,7 +285,7 @@ class Calibration:
         self._tried: set[tuple[Method, Layer]] = set()  # measured in this process, or failed
 
     def threshold(self, config: Method, layer: Layer, S: int = 0) -> Threshold:
-        """Return the threshold of ``config`` for a layer. Measure it first if needed and if ``S`` keys are enough."""
+        """Return the threshold of ``config`` for a layer. First measure it if needed and if ``S`` is large enough."""
         key = config, layer
         if key not in self._known:
             kept = self.look_up(config, layer) if config.measurable else None
@@ -318,7 +318,7 @@ class Calibration:
         return Threshold(config.shortest_context(layer.step), how)
 
     def look_up(self, config: Method, layer: Layer) -> Threshold | None:
-        """Return the threshold from a stored measurement, or None."""
+        """Return the threshold from a stored measurement, or None if there is no valid measurement."""
         try:
             result = read_measurement(measurement_key(config, layer))
             return None if result is None else self.read(config, layer, result)
@@ -358,7 +358,7 @@ class Calibration:
             return []  # `look_up` reports damaged files
 
     def measure(self, config: Method, layer: Layer) -> Threshold | None:
-        """Time dense and sparse attention, store the result and return the threshold, or None if memory is short."""
+        """Time dense and sparse attention and store the result. Return the threshold, or None without enough memory."""
         seconds = self._seconds or SECONDS[device_kind()]
         limit = f"{layer}; up to {seconds:g} s, once"
         self._progress(f"calibrating: finding the context length at which {config.name} is faster ({limit}) ...")
@@ -435,7 +435,7 @@ class Calibration:
 
 
 def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
-    """Return the key of a measurement: method, settings, layer shape, machine, system and versions."""
+    """Return the key of a measurement, with the method, settings, layer shape, machine, system and versions."""
     info, step = mx.device_info(), layer.step
     packed = {} if step.packed is None else {"kv_bits": step.packed[0], "kv_group_size": step.packed[1]}
     return {
@@ -494,7 +494,7 @@ def _cache(layer: Layer, S: int, n: int) -> Any:
 
 
 def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
-    """Return random rows ``(1, heads, S, D)`` for ``seed``, without changing MLX's global random state."""
+    """Return random rows ``(1, heads, S, D)`` from ``seed``, without changing MLX's global random state."""
     D = layer.step.D
     tiles = -(-S // TILE)
     some = mx.random.normal((1, heads, 1, min(S, TILE), D), dtype=layer.dtype, key=mx.random.key(seed))
@@ -545,14 +545,14 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
 
 
 def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
-    """Compute the largest density at which sparse attention is faster, from the time of one run of each kind."""
+    """Compute the largest density at which sparse attention is faster, from one timing of each of the four runs."""
     slope = (many - few) / (kept[1] - kept[0])
     left = dense / MIN_SPEEDUP - select - few
     return min(max(kept[0] + left / slope, 0.0), 1.0) if slope > 0 else float(left > 0)
 
 
 def _some_blocks(layout: Any, share: float, heads: int) -> mx.array:
-    """Return lists ``(1, heads, R, N)`` of evenly spaced key blocks that include the last causal block of each row."""
+    """Return lists ``(1, heads, R, N)`` with ``share`` of the causal key blocks, evenly spaced, including the last."""
     rows = []
     for r in range(layout.row_blocks):
         causal = layout.first_block + r + 1

@@ -23,7 +23,7 @@ _WORD = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|\S+""")
 
 
 def shortened(message: str) -> str:
-    """Shorten long words, long quotations and long messages. Messages may quote hostile input."""
+    """Shorten ``message`` and its long words and quotations. Messages may quote hostile input."""
     message = _WORD.sub(lambda word: word[0] if len(word[0]) <= ECHO else f"{word[0][:ECHO]}...", message)
     return message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
 
@@ -66,7 +66,7 @@ class ArtefactError(SparseAttentionError, ValueError):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one attention call: batch B, query heads Hq, KV heads Hkv, queries L, keys S and head dim D."""
+    """Sizes of one attention call: B sequences, Hq query heads, Hkv KV heads, L queries, S keys and head dim D."""
 
     B: int
     Hq: int

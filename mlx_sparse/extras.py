@@ -21,7 +21,8 @@ REBUILD = "--force-reinstall --no-deps"  # reinstall this package only
 
 # Extra that installs each import name; empty for the dependencies that are always installed.
 EXTRAS = {
-    **dict.fromkeys(("jinja2", "mlx", "mlx_lm", "numpy", "psutil", "safetensors", "tqdm", "tomli", "transformers"), ""),
+    **dict.fromkeys(("jinja2", "mlx", "mlx_lm", "numpy", "psutil", "rich", "safetensors", "tqdm", "tomli"), ""),
+    "transformers": "",
     **dict.fromkeys(("onnx", "onnxruntime"), "onnx"),
     **dict.fromkeys(("torch", "triton"), "cuda"),
     "gguf": "gemma",
@@ -64,7 +65,7 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | None:
-    """Return the pip argument that reinstalls ``mine`` with ``extra``; None if its folder or file was deleted."""
+    """Return the pip argument that reinstalls ``mine`` with ``extra``; None if the source was deleted."""
     extra = f"[{extra}]" if extra else ""
     recorded = mine.read_text("direct_url.json")
     if recorded is None:
@@ -84,7 +85,7 @@ def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | Non
 
 
 def _installer(mine: importlib.metadata.Distribution) -> str:
-    """Return the pip, uv or pipx command that installs into this environment, even if it is not activated."""
+    """Return the pip, uv or pipx command that installs into this environment, even if the environment is inactive."""
     home = Path(sys.prefix)
     if (home / "pipx_metadata.json").is_file():
         return f"pipx runpip {shlex.quote(home.name)} install"

@@ -28,6 +28,7 @@ VALUES = 16  # values of each vector that are hashed
 SMALLEST = 2.0**-14  # smallest normal float16
 ENDS = 64  # values at each end of each weight that are hashed
 NOTE = "_mlx_sparse_whole"
+ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 
 
 def identity(model: Any) -> dict[str, str]:
@@ -77,7 +78,7 @@ def weights_hash(model: Any) -> str:
 
 
 def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the RoPE scaling of ``config``, whose name differs between models; empty if RoPE is not scaled."""
+    """Return a dict with the RoPE scaling of ``config`` as "rope_scaling". It is empty if RoPE is not scaled."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = config.get(name)
@@ -100,8 +101,41 @@ def _flat(args: Any) -> dict[str, Any]:
     return {**_flat(known["text_config"]), **known} if "text_config" in known else dict(known)
 
 
+def weights_read(model: Any) -> int:
+    """Return the number of weight bytes that a decode step reads.
+
+    If the config sets the number of active experts, count only that many experts. Count an embedding only if it is also
+    the output matrix.
+    """
+    from mlx import nn
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+    modules = [module for _, module in model.named_modules()]
+    config = config_of(model)
+    head = {len(module.weight) for module in modules if isinstance(module, (nn.Linear, nn.QuantizedLinear))}
+    active = next((config[name] for name in ACTIVE if isinstance(config.get(name), int) and config[name] > 0), None)
+    found = 0
+    for module in modules:
+        own = sum(array.nbytes for array in module.values() if isinstance(array, mx.array))
+        if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
+            experts = len(module.weight)
+            own = own * min(active or experts, experts) // experts
+        elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)) and not _is_output(module, config, head):
+            own = 0
+        found += own
+    return found
+
+
+def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
+    """Return True if an embedding has the output matrix's shape, and no linear layer has the same number of rows."""
+    rows, columns = module.weight.shape
+    columns = columns * 32 // module.bits if hasattr(module, "bits") else columns
+    sizes = rows == config.get("vocab_size", rows) and columns == config.get("hidden_size", columns)
+    return sizes and rows not in head
+
+
 def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
-    """Return the number of KV heads and the head dim of each cache; None without keys. No array is evaluated."""
+    """Return (number of KV heads, head dim) for each cache, None for one without keys. No array is evaluated."""
     from mlx_lm.models.cache import make_prompt_cache
 
     caches = make_prompt_cache(model)
@@ -121,13 +155,13 @@ def leaves(caches: Any) -> list[Any]:
 
 
 def model_type(model: Any) -> str:
-    """Return the model family by its name in mlx-lm, such as "llama"."""
+    """Return the name of the model family in mlx-lm, such as "llama"."""
     declared = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
     return str(declared)
 
 
 def kv_heads(model: Any, part: Part, here: int) -> int:
-    """Return a layer's number of KV heads in the whole model, if this rank has ``here``. Ranks can share heads."""
+    """Return a layer's number of KV heads before sharding. This rank has ``here`` heads; ranks may share heads."""
     known = config_of(model).get("num_key_value_heads")
     return min(here * part.size, known) if isinstance(known, int) and known >= here else here * part.size
 

@@ -1,4 +1,4 @@
-"""Time our operators in ONNX Runtime on a CPU, with native kernels or with function bodies of standard operators.
+"""Time our operators in ONNX Runtime on a CPU, with the native kernels or with the function bodies.
 
 The KV caches already contain the new token, so the same decode step can run repeatedly. Successive steps use different
 copies of the KV caches, so that no copy stays in the processor's cache.
@@ -56,7 +56,7 @@ def check(request: Request) -> None:
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the attention variants to time for a case: dense attention and each sparse method.
+    """Yield the attention variants that are timed for a case: dense attention and each sparse method.
 
     Raises:
         MemoryError: the case is too large for this machine.
@@ -78,7 +78,7 @@ def records_of(coded: KeyCodes) -> Array:
 
 
 class Caches:
-    """Several copies of the KV caches of one case, with equal random numbers.
+    """Several equal copies of the KV caches of one case, filled with random numbers.
 
     There are three kinds of arrays: "rows" (keys and values), "transposed" (component-major keys) and "codes" (int4
     scoring keys).
@@ -92,13 +92,13 @@ class Caches:
         self._sets: dict[str, list[dict[str, Array]]] = {}
 
     def sets(self, kind: str) -> list[dict[str, Array]]:
-        """Return all copies of the arrays of one kind, each as a dict from input names to arrays."""
+        """Return all copies of the arrays of ``kind``. Each copy is a dict from input names to arrays."""
         if kind not in self._sets:
             self._sets[kind] = [self.arrays(self.problem, kind) for _ in range(self.count)]
         return self._sets[kind]
 
     def arrays(self, problem: inputs.Problem, kind: str) -> dict[str, Array]:
-        """Return the arrays of one kind for ``problem``, by input name and padded to the capacity of the caches."""
+        """Return the arrays of ``kind`` for ``problem`` by input name, padded to the capacity of the caches."""
         _, Hkv, S, D = problem.keys.shape
         keys, values = (memory.zeros((1, Hkv, self.capacity, D), self.case.dtype) for _ in "kv")
         keys[:, :, :S], values[:, :, :S] = problem.keys, problem.values
@@ -116,7 +116,7 @@ class Caches:
 
 
 class OrtVariant(Variant):
-    """Base class of the variants, which run a one-node model on onnxruntime. A node without ``config`` is dense."""
+    """Base class of variants that run a one-node model on onnxruntime. If ``config`` is None, attention is dense."""
 
     def __init__(self, case: Case, shared: Any, threads: int, config: Any, backend: str) -> None:
         name = None if config else "CachedAttention"
@@ -127,7 +127,7 @@ class OrtVariant(Variant):
         self.row.note = reason and reason.partition(".")[0]
 
     def common(self, **sizes: int) -> dict[str, Any]:
-        """Return the arguments of `operator_model` that all operators share: dtype, axis lengths and scale."""
+        """Return the arguments that `operator_model` needs for every operator: dtype, axis lengths and scale."""
         shape = self.case.shape
         axes = {"B": 1, "Hq": shape.Hq, "Hkv": shape.Hkv, "D": shape.D}
         return {"dtype": self.case.dtype, "sizes": axes | sizes, "scale": shape.D**-0.5}
@@ -144,14 +144,14 @@ class OrtVariant(Variant):
         self._binding = self._session.io_binding()
 
     def new_tokens(self, rows: Sequence[Array], start: int) -> dict[str, Array]:
-        """Return the arrays of a call by name. ``rows`` are queries, keys and values; ``start`` is the past length."""
+        """Return the arrays of a call by name, for queries, keys and values ``rows`` that follow ``start`` tokens."""
         names = ("query", "key", "value")
         new = {name: np.ascontiguousarray(row, self.case.dtype) for name, row in zip(names, rows, strict=True)}
         numbers: dict[str, Array] = {"past_length": np.array([start]), "left_padding": np.array([0])}
         return new | numbers | {"output": np.zeros_like(new["query"])}
 
     def place(self, arrays: Mapping[str, Array]) -> None:
-        """Bind ``arrays`` as inputs and outputs of the next runs, without a copy."""
+        """Bind ``arrays`` as inputs and outputs of the next runs, without copying them."""
         for name, array in arrays.items():
             value = memory.ort_value(array)
             if name in self._inputs:
@@ -225,7 +225,7 @@ class OrtStep(OrtVariant):
         return self._arrays["output"]
 
     def run(self, turn: int) -> float:
-        """Run two steps on different cache copies and return the second one's time. The first wakes the threads."""
+        """Return the time of the second of two steps on different cache copies. The first step wakes the threads."""
         time.sleep(PAUSE)
         start = 0.0
         for n in (2 * turn, 2 * turn + 1):
@@ -237,7 +237,7 @@ class OrtStep(OrtVariant):
 
 
 class OrtPrefill(OrtVariant):
-    """Variant that runs prefill in one call. The function body of dense attention runs in chunks, as in exports."""
+    """Variant that runs prefill in one call. The function body of dense attention gets `CHUNK` tokens per call."""
 
     def prepare(self) -> None:
         case, prompt, common = self.case, self.shared, self.common(C=self.case.S)

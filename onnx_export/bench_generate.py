@@ -1,7 +1,7 @@
 """Measure the decode speed in tokens/s of exported models in float32: ``mlx-sparse bench generate --runtime onnx``.
 
 The caches are filled with random numbers, because decode speed depends only on the context length, and prefill of
-32,768 tokens would take half an hour on a CPU. `Decoder.check` verifies that both backends compute the same logits.
+32,768 tokens would take half an hour on a CPU. `Decoder.check` compares the logits of both backends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_ERROR = 0.05  # tolerance relative to the largest logit; rounding may chang
 def variants(
     model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, threads: int
 ) -> Iterator[list[Generation]]:
-    """Export a model with each method. For each length, yield the decoders for all methods and both backends.
+    """Export a model with each method. For each context length, yield the decoders for all methods and backends.
 
     Raises:
         ConfigError: the model cannot be exported for both backends, or supports only shorter contexts.
@@ -56,7 +56,7 @@ def variants(
 
 
 def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
-    """Fill the caches with random numbers, which are equal for both backends.
+    """Fill the caches with random numbers. Both backends get the same numbers.
 
     Raises:
         MemoryError: the caches are too large for this machine.

@@ -26,7 +26,7 @@ def element(kind: str, **own: str) -> int:
 
 
 def node(name: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: float) -> onnx.NodeProto:
-    """Create a node of the operator ``name``. Pass every attribute except ``spec``; there are no defaults.
+    """Create a node of the operator ``name``. Pass all attributes except ``spec``, because they have no defaults.
 
     Raises:
         ConfigError: an attribute is missing, unknown or out of range, or the number of inputs or outputs is wrong.
@@ -65,7 +65,7 @@ def operator_model(
     sizes: Mapping[str, int] | None = None,
     **attributes: float,
 ) -> onnx.ModelProto:
-    """Build and check a model with one node of operator ``name`` and the function bodies for stock onnxruntime.
+    """Build and check a model with one node and the function bodies that onnxruntime needs without native kernels.
 
     Args:
         name: the name of the operator.

@@ -1,8 +1,8 @@
 """Build the function body of each operator: a model-local ONNX function that consists of standard operators.
 
 The functions for decode steps and appends are ONNX text in bodies/, one file per method. shared.onnxtxt begins with the
-constants. The body of an operator that appends to caches and then attends calls these functions. Each call gets the
-values and attributes with the same names from the operator.
+constants. If an operator appends to caches and then computes attention, its body calls these functions. Each call
+receives the values and attributes of the operator that have the same names.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _parsed(name: str) -> FunctionProto:
 
 @cache
 def _texts() -> dict[str, str]:
-    """Read bodies/. Return the text of each function and of the constants, by name and without comments."""
+    """Read the files in bodies/. Return the texts of the functions and the constants by name, without comments."""
     found = {}
     for file in sorted(BODIES.glob("*.onnxtxt")):
         constants, *functions = re.split(r"(?m)^(?=<opset_import)", re.sub(r"#.*", "", file.read_text("utf-8")))
@@ -105,7 +105,7 @@ def _attention(made: Operator, profile: Profile) -> FunctionProto:
 
 
 def _call(name: str, caller: Operator) -> NodeProto:
-    """Build a node that calls a function with the attributes of ``caller``. If ``caller`` has no window, pass 0."""
+    """Build a node that calls a function with the attributes of ``caller``. Without a window, pass ``window=0``."""
     called = _parsed(name)
     node = helper.make_node(name, [CACHES.get(value, value) for value in called.input], called.output, domain=DOMAIN)
     for attribute in called.attribute:
@@ -125,7 +125,7 @@ def _branch(name: str, calls: list[NodeProto]) -> GraphProto:
 
 
 def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[FunctionProto]:
-    """Return the function bodies of operators and of the functions they call, callees first.
+    """Return the function bodies of operators, preceded by the functions that they call.
 
     Skip operators without a function body, which only the native kernels run.
     """
@@ -140,7 +140,7 @@ def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[Function
 
 
 def bodies(nodes: Iterable[NodeProto], profile: Profile = DEFAULT) -> list[FunctionProto]:
-    """Return the function bodies that ``nodes`` need, callees first."""
+    """Return the function bodies that ``nodes`` need. Every function comes after the functions that it calls."""
     return functions(dict.fromkeys(node.op_type for node in nodes if node.domain == DOMAIN), profile)
 
 

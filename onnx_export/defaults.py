@@ -21,15 +21,15 @@ SAMPLE_BELOW = 2048
 
 
 def lanes_for(length: int) -> int:
-    """Return the chunk length, in keys, of component-major keys for caches of ``length`` tokens.
+    """Return the number of keys per chunk of component-major keys, for caches of ``length`` tokens.
 
-    Longer chunks are faster to read. Rounding up to whole chunks may enlarge the caches by at most 1/16.
+    Longer chunks are faster to read, but the cache length is rounded up to whole chunks, by at most 1/16.
     """
     return next((lanes for lanes in LANES if -length % lanes * 16 <= length), LANES[-1])
 
 
 def dense_below(config: SparQ, D: int) -> int:
-    """Return the number of keys below which SparQ decode steps are dense. Estimate the number if it is "auto".
+    """Return the number of keys below which SparQ decode steps are dense: the setting, or an estimate for "auto".
 
     Function bodies and native kernels use the same number, because both must compute the same result. With fewer keys,
     function bodies are slower than dense attention. Native kernels are already faster at about 500 keys.
@@ -41,7 +41,7 @@ def dense_below(config: SparQ, D: int) -> int:
 
 
 def saap_dense_below(config: SAAP, D: int, buckets: int, network: int) -> int:
-    """Return the number of keys below which SAAP decode steps are dense. Estimate the number if it is "auto".
+    """Return the number of keys below which SAAP decode steps are dense: the setting, or an estimate for "auto".
 
     The cost model assumes buckets of equal size. ``network`` is the number of network weights per KV head.
     """

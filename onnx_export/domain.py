@@ -11,7 +11,7 @@ SPEC = 1  # version of the operator specification; every node stores it as `spec
 
 @dataclass(frozen=True)
 class Profile:
-    """Version of the standard operators (opset) and version of the file format (IR) for an exported model."""
+    """Opset version (standard operators) and IR version (file format) of an exported model."""
 
     opset: int
     ir: int
@@ -26,7 +26,7 @@ W = ("tensor(float)", "tensor(float16)")  # types of query networks and centroid
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output of an operator. ``axes`` are axis names. The length of an axis "?" is unknown."""
+    """An input or output of an operator. ``axes`` names its axes; an axis "?" has an unknown length."""
 
     name: str
     type: str

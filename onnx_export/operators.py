@@ -49,10 +49,18 @@ WINDOW = Attribute(
 SAMPLE = (
     _SPEC,
     Attribute(
-        "alpha_column", float, "Attention recall of the sample that the selected key blocks reach; 1 selects all.", 0, 1
+        "alpha_column",
+        float,
+        "Attention recall that the selected key blocks must reach in the sample; 1 selects all.",
+        0,
+        1,
     ),
     Attribute(
-        "alpha_slash", float, "Attention recall of the sample that the selected offset bins reach; 1 selects all.", 0, 1
+        "alpha_slash",
+        float,
+        "Attention recall that the selected offset bins must reach in the sample; 1 selects all.",
+        0,
+        1,
     ),
     Attribute(
         "chunks", int, "Number of regions of row blocks, each with its own sample; at most one per row block.", 1

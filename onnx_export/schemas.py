@@ -13,7 +13,7 @@ from .operators import OPERATORS
 
 
 def infer(operator: Operator) -> Callable[[onnx.shape_inference.InferenceContext], None]:
-    """Return a shape inference function for an operator. It requires that axes with the same name have the same length.
+    """Return a shape inference function for an operator. Axes with the same name must have the same length.
 
     The returned function raises `onnx.shape_inference.InferenceError` if the shapes of the inputs disagree.
     """
@@ -49,7 +49,7 @@ def _bind(
     shape: onnx.TensorShapeProto,
     lengths: dict[str, onnx.TensorShapeProto.Dimension],
 ) -> None:
-    """Record the axis lengths of one input in ``lengths``. A fixed length replaces a symbolic length."""
+    """Record the axis lengths of one input in ``lengths``. Prefer a fixed length to a symbolic length."""
     where = f"{operator.name}: {tensor.name}"
     if len(shape.dim) != len(tensor.dims):
         raise onnx.shape_inference.InferenceError(f"{where}: expected axes ({tensor.axes}), got {len(shape.dim)} axes.")

@@ -130,7 +130,7 @@ def _rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the command and the table of a benchmark that finished; an empty text otherwise."""
+    """Return the command and the table of a finished benchmark, else an empty text."""
     return next((f"    {row['run']['command']}\n\n{row['text']}" for row in rows if row["kind"] == "end"), "")
 
 

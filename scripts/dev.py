@@ -6,7 +6,7 @@
   python3 scripts/dev.py lint     ruff, mypy and codespell
   python3 scripts/dev.py doctor   versions, devices and problems of this machine
   python3 scripts/dev.py setup    install the requirements of the tests, and run nothing
-  python3 scripts/dev.py size     lines and files with their budgets, and the import closures of three entry points
+  python3 scripts/dev.py size     line counts with budgets, file counts, and the import closures of three entry points
 
 The first run creates .venv in the project and installs the project into it. For test and lint it also installs the
 requirements of the tests (3 GB). If uv is installed, the script uses it. Further arguments of demo, test and doctor
@@ -54,7 +54,7 @@ NOT_CODE = {".svg", ".png", ".json", ".jsonl"}
 
 
 def run(*command):
-    """Show a command, run it in the project root, and end with its exit status if it fails."""
+    """Print a command and run it in the project root. If the command fails, exit with its status."""
     command = [str(part) for part in command]
     print("$", " ".join(shlex.quote(part) for part in command), flush=True)
     status = subprocess.call(command, cwd=str(ROOT))
@@ -102,7 +102,7 @@ def lint():
 
 
 def tests(args):
-    """Return the arguments of pytest: the fast tier by default, all tests with --all, or the given arguments."""
+    """Return the arguments for pytest: the fast tier by default, all tests with --all, or the given arguments."""
     if args not in ([], ["--all"]):
         return args
     # Distribute whole files, so that the fixtures of a file are made once. Slow files come first.
@@ -136,7 +136,7 @@ def imported_by(path, root=ROOT, *, everything=False):
 
 
 def lazy_modules(package):
-    """Return the table _HOMES of a package: the module of each name that the package imports on first use."""
+    """Return the table _HOMES of a package. It maps each name that the package imports on first use to its module."""
     init = package / "__init__.py"
     for node in ast.parse(init.read_text(encoding="utf-8")).body if init.is_file() else []:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":

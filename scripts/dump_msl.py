@@ -1,11 +1,11 @@
-"""Write every MSL source that the launchers generate for the cases of the tests.
+"""Write every MSL source that the launchers generate for the test cases.
 
 python scripts/dump_msl.py --out FOLDER [--compile]
 
-FOLDER gets one file per source, mlx_utils.h and manifest.json. mlx_utils.h is the header that MLX puts before every
-custom kernel, in the order of make_compiled_preamble.sh. MLX compiles the header and a source as one string. Each
-source equals the text of MLX's export callback byte for byte. The script runs on Linux. --compile needs clang or the
-`test` extra.
+The script writes one file per source, mlx_utils.h and manifest.json to FOLDER. mlx_utils.h is the header that MLX
+puts before every custom kernel, in the order of make_compiled_preamble.sh. MLX compiles the header and a source as
+one string. Each source equals the text of MLX's export callback byte for byte. The script runs on Linux. --compile
+needs clang or the `test` extra.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def texts(calls: Iterable[Any], header: str) -> list[Text]:
 
 
 def check(text: Text) -> list[str]:
-    """Lint a source and compile it with clang in strict mode; return the findings and store its threadgroup memory."""
+    """Lint ``text``, compile it with clang in strict mode and return the findings. Set ``text.threadgroup_memory``."""
     import msl
 
     try:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare SparQ's estimated attention recall (sparq.24) with the exact recall, by layer.
 
-python scripts/recall.py [--attn ATTN ...] [--context N] [--json]
+python scripts/recall.py [--attn ATTN ...] [--context N] [--json | --cost]
 
 The script decodes text teacher-forced after a dense prefill. At each decode step it also computes the exact attention
 recall, which takes a dense pass over the keys. Both are averaged over the query heads of a KV head. Columns:
@@ -17,9 +17,8 @@ import argparse
 import contextlib
 import copy
 import json
-import os
-import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +29,7 @@ from mlx_lm import load
 import mlx_sparse
 from mlx_sparse.cache.sparse_cache import DecodeStep, SparseCache
 from mlx_sparse.files import cache_directory
+from mlx_sparse.lm import call
 from mlx_sparse.methods import registry
 from mlx_sparse.tools.assets import blas
 from mlx_sparse.tools.assets.models import find_model
@@ -39,20 +39,23 @@ from mlx_sparse.tools.evaluate.tasks import TASKS, encode
 from mlx_sparse.tools.formats import table
 
 HIGH = 0.02  # an estimate that exceeds the exact recall by more counts as too high
+MODES = {"never": 1 << 40, "every fourth step": 4, "every step": 1}  # steps per counted step
+TURNS = 6
 HEADER = ("layer", "estimated", "exact", "bias", "corr", "over")
 
 
 def main() -> int:
     """Print a table for each method, and return the exit code."""
     args = _parse()
-    if blas.wanted() and "RECALL_CHILD" not in os.environ:
-        environment = {**blas.environment(), "RECALL_CHILD": "1"}
-        return subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
+    blas.restart_script(True)
     model, tokenizer, *_ = load(find_model(args.model, cache_directory()))
     (text,) = texts.read([args.text])
     made = TASKS[args.task](encode(tokenizer, text.text), tokenizer, context=args.context, limit=args.limit, seed=0)
     subject = Steps(model, tokenizer, list(made), 2048)
     for attn in args.attn:
+        if args.cost:
+            print(attn, *(f"{mode}: {ratio:.3f}" for mode, ratio in cost(subject, attn).items()), sep="\n")
+            continue
         pairs = measure(subject, attn)
         pairs["all"] = np.concatenate(list(pairs.values()), axis=1)
         rows = [{"layer": layer, **compare(pair)} for layer, pair in pairs.items()]
@@ -64,6 +67,26 @@ def main() -> int:
             cells = ([row["layer"], *(f"{row[name]:.3f}" for name in HEADER[1:])] for row in rows)
             print(table(HEADER, cells))
     return 0
+
+
+def cost(subject: Steps, attn: str) -> dict[str, float]:
+    """Time decode steps that count the estimate. Return the median ratio to the time of steps that never count it.
+
+    Each ratio compares the same four consecutive steps of two runs in the same turn.
+    """
+    times: dict[str, list[Any]] = {mode: [] for mode in MODES}
+    for turn in range(TURNS):
+        for mode in list(MODES)[turn % len(MODES) :] + list(MODES)[: turn % len(MODES)]:
+            call.SAMPLED_STEPS = MODES[mode]
+            caches, ends = copy.deepcopy(subject.cache), [time.perf_counter()]
+            with mlx_sparse.sparse(subject.model, attn):
+                for position in range(subject.inputs.shape[1]):
+                    mx.eval(subject.model(subject.inputs[:, position : position + 1], cache=caches))
+                    ends.append(time.perf_counter())
+            steps = np.diff(ends)[4:]  # the first steps build the scoring keys
+            times[mode].append(steps[: len(steps) // 4 * 4].reshape(-1, 4).sum(axis=1))
+    never = np.array(times.pop("never"))
+    return {mode: float(np.median(np.array(found) / never)) for mode, found in times.items()}
 
 
 def measure(subject: Steps, attn: str) -> dict[Any, Any]:
@@ -99,7 +122,7 @@ def recording(caches: list[Any], found: dict[int, list[Any]]) -> Iterator[None]:
 
 
 def compare(pair: Any) -> dict[str, float]:
-    """Compare the estimated and the exact recall ``(2, n)``. Return the means and the columns of the table."""
+    """Return the means of the recalls in ``pair (2, n)``, estimated and exact, and the other columns of the table."""
     estimate, exact = pair.astype(np.float64)
     values = {
         "estimated": estimate.mean(),
@@ -120,6 +143,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=2048, help="tokens of each prompt")
     parser.add_argument("--limit", type=int, default=4, help="number of prompts, decoded as one batch")
     parser.add_argument("--json", action="store_true", help="print one line for each layer")
+    parser.add_argument("--cost", action="store_true", help="time decode steps with and without the estimate instead")
     return parser.parse_args()
 
 

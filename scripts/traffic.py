@@ -33,7 +33,7 @@ BUCKETS, PROBES = 128, 8
 
 
 def random(heads: int, length: int) -> mx.array:
-    """Return a normal random array ``(1, heads, length, D)`` in float16."""
+    """Return float16 normal random numbers ``(1, heads, length, D)``."""
     return mx.random.normal((1, heads, length, D), dtype=mx.float16)
 
 
@@ -76,7 +76,7 @@ METHODS: dict[str, Callable[[], Any]] = {
 
 
 def count(method: str) -> dict[str, Any]:
-    """Call a method once in the harness. Return its launches, the bytes per buffer, and the bytes by formula."""
+    """Call a method once in the harness. Return its launches, the bytes per buffer and the bytes of the formula."""
     mx.random.seed(0)
     with msl.emulated(strict=False) as metal:
         out, stats = METHODS[method]()

@@ -1,7 +1,7 @@
 """Provide the attention functions of `mlx_sparse` for torch tensors. `mlx_sparse.api.functions` documents them.
 
 Arguments that are slices of larger buffers are not copied. ``keys_t`` is read fastest if it is a slice of a buffer
-whose last axis is a multiple of 16. Each function validates its arguments and calls a launcher, which is a torch
+whose capacity is a multiple of 16 keys. Each function validates its arguments and calls a launcher, which is a torch
 operator listed in `mlx_sparse.methods.table`. Functions that exist only in this backend are in
 `mlx_sparse.cuda_ref.api.parts`.
 """

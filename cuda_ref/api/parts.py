@@ -1,4 +1,4 @@
-"""Provide functions for single steps of the methods, for caches and benchmarks. Only this backend exports them."""
+"""Provide the single steps of the methods as functions for caches and benchmarks. Only this backend exports them."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def sample_scores(
     scale: float | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the softmax weights of each region's sampled queries by key block (sample.4) and by distance (sample.5).
+    """Sum the softmax weights of each region's sampled queries per key block (sample.4) and offset bin (sample.5).
 
     Returns:
-        ``column`` and ``slash``, float32 ``(B, Hq, C, Nk)``.
+        The sums ``column`` (per key block) and ``slash`` (per offset bin), float32 ``(B, Hq, C, Nk)``.
     """
     call = Call(Torch(), "sample_scores", (queries, keys, keys), scale=scale, backend=backend)
     check_sample(1.0, 1.0, chunks, block_size)
@@ -62,14 +62,14 @@ def sample_scores(
 def saap_index(
     bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the keys, sorted by bucket with torch.sort (saap.9).
+    """Sort the keys by bucket with torch.sort (saap.9).
 
     Args:
-        bucket_ids: ``(B, Hkv, n)`` int, the bucket of each key. A key with a number outside 0..buckets-1 has no bucket.
+        bucket_ids: ``(B, Hkv, n)`` int, bucket number of each key. A number outside 0..buckets-1 means no bucket.
 
     Returns:
-        ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)`` int32. Bucket c has the keys
-        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending. Slots at ``offsets[buckets]`` and after it are undefined.
+        ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)`` int32. Bucket c contains the keys
+        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending. Entries from index ``offsets[buckets]`` on are undefined.
     """
     B, Hkv, n = _check_rows("bucket_ids", bucket_ids)
     check_int("buckets", buckets, 1)
@@ -100,7 +100,7 @@ def saap_indices(
         capacity: number of slots in each list. Keys that do not fit are omitted.
 
     Returns:
-        ``indices (B, Hkv, capacity)`` int32 in this order, padded with -1, and the number of used slots ``(B, Hkv)``.
+        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and int32 ``counts (B, Hkv)`` of used slots.
     """
     B, Hkv, _ = _check_rows("visited", visited)
     check_backend(backend, visited.device)
@@ -123,7 +123,7 @@ def saap_indices(
 
 
 def _check_rows(name: str, array: torch.Tensor) -> tuple[int, int, int]:
-    """Validate integers ``(B, Hkv, n)`` and return their shape."""
+    """Validate ``array`` as an integer tensor ``(B, Hkv, n)`` and return its shape."""
     check_tensor(name, array)
     if array.ndim != 3 or 0 in array.shape[:2]:
         raise ShapeError(f"{name}: expected shape (B, Hkv, n), got {tuple(array.shape)}.")

@@ -1,4 +1,4 @@
-"""Implement ``attn_implementation="sparq"``: SparQ from the crossover length on, dense attention below it."""
+"""Implement ``attn_implementation="sparq"``: run SparQ from the crossover length on and dense attention below it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def report(cache: SparQCache | None = None) -> Report:
-    """Return the report on all attention calls with ``cache``, or if None, on all calls without a `SparQCache`."""
+    """Return the report of ``cache``. If ``cache`` is None, return the report of all calls without a `SparQCache`."""
     return _without_cache if cache is None else cache.report
 
 
@@ -108,7 +108,7 @@ def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
 
 
 def has_qk_norm(module: torch.nn.Module) -> bool:
-    """Return True if an attention module normalizes its queries or keys."""
+    """Return True if the attention module normalizes its queries or keys."""
     return any(
         name.rpartition(".")[2] in QK_NORMS and not isinstance(child, torch.nn.Identity)
         for name, child in module.named_modules()
@@ -118,7 +118,7 @@ def has_qk_norm(module: torch.nn.Module) -> bool:
 def _layer_reasons(
     origin: Origin, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> Iterator[str]:
-    """Yield the reasons why this layer never attends sparsely. The caller uses the first reason only."""
+    """Yield the reasons why this layer always attends densely. The caller uses the first reason only."""
     reason = dense_layer(origin.layer)
     if reason is not None:
         yield reason
@@ -207,7 +207,7 @@ def _dense(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend densely with transformers' sdpa, or with the model's eager attention for soft caps and sinks."""
+    """Run dense attention with transformers' sdpa, or with the model's eager attention for soft caps and sinks."""
     given = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if not given:
         dense: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

@@ -19,7 +19,7 @@ GROWTH = 32  # buffers grow by 1/32, so that copies per token are small compared
 
 
 class Buffers:
-    """Growable buffers of a cache layer. Rows ``[0, length)`` are in use. Appends rarely copy these rows.
+    """Growable buffers of a cache layer. Rows ``[0, length)`` are in use. Appending rarely copies these rows.
 
     The first SparQ step computes ``keys_t`` or the int4 scoring keys, and the running statistics. Later steps update
     these arrays. A context without sparse steps therefore costs no more than with transformers' own layer.
@@ -28,7 +28,7 @@ class Buffers:
         keys, values: ``(B, Hkv, capacity, D)``; rows from index ``length`` on are stale.
         keys_t: ``(B, Hkv, D, capacity)`` component-major copy of rows ``[0, transposed)``, or None.
         codes: int4 scoring keys, which replace ``keys_t`` and the running statistics of the keys, or None.
-        key_statistics, value_statistics: running statistics of the valid rows under ``left_padding``, or None.
+        key_statistics, value_statistics: running statistics of the rows from ``left_padding`` on, or None.
     """
 
     @outside_inference_mode
@@ -90,7 +90,7 @@ class Buffers:
 
     @outside_inference_mode
     def select(self, sequences: torch.Tensor) -> None:
-        """Keep only ``sequences``, in the given order. A sequence may occur several times."""
+        """Keep only the sequences with the indices ``sequences``, in this order. An index may occur several times."""
         self.keys, self.values = self.keys.index_select(0, sequences), self.values.index_select(0, sequences)
         if self.keys_t is not None:
             self.keys_t = self.keys_t.index_select(0, sequences)
@@ -132,7 +132,7 @@ class Buffers:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the mean of the valid values and the standard deviation of the valid keys.
 
-        Both are float32 ``(B, Hkv, D)``, or None if you do not request them. Later calls update the mean in place.
+        Both are float32 ``(B, Hkv, D)``, or None if not requested. Later calls update the mean in place.
         """
         if not mean and not spread:
             return None, None
@@ -195,7 +195,7 @@ class Padding:
 
 
 def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Build transformers' mask for sdpa. Attach a `Padding` to the mask of a decode step."""
+    """Build transformers' mask for sdpa. If the mask is for a decode step, attach a `Padding` to the mask."""
     made = sdpa_mask(*args, **kwargs)
     if made is not None and made.shape[2] == 1:
         setattr(made, _NAME, Padding(made))

@@ -39,7 +39,7 @@ class SparQLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append rows ``(B, Hkv, L, D)`` and return all rows as slices of the buffers."""
+        """Append keys and values ``(B, Hkv, L, D)``. Return all keys and values as slices of the buffers."""
         if self.buffers is None:
             self.lazy_initialization(key_states, value_states)
         assert self.buffers is not None
@@ -60,7 +60,7 @@ class SparQLayer(DynamicLayer):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` rows. As in transformers, the number is 0 or negative."""
+        """Remove the last ``-tokens_to_remove`` rows. As in transformers, ``tokens_to_remove`` is 0 or negative."""
         if tokens_to_remove > 0:
             raise ConfigError(
                 f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}. crop(-n) removes the last n tokens."
@@ -79,7 +79,7 @@ class SparQLayer(DynamicLayer):
             )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the sequences ``indices``: sequence numbers in the new order, or one bool per sequence."""
+        """Keep only the sequences that ``indices`` selects, by index in the new order or by one bool per sequence."""
         if self.buffers is not None:
             sequences = indices.to(self.device)
             self.buffers.select(sequences.nonzero()[:, 0] if sequences.dtype == torch.bool else sequences)
@@ -125,7 +125,7 @@ class SparQLayer(DynamicLayer):
     ) -> tuple[torch.Tensor | KeyCodes, torch.Tensor | None, torch.Tensor | None]:
         """Return the scoring keys and the results of `Buffers.statistics` for all rows.
 
-        The scoring keys are ``keys_t (B, Hkv, D, S)``, or int4 scoring keys if ``coded``.
+        The scoring keys are ``keys_t (B, Hkv, D, S)``, or `KeyCodes` if ``coded`` is True.
         """
         assert self.buffers is not None
         if coded:
@@ -150,7 +150,7 @@ class Origin(NamedTuple):
 
 
 def origin_of(keys: torch.Tensor) -> Origin | None:
-    """Return the cache and layer of ``keys``, or None if the tensor does not come from a `SparQCache`."""
+    """Return the cache and layer of ``keys``, or None if the keys do not come from a `SparQCache`."""
     found: Origin | None = getattr(keys, _NAME, None)
     return found
 
@@ -158,7 +158,7 @@ def origin_of(keys: torch.Tensor) -> Origin | None:
 class SparQCache(DynamicCache):
     """A KV cache for models loaded with ``attn_implementation="sparq"``, for inference only.
 
-    Full-attention layers are `SparQLayer`. Sliding-window layers and other layers are transformers' own and stay dense.
+    Full-attention layers are `SparQLayer`. Other layers, such as sliding-window layers, are unchanged and stay dense.
 
     Args:
         config: ``model.config``.
@@ -212,7 +212,7 @@ class SparQCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values to a layer. Return all its keys and values. The keys have a reference to the layer.
+        """Append keys and values to a layer. Return all keys and values of the layer. The keys refer to the layer.
 
         An attention function receives keys and values, but neither the cache nor the layer. The layer number of a
         module does not identify the cache, and some models pass the keys of one layer to other layers. Therefore the

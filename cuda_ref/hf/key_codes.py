@@ -16,11 +16,11 @@ CHUNK = 2048  # maximum number of rows that are quantized at a time, which limit
 
 
 class Codes:
-    """Int4 scoring keys of the full groups of each sequence in a cache layer, (sparq.17) to (sparq.20).
+    """Int4 scoring keys of the full groups of each sequence in a cache layer (sparq.17 to sparq.20).
 
     Attributes:
-        coded: arrays with the capacity of the buffer. Slots after the last full group of a sequence are stale.
-        length: length of the prefix whose full groups are quantized.
+        coded: `KeyCodes` with the capacity of the key buffer. Slots after the last full group of a sequence are stale.
+        length: number of rows in the prefix whose full groups are quantized.
         padding: ``(B,)`` index of the first valid row of each sequence, or None.
     """
 
@@ -84,7 +84,7 @@ class Codes:
         self.coded = KeyCodes(grown(codes, BYTES), grown(lo, 1), grown(step, 1), center)
 
     def read(self) -> KeyCodes:
-        """Return the codes of all full groups as slices. Sequences with padding have stale slots at the end."""
+        """Return the codes of all full groups as slices. Padded sequences have stale slots at the end."""
         codes, lo, step, center = self.coded
         groups = self.length // GROUP
         return KeyCodes(codes[..., : groups * BYTES], lo[..., :groups], step[..., :groups], center)
@@ -102,7 +102,7 @@ class Codes:
 
     @outside_inference_mode
     def select(self, sequences: torch.Tensor) -> None:
-        """Keep only ``sequences``, in the given order."""
+        """Keep only the sequences with the indices ``sequences``, in this order."""
         self.coded = KeyCodes(*(array.index_select(0, sequences) for array in self.coded))
         if self.padding is not None:
             self.padding = self.padding.index_select(0, sequences)
@@ -117,9 +117,9 @@ def _full(length: int, first: int) -> int:
 
 
 def _runs(padding: torch.Tensor | None) -> list[tuple[slice, int]]:
-    """Group adjacent sequences by their first valid row. Return ``(slice, first valid row)`` of each group.
+    """Split the sequences into runs with the same first valid row. Return ``(slice, first valid row)`` of each run.
 
-    The groups of keys of these sequences become full at the same time.
+    The key groups of all sequences of a run become full at the same time.
     """
     if padding is None:
         return [(slice(None), 0)]

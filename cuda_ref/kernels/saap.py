@@ -1,11 +1,11 @@
 """Run SAAP's query network, select the buckets that each group visits, and list the keys of these buckets.
 
-`saap_hidden` and `saap_route` compute the two layers. One program per tile of columns reads the weights once for up to
-32 rows of queries: K * N * itemsize bytes per layer and KV head. In the paper's shape these are 2.4 MB per KV head. A
-decode step that attends to 5 % of about 50k tokens reads the same number of bytes of keys and values. Each product of
-queries and weights is a sum of three TF32 products, which is exact for 16-bit weights and keeps 22 bits of float32
-numbers of any magnitude. The last program of a query tile reads its logits, 4 * C bytes per query head, and selects the
-buckets.
+`saap_hidden` and `saap_route` compute the two layers. Each column tile has one program, which reads the weights once
+for up to 32 query rows. Together they read K * N * itemsize bytes per layer and KV head, 2.4 MB per KV head in the
+paper's shape. A decode step that attends to 5 % of about 50k tokens reads as many bytes of keys and values. Each
+product of queries and weights is a sum of three TF32 products, which is exact for 16-bit weights and keeps 22 bits of
+float32 numbers of any magnitude. The last program of a query tile reads the tile's logits, 4 * C bytes per query head,
+and selects the buckets.
 
 `saap_expand` writes the key list of a step. It reads and writes 4 bytes for each key of a visited bucket and writes 4
 bytes for each other slot. Every program finds the keys of its own slots, so several programs can share a large bucket.
@@ -75,7 +75,7 @@ def saap_hidden(
 
 @triton.jit
 def select_buckets(logits, visited, C, probes, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Select the ``probes`` buckets of one group with the largest probabilities, (saap.5) and (saap.8), ascending."""
+    """Write one group's ``probes`` most probable buckets (saap.5, saap.8) to ``visited``, in ascending order."""
     c = tl.arange(0, BLOCK_C)
     score = tl.zeros([BLOCK_C], tl.float32)
     for first in range(0, G, BLOCK_G):

@@ -25,7 +25,7 @@ class Listed:
         indices: ``(B, Hkv, N)`` int32, contiguous; numbers that are not key indices are empty slots.
         counts: ``(B, Hkv)`` int32, contiguous: number of used entries per row. The used entries of all rows are divided
             equally among the programs. None: all entries are used.
-        tickets: int32 ``(B, Hkv, 2)`` counters of finished programs, 0 in ``[..., 1]``; allocated if None.
+        tickets: int32 ``(B, Hkv, 2)`` counters of finished programs; ``[..., 1]`` must be 0. None: allocated.
     """
 
     indices: torch.Tensor
@@ -35,7 +35,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Reallocation:
-    """Inputs of the reallocation (sparq.8), (sparq.10): two arrays of `GroupScores` and the float32 ``value_mean``."""
+    """Inputs of the reallocation, (sparq.8) and (sparq.10): two fields of `GroupScores`, and float32 ``value_mean``."""
 
     logits: torch.Tensor
     softmax: torch.Tensor | None
@@ -61,9 +61,9 @@ def attend_indices(
     scale: float,
     counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to listed keys (sparq.7). Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
+    """Attend to the listed keys (sparq.7). Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
-    ``counts (B, Hkv)`` int32 is the number of used entries of each list.
+    The int32 ``counts (B, Hkv)`` are the numbers of used entries of the lists.
     """
     if indices.dtype != torch.int32:  # an int64 number must not wrap to a valid key
         indices = torch.where((indices >= 0) & (indices < keys.shape[2]), indices, -1).to(torch.int32)

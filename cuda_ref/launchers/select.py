@@ -23,9 +23,9 @@ class GroupScores:
             largest logit of the tile (`kernels.numbers.encode_logit`). Logits of invalid keys are -inf or not written.
         statistics: float32 ``(B, Hkv, G, 2, splits)``: largest logit and sum of exp(logit - largest) of each split.
         softmax: float32 ``(B, Hkv, G, 2)``, output of `select`: largest logit and 1 / sum of exp(logit - largest).
-        tickets: int32 ``(B, Hkv, 2)`` zeros: counters of finished programs for the next two launches.
+        tickets: int32 ``(B, Hkv, 2)`` counters of finished programs, which must be 0 before the next two launches.
         tile: number of quantized keys per split for uint8 logits, counted from the first valid key of a row. The
-            unquantized keys are the last split. 0 for float32 logits.
+            unquantized keys form the last split. 0 for float32 logits.
     """
 
     logits: torch.Tensor
@@ -53,7 +53,7 @@ class GroupScores:
 def top_k_select(
     scores: torch.Tensor, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6). Never select a score of -inf. NaN counts as +inf."""
+    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6), except keys with score -inf. NaN counts as +inf."""
     B, Hkv, S = scores.shape
     tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=scores.device)
     given = GroupScores(scores.contiguous()[:, :, None], None, None, tickets)

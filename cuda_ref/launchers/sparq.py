@@ -1,4 +1,4 @@
-"""Launch the SparQ kernels (docs/spec/sparq.md), three per decode step."""
+"""Launch the SparQ kernels (docs/spec/sparq.md): three launches per decode step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sparq_attention(
     value_mean: torch.Tensor | None,
     **selection: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `sparq_decode` with the arguments that all backends share. Pass `KeyCodes` as a list."""
+    """Run `sparq_decode` with the arguments that all backends share. `KeyCodes` are passed on as a list."""
     scored = [keys.mT] if keys_t is None else list(keys_t) if isinstance(keys_t, KeyCodes) else [keys_t]
     mean = value_mean if reallocate else None
     result: tuple[torch.Tensor, torch.Tensor] = sparq_decode(
@@ -55,7 +55,7 @@ def sparq_decode(
     left_padding: torch.Tensor | None = None,
     value_mean: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one decode step of SparQ, (sparq.1) to (sparq.21).
+    """Run one decode step of SparQ (sparq.1 to sparq.21).
 
     Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
@@ -84,7 +84,7 @@ def sparq_select(
     """Select the keys of one decode step. Return ``indices (B, Hkv, min(top_k, S))`` int32 and the approximate logits.
 
     Args:
-        exact: True if reallocation reads the logits, so that int4 scoring keys must also give float32 logits.
+        exact: True if reallocation reads the logits. Int4 scoring keys then also give float32 logits.
     """
     if isinstance(selection.keys_t, KeyCodes):
         scores = sparq_code_scores(queries, keys, selection, narrow=not exact)
@@ -177,8 +177,8 @@ def sparq_code_scores(queries: torch.Tensor, keys: torch.Tensor, selection: Sele
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
         keys: ``(B, Hkv, S, D)``, last stride 1; only keys outside full groups are read.
-        selection: settings and arrays for selecting keys. ``keys_t`` has the codes of all full groups, and is read
-            fastest if the last strides are 1 and the other strides of ``codes`` are multiples of 16.
+        selection: settings and arrays for selecting keys. ``keys_t`` has the codes of all full groups. Reads are
+            fastest if all last strides are 1 and the other strides of ``codes`` are multiples of 16.
         narrow: True to write the logits as 8-bit codes.
     """
     B, Hkv, S, D = keys.shape

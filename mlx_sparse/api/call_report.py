@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from ..methods.reasons import SHORTER
 from ..model_parts import Part
 
 JSON_KEY = "mlx_sparse_report"  # key in the output of ``--attn-report json``
@@ -18,7 +19,7 @@ _lock = threading.RLock()
 
 
 class DeviceCounts(Protocol):
-    """Statistics computed on the device: `BucketCounts` and `RecallCounts` of `mlx_sparse.lm.statistics`.
+    """Statistics that the device computes: `lm.statistics.BucketCounts` and `lm.recall.RecallCounts`.
 
     Attributes:
         total: name of the `Report` attribute that contains the sum of these statistics.
@@ -50,7 +51,7 @@ class Counts(Totals):
     """Totals of one model call.
 
     Attributes:
-        decode: SAAP's statistics of decode steps; None with other methods.
+        decode: SAAP's statistics for decode steps; None with other methods.
         counting: statistics that the device is still computing; None without such statistics.
     """
 
@@ -62,9 +63,9 @@ class Counts(Totals):
 class Report(Totals):
     """Totals of all calls of one enabled model. Any thread may add to a report or read it at any time.
 
-    A model call adds its counts when it returns; a call that raises adds nothing. Reading a report does not evaluate
-    arrays, with two exceptions: `recall` waits for the decode steps in flight. With SAAP, `buckets` and `sparse_bytes`
-    wait too, because the device counts the attended keys.
+    A model call adds its counts when it returns; a call that raises adds nothing. Most attributes can be read without
+    waiting for the device. `recall` waits for the decode steps in flight. With SAAP, `buckets` and `sparse_bytes` also
+    wait for these steps, because the device counts the attended keys.
 
     Attributes:
         attn: methods and their options in the format of ``--attn``, with every "auto" resolved.
@@ -73,22 +74,23 @@ class Report(Totals):
         model: name or path of the model; empty if unknown.
         layers: number of attention layers.
         served_layers: number of layers that can use sparse attention.
-        dense_layers: number of layers that always use dense attention, by reason.
+        dense_layers: number of layers that always use dense attention, for each reason.
         sparse_calls: number of decode calls that used sparse attention.
-        dense_calls: number of calls that used dense attention, by reason.
-        formula_bytes: bytes that the sparse calls moved, according to the papers' formulas, without the keys that the
+        dense_calls: number of calls that used dense attention, for each reason.
+        formula_bytes: bytes that the sparse calls moved, according to the papers' formulas, excluding the keys that the
             device counts.
         dense_bytes: bytes that dense attention would have moved in the sparse calls.
         prefill: statistics of prefill chunks (`mlx_sparse.lm.statistics.PrefillStatistics`); None without a prefill
             method.
         decodes: True if there is a decode method.
         crossovers: function that returns the crossover lengths of the layers as lines of text.
-        sent_bytes, messages: bytes and messages sent to the other ranks of a sharded context.
+        sent_bytes, messages: numbers of bytes and messages sent to the other ranks of a sharded context.
         checked_bytes: bytes moved by verification steps of a lossless model and by its decode steps without drafts.
         drafts: draft statistics (`mlx_sparse.lm.statistics.DraftStatistics`); None without `--lossless`.
         part: layers and KV heads of the model that this process runs.
-        kv_heads: number of KV heads of a served layer, on this rank and in the whole model; None if layers differ.
-        weight_bytes: bytes of the model's weights in this process.
+        kv_heads: number of KV heads of a served layer, on this rank and in the whole model; None if the number
+            differs between layers.
+        weight_bytes: number of weight bytes that a decode step reads in this process.
         counted, recalls: `buckets` and `recall` without the decode steps in flight.
     """
 
@@ -135,9 +137,9 @@ class Report(Totals):
 
     @property
     def recall(self) -> Any:
-        """Estimated attention recall of decode steps (`mlx_sparse.lm.statistics.RecallStatistics`).
+        """Estimated attention recall of decode steps (`mlx_sparse.lm.recall.RecallStatistics`).
 
-        None if the method estimates none, or before the first sparse decode step.
+        None before the first sparse decode step, or if the method does not estimate the recall.
         """
         with _lock:
             self._settle()
@@ -145,7 +147,10 @@ class Report(Totals):
 
     @property
     def sparse_bytes(self) -> int:
-        """Bytes that the sparse calls moved, according to the papers' formulas. With SAAP, waits for the device."""
+        """Bytes that the sparse calls moved, according to the papers' formulas.
+
+        With SAAP, reading this property waits for the device.
+        """
         with _lock:
             return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
 
@@ -179,7 +184,7 @@ class Report(Totals):
         return lines + self.crossovers()
 
     def _held(self) -> str:
-        """Describe which layers, shards or KV heads this process runs; empty for a whole model."""
+        """Return a text about the layers, shards or KV heads that this process runs; empty for a whole model."""
         if self.part.layers is not None:
             last = self.part.first_layer + self.part.layers - 1
             return f", layers {self.part.first_layer} to {last} of the model on this rank"
@@ -194,9 +199,8 @@ class Report(Totals):
             first = self.opening()[0]
             if self.dense_layers:
                 first += f"; dense layers: {listing(self.dense_layers, 1)}"
-            recall = self.recall.lines() if self.recall else []
-            prefill = self.prefill.lines()[: 2 - len(recall)] if self.prefill else []
-            lines = [first, *prefill, *self._decode_lines(), *recall]
+            lines = [first, *(self.prefill.lines()[:2] if self.prefill else []), *self._decode_lines()]
+            lines += self.recall.lines() if self.recall else []
             if self.sparse_calls and self.weight_bytes:
                 lines.append(
                     f"  estimated saving: {self.saved_share:.0%} of the bytes of a decode step, with the weights"
@@ -218,8 +222,8 @@ class Report(Totals):
         return (dense - self.sparse_bytes * per_step) / max(self.weight_bytes + dense, 1)
 
     def _hint(self) -> str | None:
-        """Return the one change that would help most, or None."""
-        if not self.sparse_calls and any("fewer than" in reason for reason in self.dense_calls):
+        """Return a hint about the change that would help most, or None."""
+        if not self.sparse_calls and any(reason.startswith(SHORTER) for reason in self.dense_calls):
             return "shorter contexts are dense because they are faster so; dense_below=N in --attn changes the length"
         if self.drafts is not None and self.drafts.pauses and not self.drafts.checks:
             return "drafts were slower than dense steps; drop --lossless here"

@@ -1,4 +1,4 @@
-"""Check the arguments, select the backend and compute `Stats` for a public function of any array library."""
+"""Check the arguments of a public function for any array library, select a backend and compute `Stats`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Library(Protocol):
     def load(self, function: str, backend: str) -> Callable[..., Any]:
         """Return the implementation of ``function`` in a backend. The implementation does not check its arguments.
 
-        Most implementations return ``out`` and float32 ``lse`` first.
+        The first two results of most implementations are ``out`` and the float32 ``lse``.
         """
 
     def padding(self, left_padding: Any, sizes: Sizes, like: Any) -> Any:
@@ -53,7 +53,7 @@ class Library(Protocol):
         """Validate bucket ids and visited buckets, and return them as arguments for a backend's `saap_attention`."""
 
     def count_blocks(self, blocks: Any) -> Any:
-        """Count the attended key blocks of each query head in ``blocks (B, Hq, R, N)``, and return ``(B, Hq)``."""
+        """Return the number of key blocks ``(B, Hq)`` that each query head attends to in ``blocks (B, Hq, R, N)``."""
 
 
 class Call:
@@ -85,13 +85,13 @@ class Call:
         return self.sizes.L == 1 and self.sizes.S > attended
 
     def check(self, name: str, array: Any, shape: tuple[int, ...], *, same_type: bool = False) -> None:
-        """Check the shape of an optional array and, if ``same_type``, that its dtype is the dtype of the queries."""
+        """Check the shape of an optional array. If ``same_type`` is True, also check that it has the queries' dtype."""
         if array is not None:
             self.library.check_array(name, array, self.arrays[0], same_type=same_type)
             check_shape(name, array, shape)
 
     def check_keys_t(self, keys_t: Any, key_bits: int) -> None:
-        """Check component-major keys: an array in the queries' dtype, or `KeyCodes` if ``key_bits`` is below 16."""
+        """Check that ``keys_t`` is an array in the queries' dtype, or `KeyCodes` if ``key_bits`` is below 16."""
         if isinstance(keys_t, KeyCodes):
             for name, array in zip(KeyCodes._fields, keys_t, strict=True):
                 self.library.check_array(f"keys_t.{name}", array, self.arrays[0])
@@ -139,7 +139,7 @@ class Call:
         return Stats(moved, dense, density, self.recall(lse), estimated_recall=estimated_recall)
 
     def recall(self, lse: Any) -> Any:
-        """Return the attention recall, computed from ``lse`` and a dense pass over the keys; None if not requested."""
+        """Return the attention recall from ``lse`` and a dense pass over the keys, or None if it was not requested."""
         if self.return_stats != "recall":
             return None
         queries, keys, _ = self.arrays

@@ -103,11 +103,12 @@ class DecodeFunctions:
                 if each KV head has one query head.
             component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation
                 of the keys ("query_key").
-            key_bits: bits per component of the scoring keys: 16 (as in the paper) or 4.
+            key_bits: number of bits per component of the scoring keys: 16 (as in the paper) or 4.
             keys_t: ``(B, Hkv, D, S)`` component-major keys, or with ``key_bits=4`` the `KeyCodes` of `code_keys`.
                 If None, the call is slower than dense attention. The `metal` backend copies ``keys_t`` on every call
                 if it is a slice of a larger buffer.
-            value_mean: ``(B, Hkv, D)`` mean of the valid values, including the current one; computed if None.
+            value_mean: ``(B, Hkv, D)`` mean of the valid values, including the current one. If None, the call
+                computes it.
 
         Returns:
             ``out (B, Hq, L, D)`` in the dtype of ``queries``, and a `Stats` if ``return_stats`` is set.
@@ -151,7 +152,7 @@ class DecodeFunctions:
         )
 
     def code_keys(self, keys: Array, *, left_padding: Array | None = None, backend: str = "auto") -> KeyCodes:
-        """Quantize keys to int4 scoring keys, to pass as ``keys_t`` with ``key_bits=4`` (sparq.17) to (sparq.20)."""
+        """Quantize keys to int4 scoring keys (sparq.17) to (sparq.20). Pass them as ``keys_t``, with ``key_bits=4``."""
         call = Call(self._library, "code_keys", (keys, keys, keys), left_padding=left_padding, backend=backend)
         coded: KeyCodes = call.load("code_keys")(keys, call.left_padding)
         return coded
@@ -165,7 +166,7 @@ class DecodeFunctions:
         left_padding: Array | None = None,
         backend: str = "auto",
     ) -> Array:
-        """Return the initial ``scores`` of `h2o_attention`: the causal softmax weights, summed over ``queries``.
+        """Compute the initial ``scores`` for `h2o_attention`: the causal softmax weights, summed over ``queries``.
 
         Returns:
             float32 ``(B, Hkv, S)``, averaged over the query heads of a group; -inf for invalid keys.

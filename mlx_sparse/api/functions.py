@@ -1,7 +1,8 @@
 """Define the public functions for any array library.
 
 The shapes are ``queries (B, Hq, L, D)``, and ``keys`` and ``values (B, Hkv, S, D)`` including the current tokens. Query
-i of L is at position ``S - L + i``. ``left_padding (B,)`` int is the index of the first valid key of each sequence.
+``i`` is at position ``S - L + i``. The int array ``left_padding (B,)`` contains the index of the first valid key of
+each sequence.
 
 The attention functions return ``out (B, Hq, L, D)`` in the dtype of ``queries``, and a `Stats` if ``return_stats`` is
 set. ``return_stats="recall"`` adds the attention recall, which costs one dense pass over the keys. Decode methods fall

@@ -14,7 +14,7 @@ from .functions import Functions
 
 
 class MLX:
-    """Implement the protocol `mlx_sparse.api.checked_call.Library` for MLX arrays."""
+    """Implementation of the protocol `mlx_sparse.api.checked_call.Library` for MLX arrays."""
 
     xp: Any = mx
 

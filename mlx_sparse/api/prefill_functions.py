@@ -67,7 +67,7 @@ class PrefillFunctions:
         """Select the key blocks that SampleAttention attends to (sample.1 to sample.7).
 
         Returns:
-            int32 ``(B, Hq, R, N)``, to pass as ``blocks`` to `attend_blocks`.
+            int32 indices of key blocks ``(B, Hq, R, N)``, the argument ``blocks`` of `attend_blocks`.
         """
         call = Call(self._library, "sample_select", (queries, keys, keys), scale=scale, backend=backend)
         check_sample(alpha_column, alpha_slash, chunks, block_size)
@@ -104,7 +104,7 @@ class PrefillFunctions:
         Args:
             alpha_column: share of the sample's attention that the selected key blocks must cover; above 0, at most 1.
             alpha_slash: share of the sample's attention that the selected diagonals must cover; above 0, at most 1.
-            chunks: number of regions into which the queries are divided; each region has its own sample.
+            chunks: number of regions. The queries are divided into regions, and each region has its own sample.
             block_size: number of tokens per block: 32, 64 or 128.
         """
         call = Call(self._library, "sample", (queries, keys, values), scale, None, backend, return_stats)

@@ -1,4 +1,4 @@
-"""Read and write the artefact of `mlx-sparse train-saap`: centroids and query networks per layer and KV head."""
+"""Read and write the artefact of `mlx-sparse train-saap`: centroids and query networks for each layer and KV head."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Layer:
     out_bias: mx.array
 
     def arrays(self) -> dict[str, mx.array]:
-        """Return the arrays of the layer by name."""
+        """Return the arrays of the layer as a dict by name."""
         return {name: getattr(self, name) for name in ("centroids", *NETWORK)}
 
 
@@ -187,7 +187,7 @@ def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of mlx-sparse-attention, mlx and mlx-lm by package name."""
+    """Return the installed versions of mlx-sparse-attention, mlx and mlx-lm as a dict by package name."""
     return {name: version(name) for name in ("mlx-sparse-attention", "mlx", "mlx-lm")}
 
 
@@ -223,7 +223,7 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _layers(path: Path, tensors: Mapping[str, mx.array], buckets: int, hidden: int) -> dict[int, Layer]:
-    """Validate the names, shapes and values of the tensors, and return the tensors by layer."""
+    """Validate the names, shapes and values of the tensors. Return the `Layer` objects by layer index."""
     by_layer: dict[int, dict[str, mx.array]] = {}
     for name, array in tensors.items():
         found = NAME.fullmatch(name)

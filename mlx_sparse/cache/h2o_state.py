@@ -34,8 +34,8 @@ class Scores:
 class H2OState(State):
     """Accumulated attention scores for the keys of a cache.
 
-    The scores cannot be rebuilt from keys and values. They become unknown if queries were not added, or if a trim
-    goes back further than the oldest stored scores.
+    The scores cannot be rebuilt from keys and values. They become unknown if the queries of a row were not added, or
+    if the cache is trimmed to fewer rows than the oldest stored scores include.
 
     Attributes:
         states: scores after the last `STATES` updates, in ascending order of length; empty before the first row.
@@ -112,7 +112,7 @@ class H2OState(State):
             self._submitted = True
 
     def _grown(self, shape: tuple[int, ...]) -> mx.array:
-        """Return the last scores, padded with zeros to the shape ``(B, Hkv, S)``."""
+        """Return the last scores, padded with zeros to ``shape``, which is ``(B, Hkv, S)``."""
         if not self.states:
             return mx.zeros(shape)
         return mx.pad(self.states[-1].scores, [(0, 0), (0, 0), (0, shape[2] - self.length)])

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class QuestState(State):
-    """Bounds (quest.1) of all pages in each sequence except the current page.
+    """Bounds (quest.1) of all pages of each sequence except its current page.
 
     The bounds can be rebuilt from the keys.
 
     Attributes:
         bounds: elementwise minimum and maximum of each page's keys, two arrays ``(B, Hkv, pages, D)``. Page p of a
-            sequence begins p * ``page_size`` rows after the first valid key. Empty before the first decode step.
+            sequence begins p * ``page_size`` rows after the first valid key. Both are empty before the first step.
         page_size: number of keys in a page.
         rows: number of cache rows that have been processed; all full pages in these rows have bounds.
     """

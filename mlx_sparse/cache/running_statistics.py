@@ -39,7 +39,7 @@ class RunningStatistics:
 
     Rows are never subtracted from a sum, because a NaN would remain in the sum, and a large number would leave a
     rounding error. Instead, a trim restores an earlier state, and the next step adds the rows after that state. If
-    fewer than `STEPS` steps are trimmed, usually no rows must be added. If up to `BLOCK` rows are trimmed, fewer than
+    fewer than `STEPS` steps are trimmed, usually no rows are added. If up to `BLOCK` rows are trimmed, fewer than
     `BLOCK` rows are added. If no earlier state is left, the next step sums all rows again.
 
     A decode step adds one row in one kernel launch. The step that fills a block sums the rows of the block again, which
@@ -51,7 +51,7 @@ class RunningStatistics:
 
     Attributes:
         blocks: states at the ends of the last two blocks.
-        steps: states after the latest decode steps since these blocks.
+        steps: states after the latest decode steps that follow these blocks.
     """
 
     def __init__(self, padding: mx.array | None, *, spread: bool) -> None:

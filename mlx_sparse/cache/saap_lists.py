@@ -22,7 +22,7 @@ class KeyLists:
     Attributes:
         offsets: ``(B, Hkv, buckets + 1)`` start of each bucket in ``key_ids``.
         key_ids: ``(B, Hkv, n)`` key indices, sorted by bucket.
-        covered: for each sequence, the end of the listed rows. Keys from this row on are in no list.
+        covered: for each sequence, the row where the listed rows end. Keys from this row on are in no list.
         bounds: ``covered`` as a kernel input: an int if all sequences have the same value, else int32 ``(B,)``.
         listed: for each sequence, the number of listed keys, summed over KV heads.
         capacity: largest number of keys that a decode step can attend to before the next `rebuild_lists`.
@@ -48,7 +48,7 @@ def needs_rebuild(index: BucketIndex, cache: SparseCache, first_rows: list[int],
 def attended_keys(
     index: BucketIndex, pre_rope_queries: mx.array, S: int, config: SAAP, padding: mx.array | None, backend: str
 ) -> tuple[mx.array, mx.array]:
-    """Return the ``indices`` and ``counts`` of the keys that a decode step attends to (saap.8), (saap.10)."""
+    """Return the ``indices`` of the keys that a decode step attends to and their ``counts`` (saap.8), (saap.10)."""
     assert index.lists is not None
     route, expand = (registry.load(function, backend) for function in ("saap_route", "saap_indices"))
     network = dict(index.network or {})

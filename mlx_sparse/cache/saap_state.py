@@ -69,8 +69,6 @@ class BucketIndex(State):
         ids: int16 ``(B, Hkv, n)`` bucket ids of rows ``[0, n)``; None if n is 0.
         pending: pre-RoPE keys of the rows after the first n, as a list of arrays ``(B, Hkv, m, D)``.
         lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`; None before the first call and after rows moved.
-        listening: True during a forward pass, in which `receive` stores its arguments in ``received``.
-        received: first row and keys of the last write; None if they have been processed.
     """
 
     def __init__(self, router: Router) -> None:
@@ -80,8 +78,6 @@ class BucketIndex(State):
         self.pending: list[mx.array] = []
         self.lists: KeyLists | None = None
         self.fitted: dict[int, int] = {}
-        self.listening = False
-        self.received: tuple[int, mx.array] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -99,11 +95,6 @@ class BucketIndex(State):
     def length(self) -> int:
         """Number of rows with bucket ids or pending pre-RoPE keys."""
         return self.assigned + sum(rows.shape[2] for rows in self.pending)
-
-    def receive(self, start: int, keys: mx.array) -> None:
-        super().receive(start, keys)
-        if self.listening:
-            self.received = (start, keys)
 
     def rewind(self, length: int) -> None:
         """Forget the rows from index ``length`` on, and all centroids that were fitted to any of these rows."""
@@ -124,7 +115,7 @@ class BucketIndex(State):
             self.lists = None
 
     def write(self, start: int, keys: mx.array) -> mx.array | None:
-        """Add pre-RoPE ``keys (B, Hkv, n, D)`` at row ``start``. If this call adds ids, return all ``ids``, else None.
+        """Add pre-RoPE ``keys (B, Hkv, n, D)`` at row ``start``. Return all ``ids`` if this call adds ids, else None.
 
         The keys are ignored if earlier rows are unknown, or if there are no centroids yet.
         """
@@ -197,7 +188,7 @@ class BucketIndex(State):
             mx.eval(self.network)
 
     def _fit_one(self, cache: SparseCache, sequence: int, start: int, first_row: int) -> mx.array:
-        """Fit centroids ``(Hkv, C, D)`` to the rows from ``start`` on of a sequence that begins at ``first_row``."""
+        """Fit centroids ``(Hkv, C, D)`` to a sequence's rows from ``start`` on. Its first row is ``first_row``."""
         C, count = self.router.buckets, cache.length - start
         # Evenly spaced rows. If there are fewer rows than buckets, some rows occur more than once.
         chosen = start + np.linspace(0, count - 1, min(max(count, C), KEYS_PER_BUCKET * C)).astype(np.int32)

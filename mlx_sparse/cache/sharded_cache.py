@@ -1,4 +1,4 @@
-"""Store one context-parallel shard of a KV cache, whose ``offset`` counts the tokens of all shards."""
+"""Store one context-parallel shard of a KV cache. ``offset`` counts the tokens of all shards."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Shard:
         return (rows // BLOCK * self.size + self.rank) * BLOCK + rows % BLOCK
 
     def span(self, length: int) -> slice:
-        """Return which slice of ``length`` items, for example of a chunk's queries, this rank processes."""
+        """Return the slice of ``length`` items, such as the queries of a chunk, that this rank processes."""
         return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
 
 
@@ -121,12 +121,12 @@ class ShardedKVCache(SparseCache, KVCache):
         return [Shard(rank, self.shard.size).before(self.position) for rank in range(self.shard.size)]
 
     def take_lowest(self) -> int:
-        """Return the cache's lowest position since the last call. Rows before this position are unchanged."""
+        """Return the lowest position that the cache has had since the last call. Rows before it are unchanged."""
         lowest, self._lowest = self._lowest, self.position
         return lowest
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store the rows of this rank. Return only the new keys and values, because other ranks store older rows.
+        """Store this rank's rows. Return only the new keys and values, because the ranks share the older rows.
 
         Raises:
             ConfigError: no forward pass of a model that is enabled with ``shard`` is in progress.
@@ -149,7 +149,8 @@ class ShardedKVCache(SparseCache, KVCache):
         own = self.shard.own(start, stop)
         for state in self.aux_states.values():
             state.rewind(first)
-            state.receive(start, keys)
+            if state.listening:
+                state.received = start, keys
         if len(own):
             self._write(first, *(_at(rows, own - start) for rows in (keys, values)))
         self.offset = stop
@@ -192,7 +193,7 @@ class ShardedKVCache(SparseCache, KVCache):
 
 
 def shard_caches(caches: Any, shard: Shard) -> Any:
-    """Replace each `KVCache` in a list with a `ShardedKVCache` that stores the rows of this rank."""
+    """Replace each `KVCache` in the list ``caches`` with a `ShardedKVCache` that stores this rank's rows."""
     return [_sharded(cache, shard) for cache in caches]
 
 
@@ -209,7 +210,7 @@ def _sharded(cache: Any, shard: Shard) -> Any:
 
 
 def _at(rows: mx.array, indices: Any) -> mx.array:
-    """Index axis 2 of ``rows (B, H, n, D)`` with ``indices``. If they are consecutive, return a slice."""
+    """Index axis 2 of ``rows (B, H, n, D)`` with ``indices``. If the indices are consecutive, return a slice."""
     first, last = (int(indices[0]), int(indices[-1]) + 1) if len(indices) else (0, 0)
     if last - first == len(indices):
         return rows[:, :, first:last]

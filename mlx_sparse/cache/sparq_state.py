@@ -150,7 +150,7 @@ class Codes:
     """
 
     def __init__(self, padding: mx.array | None, first_rows: list[int]) -> None:
-        """Create an empty state for sequences whose first valid rows are ``first_rows`` and, as array, ``padding``."""
+        """Create an empty state for sequences that begin at ``first_rows``, which ``padding`` repeats as an array."""
         self.center: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0
@@ -201,7 +201,7 @@ class Codes:
         self._until = min(first + (_full(S, first) + 1) * GROUP for _, first in self._slices)
 
     def _code(self, keys: Rows, sequences: slice, first: int, old: int, new: int) -> None:
-        """Quantize groups ``[old, new)`` of a slice of the batch whose sequences begin at row ``first``."""
+        """Quantize groups ``[old, new)`` of ``sequences``, which all begin at row ``first``."""
         if self.coded is None or self.coded.lo.shape[-1] < new:
             self._grow(keys)
         assert self.coded is not None
@@ -236,7 +236,7 @@ class Codes:
         self.coded = KeyCodes(codes, lo, step, old.center)
 
     def read(self, keys: Rows, *, whole: bool) -> KeyCodes:
-        """Return the whole code buffers if ``whole``, else the codes of an unpadded sequence's full groups."""
+        """Return the whole code buffers if ``whole``, else the codes of the groups in the first ``covered`` rows."""
         if self.coded is None:
             self._grow(keys)
         assert self.coded is not None
@@ -247,7 +247,7 @@ class Codes:
         return KeyCodes(codes[..., : groups * WORDS], lo[..., :groups], step[..., :groups], center)
 
     def spread(self, keys: Rows, S: int) -> mx.array:
-        """Return the key spread (sparq.22) over rows ``[0, S)`` of ``keys``, recomputed once per full group."""
+        """Return the key spread (sparq.22) over rows ``[0, S)``. Recompute it only when a group becomes full."""
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(keys, whole=False), keys[..., :S, :], self._padding)

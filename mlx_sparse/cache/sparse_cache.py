@@ -62,7 +62,7 @@ class SparseCache:
     Attributes:
         aux_states: auxiliary cache states by method name.
         shards: number of context-parallel shards of the sequence.
-        layer_plan: `lm.plan.LayerPlan` from the last decode step; None before the first step and after rows moved.
+        layer_plan: `lm.plan.LayerPlan` from the last decode step; None before the first step and after rows have moved.
     """
 
     keys: Any
@@ -106,7 +106,10 @@ class SparseCache:
         return position
 
     def own(self, start: int, rows: mx.array) -> tuple[int, mx.array]:
-        """Return the first row index and the rows of this cache among ``rows``, which begin at position ``start``."""
+        """Return the part of ``rows`` that this cache stores: the index of its first row in the cache, and the rows.
+
+        ``rows`` has the rows of all positions from ``start`` on.
+        """
         return start, rows
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
@@ -136,7 +139,9 @@ class SparseCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         for state in self.aux_states.values():
-            state.receive(self.length, keys)
+            state.rewind(self.length)
+            if state.listening:
+                state.received = self.length, keys
         if any(self._full_samples):
             rows = [self.length - first for first in self.first_rows()]
             kept = zip(self._full_samples, rows, strict=False)  # a batch without padding may share one record
@@ -144,7 +149,7 @@ class SparseCache:
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
-        """Return the first valid row of each sequence. Pass all layers' caches as ``others`` to wait only once."""
+        """Return the first valid row of each sequence. Wait for the device once for this cache and ``others``."""
         return [0] * (1 if self.keys is None else self.key_rows.shape[0])
 
     def add_state(self, method: str, state: State) -> State:
@@ -153,14 +158,14 @@ class SparseCache:
         return state
 
     def state_of(self, method: str) -> State | None:
-        """Return the auxiliary state of ``method``, creating it if missing. Return None if the method has no state."""
+        """Return the auxiliary state of ``method``, or None if the method has none. If needed, create the state."""
         state = self.aux_states.get(method)
         if state is None and (begin := registry.load_state(method)) is not None:
             state = self.add_state(method, begin())
         return state
 
     def _moved(self, follow: Callable[[str, State], State | None]) -> None:
-        """Replace each auxiliary state with ``follow(method, state)`` after rows moved, and drop it if this is None."""
+        """Replace each auxiliary state with ``follow(method, state)``, or drop the state if this is None."""
         self.layer_plan = None
         followed = {method: follow(method, state) for method, state in self.aux_states.items()}
         self.aux_states = {method: state for method, state in followed.items() if state is not None}
@@ -181,7 +186,7 @@ class SparseCache:
         """Run one decode step over this cache.
 
         Args:
-            queries: ``(B, Hq, 1, D)``. Write this token's key and value to the cache first.
+            queries: ``(B, Hq, 1, D)``. Write this token's key and value to the cache before the call.
 
         Returns:
             ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``, the log-sum-exp of the attended scores.
@@ -223,7 +228,7 @@ class SparseCache:
         """Run a prefill chunk over this cache, which must not be a padded batch.
 
         Args:
-            queries: ``(B, Hq, L, D)``. Write the chunk's keys and values to the cache first.
+            queries: ``(B, Hq, L, D)``. Write the chunk's keys and values to the cache before the call.
             config: prefill method with the parameters for this context length (`Prefill.at`).
             blocks: result of `select_prefill`; None to select the blocks in this call.
 
@@ -246,7 +251,7 @@ class SparseCache:
         return out, lse, chosen[0] if blocks is None else blocks
 
     def rows(self, backend: str) -> tuple[Any, Any, dict[str, int]]:
-        """Return keys, values and keyword arguments for ``backend``: whole buffers with ``length``, or slices."""
+        """Return the arguments that ``backend`` takes: keys, values, and ``length`` if they are whole buffers."""
         S = self.length
         if backend in WHOLE_BUFFERS:
             return self.key_rows, self.value_rows, {"length": S}

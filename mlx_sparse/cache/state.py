@@ -22,11 +22,15 @@ class State(ABC):
     and the next decode step rebuilds it.
 
     Attributes:
-        recall: estimated attention recall ``(B, Hkv)`` of the last decode step, until `take_recall` is called; None if
+        listening: True during a forward pass in which the cache stores the keys that it writes in ``received``.
+        received: start row and keys ``(B, Hkv, n, D)`` of the last write; None after the method has read them.
+        recall: estimated attention recall ``(B, Hkv)`` of the last decode step, until the report takes it; None if
             the method makes no estimate.
-        counts: number of attended keys ``(B, Hkv)`` of this step, likewise; None without an adaptive budget.
+        counts: number of keys ``(B, Hkv)`` that this decode step attended to; None without an adaptive budget.
     """
 
+    listening: bool = False
+    received: tuple[int, mx.array] | None = None
     recall: mx.array | None = None
     counts: mx.array | None = None
 
@@ -38,10 +42,6 @@ class State(ABC):
     @abstractmethod
     def rewind(self, length: int) -> None:
         """Forget the rows from index ``length`` on, because they will be overwritten."""
-
-    def receive(self, start: int, keys: mx.array) -> None:
-        """Forget the rows from index ``start`` on, to which the cache will write ``keys (B, Hkv, n, D)``."""
-        self.rewind(start)
 
     def read(self, cache: SparseCache, config: Any, G: int, *, whole: bool) -> dict[str, Any]:
         """Update the state for all rows of ``cache``, and return keyword arguments for the method's function.
@@ -58,12 +58,6 @@ class State(ABC):
         raise NotImplementedError(
             f"{type(self).__name__}: the method's function returned arrays that this state cannot store"
         )
-
-    def take_recall(self) -> tuple[mx.array | None, mx.array | None]:
-        """Return `recall` and `counts` and reset both to None, so that the state keeps no array from a decode step."""
-        found = self.recall, self.counts
-        self.recall = self.counts = None
-        return found
 
     def pack(self) -> State | None:
         """Return the state to use after mlx-lm has quantized the cache, or None to drop the state."""

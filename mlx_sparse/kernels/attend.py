@@ -60,7 +60,7 @@ class Listed(NamedTuple):
 
 
 def splits_of(N: int, lists: int) -> int:
-    """Return the number of threadgroups that share each of ``lists`` lists of ``N`` entries."""
+    """Return how many threadgroups share a list of ``N`` entries, if there are ``lists`` such lists."""
     if N <= UNSPLIT:
         return 1
     part = max(2 * TILE, -(-N * lists // GROUPS // TILE) * TILE)
@@ -69,7 +69,7 @@ def splits_of(N: int, lists: int) -> int:
 
 @cache
 def heads_of(D: int, G: int) -> tuple[int, int]:
-    """Return the numbers of query heads and SIMD groups per threadgroup for which a lane's sums fit into registers.
+    """Return how many query heads and SIMD groups per threadgroup let the sums of a lane fit into registers.
 
     For each chunk of 128 components, a lane holds four float32 sums per head and loads four rows at once. With 512
     threads, each thread has about 100 registers, and Metal refuses to launch a kernel that needs more. If a query group

@@ -21,13 +21,13 @@ INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 
 
 def text(name: str) -> str:
-    """Return the source text of a file in metal/."""
+    """Return the source text of the file ``name`` in metal/."""
     return files("mlx_sparse.metal").joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
 def flattened(name: str) -> str:
-    """Return the text of a metal/ header with each include expanded once, because MLX compiles a single text."""
+    """Return the text of header ``name`` with each include expanded once, because MLX compiles a single text."""
     parts: dict[str, str] = {}
 
     def add(name: str) -> None:
@@ -113,7 +113,7 @@ class Launch:
 
 @lru_cache(maxsize=256)
 def integer(value: int) -> mx.array:
-    """Return ``value`` as a cached 0-d int32 array. With an array input, new values do not recompile a kernel."""
+    """Return ``value`` as a cached 0-d int32 array. MLX does not recompile a kernel if only array inputs change."""
     return mx.array(value, mx.int32)
 
 
@@ -133,7 +133,7 @@ RowFormat = tuple[int, int] | None  # bits and group size of quantized rows; Non
 
 
 def parts_of(rows: Rows) -> tuple[tuple[mx.array, ...], RowFormat]:
-    """Return the arrays that store keys or values, and the row format: bits and group size if quantized."""
+    """Return the arrays that store ``rows``, and the row format: bits and group size, or None if not quantized."""
     return (rows.parts, (rows.bits, rows.group_size)) if isinstance(rows, PackedRows) else ((rows,), None)
 
 

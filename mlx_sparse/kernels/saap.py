@@ -39,7 +39,7 @@ def shape_of(G: int, *layers: int) -> tuple[int, int]:
     A lane holds one float32 sum for each unit and query head, at most 32 sums. Up to eight lanes share a unit.
 
     Args:
-        layers: number of output units in each layer.
+        layers: number of output units in each layer of the query network.
     """
     width = next(n for n in (4, 2, 1) if n * G <= 32 and all(units % n == 0 for units in layers))
     simdgroups = -(-LANES_PER_UNIT * max(layers) // (width * LANES))
@@ -59,8 +59,8 @@ def saap_route(
 
     Args:
         queries: pre-RoPE queries ``(B, Hq, 1, D)``.
-        out_weight, out_bias: ``(Hkv, H, C)`` and ``(Hkv, C)``; ``(Hkv, D, C)`` without a hidden layer.
-        hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``.
+        out_weight, out_bias: weights ``(Hkv, H, C)``, or ``(Hkv, D, C)`` without a hidden layer; biases ``(Hkv, C)``.
+        hidden_weight, hidden_bias: weights ``(Hkv, D, H)`` and biases ``(Hkv, H)``.
 
     Returns:
         Ascending int32 bucket ids ``(B, Hkv, probes)``. A NaN score counts as +inf.
@@ -146,7 +146,7 @@ def saap_attention(
 
     Args:
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied.
-        visit: the other arguments of `list_keys`.
+        visit: the other arguments of `ops.saap.list_keys`.
     """
     S = keys.shape[2] if length is None else length
     indices, counts = list_keys(saap_indices, S, **visit)

@@ -32,7 +32,7 @@ SUMS = Kernel(
 
 
 def shape_of(rows: int, D: int, itemsize: int) -> dict[str, int]:
-    """Return template parameters for ``rows`` sampled rows: matrices per SIMD group, SIMD groups and staged keys.
+    """Return template parameters for ``rows`` sampled rows: how many SIMD groups, matrices per group and staged keys.
 
     A lane holds a part of the queries in registers: two float32 numbers per 8x8 matrix, at most 64 in total.
     """
@@ -139,7 +139,7 @@ def sample_select(
     scale: float,
     length: int | None = None,
 ) -> mx.array:
-    """Select key blocks for each row block (sample.7). Return lazy int32 ``(B, Hq, R, Nk)``, sorted, padded with -1."""
+    """Select key blocks for each row block (sample.7). Return sorted int32 ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2] if length is None else length, chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale, length=layout.S)
     return block_select.select(

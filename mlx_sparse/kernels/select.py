@@ -26,7 +26,7 @@ CANDIDATES = Kernel(
 
 
 def tiles_of(items: int, top_k: int) -> tuple[int, int, int]:
-    """Return the numbers of tiles per row, threads per tile and result slots per tile.
+    """Return how many tiles each row has, and how many threads and result slots each tile has.
 
     A row that fits into the registers of a threadgroup is one tile. A longer row is divided among threadgroups, with
     at least ``2 * top_k`` items per tile. If ``top_k`` is too large for the registers, one threadgroup reads the whole
@@ -55,8 +55,8 @@ def top_k_launch(
 ) -> Launch:
     """Build the launch that selects the best ``top_k`` items in each tile of a row with ``items`` items.
 
-    The outputs are ``bits (B, Hkv, tiles * slots)``, which are the scores as ordered integers, ``indices`` of the same
-    shape, and the outputs in ``more``. With one tile, ``slots`` is ``min(top_k, items)`` and selection is complete.
+    The outputs are ``bits (B, Hkv, tiles * slots)``, the scores as ordered integers; ``indices`` of the same
+    shape, and the outputs in ``more``. With one tile, ``slots`` is ``min(top_k, items)`` and the selection is complete.
     """
     tiles, threads, slots = tiles_of(items, top_k)
     listed = (B, Hkv, tiles * slots)
@@ -93,8 +93,8 @@ def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_paddin
         scores: float32 ``(B, Hkv, S)``. Scores of invalid keys are ignored. -inf is never selected, NaN counts as +inf.
 
     Returns:
-        Ascending int32 key indices ``(B, Hkv, min(top_k, S))``, with -1 in empty slots. Of equal scores, the lower
-        index is selected.
+        Ascending int32 key indices ``(B, Hkv, min(top_k, S))``, with -1 in empty slots. If scores are equal, the
+        lower index is selected.
     """
     B, Hkv, S = scores.shape
     bits, indices = top_k_scores_launch(B, Hkv, S, local_window, top_k)(scores, padding_or_zeros(left_padding, B))

@@ -103,7 +103,7 @@ class Sizes(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """True if a logit is stored in 8 bits: its distance from the tile's largest logit in sixteenths of a nat."""
+        """True if logits are stored in 8 bits, as distances from the tile's largest logit in sixteenths of a nat."""
         return self.scored != "columns" and not self.exact
 
     @property
@@ -270,7 +270,7 @@ def find_candidates(
 
 
 def _not_empty(coded: KeyCodes) -> KeyCodes:
-    """Pad empty codes to one group, because kernels accept no empty arrays."""
+    """Pad ``coded`` to one group if it is empty, because kernels accept no empty arrays."""
     if coded.lo.shape[-1] > 0:
         return coded
     codes, lo, step = (mx.pad(array, [(0, 0)] * 3 + [(0, WORDS)]) for array in coded[:3])
@@ -280,7 +280,7 @@ def _not_empty(coded: KeyCodes) -> KeyCodes:
 def sparq_select(
     queries: mx.array, keys: Rows, selection: Selection, *, exact: bool = False, length: int | None = None
 ) -> mx.array:
-    """Return the keys for a decode step: ascending int32 indices ``(B, Hkv, min(top_k, S))``, -1 in empty slots."""
+    """Select the keys of a decode step: ascending int32 indices ``(B, Hkv, min(top_k, S))``, -1 in empty slots."""
     found = find_candidates(queries, keys, selection, exact=exact, length=length)
     return merge(found.bits, found.indices, selection.top_k)[1]
 

@@ -20,15 +20,15 @@ from ..model_info import leaves
 from ..ops.packed_rows import PackedRows, Rows
 from . import chunks, seam
 from .plan import LayerPlan, Plan, Probe, layer_reason
-from .statistics import PrefillCounts, RecallCounts
+from .recall import RecallCounts
+from .statistics import PrefillCounts
 
-# Every fourth decode step is counted. Counting every step of SmolLM2-135M would take 1 % of the step on a CPU
-# (docs/results/recall.md).
+# Every fourth decode step is counted. Counting every step took up to 2.5 % longer on a CPU (docs/results/recall.md).
 SAMPLED_STEPS = 4
 
 
 class Phase(Enum):
-    """Phase of self-speculative decoding: draft tokens with sparse attention, or check them with dense attention."""
+    """Phase of self-speculative decoding: drafting with sparse attention, or checking drafts with dense attention."""
 
     DRAFT = "draft"
     CHECK = "check"
@@ -55,11 +55,11 @@ class Call:
 
     Attributes:
         plan: plan of the enabled model.
-        probe: result of the trial call of `enable`; None in all other calls.
+        probe: result of the trial call in `enable`; None in all other calls.
         caches: the caches of all layers.
         hooks: hooks of the decode method for this forward pass; None if the method has no hooks.
         counts: counts for this forward pass, which are added to the report.
-        checks: True if a lossless model checks draft tokens, or decodes without them, in this forward pass.
+        checks: True if a lossless model checks draft tokens or decodes without draft tokens in this forward pass.
     """
 
     def __init__(self, plan: Plan, caches: Any, *, probe: Probe | None = None) -> None:
@@ -75,7 +75,7 @@ class Call:
         self._drafts = plan.lossless is None or phase is Phase.DRAFT  # True if a decode step may be sparse
         self._planned = plan.decodes and self._drafts
         self._prefill_counts: PrefillCounts | None = None
-        self._recalls = RecallCounts()
+        self._recalls: RecallCounts | None = None  # in a counted step (`SAMPLED_STEPS`)
         self._step_keys = 0  # number of keys of a decode step; 0 in other calls
 
     def __enter__(self) -> Call:
@@ -89,7 +89,8 @@ class Call:
             hooks.end()
         if error is None:
             # `submit` starts the computation of counts on the device. Only `PrefillCounts.read` waits for results.
-            counts.counting = self._recalls.submit() if hooks is None else hooks.submit()
+            counting = self._recalls if hooks is None else hooks
+            counts.counting = None if counting is None else counting.submit()
             counts.prefill = None if self._prefill_counts is None else self._prefill_counts.read()
             plan.report.add(counts)
             if self._step_keys and plan.watch is not None:
@@ -97,7 +98,7 @@ class Call:
                 watch(self._step_keys, counts)
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return ``inputs``, the arguments of the model call. With a sharded context, use rank 0's tokens."""
+        """Return ``inputs``, the arguments of the model call. If the context is sharded, take rank 0's tokens."""
         return inputs
 
     @property
@@ -159,22 +160,26 @@ class Call:
         return out
 
     def count_recall(self, cache: SparseCache, index: int, served: list[int]) -> None:
-        """Record the recall that the method estimated in the last decode step, for the sequences ``served``.
+        """Record the recall that the method estimated for the sequences ``served`` in the last decode step.
 
         MLX computes only the estimates that are recorded.
         """
         state = None if self.plan.decode is None else cache.aux_states.get(self.plan.decode.name)
-        recall, counts = (None, None) if state is None else state.take_recall()
-        if recall is not None and index >= 0 and cache.position % SAMPLED_STEPS == 0:
+        if state is None or state.recall is None:
+            return
+        recall, counts = state.recall, state.counts
+        state.recall = state.counts = None  # the state keeps no array of a decode step
+        if index >= 0 and cache.position % SAMPLED_STEPS == 0:
             if len(served) < len(recall):
                 rows = mx.array(served)
                 recall, counts = recall[rows], None if counts is None else counts[rows]
+            self._recalls = self._recalls or RecallCounts()
             self._recalls.add(index, recall, counts)
 
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Run a prefill chunk, or a decode step without a valid plan. Return None for mlx-lm's dense attention."""
+        """Run a prefill chunk, or a decode step without a valid plan. Return None to let mlx-lm run dense attention."""
         if isinstance(cache, SparseQuantizedKVCache) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)
@@ -259,7 +264,7 @@ class Call:
 
 
 def under_plan(cls: Any) -> Callable[..., Any]:
-    """Wrap ``__call__`` of a model class so that it runs inside a `Call`. Keep the signature for mlx-lm."""
+    """Wrap ``cls.__call__`` so that it runs inside a `Call`. mlx-lm can still inspect the original signature."""
     signature = inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)

@@ -43,7 +43,7 @@ def drafts_per_kernel(G: int, rows: int = ROWS) -> int:
 
 
 def large_group(backend: str, queries: mx.array, keys: Rows) -> bool:
-    """Return True if these queries need our Metal kernel for large query groups, and that kernel supports them."""
+    """Return True if the queries need the Metal kernel for large query groups, and the kernel supports the queries."""
     _, heads, L, D = queries.shape
     G = heads // keys.shape[1]
     if L <= QUERIES and G * L <= ROWS and D in HEAD_DIMS:
@@ -100,7 +100,7 @@ def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.arr
 
 
 def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:
-    """Return ``out (B, Hq, L, D)`` after adding the logits ``sinks (Hq,)`` to the softmax denominator."""
+    """Return ``out (B, Hq, L, D)`` as if the softmax denominator also included the logits ``sinks (Hq,)``."""
     share = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
     return (out.astype(mx.float32) * share[..., None]).astype(out.dtype)
 
@@ -153,7 +153,7 @@ def differs_by_sequence(call: Call, L: int, cache: SparseBatchKVCache) -> bool:
     """Return True if a call with ``L`` queries per sequence must process each sequence of a batch separately.
 
     One sequence may be long enough for sparse attention while another sequence is too short. If a chunk has only one
-    token of a sequence, that token gets a decode step, as for a single prompt.
+    token of a sequence, that token is a decode step, as it is without a batch.
     """
     if L == 1:
         return False
@@ -168,7 +168,7 @@ def differs_by_sequence(call: Call, L: int, cache: SparseBatchKVCache) -> bool:
 def attend_each(
     call: Call, queries: mx.array, cache: SparseBatchKVCache, scale: float, mask: Any, sinks: mx.array | None
 ) -> mx.array | None:
-    """Run a prefill chunk of a padded batch sequence by sequence. Return None if all sequences are dense.
+    """Run a prefill chunk of a padded batch sequence by sequence. Return None if all sequences need dense attention.
 
     mlx-lm splits each prompt of a batch into the same chunks as a single prompt. The selection for a chunk depends only
     on the rows of its sequence. So the output for a prompt does not depend on the other prompts.

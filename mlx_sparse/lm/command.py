@@ -37,7 +37,7 @@ class Session:
     Attributes:
         report_format: value of ``--attn-report``.
         reports: reports by model path and methods.
-        requests: numbers of attention calls by kind of lm-eval request.
+        requests: counts of attention calls for each kind of lm-eval request.
         ranks: rank of this process and number of ranks.
     """
 
@@ -270,7 +270,7 @@ class Session:
         return plan
 
     def _print_crossovers(self, plan: Plan, report: Report) -> None:
-        """Print the number of sparse layers and the crossover lengths before the first token."""
+        """Print the number of sparse layers and the crossover lengths before the first token is generated."""
         if self.report_format not in ("text", "full", "recall"):
             return
         lines = report.opening()
@@ -303,7 +303,7 @@ class Session:
 
     @contextlib.contextmanager
     def _exiting_on_error(self) -> Iterator[None]:
-        """Exit the process if the first model fails to load on a thread. mlx-lm's server would keep running."""
+        """Exit the process if the first model fails to load on a thread. Otherwise, mlx-lm's server would go on."""
         try:
             yield
         except SparseAttentionError as error:
@@ -313,16 +313,16 @@ class Session:
             raise
 
     def prints(self) -> bool:
-        """Return True if this process prints lines and reports: only rank 0, and not with ``--attn-report off``."""
+        """Return True if this process prints lines and reports: on rank 0, unless ``--attn-report off`` is set."""
         return self.report_format != "off" and self.ranks.rank == 0
 
     def print_line(self, text: str) -> None:
-        """Print a line with a prefix to standard error, if this process prints."""
+        """Print ``text`` with a prefix to standard error. Do nothing if `prints` is False."""
         if self.prints():
             print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
 
     def log(self, text: str) -> None:
-        """Write a line to the command's log, if this process prints."""
+        """Write ``text`` to the command's log. Do nothing if `prints` is False."""
         if self.prints():
             logging.info(f"[mlx-sparse] {text}")
 
@@ -343,7 +343,7 @@ class Session:
                 print(f"[mlx-sparse] {text}", file=sys.stderr)
 
     def calls(self) -> Counts:
-        """Return the current call counts of all models. ``prefill`` is the number of sparse prefill calls or None."""
+        """Return the current call counts of all models. ``prefill`` is the number of sparse prefill calls, or None."""
         found = [report.calls() for report in list(self.reports.values())]
         return Counts(
             sum(counts.sparse_calls for counts in found),
@@ -375,7 +375,7 @@ def run(main: Callable[..., Any], command: str) -> Any:
 
 @contextlib.contextmanager
 def _options_in_first_parser(session: Session) -> Iterator[None]:
-    """Add the sparse attention options to the first parser that parses arguments, which is the command's."""
+    """Add the sparse attention options to the first parser that parses arguments, which is the command's parser."""
     original = argparse.ArgumentParser.parse_args
 
     def parse_args(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:

@@ -45,6 +45,6 @@ class ObservedPrompts(ModelHooks):
 
 
 def _counted(cache: SparseCache, length: int) -> bool:
-    """Return True if the scores include exactly the queries of rows ``[0, length)``."""
+    """Return True if the cache's H2O scores include exactly the queries of rows ``[0, length)``."""
     received = cache.aux_states.get(H2O.name)
     return length == (received.length if isinstance(received, H2OState) else 0)

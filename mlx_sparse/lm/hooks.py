@@ -40,7 +40,7 @@ class CallHooks:
         return {}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Compute the bytes that a decode step at ``position`` moves, without the keys that the device counts."""
+        """Compute the bytes that a decode step at ``position`` moves, except for the keys that the device counts."""
         return cache.step_bytes(self.config, position)
 
     def step(
@@ -74,7 +74,7 @@ class CallHooks:
         """Process a dense attention call of a layer that can use sparse attention in other calls."""
 
     def submit(self) -> DeviceCounts | None:
-        """Start evaluating pending arrays at the end of a forward pass. Return counts on the device, or None."""
+        """Start evaluating pending arrays at the end of a forward pass. Return counts still on the device, or None."""
         return None
 
     def end(self) -> None:
@@ -122,6 +122,6 @@ class ModelHooks:
 
 
 def hooks_of(config: Method | None) -> type[ModelHooks]:
-    """Return the hooks class of a method, or `ModelHooks` if the method needs no hooks."""
+    """Return the hooks class for a method, or `ModelHooks` if the method needs no hooks."""
     found: type[ModelHooks] | None = None if config is None else registry.load_hooks(config.name)
     return found or ModelHooks

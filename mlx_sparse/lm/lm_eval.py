@@ -2,7 +2,7 @@
 
 A task requests the likelihood of a continuation after a context, the likelihood of a whole text, or generated text.
 mlx-lm computes likelihoods with prefill only, so a decode method would not be used. With a decode method, this module
-feeds the continuation one token at a time, starting with the last token of the context, as in generation.
+passes the continuation to the model one token at a time, after the last token of the context, as in generation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def sparse_evaluation(session: Session) -> Iterator[None]:
     """Run lm-eval with the methods of ``session`` inside the ``with`` block, and add these methods to the results.
 
     Raises:
-        BackendUnavailable: the installed mlx-lm has different interfaces.
+        BackendUnavailable: the interfaces of the installed mlx-lm have changed.
     """
     import lm_eval
     from mlx_lm import evaluate
@@ -108,12 +108,12 @@ def _counting_calls(session: Session, kind: str) -> Iterator[None]:
 
 
 def _calls(report: Any) -> tuple[int, int, Counter[str]]:
-    """Return the numbers of sparse prefill calls, of sparse decode calls, and of dense calls by reason."""
+    """Return the numbers of sparse prefill calls and sparse decode calls, and the number of dense calls by reason."""
     return report.prefill.calls if report.prefill else 0, report.sparse_calls, Counter(report.dense_calls)
 
 
 def _with_method(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap lm-eval's ``simple_evaluate`` to add the method to the results, but not to their file name."""
+    """Wrap lm-eval's ``simple_evaluate`` to add the method to the results, without a change of their file name."""
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         found = simple_evaluate(*args, **kwargs)

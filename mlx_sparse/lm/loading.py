@@ -16,7 +16,7 @@ def loading(model: object) -> Iterator[None]:
     """Convert errors that occur while ``model`` is loaded into one-line errors.
 
     Raises:
-        ConfigError: mlx-lm or the hub raised an error. The message has the first line of that error.
+        ConfigError: mlx-lm or the hub raised an error. The message contains the first line of that error.
     """
     try:
         yield

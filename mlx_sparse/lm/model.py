@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..api.call_report import Report
 from ..calibrate import Calibration
 from ..checks import ConfigError
 from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, reasons, registry
-from ..model_info import config_of, kv_heads, leaves, model_type
+from ..model_info import config_of, kv_heads, leaves, model_type, weights_read
 from ..model_parts import part_of
 from . import seam
 from .call import Call, under_plan
@@ -62,8 +61,9 @@ def enable(
         model: a model loaded by mlx-lm. If you use the model's `shard` or `pipeline`, call it first. A SAAP artefact
             is then sliced in the same way, and checked only against the model's family and shapes.
         attn: ``METHOD[:key=value,...][+METHOD...]`` with at most one prefill and one decode method, for example
-            ``"sample+sparq:rank=16"``; or a method or a tuple of methods from `mlx_sparse.methods`. ``"dense"`` is the
-            same attention as mlx-lm's, but never stores the scores of a whole prefill chunk over a quantized KV cache.
+            ``"sample+sparq:rank=16"``; or a method or a tuple of methods from `mlx_sparse.methods`. ``"dense"``
+            computes the same attention as mlx-lm, but over a quantized KV cache it never stores the scores of a whole
+            prefill chunk.
         backend: "auto" or the name of a backend.
         recall: True to measure the attention recall of prefill, the share of the softmax mass on the attended keys.
             This takes an additional dense pass over the keys.
@@ -74,7 +74,7 @@ def enable(
         lossless: True to generate the same tokens as dense attention. Sparse decode steps draft tokens, and one dense
             call checks several draft tokens. This applies to `mlx_lm.generate`, `mlx_lm.stream_generate` and mlx-lm's
             commands, one sequence at a time. Batches and direct calls of the model use dense decode steps.
-        draft_tokens: number of draft tokens per check, 1 to 7; None for the number with the most tokens per second.
+        draft_tokens: number of draft tokens per check, 1 to 7; None to select the fastest number.
 
     Returns:
         A report. Each later call of the model adds to its counts.
@@ -83,7 +83,7 @@ def enable(
         ConfigError: the method or its parameters are invalid, no layer of the model can use the method, or the model is
             already enabled.
         ArtefactError: SAAP's artefact cannot be read, or was trained for another model.
-        BackendUnavailable: the backend cannot run here, or the installed mlx-lm has different interfaces.
+        BackendUnavailable: the backend cannot run here, or the interfaces of the installed mlx-lm have changed.
     """
     seam.require()
     if plan_of(model) is not None:
@@ -253,7 +253,7 @@ def _sparse_class(cls: Any, plan: Plan) -> type:
 
 
 def _probe(model: Any, plan: Plan) -> None:
-    """Find the layers that can use sparse attention. Run the model on one token, without evaluating any array.
+    """Find the layers that can use sparse attention: run the model on one token, but evaluate no arrays.
 
     Raises:
         ConfigError: no layer of a complete model can use sparse attention, or a parameter does not fit the head dim.
@@ -273,8 +273,7 @@ def _probe(model: Any, plan: Plan) -> None:
     found = [reason for _, reason in probe.found]
     found += [reasons.OWN_ATTENTION for c in leaves(caches) if id(c) not in seen]
     report.layers, report.served_layers = len(found), found.count(None)
-    weights: Any = tree_flatten(model.parameters())
-    report.weight_bytes = sum(array.nbytes for _, array in weights)
+    report.weight_bytes = weights_read(model)
     report.dense_layers.update(reason for reason in found if reason is not None)
     if report.part.layers is None:  # another stage of a pipeline may have sparse layers
         require_served(report, plan.name)

@@ -1,4 +1,4 @@
-"""Plan the attention of an enabled model and the decode steps of each layer, by methods and crossover lengths."""
+"""Plan the attention of an enabled model and the decode steps of each layer from methods and crossover lengths."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Plan:
         report: counts of all calls.
         lossless: draft tokens per check; 0 to select the number by speed; None without self-speculative decoding.
         shards: number of ranks that share the context.
-        new_call: constructor of the context manager for a forward pass; None for `lm.call.Call`.
+        new_call: constructor of the context manager for a forward pass; None to use `lm.call.Call`.
         new_caches: function that converts the model's new caches; None if they need no conversion.
     """
 
@@ -231,7 +231,7 @@ class LayerPlan:
             at most ``config.attended`` keys are not listed, because the sparse method attends to all their keys.
         heads: number of KV heads in the batch, ``B * Hkv``.
         dense_bytes: number of bytes of one position's keys and values in all ``heads``.
-        sparse_bytes: computed number of bytes that a sparse step moves per head: a constant part, and a part per key.
+        sparse_bytes: bytes that a sparse step moves per KV head, from a formula: a constant, and bytes per key.
     """
 
     plan: Plan

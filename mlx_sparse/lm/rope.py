@@ -88,7 +88,7 @@ class Recorder:
         self.clear()
 
     def input_of(self, array: mx.array) -> mx.array | None:
-        """Return the input of the recorded call that returned ``array``, or None. Forget this call."""
+        """Remove the recorded call that returned ``array``, and return its input; None if there is no such call."""
         for call in self.calls:
             if call.after is array:
                 self.calls.remove(call)
@@ -174,7 +174,7 @@ class Source:
     irreversible: str | None = None
 
     def pre_rope(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
-        """Return the pre-RoPE ``rows (B, H, n, D)``, recorded or computed by `inverse`, or None if neither exists."""
+        """Return the pre-RoPE ``rows (B, H, n, D)`` from ``recorder`` or `inverse`, or None if both are impossible."""
         if self.rope is None:
             return rows
         recorded = recorder.input_of(rows)
@@ -188,7 +188,7 @@ class Source:
 
 
 def find_source(recorder: Recorder, arrays: tuple[mx.array, ...], position: int, rotations: int) -> Source | str:
-    """Find out how to get the pre-RoPE queries and keys of a layer. If it is impossible, return the reason.
+    """Return the `Source` of a layer's pre-RoPE queries and keys, or the reason why the layer has none.
 
     Args:
         recorder: recorder with this layer's RoPE calls.
@@ -229,7 +229,7 @@ def _only_scaled(call: Call, array: mx.array, position: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Attention call that `observe` reports, of a model that is not enabled.
+    """Attention call of a model that is not enabled, as `observe` reports the call.
 
     Attributes:
         layer: index of the layer's cache among the model's caches; -1 for any other cache.
@@ -267,7 +267,7 @@ class _Observer:
 
     @contextmanager
     def recording_writes(self) -> Iterator[None]:
-        """Record the rows that the model writes to each cache in ``written``, inside the ``with`` block."""
+        """Store in ``written`` the rows that the model writes to each cache inside the ``with`` block."""
 
         def recording(cache: Any) -> Callable[..., Any]:
             write = type(cache).update_and_fetch
@@ -319,7 +319,7 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
 
 
 def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dict[int, Source | str]:
-    """Return each layer's `Source`, or the reason why the layer has none, by index of the layer's cache.
+    """Return a dict from the index of each layer's cache to its `Source`, or to the reason why it has none.
 
     The model runs on two tokens, because RoPE changes nothing at position 0. MLX evaluates the arrays of a layer only
     if the layer changes queries or keys after RoPE.

@@ -40,7 +40,7 @@ def load_artefact(config: SAAP) -> artefacts.Artefact | None:
 
 
 def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
-    """Return each attention layer's router, or the reason why the layer is dense, by index of the layer's cache.
+    """Return a dict from the index of each layer's cache to its router, or to the reason why the layer is dense.
 
     Args:
         model: a model that is not enabled.
@@ -78,7 +78,7 @@ def _attending_before(model: Any) -> int:
 
 
 def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: float) -> Router | str:
-    """Return a layer's router from an artefact, or the reason why the artefact has no router for the layer."""
+    """Return a layer's router from an artefact, or the reason why the artefact cannot provide it."""
     arrays = artefact.layers.get(layer)
     if arrays is None:
         return reasons.NOT_IN_ARTEFACT
@@ -158,7 +158,7 @@ class Indices(CallHooks):
         return router if isinstance(router, str) else router.source.irreversible if cache.shards > 1 else None
 
     def keys_written(self, cache: SparseCache) -> None:
-        """Assign the new keys to buckets."""
+        """Assign the new keys in ``cache`` to buckets."""
         index = index_of(cache)
         self._writer = None
         if index is None or index.received is None:
@@ -216,7 +216,7 @@ class Indices(CallHooks):
         return {"buckets": router.buckets, "network": network // cache.key_rows.shape[1]}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Compute the bytes that a decode step moves, without the attended keys, which the device counts."""
+        """Compute the bytes that a decode step moves, except for the attended keys, which the device counts."""
         B, Hkv, _, D = cache.key_rows.shape
         known: int = B * Hkv * (cache.key_rows.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
         return known

@@ -83,7 +83,7 @@ class Requests:
 
 
 def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
-    """Return the log line for a request. ``cached`` of the ``prompt`` tokens were in the server's prompt cache."""
+    """Return the log line for a request with ``prompt`` tokens. The prompt cache contained ``cached`` of them."""
     from_cache = f" ({cached:,} cached)" if cached > 0 else ""
     others = f" of up to {request.concurrent} concurrent requests" if request.concurrent > 1 else ""
     calls = [f"{now.sparse_calls - request.before.sparse_calls:,} sparse"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from ..methods.block_layout import Layout
 
@@ -141,7 +140,7 @@ class PrefillStatistics:
 
 
 class PrefillCounts:
-    """Counts of sparse prefill calls in one forward pass, on the device until `read` is called."""
+    """Counts of sparse prefill calls in one forward pass, which stay on the device until `read` is called."""
 
     def __init__(self) -> None:
         self._layers: list[tuple[int, Layout, mx.array]] = []
@@ -182,7 +181,7 @@ class PrefillCounts:
 
 
 def _layer_statistics(array: mx.array, layout: Layout) -> LayerStatistics:
-    """Return the sums for one call from its numbers of attended blocks ``(B, Hq)``."""
+    """Return the sums for one call. ``array (B, Hq)`` contains the number of attended blocks."""
     attended = np.array(array)
     heads = tuple(int(count) for count in attended.sum(axis=0, dtype=np.int64))
     return LayerStatistics(attended.shape[0] * layout.causal_pairs, heads)
@@ -219,7 +218,7 @@ class BucketStatistics:
 
 
 class BucketCounts:
-    """Counts of SAAP's decode steps in one forward pass, on the device until `read` is called."""
+    """Counts of SAAP's decode steps in one forward pass, which stay on the device until `read` is called."""
 
     total = "counted"
 
@@ -251,113 +250,6 @@ class BucketCounts:
             lengths: Any = counts.tolist()
             found += BucketStatistics(attended=sum(lengths), bytes=sum(lengths) * key_bytes)
         return found
-
-
-RECALL_STEPS = 500  # the histogram of estimated recall has a bin for each multiple of 1 / RECALL_STEPS
-
-
-@dataclass(frozen=True)
-class RecallStatistics:
-    """Attention recall of decode steps, estimated by the method (sparq.24), over steps, sequences and KV heads.
-
-    Attributes:
-        histogram: number of estimates that round to each multiple of ``1 / RECALL_STEPS``, for each layer:
-            ``(layers, RECALL_STEPS + 1)``. The row index is the index of the layer's cache.
-        keys: number of attended keys in these decode steps, with an adaptive budget; otherwise 0.
-    """
-
-    histogram: npt.NDArray[np.int64]
-    keys: int = 0
-
-    def __add__(self, other: RecallStatistics) -> RecallStatistics:
-        short, long = sorted((self.histogram, other.histogram), key=len)
-        total = long.copy()
-        total[: len(short)] += short
-        return RecallStatistics(total, self.keys + other.keys)
-
-    @property
-    def layers(self) -> dict[int, dict[str, float]]:
-        """Mean, median and 5th percentile ("low") of each layer's recall, by index of the layer's cache."""
-        return {int(index): _summary(self.histogram[index]) for index in np.flatnonzero(self.histogram.sum(axis=1))}
-
-    def as_dict(self) -> dict[str, Any] | None:
-        """Return the statistics as plain data for JSON; None without estimates."""
-        layers, total = self.layers, self.histogram.sum(axis=0)
-        if not layers:
-            return None
-        by_layer = [{"layer": index, **values} for index, values in layers.items()]
-        keys = {"keys": self.keys / int(total.sum())} if self.keys else {}  # per KV head
-        return {**_summary(total), **keys, "worst_layer": self.worst_layer, "layers": by_layer}
-
-    @property
-    def worst_layer(self) -> int | None:
-        """Index of the layer with the lowest mean recall; None without estimates."""
-        layers = self.layers
-        return min(layers, key=lambda index: layers[index]["mean"]) if layers else None
-
-    def lines(self) -> list[str]:
-        """Return a list with the statistics as one line of text; empty without estimates."""
-        found = self.as_dict()
-        if found is None:
-            return []
-        worst = self.layers[found["worst_layer"]]
-        keys = f", {found['keys']:.0f} keys on average" if self.keys else ""
-        return [
-            f"  estimated attention recall: median {found['median']:.3f}, 5th percentile {found['low']:.3f}; "
-            f"lowest in layer {found['worst_layer']}, median {worst['median']:.3f}{keys}"
-        ]
-
-
-def _summary(counts: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Return the mean, median and 5th percentile ("low") of the recall from one row of the histogram."""
-    below, mean = np.cumsum(counts), float(counts @ np.arange(len(counts))) / RECALL_STEPS / int(counts.sum())
-    median, low = (int(np.searchsorted(below, share * below[-1])) / RECALL_STEPS for share in (0.5, 0.05))
-    return {"mean": mean, "median": median, "low": low}
-
-
-class RecallCounts:
-    """Estimated recall in one forward pass, on the device until `read` is called."""
-
-    total = "recalls"
-
-    def __init__(self) -> None:
-        self._layers: list[int] = []
-        self._recalls: list[mx.array] = []
-        self._counts: list[mx.array] = []
-        self._joined: mx.array | None = None
-
-    def add(self, layer: int, recall: mx.array, counts: mx.array | None = None) -> None:
-        """Add the recall ``(B, Hkv)`` of a decode step of the layer with index ``layer``.
-
-        Args:
-            counts: number of attended keys ``(B, Hkv)``; None without an adaptive budget.
-        """
-        self._layers += [layer] * recall.size
-        self._recalls.append(recall.flatten())
-        if counts is not None:
-            self._counts.append(counts.flatten().astype(mx.float32))
-
-    def submit(self) -> RecallCounts | None:
-        """Start computing the recall, on the thread that ran the model. Return None if nothing was added."""
-        if not self._recalls:
-            return None
-        # The product is a new array that belongs to no other graph, as `read` requires.
-        joined = [mx.concatenate(self._recalls) * RECALL_STEPS, *self._counts]
-        self._joined = mx.concatenate(joined) if self._counts else joined[0]
-        self._recalls, self._counts = [], []
-        mx.async_eval(self._joined)  # type: ignore[no-untyped-call]
-        return self
-
-    def read(self) -> RecallStatistics:
-        """Wait for the recall and return it as plain numbers. Any thread may call this, as with `BucketCounts`."""
-        assert self._joined is not None
-        # The estimate is NaN if the model overflows, and counts as 0.
-        found = np.array(self._joined.tolist())
-        steps = np.clip(np.nan_to_num(found[: len(self._layers)], nan=0.0), 0, RECALL_STEPS)
-        size = max(self._layers) + 1
-        places = np.array(self._layers) * (RECALL_STEPS + 1) + np.rint(steps).astype(np.int64)
-        histogram = np.bincount(places, minlength=size * (RECALL_STEPS + 1)).reshape(size, -1)
-        return RecallStatistics(histogram, int(found[len(self._layers) :].sum()))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Step:
         itemsize: bytes per element of keys and values.
         gpu: kind of GPU for the `metal` and `triton` backends, a key of `cost.ENOUGH_SAVED`; empty without a GPU.
         buckets: number of buckets in SAAP's index.
-        network: bytes of SAAP's query network per KV head.
+        network: size in bytes of SAAP's query network for one KV head.
         measured: crossover length in keys that was measured on this machine; None before a measurement.
         packed: (bits per component, group size) of a quantized KV cache (quantized.1); None for other caches.
     """
@@ -103,7 +103,7 @@ class Method:
         """Path of the artefact to load; None if the method or its settings need no artefact.
 
         Raises:
-            ConfigError: the settings need an artefact, but name no file.
+            ConfigError: the settings need an artefact, but do not name a file.
         """
         return None
 
@@ -113,7 +113,7 @@ class Method:
         return 0
 
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> Self:
-        """Return the method with each "auto" that depends on the model replaced by a value.
+        """Return a copy of the method in which a value replaces each "auto" that depends on the model.
 
         Args:
             qk_norm: True if the model normalizes queries or keys.
@@ -159,7 +159,8 @@ class Method:
             recent: number of last keys in this shard that every step attends to (`always_attended`).
 
         Returns:
-            None if the selection does not compare keys. The shards then attend to the same keys as without sharding.
+            The method for one shard, or None if the selection does not compare keys. With None, the shards attend to
+            the same keys as without sharding.
         """
         return None
 
@@ -196,7 +197,7 @@ class Method:
         raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
 
     def rows(self, S: int) -> int:
-        """Return how many whole key and value rows a decode step over ``S`` keys reads per KV head."""
+        """Return the number of complete key and value rows that a decode step over ``S`` keys reads per KV head."""
         return 2 * min(self.attended, S)
 
     def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int) -> int:
@@ -205,9 +206,10 @@ class Method:
         return itemsize * (self.elements(S, D) - rows * D) + rows * row_bytes
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[Self, str]:
-        """Return the method, and the name of the setting to adjust to reach ``share`` of the dense transfers.
+        """Return the method, and the name of the setting that the caller adjusts to reach a transfer budget.
 
-        The name is empty if no setting is free. Settings in ``named`` stay unchanged.
+        The budget is ``share`` of the transfers of dense attention. Settings in ``named`` stay unchanged. The name is
+        empty if no setting can be adjusted.
         """
         own = {field.name for field in dataclasses.fields(self)}
         running: dict[str, Any] = {"dense_below": 0} if "dense_below" in own - set(named) else {}

@@ -70,8 +70,8 @@ class H2O(Method):
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
     reads: ClassVar[str] = (
-        "the last keys and the keys that received most attention so far; all other keys are evicted. For comparison: "
-        "it counts the attention of dense prefill"
+        "the last keys and the keys that received the most attention so far; all other keys are evicted. "
+        "For comparison: it needs dense prefill"
     )
     plot_style: ClassVar[tuple[str, str]] = ("#D55E00", "s")
     budget_setting: ClassVar[str] = "top_k"
@@ -93,7 +93,7 @@ class H2O(Method):
 
 @dataclass(frozen=True)
 class FlexGen(Method):
-    """Sum the ``top_k`` values with the largest exact softmax weights, without renormalization."""
+    """Attend to the ``top_k`` keys with the largest exact softmax weights, without renormalization."""
 
     name: ClassVar[str] = "flexgen"
     source: ClassVar[str] = "FlexGen, arXiv 2303.06865"
@@ -118,7 +118,7 @@ class FlexGen(Method):
 
 @dataclass(frozen=True)
 class OracleTopK(Method):
-    """Attend to the ``top_k`` keys with the largest exact scores: an upper bound for SparQ that saves nothing."""
+    """Attend to the ``top_k`` keys with the largest exact scores, an upper bound for SparQ. This saves no transfers."""
 
     name: ClassVar[str] = "oracle_top_k"
     source: ClassVar[str] = "the bound in the SparQ paper"
@@ -143,7 +143,7 @@ class MInference(Prefill):
 
     name: ClassVar[str] = "minference"
     source: ClassVar[str] = "MInference, arXiv 2407.02490"
-    reads: ClassVar[str] = "key blocks and distances with most of a sample's attention, a fixed number of them"
+    reads: ClassVar[str] = "a fixed number of key blocks and distances with most of a sample's attention"
     plot_style: ClassVar[tuple[str, str]] = ("#882255", "s")
 
     block_size: int = 64
@@ -161,7 +161,7 @@ class MInference(Prefill):
 
 @dataclass(frozen=True)
 class BigBird(Prefill):
-    """Attend to a window, first keys and random blocks in prefill. Window and first keys are shares of the context."""
+    """Attend to a window and to the first keys, which are shares of the context, and to random blocks in prefill."""
 
     name: ClassVar[str] = "bigbird"
     source: ClassVar[str] = "BigBird, arXiv 2007.14062"
@@ -182,7 +182,7 @@ class BigBird(Prefill):
 
 @dataclass(frozen=True)
 class HyperAttention(Prefill):
-    """Attend to keys with a similar hash and to a weighted sample of the others in prefill (docs/spec/sample.md).
+    """Attend to keys with a similar hash and to a weighted sample of the other keys in prefill (docs/spec/sample.md).
 
     Attributes:
         bucket_size: number of keys per bucket. Keys are sorted by hash and divided into buckets.
@@ -213,7 +213,7 @@ class HyperAttention(Prefill):
         check_int("exact_rows", self.exact_rows, 1)
 
     def supports_sinks(self, G: int) -> bool:
-        """Return False, because the log-sum-exp does not include the keys that the sampled keys represent."""
+        """Return False: the log-sum-exp that sinks need omits the keys that the sampled keys represent."""
         return False
 
 

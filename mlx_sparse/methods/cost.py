@@ -1,4 +1,4 @@
-"""Define the constants of the models that estimate crossover lengths. They do not change a method's results."""
+"""Define the constants that estimate crossover lengths. They do not change a method's results."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ SAMPLE_SHARE = 8
 
 
 def nvidia_kind(capability: int) -> str:
-    """Return the key in `ENOUGH_SAVED` for the highest compute capability up to ``capability``, or for the lowest."""
+    """Return the `ENOUGH_SAVED` key of the highest compute capability up to ``capability``, else of the lowest."""
     known = sorted(int(kind[3:]) for kind in ENOUGH_SAVED if kind.startswith("sm_"))
     return f"sm_{max((lower for lower in known if lower <= capability), default=known[0])}"

@@ -46,9 +46,12 @@ ROPE_BY_LENGTH = "with RoPE that depends on the length (dynamic NTK), and unreco
 ROPE_NOT_INVERTIBLE = "with RoPE that is not invertible, and unrecorded pre-RoPE keys"
 
 
+SHORTER = "over fewer than "  # start of the reason that `shorter_than` returns
+
+
 def shorter_than(keys: int) -> str:
     """Return the reason for contexts with fewer than ``keys`` keys."""
-    return f"over fewer than {keys:,} keys"
+    return f"{SHORTER}{keys:,} keys"
 
 
 def other_cache(name: str) -> str:

@@ -85,7 +85,7 @@ def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = 
 
 
 def refusal(backend: str, function: str, reason: str | None = None) -> str | None:
-    """Return why ``backend`` cannot run ``function`` on MLX arrays, or None. ``reason`` comes from the caller."""
+    """Return ``reason`` or another reason why ``backend`` cannot run ``function`` on MLX arrays, or None."""
     reason = FOREIGN.get(backend) or unavailable(backend) or reason
     if reason is None and backend not in FUNCTIONS.get(function, {}):
         return f"it does not support {function}; `mlx-sparse matrix` lists the methods of each backend"

@@ -20,8 +20,8 @@ class SAAP(Method):
 
     Attributes:
         artefact: path of a file from `mlx-sparse train-saap`; None with mode "online".
-        mode: how buckets are selected: by the query networks of the artefact ("trained"), or by centroids that are
-            fitted to the prompt ("online").
+        mode: "trained" to select buckets with the query networks of the artefact, or "online" to select them with
+            centroids that are fitted to the prompt.
         probes: number of visited buckets per KV head and decode step.
         buckets: number of buckets in mode "online", 256 by default. In mode "trained" the artefact sets the number.
         sink_tokens: number of first keys that are always attended to.
@@ -40,7 +40,7 @@ class SAAP(Method):
     source: ClassVar[str] = "SAAP, arXiv 2502.08246"
     reads: ClassVar[str] = (
         "the weights of a small network, then the keys and values of the buckets that it selects, and the first and "
-        "last keys ([SAAP](docs/spec/saap.md)); for very long contexts, after training once per model"
+        "last keys ([SAAP](docs/spec/saap.md)); for very long contexts; needs training once per model"
     )
     plot_style: ClassVar[tuple[str, str]] = ("#56B4E9", "P")
     budget_setting: ClassVar[str] = "probes"
@@ -94,7 +94,7 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Count the elements moved per KV head and decode step, without the network, for buckets of equal size."""
+        """Count the elements moved per KV head and decode step for buckets of equal size, without the query network."""
         outside = max(0, S - self.attended)
         attended = min(self.attended, S) + outside * self.probes / buckets
         return stats.saap_elements(D, round(attended))
@@ -126,5 +126,5 @@ class SAAP(Method):
         return math.ceil(GATHERED_ROW * (self.attended + self.merge_every // 2 + network) / per_key)
 
     def _visited_share(self, buckets: int) -> float:
-        """Return the estimated share of keys in the visited buckets: twice the mean, because bucket sizes differ."""
+        """Estimate the share of keys in the visited buckets: twice the mean share, because bucket sizes differ."""
         return min(2 * self.probes / buckets, 1.0)

@@ -44,7 +44,7 @@ class Sample(Prefill):
         dense_above: density of the selected blocks above which attention stays dense. "auto" is the density that was
             measured on this machine (`mlx-sparse calibrate`), and `SAMPLE_DENSE_ABOVE` before a measurement. If
             ``dense_below`` is a number, "auto" is 1, and the limit of `SAMPLE_SHARE` does not apply.
-        ranges: settings by context length, ascending, that replace the settings above. Longer contexts use the last
+        ranges: settings by ascending context length, which replace the settings above. Longer contexts use the last
             range. `mlx-sparse tune-sample` finds the ranges for a model.
     """
 
@@ -113,7 +113,7 @@ class Sample(Prefill):
 
 
 def _read_ranges(ranges: object) -> tuple[SampleRange, ...]:
-    """Convert `SampleRange` objects, TOML tables, or a text ``UP_TO:ALPHA_COLUMN:ALPHA_SLASH:CHUNKS/...`` to ranges."""
+    """Convert `SampleRange` objects, tables or a string ``UP_TO:ALPHA_COLUMN:ALPHA_SLASH:CHUNKS/...`` to ranges."""
     fields = [field.name for field in dataclasses.fields(SampleRange)]
     entries: Any = ranges.split("/") if isinstance(ranges, str) else ranges
     found: list[SampleRange] = []

@@ -15,11 +15,11 @@ LARGEST = 65504.0  # largest finite float16
 
 
 class KeyCodes(NamedTuple):
-    """Quantized scoring keys (int4) in component-major layout, to pass as ``keys_t``.
+    """Quantized scoring keys (int4) in component-major layout, for the argument ``keys_t``.
 
     Attributes:
-        codes: ``(B, Hkv, D, groups * 32)`` uint8, lowest bits first. In MLX ``(B, Hkv, D, groups * 8)`` uint32 with the
-            same bytes, as `mx.quantize` stores them.
+        codes: ``(B, Hkv, D, groups * 32)`` uint8, lowest bits first. In MLX the same bytes are
+            ``(B, Hkv, D, groups * 8)`` uint32, as from `mx.quantize`.
         lo: float16 ``(B, Hkv, D, groups)``, smallest centered component of each group.
         step: float16 ``(B, Hkv, D, groups)``, difference between adjacent codes.
         center: float32 ``(B, Hkv, D)``, vector that is subtracted from each key before quantization.

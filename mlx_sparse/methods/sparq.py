@@ -49,13 +49,13 @@ class SparQ(Method):
             1. The default 0 always selects ``top_k`` keys (docs/spec/sparq.md).
         reallocate: if True, add the mean value, weighted by the softmax mass of the skipped keys. "auto" is True for
             one query head per KV head, except with "query_key", which underestimates the attention recall
-            (docs/results/quality.md).
+            (docs/spec/sparq.md).
         component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation of the
             keys ("query_key"). "auto" is "query_key" for models with q/k-norm, because their channels have learned
             scales, and for grouped query heads with quantized scoring keys. Otherwise "auto" is "query".
-        key_bits: bits per component of the scoring keys: 16 (as in the paper) or 4. With 4, keys are scored with an
-            int4 copy, which needs about a quarter of the transfers and memory of a 16-bit copy (docs/spec/sparq.md).
-            docs/results/quality.md reports the loss of quality.
+        key_bits: number of bits per component of the scoring keys: 16 (as in the paper) or 4. With 4, keys are scored
+            with an int4 copy, which needs about a quarter of the transfers and memory of a 16-bit copy
+            (docs/spec/sparq.md). docs/results/quality.md reports the loss of quality.
         score: data used to score the keys of a quantized KV cache (``--kv-bits``). "rows" reads all components
             of the cache and needs no additional memory. "copy" reads a copy of the keys, as with other caches
             (docs/spec/quantized.md).

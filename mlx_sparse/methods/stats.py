@@ -1,4 +1,4 @@
-"""Count the elements that each method moves, with the formulas of the papers, and define `Stats`.
+"""Count the elements that each method moves, with the formulas from the papers, and define `Stats`.
 
 All counts are elements for S keys of head dim D: per KV head in a decode step, per query head in prefill. Multiply by
 the item size to get bytes. Equation numbers refer to docs/spec/sparq.md, sample.md, saap.md and quest.md.
@@ -25,8 +25,8 @@ class Stats:
         head_density: ``density`` of each head in prefill, ``(B, Hq)``; None for a decode step.
         sampled: share of the queries that were sampled to select key blocks; 0 for decode methods.
         selectivity: share of the keys in visited buckets, without the keys that SAAP always attends to (saap.12).
-        estimated_recall: float32 ``(B, Hkv)`` attention recall as SparQ estimates it (sparq.24); None with other
-            methods, in dense calls, and from `cuda_ref`.
+        estimated_recall: float32 ``(B, Hkv)`` attention recall that SparQ estimates (sparq.24); None for other
+            methods, dense calls and `cuda_ref`.
     """
 
     elements: int
@@ -50,7 +50,7 @@ def dense_elements(S: int, D: int) -> int:
 
 
 def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16) -> int:
-    """Return ``S r + 2 k D + 4 D`` (sparq.12): r components of S keys, k keys and values, new row, mean value.
+    """Return ``S r + 2 k D + 4 D`` (sparq.12): r components of S keys, k keys and values, the new row, a mean row.
 
     If ``key_bits`` is below 16, the first term is ``S r (bits + 1/2) / 16`` (sparq.23). It counts the codes and their
     share of ``lo`` and ``step``, in elements of 16 bits.
@@ -75,12 +75,12 @@ def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
 
 
 def quest_elements(S: int, D: int, *, top_k: int, page_size: int) -> int:
-    """Return ``2 P D + 2 k D + 2 D`` (quest.6): the bounds of P pages, k keys and values, the new row."""
+    """Return ``2 P D + 2 k D + 2 D`` (quest.6): the bounds of P pages, k keys and values, and the new row."""
     return 2 * -(-S // page_size) * D + 2 * min(top_k, S) * D + 2 * D
 
 
 def saap_elements(D: int, attended: int, *, network: int = 0) -> int:
-    """Return ``2 n D + n + 2 D + w`` (saap.14): n keys and values, n indices, the new row, the query network."""
+    """Return ``2 n D + n + 2 D + w`` (saap.14): n keys and values, n indices, the new row and the query network."""
     return 2 * attended * D + attended + 2 * D + network
 
 
@@ -95,6 +95,6 @@ def prefill_elements(layout: Layout, D: int, density: float | None = None) -> in
 
 
 def as_prefill(stats: Stats, layout: Layout, D: int) -> Stats:
-    """Return the ``stats`` of a dense call with its elements counted per query head, as in prefill."""
+    """Return the ``stats`` of a dense call with the elements counted per query head, as in prefill."""
     moved = prefill_elements(layout, D)
     return replace(stats, elements=moved, dense_elements=moved)

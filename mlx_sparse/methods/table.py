@@ -1,6 +1,6 @@
 """List the function that runs each method on each backend.
 
-Each function is an import string relative to mlx_sparse. Thus this module imports no backend. `registry` reads the
+Import strings relative to mlx_sparse name the functions, so this module imports no backend. `registry` reads the
 table. The help, the README, the matrix and the plots list the methods and backends of this table.
 """
 
@@ -32,7 +32,7 @@ EXPORTED = {"onnx": "onnx_export:operator_model", "ort": "onnx_export:session_op
 
 
 def _row(name: str, ops: str, metal: str = "", triton: str = "", *, oracle: str = "oracle") -> dict[str, str]:
-    """Return the import strings of a function by backend. ``module:other`` replaces the default name ``name``."""
+    """Return the import strings of the function ``name`` by backend. ``module:other`` overrides ``name``."""
     modules = {"oracle": oracle, "ops": ops, "metal": metal, "triton": triton}
     return {key: module if ":" in module else f"{module}:{name}" for key, module in modules.items() if module}
 

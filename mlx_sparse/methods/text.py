@@ -77,7 +77,7 @@ def parse(text: str, base: Mapping[str, Method] | None = None) -> tuple[Method, 
 
 
 def split_methods(text: str) -> list[str]:
-    """Split a comma-separated list of methods. A comma before ``key=value`` belongs to a method.
+    """Split a comma-separated list of methods. A comma before ``key=value`` does not start a new method.
 
     ``"sparq:rank=16,top_k=64,streaming"`` has two methods: ``sparq:rank=16,top_k=64`` and ``streaming``.
 
@@ -97,7 +97,7 @@ def split_methods(text: str) -> list[str]:
 
 
 def load_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> dict[str, Method]:
-    """Read a TOML file like `read_toml`, but return only the methods by name."""
+    """Read a TOML file with `read_toml`, and return only its methods by name."""
     return read_toml(path, base)[0]
 
 
@@ -177,7 +177,7 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
 
 
 def removed(name: str, key: str, value: object) -> str | None:
-    """Return the last part of the error message for a removed option, with the replacement; None for other options."""
+    """Return the end of the error message for a removed option, with its replacement; None for other options."""
     for (owner, old, old_value), replacement in REMOVED.items():
         if owner in ("*", name) and old == key and old_value in ("*", value):
             return replacement

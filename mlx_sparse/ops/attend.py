@@ -18,8 +18,8 @@ def group_queries(queries: mx.array, Hkv: int) -> mx.array:
 def softmax_lse(scores: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.array]:
     """Return the softmax and log-sum-exp over the last axis, restricted to keys where ``mask`` is True.
 
-    In a row without keys, the weights are 0 and the log-sum-exp is -inf. In a row with NaN or +inf, the weight is NaN
-    at NaN and +inf, and 0 elsewhere.
+    In a row without keys, the weights are 0 and the log-sum-exp is -inf. In a row with NaN or +inf scores, the weights
+    of these scores are NaN and the other weights are 0.
     """
     if mask is not None:
         scores = mx.where(mask, scores, -mx.inf)
@@ -77,7 +77,7 @@ def attend_indices(
 def dense_attention(
     queries: mx.array, keys: Rows, values: Rows, *, scale: float, left_padding: mx.array | None
 ) -> mx.array:
-    """Compute dense causal attention of ``queries (B, Hq, L, D)`` at positions ``S - L ..`` with MLX's kernel."""
+    """Compute dense causal attention with MLX's kernel. The L queries are at the last L of S positions."""
     keys, values = keys[:], values[:]
     L, S, dtype = queries.shape[2], keys.shape[2], queries.dtype
     if left_padding is None:
@@ -92,7 +92,7 @@ def dense_attention(
 
 
 def dense_lse(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention, which attention recall needs."""
+    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention, for computing the attention recall."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale

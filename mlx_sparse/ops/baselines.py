@@ -20,7 +20,7 @@ def streaming_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Attend to the first ``sink_tokens`` and last ``recent_tokens`` valid keys. S must exceed the sum of both."""
+    """Attend to the first ``sink_tokens`` and last ``recent_tokens`` valid keys. S must exceed their sum."""
     B, Hkv, S, _ = keys.shape
     first = mx.zeros((B, 1), mx.int32) if left_padding is None else left_padding[:, None].astype(mx.int32)
     slots = mx.concatenate([first + mx.arange(sink_tokens), mx.arange(S - recent_tokens, S) + 0 * first], axis=1)
@@ -60,7 +60,7 @@ def flexgen_attention(
 ) -> tuple[mx.array, mx.array]:
     """Attend to the ``top_k`` keys with the largest softmax weights, summed over the group, without renormalization.
 
-    The returned log-sum-exp covers the selected keys, as for the other methods.
+    As for the other methods, the returned log-sum-exp is over the selected keys.
     """
     weights, lse = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
     indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)

@@ -25,7 +25,7 @@ def select_share(scores: mx.array, alpha: float) -> mx.array:
 
 
 def select_largest(scores: mx.array, count: int) -> mx.array:
-    """Return a mask of the ``count`` largest ``scores (..., Nk)``, of all if one is NaN. Ties go to the lower index."""
+    """Return a mask of the ``count`` largest ``scores (..., Nk)`` (all if one is NaN). Ties go to the lower index."""
     ordered = -mx.sort(-scores, axis=-1)
     return _largest(scores, ordered, mx.full((*scores.shape[:-1], 1), min(count, scores.shape[-1]), mx.int32))
 
@@ -91,6 +91,6 @@ def select(
     alpha_slash: float,
     width: int | None = None,
 ) -> mx.array:
-    """Return the key blocks that each row block attends to, int32 ``(B, Hq, R, width)``, from `sample_scores`."""
+    """Select each row block's key blocks from the results of `sample_scores`: int32 ``(B, Hq, R, width)``."""
     kept = select_share(column, alpha_column), select_share(slash, alpha_slash)
     return block_lists(merge(*kept, layout, sampled_in_full=True), width)

@@ -75,12 +75,12 @@ def wait_for(done: list[mx.array], array: mx.array) -> mx.array:
 
 
 def batch_size(scores: int) -> int:
-    """Return how many items with ``scores`` scores each fit into one batch, at least 1."""
+    """Return the number of items, with ``scores`` scores each, that fit into one batch; at least 1."""
     return max(1, MAX_SCORES[mx.default_device().type] // scores)
 
 
 def causal_scores(queries: mx.array, keys: mx.array) -> mx.array:
-    """Return causal scores ``queries @ keys^T (..., n, N)`` of the last n of N positions; -inf above the diagonal."""
+    """Return causal scores ``queries @ keys^T (..., n, N)`` for the last n of N positions; -inf above the diagonal."""
     n, N = queries.shape[-2], keys.shape[-2]
     causal = mx.arange(n) <= mx.arange(n)[:, None]
     edge = mx.where(causal, queries @ keys[..., N - n :, :].swapaxes(-1, -2), -mx.inf)
@@ -121,7 +121,7 @@ def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool
 
 
 def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """Compute attention for one batch with MLX's kernel. Its causal mask aligns the last query and the last key."""
+    """Compute attention for one batch with MLX's kernel. Its causal mask aligns the last query with the last key."""
     q, k, v = (array[:, None] for array in (queries, keys, values))
     mask = "causal" if diagonal else None
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)[:, 0]

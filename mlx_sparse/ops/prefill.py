@@ -1,4 +1,4 @@
-"""Run the prefill baselines without hashing (docs/spec/sample.md). They return ``out``, ``lse`` and key blocks."""
+"""Run the prefill baselines that use no hash (docs/spec/sample.md). They return ``out``, ``lse`` and key blocks."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) ->
 
 
 def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
-    """Return ``selection`` with ``page_min`` and ``page_max``, which are computed if they are absent."""
+    """Return ``selection`` with ``page_min`` and ``page_max``. Compute these bounds if they are absent."""
     if "page_min" in selection:
         return selection
     bounds = page_bounds(keys, selection["left_padding"], page_size=selection["page_size"])
@@ -78,7 +78,10 @@ def quest_select(
     page_min: mx.array,
     page_max: mx.array,
 ) -> mx.array:
-    """Return the keys of the K best of more than K pages: int32 ``(B, Hkv, K * page_size)`` (quest.5)."""
+    """Select the best ``K = ceil(top_k / page_size)`` pages, and return their keys, int32 ``(B, Hkv, K * page_size)``.
+
+    There must be more than K pages (quest.5).
+    """
     S = keys.shape[2]
     before = (S - 1) // page_size
     scores = page_scores(queries, page_min[:, :, :before], page_max[:, :, :before])

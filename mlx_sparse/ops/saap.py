@@ -56,7 +56,7 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys of a decode step: sinks, keys outside the index, and keys of the visited buckets (saap.10).
+    """List the keys to attend to: sinks, keys outside the index, and keys of the visited buckets (saap.10).
 
     Args:
         visited: ``(B, Hkv, n)`` int bucket ids without duplicates; a number that is not a bucket is an empty slot.
@@ -65,7 +65,7 @@ def saap_indices(
         capacity: length of each list; keys beyond it are omitted.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)`` in this order, -1 after the last key, and the number of keys
+        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and the list lengths
         ``counts (B, Hkv)``.
     """
     B, Hkv, n = visited.shape
@@ -108,7 +108,7 @@ def saap_attention(
         visit: the other arguments of `list_keys`.
 
     Returns:
-        ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)`` of the attended keys.
+        ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and the numbers of attended keys ``counts (B, Hkv)``.
     """
     indices, counts = list_keys(saap_indices, keys.shape[2], **visit)
     return *attend_indices(queries, keys, values, indices, scale=scale, counts=counts), counts

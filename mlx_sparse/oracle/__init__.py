@@ -1,4 +1,4 @@
-"""Implement every method in NumPy as a reference, with the equation numbers of docs/spec.
+"""Implement every method in NumPy as a reference. Comments refer to the equations in docs/spec.
 
 Inputs of any float dtype are converted to float64, and results are float64. The code is written for clarity, not for
 speed. Only the tests, the evaluation and the benchmarks import this package.

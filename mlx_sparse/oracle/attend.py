@@ -47,7 +47,7 @@ def logits(queries: Array, keys: Array, scale: float) -> Array:
 def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
     """Return the masked softmax over the last axis and its log-sum-exp; 0 and -inf for a row without valid keys.
 
-    In a row with NaN or +inf, the weight is NaN at NaN and +inf, and 0 elsewhere.
+    In a row with NaN or +inf scores, the weights of these scores are NaN and the other weights are 0.
     """
     masked = np.where(mask, scores, -np.inf)
     top = np.max(np.where(np.isnan(masked), np.inf, masked), axis=-1, keepdims=True, initial=-np.inf)
@@ -83,7 +83,7 @@ def attend_indices(
         queries: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``.
         indices: ``(B, Hkv, N)`` int32, ascending. -1, or any number that is not a key index, is an empty slot.
-        scale: factor of the logits.
+        scale: factor by which the dot products are multiplied.
 
     Returns:
         ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``. If all slots are empty, out is 0 and lse is -inf.
@@ -115,7 +115,7 @@ def dense_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Compute causal attention of ``L`` queries at positions ``S - L ..`` over all valid keys.
+    """Compute dense causal attention. The ``L`` queries are at the last ``L`` of ``S`` positions.
 
     Args:
         queries: ``(B, Hq, L, D)``.

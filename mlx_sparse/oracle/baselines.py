@@ -128,7 +128,7 @@ def h2o_scores(
     """Return causal softmax weights of the keys, summed over queries and averaged over the group: ``(B, Hkv, S)``.
 
     After dense prefill, these are the initial ``scores`` of `h2o_attention`. The score of an invalid key is -inf.
-    Queries at padded positions do not count.
+    Queries at padded positions are not counted.
     """
     q, k = float64(queries), float64(keys)
     n = check_qkv(q, k, k)

@@ -53,7 +53,7 @@ def unpack(codes: Array) -> Array:
 
 
 def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLike | None = None) -> Array:
-    """Return the centered scoring keys (sparq.21), float64 ``(B, Hkv, S, D)``: dequantized groups and exact tail."""
+    """Return centered scoring keys, float64 ``(B, Hkv, S, D)`` (sparq.21). Only keys in full groups are approximate."""
     lo, step = (np.repeat(array.astype(np.float64), GROUP, axis=-1) for array in (coded.lo, coded.step))
     decoded = (lo + step * unpack(coded.codes)).swapaxes(-1, -2)
     found: Array = keys - coded.center[:, :, None]

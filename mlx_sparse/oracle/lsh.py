@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 def hash_codes(vectors: Array, buckets: int) -> Array:
-    """Hash ``vectors (..., D)`` to 0..buckets - 1, the index of the nearest random direction, r or -r (sample.15)."""
+    """Hash ``vectors (..., D)`` to the index, 0..buckets - 1, of the nearest random direction r or -r (sample.15)."""
     along = vectors @ signs(vectors.shape[-1], buckets // 2)
     codes: Array = np.argmax(np.concatenate([along, -along], axis=-1), axis=-1)
     return codes
@@ -45,7 +45,7 @@ def hash_sparse_attention(
 def sort_ranks(vectors: Array, hash_bits: int) -> Array:
     """Sort ``vectors (..., M, D)`` by hash, and return the rank of each vector, 0..M - 1 (sample.17).
 
-    The signs along random directions are a Gray code: adjacent codes differ in one sign.
+    The signs along random directions form a Gray code: adjacent hashes differ in one sign.
     """
     positive = vectors @ signs(vectors.shape[-1], hash_bits) > 0
     bits = np.logical_xor.accumulate(positive, axis=-1)
@@ -66,7 +66,7 @@ def hyperattention_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run HyperAttention: attend to a bucket of similar keys and to a weighted sample (sample.16) to (sample.18)."""
+    """Run HyperAttention: attend to a bucket and to a weighted sample of other keys (sample.16) to (sample.18)."""
     q, k, v, n = checked(queries, keys, values, backend)
     offset = n.S - n.L
     mask, weight = np.zeros((n.B, n.Hq, n.L, n.S), dtype=bool), np.zeros((n.B, n.Hq, n.L, n.S))
@@ -99,7 +99,7 @@ def _span_pairs(
 
 
 def _nan_keys(k: Array, G: int) -> Array:
-    """Return a mask ``(B, Hq, 1, S)``, True for keys with NaN. These have no hash, so every query attends to them."""
+    """Return a mask ``(B, Hq, 1, S)``, True for keys with NaN. They have no hash, so every query attends to them."""
     return np.repeat(np.isnan(k.sum(axis=-1)), G, axis=1)[:, :, None]
 
 

@@ -1,4 +1,4 @@
-"""Run the prefill baselines without hashing (docs/spec/sample.md, "Baselines")."""
+"""Run the prefill baselines that do not hash queries and keys (docs/spec/sample.md, "Baselines")."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def minference_select(
 
 
 def select_largest(scores: Array, count: int) -> Array:
-    """Return a mask of the ``count`` largest ``scores (..., Nk)``, of all if one is NaN. Ties go to the lower index."""
+    """Return a mask of the ``count`` largest ``scores (..., Nk)`` (all if one is NaN). Ties go to the lower index."""
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
     kept = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(kept, order, True, axis=-1)

@@ -20,7 +20,8 @@ def page_bounds(
 ) -> tuple[Array, Array]:
     """Return the minimum and maximum of each component over the keys of each page (quest.1), each ``(B, Hkv, P, D)``.
 
-    A page without keys has +inf and -inf. If a component of a key is NaN, both bounds of this component are NaN.
+    The bounds of a page without keys are +inf and -inf. If a component of a key is NaN, both bounds of this component
+    are NaN.
     """
     k = float64(keys)
     B, Hkv, S, D = k.shape

@@ -86,7 +86,7 @@ def saap_target(
         keys: ``(S, D)`` of the KV head of this query head, after RoPE.
         bucket_ids: ``(S,)`` bucket of each key.
         recent_tokens: minimum distance between a query and its long-range keys.
-        farthest_top: a query is used only if its best key, excluding sinks, is more than this many positions away.
+        farthest_top: distance in positions. A query is used only if its best key, excluding sinks, is farther away.
         causal: if True, queries attend only to earlier keys, as in decoding; if False, to all keys, as in the paper.
     """
     q, k = float64(queries), float64(keys)
@@ -219,7 +219,7 @@ def saap_indices(
     capacity: int,
     left_padding: npt.ArrayLike | None = None,
 ) -> tuple[Array, Array]:
-    """List the keys of a decode step: sinks, keys outside the index, and keys of the visited buckets (saap.10).
+    """List the keys to attend to: sinks, keys outside the index, and keys of the visited buckets (saap.10).
 
     Args:
         visited: ``(B, Hkv, n)`` bucket ids without duplicates; a number that is not a bucket is an empty slot.
@@ -227,7 +227,7 @@ def saap_indices(
         covered: number of keys in the index, as an int or as ``(B,)``.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)`` in this order, -1 after the last key, and the number of keys
+        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and the list lengths
         ``counts (B, Hkv)``.
     """
     chosen, starts, ids = (np.asarray(array) for array in (visited, offsets, key_ids))
@@ -311,7 +311,7 @@ def selectivity(
     recent_tokens: int,
     left_padding: npt.ArrayLike | None = None,
 ) -> float:
-    """Return the mean share of keys in visited buckets, excluding sinks and recent keys (saap.12); 0 without keys."""
+    """Return the mean share of keys in visited buckets, excluding sinks and recent keys (saap.12); 0 if none exist."""
     exact, valid = _exact(bucket_ids.shape[0], bucket_ids.shape[2], sink_tokens, recent_tokens, left_padding)
     outside = (valid & ~exact)[:, None, :]
     keys = saap_keys(bucket_ids, visited, sink_tokens, recent_tokens, left_padding)

@@ -8,19 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..calibrate import Layer
 from ..lm import seam
 from ..methods import Method
 from ..methods.stats import dense_elements
-from ..model_info import config_of, leaves
+from ..model_info import leaves, weights_read
 
 FULL, WINDOW, LINEAR, LATENT = "full", "window", "linear", "latent"
-ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class LayerCache:
     """Size of one layer's cache, for one sequence.
 
     Attributes:
-        kind: `FULL`, `WINDOW`, `LINEAR` (a state of fixed size) or `LATENT` (a latent for keys and values).
+        kind: `FULL`, `WINDOW`, `LINEAR` (a state of fixed size) or `LATENT` (compressed keys and values).
         per_token: bytes per token in the cache.
         fixed: bytes that do not depend on the number of tokens.
         window: maximum number of tokens; None if there is no limit.
@@ -58,12 +55,15 @@ class Served:
     layers: int
 
     def dense_bytes(self, S: int) -> int:
-        """Return the bytes that dense attention reads in these layers at ``S`` keys."""
+        """Return the bytes that dense attention moves in all ``layers`` at ``S`` keys."""
         step = self.layer.step
         return self.layers * step.heads * step.itemsize * dense_elements(S, step.D)
 
     def saved(self, S: int) -> int:
-        """Return the bytes that the method saves at ``S`` keys, by its formula; 0 if the method attends to all keys."""
+        """Return the bytes that the method saves over dense attention at ``S`` keys, according to its formula.
+
+        If the method attends to all keys, return 0.
+        """
         if S <= self.config.attended:
             return 0
         step = self.layer.step
@@ -83,15 +83,15 @@ class Traffic:
         return sum(cache.readers * cache.nbytes(S) for cache in self.caches)
 
     def nbytes(self, S: int) -> int:
-        """Return the memory of the caches in bytes at ``S`` tokens."""
+        """Return the total size of the caches in bytes at ``S`` tokens."""
         return sum(cache.nbytes(S) for cache in self.caches)
 
     def share(self, S: int) -> float:
-        """Return the share of a decode step's bytes that are read from the caches, at ``S`` tokens."""
+        """Return the caches' share of all bytes that a decode step reads at ``S`` tokens."""
         return self.kv(S) / (self.weights + self.kv(S))
 
     def bound(self, S: int, served: Iterable[Served]) -> float:
-        """Return the upper bound of a decode step's speed-up, from its bytes, with ``served`` as the sparse layers."""
+        """Return an upper bound on a decode step's speed-up at ``S`` tokens if the layers in ``served`` are sparse."""
         total = self.weights + self.kv(S)
         return total / max(1, total - sum(one.saved(S) for one in served))
 
@@ -101,40 +101,11 @@ def traffic_of(model: Any) -> Traffic:
     return Traffic(weights_read(model), layer_caches(model))
 
 
-def weights_read(model: Any) -> int:
-    """Return the number of weight bytes that a decode step reads.
-
-    If the config sets the number of active experts, count only that many experts. Count an embedding only if it is also
-    the output matrix.
-    """
-    modules = [module for _, module in model.named_modules()]
-    config = config_of(model)
-    head = {len(module.weight) for module in modules if isinstance(module, (nn.Linear, nn.QuantizedLinear))}
-    active = next((config[name] for name in ACTIVE if isinstance(config.get(name), int) and config[name] > 0), None)
-    found = 0
-    for module in modules:
-        own = sum(array.nbytes for array in module.values() if isinstance(array, mx.array))
-        if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
-            experts = len(module.weight)
-            own = own * min(active or experts, experts) // experts
-        elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)) and not _is_output(module, config, head):
-            own = 0
-        found += own
-    return found
-
-
-def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
-    """Return True if an embedding has the output matrix's shape, and no linear layer has the same number of rows."""
-    rows, columns = module.weight.shape
-    columns = columns * 32 // module.bits if hasattr(module, "bits") else columns
-    sizes = rows == config.get("vocab_size", rows) and columns == config.get("hidden_size", columns)
-    return sizes and rows not in head
-
-
 class _Readers:
-    """Count the attention calls that read each cache. All calls stay dense.
+    """Counter of the attention calls that read each cache. All calls stay dense.
 
-    A layer that shares the cache of another layer passes the keys of that layer to `attend`, and may omit the cache.
+    A layer that shares another layer's cache passes that layer's keys to `attend`, possibly without the cache. Then
+    the key array identifies the cache.
     """
 
     def __init__(self, caches: list[Any]) -> None:
@@ -151,7 +122,7 @@ class _Readers:
 
 
 def layer_caches(model: Any) -> tuple[LayerCache, ...]:
-    """Return the size of each layer's cache in a model."""
+    """Run ``model`` on one token, and return the kind and size of each layer's cache."""
     caches = make_prompt_cache(model)
     readers = _Readers(leaves(caches))
     names, token = seam.bind(model), seam.active.set(readers)
@@ -164,7 +135,7 @@ def layer_caches(model: Any) -> tuple[LayerCache, ...]:
 
 
 def _layer_cache(leaf: Any, readers: int) -> LayerCache:
-    """Return the kind and size of a cache. ``leaf`` must contain one token."""
+    """Return the kind and size of the cache ``leaf``, which must contain exactly one token."""
     keys, values = getattr(leaf, "keys", None), getattr(leaf, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array) or keys.ndim != 4:
         state: Any = tree_flatten(leaf.state)

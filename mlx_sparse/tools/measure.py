@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``mlx-sparse calibrate``. Return 1 if a threshold is modeled, 0 if all were measured or set by the user."""
+    """Run ``mlx-sparse calibrate``. Return 1 if a threshold is estimated, 0 if all are measured or set by the user."""
     parser = Parser(
         prog="mlx-sparse calibrate",
         description="Time dense and sparse attention with the shapes of a model's layers, and store the crossover "

@@ -13,7 +13,7 @@ Update = Callable[[int], object]  # called with the number of finished tokens
 
 @contextlib.contextmanager
 def stage(console: Console, name: str) -> Iterator[None]:
-    """Show that a stage runs while the ``with`` block runs."""
+    """Show that the stage ``name`` is in progress while the ``with`` block runs."""
     if console.is_terminal:
         with console.status(name):
             yield

@@ -25,7 +25,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status. If there is an error, print one line and exit with status 2."""
+    """Run the command and return its exit status. After an error, print one line and exit with status 2."""
     parser = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if instead := _removed(given):

@@ -1,7 +1,7 @@
 """Build the ONNX graph of a decoder-only language model from mlx-lm's modules.
 
-Arithmetic is float32, but the inputs of attention nodes are rounded to the type of the caches. A row of the batch is a
-left-padded sequence. The caches contain ``past_length`` tokens of each row, padding included.
+The graph computes in float32, but rounds the inputs of attention nodes to the type of the caches. Each row of the batch
+is a left-padded sequence. ``past_length`` is the number of tokens of each row in the caches, padding included.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Target:
         return {**decode.attributes(self.lanes), **prompts}
 
     def shortened(self) -> Target:
-        """Return a copy of the settings for verification, with which attention is sparse even for short prompts."""
+        """Return a copy of the settings for verification. Its attention is sparse even for short prompts."""
         prompts = self.prompts and sample.shortened(self.prompts)
         decode = self.decode.shortened()
         return replace(self, decode=decode, prompts=prompts)
@@ -121,7 +121,7 @@ class Decoder:
         g.op("Identity", logits, output="logits")
 
     def _add_positions(self, ids: str) -> None:
-        """Add nodes that compute each row's padding, past length and new positions, the latter float32 (B, L, 1)."""
+        """Add nodes that compute each row's padding and past length, and the new positions as float32 (B, L, 1)."""
         g = self.g
         mask = g.input("attention_mask", INT64, ["batch", "total"])
         ones = g.op("Cast", mask, to=FLOAT)  # some runtimes have no ArgMax of int64
@@ -248,7 +248,7 @@ class Decoder:
         return g.op("Concat", *rotated, *kept, axis=3) if len(rotated + kept) > 1 else rotated[0]
 
     def _angle(self, rope: Rope) -> tuple[str, str]:
-        """Return the cosine and sine (B, L, 1, pairs) of the RoPE angles. Layers with equal RoPE share these nodes."""
+        """Return the names of RoPE's cosine and sine (B, L, 1, pairs). Layers with equal RoPE share these nodes."""
         if rope not in self._angles:
             g = self.g
             scope, g.scope = g.scope, f"rope.{len(self._angles)}/"
@@ -297,7 +297,7 @@ class Decoder:
     def _state(self, i: int, name: str, state: Tensor) -> tuple[str, str]:
         """Add the graph input and output of one state (cache) of layer ``i`` and return their names.
 
-        onnxruntime-genai supports keys and values only. Other states of the same shape are therefore stored as keys
+        onnxruntime-genai supports keys and values only. Other states of the same shape are therefore named as keys
         and values of virtual layers after the last layer.
         """
         past, present, place = f"past_{name}", f"present_{name}", str(i)

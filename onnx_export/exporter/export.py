@@ -1,4 +1,4 @@
-"""Export an mlx-lm model to a folder for ONNX Runtime: check, write, and verify the logits."""
+"""Export an mlx-lm model to a folder for ONNX Runtime: check the model, write the files, and verify the logits."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def export(
         out: a folder that does not exist or is empty. It is created after all files were written and verified.
         method: one of `EXPORTED` with optional settings, such as "sparq:rank=16".
         attn_config: TOML file with a table for each method, such as [sparq]; ``method`` overrides it.
-        dense_below: number of keys below which decode steps are dense, same as in ``method``. The default comes
-            from the cost model in `defaults`, which does not depend on the machine.
+        dense_below: number of keys below which decode steps are dense; set it here or in ``method``. The default
+            comes from the cost model in `defaults`, which does not depend on the machine.
         max_length: maximum number of tokens; by default the limit of the model, at most `MAX_LENGTH`.
-        dtype: float32, float16 or bfloat16: type of caches and unquantized weights; by default the type of the
+        dtype: type of caches and unquantized weights: float32, float16 or bfloat16. The default is the type of the
             model. If you set float32, quantized weights are dequantized.
         compat: write opset 18 and IR 8 instead of opset 24 and IR 11.
         inline: replace the operators with their function bodies, for runtimes without local functions.
@@ -159,7 +159,7 @@ def export(
 
 
 def _with_dense_below(config: Method, given: int) -> Method:
-    """Return ``config`` with ``given``, the value of ``--dense-below``.
+    """Return ``config`` with ``dense_below`` set to ``given``, the value of ``--dense-below``.
 
     Raises:
         ConfigError: the method has no setting dense_below, or ``--method`` sets it too.
@@ -198,7 +198,7 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
     """Parse ``--method`` and ``--attn-config``. Return the prefill method (None if dense) and the decode method.
 
     Raises:
-        ConfigError: a method cannot be exported, or a key or value is invalid.
+        ConfigError: a method cannot be exported, or a parameter is unknown or invalid.
     """
     base = {**IN_FILES, **(load_toml(attn_config, IN_FILES) if attn_config is not None else {})}
     names = [part.partition(":")[0].strip() for part in text.split("+")]
@@ -258,7 +258,7 @@ def length_of(settings: Mapping[str, Any], requested: int | None) -> int:
 
 
 def weight_dtype(model: Any) -> str:
-    """Return the name of the dtype of the embedding weights, or of their scales if the embedding is quantized."""
+    """Return the dtype name of the embedding weights. If they are quantized, return the dtype name of their scales."""
     embedding = model.model.embed_tokens
     dtype = (embedding.scales if isinstance(embedding, QUANTIZED) else embedding.weight).dtype
     name = str(dtype).removeprefix("mlx.core.")

@@ -30,7 +30,7 @@ class Family:
     Attributes:
         activation: activation of the gate: silu, gelu or gelu_tanh.
         norm_shift: number added to the weights of all norms.
-        embedding_scale: function that returns the factor of the embeddings for the model's arguments.
+        embedding_scale: function from the model's arguments to the factor that multiplies the embeddings.
         after_attention: name of the norm of the attention output, or None.
         before_mlp: name of the norm of the MLP input.
         after_mlp: name of the norm of the MLP output, or None.

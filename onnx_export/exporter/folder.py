@@ -52,7 +52,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """Open a folder that is not a link, and yield its file descriptor. Its locks end when this process ends."""
+    """Open ``folder``, unless it is a link, and yield its file descriptor. Its locks end when this process ends."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield handle
@@ -61,7 +61,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove temporary folders of killed exports to ``folder``: unlocked folders that belong to this user."""
+    """Remove the temporary folders that killed exports to ``folder`` left: this user's unlocked folders."""
     start = f".{folder.name}."
     for left in folder.parent.iterdir():
         if left.name.startswith(start) and left.name.endswith(".partial"):

@@ -4,7 +4,7 @@ MLX stores ``w = scale * code + bias`` for groups along the last axis. The two o
 ``w = scale * (code - zero)`` with an integer ``zero`` in the range of the codes, and allow negative scales. The two
 formulas are equal if ``-bias / scale`` is an integer in this range. `mlx.core.quantize` makes this quotient an integer,
 but then rounds scale and bias to float16 or bfloat16. After rounding, the quotient differs from an integer by some
-hundredths. If the exporter ignored this difference, the logits would change as much as by rounding the weights. The
+hundredths. If the exporter ignored this difference, the logits would change as much as if it rounded the weights. The
 exporter therefore stores the difference as offsets, which the graph adds.
 
 Arrays are NumPy arrays. Bfloat16 is ``ml_dtypes.bfloat16`` or its bits in uint16.
@@ -27,7 +27,7 @@ REMAKE = "Run mlx_lm.convert --dequantize on the model and export the result."
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """A quantized weight of N rows and K columns, in groups of ``block_size`` along K.
+    """A weight of N rows and K columns, quantized in groups of ``block_size`` elements along K.
 
     Attributes:
         codes: uint8 (N, K / block_size, block_size * bits / 8); the low half of a byte is the first of two 4-bit codes.

@@ -64,7 +64,7 @@ class Weights:
         return y
 
     def embedding(self, name: str, module: Any, ids: str) -> tuple[str, Callable[[str], str]]:
-        """Add an embedding of ids (B, L). Return its float32 output and a function that adds the tied output head."""
+        """Add an embedding of ids (B, L). Return its float32 output, and a function that adds the tied output head."""
         g = self._graph
         if not self._stays_quantized(module):
             stored = self._matrix(name, module)
@@ -107,7 +107,7 @@ class Weights:
         return isinstance(module, QUANTIZED) and not self._dequantize
 
     def _matrix(self, name: str, module: Any, *, transposed: bool = False) -> str:
-        """Store an unquantized matrix (N, K) or its transpose, and return the name."""
+        """Store an unquantized matrix (N, K) or its transpose, and return the name of the weight."""
         weight = f"{name}.weight"
         if isinstance(module, QUANTIZED):
             weights, *ranges = self._parts(name, module)
@@ -131,7 +131,7 @@ class Weights:
         return [module.weight, module.scales, module.biases]
 
     def _halves(self, name: str, module: Any) -> tuple[list[Blocks], str | None]:
-        """Return a quantized matrix as one or two 4-bit weights, and the name of its offsets (N, blocks), or None."""
+        """Return a quantized matrix as one or two 4-bit weights, and the name of its offsets (N, blocks) or None."""
         arrays = map(numpy_of, self._parts(name, module))
         made = blocks(f"{name}.weight", *arrays, group_size=module.group_size, bits=module.bits)
         offsets = None if made.offsets is None else self._graph.weight(f"{name}.offsets", made.offsets)

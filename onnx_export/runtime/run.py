@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Result:
-    """Generated text, token counts, speeds in tokens per second, and the attention method and kernels."""
+    """Generated text, token counts, speeds in tokens per second, attention method and kernels."""
 
     text: str
     prompt_tokens: int
@@ -105,7 +105,7 @@ class Result:
 
 
 def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pick: Pick, *, quiet: bool) -> Result:
-    """Generate text, and print it as a stream unless ``quiet``.
+    """Generate text, and print each piece immediately unless ``quiet`` is True.
 
     As in mlx-lm, the prompt time includes the first token.
     """
@@ -148,7 +148,7 @@ def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pi
 
 
 def _all_steps_dense(method: str, keys: int) -> bool:
-    """Return True if ``method`` has sparse decode steps, but only with more than ``keys`` keys."""
+    """Return True if ``method`` is sparse only in decode steps with more than ``keys`` keys."""
     try:
         configs = [config for config in parse(method) if config.sparse and config.stage != "prefill"]
     except ConfigError:  # the metadata can contain any text
@@ -191,7 +191,7 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
 
 
 class Detokenizer:
-    """Incremental detokenizer. It returns a character after all its bytes have been generated."""
+    """Incremental detokenizer. It returns a character when all bytes of the character have been generated."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -34,11 +34,11 @@ State = tuple[np.dtype[Any] | None, list[int]]
 
 
 class Runner:
-    """An exported model with its caches, which decodes one batch of sequences.
+    """An exported model and its caches, for decoding one batch of sequences.
 
     Args:
         path: the folder that export-onnx wrote, or its model.onnx.
-        native: "auto" to run the native kernels if they were built, "off" to run the operators' function bodies.
+        native: "auto" to run the native kernels if they were built, "off" to run the function bodies.
         threads: number of threads of onnxruntime; None selects its default.
         batch: number of sequences that are decoded together.
 
@@ -103,7 +103,7 @@ class Runner:
         with this method.
 
         Raises:
-            ConfigError: the tokens exceed ``max_length``.
+            ConfigError: ``length`` is not from 1 to ``max_length``.
         """
         check_int("length", length, 1, self.max_length)
         wanted = min(-(-length // MASK_STEP) * MASK_STEP, self._capacity)
@@ -120,9 +120,9 @@ class Runner:
             left_padding: number of padding tokens of each row, below L. Allowed only in the first step.
 
         Raises:
-            ShapeError: the shape of the tokens is not (batch, L), or they exceed ``max_length``.
+            ShapeError: the shape of the tokens is not (batch, L), or the tokens exceed ``max_length``.
             ConfigError: the padding is too long, or this is not the first step.
-            ArtefactError: onnxruntime raised an error. Then, and after Ctrl-C, all tokens are removed.
+            ArtefactError: onnxruntime raised an error. After an error or Ctrl-C, all tokens are removed.
         """
         wanted = (self.batch, "L")
         try:
@@ -316,7 +316,7 @@ def _states(path: Path, graph: onnx.GraphProto) -> tuple[dict[str, State], int]:
 
 
 def _state(info: onnx.ValueInfoProto) -> State:
-    """Return the dtype of a cache, or None if unsupported, and its axis lengths, with 0 for symbolic axes."""
+    """Return the dtype of a cache (None if it is unsupported) and its axis lengths (0 for a symbolic axis)."""
     tensor = info.type.tensor_type
     kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type) if tensor.elem_type in TYPES else None
     return kind, [dim.dim_value for dim in tensor.shape.dim]

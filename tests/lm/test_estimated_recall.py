@@ -17,7 +17,7 @@ from mlx_sparse.api.call_report import IN_FLIGHT, Counts, Report
 from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.cache.sparse_cache import SparseCache
 from mlx_sparse.lm.call import SAMPLED_STEPS
-from mlx_sparse.lm.statistics import RecallCounts, RecallStatistics
+from mlx_sparse.lm.recall import RecallCounts, RecallStatistics
 from mlx_sparse.methods import SparQ, registry
 
 ATTN = "sparq:rank=4,top_k=16,dense_below=0"
@@ -49,10 +49,10 @@ def decode(model: Any, steps: int, batch: list[int] | None = None, **more: Any) 
 
 def test_report_has_the_estimate_of_every_layer_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = build("llama"), []
-    take_recall = SparseCache.take_step
+    take_step = SparseCache.take_step
 
     def taking(cache: SparseCache, *args: Any) -> Any:
-        found = take_recall(cache, *args)
+        found = take_step(cache, *args)
         if cache.position % SAMPLED_STEPS == 0:
             seen.append(np.array(cache.aux_states["sparq"].recall))
         return found

@@ -59,6 +59,7 @@ GOOD: dict[str, list[list[str]]] = {
     "--attn dense": [["mlx_lm.generate", *GENERATE, "--attn", "dense"]],
     "no such model": [["mlx_lm.generate", "--model", "nowhere/at/all"]],
     "text report": [["mlx_lm.generate", *GENERATE, *SPARSE]],
+    "full report": [["mlx_lm.generate", *GENERATE, *SPARSE, "--attn-report", "full"]],
     "short, modeled": [["mlx_lm.generate", *GENERATE, "--attn", "sparq:rank=4", "--no-calibrate"]],
     "short, measured": [["mlx_lm.generate", *GENERATE, "--attn", "sample+sparq:rank=4"]],
     "short, prompts": [["mlx_lm.generate", *GENERATE, "--attn", "sample"]],
@@ -223,6 +224,13 @@ def test_text_report_is_printed_on_standard_error(finished: Runs):
     assert rest[3] == f"  dense calls: {LAYERS} in prefill"
     assert len(rest) <= 7
     assert finished("text report").text == finished("mlx_lm.generate sparse").text
+
+
+def test_full_report_also_lists_the_crossover_lengths(finished: Runs):
+    _, first, crossover, *rest = finished("full report").err.splitlines()
+    assert first == finished("text report").err.splitlines()[1]
+    assert crossover == "  sparse at 5 keys and longer (given)"
+    assert rest[-1] == f"  dense calls: {LAYERS} in prefill"
 
 
 def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished: Runs):

@@ -59,7 +59,7 @@ def share_context(plan: Plan, shard: str) -> None:
 
 
 def _share_random_seed(exchange: Exchange) -> None:
-    """Seed all ranks like rank 0 if their random states differ, so that all ranks sample the same tokens."""
+    """Set the same random seed on all ranks if their random states differ, so that they sample the same tokens."""
     state: Any = mx.random.state
     states: Any = exchange.gather(state[0]).tolist()
     if any(one != states[0] for one in states):
@@ -69,7 +69,7 @@ def _share_random_seed(exchange: Exchange) -> None:
 class ContextCall(Call):
     """Context manager for one forward pass of a model over sharded caches.
 
-    This class also runs dense attention, because mlx-lm's attention would only have the keys of the current tokens.
+    This class also runs dense attention, because mlx-lm's attention would receive only the keys of the current tokens.
 
     Args:
         exchange: collectives over the ranks.
@@ -199,7 +199,7 @@ class ContextCall(Call):
         return exchange.merge(out.astype(mx.float32), lse)
 
     def _length_reason(self, queries: mx.array, keys: mx.array, cache: ShardedKVCache) -> str | None:
-        """Return the reason why decode steps at this context length are dense, or None. All ranks return the same."""
+        """Return the reason why decode steps at this context length are dense, or None. All ranks agree on it."""
         plan, config = self.plan, self.plan.decode
         assert config is not None
         layer = plan.sizes(config, queries, keys, cache, plan.resolve(config, queries, keys), self.hooks)
@@ -276,7 +276,7 @@ def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any
 
 
 def _whole(cache: ShardedKVCache, exchange: Exchange) -> Any:
-    """Return a `KVCache` with the rows of all ranks in order of position. On ranks above 0, return an empty one."""
+    """Return a `KVCache` with the rows of all ranks in order of position. On ranks above 0, return an empty cache."""
     found: Any = KVCache()
     if not cache.position:
         return found

@@ -1,4 +1,4 @@
-"""Run collectives over the ranks of a sharded context in a fixed order, and count the bytes sent."""
+"""Run collectives over the ranks of a sharded context in a fixed order, and count the bytes that this rank sends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Exchange:
         self.sent = self.messages = 0
 
     def _in_turn(self, array: mx.array, collective: Callable[..., mx.array], sent: int) -> mx.array:
-        """Send ``array`` after all earlier messages have arrived.
+        """Run ``collective`` on ``array`` after all earlier messages have arrived, and return the result.
 
         MLX evaluates only the arrays that are used, in any order. Without `mx.depends`, a rank that does not use a
         result would not send its message, and the other ranks would wait.
@@ -63,11 +63,11 @@ class Exchange:
         return self._in_turn(array[None], mx.distributed.all_gather, array.nbytes * (self.size - 1))
 
     def add(self, array: mx.array) -> mx.array:
-        """Return the sum of the arrays of all ranks. Each rank of a ring sends ``2 (size - 1) / size`` arrays."""
+        """Return the sum of all ranks' arrays. In a ring, a rank sends ``2 (size - 1) / size`` times its bytes."""
         return self._in_turn(array, mx.distributed.all_sum, 2 * array.nbytes * (self.size - 1) // self.size)
 
     def from_first(self, array: mx.array) -> mx.array:
-        """Return the array of rank 0. The other ranks pass an array of the same shape."""
+        """Return the array of rank 0. The other ranks must pass an array of the same shape."""
         return self.add(array if self.rank == 0 else mx.zeros_like(array))
 
     def agree(self, key: Any, number: float) -> float:

@@ -1,10 +1,10 @@
 """Run decode steps and prefill chunks over the keys of all ranks.
 
 In a decode step, each function takes ``queries (B, Hq, 1, D)`` and returns float32 ``out (B, Hq, 1, D)`` and
-``lse (B, Hq, 1)``. Write the key and value of the token to the cache first.
+``lse (B, Hq, 1)``. Write the token's key and value to the cache before the call.
 
 In a prefill chunk, each rank has all queries, keys and values of the chunk. All queries attend to the older keys that
-the rank stores. A different part of the queries on each rank attends to the keys of the chunk.
+the rank stores. Each rank also attends to the keys of the chunk, with a different part of the queries.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def local_step(
 def sparq(
     queries: mx.array, cache: ShardedKVCache, config: SparQ, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Run a SparQ decode step. Select the same keys as without sharding, from approximate weights over all ranks."""
+    """Run a SparQ decode step. Select the same keys as without sharding, from approximate weights of all keys."""
     B, Hkv, _, D = cache.key_rows.shape
     G = queries.shape[1] // Hkv
     parameters = config.parameters(G)
@@ -116,7 +116,7 @@ def quest(
 def streaming(
     queries: mx.array, cache: ShardedKVCache, config: Streaming, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Run a StreamingLLM decode step, which attends to the first and last positions. Ranks exchange no scores."""
+    """Run a StreamingLLM decode step, which attends to the first and last positions. The ranks exchange no scores."""
     B, Hkv, _, _ = cache.key_rows.shape
     sinks = cache.shard.before(min(config.sink_tokens, cache.position))
     recent = max(cache.length - forced_rows(cache, config.recent_tokens), sinks)
@@ -126,7 +126,7 @@ def streaming(
 
 
 def select(scores: mx.array, exchange: Exchange, *, top_k: int, forced: int) -> tuple[mx.array, mx.array]:
-    """Select the ``top_k`` best keys of all ranks, as `top_k_select` does on one device.
+    """Select the best ``top_k`` of all ranks' keys, as `top_k_select` does on one device.
 
     Args:
         scores: float32 ``(B, Hkv, n)`` scores of the keys on this rank, comparable between ranks.
@@ -165,7 +165,7 @@ def _padded(array: mx.array, length: int, value: float) -> mx.array:
 def _attend(
     queries: mx.array, cache: ShardedKVCache, indices: mx.array, counts: mx.array | None, *, scale: float, backend: str
 ) -> Attended:
-    """Attend to the rows ``indices`` on this rank, and return float32 ``out`` and ``lse``."""
+    """Attend to this rank's rows ``indices``, and return float32 ``out`` and ``lse``."""
     if cache.length == 0 or indices.shape[2] == 0:
         return no_attention(queries)
     keys, values, length = cache.rows(backend)
@@ -271,12 +271,12 @@ def attend_blocks(
 
 
 def fits(config: Prefill, L: int, S: int) -> bool:
-    """Return True if every block of the chunk is completely on one rank."""
+    """Return True if each block of the chunk belongs to a single rank."""
     return BLOCK % config.block_size == 0 and (S - L) % BLOCK == 0
 
 
 def _within(part: Attended, place: slice, L: int) -> Attended:
-    """Pad the results for the queries in ``place`` to all ``L`` queries, as if the others attended to no keys."""
+    """Pad results for the queries in ``place`` to all ``L`` queries, as if the other queries attended to no keys."""
     out, lse = part
     around = [(0, 0), (0, 0), (place.start, L - place.stop)]
     return mx.pad(out, [*around, (0, 0)]), mx.pad(lse, around, constant_values=-mx.inf)

@@ -84,7 +84,7 @@ class Ranks:
 
 
 def connection_error(error: RuntimeError) -> str | None:
-    """Return a one-line message if ``error`` is a connection error of MLX, or None for other errors."""
+    """Return a one-line message if ``error`` is a connection error from MLX, or None for other errors."""
     text = str(error).strip().partition("\n")[0].rstrip(".")
     return f"ranks: expected all ranks to run this command to the end, got: {text}." if LOST.match(text) else None
 
@@ -119,7 +119,7 @@ def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
 
 
 def _fact(value: Any, path: bool) -> tuple[str, str]:
-    """Return one text to compare an option value and one for messages. If ``path`` is True, read the file."""
+    """Return ``value`` as a text to compare and a text to print. If ``path`` is True, use a digest of the file."""
     if value is None:
         return "none", "none"
     if isinstance(value, bool):
@@ -134,7 +134,7 @@ def _fact(value: Any, path: bool) -> tuple[str, str]:
 
 
 def _digest(path: Path) -> str | None:
-    """Return a digest of a file, or of the files that identify a model folder. Return None for other paths."""
+    """Return a digest of the file ``path``, or of the files that identify a model folder; None for other paths."""
     found = hashlib.sha256()
     try:
         if path.is_file():
@@ -177,10 +177,10 @@ def difference(facts: list[Mapping[str, tuple[str, str]] | None], refused: list[
 
 
 def _named(ranks: list[int]) -> str:
-    """Return rank numbers as text, for example "rank 0" or "ranks 0, 1 and 2"."""
+    """Return ``ranks`` as text, for example "rank 0" or "ranks 0, 1 and 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {_joined([str(rank) for rank in ranks])}"
 
 
 def _joined(parts: list[str]) -> str:
-    """Return parts as text, for example "a, b and c"."""
+    """Return ``parts`` as text, for example "a, b and c"."""
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))

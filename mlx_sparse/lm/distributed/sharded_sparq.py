@@ -19,13 +19,13 @@ from .exchange import Exchange
 class ShardedSparQ(SparQState):
     """SparQ's state for the keys on one rank, and statistics over the keys on all ranks.
 
-    Only the position determines which collectives a decode step runs, so all ranks run the same collectives.
+    The position alone determines which collectives a decode step runs, so all ranks run the same collectives.
 
     Attributes:
         center: float32 ``(B, Hkv, D)`` center of the key codes (sparq.17), from rank 0; None before the first full
             group.
-        spread: ``(B, Hkv, D)`` key spread (sparq.22) over the groups on all ranks; None until it is needed.
-        groups: number of groups that ``spread`` covers.
+        spread: ``(B, Hkv, D)`` key spread (sparq.22) over the groups on all ranks; None before the first use.
+        groups: number of quantization groups that ``spread`` covers.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class DraftLength:
 
     Args:
         fixed: fixed draft length; None to select by speed.
-        most: largest draft length to select.
+        most: largest draft length that may be selected.
     """
 
     def __init__(self, fixed: int | None = None, most: int = MAX_DRAFTS) -> None:
@@ -46,7 +46,7 @@ class DraftLength:
         self._left, self._pause = 0, PAUSE
 
     def next_draft(self, most: int) -> DraftPlan:
-        """Return the plan for the next check, with a draft length of at most ``most``, or 0 for a dense step."""
+        """Return the plan for the next check, with at most ``most`` draft tokens. A plan of 0 is a dense step."""
         if most < 1 or self._left > 0:
             return DraftPlan(0, timed=False)
         timed = 0 < self._rounds <= TIMED_FIRST or self._rounds % TIMED_EVERY == TIMED_EVERY - 1

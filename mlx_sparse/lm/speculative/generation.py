@@ -84,7 +84,7 @@ class Result:
         accepted: accepted draft tokens with the log-probabilities of dense attention; empty after a dense step.
         following: next token after the accepted draft tokens, which is not in the caches yet.
         settle: function that takes a number n, and resets the caches and the random state to the state after n
-            tokens. The first of these is the token before the draft tokens.
+            tokens. The first of these tokens precedes the draft tokens.
     """
 
     accepted: list[Sampled]
@@ -348,7 +348,7 @@ def make_lossless(plan: Any, model: Any, draft_tokens: int | None) -> None:
 
     Raises:
         ConfigError: the method or the model cannot draft tokens, or this process has only a part of the model.
-        BackendUnavailable: mlx-lm's `generate_step` lacks a parameter.
+        BackendUnavailable: mlx-lm's `generate_step` lacks a required parameter.
     """
     check_drafts(plan.prefill, plan.decode, draft_tokens)
     if not part_of(model).whole or plan.shards > 1:

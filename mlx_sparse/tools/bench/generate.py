@@ -1,4 +1,4 @@
-"""Implement ``mlx-sparse bench generate``: time ``mlx_lm.generate`` or an exported model, sparse and dense by turns.
+"""Implement ``mlx-sparse bench generate``: alternate sparse and dense runs of ``mlx_lm.generate`` or an exported model.
 
 The MLX variants run ``mlx_lm.generate`` on real text. `onnx_export.bench_generate` has the ONNX Runtime variants.
 """
@@ -50,7 +50,7 @@ class Context:
 
 
 class Generation(Variant):
-    """A model that generates tokens with one method.
+    """Benchmark variant that generates tokens from a prompt with one method.
 
     Attributes:
         speeds: tokens per second in each turn, by stage ("prompt" or "generation").
@@ -65,7 +65,7 @@ class Generation(Variant):
         self.speeds: dict[str, list[float]] = {"prompt": [], "generation": []}
 
     def finish(self, dense: Generation) -> None:
-        """Store the speeds in the row, and their ratios to the speeds of dense attention in the same turns."""
+        """Store the speeds in the row, and the ratio of each speed to the speed of ``dense`` in the same turn."""
         for name, ours in ((name, speeds) for name, speeds in self.speeds.items() if speeds):
             ratios = [own / other for own, other in zip(ours, dense.speeds[name], strict=True)]
             self.row.spreads |= {name: Spread.of(ours), f"{name}_ratio": Spread.of(ratios)}
@@ -154,7 +154,7 @@ def commands(
 
 
 class Command(Generation):
-    """A run of ``mlx_lm.generate`` with one method, in a new process each turn."""
+    """A run of ``mlx_lm.generate`` with one method. Each turn starts a new process."""
 
     def __init__(self, context: Context, method: str, model: str, tokens: int, encode: Encode) -> None:
         super().__init__(context, method, "mlx", peak_memory=0.0)
@@ -203,7 +203,7 @@ def prompt_of(text: str, S: int, encode: Encode) -> str:
 
 
 def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
-    """Return a note if prefill or decoding has a sparse method but made only dense calls, else None.
+    """Return a note if a sparse method for prefill or decoding made only dense calls, else None.
 
     Raises:
         ArtefactError: ``method`` is not "dense", but ``report`` is None.

@@ -1,1 +1,1 @@
-"""Implement ``mlx-sparse eval``, which evaluates the quality of methods on a real model, and its report."""
+"""Implement ``mlx-sparse eval`` and ``mlx-sparse report``: measure the quality of methods on a real model."""

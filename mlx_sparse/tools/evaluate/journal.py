@@ -22,7 +22,7 @@ DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, 
 
 
 def as_json(record: Any) -> dict[str, Any]:
-    """Return a dataclass as plain data for JSON, with null for NaN. `from_json` is the inverse."""
+    """Return a dataclass as plain data for JSON. NaN becomes None. `from_json` is the inverse."""
     data: dict[str, Any] = _without_nan(asdict(record))
     return data
 
@@ -71,7 +71,7 @@ def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: st
     Args:
         content: the lines.
         read: function that converts the JSON data of one line.
-        path: the file that has the lines, for the error message.
+        path: the file that contains the lines, for the error message.
         command: the command that writes such files, for the error message.
         first: number of the first line, for the error message.
 

@@ -41,10 +41,10 @@ def check() -> None:
 
 
 def read(path: Path) -> tuple[list[Row], Facts]:
-    """Read the rows, and the inputs and machine of the run, from a file of ``mlx-sparse eval --out``.
+    """Read the rows and the facts of the run from a file that ``mlx-sparse eval --out`` wrote.
 
     Raises:
-        ArtefactError: the file is missing, damaged, of another version, or has the results of several runs.
+        ArtefactError: the file is missing, damaged or from another version, or contains the results of several runs.
     """
 
     def read_line(line: dict[str, Any]) -> tuple[Facts, Row]:

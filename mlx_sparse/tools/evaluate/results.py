@@ -47,8 +47,8 @@ class Trial:
         sparse_calls, dense_calls: number of attention calls. A call on a batch counts for each example.
         sparse_bytes, dense_bytes: bytes of K and V that the sparse calls moved, and that dense attention would move.
         dense_reasons: number of dense calls by reason.
-        selectivity: for SAAP, the share of the keys besides sinks and recent keys that were attended (saap.12).
-        density: share of a prompt's causal block pairs attended to, for each served layer, averaged over query heads.
+        selectivity: for SAAP, the share of attended keys among all keys except sinks and recent keys (saap.12).
+        density: share of a prompt's causal block pairs that each served layer attends to, averaged over query heads.
         sampled: share of a prompt's query rows that were scored for the selection.
         recall: minimum, 1st percentile and mean of the attention recall over all layers, heads and rows of a prompt;
             empty if it was not measured.
@@ -79,7 +79,7 @@ class Row:
         context: number of tokens in the prompt.
         examples: number of examples.
         mean, mean_error: means and their standard errors.
-        delta, error: means and standard errors of the differences to dense attention on the same examples.
+        delta, error: means and standard errors of the differences from dense attention on the same examples.
         formula: elements that a decode step moves by the method's formula, divided by dense attention's elements.
         compression: bytes that the sparse calls of the run moved, divided by the bytes of dense attention.
         sparse_calls, dense_calls, dense_reasons: sums over the examples.
@@ -204,7 +204,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class TextFacts:
-    """Name, SHA-256, number of bytes and number of tokens of a text."""
+    """Name, SHA-256 hash, number of bytes and number of tokens of a text."""
 
     name: str
     sha256: str

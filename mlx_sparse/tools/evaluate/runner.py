@@ -1,4 +1,4 @@
-"""Run examples with dense attention and with methods, and score the predictions of the model."""
+"""Run examples with dense attention and with each method, and score the model's predictions."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def run(
     D: int,
     prefill: bool = False,
 ) -> list[Row]:
-    """Run every subject with dense attention and every variant. Skip the trials that are in the journal.
+    """Run every subject with dense attention and with every variant. Skip the trials that are in the journal.
 
     Args:
         task: name of the task.
@@ -202,7 +202,7 @@ def run(
         progress: a progress bar that counts trials.
         journal: stored trials.
         context: number of tokens in the prompt.
-        D: head dim for the formulas.
+        D: head dim that the formulas use.
         prefill: True if the subjects are passages.
 
     Returns:

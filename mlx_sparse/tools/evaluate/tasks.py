@@ -98,7 +98,7 @@ COPY_EVERY, MAX_COPIES = 512, 4  # tokens of the second half of a passage per co
 
 
 def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Continue the text: the prompt starts at a random position, and the next `BITS_TOKENS` tokens are scored."""
+    """Yield continuations: the prompt starts at a random position, and the next `BITS_TOKENS` tokens are scored."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     length = context - len(first) + BITS_TOKENS
@@ -304,7 +304,7 @@ class Cloze:
 
 
 def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Complete a sentence of one of eight passages, like SQuAD with confusion contexts.
+    """Complete a sentence from one of eight passages, as in SQuAD with confusion contexts.
 
     The prompt quotes a sentence up to the answer. The answer is the first number in the sentence, else its first word
     with a capital letter, else its longest word. At least six words precede it, and it occurs only once in the prompt.

@@ -35,7 +35,7 @@ def read_budget(text: str) -> Fraction:
 
 
 def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
-    """Return the elements that a decode step moves, divided by dense attention's, at ``S`` keys of head dim ``D``.
+    """Return the share of dense attention's elements that a decode step moves at ``S`` keys with head dim ``D``.
 
     If ``buckets`` is 0, use the buckets of the method's artefact. Return None for a prefill method, because its density
     is measured.
@@ -46,7 +46,7 @@ def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
 
 
 def fit_budget(method: str, budget: Fraction, S: int, D: int) -> str | None:
-    """Select the settings that ``method`` omits, so that it meets ``budget`` at ``S`` keys of head dim ``D``.
+    """Select the settings that ``method`` omits, so that it meets ``budget`` at ``S`` keys with head dim ``D``.
 
     Settings in the text of ``method`` are kept. ``dense_below`` becomes 0 unless set, so that the method is sparse.
 
@@ -73,7 +73,7 @@ def _named(part: str, config: Method) -> set[str]:
 
 
 def _largest(config: Method, size: str, budget: Fraction, S: int, D: int) -> Method:
-    """Return the method with the largest value of the setting ``size`` within the budget, by bisection."""
+    """Find the largest value of the setting ``size`` within the budget by bisection, and return the method with it."""
     buckets = buckets_of(config)
 
     def moves(value: int) -> float:
@@ -129,7 +129,7 @@ class Variant:
         return self.attn + file + ("" if self.kv_bits is None else f" --kv-bits {self.kv_bits}")
 
     def formula(self, S: int, D: int) -> float | None:
-        """Return the share of dense attention's elements that a decode step moves, or None if all steps are dense."""
+        """Return the elements moved per decode step, relative to dense attention, or None if all steps are dense."""
         decode = self.stages[1]
         return None if decode is None else transfers(decode, S, D)
 

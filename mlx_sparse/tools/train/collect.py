@@ -33,7 +33,7 @@ class _CollectionComplete(Exception):
 
 @dataclass(frozen=True)
 class Done:
-    """A journal entry for a text whose ``tokens`` were all collected."""
+    """A journal entry for a text of ``tokens`` tokens that was completely collected."""
 
     tokens: int
 
@@ -158,8 +158,8 @@ def collect(
 ) -> Collection:
     """Run ``model`` on texts of equal length, and store the queries and keys of its attention layers.
 
-    The files take `Collection.bytes` on disk. Memory contains the model, the KV caches of one text, and one chunk of
-    one layer. Texts that an interrupted run with the same ``key`` completed are skipped.
+    The files take `Collection.bytes` on disk. The model, the KV caches of one text, and one chunk of one layer are in
+    memory. Texts that an interrupted run with the same ``key`` completed are skipped.
 
     Args:
         model: an mlx-lm model without sparse attention.
@@ -168,7 +168,7 @@ def collect(
         folder: an existing folder for the files.
         queries: number of queries to sample from each text.
         first: lowest position of a sampled query.
-        seed: seed of the sample.
+        seed: seed for sampling the queries.
         key: hash of the inputs of the run.
         progress: a progress bar that counts tokens.
 
@@ -285,7 +285,7 @@ def find_layer_shapes(model: Any, dense_layers: int) -> dict[int, LayerShape]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create ``folder`` and lock it inside the context.
+    """Create ``folder``, and lock it while the ``with`` block runs.
 
     Raises:
         ConfigError: another run has locked the folder.

@@ -32,8 +32,8 @@ class HeadReport:
         layer, head: index of the layer and of its KV head.
         rows: number of training rows (long-range queries). If there are too few, the head keeps the k-means router.
         long_range: share of the held-out queries that are long-range.
-        loss: KL divergence in nats of each router from the targets of the long-range held-out queries; empty if there
-            are no such queries.
+        loss: KL(target || router) in nats for each router, averaged over the long-range held-out queries; empty if
+            there are no such queries.
         recall: attention recall of each router at `SELECTIVITIES`.
         imbalance: imbalance of the buckets of the held-out keys (saap.13).
     """
@@ -100,8 +100,8 @@ class Recipe:
     Attributes:
         buckets: number of clusters per KV head.
         distances: distances that define long-range keys and queries.
-        training: parameters of the query networks.
-        max_rows: largest number of training rows of a head. The targets take ``2 * max_rows * buckets`` bytes per head.
+        training: hyperparameters of the query networks.
+        max_rows: largest number of training rows per head. The targets take ``2 * max_rows * buckets`` bytes per head.
         seed: seed of k-means and of the sampled rows.
     """
 
@@ -153,7 +153,7 @@ def fit_centroids(keys: Array, buckets: int, *, seed: int = 0) -> Array:
 
 
 def bucket_ids(keys: Array, centroids: Array) -> Array:
-    """Return the int32 buckets ``(W, Hkv, S)`` of ``keys (W, Hkv, S, D)``, one head of one text in memory at a time."""
+    """Return int32 bucket ids ``(W, Hkv, S)`` of ``keys (W, Hkv, S, D)``. Load one head of one text at a time."""
     ids = np.empty(keys.shape[:3], np.int32)
     for window, head in np.ndindex(*keys.shape[:2]):
         rows = mx.array(np.asarray(keys[window, head], np.float32))
@@ -202,12 +202,12 @@ def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], 
 
 @dataclass(frozen=True)
 class Indexed:
-    """Attention per bucket of the queries in one KV head's group.
+    """Attention per bucket for the queries of one KV head's group.
 
     Attributes:
         mass: ``(n, G, C)`` share of each query's softmax mass on the far keys of each bucket.
         keys: ``(n, C)`` number of far keys in each bucket at the query's position.
-        distance: ``(n, G)`` distance from each query to its best key.
+        distance: ``(n, G)`` distance from each query to its highest-scoring key, from `best_distance`.
     """
 
     mass: Array
@@ -247,7 +247,7 @@ def curve(indexed: Indexed, scores: Array, distances: Distances) -> tuple[Array,
 
     Returns:
         Selectivity and recall, both ``(C + 1,)``. Selectivity is the share of the far keys in the visited buckets,
-        averaged over positions. Recall is the share of the far attention on these keys. It is averaged over the
+        averaged over positions. Recall is these keys' share of the far attention. It is averaged over the
         long-range queries, or over all queries if fewer than `FEW` are long-range.
     """
     order = np.argsort(-scores, axis=1, kind="stable")
@@ -267,7 +267,7 @@ def router_scores(queries: Array, layer: Layer, head: int) -> Array:
 
 
 def centroid_scores(queries: Array, layer: Layer, head: int, *, scale: float) -> Array:
-    """Return the `router_scores` of the k-means baseline. Its logits are ``scale`` times query-centroid products."""
+    """Return the `router_scores` of the k-means baseline. Its logits are inner products, scaled by ``scale``."""
     rows = mx.array(queries.reshape(1, -1, queries.shape[-1]))
     return _summed(scale * rows @ layer.centroids[head].astype(mx.float32).T, queries)
 
@@ -278,7 +278,7 @@ def _summed(logits: mx.array, queries: Array) -> Array:
 
 
 def grouped_queries(texts: Texts, head: int) -> Array:
-    """Return the pre-RoPE queries ``(G, n, D)`` of all texts, in the order of `Indexed`."""
+    """Return the pre-RoPE queries ``(G, n, D)`` of all texts, in the same order as in `Indexed`."""
     source = texts.pre_rope_queries
     return np.concatenate([texts.group(source, window, head) for window in range(len(source))], axis=1)
 
@@ -309,6 +309,6 @@ def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) 
 
 
 def imbalance(ids: Array, recipe: Recipe) -> float:
-    """Return the imbalance of the buckets ``ids (W, S)`` of all keys after the sinks (saap.13)."""
+    """Return the imbalance (saap.13) of the buckets ``ids (W, S)``. Sinks are excluded."""
     sizes = np.bincount(ids[:, recipe.distances.sink_tokens :].ravel(), minlength=recipe.buckets).astype(np.float64)
     return float(recipe.buckets * (sizes**2).sum() / sizes.sum() ** 2)

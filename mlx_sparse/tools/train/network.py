@@ -1,4 +1,4 @@
-"""Train the query networks of a layer's KV heads: docs/spec/saap.md, (saap.5), (saap.6).
+"""Train the query networks of a layer's KV heads. See docs/spec/saap.md, (saap.5) and (saap.6).
 
 A network is ``D -> hidden -> batch norm, ReLU -> buckets, softmax``. All heads of a layer are trained at
 once. The shift of batch norm is the bias of the hidden layer. After training, batch norm is folded into the weight
@@ -49,10 +49,10 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
     The first ``2 D`` hidden units are ``[I, -I]``. The others are random, and their output weights are 0.
 
     Args:
-        centroids: ``(Hkv, C, D)``.
+        centroids: k-means centroids ``(Hkv, C, D)``.
         spread: mean and covariance of the queries. The initial gain and shift make batch norm the identity.
         hidden: number of hidden units.
-        scale: scale of the inner products.
+        scale: scale of the inner products of queries and centroids.
         seed: seed of the random hidden units.
     """
     Hkv, _, D = centroids.shape
@@ -91,7 +91,7 @@ def router(centroids: mx.array, hidden: int, scale: float) -> Params:
 def loss(params: Params, rows: mx.array, target: mx.array) -> mx.array:
     """Return the cross-entropy between ``target (Hkv, n, C)`` and the predictions for queries ``rows (Hkv, n, D)``.
 
-    The result is a mean over rows and a sum over heads. It differs from KL(target || f) by the entropy of the target.
+    The result is a mean over rows and a sum over heads. It is KL(target || predictions) plus the entropy of the target.
     """
     x = rows @ params["hidden_weight"]
     mean, variance = x.mean(axis=1, keepdims=True), x.var(axis=1, keepdims=True)
@@ -177,8 +177,8 @@ def train_layer(
 
     Args:
         rows: training rows of each KV head.
-        centroids: ``(Hkv, C, D)``.
-        training: hyperparameters.
+        centroids: k-means centroids ``(Hkv, C, D)``.
+        training: hyperparameters of the networks.
         scale: scale of the attention scores and of the k-means router.
         progress: a progress bar that counts steps.
     """
@@ -217,7 +217,7 @@ def _train(
 
 
 def _batch(rows: Sequence[Rows], training: Training, step: int) -> tuple[mx.array, mx.array]:
-    """Draw queries ``(heads, batch, D)`` and targets ``(heads, batch, C)``. They depend only on seed and step."""
+    """Draw queries ``(heads, batch, D)`` and targets ``(heads, batch, C)``. Seed and step determine the draw."""
     random = np.random.default_rng([training.seed, step])
     chosen = [random.integers(0, len(found.queries), training.batch) for found in rows]
     queries = np.stack([found.queries[rows] for found, rows in zip(rows, chosen, strict=True)])

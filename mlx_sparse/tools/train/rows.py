@@ -26,7 +26,7 @@ class Distances:
     Attributes:
         sink_tokens, recent_tokens: numbers of first and last keys that every query attends to. A key is far from a
             query if it is not a sink and at least ``recent_tokens`` positions away.
-        farthest_top: a query is long-range if its best key (sinks excluded) is more than this number of positions away.
+        farthest_top: a query is long-range if its highest-scoring key (except sinks) is farther away than this.
     """
 
     sink_tokens: int = 1
@@ -52,7 +52,7 @@ class Texts:
         pre_rope_keys, rope_keys: keys ``(W, Hkv, S, D)`` before and after RoPE.
         pre_rope_queries, rope_queries: sampled queries ``(W, Hq, n, D)`` before and after RoPE.
         positions: ascending positions ``(W, n)`` of the queries in their text.
-        scale: scale of the scores.
+        scale: scale of the attention scores.
     """
 
     pre_rope_keys: Array
@@ -80,13 +80,13 @@ class Texts:
 
 
 def best_distance(queries: Array, keys: Array, positions: Array, *, distances: Distances) -> Array:
-    """Return the distance between each query and its best key, int32 ``(n,)``. Sinks do not count; -1 if all are sinks.
+    """Return the int32 distance ``(n,)`` from each query to its highest-scoring key except sinks; -1 if all are sinks.
 
     Args:
         queries: ``(n, D)`` after RoPE, at ``positions (n,)``. Each query attends to the keys up to its position.
         keys: ``(S, D)`` of a whole text, after RoPE.
         positions: ``(n,)`` positions of the queries in the text.
-        distances: defines the number of sinks.
+        distances: distances that define the sinks.
     """
 
     def distance(at: mx.array, behind: mx.array, logits: mx.array) -> mx.array:
@@ -184,7 +184,7 @@ def long_range_rows(
         buckets: number of buckets.
         distances: definition of long-range keys and queries.
         max_rows: largest number of rows.
-        seed: seed of the sample.
+        seed: seed for sampling the rows.
     """
     windows, G = len(texts.rope_keys), texts.rope_queries.shape[1] // texts.heads
     share = -(-max_rows // windows)

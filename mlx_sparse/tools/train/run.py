@@ -156,7 +156,7 @@ def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
 
 
 def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the training texts and the held-out texts, each of ``--context`` tokens."""
+    """Return the training texts and the held-out texts. Each text has ``--context`` tokens."""
     limit = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
     context: int = min(limit or LONGEST, LONGEST) if args.context is None else args.context
     _check_context(context, args.distances.exact, limit)

@@ -1,4 +1,4 @@
-"""Export each attention method in its own module, and define the table of decode methods."""
+"""Export the attention methods, one module per method, and define the table of decode methods."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Step:
         layer: layer number.
         query: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``, the new token included.
-        before: ``query`` and ``keys`` before RoPE.
+        before: ``query`` and ``keys`` before RoPE is applied.
         scale: factor by which the logits are multiplied.
     """
 
@@ -91,11 +91,11 @@ class Decoding:
         return {}
 
     def axes(self, capacity: int) -> dict[str, int]:
-        """Return the axis lengths that are specific to this operator, for caches of ``capacity`` tokens."""
+        """Return the lengths of the axes that only this operator has, for caches of ``capacity`` tokens."""
         return {}
 
     def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
-        """Return more operator inputs by name, from queries and keys (B, L, H, D) ``before`` and ``after`` RoPE."""
+        """Return additional inputs by name, made from queries and keys (B, L, H, D) ``before`` or ``after`` RoPE."""
         return {}
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
@@ -107,5 +107,5 @@ class Decoding:
         raise NotImplementedError
 
     def shortened(self) -> Decoding:
-        """Return a copy for verification that is sparse after `PROMPT` tokens and attends to at most `KEYS` keys."""
+        """Return a copy for verification. It is sparse after `PROMPT` tokens and attends to at most `KEYS` keys."""
         return self

@@ -95,7 +95,7 @@ class SaapDecoding(Decoding):
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
-        """Head dim, number of buckets, and number of network weights that a step reads per KV head."""
+        """Head dim, number of buckets, and number of query network weights per KV head."""
         layer = next(iter(self.layers.values()))
         heads, buckets, D = layer.centroids.shape
         network = layer.arrays()

@@ -1,6 +1,6 @@
 """Verify that an exported file computes the same logits as MLX with the same weights.
 
-MLX runs the model twice in float32. The second run adds noise of the size of rounding errors to the embeddings. The
+MLX runs the model twice in float32. The second run adds noise as large as rounding errors to the embeddings. The
 tolerance is twice the difference between the logits of the two runs. Half-precision caches cause larger errors and may
 change the keys that a sparse step selects, so two files are verified. A copy with float32 caches, sparse from a short
 context on, must stay within the tolerance. For the file itself, the tolerance also includes the error of rounding to

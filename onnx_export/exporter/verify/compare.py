@@ -32,8 +32,8 @@ class Agreement:
         dense: largest absolute difference with dense attention.
         sparse: median over rows of the largest difference after a sparse step; None if decoding is dense.
         largest: largest absolute logit of MLX.
-        sampled: same median after sampled prefill; None if prefill is dense.
-        coded: same median after a decode step with int4 scoring keys; None without such keys.
+        sampled: the same median after prefill with SampleAttention; None if prefill is dense.
+        coded: the same median after a decode step with int4 scoring keys; None without such keys.
     """
 
     dense: float
@@ -55,9 +55,9 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
     Native kernels are used only if the operators have no function body.
 
     Args:
-        model: the model without the transformation ``lower``.
+        model: the model before the transformation ``lower``.
         folder: the folder of model.onnx and its data.
-        expected: logits and tolerances of MLX.
+        expected: logits that MLX computed, and tolerances.
         target: settings of the file.
         lower: last transformation of the file, such as `inline`; it is applied to the copy too.
 
@@ -104,7 +104,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
 
 
 def _median_error(got: Array, wanted: Array, dense: Array, allowed: float, *, where: str) -> float:
-    """Return the median over rows of the largest difference. Raise `ArtefactError` if it exceeds ``allowed``.
+    """Return the median over rows of the largest difference. Raise `ArtefactError` if the median exceeds ``allowed``.
 
     Rounding may swap keys or blocks with almost equal scores. Swaps are rare, so they do not change the median. In each
     row, the difference may exceed ``allowed`` by the difference between sparse and dense logits.
@@ -124,7 +124,7 @@ def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
 
 
 def _steps(file: File, tokens: Array) -> list[Array]:
-    """Return the logits after prefill of `PROMPT` tokens and the logits after one more token."""
+    """Return the logits after a prefill of `PROMPT` tokens, and the logits after one more token."""
     return [file.step(tokens[:, begin:end]).copy() for begin, end in ((0, PROMPT), (PROMPT, PROMPT + 1))]
 
 

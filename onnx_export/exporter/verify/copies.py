@@ -14,7 +14,7 @@ HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
-    """Return a copy of the model with float32 caches and with attention that is sparse even for short prompts."""
+    """Return a copy of the model that has float32 caches and sparse attention even for short prompts."""
     made = onnx.ModelProto()
     made.CopyFrom(model)
     for tensor in (*made.graph.input, *made.graph.output):

@@ -36,7 +36,7 @@ SLACK = 2  # tolerance per measured difference, because rounding errors can exce
 
 @dataclass(frozen=True)
 class FirstLayers:
-    """Logits of a model with only the first layers, computed in MLX for a longer prompt with a sparse method.
+    """MLX's logits for a longer prompt, computed with only the first layers of a model and a sparse method.
 
     Attributes:
         layers: number of layers before the norm and the head.
@@ -59,13 +59,13 @@ class Expected:
 
     Attributes:
         tokens: token ids (rows, PROMPT + 1).
-        logits: (rows, vocabulary) after prefill, after a dense step with one more token, and after a sparse step with
-            the same token. The last array is missing if the method is dense.
+        logits: arrays (rows, vocabulary): after prefill, after a dense step with one more token, and after a sparse
+            step with the same token. The last array is missing if the method is dense.
         rounded: tolerance for the dense logits of the file.
         dense: tolerance for dense logits with float32 caches.
-        sparse: tolerance for the median row of the sparse logits with float32 caches.
+        sparse: tolerance, with float32 caches, for the median over rows of each row's largest sparse-logit difference.
         sampled: results of the first layers for a prompt of several blocks; None if prefill is dense.
-        coded: results of the first layers for a prompt and a step that each fill a group; None without quantization.
+        coded: results of the first layers for a prompt and a step that each fill a group; None without int4 keys.
     """
 
     tokens: Array
@@ -189,7 +189,7 @@ def _as_stored(model: Any, dtype: str) -> None:
 
 
 class _Float32Embedding(nn.Module):
-    """Embedding with float32 output and relative ``noise``, so that all later activations are float32."""
+    """Embedding with float32 output, so that all later activations are float32, and with relative ``noise``."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -218,7 +218,7 @@ class _LastTokenHead(nn.Module):
 
 
 def _layer_by_layer(model: Any) -> AbstractContextManager[None]:
-    """Return a context that evaluates layers one by one, so that only one has float32 weights in memory."""
+    """Return a context that evaluates layers one by one, so that only one layer has float32 weights in memory."""
     layer = type(model.layers[0])
     original = layer.__call__
 
@@ -243,7 +243,7 @@ class _RecordedRope:
 
 
 def _sparse(model: Any, short: Target) -> AbstractContextManager[None]:
-    """Return a context that patches mlx-lm's attention: the sparse layers of the file call `mlx_sparse`.
+    """Return a context in which the layers that are sparse in the file call `mlx_sparse` instead of mlx-lm's attention.
 
     The prompt before a decode step must be a single call.
     """
