@@ -98,7 +98,7 @@ def _counts(config: SparQ, key: torch.Tensor) -> Counts:
 
 
 def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
-    """Resolve "auto" in the SparQ settings of the cache for this model, and return the settings."""
+    """Replace "auto" in the SparQ settings of ``cache`` by values for this model, and return the settings."""
     attn = cache.attn
     if attn.component_score == "auto" or (attn.component_score == "query_key" and attn.reallocate == "auto"):
         grouped = getattr(module, "num_key_value_groups", 1) > 1

@@ -1,8 +1,8 @@
 """Run SAAP's query network, select the buckets that each group visits, and list the keys of these buckets.
 
 `saap_hidden` and `saap_route` compute the two layers. Each column tile has one program, which reads the weights once
-for up to 32 query rows. Together they read K * N * itemsize bytes per layer and KV head, 2.4 MB per KV head in the
-paper's shape. A decode step that attends to 5 % of about 50k tokens reads as many bytes of keys and values. Each
+for up to 32 query rows. All programs together read K * N * itemsize bytes per layer and KV head, 2.4 MB per KV head in
+the paper's shape. A decode step that attends to 5 % of about 50k tokens reads as many bytes of keys and values. Each
 product of queries and weights is a sum of three TF32 products, which is exact for 16-bit weights and keeps 22 bits of
 float32 numbers of any magnitude. The last program of a query tile reads the tile's logits, 4 * C bytes per query head,
 and selects the buckets.

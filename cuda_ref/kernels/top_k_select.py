@@ -38,7 +38,7 @@ def digit_counts(bits, threshold, there, shift):
 
 @triton.jit
 def next_digit(counts, wanted):
-    """Return the largest digit that at least ``wanted`` items reach, and how many items with this digit to select."""
+    """Return the largest digit that ``wanted`` items reach or exceed, and how many items with this digit to select."""
     digits = tl.arange(0, 256)
     reaching = tl.cumsum(counts, 0, reverse=True)
     digit = tl.max(tl.where(reaching >= wanted, digits, 0), axis=0)
@@ -53,7 +53,10 @@ def is_tie(bits, threshold):
 
 @triton.jit
 def is_best(bits, threshold, ties, ties_before):
-    """Return a mask of the selected items: items above the threshold, and the first ``ties`` items equal to it."""
+    """Return a mask of the items above ``threshold`` and of the first ``ties`` items equal to it.
+
+    The equal items in earlier blocks, ``ties_before`` in total, count toward ``ties``.
+    """
     tie = is_tie(bits, threshold)
     return (bits > threshold) | (tie & (ties_before + tl.cumsum(tie.to(tl.int32), 0) <= ties))
 

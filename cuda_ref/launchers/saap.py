@@ -211,7 +211,7 @@ def saap_decode(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run one decode step over visited buckets. Return ``out``, ``lse`` and the attended key counts ``(B, Hkv)``."""
+    """Run one decode step over visited buckets. Return ``out``, ``lse`` and counts ``(B, Hkv)`` of attended keys."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, keys.shape[2], left_padding)
     assert listed.counts is not None
