@@ -1,7 +1,8 @@
 """Time torch's attention and the public functions of this package on an NVIDIA GPU, without mlx.
 
-Steps are captured in CUDA graphs and timed with CUDA events. The steps of a graph rotate through copies of the KV cache
-that together exceed the L2 cache. In Triton's interpreter, the steps are plain calls and the times are meaningless.
+Steps are captured in CUDA graphs and timed with CUDA events. The steps of a graph rotate through copies of the KV cache,
+which are together larger than the L2 cache. In Triton's interpreter, the steps are plain calls and the times are
+meaningless.
 """
 
 from __future__ import annotations
@@ -302,7 +303,7 @@ class Inputs(Prompt):
 
     @cached_property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Queries, keys and values of all sequences."""
+        """Queries, keys and values of all sequences in the batch, on the device."""
         made = (to_torch(array, self.case.dtype) for array in (self.queries, self.keys, self.values))
         return [array.expand(self.case.B, *array.shape[1:]).contiguous() for array in made]
 

@@ -83,7 +83,10 @@ def check_integers(name: str, array: torch.Tensor) -> None:
 
 
 def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tensor | None:
-    """Validate ``left_padding``. Return an int32 tensor on ``device`` with values clamped to 0..S, or None for None."""
+    """Validate ``left_padding`` and return an int32 tensor on ``device`` with values clamped to 0..S.
+
+    If ``left_padding`` is None, return None.
+    """
     if left_padding is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Compute dense prefill, key and value statistics and int4 scoring keys with torch operations, without Triton.
+"""Compute dense attention, statistics of keys and values, and int4 scoring keys with torch operations.
 
 Each group of 64 scoring keys is quantized once (docs/spec/sparq.md, sparq.17 to sparq.20 and sparq.22).
 """
@@ -39,7 +39,7 @@ def _prompt(
     scale: float,
     padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute dense causal attention of several queries with torch, whose fast causal kernel requires L = S."""
+    """Compute dense causal attention of several queries with torch. The fast causal kernel of torch requires L = S."""
     L, S, grouped = queries.shape[2], keys.shape[2], queries.shape[1] > keys.shape[1]
     if padding is None and L == S:
         return functional.scaled_dot_product_attention(

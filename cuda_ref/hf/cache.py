@@ -151,7 +151,7 @@ class Origin(NamedTuple):
 
 
 def origin_of(keys: torch.Tensor) -> Origin | None:
-    """Return the cache and layer of ``keys``, or None if the keys do not come from a `SparQCache`."""
+    """Return the `Origin` of ``keys``, or None if the keys do not come from a `SparQCache`."""
     found: Origin | None = getattr(keys, _NAME, None)
     return found
 

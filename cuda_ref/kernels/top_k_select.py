@@ -1,7 +1,7 @@
 """Select exactly the k largest scores of a row without sorting. All methods share this kernel.
 
-Scores are converted to unsigned integers in the same order. Four histograms of 256 bins, one per 8 bits, find the
-k-th largest score. The kernel writes the indices of all larger scores and of the first equal scores, ascending.
+Scores are converted to unsigned integers that keep the order of the scores. Four histograms of 256 bins, one per 8
+bits, find the k-th largest score. The kernel writes the indices of all larger scores and of the first equal scores, ascending.
 
 The grid is (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, as float32 or uint8, sums their
 softmax over the group and stores the best k of its tile, eight bytes each. The last program of a row reads the
@@ -21,7 +21,7 @@ ALWAYS = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def ordered_bits(score):
-    """Map scores to unsigned integers in the same order. NaN counts as +inf."""
+    """Map scores to unsigned integers that keep the order of the scores. NaN counts as +inf."""
     score = tl.where(score < float("inf"), score, float("inf"))
     score = tl.where(score == 0.0, 0.0, score)  # -0 equals 0
     bits = score.to(tl.uint32, bitcast=True)
@@ -63,7 +63,7 @@ def is_best(bits, threshold, ties, ties_before):
 
 @triton.jit
 def kth_largest(bits, there, wanted):
-    """Return the bits of the ``wanted``-th largest item and the number of ties to select.
+    """Return the bits of the ``wanted``-th largest item and the number of items with these bits to select.
 
     If fewer than ``wanted`` items can be selected, the bits are `NEVER`.
     """
@@ -77,7 +77,7 @@ def kth_largest(bits, there, wanted):
 
 @triton.jit
 def kth_largest_of_many(candidate_bits, count, wanted, BLOCK: tl.constexpr):
-    """Compute `kth_largest` of ``count`` items that are loaded from memory in blocks."""
+    """Return the results of `kth_largest` for ``count`` items, which are loaded from memory in blocks."""
     threshold = tl.full([], NEVER, tl.uint32)
     for step in range(4):
         shift = 24 - 8 * step

@@ -100,8 +100,8 @@ def attend(
         reallocation: inputs for mixing in the mean value (sparq.10); None to skip reallocation.
 
     Returns:
-        ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. Rows without keys get 0 and
-        -inf.
+        ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. For queries without keys,
+        ``out`` is 0 and ``lse`` is -inf.
     """
     B, Hq, _, D = queries.shape
     Hkv, S = keys.shape[1:3]

@@ -1,4 +1,4 @@
-"""Launch the SAAP kernels (docs/spec/saap.md): four launches per decode step, or three without a hidden layer."""
+"""Launch the SAAP kernels (docs/spec/saap.md). A decode step has four launches, or three without a hidden layer."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def saap_attention(
 
 
 def _as_slots(bucket_ids: torch.Tensor, visited: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Renumber the visited buckets as 0, 1, 2, ..., so that bucket numbers may be any integers.
+    """Replace the numbers of the visited buckets, which may be any integers, by 0, 1, 2, ...
 
     Returns:
         The new bucket number of each key (-1 for keys of other buckets) and the new ``visited`` (int32).

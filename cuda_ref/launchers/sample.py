@@ -92,7 +92,7 @@ def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> torch.Tensor:
 def sample_scores(
     queries: torch.Tensor, keys: torch.Tensor, chunks: int, block_size: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Create the `Layout` of a prefill, and compute its sample scores with `score`."""
+    """Create the `Layout` of a prefill, and return the sums ``column`` and ``slash`` that `score` computes."""
     return score(rows(queries), rows(keys), Layout(queries.shape[2], keys.shape[2], chunks, block_size), scale=scale)
 
 
@@ -198,7 +198,7 @@ def select_masks(
     alpha_slash: float,
     scale: float,
 ) -> SampleMasks:
-    """Score the sampled queries, and select the columns and offset bins of each region."""
+    """Score the sampled queries of each region, and select key blocks (columns) and offset bins by these scores."""
     column, slash = score(queries, keys, layout, scale=scale)
     return SampleMasks(select_share(column, alpha_column), select_share(slash, alpha_slash))
 

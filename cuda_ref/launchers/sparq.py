@@ -1,4 +1,4 @@
-"""Launch the SparQ kernels (docs/spec/sparq.md): three launches per decode step."""
+"""Launch the SparQ kernels (docs/spec/sparq.md). A decode step has three launches."""
 
 from __future__ import annotations
 

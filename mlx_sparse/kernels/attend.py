@@ -137,7 +137,7 @@ def attend_listed(
         reallocation: inputs for mixing in the mean value (sparq.10); cannot be combined with ``counts``.
 
     Returns:
-        ``out``, ``lse`` and, with ``reallocation``, float32 ``alpha (B, Hq, 1)`` (sparq.8).
+        ``out`` and ``lse``. If ``reallocation`` is given, also float32 ``alpha (B, Hq, 1)`` (sparq.8).
     """
     B, Hq, _, D = queries.shape
     (Hkv, capacity), N = keys.shape[1:3], indices.shape[2]
