@@ -24,7 +24,7 @@ class State:
 
     Attributes:
         count: number of valid rows; a tensor ``(B, 1, 1)`` if sequences are padded.
-        mean: float32 ``(B, Hkv, D)``; 0 if there is no valid row.
+        mean: float32 ``(B, Hkv, D)`` mean of the valid rows; 0 if there is no valid row.
         squares: float32 ``(B, Hkv, D)`` sum of squared deviations, or None.
     """
 

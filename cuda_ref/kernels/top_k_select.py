@@ -1,7 +1,8 @@
 """Select exactly the k largest scores of a row without sorting. All methods share this kernel.
 
 Scores are converted to unsigned integers that keep the order of the scores. Four histograms of 256 bins, one per 8
-bits, find the k-th largest score. The kernel writes the indices of all larger scores and of the first equal scores, ascending.
+bits, find the k-th largest score. The kernel writes the indices of all larger scores and of the first equal scores in
+ascending order.
 
 The grid is (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, as float32 or uint8, sums their
 softmax over the group and stores the best k of its tile, eight bytes each. The last program of a row reads the
@@ -47,7 +48,7 @@ def next_digit(counts, wanted):
 
 @triton.jit
 def is_tie(bits, threshold):
-    """Return a mask of the selectable items that equal the threshold."""
+    """Return a mask of the items that equal ``threshold``. Items with the bits `NEVER` cannot be selected."""
     return (bits == threshold) & (bits != NEVER)
 
 

@@ -115,7 +115,7 @@ def config(device: torch.device) -> Config:
 
 
 def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> BlockTile:
-    """Return the tile of `attend_blocks` for head dim ``D`` on ``device``."""
+    """Return the tile of `attend_blocks` for head dim ``D`` and blocks of ``block_size`` queries on ``device``."""
     if itemsize > 2:
         return WITHOUT_MATRIX_UNITS
     tiles = BLOCK_TILES[nearest(device)]

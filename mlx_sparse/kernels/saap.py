@@ -102,7 +102,7 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys for a decode step: sinks, keys outside the index, and keys in the visited buckets (saap.10).
+    """List the keys for a decode step: sink tokens, keys outside the index, and keys in the visited buckets (saap.10).
 
     Args:
         visited: ``(B, Hkv, n)`` int bucket ids without duplicates. Any number that is not a bucket id is an empty slot.
