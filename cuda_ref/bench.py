@@ -1,7 +1,7 @@
 """Time torch's attention and the public functions of this package on an NVIDIA GPU, without mlx.
 
-Steps are captured in CUDA graphs and timed with CUDA events. The steps of a graph rotate through copies of the KV cache,
-which are together larger than the L2 cache. In Triton's interpreter, the steps are plain calls and the times are
+Steps are captured in CUDA graphs and timed with CUDA events. The steps of a graph rotate through copies of the KV
+cache, which are together larger than the L2 cache. In Triton's interpreter, the steps are plain calls and the times are
 meaningless.
 """
 

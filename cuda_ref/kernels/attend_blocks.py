@@ -33,7 +33,7 @@ def load_rows(rows, place, stride, there, d, D: tl.constexpr):
 
 @triton.jit
 def write_rows(out, lse, place, there, d, largest, total, weighted, D: tl.constexpr):
-    """Normalize and store the output rows and their log-sum-exp. A row without keys is 0, and its log-sum-exp -inf."""
+    """Normalize and store the output rows and their log-sum-exp, which are 0 and -inf for rows without keys."""
     some = total != 0  # True for NaN, so that NaN reaches the output
     safe = tl.where(some, total, 1.0)
     result = weighted * (1.0 / safe)[:, None]
