@@ -91,7 +91,6 @@ def attention(
 
 
 def _counts(config: SparQ, key: torch.Tensor) -> Counts:
-    """Count one sparse call, the bytes that it reads, and the bytes that dense attention would read."""
     B, Hkv, S, D = key.shape
     size = B * Hkv * key.element_size()
     return Counts(1, formula_bytes=size * config.elements(S, D), dense_bytes=size * dense_elements(S, D))

@@ -79,7 +79,7 @@ class SparQLayer(DynamicLayer):
             )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the sequences with the numbers ``indices``, in this order, or with True in the bool mask ``indices``."""
+        """Keep only the sequences with the numbers ``indices``, in this order. ``indices`` may also be a bool mask."""
         if self.buffers is not None:
             sequences = indices.to(self.device)
             self.buffers.select(sequences.nonzero()[:, 0] if sequences.dtype == torch.bool else sequences)

@@ -105,7 +105,6 @@ def _attend(
     scale: float,
     length: int,
 ) -> tuple[mx.array, mx.array]:
-    """Compute ``out`` and ``lse`` of `attend_blocks` in one kernel launch."""
     B, Hq, L, D = queries.shape
     rows, staged = tile_of(D, keys.itemsize)
     inputs = {
