@@ -2,8 +2,8 @@
 
 A row is a pair of a sequence and a KV head. The grid is (splits, Hkv, B), or (programs,) if list lengths differ. A
 program reads `share` keys and values, D * itemsize bytes each, once for the query group, and updates a running softmax.
-If there are several splits, each program writes G * (D + 3) float32 numbers. The last program of a row merges
-the splits. The merge is exact, because every split stores its largest logit and its sum of exponentials.
+If there are several splits, each program writes G * (D + 3) float32 numbers. The last program of a row merges the
+splits. The merge is exact, because every split stores its largest logit and its sum of exponentials.
 """
 
 import triton
