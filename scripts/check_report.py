@@ -30,7 +30,7 @@ MOST_FAILURES = 20  # failures in the Markdown file; the JSON lines have all
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report of FOLDER, or check one file; return 0 if everything ran and nothing failed, else 1."""
+    """Write the report of FOLDER, or check one file. Return 1 if something failed or did not finish, else 0."""
     kind, *paths = argv
     if kind in ("passed", "validation"):
         path = Path(paths[0])
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def mac(folder: Path, target: Path) -> int:
-    """Write the report of a Mac as one JSON file."""
+    """Write the results in ``folder``, from a Mac, to the JSON file ``target``. Return the exit code."""
     found = {
         "machine": machine() | facts(folder / "machine.txt"),
         "tests": {run: junit(folder / f"{run}.xml") for run in RUNS},
@@ -72,7 +72,7 @@ def mac_problems(found: Mapping[str, Any]) -> list[str]:
 
 
 def tests_failed(found: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each test run on a Mac that is missing, failed or ran no test."""
+    """Return one sentence for each pytest run of a Mac's report that is missing, has failures or ran no test."""
     wrong = []
     for run in RUNS:
         tests = found.get("tests", {}).get(run)
@@ -81,7 +81,10 @@ def tests_failed(found: Mapping[str, Any]) -> list[str]:
 
 
 def gpu(folder: Path, target: Path) -> int:
-    """Write a GPU report as FILE.jsonl and, for people, as FILE.md. This function does not need mlx."""
+    """Write the results in ``folder``, from a GPU, to the JSON lines file ``target`` and as Markdown for people.
+
+    Return the exit code. This function does not need mlx.
+    """
     untested = text(folder / "no_tests").strip()
     tests = None if untested else junit(folder / "tests.xml")
     if tests is not None:
@@ -130,7 +133,7 @@ def _rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the command and the table of a finished benchmark, else an empty text."""
+    """Return the command and the table of a benchmark, or an empty text if the benchmark did not finish."""
     return next((f"    {row['run']['command']}\n\n{row['text']}" for row in rows if row["kind"] == "end"), "")
 
 

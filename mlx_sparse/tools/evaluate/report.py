@@ -22,7 +22,7 @@ RESULTS, PAGE = "results.jsonl", "report.html"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``mlx-sparse report`` with these arguments; return the exit code."""
+    """Run ``mlx-sparse report`` with the arguments ``argv``, and return the exit code."""
     parser = Parser(
         prog="mlx-sparse report",
         description=f"Write {PAGE} again from the results of mlx-sparse eval --out DIR, without running the model.",

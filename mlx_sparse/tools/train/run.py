@@ -36,7 +36,7 @@ LIMITS: dict[str, tuple[int, int | None]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``mlx-sparse train-saap`` with these arguments; return the exit code."""
+    """Run ``mlx-sparse train-saap`` with the arguments ``argv``, and return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
     work = args.work or args.out.with_name(f"{args.out.name}.work")
