@@ -59,7 +59,7 @@ def mac(folder: Path, target: Path) -> int:
 
 
 def mac_problems(found: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each missing or wrong result."""
+    """Return one sentence for each missing or wrong result of a Mac."""
     wrong = tests_failed(found)
     if found["validation"]:
         wrong.append(f"Metal's validation reports {len(found['validation'])} lines")
@@ -105,7 +105,7 @@ def gpu(folder: Path, target: Path) -> int:
 def gpu_problems(
     tests: Mapping[str, Any] | None, untested: str, benchmarks: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[str]:
-    """Return one sentence for each missing or wrong result."""
+    """Return one sentence for each missing or wrong result of a GPU."""
     wrong = _failures(tests) if tests else [] if untested else ["the tests did not finish"]
     if tests and tests["status"] > 1:  # 1: tests failed
         wrong.append(f"the tests were ended after {tests['tests']} of them (status {tests['status']})")
@@ -121,7 +121,7 @@ def gpu_problems(
 
 
 def _failures(tests: Mapping[str, Any], which: str = "") -> list[str]:
-    """Return a list with one sentence if a completed pytest run has a problem, else an empty list."""
+    """Return a list with one sentence if a completed pytest run has a problem, and otherwise an empty list."""
     if failed := len(tests["failed"]):
         return [f"{failed} of {tests['tests']} tests{which} failed"]
     return [f"no test{which} ran"] if tests["tests"] == tests["skipped"] else []
@@ -147,7 +147,7 @@ def _head(check: Mapping[str, Any], summary: str) -> str:
 
 
 def junit(path: Path) -> dict[str, Any] | None:
-    """Return the counts and failures of a pytest run, or None if the run did not finish."""
+    """Return the counts and failures of a pytest run from its JUnit XML file, or None if the run did not finish."""
     try:
         suite = ElementTree.parse(path).getroot().find("testsuite")
     except (OSError, ElementTree.ParseError):
@@ -164,7 +164,7 @@ def junit(path: Path) -> dict[str, Any] | None:
 
 
 def messages(log: str) -> list[str]:
-    """Return the messages from Metal's validation layers, without the lines that announce the layers."""
+    """Return the messages of Metal's validation layers in ``log``, without the lines that announce the layers."""
     lines = [line for line in log.splitlines() if "validation" in line.lower() or "invalid" in line.lower()]
     return [line for line in lines if "Validation Enabled" not in line][:MOST_MESSAGES]
 

@@ -102,7 +102,7 @@ def lint():
 
 
 def tests(args):
-    """Return the arguments for pytest: the fast tier by default, all tests with --all, or the given arguments."""
+    """Return ``args`` for pytest, but replace [] by options for the fast tests, and --all by options for all tests."""
     if args not in ([], ["--all"]):
         return args
     # Distribute whole files, so that the fixtures of a file are made once. Slow files come first.

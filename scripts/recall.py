@@ -4,8 +4,8 @@
 python scripts/recall.py [--attn ATTN ...] [--context N] [--json | --cost]
 
 The script decodes text teacher-forced after a dense prefill. At each decode step it also computes the exact attention
-recall, which takes a dense pass over the keys. The
-estimated and the exact recall are averaged over the query heads of a KV head. Columns:
+recall, which takes a dense pass over the keys. The estimated and the exact recall are averaged over the query heads of
+a KV head. Columns:
 
 bias  mean of the estimate minus the exact recall
 corr  correlation over all decode steps, sequences and KV heads
@@ -125,7 +125,7 @@ def recording(caches: list[Any], found: dict[int, list[Any]]) -> Iterator[None]:
 
 
 def compare(pair: Any) -> dict[str, float]:
-    """Compute the columns of the table, by name, from the estimated and the exact recall in ``pair (2, n)``."""
+    """Return the values of the table columns by name. ``pair (2, n)`` contains the estimated and the exact recall."""
     estimate, exact = pair.astype(np.float64)
     values = {
         "estimated": estimate.mean(),

@@ -42,7 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite each link to a file, so that it points to the file's page or, if there is none, to the repository.
+    """Rewrite each link to a file, so that it points to the file's page on the site or, without one, to the repository.
 
     Without a `repo_url`, a link to a file without a page becomes the name of the file.
     """

@@ -65,7 +65,7 @@ def read(path: Path) -> tuple[list[Row], Facts]:
 
 
 def write(folder: Path, rows: Sequence[Row], facts: Facts) -> None:
-    """Write the HTML report into ``folder``. The same arguments give the same bytes."""
+    """Write the HTML report into ``folder``. Equal arguments always give the same bytes."""
     sections = []
     for task in dict.fromkeys(row.task for row in rows):
         figure = draw([row for row in rows if row.task == task])

@@ -53,7 +53,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(folder: Path, rows: list[Row], facts: Facts) -> None:
-    """Write the HTML report and the results file. Every line of the results file contains the facts about the run."""
     run_of = {"run": as_json(facts)}
     lines = [json.dumps(as_json(row) | run_of, allow_nan=False) for row in rows]
     replace_file(folder / report.RESULTS, lambda new: new.write_text("\n".join(lines) + "\n", encoding="utf-8"))
@@ -158,8 +157,6 @@ class _Plan:
 
 
 class _Evaluation:
-    """A run of ``mlx-sparse eval``, with the loaded model, the texts and the options."""
-
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.model, self.tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_license)

@@ -93,7 +93,6 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def _calls(row: Row) -> str:
-    """Format the number or share of sparse calls, and the reasons for dense calls."""
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(row.dense_reasons.items()))
     return {
         "dense": "the baseline",

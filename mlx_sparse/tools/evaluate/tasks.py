@@ -194,7 +194,7 @@ def insert_statements(
     context: int,
     depth: float,
 ) -> Example:
-    """Build an example: the start of ``text`` with ``statements`` inserted at their depths, followed by ``question``.
+    """Build an example whose prompt is the start of ``text``, with ``statements`` at their depths, and ``question``.
 
     The prompt has ``context`` tokens. ``depth`` is the depth of the statement with the answer.
 
@@ -312,10 +312,9 @@ def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, see
     """Complete a sentence from one of eight passages, as in SQuAD with confusion contexts.
 
     The prompt quotes a sentence up to the answer, which occurs only once in the passages. At least six words of the
-    sentence come before the answer. A number is preferred to a capitalized word, and
-    a capitalized word to other words. Among several candidates, the longest one is the answer. The seven other passages do not contain the answer. They are
-    the passages with the most words of the quotation among `CANDIDATES` random passages. The position of the passage
-    with the answer rotates from example to example.
+    sentence come before the answer. Numbers are preferred as answers, then capitalized words, then long words. The
+    seven other passages do not contain the answer. They share more words with the quotation than the rest of
+    `CANDIDATES` random passages. The position of the passage with the answer rotates from example to example.
     """
     rng = random.Random(seed)
     first, gap = opening(tokenizer), encode(tokenizer, "\n\n")

@@ -33,7 +33,7 @@ class _CollectionComplete(Exception):
 
 @dataclass(frozen=True)
 class Done:
-    """A journal entry for a text of ``tokens`` tokens that was completely collected."""
+    """Journal entry for a completely collected text of ``tokens`` tokens."""
 
     tokens: int
 
@@ -87,7 +87,7 @@ class Collection:
         return sum(2 * math.prod(shape) for shape in shapes)
 
     def texts(self, layer: int) -> Texts:
-        """Memory-map the collected tensors of one layer.
+        """Return the collected tensors of ``layer``, memory-mapped from the files.
 
         Raises:
             ArtefactError: the files are missing or damaged.
@@ -128,7 +128,7 @@ class Collection:
             self._put(self._path(seen.layer, name), np.array(array), shapes[name], window, first)
 
     def _put(self, path: Path, rows: Array, shape: tuple[int, ...], window: int, first: int) -> None:
-        """Write ``rows (heads, n, D)`` at ``[window, :, first : first + n]`` of an array on disk.
+        """Write ``rows (heads, n, D)`` to ``[window, :, first : first + n]`` of the array in the file ``path``.
 
         On a full disk, this method raises an OSError. Writing to a mapped file would end the process with a signal.
         """

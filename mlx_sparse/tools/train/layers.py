@@ -122,7 +122,7 @@ def make_layer(texts: Texts, recipe: Recipe, *, progress: Any = None) -> tuple[L
 
 
 def make_centroids(texts: Texts, recipe: Recipe) -> Array:
-    """Cluster the pre-RoPE keys of all texts, except the sinks; return centroids ``(Hkv, C, D)``."""
+    """Cluster the pre-RoPE keys of each KV head in all texts, without the sinks. Return centroids ``(Hkv, C, D)``."""
     keys = texts.pre_rope_keys
     return np.stack([_head_centroids(keys[:, head], recipe) for head in range(texts.heads)])
 
@@ -219,7 +219,7 @@ class Indexed:
 
 
 def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Distances) -> Indexed:
-    """Compute the attention per bucket for one KV head's queries. ``ids (W, Hkv, S)`` are the buckets of the keys."""
+    """Compute the attention per bucket for the queries of one KV head. ``ids (W, Hkv, S)`` is the bucket of each key."""
     G = texts.rope_queries.shape[1] // texts.heads
     mass, keys, distance = [], [], []
     for window, positions in enumerate(texts.positions):
@@ -287,7 +287,9 @@ def grouped_queries(texts: Texts, head: int) -> Array:
 
 
 def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) -> dict[str, float]:
-    """Return KL(target || router) in nats for both routers, averaged over ``rows``; ``{}`` if there are no rows.
+    """Return KL(target || router) in nats, averaged over ``rows``, for the trained router and the k-means router.
+
+    If there are no rows, return an empty dict.
 
     Args:
         rows: held-out rows.

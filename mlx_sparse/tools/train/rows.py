@@ -68,7 +68,7 @@ class Texts:
         return int(self.pre_rope_keys.shape[1])
 
     def thinned(self, max_rows: int) -> Texts:
-        """Return the same texts with at most ``max_rows`` evenly spaced queries per text."""
+        """Return the texts with only ``max_rows`` or fewer evenly spaced queries of each text."""
         every = slice(None, None, -(-self.positions.shape[1] // max_rows))
         before, after = (array[:, :, every] for array in (self.pre_rope_queries, self.rope_queries))
         return replace(self, pre_rope_queries=before, rope_queries=after, positions=self.positions[:, every])

@@ -108,7 +108,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise an error for invalid options before anything is fetched or loaded."""
     if args.out.suffix != ".safetensors" or not args.out.parent.is_dir():
         raise ConfigError(f"--out: expected a name ending in .safetensors in a folder that exists, got {args.out}.")
     if args.out.exists():
