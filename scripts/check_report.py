@@ -30,7 +30,7 @@ MOST_FAILURES = 20  # failures in the Markdown file; the JSON lines have all
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report of FOLDER, or check one file. Return 1 if something failed or did not finish, else 0."""
+    """Write the report of FOLDER, or check one file. Return 1 if something failed or is missing, otherwise 0."""
     kind, *paths = argv
     if kind in ("passed", "validation"):
         path = Path(paths[0])

@@ -37,7 +37,7 @@ class Text:
     """An MSL source and the launches that use it.
 
     Attributes:
-        name: file name without the suffix, which names the kernel and the template instance.
+        name: file name without the suffix. The name consists of the kernel and the template instance.
         kernel: name of the kernel in metal/.
         host_name: name of the function in a Metal library.
         sha256: hash of mlx_utils.h and the source together.

@@ -31,7 +31,7 @@ HOMES = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the navigation that are not in docs/, which are project files and generated API pages."""
+    """Add project files and generated API pages to the site, if the navigation lists them and docs/ lacks them."""
     made = {"api/mlx_sparse.md": _api(), "api/methods.md": _methods(), "api/cuda_ref.md": _cuda_ref()}
     for path in _paths(config.nav):
         if path in made:

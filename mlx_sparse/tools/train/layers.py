@@ -219,7 +219,7 @@ class Indexed:
 
 
 def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Distances) -> Indexed:
-    """Compute the attention per bucket for the queries of one KV head. ``ids (W, Hkv, S)`` is the bucket of each key."""
+    """Compute the attention per bucket for all queries of a KV head. ``ids (W, Hkv, S)`` is the bucket of each key."""
     G = texts.rope_queries.shape[1] // texts.heads
     mass, keys, distance = [], [], []
     for window, positions in enumerate(texts.positions):

@@ -154,7 +154,7 @@ class Training:
     seed: int = 0
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate of a step. It decays from ``rate`` to 0 along a cosine."""
+        """Return the learning rate of ``step``. The rate decays from ``rate`` to 0 along a cosine."""
         return self.rate * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
 

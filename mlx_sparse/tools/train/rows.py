@@ -102,7 +102,7 @@ def best_distance(queries: Array, keys: Array, positions: Array, *, distances: D
 def bucket_mass(
     queries: Array, keys: Array, ids: Array, positions: Array, *, buckets: int, distances: Distances, scale: float
 ) -> Array:
-    """Return the share of each query's softmax mass that falls on the far keys of each bucket, float32 ``(n, C)``.
+    """Return the float32 share ``(n, C)`` of each query's softmax mass that falls on the far keys of each bucket.
 
     Args:
         queries, keys, positions: as in `best_distance`.
