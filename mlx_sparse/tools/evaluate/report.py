@@ -83,7 +83,7 @@ def write(folder: Path, rows: Sequence[Row], facts: Facts) -> None:
 
 
 def _printable(value: Any) -> Any:
-    """Replace control characters, because HTML forbids them."""
+    """Replace the control characters in a string, because HTML forbids these characters."""
     if type(value) is not str:  # markup of the template
         return value
     return "".join(letter if letter.isprintable() or letter == "\n" else REPLACEMENT for letter in value)

@@ -113,8 +113,8 @@ class Steps:
             model, tokenizer: the model and its tokenizer.
             examples: examples with prompts of equal length.
             step: number of tokens per chunk in a sparse prefill.
-            observed: name of a method that must observe the dense prefill, or None. All decode methods use
-                copies of the caches that this prefill fills.
+            observed: name of a decode method that must observe the dense prefill, or None. All variants with a dense
+                prefill decode from copies of the filled caches.
         """
         self.model, self.tokenizer, self.examples, self.step = model, tokenizer, examples, step
         self.observed = observed

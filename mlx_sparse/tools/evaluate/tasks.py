@@ -118,7 +118,10 @@ def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
 
 
 def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Copy an excerpt from the middle 80 % of the prompt. The prompt ends with the first tokens of the excerpt."""
+    """Copy an excerpt from the middle 80 % of the prompt.
+
+    The prompt ends with the first tokens of the excerpt. The other tokens of the excerpt are scored.
+    """
     rng = random.Random(seed)
     first = opening(tokenizer)
     room = context - len(first) - COPY_PROMPT
@@ -313,8 +316,8 @@ def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, see
 
     The prompt quotes a sentence up to the answer, which occurs only once in the passages. At least six words of the
     sentence come before the answer. Numbers are preferred as answers, then capitalized words, then long words. The
-    seven other passages do not contain the answer. They share more words with the quotation than the rest of
-    `CANDIDATES` random passages. The position of the passage with the answer rotates from example to example.
+    seven other passages do not contain the answer. They are selected from `CANDIDATES` random passages by the
+    number of words that they share with the quotation. The position of the passage with the answer rotates.
     """
     rng = random.Random(seed)
     first, gap = opening(tokenizer), encode(tokenizer, "\n\n")

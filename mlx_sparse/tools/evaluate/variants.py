@@ -48,8 +48,8 @@ def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
 def fit_budget(method: str, budget: Fraction, S: int, D: int) -> str | None:
     """Select the settings that ``method`` omits, so that the method meets ``budget`` at ``S`` keys with head dim ``D``.
 
-    Settings in the text of ``method`` are kept. If ``dense_below`` is not set, its value becomes 0,
-    so that the method is sparse at every length.
+    Settings in the text of ``method`` are kept. If ``dense_below`` is not set, its value becomes 0, so
+    that the method is sparse.
 
     Returns:
         The method as text, or None if the text of ``method`` omits no setting.

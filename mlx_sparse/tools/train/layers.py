@@ -250,7 +250,7 @@ def curve(indexed: Indexed, scores: Array, distances: Distances) -> tuple[Array,
 
     Returns:
         Selectivity and recall, both ``(C + 1,)``. Selectivity is the share of the far keys in the visited buckets,
-        averaged over positions. Recall is these keys' share of the far attention. It is averaged over the
+        averaged over positions. Recall is these keys' share of the far attention. Recall is averaged over the
         long-range queries, or over all queries if fewer than `FEW` are long-range.
     """
     order = np.argsort(-scores, axis=1, kind="stable")

@@ -26,7 +26,7 @@ class Distances:
     Attributes:
         sink_tokens, recent_tokens: numbers of first and last keys that every query attends to. A key is far from a
             query if it is not a sink and at least ``recent_tokens`` positions away.
-        farthest_top: a query is long-range if its highest-scoring key (except sinks) is farther away than this.
+        farthest_top: a query is long-range if its highest-scoring key (except sinks) is farther than this distance.
     """
 
     sink_tokens: int = 1
@@ -68,7 +68,7 @@ class Texts:
         return int(self.pre_rope_keys.shape[1])
 
     def thinned(self, max_rows: int) -> Texts:
-        """Return the texts with only ``max_rows`` or fewer evenly spaced queries of each text."""
+        """Return the same texts with at most ``max_rows`` evenly spaced queries per text."""
         every = slice(None, None, -(-self.positions.shape[1] // max_rows))
         before, after = (array[:, :, every] for array in (self.pre_rope_queries, self.rope_queries))
         return replace(self, pre_rope_queries=before, rope_queries=after, positions=self.positions[:, every])
