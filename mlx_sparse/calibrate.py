@@ -549,7 +549,10 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
 
 
 def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
-    """Compute the largest density at which sparse attention is faster, from one timing of each of the four runs."""
+    """Compute the largest density at which sparse attention is faster, from the seconds of the four runs.
+
+    ``kept`` contains the densities of the runs ``few`` and ``many``.
+    """
     slope = (many - few) / (kept[1] - kept[0])
     left = dense / MIN_SPEEDUP - select - few
     return min(max(kept[0] + left / slope, 0.0), 1.0) if slope > 0 else float(left > 0)

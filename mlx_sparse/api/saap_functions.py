@@ -100,7 +100,7 @@ class SaapFunctions:
         Args:
             bucket_ids: ``(B, Hkv, S)`` int bucket of each key. -1, or any number that is not a bucket index, means that
                 the key is in no bucket.
-            visited: ``(B, Hkv, n)`` int ids of the visited buckets. Negative ids are empty slots; duplicates are ignored.
+            visited: ``(B, Hkv, n)`` int ids of the visited buckets. Negative ids and duplicates are ignored.
         """
         call = Call(self._library, "saap", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes

@@ -43,7 +43,7 @@ def hash_sparse_attention(queries: mx.array, keys: mx.array, values: mx.array, *
 
 
 def sort_ranks(vectors: mx.array, hash_bits: int) -> mx.array:
-    """Sort ``vectors (..., M, D)`` by hash, and return the rank of each vector, 0..M - 1 (sample.17)."""
+    """Sort ``vectors (..., M, D)`` by a hash of ``hash_bits`` bits, and return their ranks, 0..M - 1 (sample.17)."""
     positive = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], hash_bits)) > 0
     # Convert the Gray code to a number: each binary digit is the parity of the signs up to this digit.
     digits = mx.cumsum(positive.astype(mx.int32), axis=-1) % 2

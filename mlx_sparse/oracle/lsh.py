@@ -33,7 +33,7 @@ def hash_sparse_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the key at the query's position and to the earlier keys with the same hash (sample.15)."""
+    """Attend to the key at the query's position and to the earlier keys with the query's hash (sample.15)."""
     q, k, v, n = checked(queries, keys, values, backend)
     code_q, code_k = hash_codes(q, buckets), np.repeat(hash_codes(k, buckets), n.G, axis=1)
     same = code_q[..., :, None] == code_k[..., None, :]
@@ -43,7 +43,7 @@ def hash_sparse_attention(
 
 
 def sort_ranks(vectors: Array, hash_bits: int) -> Array:
-    """Sort ``vectors (..., M, D)`` by hash, and return the rank of each vector, 0..M - 1 (sample.17).
+    """Sort ``vectors (..., M, D)`` by a hash of ``hash_bits`` bits, and return their ranks, 0..M - 1 (sample.17).
 
     The signs along random directions form a Gray code: adjacent hashes differ in one sign.
     """
