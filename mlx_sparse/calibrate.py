@@ -513,7 +513,7 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
     The time of attention is assumed to be linear in the number of blocks. On a CPU, one head represents all heads.
 
     Raises:
-        MemoryError: too little memory is free.
+        MemoryError: not enough memory is free.
     """
     step, L = layer.step, layer.L
     heads, G = (1, 1) if device_kind() == "cpu" else (step.heads, step.G)

@@ -184,7 +184,7 @@ class Report(Totals):
         return lines + self.crossovers()
 
     def _held(self) -> str:
-        """Return a text about the layers, shards or KV heads that this process runs; empty for a whole model."""
+        """Describe the layers, shards or KV heads that this process runs. The text is empty for a whole model."""
         if self.part.layers is not None:
             last = self.part.first_layer + self.part.layers - 1
             return f", layers {self.part.first_layer} to {last} of the model on this rank"

@@ -101,8 +101,8 @@ def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool
     """Group the row blocks by the length of their lists, and by whether their lists contain the diagonal block.
 
     Yields:
-        Row block indices ``(M,)``, counted over all sequences and heads; ascending key block indices ``(M, n)``; and
-        True if the last key block is the diagonal block.
+        The indices ``(M,)`` of row blocks among those of all sequences and heads; the ascending indices ``(M, n)`` of
+        their key blocks; and True if the last key block of each list is the diagonal block.
     """
     row_block = np.tile(np.arange(layout.first_block, layout.key_blocks), blocks.shape[0] * blocks.shape[1])
     lists = blocks.reshape(len(row_block), -1)

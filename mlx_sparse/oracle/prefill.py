@@ -86,7 +86,10 @@ def bigbird_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run BigBird: attend to ``window * S`` recent and ``global_share * S`` first keys and random blocks (sample.13)."""
+    """Run BigBird (sample.13).
+
+    A query attends to ``window * S`` recent keys, the first ``global_share * S`` keys and random key blocks.
+    """
     q, k, v, n = checked(queries, keys, values, backend)
     check_share("window", window)
     check_share("global_share", global_share)
