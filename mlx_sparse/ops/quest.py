@@ -22,8 +22,7 @@ def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) ->
         left_padding: ``(B,)`` index of the first valid key of each sequence, where the first page begins.
 
     Returns:
-        Minimum and maximum, both ``(B, Hkv, P, D)`` in the dtype of ``keys``. If a page has no keys, its minimum is
-        +inf and its maximum is -inf.
+        Minimum and maximum, both ``(B, Hkv, P, D)`` in the dtype of ``keys``. An empty page has +inf and -inf.
     """
     keys = keys[:]
     B, Hkv, S, D = keys.shape
