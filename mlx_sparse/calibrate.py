@@ -549,7 +549,7 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
 
 
 def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
-    """Compute the largest density at which sparse attention is faster, from the seconds that each of the four runs took.
+    """Compute the largest density at which sparse attention is faster, from the times of the four runs in seconds.
 
     ``kept`` contains the densities of the runs ``few`` and ``many``.
     """
