@@ -12,7 +12,7 @@ from ..methods.reasons import SHORTER
 from ..model_parts import Part
 
 JSON_KEY = "mlx_sparse_report"  # key in the output of ``--attn-report json``
-IN_FLIGHT = 64  # maximum number of calls with statistics that the device may still be computing
+IN_FLIGHT = 64  # default of `Report.in_flight`
 
 # All reports share one lock, because updates and reads are short.
 _lock = threading.RLock()
@@ -91,6 +91,7 @@ class Report(Totals):
         kv_heads: number of KV heads of a served layer, on this rank and in the whole model; None if the number
             differs between layers.
         weight_bytes: number of weight bytes that a decode step reads in this process.
+        in_flight: maximum number of calls with statistics that the device may still be computing.
         counted, recalls: `buckets` and `recall` without the decode steps in flight.
     """
 
@@ -106,6 +107,7 @@ class Report(Totals):
     part: Part = field(default_factory=Part)
     kv_heads: tuple[int, int] | None = None
     weight_bytes: int = 0
+    in_flight: int = IN_FLIGHT
     counted: Any = field(default=None, init=False, repr=False)
     recalls: Any = field(default=None, init=False, repr=False)
     _counting: deque[DeviceCounts] = field(default_factory=deque, init=False, repr=False)
@@ -119,7 +121,7 @@ class Report(Totals):
             self.counted = _sum(self.counted, counts.decode)
             if counts.counting is not None:
                 self._counting.append(counts.counting)
-            self._settle(IN_FLIGHT)
+            self._settle(self.in_flight)
 
     def _settle(self, in_flight: int = 0) -> None:
         """Wait for the statistics of all calls except the last ``in_flight``, and add them to the report."""
@@ -149,10 +151,11 @@ class Report(Totals):
     def sparse_bytes(self) -> int:
         """Bytes that the sparse calls moved, according to the papers' formulas.
 
-        With SAAP, reading this property waits for the device.
+        With SAAP and with an adaptive budget of SparQ, reading this property waits for the device.
         """
         with _lock:
-            return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
+            unread = self.recall.unread_bytes if self.recall else 0
+            return self.formula_bytes - unread + (self.buckets.bytes if self.buckets else 0)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dict that can be serialized as JSON."""
@@ -164,7 +167,7 @@ class Report(Totals):
             data["drafts"] = self.drafts and self.drafts.as_dict()
             data["recall"] = self.recall and self.recall.as_dict()
             data["crossovers"] = self.crossovers()
-            for name in ("formula_bytes", "part", "kv_heads", "counted", "recalls"):
+            for name in ("formula_bytes", "part", "kv_heads", "in_flight", "counted", "recalls"):
                 data.pop(name, None)
             data["sparse_bytes"] = self.sparse_bytes
             return data

@@ -142,6 +142,9 @@ class Call:
         if layer.reason is not None:
             counts.dense_calls[layer.reason] += 1
             return None
+        if self.plan.guard is not None and self.plan.guard.takes_dense_step(layer.index):
+            counts.dense_calls[reasons.LOW_RECALL] += 1
+            return None
         S, (fixed, per_key) = cache.position, layer.sparse_bytes
         counts.sparse_calls += 1
         counts.dense_bytes += layer.dense_bytes * (S + 1)  # S keys and values are read, one is written
@@ -169,12 +172,13 @@ class Call:
             return
         recall, counts = state.recall, state.counts
         state.recall = state.counts = None  # the state keeps no array of a decode step
-        if index >= 0 and cache.position % SAMPLED_STEPS == 0:
+        if index >= 0 and (counts is not None or cache.position % SAMPLED_STEPS == 0):
             if len(served) < len(recall):
                 rows = mx.array(served)
                 recall, counts = recall[rows], None if counts is None else counts[rows]
-            self._recalls = self._recalls or RecallCounts()
-            self._recalls.add(index, recall, counts)
+            self._recalls = self._recalls or RecallCounts(self.plan.guard)
+            top_k, row_bytes = getattr(self.plan.decode, "top_k", 0), cache.row_bytes
+            self._recalls.add(index, recall, counts, top_k=top_k, row_bytes=row_bytes)
 
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None

@@ -15,6 +15,7 @@ from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..calibrate import Calibration, Layer, describe
 from ..methods import NEVER, Dense, Method, Prefill, Step, reasons, registry
 from ..ops.packed_rows import PackedRows, Rows
+from .guard import IN_FLIGHT, Guard
 from .hooks import CallHooks, ModelHooks
 from .statistics import PrefillStatistics
 
@@ -36,6 +37,7 @@ class Plan:
         layers: number of layers that can use sparse attention, by method and layer shape.
         report: counts of all calls.
         lossless: draft tokens per check; 0 to select the number by speed; None without self-speculative decoding.
+        guard: makes layers with a low estimated recall dense for a while; None if ``min_recall`` is 0.
         shards: number of ranks that share the context.
         new_call: constructor of the context manager for a forward pass; None to use `lm.call.Call`.
         new_caches: function that converts the model's new caches; None if they need no conversion.
@@ -66,6 +68,10 @@ class Plan:
         self.report.crossovers = self.crossovers
         self.watch: Callable[[int, Counts], object] | None = None
         self.layers: Counter[tuple[Method, Layer]] = Counter()
+        least = getattr(decode, "min_recall", 0.0)
+        self.guard = Guard(least) if least else None
+        if self.guard is not None:
+            self.report.in_flight = IN_FLIGHT
         self.lossless: int | None = None
         self.shards = 1
         self.new_call: Callable[..., Any] | None = None
@@ -113,7 +119,16 @@ class Plan:
     def count_in(self, report: Report) -> None:
         """Continue ``report``, the report of an earlier plan for the same model and methods."""
         if report is not self.report:
-            for name in ("backend", "layers", "served_layers", "dense_layers", "crossovers", "part", "kv_heads"):
+            for name in (
+                "backend",
+                "layers",
+                "served_layers",
+                "dense_layers",
+                "crossovers",
+                "part",
+                "kv_heads",
+                "in_flight",
+            ):
                 setattr(report, name, getattr(self.report, name))
             self.report = report
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+
+from .guard import PAUSE, Guard
 
 RECALL_STEPS = 500  # the histogram of estimated recall has a bin for each multiple of 1 / RECALL_STEPS
 
@@ -20,16 +23,22 @@ class RecallStatistics:
         histogram: ``(layers, RECALL_STEPS + 1)`` number of estimates that round to each multiple of
             ``1 / RECALL_STEPS``. The row index is the index of the layer's cache.
         keys: number of keys that these steps attended to, summed over KV heads; 0 without an adaptive budget.
+        unread_bytes: bytes of the keys and values that an adaptive budget left out of ``top_k``.
+        dense: layers that a `Guard` made dense for some steps, with the last recall that was too low.
     """
 
     histogram: npt.NDArray[np.int64]
     keys: int = 0
+    unread_bytes: int = 0
+    dense: Mapping[int, float] = field(default_factory=dict)
 
     def __add__(self, other: RecallStatistics) -> RecallStatistics:
         short, long = sorted((self.histogram, other.histogram), key=len)
         total = long.copy()
         total[: len(short)] += short
-        return RecallStatistics(total, self.keys + other.keys)
+        return RecallStatistics(
+            total, self.keys + other.keys, self.unread_bytes + other.unread_bytes, {**self.dense, **other.dense}
+        )
 
     @property
     def layers(self) -> dict[int, dict[str, float]]:
@@ -43,7 +52,8 @@ class RecallStatistics:
             return None
         by_layer = [{"layer": index, **values} for index, values in layers.items()]
         keys = {"keys": self.keys / int(total.sum())} if self.keys else {}  # mean number per KV head and step
-        return {**_summary(total), **keys, "worst_layer": self.worst_layer, "layers": by_layer}
+        dense = {"dense_layers": {str(layer): recall for layer, recall in self.dense.items()}} if self.dense else {}
+        return {**_summary(total), **keys, **dense, "worst_layer": self.worst_layer, "layers": by_layer}
 
     @property
     def worst_layer(self) -> int | None:
@@ -52,16 +62,20 @@ class RecallStatistics:
         return min(layers, key=lambda index: layers[index]["mean"]) if layers else None
 
     def lines(self) -> list[str]:
-        """Return a list with one line of text about the statistics; empty if there are no estimates."""
+        """Return one or two lines of text about the statistics; none if there are no estimates."""
         found = self.as_dict()
         if found is None:
             return []
         worst = self.layers[found["worst_layer"]]
         keys = f", {found['keys']:.0f} keys on average" if self.keys else ""
-        return [
+        lines = [
             f"  estimated attention recall: median {found['median']:.3f}, 5th percentile {found['low']:.3f}; "
             f"lowest in layer {found['worst_layer']}, median {worst['median']:.3f}{keys}"
         ]
+        if self.dense:
+            low = ", ".join(f"layer {layer} (recall {recall:.2f})" for layer, recall in sorted(self.dense.items()))
+            lines.append(f"  dense for {PAUSE} steps at a time: {low}")
+        return lines
 
 
 def _summary(counts: npt.NDArray[np.int64]) -> dict[str, float]:
@@ -76,24 +90,31 @@ class RecallCounts:
 
     total = "recalls"
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard | None = None) -> None:
+        self._guard = guard
         self._layers: list[int] = []
         self._recalls: list[mx.array] = []
         self._counts: list[mx.array] = []
+        self._most: list[tuple[int, int]] = []  # `top_k`, and bytes of a key and a value, for each of the counts
         self._joined: mx.array | None = None
 
-    def add(self, layer: int, recall: mx.array, counts: mx.array | None = None) -> None:
+    def add(
+        self, layer: int, recall: mx.array, counts: mx.array | None = None, *, top_k: int = 0, row_bytes: int = 0
+    ) -> None:
         """Add a decode step of the layer with index ``layer``.
 
         Args:
             layer: index of the layer's cache.
             recall: float32 ``(B, Hkv)`` estimated attention recall.
             counts: int ``(B, Hkv)`` number of attended keys; None without an adaptive budget.
+            top_k: largest number of attended keys.
+            row_bytes: bytes of one key or value.
         """
         self._layers += [layer] * recall.size
         self._recalls.append(recall.flatten())
         if counts is not None:
             self._counts.append(counts.flatten().astype(mx.float32))
+            self._most += [(top_k, 2 * row_bytes)] * counts.size
 
     def submit(self) -> RecallCounts | None:
         """Start computing the recall, on the thread that ran the model. Return None if nothing was added."""
@@ -114,4 +135,10 @@ class RecallCounts:
         size = max(self._layers) + 1
         places = np.array(self._layers) * (RECALL_STEPS + 1) + np.rint(steps).astype(np.int64)
         histogram = np.bincount(places, minlength=size * (RECALL_STEPS + 1)).reshape(size, -1)
-        return RecallStatistics(histogram, int(found[len(self._layers) :].sum()))
+        keys = found[len(self._layers) :].astype(np.int64)
+        unread = sum((most - attended) * size for attended, (most, size) in zip(keys.tolist(), self._most, strict=True))
+        dense = {}
+        if self._guard is not None:
+            layers, recalls = np.array(self._layers), steps / RECALL_STEPS
+            dense = self._guard.note({layer: float(recalls[layers == layer].mean()) for layer in set(self._layers)})
+        return RecallStatistics(histogram, int(keys.sum()), unread, dense)

@@ -47,6 +47,8 @@ class SparQ(Method):
         local_window: number of last valid keys that are always attended to, 0..top_k; None means ``top_k // 4``.
         recall: estimated attention recall at which a KV head selects no more keys, at most ``top_k``; above 0, at most
             1. The default 0 always selects ``top_k`` keys (docs/spec/sparq.md).
+        min_recall: mean estimated attention recall below which the next 256 decode steps of a layer are dense; at most
+            1. The default 0 never makes a layer dense.
         reallocate: if True, add the mean value, weighted by the softmax mass of the skipped keys. "auto" is True for
             one query head per KV head, except with "query_key", which underestimates the attention recall
             (docs/spec/sparq.md).
@@ -83,6 +85,7 @@ class SparQ(Method):
     top_k: int = 128
     local_window: int | None = None
     recall: float = 0.0
+    min_recall: float = 0.0
     reallocate: str | bool = "auto"
     component_score: str = "auto"
     key_bits: int = 4
@@ -96,6 +99,7 @@ class SparQ(Method):
         check_int("top_k", self.top_k, 1)
         check_local_window(self.local_window, self.top_k)
         check_recall(self.recall)
+        check_recall(self.min_recall, "min_recall")
         check_choice("reallocate", self.reallocate, ("auto", True, False))
         check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
         check_choice("key_bits", self.key_bits, KEY_BITS)

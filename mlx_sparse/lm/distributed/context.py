@@ -41,8 +41,9 @@ def share_context(plan: Plan, shard: str) -> None:
     served = [*rank_attention.STEPS, SAAP.name]
     if plan.decode is not None and plan.decode.name not in served:
         raise ConfigError(f"shard: expected one of {', '.join(served)} as decode method, got {plan.decode.name}.")
-    if (recall := getattr(plan.decode, "recall", 0)) and shard == "context":
-        raise ConfigError(f"recall: expected 0 with --shard context, got {recall}. Set top_k instead.")
+    for name in ("recall", "min_recall"):
+        if (value := getattr(plan.decode, name, 0)) and (shard == "context" or name == "min_recall"):
+            raise ConfigError(f"{name}: expected 0 with --shard {shard}, got {value}. Set top_k instead.")
     if plan.decode is not None and BLOCK % plan.decode.unit:
         raise ConfigError(f"page_size: expected a divisor of {BLOCK} with shard, got {plan.decode.unit}.")
     if plan.prefill is not None and plan.prefill.name != Sample.name:
