@@ -73,9 +73,10 @@ def attended_keys(
 
 
 def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> list[int]:
-    """Return the row where each sequence's listed rows end in a decode step at position ``S``.
+    """Return the row before which the keys of each sequence are listed, for a decode step at position ``S``.
 
-    The distance from the first key of the sequence to this row is a multiple of ``merge_every``.
+    Keys in the recent window are not listed. The number of positions from the sequence's first key to the returned row
+    is a multiple of ``merge_every``.
     """
     every = config.merge_every
     return [
@@ -88,7 +89,7 @@ def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: It
 
     Args:
         caches: one cache per layer, with an index of at least ``S - 1`` rows.
-        sequences: indices of the sequences that get centroids, as in `BucketIndex.complete`.
+        sequences: indices of the sequences that get centroids; None means all sequences with keys.
     """
     first_rows = caches[0].first_rows(caches)
     covered = covered_rows(caches[0], first_rows, S, config)

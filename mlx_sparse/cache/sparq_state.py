@@ -150,7 +150,10 @@ class Codes:
     """
 
     def __init__(self, padding: mx.array | None, first_rows: list[int]) -> None:
-        """Create an empty state for sequences that begin at ``first_rows``, which ``padding`` repeats as an array."""
+        """Create an empty state for sequences that begin at ``first_rows``.
+
+        ``padding`` is the same list as an array ``(B,)``, or None if no sequence is padded.
+        """
         self.center: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0
@@ -247,7 +250,10 @@ class Codes:
         return KeyCodes(codes[..., : groups * WORDS], lo[..., :groups], step[..., :groups], center)
 
     def spread(self, keys: Rows, S: int) -> mx.array:
-        """Return the key spread (sparq.22) over rows ``[0, S)``. Recompute it only when a group becomes full."""
+        """Return the key spread (sparq.22) over rows ``[0, S)``.
+
+        The spread is cached. It is recomputed only when a group becomes full.
+        """
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(keys, whole=False), keys[..., :S, :], self._padding)

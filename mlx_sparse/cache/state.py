@@ -89,5 +89,5 @@ class State(ABC):
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> State | None:
-        """Return a new state for the left-padded batch of all caches, or None. Leave the arguments unchanged."""
+        """Return a new state for a left-padded batch of the caches in ``parts``, or None to create no state."""
         return None

@@ -43,7 +43,10 @@ class Streaming(Method):
 
 @dataclass(frozen=True)
 class StreamingPrefill(Prefill):
-    """Attend to the first keys and a sliding window in prefill. The window is a share of the context (StreamingLLM)."""
+    """Attend to the first keys and a sliding window in prefill (StreamingLLM).
+
+    ``window`` is the size of the window as a share of the context length.
+    """
 
     name: ClassVar[str] = "streaming_prefill"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
@@ -118,7 +121,7 @@ class FlexGen(Method):
 
 @dataclass(frozen=True)
 class OracleTopK(Method):
-    """Attend to the ``top_k`` keys with the largest exact scores, an upper bound for SparQ. This saves no transfers."""
+    """Attend to the ``top_k`` keys with the largest exact scores. This upper bound for SparQ saves no transfers."""
 
     name: ClassVar[str] = "oracle_top_k"
     source: ClassVar[str] = "the bound in the SparQ paper"
@@ -161,7 +164,10 @@ class MInference(Prefill):
 
 @dataclass(frozen=True)
 class BigBird(Prefill):
-    """Attend to a window and to the first keys, which are shares of the context, and to random blocks in prefill."""
+    """Attend to a sliding window, the first keys and random blocks in prefill.
+
+    ``window`` and ``global_share`` (the first keys) are shares of the context length.
+    """
 
     name: ClassVar[str] = "bigbird"
     source: ClassVar[str] = "BigBird, arXiv 2007.14062"
@@ -213,7 +219,7 @@ class HyperAttention(Prefill):
         check_int("exact_rows", self.exact_rows, 1)
 
     def supports_sinks(self, G: int) -> bool:
-        """Return False: the log-sum-exp that sinks need omits the keys that the sampled keys represent."""
+        """Return False. Sinks need the log-sum-exp, which omits the keys that the sampled keys represent."""
         return False
 
 

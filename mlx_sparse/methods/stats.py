@@ -1,7 +1,8 @@
 """Count the elements that each method moves, with the formulas from the papers, and define `Stats`.
 
-All counts are elements for S keys of head dim D: per KV head in a decode step, per query head in prefill. Multiply by
-the item size to get bytes. Equation numbers refer to docs/spec/sparq.md, sample.md, saap.md and quest.md.
+The functions count elements for S keys of head dim D, per KV head in a decode step and per query head in prefill.
+Multiply a count by the item size to get bytes. Equation numbers refer to docs/spec/sparq.md, sample.md, saap.md and
+quest.md.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def dense_elements(S: int, D: int) -> int:
 def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16) -> int:
     """Return ``S r + 2 k D + 4 D`` (sparq.12): r components of S keys, k keys and values, the new row, a mean row.
 
-    If ``key_bits`` is below 16, the first term is ``S r (bits + 1/2) / 16`` (sparq.23). It counts the codes and their
-    share of ``lo`` and ``step``, in elements of 16 bits.
+    If ``key_bits`` is below 16, the first term is ``S r (key_bits + 1/2) / 16`` (sparq.23). This term counts the codes
+    with their ``lo`` and ``step``, in elements of 16 bits.
     """
     scored = S * rank if key_bits == 16 else -(-S * rank * (2 * key_bits + 1) // 32)
     return scored + 2 * min(top_k, S) * D + 4 * D

@@ -1,7 +1,7 @@
 """List the function that runs each method on each backend.
 
-Import strings relative to mlx_sparse name the functions, so this module imports no backend. `registry` reads the
-table. The help, the README, the matrix and the plots list the methods and backends of this table.
+The table contains import strings relative to mlx_sparse, because this module must not import a backend. `registry`
+reads the table. The help, the README, the matrix and the plots list the methods and backends of this table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ EXPORTED = {"onnx": "onnx_export:operator_model", "ort": "onnx_export:session_op
 
 
 def _row(name: str, ops: str, metal: str = "", triton: str = "", *, oracle: str = "oracle") -> dict[str, str]:
-    """Return the import strings of the function ``name`` by backend. ``module:other`` overrides ``name``."""
+    """Return the import strings of the function ``name`` by backend.
+
+    The other arguments are modules, or ``module:function`` if the function has a different name in this module.
+    """
     modules = {"oracle": oracle, "ops": ops, "metal": metal, "triton": triton}
     return {key: module if ":" in module else f"{module}:{name}" for key, module in modules.items() if module}
 

@@ -22,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:  # Python 3.10
     import tomli as tomllib
 
-MAX_TOML_BYTES = 1 << 20  # a configuration has a few lines; this refuses a model file that was named by mistake
+MAX_TOML_BYTES = 1 << 20  # a larger file is probably a model file that was named by mistake
 
 METHODS: Mapping[str, type[Method]] = {
     method.name: method for method in (Dense, SparQ, SAAP, Quest, Sample, *BASELINES)
@@ -108,7 +108,8 @@ def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tup
         base: methods by name. The tables override their settings.
 
     Returns:
-        The methods by name, and the key ``calibrate``: True (default) if ``--attn`` may measure crossover lengths.
+        The methods by name, and the value of the key ``calibrate``, which is True (default) if ``--attn`` may measure
+        crossover lengths.
 
     Raises:
         ConfigError: the file is missing, too large, not TOML, or has an unknown method, key or value.
@@ -153,7 +154,7 @@ def _class(name: str) -> type[Method]:
 
 
 def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method:
-    """Build a method. Options override the preset, which overrides ``base``, which overrides the defaults."""
+    """Build a method. ``options`` override the preset, which overrides ``base``, which overrides the defaults."""
     cls = _class(name)
     known = [field.name for field in dataclasses.fields(cls)]
     settings = dict(options)
