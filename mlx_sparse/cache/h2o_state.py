@@ -38,8 +38,7 @@ class H2OState(State):
     if the cache is trimmed to fewer rows than the oldest stored scores include.
 
     Attributes:
-        states: `Scores` after each of the last `STATES` updates, in ascending order of length; empty before the first
-            update.
+        states: `Scores` after each of the last `STATES` updates, in ascending order of length.
     """
 
     def __init__(self, states: list[Scores] | None = None) -> None:

@@ -51,7 +51,7 @@ class RunningStatistics:
 
     Attributes:
         blocks: states at the ends of the last two blocks.
-        steps: later states, one after each of the latest `STEPS` decode steps.
+        steps: up to `STEPS` later states, one for each call of `extend` after the last block.
     """
 
     def __init__(self, padding: mx.array | None, *, spread: bool) -> None:

@@ -48,7 +48,10 @@ def needs_rebuild(index: BucketIndex, cache: SparseCache, first_rows: list[int],
 def attended_keys(
     index: BucketIndex, pre_rope_queries: mx.array, S: int, config: SAAP, padding: mx.array | None, backend: str
 ) -> tuple[mx.array, mx.array]:
-    """Return the ``indices`` of the keys that a decode step attends to and their ``counts`` (saap.8), (saap.10)."""
+    """Select the keys that a decode step at position ``S`` attends to (saap.8), (saap.10).
+
+    Return int32 key indices ``(B, Hkv, capacity)``, padded with -1, and the number of valid indices ``(B, Hkv)``.
+    """
     assert index.lists is not None
     route, expand = (registry.load(function, backend) for function in ("saap_route", "saap_indices"))
     network = dict(index.network or {})

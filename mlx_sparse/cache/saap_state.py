@@ -190,10 +190,7 @@ class BucketIndex(State):
             mx.eval(self.network)
 
     def _fit_one(self, cache: SparseCache, sequence: int, start: int, first_row: int) -> mx.array:
-        """Fit centroids ``(Hkv, C, D)`` to the rows of ``sequence`` from ``start`` on.
-
-        ``first_row`` is the first valid row of the sequence.
-        """
+        """Fit centroids ``(Hkv, C, D)`` to the rows of ``sequence`` from ``start`` on."""
         C, count = self.router.buckets, cache.length - start
         # Evenly spaced rows. If there are fewer rows than buckets, some rows occur more than once.
         chosen = start + np.linspace(0, count - 1, min(max(count, C), KEYS_PER_BUCKET * C)).astype(np.int32)

@@ -150,10 +150,7 @@ class Codes:
     """
 
     def __init__(self, padding: mx.array | None, first_rows: list[int]) -> None:
-        """Create an empty state for sequences that begin at ``first_rows``.
-
-        ``padding`` is the same list as an array ``(B,)``, or None if no sequence is padded.
-        """
+        """Create an empty state. ``padding`` is ``first_rows`` as an array ``(B,)``, or None without padding."""
         self.center: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0

@@ -57,9 +57,7 @@ class DecodeStep:
 
 
 class SparseCache:
-    """Mixin that adds sparse attention to mlx-lm's caches.
-
-    `attend` runs a decode step, and `attend_prefill` runs a prefill chunk.
+    """Mixin that adds sparse attention (`attend` for decode steps, `attend_prefill` for chunks) to mlx-lm's caches.
 
     Attributes:
         aux_states: auxiliary cache states by method name.

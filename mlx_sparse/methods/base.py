@@ -95,7 +95,7 @@ class Method:
 
     @property
     def unit(self) -> int:
-        """Number of consecutive keys that are selected together. If it exceeds 1, the last group is always selected."""
+        """Number of consecutive keys that are selected together. If above 1, the last group is always selected."""
         return 1
 
     @property

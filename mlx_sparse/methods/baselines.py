@@ -43,10 +43,7 @@ class Streaming(Method):
 
 @dataclass(frozen=True)
 class StreamingPrefill(Prefill):
-    """Attend to the first keys and a sliding window in prefill (StreamingLLM).
-
-    ``window`` is the size of the window as a share of the context length.
-    """
+    """Attend in prefill to the first keys and to a window of ``window`` times the context length (StreamingLLM)."""
 
     name: ClassVar[str] = "streaming_prefill"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
@@ -67,7 +64,7 @@ class StreamingPrefill(Prefill):
 class H2O(Method):
     """Attend to the ``top_k`` keys that received the most attention so far (heavy hitters), and evict all other keys.
 
-    This baseline saves no time: attention in prefill is computed twice, and evicted keys stay in memory.
+    This baseline saves no time, because attention in prefill is computed twice, and evicted keys stay in memory.
     """
 
     name: ClassVar[str] = "h2o"

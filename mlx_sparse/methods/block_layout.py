@@ -24,9 +24,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """Blocks and regions of a prefill chunk, which contains the last ``L`` of ``S`` tokens.
-
-    The first block begins at position 0 of the sequence.
+    """Blocks and regions of a prefill chunk (the last ``L`` of ``S`` tokens). The first block begins at position 0.
 
     Attributes:
         chunks: requested number of regions. There is at most one region per row block.

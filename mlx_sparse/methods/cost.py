@@ -1,4 +1,4 @@
-"""Define constants that estimate when sparse attention is faster than dense attention."""
+"""Define constants for estimating when sparse attention is faster than dense attention."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class SparQ(Method):
         return G == 1 if self.reallocate == "auto" else bool(self.reallocate)
 
     def scores_rows(self, *, packed: bool) -> bool:
-        """Return True if keys are scored without a copy; ``packed`` is True for a quantized KV cache."""
+        """Return True if the cache's own keys are scored, not a copy. ``packed`` is True for a quantized KV cache."""
         return packed and self.score == "rows"
 
     def for_shard(self, size: int, recent: int) -> SparQ:
