@@ -133,7 +133,7 @@ class Columns:
         self.covered = S
 
     def read(self, S: int, *, whole: bool) -> mx.array:
-        """Return all of ``keys_t`` if ``whole``, else only its first ``S`` columns."""
+        """Return ``keys_t``. Unless ``whole`` is True, return only its first ``S`` columns."""
         assert self.keys_t is not None
         return self.keys_t if whole else self.keys_t[..., :S]
 
@@ -236,7 +236,7 @@ class Codes:
         self.coded = KeyCodes(codes, lo, step, old.center)
 
     def read(self, keys: Rows, *, whole: bool) -> KeyCodes:
-        """Return the whole code buffers if ``whole``, else the codes of the groups in the first ``covered`` rows."""
+        """Return the code buffers. Unless ``whole`` is True, return only the groups in the first ``covered`` rows."""
         if self.coded is None:
             self._grow(keys)
         assert self.coded is not None
@@ -249,7 +249,7 @@ class Codes:
     def spread(self, keys: Rows, S: int) -> mx.array:
         """Return the key spread (sparq.22) over rows ``[0, S)``.
 
-        The spread is cached. It is recomputed only when a group becomes full.
+        The spread is cached until another group becomes full.
         """
         if self._spread is not None:
             return self._spread

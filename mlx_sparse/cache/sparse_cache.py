@@ -24,14 +24,14 @@ Run = Callable[[slice, mx.array, Any, Any, dict[str, int]], tuple[mx.array, ...]
 
 @dataclass(frozen=True)
 class FullSample:
-    """Record that the blocks that ``config`` selected at ``keys`` keys exceeded the density limit ``max_density``."""
+    """Record of a selection by ``config`` at ``keys`` keys, whose blocks exceeded the density limit ``max_density``."""
 
     config: Prefill
     max_density: float
     keys: int
 
     def covers(self, config: Prefill, max_density: float, S: int) -> bool:
-        """Return True if a selection at ``S`` keys is likely to exceed the limit too: ``keys <= S < 2 * keys``."""
+        """Return True if a selection at ``S`` keys is likely to exceed the same limit (``keys <= S < 2 * keys``)."""
         return (self.config, self.max_density) == (config, max_density) and self.keys <= S < 2 * self.keys
 
 
@@ -113,7 +113,10 @@ class SparseCache:
         return start, rows
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Split rows ``[start, stop)`` into runs of consecutive positions, each ``(first row, end row, position)``."""
+        """Split rows ``[start, stop)`` into runs of consecutive positions.
+
+        Return a list of ``(first row, end row, position of the first row)``.
+        """
         return [(start, stop, start)]
 
     @property

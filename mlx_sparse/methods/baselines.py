@@ -163,7 +163,7 @@ class MInference(Prefill):
 class BigBird(Prefill):
     """Attend to a sliding window, the first keys and random blocks in prefill.
 
-    ``window`` and ``global_share`` (the first keys) are shares of the context length.
+    The window covers the share ``window`` of the context, and the first keys cover the share ``global_share``.
     """
 
     name: ClassVar[str] = "bigbird"

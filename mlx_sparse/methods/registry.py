@@ -87,8 +87,8 @@ def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = 
 def refusal(backend: str, function: str, reason: str | None = None) -> str | None:
     """Return the reason why ``backend`` cannot run ``function`` on MLX arrays, or None.
 
-    ``reason`` is a reason that the caller found, or None. A reason that rules out the backend for all functions comes
-    first.
+    ``reason`` is a reason that the caller found, or None. A reason that rules out ``backend`` for all
+    functions replaces it.
     """
     reason = FOREIGN.get(backend) or unavailable(backend) or reason
     if reason is None and backend not in FUNCTIONS.get(function, {}):

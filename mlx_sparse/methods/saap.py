@@ -1,4 +1,4 @@
-"""Define the parameters of SAAP."""
+"""Define the parameters of SAAP, and estimate its transfers and crossover length."""
 
 from __future__ import annotations
 

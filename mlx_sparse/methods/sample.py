@@ -1,4 +1,4 @@
-"""Define the parameters of SampleAttention."""
+"""Define the parameters of SampleAttention, and decide which prefill chunks stay dense."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def quest_elements(S: int, D: int, *, top_k: int, page_size: int) -> int:
 
 
 def saap_elements(D: int, attended: int, *, network: int = 0) -> int:
-    """Return ``2 n D + n + 2 D + w`` (saap.14) for n = ``attended`` keys and values with indices, and w = ``network``."""
+    """Return ``2 n D + n + 2 D + w`` (saap.14) for n = ``attended`` keys, and w = ``network`` weights."""
     return 2 * attended * D + attended + 2 * D + network
 
 

@@ -49,7 +49,7 @@ def parse(text: str, base: Mapping[str, Method] | None = None) -> tuple[Method, 
 
     Args:
         text: text form such as ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=paper"``. Other keys override a preset.
-        base: methods by name (from a TOML file). The keys in ``text`` override their settings.
+        base: methods by name (from a TOML file). The keys in ``text`` override the settings of these methods.
 
     Raises:
         ConfigError: a method, key or preset is unknown, a value is invalid, or a method is named twice.
@@ -105,7 +105,7 @@ def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tup
     """Read a TOML file with one table per method, for example ``[sparq]`` with ``rank = 16``.
 
     Args:
-        base: methods by name. The tables override their settings.
+        base: methods by name. The tables override the settings of these methods.
 
     Returns:
         The methods by name, and the value of the key ``calibrate``, which is True (default) if ``--attn`` may measure
@@ -178,7 +178,7 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
 
 
 def removed(name: str, key: str, value: object) -> str | None:
-    """Return the end of the error message for a removed option, with its replacement; None for other options."""
+    """Return the end of the error message for a removed option, which names the replacement, or None."""
     for (owner, old, old_value), replacement in REMOVED.items():
         if owner in ("*", name) and old == key and old_value in ("*", value):
             return replacement
