@@ -41,7 +41,7 @@ class QuestState(State):
         if config.page_size != self.page_size:
             self.bounds, self.page_size, self.rows = [], config.page_size, 0
         self._make_room(cache)
-        before = cache.length - 1  # the current page is always attended and needs no bounds
+        before = cache.length - 1  # every step attends to the current page, which needs no bounds
         for sequence, first in enumerate(cache.first_rows()):
             known, full = ((max(rows - first, 0)) // self.page_size for rows in (self.rows, before))
             if full > known:

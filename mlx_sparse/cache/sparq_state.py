@@ -247,10 +247,7 @@ class Codes:
         return KeyCodes(codes[..., : groups * WORDS], lo[..., :groups], step[..., :groups], center)
 
     def spread(self, keys: Rows, S: int) -> mx.array:
-        """Return the key spread (sparq.22) over rows ``[0, S)``.
-
-        The spread is cached until another group becomes full.
-        """
+        """Return the key spread (sparq.22) over rows ``[0, S)``, which is cached until another group becomes full."""
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(keys, whole=False), keys[..., :S, :], self._padding)

@@ -113,10 +113,7 @@ class SparseCache:
         return start, rows
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Split rows ``[start, stop)`` into runs of consecutive positions.
-
-        Return a list of ``(first row, end row, position of the first row)``.
-        """
+        """Split rows ``[start, stop)`` into runs of consecutive positions, each ``(first row, end row, first position)``."""
         return [(start, stop, start)]
 
     @property

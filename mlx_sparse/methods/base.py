@@ -95,7 +95,7 @@ class Method:
 
     @property
     def unit(self) -> int:
-        """Number of consecutive keys that are selected together. If above 1, the last group is always selected."""
+        """Number of consecutive keys selected together. If the number exceeds 1, the last group is always selected."""
         return 1
 
     @property
@@ -148,7 +148,7 @@ class Method:
 
     @property
     def always_attended(self) -> tuple[int, int]:
-        """Numbers of first keys and of last keys that every decode step attends to."""
+        """Number of first keys and number of last keys that every decode step attends to."""
         found = self.parameters()
         return found.get("sink_tokens", 0), found.get("recent_tokens", found.get("local_window", 0))
 

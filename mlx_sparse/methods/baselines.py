@@ -185,7 +185,7 @@ class BigBird(Prefill):
 
 @dataclass(frozen=True)
 class HyperAttention(Prefill):
-    """Attend to keys with a similar hash and to a weighted sample of the other keys in prefill (docs/spec/sample.md).
+    """Attend in prefill to keys with hashes similar to the query's, and to a weighted sample (docs/spec/sample.md).
 
     Attributes:
         bucket_size: number of keys per bucket. Keys are sorted by hash and divided into buckets.
@@ -222,7 +222,7 @@ class HyperAttention(Prefill):
 
 @dataclass(frozen=True)
 class HashSparse(Prefill):
-    """Attend to the earlier keys with the same hash as the query (docs/spec/sample.md, "Baselines").
+    """Attend in prefill to earlier keys with the same hash as the query (docs/spec/sample.md, "Baselines").
 
     Attributes:
         buckets: number of hash values C, two per random direction; must be even.

@@ -94,7 +94,7 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Count the elements moved per KV head and decode step if all ``buckets`` have the same number of keys.
+        """Count the elements moved per KV head and decode step if ``buckets`` buckets have the same number of keys.
 
         The weights of the query network are not counted.
         """

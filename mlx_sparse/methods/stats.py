@@ -54,7 +54,6 @@ def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16)
     """Return ``S r + 2 k D + 4 D`` (sparq.12) for r = ``rank`` and k = ``top_k``.
 
     A decode step moves r components of S keys, k keys and values, the new key and value, and the mean value.
-
     If ``key_bits`` is below 16, the first term is ``S r (key_bits + 1/2) / 16`` (sparq.23). This term counts the codes
     with their ``lo`` and ``step``, in elements of 16 bits.
     """

@@ -40,7 +40,7 @@ def _row(name: str, ops: str, metal: str = "", triton: str = "", *, oracle: str 
     return {key: module if ":" in module else f"{module}:{name}" for key, module in modules.items() if module}
 
 
-# First the function of each method, then shared functions. "metal: ..." is the reason why `ops` suffices on Metal.
+# The methods come first, then shared functions. A comment "metal: ..." gives the reason why Metal uses `ops`.
 FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "dense": _row("dense_attention", "ops.attend", "ops.attend", "cuda_ref.torch_functions") | EXPORTED,
     "sparq": _row("sparq_attention", "ops.sparq", "kernels.sparq", "cuda_ref.launchers.sparq") | EXPORTED,
