@@ -89,7 +89,7 @@ class RunningStatistics:
             self.steps = [*self.steps, add(buffer, S)][-STEPS:]
 
     def _with_row(self, buffer: Rows, stop: int) -> State:
-        """Return a new state that also includes row ``stop - 1``, which a decode step wrote."""
+        """Return a copy of `state` extended with row ``stop - 1``, which a decode step wrote."""
         start, sums = self.state.length, self.state.sums
         row = buffer[..., start:stop, :]
         if self._padding is None:
@@ -103,7 +103,7 @@ class RunningStatistics:
         return State(stop, added, count)
 
     def _with_rows(self, buffer: Rows, stop: int) -> State:
-        """Return a new state that also includes rows ``[state.length, stop)``."""
+        """Return a copy of `state` extended with rows ``[state.length, stop)``."""
         start, sums = self.state.length, self.state.sums
         valid = None if self._padding is None else valid_keys(stop, self._padding)[:, None, start:, None]
 

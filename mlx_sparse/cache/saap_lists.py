@@ -22,7 +22,7 @@ class KeyLists:
     Attributes:
         offsets: ``(B, Hkv, buckets + 1)`` start of each bucket in ``key_ids``.
         key_ids: ``(B, Hkv, n)`` key indices, sorted by bucket.
-        covered: for each sequence, the row where the listed rows end. Keys from this row on are in no list.
+        covered: for each sequence, the number of rows up to which keys are listed. Later keys are in no list.
         bounds: ``covered`` for kernels: an int if all sequences have the same value, and int32 ``(B,)`` otherwise.
         listed: for each sequence, the number of listed keys, summed over KV heads.
         capacity: largest number of keys that a decode step can attend to before the next `rebuild_lists`.

@@ -113,7 +113,7 @@ class SparseCache:
         return start, rows
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Split rows ``[start, stop)`` into runs of consecutive positions, each ``(first row, end row, first position)``."""
+        """Split rows ``[start, stop)`` into runs ``(first row, end row, first position)`` of consecutive positions."""
         return [(start, stop, start)]
 
     @property
@@ -149,7 +149,7 @@ class SparseCache:
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
-        """Return the first valid row of each sequence. Wait for the device once for this cache and ``others``."""
+        """Return the first valid row of each sequence. Wait for the device only once for this cache and ``others``."""
         return [0] * (1 if self.keys is None else self.key_rows.shape[0])
 
     def add_state(self, method: str, state: State) -> State:

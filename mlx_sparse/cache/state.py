@@ -25,7 +25,7 @@ class State(ABC):
         listening: True during a forward pass in which the cache stores the keys that it writes in ``received``.
         received: start row and keys ``(B, Hkv, n, D)`` of the last write; None after the method has read them.
         recall: estimated attention recall ``(B, Hkv)`` of the last decode step; None if the method makes no estimate,
-            or after the call has recorded the estimate.
+            or after the call has read the estimate.
     """
 
     listening: bool = False

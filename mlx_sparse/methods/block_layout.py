@@ -74,7 +74,7 @@ class Layout:
 
     @cached_property
     def sampled_blocks(self) -> frozenset[int]:
-        """Indices of the row blocks with at least one sampled row, counted from position 0."""
+        """Indices of the row blocks, counted from position 0, that contain at least one sampled row."""
         offset = self.S - self.L
         return frozenset(
             block

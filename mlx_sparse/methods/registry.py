@@ -88,7 +88,7 @@ def refusal(backend: str, function: str, reason: str | None = None) -> str | Non
     """Return the reason why ``backend`` cannot run ``function`` on MLX arrays, or None.
 
     ``reason`` is a reason that the caller found, or None. A reason that rules out ``backend`` for all
-    functions replaces it.
+    functions replaces ``reason``.
     """
     reason = FOREIGN.get(backend) or unavailable(backend) or reason
     if reason is None and backend not in FUNCTIONS.get(function, {}):
@@ -143,12 +143,12 @@ def load(function: str, backend: str) -> Callable[..., Any]:
 
 
 def load_state(method: str) -> Callable[[], Any] | None:
-    """Return the class of the auxiliary cache state of ``method``; None if the method needs no auxiliary state."""
+    """Return the class for the auxiliary cache state of ``method``, or None if the method needs no state."""
     return _import(STATES[method]) if method in STATES else None
 
 
 def load_hooks(method: str) -> Any:
-    """Return the class of the model hooks of ``method``; None if the method needs no hooks."""
+    """Return the class for the model hooks of ``method``, or None if the method needs no hooks."""
     return _import(HOOKS[method]) if method in HOOKS else None
 
 

@@ -129,5 +129,5 @@ class SAAP(Method):
         return math.ceil(GATHERED_ROW * (self.attended + self.merge_every // 2 + network) / per_key)
 
     def _visited_share(self, buckets: int) -> float:
-        """Estimate the share of keys in the visited buckets. Return twice the average, because bucket sizes differ."""
+        """Return twice the average share of keys in the visited buckets, as an estimate that allows for unequal buckets."""
         return min(2 * self.probes / buckets, 1.0)
