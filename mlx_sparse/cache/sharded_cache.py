@@ -59,8 +59,8 @@ class ShardedKVCache(SparseCache, KVCache):
     Attributes:
         sent: array that depends on all messages of the last forward pass. mlx-lm evaluates this array with the cache,
             so that a rank sends its messages even if it stores none of the new keys.
-        calls: number of forward passes in progress. If it is 0, writes raise an error, because attention over only the
-            rows of this rank would be wrong.
+        calls: number of forward passes in progress. If ``calls`` is 0, writes raise an error, because attention over
+            only the rows of this rank would be wrong.
         agreed: position up to which the ranks have checked that their tokens agree; -1 before the first forward pass.
         chunk: keys and values of all tokens of the current forward pass; None outside a forward pass.
     """

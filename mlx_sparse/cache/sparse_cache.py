@@ -256,7 +256,7 @@ class SparseCache:
     def rows(self, backend: str) -> tuple[Any, Any, dict[str, int]]:
         """Return keys, values and keyword arguments for a function of ``backend``.
 
-        If ``backend`` takes whole buffers, the keyword arguments contain the ``length`` in use; else the dict is empty.
+        The keyword arguments contain the ``length`` in use if ``backend`` takes whole buffers, and are empty otherwise.
         """
         S = self.length
         if backend in WHOLE_BUFFERS:

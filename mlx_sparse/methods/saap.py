@@ -129,5 +129,5 @@ class SAAP(Method):
         return math.ceil(GATHERED_ROW * (self.attended + self.merge_every // 2 + network) / per_key)
 
     def _visited_share(self, buckets: int) -> float:
-        """Return twice the average share of keys in the visited buckets, as an estimate that allows for unequal buckets."""
+        """Estimate the share of keys in visited buckets. Assume twice the average share, because sizes differ."""
         return min(2 * self.probes / buckets, 1.0)
