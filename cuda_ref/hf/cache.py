@@ -255,6 +255,5 @@ def _sparq(attn: str | SparQ) -> SparQ:
         given = "+".join(map(str, configs))
         raise ConfigError(f"attn: expected sparq[:key=value,...] alone, got {given!r}.")
     config = cast("SparQ", configs[0])
-    if config.recall:
-        raise ConfigError(f"recall: expected 0 with transformers, got {config.recall}. Set top_k instead.")
+    config.require_fixed_budget("with transformers")
     return config

@@ -1,4 +1,4 @@
-"""Define the parameters of SparQ."""
+"""Define the parameters of SparQ, and estimate its transfers and crossover length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
 
-from ..checks import check_choice, check_int, check_local_window, check_rank, check_recall
+from ..checks import ConfigError, check_choice, check_int, check_local_window, check_rank, check_recall
 from . import stats
 from .base import NEVER, Method, Step, shard_top_k
 from .cost import ENOUGH_SAVED
@@ -62,9 +62,10 @@ class SparQ(Method):
             of the cache and needs no additional memory. "copy" reads a copy of the keys, as with other caches
             (docs/spec/quantized.md).
         dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
-            on this machine (`mlx-sparse calibrate`). Before a measurement it is ``16 * top_k`` with the `ops` backend
-            (docs/results/speed.md), and with GPU kernels the length at which a step saves `ENOUGH_SAVED` bytes.
-            With a ``top_k`` below the default, for experiments on short texts, every step that can be sparse is sparse.
+            on this machine (`mlx-sparse calibrate`). Before a measurement, "auto" is ``16 * top_k`` with the `ops`
+            backend (docs/results/speed.md). With GPU kernels, "auto" is the length at which a step saves `ENOUGH_SAVED`
+            bytes. With a ``top_k`` below the default, for experiments on short texts, every step that can be sparse is
+            sparse.
     """
 
     name: ClassVar[str] = "sparq"
@@ -111,6 +112,12 @@ class SparQ(Method):
         mixes = False if score == "query_key" and self.reallocate == "auto" else self.reallocate
         return dataclasses.replace(self, component_score=score, reallocate=mixes)
 
+    def require_fixed_budget(self, where: str) -> None:
+        """Raise `ConfigError` if ``recall`` or ``min_recall`` is set. ``where`` completes "expected 0 ..."."""
+        for name in ("recall", "min_recall"):
+            if value := getattr(self, name):
+                raise ConfigError(f"{name}: expected 0 {where}, got {value}. Set top_k instead.")
+
     def check_head_dim(self, D: int) -> None:
         check_rank(self.rank, D)
 
@@ -119,7 +126,7 @@ class SparQ(Method):
         return G == 1 if self.reallocate == "auto" else bool(self.reallocate)
 
     def scores_rows(self, *, packed: bool) -> bool:
-        """Return True if keys are scored without a copy; ``packed`` is True for a quantized KV cache."""
+        """Return True if the cache's own keys are scored, not a copy. ``packed`` is True for a quantized KV cache."""
         return packed and self.score == "rows"
 
     def for_shard(self, size: int, recent: int) -> SparQ:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from typing import Any
 
 import mlx.core as mx
@@ -16,9 +17,10 @@ import mlx_sparse
 from mlx_sparse.api.call_report import IN_FLIGHT, Counts, Report
 from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.cache.sparse_cache import SparseCache
+from mlx_sparse.lm import guard
 from mlx_sparse.lm.call import SAMPLED_STEPS
 from mlx_sparse.lm.recall import RecallCounts, RecallStatistics
-from mlx_sparse.methods import SparQ, registry
+from mlx_sparse.methods import SparQ, reasons, registry
 
 ATTN = "sparq:rank=4,top_k=16,dense_below=0"
 
@@ -114,6 +116,43 @@ def test_an_adaptive_budget_reports_its_keys_and_reaches_its_recall() -> None:
     assert 0.6 <= found["low"] <= found["median"] < 0.8
     assert 4 < found["keys"] < 64
     assert report.recall.lines()[0].endswith(f", {found['keys']:.0f} keys on average")
+
+
+def test_the_bytes_of_an_adaptive_budget_follow_the_number_of_keys() -> None:
+    model = build("llama")
+    attn = "sparq:rank=4,top_k=64,local_window=4,dense_below=0"
+    with mlx_sparse.sparse(model, attn) as fixed:
+        decode(model, 8 * SAMPLED_STEPS)
+    with mlx_sparse.sparse(model, attn + ",recall=0.6") as report:
+        decode(model, 8 * SAMPLED_STEPS)
+    row = 2 * model.args.head_dim * 4  # a key and a value in float32
+    attended = report.recall.keys
+    heads = report.sparse_calls * model.args.num_key_value_heads
+    assert report.sparse_calls == fixed.sparse_calls
+    assert fixed.sparse_bytes - report.sparse_bytes == row * (64 * heads - attended)
+
+
+def test_a_guard_makes_layers_with_a_low_recall_dense_and_tries_them_again() -> None:
+    model = build("llama")
+    attn = "sparq:rank=4,top_k=16,local_window=4,dense_below=0,min_recall={}"
+    steps = SAMPLED_STEPS * (2 * guard.STEPS + 2 * guard.IN_FLIGHT) + guard.PAUSE
+    with mlx_sparse.sparse(model, attn.format(1.0)) as low:
+        decode(model, steps)
+    assert set(low.recall.dense) == set(low.recall.layers)
+    assert all(0 < recall < 1 for recall in low.recall.dense.values())
+    assert low.dense_calls[reasons.LOW_RECALL] >= guard.PAUSE * low.served_layers
+    assert low.sparse_calls > SAMPLED_STEPS * guard.STEPS * low.served_layers  # before and after the pause
+    assert re.search(r"\n  dense for 256 steps at a time: layer 0 \(recall 0\.\d\d\), layer 1 ", str(low))
+    assert low.as_dict()["recall"]["dense_layers"].keys() == {"0", "1"}
+    with mlx_sparse.sparse(model, attn.format(0.01)) as fine:
+        decode(model, steps)
+    assert not fine.recall.dense and reasons.LOW_RECALL not in fine.dense_calls
+    assert fine.sparse_calls == steps * fine.served_layers
+
+
+def test_a_guard_is_refused_with_lossless_decoding() -> None:
+    with pytest.raises(mlx_sparse.ConfigError, match=r"^min_recall: expected 0 with --lossless, .* got 0\.5\.$"):
+        mlx_sparse.enable(build("llama"), "sparq:min_recall=0.5", lossless=True)
 
 
 @pytest.mark.parametrize("attn", ["streaming:sink_tokens=1,recent_tokens=15", "sparq:rank=4"])

@@ -15,7 +15,7 @@ from ...cache.sharded_cache import BLOCK, Shard, ShardedKVCache, shard_caches
 from ...cache.sparse_cache import DecodeStep
 from ...checks import ConfigError
 from ...files import replace_file
-from ...methods import NEVER, SAAP, Method, Sample, reasons
+from ...methods import NEVER, SAAP, Method, Sample, SparQ, reasons
 from ...methods.stats import dense_elements
 from ..call import Call
 from ..options import SHARDS
@@ -41,9 +41,8 @@ def share_context(plan: Plan, shard: str) -> None:
     served = [*rank_attention.STEPS, SAAP.name]
     if plan.decode is not None and plan.decode.name not in served:
         raise ConfigError(f"shard: expected one of {', '.join(served)} as decode method, got {plan.decode.name}.")
-    for name in ("recall", "min_recall"):
-        if (value := getattr(plan.decode, name, 0)) and (shard == "context" or name == "min_recall"):
-            raise ConfigError(f"{name}: expected 0 with --shard {shard}, got {value}. Set top_k instead.")
+    if isinstance(plan.decode, SparQ):
+        plan.decode.require_fixed_budget("with --shard")
     if plan.decode is not None and BLOCK % plan.decode.unit:
         raise ConfigError(f"page_size: expected a divisor of {BLOCK} with shard, got {plan.decode.unit}.")
     if plan.prefill is not None and plan.prefill.name != Sample.name:

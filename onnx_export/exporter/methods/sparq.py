@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 import mlx_sparse
-from mlx_sparse.checks import ConfigError, check_local_window, check_rank
+from mlx_sparse.checks import check_local_window, check_rank
 from mlx_sparse.methods import SparQ
 from mlx_sparse.methods.scoring_keys import GROUP
 
@@ -29,8 +29,7 @@ class SparQDecoding(Decoding):
     @classmethod
     def resolve(cls, config: SparQ, model: Any) -> SparQDecoding:
         """Return the decode method, with "auto" resolved to the same values as in `mlx_sparse.enable`."""
-        if config.recall:
-            raise ConfigError(f"recall: expected 0 in an exported file, got {config.recall}. Set top_k instead.")
+        config.require_fixed_budget("in an exported file")
         attention = model.layers[0].self_attn
         G, D = attention.n_heads // attention.n_kv_heads, head_dim(attention)
         check_rank(config.rank, D)
