@@ -91,6 +91,7 @@ class Report(Totals):
         kv_heads: number of KV heads of a served layer, on this rank and in the whole model; None if the number
             differs between layers.
         weight_bytes: number of weight bytes that a decode step reads in this process.
+        adaptive: True if SparQ has an adaptive budget (sparq.25).
         in_flight: maximum number of calls with statistics that the device may still be computing.
         counted, recalls: `buckets` and `recall` without the decode steps in flight.
     """
@@ -107,6 +108,7 @@ class Report(Totals):
     part: Part = field(default_factory=Part)
     kv_heads: tuple[int, int] | None = None
     weight_bytes: int = 0
+    adaptive: bool = False
     in_flight: int = IN_FLIGHT
     counted: Any = field(default=None, init=False, repr=False)
     recalls: Any = field(default=None, init=False, repr=False)
@@ -154,7 +156,7 @@ class Report(Totals):
         With SAAP and with an adaptive budget of SparQ, reading this property waits for the device.
         """
         with _lock:
-            unread = self.recall.unread_bytes if self.recall else 0
+            unread = self.recall.unread_bytes if self.adaptive and self.recall else 0
             return self.formula_bytes - unread + (self.buckets.bytes if self.buckets else 0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -167,7 +169,7 @@ class Report(Totals):
             data["drafts"] = self.drafts and self.drafts.as_dict()
             data["recall"] = self.recall and self.recall.as_dict()
             data["crossovers"] = self.crossovers()
-            for name in ("formula_bytes", "part", "kv_heads", "in_flight", "counted", "recalls"):
+            for name in ("formula_bytes", "part", "kv_heads", "adaptive", "in_flight", "counted", "recalls"):
                 data.pop(name, None)
             data["sparse_bytes"] = self.sparse_bytes
             return data

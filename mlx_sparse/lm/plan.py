@@ -68,6 +68,7 @@ class Plan:
         self.report.crossovers = self.crossovers
         self.watch: Callable[[int, Counts], object] | None = None
         self.layers: Counter[tuple[Method, Layer]] = Counter()
+        self.report.adaptive = getattr(decode, "recall", 0.0) > 0
         least = getattr(decode, "min_recall", 0.0)
         self.guard = Guard(least) if least else None
         if self.guard is not None:
@@ -128,6 +129,7 @@ class Plan:
                 "part",
                 "kv_heads",
                 "in_flight",
+                "adaptive",
             ):
                 setattr(report, name, getattr(self.report, name))
             self.report = report
