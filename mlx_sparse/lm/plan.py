@@ -120,17 +120,8 @@ class Plan:
     def count_in(self, report: Report) -> None:
         """Continue ``report``, the report of an earlier plan for the same model and methods."""
         if report is not self.report:
-            for name in (
-                "backend",
-                "layers",
-                "served_layers",
-                "dense_layers",
-                "crossovers",
-                "part",
-                "kv_heads",
-                "in_flight",
-                "adaptive",
-            ):
+            same = "backend layers served_layers dense_layers crossovers part kv_heads in_flight adaptive"
+            for name in same.split():
                 setattr(report, name, getattr(self.report, name))
             self.report = report
 

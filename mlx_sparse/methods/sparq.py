@@ -113,7 +113,6 @@ class SparQ(Method):
         return dataclasses.replace(self, component_score=score, reallocate=mixes)
 
     def require_fixed_budget(self, where: str) -> None:
-        """Raise `ConfigError` if ``recall`` or ``min_recall`` is set. ``where`` completes "expected 0 ..."."""
         for name in ("recall", "min_recall"):
             if value := getattr(self, name):
                 raise ConfigError(f"{name}: expected 0 {where}, got {value}. Set top_k instead.")

@@ -15,7 +15,7 @@ from ...cache.sharded_cache import BLOCK, Shard, ShardedKVCache, shard_caches
 from ...cache.sparse_cache import DecodeStep
 from ...checks import ConfigError
 from ...files import replace_file
-from ...methods import NEVER, SAAP, Method, Sample, SparQ, reasons
+from ...methods import NEVER, SAAP, Method, Sample, reasons
 from ...methods.stats import dense_elements
 from ..call import Call
 from ..options import SHARDS
@@ -41,7 +41,7 @@ def share_context(plan: Plan, shard: str) -> None:
     served = [*rank_attention.STEPS, SAAP.name]
     if plan.decode is not None and plan.decode.name not in served:
         raise ConfigError(f"shard: expected one of {', '.join(served)} as decode method, got {plan.decode.name}.")
-    if isinstance(plan.decode, SparQ):
+    if plan.decode is not None:
         plan.decode.require_fixed_budget("with --shard")
     if plan.decode is not None and BLOCK % plan.decode.unit:
         raise ConfigError(f"page_size: expected a divisor of {BLOCK} with shard, got {plan.decode.unit}.")
