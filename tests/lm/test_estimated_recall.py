@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import re
 from typing import Any
@@ -116,6 +117,50 @@ def test_an_adaptive_budget_reports_its_keys_and_reaches_its_recall() -> None:
     assert 0.6 <= found["low"] <= found["median"] < 0.8
     assert 4 < found["keys"] < 64
     assert report.recall.lines()[0].endswith(f", {found['keys']:.0f} keys on average")
+
+
+@pytest.mark.parametrize("key_bits", [4, 16])
+@pytest.mark.parametrize(
+    ("family", "batch", "bits"),
+    [("llama", None, None), ("llama", [0, 9], None), ("llama", None, 8), ("gpt_oss", None, None)],
+    ids=["one sequence", "left padding", "quantized KV cache", "sinks"],
+)
+def test_an_adaptive_budget_equals_a_fixed_one_if_its_recall_is_never_reached(
+    family: str, batch: list[int] | None, bits: int | None, key_bits: int
+) -> None:
+    model = build(family, head_dim=32)
+    attn = f"sparq:rank=8,top_k=16,reallocate=false,key_bits={key_bits},dense_below=0"
+    tokens = mx.array([prompt_of(80, seed) for seed in range(len(batch or [0]))])
+
+    def run(method: str) -> tuple[mx.array, Any]:
+        caches = make_prompt_cache(model) if batch is None else [BatchKVCache(batch) for _ in model.layers]
+        with mlx_sparse.sparse(model, method) as report:
+            model(tokens, cache=caches)
+            if bits is not None:
+                caches = [cache.to_quantized(group_size=32, bits=bits) for cache in caches]
+            logits = [model(tokens[:, i : i + 1], cache=caches) for i in range(6)]
+            return mx.concatenate(logits, axis=1), report
+
+    fixed, _ = run(attn)
+    same, report = run(f"{attn},recall=1")
+    assert report.recall.keys == 16 * report.recall.histogram.sum() > 0
+    np.testing.assert_allclose(same, fixed, rtol=0, atol=1e-5 * float(mx.abs(fixed).max()))
+    fewer, report = run(f"{attn},recall=0.3")
+    assert 0 < report.recall.keys < 16 * report.recall.histogram.sum()
+    assert float(mx.abs(fewer - fixed).max()) > 1e-3 * float(mx.abs(fixed).max())
+
+
+def test_drafts_with_an_adaptive_budget_give_the_dense_tokens() -> None:
+    model = build("llama")
+
+    def tokens() -> list[int]:
+        steps = importlib.import_module("mlx_lm.generate").generate_step(mx.array(prompt_of(80)), model, max_tokens=24)
+        return [int(token) for token, _ in steps]
+
+    dense = tokens()
+    with mlx_sparse.lossless(model, "sparq:rank=4,top_k=16,recall=0.5,dense_below=0", draft_tokens=3) as report:
+        assert tokens() == dense
+    assert report.recall.keys > 0
 
 
 def test_the_bytes_of_an_adaptive_budget_follow_the_number_of_keys() -> None:
