@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
@@ -92,7 +93,24 @@ def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
 
 def config_of(model: Any) -> dict[str, Any]:
     """Return the arguments of ``model``, including the arguments of its text model."""
-    return _flat(getattr(model, "args", None))
+    return _flat(getattr(model, "args", None) or getattr(model, "config", None))
+
+
+def package_of(model: Any) -> str:
+    """Return "mlx_vlm" for a model of mlx-vlm, and "mlx_lm" for every other model."""
+    packages = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
+    return "mlx_vlm" if "mlx_vlm" in packages else "mlx_lm"
+
+
+def text_model(model: Any) -> Any:
+    """Return the language model inside a model of mlx-vlm, which generation calls, and every other model itself."""
+    return getattr(model, "language_model", model) if package_of(model) == "mlx_vlm" else model
+
+
+def new_caches(model: Any) -> list[Any]:
+    """Return the caches of an empty prompt for ``model``, made by the library of the model."""
+    caches: list[Any] = import_module(f"{package_of(model)}.models.cache").make_prompt_cache(model)
+    return caches
 
 
 def _flat(args: Any) -> dict[str, Any]:
@@ -102,9 +120,7 @@ def _flat(args: Any) -> dict[str, Any]:
 
 def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
     """Return KV heads and head dim of each cache of ``model``; None for a cache without keys. Nothing is evaluated."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    caches = make_prompt_cache(model)
+    caches = new_caches(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     shapes: list[tuple[int, int] | None] = []
     for cache in leaves(caches):

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..api.call_report import Counts
-from ..cache.kv_cache import SparseBatchKVCache, SparseQuantizedKVCache, adopt, is_padding_mask
+from ..cache.kv_cache import SparseBatch, SparseQuantized, adopt, is_padding_mask
 from ..cache.sparse_cache import SparseCache
 from ..methods import reasons
 from ..model_info import leaves
@@ -156,7 +156,7 @@ class Call:
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
         """Attend a call without a valid plan: plan the layer, or count the reason for dense attention."""
-        if isinstance(cache, SparseQuantizedKVCache) and not isinstance(keys, mx.array):
+        if isinstance(cache, SparseQuantized) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)
         if self.probe is not None:
@@ -167,7 +167,7 @@ class Call:
             return None
         if self.hooks is not None and self.plan.decodes:
             self.hooks.keys_written(cache)
-        if isinstance(cache, SparseBatchKVCache) and chunks.differs_by_sequence(self, queries.shape[2], cache):
+        if isinstance(cache, SparseBatch) and chunks.differs_by_sequence(self, queries.shape[2], cache):
             out = chunks.attend_each(self, queries, cache, scale, mask, sinks)
         else:
             out = self.attend_one(queries, keys, cache, scale, mask, sinks, self.layer_index(cache))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ..cache.kv_cache import SparseBatchKVCache
+from ..cache.kv_cache import SparseBatch
 from ..cache.sparse_cache import SparseCache
 from ..kernels import attend_rows as metal
 from ..methods import reasons, registry
@@ -149,7 +149,7 @@ def attend_chunk(
     return out, lse
 
 
-def differs_by_sequence(call: Call, L: int, cache: SparseBatchKVCache) -> bool:
+def differs_by_sequence(call: Call, L: int, cache: SparseBatch) -> bool:
     """Return True if a call with ``L`` queries per sequence must attend each sequence of a batch separately.
 
     Some sequences can be sparse and others dense. If a chunk has only one token of a sequence, that token is attended
@@ -166,7 +166,7 @@ def differs_by_sequence(call: Call, L: int, cache: SparseBatchKVCache) -> bool:
 
 
 def attend_each(
-    call: Call, queries: mx.array, cache: SparseBatchKVCache, scale: float, mask: Any, sinks: mx.array | None
+    call: Call, queries: mx.array, cache: SparseBatch, scale: float, mask: Any, sinks: mx.array | None
 ) -> mx.array | None:
     """Attend a prefill chunk of a padded batch sequence by sequence. Return None if all sequences are dense.
 

@@ -55,11 +55,10 @@ def refuse_unquantizable(model: Any, form: Mapping[str, int]) -> None:
         form: arguments for ``to_quantized``: bits and group size.
     """
     import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
 
-    from ..model_info import leaves
+    from ..model_info import leaves, new_caches
 
-    caches = make_prompt_cache(model)
+    caches = new_caches(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)  # not evaluated
     for cache in leaves(caches):
         try:

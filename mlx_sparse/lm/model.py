@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache
 
 from ..api.call_report import Report
 from ..calibrate import Calibration
 from ..checks import ConfigError
 from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, reasons, registry
-from ..model_info import config_of, kv_heads, leaves, model_type
+from ..model_info import config_of, kv_heads, leaves, model_type, new_caches, package_of, text_model
 from ..model_parts import part_of
 from . import seam
 from .call import Call, under_plan
@@ -59,8 +59,8 @@ def enable(
     caches. Do not call the model on any thread during `enable` or `disable`.
 
     Args:
-        model: a model loaded by mlx-lm. Call the model's `shard` or `pipeline` first. A SAAP artefact is then sliced in
-            the same way, and checked only against the family and the shapes of the model.
+        model: a model loaded by mlx-lm or mlx-vlm. Call the model's `shard` or `pipeline` first. A SAAP artefact is
+            then sliced in the same way, and checked only against the family and the shapes of the model.
         attn: ``METHOD[:key=value,...][+METHOD...]`` with at most one prefill and one decode method, for example
             ``"sample+sparq:rank=16"``; or a method or a tuple of methods from `mlx_sparse.methods`. ``"dense"`` attends
             as mlx-lm does, but never stores the scores of a whole prefill chunk over a quantized KV cache.
@@ -83,9 +83,14 @@ def enable(
         ConfigError: the method or its parameters are invalid, no layer of the model can use the method, or the model is
             already enabled.
         ArtefactError: SAAP's artefact cannot be read, or was trained for another model.
-        BackendUnavailable: the backend cannot run here, or the installed mlx-lm has different interfaces.
+        BackendUnavailable: the backend cannot run here, or the installed mlx-lm or mlx-vlm has different interfaces.
     """
-    seam.require()
+    model = text_model(model)
+    package = package_of(model)
+    seam.require(package)
+    if package == "mlx_vlm" and (lossless or shard is not None):
+        option = "lossless=False" if lossless else "shard=None"
+        raise ConfigError(f"model: expected a model of mlx-lm, got a model of mlx-vlm. Use {option}.")
     if plan_of(model) is not None:
         raise ConfigError("model: expected a model that is not enabled, got an enabled model. Call mlx_sparse.disable.")
     configs = parse(attn) if isinstance(attn, str) else (attn,) if isinstance(attn, Method) else attn
@@ -113,7 +118,7 @@ def enable(
     names = seam.bind(model)
     if not names:
         raise NothingServed(
-            f"model: expected attention through mlx_lm.models.base.{seam.NAME}, got {plan.report.model_type}, which "
+            f"model: expected attention through {package}.models.base.{seam.NAME}, got {plan.report.model_type}, which "
             f"never calls it. Run this model without {plan.name}.",
             plan.report,
         )
@@ -136,6 +141,7 @@ def enable(
 
 def disable(model: Any) -> None:
     """Restore the dense attention of an enabled model. Do nothing if the model is not enabled."""
+    model = text_model(model)
     state = getattr(model, "_mlx_sparse", None)
     if state is None:
         return
@@ -187,7 +193,7 @@ def report(model: Any) -> Report | None:
 
 def plan_of(model: Any) -> Plan | None:
     """Return the plan of an enabled model, or None if the model is not enabled."""
-    state = getattr(model, "_mlx_sparse", None)
+    state = getattr(text_model(model), "_mlx_sparse", None)
     return state[0] if state else None
 
 
@@ -258,8 +264,8 @@ def _probe(model: Any, plan: Plan) -> None:
     Raises:
         ConfigError: no layer of a complete model can attend sparsely, or a parameter does not fit the head dim.
     """
-    caches, probe = make_prompt_cache(model), Probe(plan)
-    with (plan.new_call or Call)(plan, caches, probe=probe):
+    caches, probe = new_caches(model), Probe(plan)
+    with _unchanged(model), (plan.new_call or Call)(plan, caches, probe=probe):
         model(mx.zeros((1, 1), mx.int32), cache=caches)
     report = plan.report
     report.part = dataclasses.replace(part_of(model), shards=plan.shards)
@@ -278,6 +284,19 @@ def _probe(model: Any, plan: Plan) -> None:
     report.dense_layers.update(reason for reason in found if reason is not None)
     if report.part.layers is None:  # another stage of a pipeline may have sparse layers
         require_served(report, plan.name)
+
+
+@contextlib.contextmanager
+def _unchanged(model: Any) -> Iterator[None]:
+    """Restore the attributes of all modules at the end. Models of mlx-vlm store the positions of the last prompt."""
+    modules = [(module, dict(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, entries, attributes in modules:
+            for place, kept in ((module, entries), (vars(module), attributes)):
+                place.clear()
+                dict.update(place, kept)  # `nn.Module.update` sets parameters
 
 
 def require_served(report: Report, methods: str) -> None:

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from ..methods import reasons
-from ..model_info import leaves
+from ..model_info import leaves, new_caches
 from ..model_parts import without_pipeline
 from . import seam
 
@@ -293,7 +292,7 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
 
     Args:
         model: a model loaded by mlx-lm that is not enabled.
-        caches: result of ``make_prompt_cache(model)``.
+        caches: result of `new_caches`.
         visit: function that receives each attention call.
         recorder: an entered recorder of the model. It is cleared after each visit.
     """
@@ -327,7 +326,7 @@ def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dic
     Args:
         visit: function that receives each attention call, as in `observe`.
     """
-    caches = make_prompt_cache(model)
+    caches = new_caches(model)
     sources: dict[int, Source | str] = {}
 
     def find(seen: Seen) -> None:
