@@ -86,6 +86,12 @@ class Call:
             # `submit` starts the computation of counts on the device. Only `PrefillCounts.read` waits for results.
             counts.counting = None if hooks is None else hooks.submit()
             counts.prefill = None if self._prefill_counts is None else self._prefill_counts.read()
+            if plan.calls:  # some models of mlx-vlm have kernels for batches, which never call the attention function
+                seen = (
+                    counts.sparse_calls + counts.dense_calls.total() + (counts.prefill.calls if counts.prefill else 0)
+                )
+                if seen < plan.calls:
+                    counts.dense_calls[reasons.OWN_KERNEL] += plan.calls - seen
             plan.report.add(counts)
             if self._step_keys and plan.watch is not None:
                 watch, plan.watch = plan.watch, None

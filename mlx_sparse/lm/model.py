@@ -88,7 +88,7 @@ def enable(
     model = text_model(model)
     package = package_of(model)
     seam.require(package)
-    if package == "mlx_vlm" and (lossless or shard is not None):
+    if package != "mlx_lm" and (lossless or shard is not None):
         option = "lossless=False" if lossless else "shard=None"
         raise ConfigError(f"model: expected a model of mlx-lm, got a model of mlx-vlm. Use {option}.")
     if plan_of(model) is not None:
@@ -274,6 +274,7 @@ def _probe(model: Any, plan: Plan) -> None:
         (here,) = heads
         report.kv_heads = here, kv_heads(model, report.part, here)
     plan.layers = probe.layers
+    plan.calls = 0 if package_of(model) == "mlx_lm" else len(probe.found)
     report.backend = " and ".join(sorted(probe.backends)) or plan.backend
     seen = {id(cache) for cache, _ in probe.found}
     found = [reason for _, reason in probe.found]

@@ -37,6 +37,7 @@ class Plan:
         report: counts of all calls.
         lossless: number of drafts for each check, 0 to select it by speed; None if the model is not lossless.
         shards: number of ranks that share the context.
+        calls: number of attention calls in each forward pass of a model of mlx-vlm; 0 for other models.
         new_call: constructor of the context manager for a forward pass; None for `lm.call.Call`.
         new_caches: function that converts the model's new caches; None if they need no conversion.
     """
@@ -68,6 +69,7 @@ class Plan:
         self.layers: Counter[tuple[Method, Layer]] = Counter()
         self.lossless: int | None = None
         self.shards = 1
+        self.calls = 0
         self.new_call: Callable[..., Any] | None = None
         self.new_caches: Callable[[list[Any]], list[Any]] | None = None
 

@@ -22,6 +22,7 @@ PROMPT = "in prefill"
 LAST_OF_PROMPT = "of the prompt's last token"
 NO_DECODE = "of a single query (no decode method)"
 CHECKED = "that verify drafts, or decode without drafts (lossless)"
+OWN_KERNEL = "in a kernel of the model"
 UNKNOWN_PADDING = "of a batch padded on the right by an unknown number"
 SHORT_SEQUENCES = "of the short sequences of a batch"
 
