@@ -1,24 +1,33 @@
-"""Start-up hook that adds the option --attn to mlx-lm's commands.
+"""Start-up hook: adds --attn to the commands of mlx-lm and mlx-vlm, and enables models if MLX_SPARSE_ATTN is set.
 
 The installation adds two files that Python reads when it starts. The line of the .pth file (pyproject.toml) puts a
-finder into sys.meta_path and imports nothing. The finder imports this module with the first module of mlx_lm. Python
-3.15 reads the .start file instead and calls install(). For a short start-up time, this module imports only sys.
+finder into sys.meta_path and imports nothing. The finder imports this module with the first module of mlx_lm or of
+mlx_vlm. Python 3.15 reads the .start file instead and calls install(). For a short start-up time, this module imports
+only sys.
 """
 
 import sys
 
 TYPE_CHECKING = False  # importing typing would take longer than the rest of the hook
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
+VARIABLE = "MLX_SPARSE_ATTN"
 NAMES = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
-COMMANDS = frozenset(f"mlx_lm.{name}" for name in NAMES)
+# Names of the commands by the module of their main().
+COMMANDS = {f"mlx_lm.{name}": f"mlx_lm.{name}" for name in NAMES}
+VLM_COMMANDS = {
+    "mlx_vlm.generate.dispatch": "mlx_vlm.generate",
+    "mlx_vlm.chat": "mlx_vlm.chat",
+    "mlx_vlm.server.cli": "mlx_vlm.server",
+}
+LOADERS = ("mlx_lm.utils", "mlx_vlm.utils")  # modules of load_model()
 
 
 class CommandFinder:
-    """Finder of mlx-lm's command modules that wraps their main()."""
+    """Finder of the modules of mlx-lm and mlx-vlm that need a wrapper: commands, and with `VARIABLE` the loaders."""
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -27,8 +36,13 @@ class CommandFinder:
 
 
 def find_spec(name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
-    """Return the spec of a command module whose main() will be wrapped; None for other modules."""
-    if name not in COMMANDS:
+    """Return the spec of a module whose function will be wrapped; None for other modules."""
+    wrap: Callable[[ModuleType], None]
+    if name in COMMANDS or name in VLM_COMMANDS:
+        wrap = _wrap_main
+    elif name in LOADERS and _variable():
+        wrap = _wrap_load_model
+    else:
         return None
     others = [finder for finder in sys.meta_path if not _is_ours(finder)]
     found = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
@@ -39,11 +53,18 @@ def find_spec(name: str, path: "Sequence[str] | None", target: "ModuleType | Non
 
     def exec_and_wrap(module: "ModuleType") -> None:
         exec_module(module)
-        if module.__name__ == name and hasattr(module, "main"):  # a loader can serve several modules
-            _wrap_main(module)
+        if module.__name__ == name:  # a loader can serve several modules
+            wrap(module)
 
     spec.loader.exec_module = exec_and_wrap  # type: ignore[method-assign]
     return spec
+
+
+def _variable() -> str:
+    """Return the methods in the environment variable; empty if it is not set."""
+    import os
+
+    return os.environ.get(VARIABLE, "").strip()
 
 
 def _is_ours(finder: object) -> bool:
@@ -54,15 +75,39 @@ def _is_ours(finder: object) -> bool:
 def _wrap_main(module: "ModuleType") -> None:
     import functools
 
-    original = module.main
+    original = getattr(module, "main", None)
+    if original is None:
+        return
 
     @functools.wraps(original)
     def main() -> object:
         from mlx_sparse.lm.command import run
 
-        return run(original, module.__name__)
+        return run(original, {**COMMANDS, **VLM_COMMANDS}[module.__name__])
 
     module.main = main  # type: ignore[attr-defined]
+
+
+def _wrap_load_model(module: "ModuleType") -> None:
+    """Enable the methods of the environment variable on each model that ``load_model`` of ``module`` loads."""
+    import functools
+
+    original = getattr(module, "load_model", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def load_model(*args: object, **kwargs: object) -> object:
+        loaded = original(*args, **kwargs)
+        # A model that is sharded after its load must be enabled after that, which only commands with --attn do.
+        if sys._getframe(1).f_code.co_name != "sharded_load":
+            from mlx_sparse.lm.variable import enable_loaded
+
+            enable_loaded(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
+
+    load_model.without_variable = original  # type: ignore[attr-defined]
+    module.load_model = load_model  # type: ignore[attr-defined]
 
 
 def installed() -> bool:

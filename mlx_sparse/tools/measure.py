@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
+from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,13 @@ def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Ite
     from mlx_lm import load
 
     with loading(name):
-        model: Any = load(name, lazy=True)[0]
+        try:
+            model: Any = load(name, lazy=True)[0]
+        except ValueError:  # mlx-lm does not have the family
+            if util.find_spec("mlx_vlm") is None:
+                raise
+            utils: Any = import_module("mlx_vlm.utils")
+            model = utils.load_model(utils.get_model_path(name), lazy=True)
     enable(model, attn, backend=backend, calibration=calibration)
     plan = plan_of(model)
     assert plan is not None

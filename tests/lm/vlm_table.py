@@ -157,8 +157,8 @@ def markdown(rows: Sequence[Facts], head: dict[str, str]) -> str:
     return (
         f"mlx-vlm {head['mlx-vlm']} and mlx-lm {head['mlx-lm']} share {len(rows)} families. Tiny models of both "
         "libraries with the same weights were compared in float32 on a CPU. "
-        f"For {len(equal)} families the sparse logits are equal **bit for bit**. After `disable`, mlx-vlm's model gives "
-        "the logits of an untouched model.\n\n"
+        f"For {len(equal)} families the sparse logits are equal **bit for bit**. After `disable`, mlx-vlm's model "
+        "gives the logits of an untouched model.\n\n"
         f"**Every layer can be sparse**: {whole}.\n\n**Some layers can be sparse**: {part}.\n\n"
         f"**Other families**:\n\n{rest}"
     )

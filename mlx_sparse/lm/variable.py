@@ -1,0 +1,37 @@
+"""Support for the environment variable ``MLX_SPARSE_ATTN``: models are enabled when a program loads them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any
+
+from .._boot import VARIABLE
+
+_lock = threading.Lock()
+
+
+def enable_loaded(model: Any) -> None:
+    """Enable the methods of the variable on a model that has just been loaded, and print one line on standard error.
+
+    An error never prevents the load: the line reports the error, and attention stays dense.
+    """
+    attn = os.environ.get(VARIABLE, "").strip()
+    if not attn or "drafters" in type(model).__module__:
+        return
+    try:
+        with _lock:
+            from .loading import unfit_warning
+            from .model import enable, plan_of
+
+            if plan_of(model) is not None:  # a load inside the load
+                return
+            report = enable(model, attn)
+        warning = unfit_warning(report.model_type)
+        line = "; ".join([*report.opening(), *([] if warning is None else [warning])])
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        line = f"attention is dense: {reason}"
+    sys.stderr.write(f"[mlx-sparse] {VARIABLE}={attn}: {line}\n")  # one call, so that threads do not mix their lines
+    sys.stderr.flush()
