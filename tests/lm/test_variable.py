@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from tiny_models import build, write
 
 import mlx_sparse
 from mlx_sparse.lm import variable
+
+pytestmark = pytest.mark.slow  # commands
 
 SPARSE = "sparq:rank=4,top_k=4,dense_below=0"
 PROGRAM = """
@@ -104,28 +107,21 @@ def test_any_exception_keeps_the_model(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_threads_load_models_at_the_same_time(folder: Path) -> None:
-    code = """
-import sys, threading
-from mlx_lm.utils import load_model
-from pathlib import Path
-import mlx_sparse
-import mlx.core as mx
-found = []
-def load():
-    found.append(load_model(Path(sys.argv[1]))[0])
-    mx.synchronize()
-threads = [threading.Thread(target=load) for _ in range(4)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-print([mlx_sparse.report(model).served_layers for model in found])
-for model in found: mlx_sparse.disable(model)
-from mlx_lm.models import base, llama
-print(llama.scaled_dot_product_attention is base.scaled_dot_product_attention)
-"""
-    out, err = program(code, folder, MLX_SPARSE_ATTN=SPARSE)
-    assert out.split("\n") == ["[2, 2, 2, 2]", "True"]
-    assert err.count("MLX_SPARSE_ATTN=") == 4
+def test_threads_enable_models_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLX_SPARSE_ATTN", SPARSE)
+    models = [build() for _ in range(4)]
+    threads = [threading.Thread(target=variable.enable_loaded, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reports: list[Any] = [mlx_sparse.report(model) for model in models]
+    assert [report.served_layers for report in reports] == [2] * 4
+    assert [line.count("MLX_SPARSE_ATTN=") for line in capsys.readouterr().err.splitlines()] == [1] * 4
+    for model in models:
+        mlx_sparse.disable(model)
 
 
 def test_attn_of_a_command_takes_precedence(folder: Path) -> None:
