@@ -104,7 +104,11 @@ def package_of(model: Any) -> str:
 
 def text_model(model: Any) -> Any:
     """Return the language model inside a model of mlx-vlm, which generation calls, and every other model itself."""
-    return getattr(model, "language_model", model) if package_of(model) == "mlx_vlm" else model
+    if package_of(model) == "mlx_lm":
+        return model
+    language = getattr(model, "language_model", model)
+    inner = getattr(language, "_model", None)  # mlx-vlm 0.6 wraps models of mlx-lm
+    return language if inner is None or package_of(inner) != "mlx_lm" else inner
 
 
 def new_caches(model: Any) -> list[Any]:

@@ -228,7 +228,8 @@ class _OfVlm:
         return cls.__mro__[cls.__mro__.index(SparseCache) + 1].from_state(state, meta_state)  # type: ignore[attr-defined]
 
     def prefix_cache_merge(self, rows: Any, prefix_lens: Any) -> Any:
-        if all(type(row) in SPARSE_CLASSES or isinstance(row, SparseSingle) for row in rows):
+        ours = type(self)
+        if isinstance(self, SparseSingle) and all(ours in (type(row), SPARSE_CLASSES.get(type(row))) for row in rows):
             return merge(rows)
         return super().prefix_cache_merge(rows, prefix_lens)  # type: ignore[misc]
 

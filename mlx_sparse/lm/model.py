@@ -85,9 +85,10 @@ def enable(
         ArtefactError: SAAP's artefact cannot be read, or was trained for another model.
         BackendUnavailable: the backend cannot run here, or the installed mlx-lm or mlx-vlm has different interfaces.
     """
-    model = text_model(model)
     package = package_of(model)
     seam.require(package)
+    seam.library_of(model)
+    model = text_model(model)
     if package != "mlx_lm" and (lossless or shard is not None):
         option = "lossless=False" if lossless else "shard=None"
         raise ConfigError(f"model: expected a model of mlx-lm, got a model of mlx-vlm. Use {option}.")

@@ -7,8 +7,7 @@ import sys
 import threading
 from typing import Any
 
-from .._boot import VARIABLE
-
+VARIABLE = "MLX_SPARSE_ATTN"  # also in `_boot`, which imports this module
 _lock = threading.Lock()
 
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 import tiny_models
 import vlm_models
+from mlx import nn
 from mlx_vlm import apc
 from mlx_vlm.models import base
 from mlx_vlm.models import cache as vlm_caches
@@ -25,7 +26,7 @@ from mlx_sparse.methods import reasons
 SPARSE = "sparq:rank=4,top_k=4,dense_below=0"
 EVERY_KEY = EveryStepSparQ(rank=4, top_k=4096)
 PROMPT, STEPS = 24, 6
-FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_oss")
+FAMILIES = [name for name in ("llama", "qwen3", "gemma3_text", "gpt_oss") if name in vlm_models.families()]
 
 
 def close(a: mx.array, b: mx.array) -> bool:
@@ -211,8 +212,7 @@ def test_the_prefix_cache_stores_plain_caches(model: Any) -> None:
         assert apc._dense_checkpoint_trimmable(stored, PROMPT + 1)
         expected = call(model, [[6]], caches)
         assert mx.array_equal(call(model, [[6]], stored), expected)
-        rows = apc._clone_prompt_cache_for_apc(stored), caches_of(model)
-        for cache, empty in zip(*rows, strict=True):
+        for cache, empty in zip(caches, caches_of(model), strict=True):
             assert isinstance(cache.prefix_cache_merge([cache, empty], [0, 0]), vlm_caches.BatchKVCache)
 
 
@@ -257,3 +257,24 @@ def test_two_libraries_in_one_process_are_independent(model: Any) -> None:
         with mlx_sparse.sparse(other, SPARSE) as second:
             tiny_models.greedy(other, prompt_of(PROMPT), STEPS)
     assert report.sparse_calls == 0 < second.sparse_calls
+
+
+def test_a_wrapped_model_of_mlx_lm_is_served_with_the_caches_of_mlx_vlm(model: Any) -> None:
+    """mlx-vlm 0.6 wraps models of mlx-lm for families of its own that are missing."""
+
+    class LanguageModel(nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self._model = inner
+            self.layers = inner.layers
+
+        def __call__(self, inputs: mx.array, cache: Any = None) -> Any:
+            return base.LanguageModelOutput(logits=self._model(inputs, cache=cache))
+
+    LanguageModel.__module__ = base.__name__
+    wrapped, inner = LanguageModel(tiny_models.build()), tiny_models.build()
+    with mlx_sparse.sparse(model, SPARSE), mlx_sparse.sparse(inner, SPARSE):
+        expected = tiny_models.greedy(inner, prompt_of(PROMPT), STEPS)[1]
+    with mlx_sparse.sparse(wrapped, SPARSE) as report:
+        assert mx.array_equal(greedy(wrapped, prompt_of(PROMPT), STEPS)[1], expected)
+    assert report.sparse_calls == report.served_layers * STEPS

@@ -11,9 +11,10 @@ import vlm_table
 
 ROWS = {row.family: row for row in vlm_table.read()}
 EQUAL = [family for family, row in ROWS.items() if row.equal]
+HERE = [family for family in EQUAL if family in vlm_table.families()]  # an older mlx-vlm has fewer
 
 
-@pytest.mark.parametrize("family", tier.some(EQUAL, 24))
+@pytest.mark.parametrize("family", tier.some(HERE, 24))
 def test_sparse_logits_equal_those_of_mlx_lm(family: str) -> None:
     found = vlm_table.facts(family)
     assert found.equal, found
