@@ -208,11 +208,14 @@ def test_the_prefix_cache_stores_plain_caches(model: Any) -> None:
         call(model, [prompt_of(PROMPT)], caches)
         call(model, [[5]], caches)
         stored: Any = apc._clone_prompt_cache_for_apc(caches)
-        assert {type(cache) for cache in stored} == {vlm_caches.KVCache}
-        assert apc._dense_checkpoint_trimmable(stored, PROMPT + 1)
+        if hasattr(apc, "_dense_checkpoint_trimmable"):  # mlx-vlm 0.7 compares classes, 0.6 uses isinstance
+            assert {type(cache) for cache in stored} == {vlm_caches.KVCache}
+            assert apc._dense_checkpoint_trimmable(stored, PROMPT + 1)
         expected = call(model, [[6]], caches)
         assert mx.array_equal(call(model, [[6]], stored), expected)
         for cache, empty in zip(caches, caches_of(model), strict=True):
+            if not hasattr(cache, "prefix_cache_snapshot"):
+                break  # mlx-vlm 0.6
             assert isinstance(cache.prefix_cache_merge([cache, empty], [0, 0]), vlm_caches.BatchKVCache)
 
 
