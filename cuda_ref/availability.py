@@ -1,4 +1,4 @@
-"""Check if the Triton kernels can run on this machine."""
+"""Check whether the Triton kernels can run on this machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ OLDEST = (8, 0)  # the oldest compute capability that the tests compile the kern
 
 
 def interpreted() -> bool:
-    """Return True if Triton runs its kernels in its interpreter, slowly, on CPU tensors (TRITON_INTERPRET=1)."""
+    """Return True if TRITON_INTERPRET=1 is set. Triton then interprets kernels on the CPU (slow, for tests only)."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def unavailable() -> str | None:
-    """Return the reason why Triton's kernels cannot run here, or None."""
+    """Return the reason why the Triton kernels cannot run on this machine, or None."""
     if importlib.util.find_spec("triton") is None and sys.platform != "linux":
         return "triton has packages for Linux only"
     reason = not_installed("torch", "triton")

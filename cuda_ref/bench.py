@@ -1,7 +1,7 @@
 """Time torch's attention and the public functions of this package on an NVIDIA GPU, without mlx.
 
-Steps are captured as CUDA graphs and timed by CUDA events. The steps of a graph rotate through copies of the KV cache
-that together exceed the L2 cache. In Triton's interpreter the steps are plain calls, and the times are meaningless.
+Steps are captured in CUDA graphs and timed with CUDA events. The steps of a graph rotate through copies of the KV cache
+that together exceed the L2 cache. In Triton's interpreter, the steps are plain calls and the times are meaningless.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FASTEST = 4e12  # bytes per second, used only to compute the number of steps of 
 
 
 def device() -> torch.device:
-    """Return the device that the kernels run on."""
+    """Return the torch device that the kernels run on."""
     return torch.device("cpu" if interpreted() else "cuda")
 
 
@@ -71,7 +71,7 @@ def check(request: Request) -> None:
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the attention variants that are timed for a case: torch, dense Triton, and each sparse method.
+    """Yield the attention variants to time for a case: torch, dense Triton, and each sparse method.
 
     Raises:
         MemoryError: the case is too large for this GPU.
@@ -95,7 +95,7 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
 
 
 def free_memory() -> int:
-    """Return the free memory in bytes, on the GPU or, in the interpreter, on the CPU."""
+    """Return the number of free bytes in GPU memory, or in main memory if Triton interprets the kernels."""
     if interpreted():
         return memory()
     gc.collect()
@@ -104,7 +104,7 @@ def free_memory() -> int:
 
 
 class Timer:
-    """Time attention calls that rotate through cache copies, as one CUDA graph or, on the CPU, as plain calls."""
+    """Timer of attention calls: one CUDA graph that rotates through cache copies, or one plain call on the CPU."""
 
     def __init__(self, step: Step, copies: int, moved: int) -> None:
         self._step, self.output = step, step(0)  # the first call also compiles the kernels
@@ -123,7 +123,7 @@ class Timer:
         torch.cuda.current_stream().wait_stream(stream)
 
     def sample(self) -> float:
-        """Return the seconds per step. The graph is replayed twice, and only the second replay is timed."""
+        """Return the time per step in seconds. The graph is replayed twice, and only the second replay is timed."""
         if self._graph is None:
             start = time.perf_counter()
             self._step(0)
@@ -138,7 +138,7 @@ class Timer:
 
 
 def to_torch(array: Any, dtype: str | None = None) -> torch.Tensor:
-    """Copy a NumPy array to the device, with an optional change of type."""
+    """Copy a NumPy array to the device, and convert it to ``dtype`` if ``dtype`` is not None."""
     found = torch.from_numpy(np.ascontiguousarray(array)).to(device())
     return found if dtype is None else found.to(getattr(torch, dtype))
 
@@ -149,7 +149,7 @@ def to_numpy(tensor: torch.Tensor) -> Any:
 
 
 class TorchVariant(Variant):
-    """An attention variant on torch tensors that `Timer` times."""
+    """Base class for attention variants on torch tensors. `Timer` times them."""
 
     copies = 1
 
@@ -158,12 +158,12 @@ class TorchVariant(Variant):
         self.role, self.ours = ("dense" if name else "sparse"), not (name or "").startswith("torch")
 
     def batch(self, array: Any, dtype: str | None = None) -> torch.Tensor:
-        """Copy an array of one sequence to the device and repeat it for all sequences."""
+        """Copy the array of one sequence to the device and repeat it for all sequences of the batch."""
         found = to_torch(array, dtype)
         return found.expand(self.case.B, *found.shape[1:]).contiguous()
 
     def time(self, step: Step) -> None:
-        """Create the timer of ``step``, which captures the CUDA graph."""
+        """Create a timer for ``step``. The timer captures the CUDA graph."""
         self._timer = Timer(step, self.copies, self.row.details["bytes_formula"] or 2 * self.case.keys)
 
     def run(self, turn: int) -> float:
@@ -174,7 +174,7 @@ class TorchVariant(Variant):
 
 
 class Caches:
-    """Copies of a KV cache with random keys and values, which together exceed the L2 cache."""
+    """Copies of a KV cache with random keys and values. Together they exceed the L2 cache."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -183,7 +183,7 @@ class Caches:
         self.count = min(MOST_COPIES, max(1, math.ceil(8 * ROTATIONS * l2 / (2 * case.keys))))
 
     def normal(self, *shape: int) -> torch.Tensor:
-        """Draw normal random numbers in the dtype of the case."""
+        """Draw a tensor of normally distributed random numbers in the dtype of the case."""
         return torch.randn(shape, device=device(), dtype=getattr(torch, self.case.dtype))
 
     @cached_property
@@ -209,16 +209,16 @@ class DenseStep(TorchVariant):
             self.row.note = f"dense: all of {case.S:,} keys are attended"
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
-        """Run the decode step. ``state`` is the auxiliary cache state that `state` returned."""
+        """Run the decode step with the auxiliary cache state that `state` returned."""
         out: torch.Tensor = cuda_ref.dense_attention(queries, keys, values)
         return out
 
     def state(self, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        """Compute the auxiliary cache state of the method for these keys and values, or None."""
+        """Return the method's auxiliary cache state for these keys and values, or None if the method has none."""
         return None
 
     def problem(self) -> Problem:
-        """Build the inputs and expected output that `check` compares with."""
+        """Build inputs whose attention output is known, for `check`."""
         return random_problem(self.case)
 
     def check(self) -> str | None:
@@ -232,7 +232,7 @@ class DenseStep(TorchVariant):
 
 
 class TorchStep(DenseStep):
-    """Decode step with torch's attention, by ``enable_gqa`` or with the queries of a group as rows of one head."""
+    """Decode step with torch's attention, with ``enable_gqa`` or with the queries of a group as rows of one head."""
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
         B, Hkv, _, D = keys.shape
@@ -242,7 +242,7 @@ class TorchStep(DenseStep):
 
 
 class SparqStep(DenseStep):
-    """Decode step with SparQ, with 16-bit or int4 scoring keys."""
+    """Decode step with SparQ and 16-bit or int4 scoring keys."""
 
     def __init__(self, case: Case, caches: Caches, config: Any) -> None:
         super().__init__(case, caches, None, config)
@@ -265,7 +265,7 @@ class SparqStep(DenseStep):
 
 
 class SaapStep(DenseStep):
-    """Decode step with SAAP and a trained router: select buckets, list their keys, and attend."""
+    """Decode step with SAAP and a trained router: select buckets, list their keys, and attend to these keys."""
 
     def __init__(self, case: Case, caches: Caches, config: Any) -> None:
         super().__init__(case, caches, None, config)
@@ -333,7 +333,7 @@ class TorchPrefill(DensePrefill):
 
 
 class SamplePrefill(DensePrefill):
-    """Prefill in one call with SampleAttention. The time includes the sampling of queries."""
+    """Prefill in one call with SampleAttention. The time includes the selection of key blocks."""
 
     def __init__(self, case: Case, prompt: Inputs, config: Any) -> None:
         super().__init__(case, prompt, None, config)

@@ -37,7 +37,7 @@ def check_group(G: int) -> None:
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Raise `BackendUnavailable` unless ``backend`` names this backend and Triton's kernels run on ``device``."""
+    """Raise `BackendUnavailable` unless ``backend`` names this backend and Triton's kernels can run on ``device``."""
     if backend not in ("auto", "triton"):
         raise BackendUnavailable(f"backend: expected auto or triton for mlx_sparse.cuda_ref, got {backend}.")
     reason = unavailable()
@@ -48,7 +48,7 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def check_type(name: str, array: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise `ConfigError` unless ``array`` has the type of the other tensors."""
+    """Raise `ConfigError` unless ``array`` has ``dtype``, the dtype of the other tensors."""
     if array.dtype != dtype:
         raise ConfigError(
             f"{name}: expected the type of the other tensors, {type_name(dtype)}, got {type_name(array.dtype)}."
@@ -56,34 +56,34 @@ def check_type(name: str, array: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def check_code_type(name: str, array: torch.Tensor) -> None:
-    """Raise `ConfigError` if ``name`` is an array of int4 scoring keys and has the wrong type."""
+    """Raise `ConfigError` if ``array`` has the wrong dtype for the array ``name`` of int4 scoring keys."""
     wanted = CODE_TYPES.get(name, array.dtype)
     if array.dtype != wanted:
         raise ConfigError(
-            f"{name}: expected {type_name(wanted)}, got {type_name(array.dtype)}. Take what code_keys returns."
+            f"{name}: expected {type_name(wanted)}, got {type_name(array.dtype)}. Pass the result of code_keys."
         )
 
 
 def check_tensor(name: str, array: Any) -> None:
     """Raise `ConfigError` unless ``array`` is a torch tensor."""
     if not isinstance(array, torch.Tensor):
-        raise ConfigError(f"{name}: expected a tensor of torch, got {type(array).__name__}.")
+        raise ConfigError(f"{name}: expected a torch tensor, got {type(array).__name__}.")
 
 
 def check_device(name: str, array: torch.Tensor, device: torch.device) -> None:
-    """Raise `ConfigError` unless ``array`` is on the device of the other tensors."""
+    """Raise `ConfigError` unless ``array`` is on ``device``, the device of the other tensors."""
     if array.device != device:
         raise ConfigError(f"{name}: expected a tensor on {device}, got {array.device}.")
 
 
 def check_integers(name: str, array: torch.Tensor) -> None:
-    """Raise `ShapeError` unless ``array`` contains integers."""
+    """Raise `ShapeError` unless ``array`` has an integer dtype."""
     if array.dtype.is_floating_point or array.dtype.is_complex or array.dtype == torch.bool:
         raise ShapeError(f"{name}: expected integers, got {type_name(array.dtype)}.")
 
 
 def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tensor | None:
-    """Validate ``left_padding`` and return it as int32, clamped to 0..S, on ``device``; None stays None."""
+    """Validate ``left_padding`` and return it as int32 on ``device``, clamped to 0..S. None stays None."""
     if left_padding is None:
         return None
     try:

@@ -1,6 +1,6 @@
-"""Compute dense prefill, statistics of rows and int4 scoring keys with torch operations, without a Triton kernel.
+"""Compute dense prefill, key and value statistics and int4 scoring keys with torch operations, without Triton.
 
-A group of 64 scoring keys is quantized once: docs/spec/sparq.md, equations (sparq.17) to (sparq.20), (sparq.22).
+Each group of 64 scoring keys is quantized once (docs/spec/sparq.md, sparq.17 to sparq.20 and sparq.22).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .launchers.attend import dense_decode
 from .launchers.blocks import attend_blocks
 
 ASSIGNED_AT_ONCE = 1 << 26  # maximum number of inner products of keys and centroids in memory
-MASS_BLOCK = 128  # any block size gives the same log-sum-exp
+LSE_BLOCK = 128  # block size of `dense_lse`, which does not affect the result
 
 
 def dense_attention(
@@ -25,7 +25,7 @@ def dense_attention(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute dense attention, with our split-KV kernel for one query and with torch's attention for several."""
+    """Compute dense attention, for one query with our split-KV kernel and for several with torch's attention."""
     if queries.shape[2] > 1:
         return _prompt(queries, keys, values, scale, left_padding)
     out: torch.Tensor = dense_decode(queries, keys, values, scale, left_padding)[0]
@@ -39,7 +39,7 @@ def _prompt(
     scale: float,
     padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute dense causal attention of several queries with torch. Only the case L = S has a fast causal kernel."""
+    """Compute dense causal attention of several queries with torch, whose fast causal kernel requires L = S."""
     L, S, grouped = queries.shape[2], keys.shape[2], queries.shape[1] > keys.shape[1]
     if padding is None and L == S:
         return functional.scaled_dot_product_attention(
@@ -68,19 +68,19 @@ def dense_lse(
         lse = dense_decode(queries, keys, keys, scale, left_padding)[1]
         return lse
     if left_padding is None:
-        lse = attend_blocks(queries, keys, keys, None, MASS_BLOCK, scale)[1]
+        lse = attend_blocks(queries, keys, keys, None, LSE_BLOCK, scale)[1]
         return lse
     # The kernel does not support padding, so each sequence is a separate call that starts at its first valid key.
     lse = torch.full(queries.shape[:3], -torch.inf, device=queries.device)
     for b, first in enumerate(left_padding.tolist()):
         if first < S:
             q, k = queries[b : b + 1, :, max(0, L - S + first) :], keys[b : b + 1, :, first:]
-            lse[b, :, -q.shape[2] :] = attend_blocks(q, k, k, None, MASS_BLOCK, scale)[1]
+            lse[b, :, -q.shape[2] :] = attend_blocks(q, k, k, None, LSE_BLOCK, scale)[1]
     return lse
 
 
 def saap_assign(keys: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Return the bucket of each key (saap.1), computed with torch's matrix product."""
+    """Assign each key to a bucket (saap.1) with torch's matrix product. Return int32 ``(B, Hkv, S)``."""
     columns = centroids.float().mT
     step = max(1, ASSIGNED_AT_ONCE // (keys.shape[0] * columns.shape[0] * columns.shape[2]))
     ids = torch.empty(keys.shape[:3], dtype=torch.int32, device=keys.device)
@@ -92,7 +92,7 @@ def saap_assign(keys: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
 
 
 def masked_mean(rows: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
-    """Return the float32 mean (sparq.9) of ``rows (B, Hkv, S, D)`` over the valid keys: ``(B, Hkv, D)``."""
+    """Return the float32 mean (sparq.9) of ``rows (B, Hkv, S, D)`` over the valid rows: ``(B, Hkv, D)``."""
     if left_padding is None:
         return rows.mean(dim=2, dtype=torch.float32)
     S = rows.shape[2]
@@ -103,15 +103,15 @@ def masked_mean(rows: torch.Tensor, left_padding: torch.Tensor | None) -> torch.
 
 def deviation(keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
     """Return the float32 standard deviation (sparq.1) of each component over the valid keys: ``(B, Hkv, D)``."""
-    centred = keys.float() - masked_mean(keys, left_padding)[:, :, None, :]
-    return masked_mean(centred**2, left_padding).sqrt()
+    centered = keys.float() - masked_mean(keys, left_padding)[:, :, None, :]
+    return masked_mean(centered**2, left_padding).sqrt()
 
 
 def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None) -> KeyCodes:
     """Quantize the full groups of each row of ``keys (B, Hkv, S, D)``. Slots after the last full group are 0.
 
     Args:
-        left_padding: ``(B,)`` first valid key of each row, at which its first group starts.
+        left_padding: ``(B,)`` index of the first valid key of each row, where the row's first group starts.
     """
     if left_padding is None:
         return code_groups(keys)
@@ -130,10 +130,10 @@ def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None) -> KeyCodes
 
 
 def code_groups(keys: torch.Tensor, center: torch.Tensor | None = None) -> KeyCodes:
-    """Quantize the full groups of valid ``keys (B, Hkv, S, D)``. The first group starts at the first key.
+    """Quantize the full groups of ``keys (B, Hkv, S, D)``, which are all valid. The first group starts at key 0.
 
     Args:
-        center: float32 ``(B, Hkv, D)`` of earlier groups; None if there are no earlier groups.
+        center: float32 ``(B, Hkv, D)`` center of earlier groups; None if there are no earlier groups.
     """
     B, Hkv, S, D = keys.shape
     groups = S // GROUP
@@ -168,7 +168,7 @@ def _center(least: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
 
 
 def _full(groups: int, S: int, left_padding: torch.Tensor) -> torch.Tensor:
-    """Return a bool mask ``(B, 1, 1, groups)``: True for the full groups of each row."""
+    """Return a bool mask ``(B, 1, 1, groups)`` that is True for the full groups of each row."""
     full = (S - left_padding) // GROUP
     return torch.arange(groups, device=left_padding.device) < full[:, None, None, None]
 

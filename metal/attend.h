@@ -20,7 +20,7 @@ constexpr uint shared_lanes(uint d) {
   return lanes;
 }
 
-// How a SIMD group reads rows of D: `lanes` lanes share a row, four components at a time.
+// Layout of rows of D components in a SIMD group: `lanes` lanes share a row, four components at a time.
 template <int D>
 struct RowLayout {
   enum : uint { lanes = shared_lanes(D), chunks = (D / 4 + lanes - 1) / lanes, rows = LANES / lanes };
@@ -76,10 +76,10 @@ struct TileRows {
   }
   uint chunk(uint c) const { return c * RowLayout<D>::lanes + place.lane % RowLayout<D>::lanes; }
 
-  // False if the row has no components for this lane.
+  // Return false if the row has no components for this lane.
   bool has(uint c) const { return D / 4 % RowLayout<D>::lanes == 0 || chunk(c) < D / 4; }
 
-  // Chunk c of the row in `slot`; zeros for an empty slot.
+  // Return chunk c of the row in `slot`; zeros for an empty slot.
   float4 load(uint slot, uint c) const {
     const int key = slot < ATTEND_TILE && has(c) ? list[slot] : EMPTY;
     if (key == EMPTY) {
@@ -224,7 +224,7 @@ void gather_sums(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// The part of a list that one threadgroup processes, and its threadgroup memory.
+// The part of a list that one threadgroup processes, and the threadgroup memory for this work.
 template <int D, int G, int SIMDGROUPS>
 struct AttendShared {
   threadgroup float4* scratch;  // AttendSizes::scratch floats
@@ -302,7 +302,7 @@ void attend_list(
   }
 }
 
-// Attention over a part of a list (sparq.7): normalized output and log-sum-exp; 0 and -inf if the part has no key.
+// Attend to a part of a list (sparq.7): normalized output and log-sum-exp; 0 and -inf if the part has no key.
 // finish(g, d, y, softmax) converts component d of the output of head g to the stored value.
 template <int D, int G, int SIMDGROUPS, typename Out, typename Finish>
 void store_sums(
@@ -338,7 +338,7 @@ void store_sums(
   }
 }
 
-// Write the results of a part without keys; no input is read.
+// Write the results of a part without keys. This reads no input.
 template <int D, int G, typename Out>
 void store_nothing(device Out* out, device float* lse, Place place) {
   for (uint i = place.index(); i < G * D; i += place.threads()) {

@@ -44,7 +44,7 @@ struct StagedQuery {
   float2 operator()(int, int d) const { return staged(rows + d * SIDE, padded<T>(D), spot); }
 };
 
-// Attend to the key blocks in `list` with the query rows of one threadgroup. The list ends at its first negative entry;
+// Attend to the key blocks in `list` with the query rows of one threadgroup. The list ends at the first negative entry;
 // blocks above the diagonal are ignored.
 template <int D, int BLOCK, int ROWS, int KEYS, typename T, typename List>
 void attend_list(

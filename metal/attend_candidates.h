@@ -2,4 +2,4 @@
 #pragma once
 
 #include "attend.h"
-#include "top_k_select.h"
+#include "group_scores.h"

@@ -5,12 +5,12 @@
 //
 // inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity, D) T; candidate_bits (B, Hkv, N) uint;
 //              candidate_indices (B, Hkv, N) int; length () int; scale () float
-// outputs      out (B, Hq, 1, D) T; lse (B, Hq, 1) float
+// outputs      out (B, Hq, 1, D) T; lse (B, Hq, 1) float; recall (B, Hkv) float
 // template     D, G, HEADS, SIMDGROUPS, SLOTS
 // grid         SIMDGROUPS * 32, Hkv * G // HEADS, B
 // threadgroup  SIMDGROUPS * 32, 1, 1
 // reads        B * Hkv * (2 * SLOTS * D * T + G * D * T + N * 8)
-// writes       B * Hkv * G * (D * T + 4)
+// writes       B * Hkv * (G * (D * T + 4) + 4)
 threadgroup float4 scratch[AttendSizes<D, HEADS, SIMDGROUPS>::scratch / 4];
 threadgroup int list[ATTEND_TILE];
 threadgroup float factor[HEADS];
@@ -34,6 +34,10 @@ select_best(
     Candidates<decltype(bits_at), decltype(indices_at)>{bits_at, indices_at}, tile,
     static_cast<threadgroup uint*>(chosen_bits), static_cast<threadgroup int*>(chosen), partial, place);
 threadgroup_barrier(mem_flags::mem_threadgroup);
+const float share = selected_share<G>(chosen_bits, SLOTS, place.lane);
+if (first_head == 0 && place.index() == 0) {
+  recall[row] = share;
+}
 
 float4 sums[HEADS][RowLayout<D>::chunks] = {};
 attend_list<D, HEADS, SIMDGROUPS>(

@@ -41,7 +41,7 @@ float weigh_tile(
   for (int n = 0; n < KEYS / SIDE; ++n) {
 #pragma clang loop unroll(full)
     for (uint e = 0; e < 2; ++e) {
-      // The fma rounds only once, after the subtraction, when the number is small.
+      // The fma rounds only once, after the subtraction, where the result is small.
       const float weight = fast::exp2(fma(scores[n][e], scale, -shift));
       scores[n][e] = visible(start + n * SIDE + spot.column + e) ? weight : 0.0f;
       running.sum += scores[n][e];

@@ -3,6 +3,32 @@
 
 #include "top_k_select.h"
 
+// Bits of a key in the local window: above the bits of every score, and in the 23 lower bits the score as a share of G.
+// `selected_share` reads the shares, so that the estimated recall needs no second look at the logits.
+constant constexpr uint LOCAL = 0xFF800001;  // score 0; NaN and +inf in a score have the bits below
+constant constexpr float LOCAL_SHARES = 8388605.0f;
+
+template <int G>
+uint local_bits(float score) {
+  return isnan(score) ? ALWAYS : LOCAL + uint(rint(min(score / G, 1.0f) * LOCAL_SHARES));
+}
+
+// Share of the approximate softmax mass of a group on the selected keys (sparq.24), from their bits. All lanes of a
+// SIMD group call this function and receive the result.
+template <int G>
+float selected_share(const threadgroup uint* bits, uint count, uint lane) {
+  float share = 0.0f;
+  for (uint slot = lane; slot < count; slot += LANES) {
+    const uint key = bits[slot];
+    if (key >= LOCAL) {
+      share += key == ALWAYS ? NAN : float(key - LOCAL) / LOCAL_SHARES;
+    } else if (key != NEVER) {
+      share += key == LOCAL - 1 ? NAN : as_type<float>(key & 0x7FFFFFFFu) / G;
+    }
+  }
+  return simd_sum(share);
+}
+
 // Score source for top-k selection: sum of the softmaxes of a group (sparq.5).
 template <int G, typename Logits>
 struct GroupScores {
@@ -13,9 +39,8 @@ struct GroupScores {
 
   uint bits(uint item) const {
     const uint j = first + item;
-    uint decided;
-    if (window.decides(j, decided)) {
-      return decided;
+    if (j < window.padding) {
+      return NEVER;
     }
     float score = 0.0f;
 #pragma clang loop unroll_count(G < 16 ? G : 16)
@@ -23,7 +48,7 @@ struct GroupScores {
       const float logit = logits[size_t(j) * G + g];
       score += exp(logit - softmax[g].x) * softmax[g].y;
     }
-    return ordered_bits(score);
+    return j < window.local ? ordered_bits(score) : local_bits<G>(score);
   }
   int index(uint item) const { return int(first + item); }
 };

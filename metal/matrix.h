@@ -29,11 +29,11 @@ inline void multiply_add(thread float2& sum, float2 a, float2 b) {
   sum = reinterpret_cast<thread float2&>(result.thread_elements());
 }
 
-// Keep the compiler from moving loads of later matrices before this point, where they would occupy registers, as in
-// MLX's kernel. This barrier does not synchronize memory.
+// Prevent the compiler from moving later loads before this point, which would need more registers. MLX's kernel has the
+// same barrier. It does not synchronize memory.
 inline void settle() { simdgroup_barrier(mem_flags::mem_none); }
 
-// Maximum and sum over a row, returned to all lanes of the row.
+// Return the maximum or the sum over a row to all lanes of the row.
 inline float row_max(float x) {
   x = max(x, simd_shuffle_xor(x, ushort(1)));
   return max(x, simd_shuffle_xor(x, ushort(8)));
@@ -44,10 +44,10 @@ inline float row_sum(float x) {
   return x + simd_shuffle_xor(x, ushort(8));
 }
 
-// Number to subtract from scores before exp2: the largest score, or 0 for a row without keys, to avoid -inf - (-inf).
+// Return the number to subtract from scores before exp2: the largest score, or 0 without keys (-inf - -inf is NaN).
 inline float shift_of(float largest) { return largest == -INFINITY ? 0.0f : largest; }
 
-// log2 of a sum of exp2(score - shift_of(largest))
+// Return log2 of a sum of exp2(score), given the sum of exp2(score - shift_of(largest)).
 inline float log2_sum(float largest, float sum) { return sum == 0.0f ? -INFINITY : shift_of(largest) + log2(sum); }
 inline float natural(float logarithm) { return logarithm / LOG2_E; }
 

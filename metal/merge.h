@@ -5,7 +5,7 @@
 
 using namespace metal;
 
-// Log-sum-exp over all parts; -inf if no part has a key.
+// Return the log-sum-exp over all parts; -inf if no part has a key.
 template <typename Lse>
 float merged_lse(Lse lse, uint splits, uint stride) {
   float largest = -INFINITY;
@@ -19,7 +19,7 @@ float merged_lse(Lse lse, uint splits, uint stride) {
   return total == 0.0f ? -INFINITY : largest + log(total);  // NaN propagates
 }
 
-// One component of the merged output. The weight of each part is exp(lse of the part - merged lse).
+// Return one component of the merged output. The weight of each part is exp(lse of the part - merged lse).
 template <typename Parts, typename Lse>
 float merged_component(Parts parts, Lse lse, float total, uint splits, uint parts_stride, uint lse_stride) {
   float sum = 0.0f;

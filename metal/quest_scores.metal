@@ -1,6 +1,6 @@
 // quest_scores: upper bound of q.k for each page, over all queries of the group (quest.2), (quest.3). The current page,
-// which contains key length - 1, gets +inf; pages after it get -inf. The bounds of these pages are not read. A
-// threadgroup scores 64 pages of a KV head. Eight lanes share a page and keep its bounds in registers for all query
+// which contains key length - 1, gets +inf; later pages get -inf. The bounds of these pages are not read. A
+// threadgroup scores 64 pages of a KV head. Eight lanes share a page and keep the bounds in registers for all query
 // heads.
 //
 // inputs       queries (B, Hq, 1, D) Q; page_min, page_max (B, Hkv, capacity, D) T; left_padding (B,) int; length () int;

@@ -16,9 +16,8 @@ struct NarrowedScores {
 
   uint bits(uint item) const {
     const uint j = first + item;
-    uint decided;
-    if (window.decides(j, decided)) {
-      return decided;
+    if (j < window.padding) {
+      return NEVER;
     }
     const uint place = j - window.padding;
     const uint coded = (window.length - window.padding) / GROUP_KEYS * GROUP_KEYS;
@@ -33,7 +32,7 @@ struct NarrowedScores {
         score += exp(tiles[(tile * G + g) * 2] - float(below) / 16.0f - softmax[g].x) * softmax[g].y;
       }
     }
-    return ordered_bits(score);
+    return j < window.local ? ordered_bits(score) : local_bits<G>(score);
   }
   int index(uint item) const { return int(first + item); }
 };

@@ -3,7 +3,7 @@
 
 #include "threadgroup.h"
 
-// Rank of component d: the number of components with larger scores. Ties go to the lower component.
+// Return the rank of component d: the number of components with larger scores. Ties go to the lower component.
 inline uint larger_components(const threadgroup uint* component, uint d, uint D) {
   const uint own = component[d];
   uint larger = 0;

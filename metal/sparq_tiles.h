@@ -5,7 +5,7 @@
 
 // Largest logit and sum of exp(logit - largest) of a tile for each query of the group; -inf and 0 without a valid key.
 // The sum is NaN if a logit is NaN or +inf.
-// largest: output, the same in all threads. partial: scratch memory, MAX_SIMDGROUPS floats per query.
+// largest: output, the same in all threads. partial: scratch memory, 2 * MAX_SIMDGROUPS floats per query.
 template <int G, uint KEYS>
 void tile_statistics(
     const thread float (&logits)[KEYS][G],
@@ -107,7 +107,7 @@ void store_scores(
   }
 }
 
-// Scores of an invalid key.
+// Write the scores of an invalid key.
 template <int G>
 void store_none(device float* scores) {
 #pragma clang loop unroll(full)

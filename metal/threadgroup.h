@@ -7,7 +7,7 @@ using namespace metal;
 
 constant constexpr uint LANES = 32;
 constant constexpr uint MAX_SIMDGROUPS = 16;  // 512 threads: the limit for a kernel with many registers
-static_assert(MAX_SIMDGROUPS <= LANES, "of_simdgroup gives each a lane");
+static_assert(MAX_SIMDGROUPS <= LANES, "of_simdgroup needs one lane per SIMD group");
 
 // Position of a thread in its threadgroup.
 struct Place {

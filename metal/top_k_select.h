@@ -54,7 +54,7 @@ struct Window {
   uint local;    // first key of the local window
   uint length;   // number of keys
 
-  // True if the bits of key j do not depend on its score; `bits` is then NEVER or ALWAYS.
+  // Return true if the bits of key j do not depend on the score of the key; `bits` is then NEVER or ALWAYS.
   bool decides(uint j, thread uint& bits) const {
     bits = j < padding ? NEVER : ALWAYS;
     return j < padding || j >= local;

@@ -1,8 +1,8 @@
-"""Sparse attention for long-context language models on MLX.
+"""Provide sparse attention for long-context language models on MLX.
 
-Functions on arrays: `sparq_attention`, `saap_attention`, `sample_attention` and the baselines. Functions on models:
-`enable`, `disable`, `sparse`, `lossless`, `report`. Names are imported on first use, so importing this package does
-not import mlx or mlx_lm.
+The functions for arrays are `sparq_attention`, `saap_attention`, `sample_attention` and the baselines. The functions
+for models are `enable`, `disable`, `sparse`, `lossless` and `report`. Every name is imported on first use, so importing
+this package imports neither mlx nor mlx_lm.
 """
 
 # Importing typing would add 10 ms to every start of Python, because the start-up hook imports this file.

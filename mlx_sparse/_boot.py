@@ -1,9 +1,9 @@
-"""Start-up hook: adds --attn to the commands of mlx-lm and mlx-vlm, and enables models if MLX_SPARSE_ATTN is set.
+"""Define the start-up hook that adds the option --attn to the commands of mlx-lm and mlx-vlm.
 
-The installation adds two files that Python reads when it starts. The line of the .pth file (pyproject.toml) puts a
-finder into sys.meta_path and imports nothing. The finder imports this module with the first module of mlx_lm or of
-mlx_vlm. Python 3.15 reads the .start file instead and calls install(). For a short start-up time, this module imports
-only sys.
+If the environment variable MLX_SPARSE_ATTN is set, the hook also enables each model that one of the libraries loads.
+The installation adds two files that Python reads when it starts. The .pth file (pyproject.toml) has one line of code,
+which puts a finder into sys.meta_path. The finder imports this module when mlx_lm or mlx_vlm is imported. Python 3.15
+reads the .start file instead and calls install(). This module imports only sys, to keep the start-up time short.
 """
 
 import sys
@@ -27,7 +27,7 @@ LOADERS = ("mlx_lm.utils", "mlx_vlm.utils")  # modules of load_model()
 
 
 class CommandFinder:
-    """Finder of the modules of mlx-lm and mlx-vlm that need a wrapper: commands, and with `VARIABLE` the loaders."""
+    """Import finder that wraps main() in the command modules and, with `VARIABLE`, load_model() in the loaders."""
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -36,7 +36,7 @@ class CommandFinder:
 
 
 def find_spec(name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
-    """Return the spec of a module whose function will be wrapped; None for other modules."""
+    """Return an import spec whose loader wraps the module's main() or load_model(); None for other modules."""
     wrap: Callable[[ModuleType], None]
     if name in COMMANDS or name in VLM_COMMANDS:
         wrap = _wrap_main
@@ -68,7 +68,7 @@ def _variable() -> str:
 
 
 def _is_ours(finder: object) -> bool:
-    """Return True for a CommandFinder, of this module or of the .pth file."""
+    """Return True if ``finder`` is a CommandFinder of this module or of the .pth file."""
     return type(finder).__name__ == CommandFinder.__name__
 
 
@@ -111,11 +111,11 @@ def _wrap_load_model(module: "ModuleType") -> None:
 
 
 def installed() -> bool:
-    """Return True if the hook is active."""
+    """Return True if the start-up hook is installed in this process."""
     return any(map(_is_ours, sys.meta_path))
 
 
 def install() -> None:
-    """Put the finder first in sys.meta_path, once."""
+    """Put a CommandFinder first in sys.meta_path, unless sys.meta_path already contains a CommandFinder."""
     if not installed():
         sys.meta_path.insert(0, CommandFinder())

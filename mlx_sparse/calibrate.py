@@ -1,4 +1,4 @@
-"""Find the crossover length of sparse attention on this machine: read from the cache folder, measured, or modelled."""
+"""Read, measure or estimate the crossover length of sparse attention on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .methods import NEVER, Method, Prefill, Step
 SECONDS = {"gpu": 3.0, "cpu": 10.0}  # longest time of a measurement
 SHORT = 1024  # keys; a shorter context does not trigger a measurement
 LONGEST = 65_536  # keys that are timed
-MIN_SPEEDUP = 1.03  # dense over sparse time that counts as faster; above 1, so that noise enables no slower method
+MIN_SPEEDUP = 1.05  # dense over sparse time that counts as faster; above 1, so that noise enables no slower method
 PRECISION = 1.1  # largest ratio, at the end, of the shortest length that won to the longest length that lost
 BUSY, BUSY_SHARE = 1.5, 0.25  # on a busy machine the crossover (a factor) or density (a difference) spreads more
 PAIRS = (5, 15)  # minimum and maximum number of dense and sparse steps of one timing of a length
@@ -43,26 +43,24 @@ TILE = 1024  # random rows; longer contexts repeat them with other scales
 NEEDED = 4  # memory in units of K and V of a layer: caches of dense and sparse steps, and auxiliary cache state
 FREE_SHARE = 0.25  # share of the free memory that a measurement may use
 WORKING_SET = 128 << 20  # bytes of K and V that a timed step should read: more than most last-level caches
-LEAST_LAYERS, MOST_LAYERS = (
-    2,
-    {"cpu": 8, "gpu": 32},
-)  # per timed step; more layers reduce the share of the wait for a GPU
+LEAST_LAYERS = 2  # per timed step
+MOST_LAYERS = {"cpu": 8, "gpu": 32}  # per timed step; more layers reduce the share of the wait for a GPU
 
-MEASURED, MODELLED, GIVEN = "measured on this machine", "modelled", "given"
+MEASURED, MODELED, GIVEN = "measured on this machine", "modeled", "given"
 
 Pairs = Sequence[tuple[float, float]]  # seconds of a dense and a sparse step that ran one after the other
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Threshold above which a layer is sparse.
+    """Threshold between dense and sparse attention in a layer.
 
     Attributes:
-        value: crossover length in keys of a decode step; for prefill, the largest density at which sparse attention
-            pays.
-        how: one of `MEASURED`, `MODELLED` and `GIVEN`.
-        best: the optimistic end of a measured spread, of which ``value`` is the cautious end; None without a spread.
-        busy: True if the spread is so wide that the next process measures again.
+        value: crossover length in keys for decode steps; for prefill, the largest density at which sparse attention
+            is faster.
+        how: source of the value: `MEASURED`, `MODELED` or `GIVEN`.
+        best: optimistic end of the measured range; ``value`` is the conservative end. None without a range.
+        busy: True if the range is so wide that the next process measures again.
     """
 
     value: float
@@ -73,12 +71,12 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Layer:
-    """The sizes and the backend of a layer. A threshold is valid for equal layers.
+    """Backend, sizes and dtype of a layer. Equal layers share a threshold.
 
     Attributes:
-        step: sizes of the decode step, with ``measured`` None.
-        dtype: type of keys and values.
-        L: tokens of a prefill chunk; 1 for decode steps.
+        step: sizes of a decode step. Its attribute ``measured`` is None.
+        dtype: dtype of keys and values.
+        L: number of tokens in a prefill chunk; 1 for decode steps.
     """
 
     backend: str
@@ -88,7 +86,7 @@ class Layer:
 
     @property
     def row(self) -> int:
-        """Bytes of a key row and a value row of all heads."""
+        """Total bytes of one key row and one value row over all heads."""
         return 2 * self.step.heads * self.step.row_bytes
 
     def __str__(self) -> str:
@@ -96,7 +94,7 @@ class Layer:
 
 
 def describe(config: Method, found: Threshold) -> str:
-    """Return the description of a threshold for reports."""
+    """Describe the threshold ``found`` of the method ``config`` in one line, for reports."""
     how, value, best = found.how, found.value, found.best
     if best is not None:
         spread = f"{value:.0%} to {best:.0%}" if isinstance(config, Prefill) else f"{best:,.0f} to {value:,.0f} keys"
@@ -115,7 +113,7 @@ def describe(config: Method, found: Threshold) -> str:
 
 
 MeasurementKey = dict[str, str | int]
-FORMAT = 2
+FORMAT = 3
 MAX_BYTES = 1 << 16
 
 
@@ -133,7 +131,7 @@ def read_measurement(key: MeasurementKey) -> dict[str, Any] | None:
     """Read a stored measurement. Return None if there is no file.
 
     Raises:
-        ArtefactError: the file is damaged or has other content. The next measurement replaces it.
+        ArtefactError: the file is not a valid measurement. The next measurement replaces it.
     """
     path = path_of(key)
     try:
@@ -142,13 +140,13 @@ def read_measurement(key: MeasurementKey) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ArtefactError(f"{path}: expected a measurement, got {str(error)[:80]}.") from None
-    if not isinstance(found, dict) or found.get("question") != key or not isinstance(found.get("answer"), dict):
+    if not isinstance(found, dict) or found.get("key") != key or not isinstance(found.get("result"), dict):
         raise ArtefactError(f"{path}: expected a measurement of this machine and version, got something else.")
-    answer: dict[str, Any] = found["answer"]
-    return answer
+    result: dict[str, Any] = found["result"]
+    return result
 
 
-def write_measurement(key: MeasurementKey, answer: Mapping[str, Any]) -> None:
+def write_measurement(key: MeasurementKey, result: Mapping[str, Any]) -> None:
     """Store a measurement in its calibration file.
 
     Raises:
@@ -156,12 +154,12 @@ def write_measurement(key: MeasurementKey, answer: Mapping[str, Any]) -> None:
     """
     path = path_of(key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"question": key, "answer": answer}, indent=1)
+    text = json.dumps({"key": key, "result": result}, indent=1)
     replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a positive number below `NEVER`. Larger integers may not fit a float."""
+    """Return True if ``value`` is a positive number below `NEVER`. Larger integers may not fit into a float."""
     return type(value) in (int, float) and 0 < value < NEVER
 
 
@@ -169,7 +167,7 @@ def _is_number(value: Any) -> bool:
 
 
 class Point(NamedTuple):
-    """The median ratio of dense to sparse time at a length of ``S`` keys, and an interval around the true median."""
+    """Median ``ratio`` of dense to sparse time at ``S`` keys, and its confidence interval from ``low`` to ``high``."""
 
     S: int
     low: float
@@ -178,10 +176,10 @@ class Point(NamedTuple):
 
     @classmethod
     def of(cls, S: int, pairs: Pairs) -> Point:
-        """Return the median of the pairs' ratios, and its distribution-free interval with `CONFIDENCE`.
+        """Compute the median ratio of ``pairs`` and its distribution-free confidence interval at level `CONFIDENCE`.
 
-        The number of ratios below the true median has a binomial distribution with probability 1/2. Two sorted ratios
-        with the same rank from both ends therefore bound the median. More pairs give a narrower interval.
+        The number of ratios below the true median has a binomial distribution with probability 1/2. Therefore, two
+        sorted ratios at the same distance from both ends bound the median. More pairs give a narrower interval.
         """
         ratios = sorted(dense / sparse for dense, sparse in pairs)
         n, rank, tail = len(ratios), 0, 0.0
@@ -191,13 +189,13 @@ class Point(NamedTuple):
         return cls(S, ratios[rank], median(ratios), ratios[n - 1 - rank])
 
 
-def read_points(answer: Mapping[str, Any]) -> list[Point]:
-    """Check the timed lengths in a calibration file, and return them in ascending order.
+def read_points(result: Mapping[str, Any]) -> list[Point]:
+    """Validate the timed lengths in a calibration file, and return one `Point` per length in ascending order.
 
     Raises:
-        ValueError: the file has other content.
+        ValueError: the file is not a valid measurement.
     """
-    found: list[Any] = answer.get("points") or [None]
+    found: list[Any] = result.get("points") or [None]
     for point in found if isinstance(found, list) else [None]:
         if (
             not isinstance(point, list)
@@ -210,28 +208,28 @@ def read_points(answer: Mapping[str, Any]) -> list[Point]:
 
 
 def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
-    """Return the ends of the spread of the crossover length, or None where no measured length qualifies.
+    """Return the shortest length at which sparse attention may win, and the shortest at which it clearly wins.
 
-    From the first length on, sparse attention may be faster. From the second length on, it is faster.
+    All longer measured lengths must qualify too. A result is None if no length qualifies.
     """
     return _shortest(points, lambda point: point.high >= MIN_SPEEDUP), _shortest(
         points, lambda point: point.low >= MIN_SPEEDUP
     )
 
 
-def _shortest(points: Sequence[Point], good: Callable[[Point], bool]) -> int | None:
-    """Return the shortest length whose point and all later points are good, or None."""
-    bad = max((point.S for point in points if not good(point)), default=0)
-    return next((point.S for point in points if point.S > bad), None)
+def _shortest(points: Sequence[Point], faster: Callable[[Point], bool]) -> int | None:
+    """Return the first length above all lengths that fail ``faster``, or None."""
+    slower = max((point.S for point in points if not faster(point)), default=0)
+    return next((point.S for point in points if point.S > slower), None)
 
 
 def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first: int, seconds: float) -> list[Point]:
-    """Find the crossover length of decode steps by bisection, to within 10 % or until the time is over.
+    """Find the crossover length of decode steps by bisection, to within 10 % or until ``seconds`` have passed.
 
-    The search doubles or halves the length, starting at ``first``, until one length wins and one loses. Then it bisects
-    the interval between them. A length is timed again, up to `TIMINGS` times, while its interval contains
-    `MIN_SPEEDUP`. The search ends before a length that would exceed the remaining time, estimated from the previous
-    length.
+    The search doubles or halves the length, starting at ``first``, until sparse attention wins at one length and loses
+    at another. Then it bisects the interval between these lengths. A win needs two timings. A length is timed again, up
+    to `TIMINGS` times, while its confidence interval contains `MIN_SPEEDUP`. The search ends if the next length
+    would take longer than the remaining time, as estimated from the time of the previous length.
     """
     end = time.monotonic() + seconds
     points: dict[int, Point] = {}
@@ -240,10 +238,12 @@ def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first:
     while True:
         before, last = time.monotonic(), S
         pairs: list[tuple[float, float]] = []
-        for _ in range(TIMINGS):
+        for timing in range(TIMINGS):
             pairs += measure(S)
             point = points[S] = Point.of(S, pairs)
-            if not point.low < MIN_SPEEDUP <= point.high or time.monotonic() > end:
+            # The place of the arrays in memory changes the ratio, so a length needs two timings to win.
+            won_twice = timing > 0 and point.low >= MIN_SPEEDUP
+            if won_twice or point.high < MIN_SPEEDUP or time.monotonic() > end:
                 break
         if point.low >= MIN_SPEEDUP:
             won = S
@@ -261,13 +261,13 @@ def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first:
 
 
 class Calibration:
-    """Thresholds of the layers on this machine: measured, or from the documented model.
+    """Thresholds of the layers on this machine, measured or estimated (docs/methods.md).
 
     Args:
-        measures: True measures a missing threshold once a context is long enough; False uses the documented model.
-        seconds: longest time of a measurement; None for `SECONDS`.
-        chunk: tokens of a prefill chunk; the default is mlx-lm's.
-        progress: callback that receives a line before and after a measurement.
+        measures: if True, measure a missing threshold once a context is long enough; if False, estimate it.
+        seconds: time limit of a measurement; None means `SECONDS`.
+        chunk: number of tokens in a prefill chunk. The default is mlx-lm's default.
+        progress: callback that receives a line of text before and after each measurement.
     """
 
     longest = LONGEST
@@ -285,65 +285,65 @@ class Calibration:
         self._tried: set[tuple[Method, Layer]] = set()  # measured in this process, or failed
 
     def threshold(self, config: Method, layer: Layer, S: int = 0) -> Threshold:
-        """Return the threshold of ``config`` in a layer. Measure it first, if ``S`` keys are enough."""
+        """Return the threshold of ``config`` for a layer. First measure it if needed and if ``S`` is large enough."""
         key = config, layer
         if key not in self._known:
             kept = self.look_up(config, layer) if config.measurable else None
-            self._known[key] = kept or self.modelled(config, layer)
+            self._known[key] = kept or self.modeled(config, layer)
         if S >= self.shortest_measured(config) and self.needs_measurement(config, layer):
             self._tried.add(key)  # set first, so that a failed measurement is not repeated
             self._known[key] = self.measure(config, layer) or self._known[key]
         return self._known[key]
 
     def needs_measurement(self, config: Method, layer: Layer) -> bool:
-        """Return True if the first context that is long enough will measure the layer."""
+        """Return True if the layer will be measured as soon as a context is long enough."""
         if not self.measures or not config.measurable or (config, layer) in self._tried:
             return False
         found = self.threshold(config, layer)
-        return found.how == MODELLED or found.busy
+        return found.how == MODELED or found.busy
 
     @staticmethod
     def shortest_measured(config: Method) -> int:
-        """Return the shortest context that triggers a measurement. In shorter contexts sparse attention hardly pays."""
+        """Return the shortest context length that triggers a measurement. Below it, sparse attention rarely wins."""
         if isinstance(config, Prefill):
             return max(SHORT, config.shortest_context())
         return max(SHORT, 2 * config.attended)
 
     @staticmethod
-    def modelled(config: Method, layer: Layer) -> Threshold:
-        """Return the threshold of the documented model, without a measurement."""
-        how = MODELLED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
+    def modeled(config: Method, layer: Layer) -> Threshold:
+        """Return the threshold that is set or estimated, without a measurement."""
+        how = MODELED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
         if isinstance(config, Prefill):
             return Threshold(config.max_density(layer.backend), how)
         return Threshold(config.shortest_context(layer.step), how)
 
     def look_up(self, config: Method, layer: Layer) -> Threshold | None:
-        """Return the threshold of an earlier measurement, or None."""
+        """Return the threshold from a stored measurement, or None if there is no valid measurement."""
         try:
-            answer = read_measurement(measurement_key(config, layer))
-            return None if answer is None else self.read(config, layer, answer)
+            result = read_measurement(measurement_key(config, layer))
+            return None if result is None else self.read(config, layer, result)
         except (ArtefactError, ValueError) as error:
             self._progress(f"a measurement is ignored, and replaced by the next: {error}")
             return None
 
-    def read(self, config: Method, layer: Layer, answer: Mapping[str, Any]) -> Threshold:
-        """Return the threshold that follows from a stored measurement.
+    def read(self, config: Method, layer: Layer, result: Mapping[str, Any]) -> Threshold:
+        """Compute the threshold from the content of a calibration file.
 
         Raises:
-            ValueError: the file has other content.
+            ValueError: the file is not a valid measurement.
         """
-        if not _is_number(answer.get("time")):
+        if not _is_number(result.get("time")):
             raise ValueError("expected the time of the measurement")
         if isinstance(config, Prefill):
-            low, high = answer.get("share", -1), answer.get("best", -1)
+            low, high = result.get("share", -1), result.get("best", -1)
             if not all(type(share) in (int, float) and 0 <= share <= 1 for share in (low, high)):
                 raise ValueError("expected shares from 0 to 1")
             value, best, busy = config.max_density(layer.backend, low), high, high - low > BUSY_SHARE
             return Threshold(value, MEASURED, best if best != value else None, busy)
-        points = read_points(answer)
+        points = read_points(result)
         possible, won = crossover(points)
         # If dense attention won at the longest length, the model decides for longer contexts.
-        keys = won or max(points[-1].S + 1, int(self.modelled(config, layer).value))
+        keys = won or max(points[-1].S + 1, int(self.modeled(config, layer).value))
         value = config.shortest_context(replace(layer.step, measured=keys))
         best = None if possible is None else config.shortest_context(replace(layer.step, measured=possible))
         busy = possible is not None and keys > BUSY * possible
@@ -351,14 +351,14 @@ class Calibration:
 
     @staticmethod
     def timed(config: Method, layer: Layer) -> list[Point]:
-        """Return the lengths at which decode steps were timed on this machine; empty before a measurement."""
+        """Return a `Point` for each length at which decode steps were timed on this machine, or an empty list."""
         try:
             return read_points(read_measurement(measurement_key(config, layer)) or {})
         except (ArtefactError, ValueError):
             return []  # `look_up` reports damaged files
 
     def measure(self, config: Method, layer: Layer) -> Threshold | None:
-        """Time dense and sparse attention, store the result and return the threshold; None without enough memory."""
+        """Time dense and sparse attention and store the result. Return the threshold, or None without enough memory."""
         seconds = self._seconds or SECONDS[device_kind()]
         limit = f"{layer}; up to {seconds:g} s, once"
         self._progress(f"calibrating: finding the context length at which {config.name} is faster ({limit}) ...")
@@ -366,35 +366,35 @@ class Calibration:
         mx.synchronize()
         try:
             if isinstance(config, Prefill):
-                answer = measure_prefill(config, layer, seconds)
+                result = measure_prefill(config, layer, seconds)
             else:
-                answer = self._measure_steps(config, layer, seconds)
+                result = self._measure_steps(config, layer, seconds)
         except MemoryError as error:
             self._progress(f"not measured: {error}. The documented model decides instead.")
             return None
         finally:
             mx.clear_cache()  # free the memory of the measurement
-        answer["time"] = round(time.time())
-        found = self.read(config, layer, json.loads(json.dumps(answer)))
+        result["time"] = round(time.time())
+        found = self.read(config, layer, json.loads(json.dumps(result)))
         self._progress(f"{describe(config, found)}; it took {time.monotonic() - start:.1f} s.")
         try:
-            write_measurement(measurement_key(config, layer), answer)
+            write_measurement(measurement_key(config, layer), result)
         except OSError as error:
             self._progress(f"the measurement cannot be saved: {error}. It is used for this run only.")
         return found
 
     def _measure_steps(self, config: Method, layer: Layer, seconds: float) -> dict[str, Any]:
-        shortest, first = self.shortest_measured(config), int(self.modelled(config, layer).value)
+        shortest, first = self.shortest_measured(config), int(self.modeled(config, layer).value)
         most = int(FREE_SHARE * free_memory()) // (LEAST_LAYERS * NEEDED * layer.row)
         if most < shortest:
-            raise _too_full()
+            raise _not_enough_memory()
         longest = max(min(most, self.longest), shortest)
         measure = partial(self.pairs, config, layer, seconds=seconds / 10)
         points = find(measure, shortest=shortest, longest=longest, first=first, seconds=seconds)
         return {"points": points}
 
     def pairs(self, config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
-        """Time dense and sparse decode steps over ``S`` keys, in turns.
+        """Time dense and sparse decode steps over ``S`` keys alternately.
 
         A timed step evaluates several layers together. Each layer writes a row into its own cache, and the output of a
         layer is the query of the next layer.
@@ -435,7 +435,7 @@ class Calibration:
 
 
 def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
-    """Return the key of a measurement: method, settings, layer shape, machine, system and versions."""
+    """Return the key of a measurement, with the method, settings, layer shape, machine, system and versions."""
     info, step = mx.device_info(), layer.step
     packed = {} if step.packed is None else {"kv_bits": step.packed[0], "kv_group_size": step.packed[1]}
     return {
@@ -453,7 +453,7 @@ def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
 
 
 def _settings(config: Method, G: int) -> str:
-    """Return the settings that influence the time of a step."""
+    """Return the text form of the settings that influence the time of a step."""
     settled = config.for_model(qk_norm=False)  # settings from models are already resolved
     # The alphas change the density, but not the time at a given density.
     settings = {name: value for name, value in settled.parameters(G).items() if not name.startswith("alpha")}
@@ -467,7 +467,7 @@ def device_kind() -> str:
 
 
 def free_memory() -> int:
-    """Return the free bytes of the memory of MLX's device."""
+    """Return the number of free bytes in the memory of MLX's device."""
     free = int(psutil.virtual_memory().available)
     if device_kind() == "gpu":
         most = int(mx.device_info().get("max_recommended_working_set_size", free))
@@ -475,12 +475,12 @@ def free_memory() -> int:
     return max(free, 0)
 
 
-def _too_full() -> MemoryError:
+def _not_enough_memory() -> MemoryError:
     return MemoryError(f"{FREE_SHARE * free_memory() / 1e6:.0f} MB of free memory are too few")
 
 
 def _cache(layer: Layer, S: int, n: int) -> Any:
-    """Return a cache of ``S`` random rows, different for each ``n``, with `ROOM` free rows."""
+    """Return a KV cache with ``S`` random rows, different for each ``n``, and `ROOM` free rows."""
     cache: Any = SparseKVCache()  # type: ignore[no-untyped-call]
     rows: Any = (_rows(layer, layer.step.heads, S + ROOM, 2 * n + side) for side in range(2))
     if layer.step.packed is not None:
@@ -494,7 +494,7 @@ def _cache(layer: Layer, S: int, n: int) -> Any:
 
 
 def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
-    """Return random rows ``(1, heads, S, D)`` from a seed, without a change of MLX's global random state."""
+    """Return random rows ``(1, heads, S, D)`` from ``seed``, without changing MLX's global random state."""
     D = layer.step.D
     tiles = -(-S // TILE)
     some = mx.random.normal((1, heads, 1, min(S, TILE), D), dtype=layer.dtype, key=mx.random.key(seed))
@@ -506,7 +506,7 @@ def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
 def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, Any]:
     """Time a prefill chunk: dense attention, the selection of blocks, and attention to few and to many blocks.
 
-    The time of attention is assumed to grow linearly with the blocks. On a CPU one head represents all heads.
+    The time of attention is assumed to be linear in the number of blocks. On a CPU, one head represents all heads.
 
     Raises:
         MemoryError: too little memory is free.
@@ -518,7 +518,7 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
     # On a CPU, MLX stores the scores of a head.
     needed = 12 * L * S if device_kind() == "cpu" else 8 * heads * G * (S + L) * step.D
     if needed > FREE_SHARE * free_memory():
-        raise _too_full()
+        raise _not_enough_memory()
     queries = _rows(layer, heads * G, L)
     keys, values = (_rows(layer, heads, S, side + 1) for side in range(2))
     layout = config.layout(L, S)
@@ -545,14 +545,14 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
 
 
 def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
-    """Return the largest density at which sparse attention is faster, from the times of one turn."""
+    """Compute the largest density at which sparse attention is faster, from one timing of each of the four runs."""
     slope = (many - few) / (kept[1] - kept[0])
     left = dense / MIN_SPEEDUP - select - few
     return min(max(kept[0] + left / slope, 0.0), 1.0) if slope > 0 else float(left > 0)
 
 
 def _some_blocks(layout: Any, share: float, heads: int) -> mx.array:
-    """Return lists ``(1, heads, R, N)`` of evenly spaced blocks that include the last block of each row block."""
+    """Return lists ``(1, heads, R, N)`` with ``share`` of the causal key blocks, evenly spaced, including the last."""
     rows = []
     for r in range(layout.row_blocks):
         causal = layout.first_block + r + 1

@@ -1,4 +1,4 @@
-"""Error classes and argument checks of the public functions.
+"""Define the error classes, and check the arguments of the public functions.
 
 Every message reads ``<argument>: expected X, got Y. <what to do>``.
 The checks read only ``.shape``, so they work for NumPy, MLX and torch arrays.
@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from typing import Any, NoReturn
 
 BLOCK_SIZES = (32, 64, 128)  # block sizes for prefill that every backend supports
-MAX_BUCKETS = 4096  # the kernels have room for the scores of this many buckets
+MAX_BUCKETS = 4096  # largest number of SAAP buckets whose scores fit into the buffers of the kernels
 
 ECHO = 200  # longest word or quoted text in a message, in characters
 LONGEST = 1000  # longest message, in characters
@@ -23,26 +23,26 @@ _WORD = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|\S+""")
 
 
 def shortened(message: str) -> str:
-    """Return the message with long words and quotations cut, because they may come from hostile input."""
+    """Shorten ``message`` and its long words and quotations. Messages may quote hostile input."""
     message = _WORD.sub(lambda word: word[0] if len(word[0]) <= ECHO else f"{word[0][:ECHO]}...", message)
     return message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """Return a suggestion for an unknown ``name``: the most similar known name, or an empty text."""
+    """Return " Did you mean X?" with the known name X that is most similar to ``name``, or an empty string."""
     close = difflib.get_close_matches(str(name)[:ECHO], [str(one) for one in known], n=1, cutoff=0.7)
     return f" Did you mean {close[0]}?" if close else ""
 
 
 class Parser(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` that cuts its messages with `shortened`."""
+    """An `argparse.ArgumentParser` that shortens its error messages with `shortened`."""
 
     def error(self, message: str) -> NoReturn:
         super().error(shortened(message))
 
 
 class SparseAttentionError(Exception):
-    """Base class of the errors that this package raises. Messages are cut with `shortened`."""
+    """Base class of this package's errors. Their messages are shortened with `shortened`."""
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))
@@ -57,16 +57,16 @@ class ShapeError(SparseAttentionError, ValueError):
 
 
 class BackendUnavailable(SparseAttentionError, RuntimeError):
-    """A backend, or the version of mlx-lm that it needs, is not available here."""
+    """A backend cannot run on this machine or with the installed packages."""
 
 
 class ArtefactError(SparseAttentionError, ValueError):
-    """A file is corrupt, of another kind, or made for another model."""
+    """A file is damaged, has the wrong format, or was made for another model."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the axes of one attention call: batch, heads, queries, keys, head dim."""
+    """Sizes of one attention call: B sequences, Hq query heads, Hkv KV heads, L queries, S keys and head dim D."""
 
     B: int
     Hq: int
@@ -81,10 +81,10 @@ class Sizes:
 
 
 def check_qkv(queries: Any, keys: Any, values: Any) -> Sizes:
-    """Check ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)``; return their sizes.
+    """Check that ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)`` fit together. Return their sizes.
 
     Raises:
-        ShapeError: ranks, head counts, lengths or head dims do not fit together.
+        ShapeError: the numbers of axes, heads or tokens, or the head dims, do not fit together.
     """
     for name, array in (("queries", queries), ("keys", keys), ("values", values)):
         if len(array.shape) != 4:
@@ -159,12 +159,12 @@ def check_share(name: str, value: object) -> float:
 
 
 def check_block_size(block_size: object) -> None:
-    """Raise `ConfigError` unless every backend supports ``block_size``."""
+    """Raise `ConfigError` unless ``block_size`` is one of `BLOCK_SIZES`."""
     check_choice("block_size", block_size, BLOCK_SIZES)
 
 
 def check_sample(alpha_column: object, alpha_slash: object, chunks: object, block_size: object) -> None:
-    """Check the parameters of SampleAttention."""
+    """Raise `ConfigError` unless the parameters of SampleAttention are valid."""
     check_share("alpha_column", alpha_column)
     check_share("alpha_slash", alpha_slash)
     check_int("chunks", chunks, 1)
@@ -172,7 +172,7 @@ def check_sample(alpha_column: object, alpha_slash: object, chunks: object, bloc
 
 
 def check_saap(sizes: Sizes, bucket_ids: Any, visited: Any, sink_tokens: object, recent_tokens: object) -> None:
-    """Check the arrays and parameters of SAAP."""
+    """Raise `ShapeError` or `ConfigError` unless the arrays and parameters of SAAP are valid."""
     check_shape("bucket_ids", bucket_ids, (sizes.B, sizes.Hkv, sizes.S))
     if len(visited.shape) != 3 or tuple(visited.shape[:2]) != (sizes.B, sizes.Hkv):
         raise ShapeError(f"visited: expected shape (B={sizes.B}, Hkv={sizes.Hkv}, n), got {tuple(visited.shape)}.")
@@ -181,7 +181,7 @@ def check_saap(sizes: Sizes, bucket_ids: Any, visited: Any, sink_tokens: object,
 
 
 def check_centroids(keys: Any, centroids: Any) -> None:
-    """Raise `ShapeError` unless ``centroids`` are ``(Hkv, C, D)`` for ``keys (B, Hkv, n, D)``."""
+    """Raise `ShapeError` unless ``centroids`` has the shape ``(Hkv, C, D)`` that fits ``keys (B, Hkv, n, D)``."""
     kept = tuple(centroids.shape)
     if len(keys.shape) != 4 or len(kept) != 3 or kept[::2] != tuple(keys.shape[1::2]) or 0 in kept:
         raise ShapeError(
@@ -190,7 +190,7 @@ def check_centroids(keys: Any, centroids: Any) -> None:
 
 
 def check_router(queries: Any, out_weight: Any, out_bias: Any, hidden_weight: Any, hidden_bias: Any) -> int:
-    """Check the arrays of (saap.5), for ``queries (B, Hq, 1, D)``; return the number of buckets."""
+    """Check the shapes of SAAP's query router (saap.5) and return the number of buckets."""
     if len(queries.shape) != 4 or queries.shape[2] != 1 or 0 in queries.shape:
         raise ShapeError(f"queries: expected shape (B, Hq, 1, D), got {tuple(queries.shape)}.")
     Hq, D = queries.shape[1], queries.shape[3]
@@ -210,7 +210,7 @@ def check_router(queries: Any, out_weight: Any, out_bias: Any, hidden_weight: An
 
 
 def read_length(text: str, name: str = "--lengths") -> int:
-    """Read a number of keys: ``4k`` is 4096.
+    """Parse a number of keys such as ``4096`` or ``4k``.
 
     Raises:
         ConfigError: the text is not a number of keys.
@@ -222,10 +222,10 @@ def read_length(text: str, name: str = "--lengths") -> int:
 
 
 def read_shape(text: str) -> tuple[int, int, int]:
-    """Read query heads, KV heads and head dim from a text such as ``32x8x128``.
+    """Parse the number of query heads, the number of KV heads and the head dim from a text such as ``32x8x128``.
 
     Raises:
-        ConfigError: the text is not three positive numbers.
+        ConfigError: the text is not three positive numbers, or the first is not a multiple of the second.
     """
     sizes = tuple(int(size) if size.isdecimal() else 0 for size in text.split("x"))
     if len(sizes) != 3 or min(sizes) < 1 or sizes[0] % sizes[1]:

@@ -1,4 +1,4 @@
-"""The command `mlx-sparse`."""
+"""Implement the command `mlx-sparse`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OWN_PARSERS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `mlx-sparse` with ``argv`` (default: the arguments of the process). Return the exit code."""
+    """Run `mlx-sparse` with the arguments ``argv`` (default: ``sys.argv[1:]``) and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if not arguments:
@@ -94,21 +94,23 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--markdown", action="store_true", help="print Markdown, the same on every machine")
     form.add_argument("--json", action="store_true", help="print JSON")
     doctor = commands.add_parser(
-        "doctor", help="print what is installed, what can run here, and the reasons for what cannot"
+        "doctor", help="print the installed packages, the backends that can run here, and why other backends cannot"
     )
     doctor.add_argument(
         "--model", metavar="MODEL", help="also print what --attn would do with a model, without running it"
     )
     doctor.add_argument(
-        "--attn", metavar="METHOD", help="as for --attn, with --model (default: MLX_SPARSE_ATTN, or sample+sparq)"
+        "--attn",
+        metavar="METHOD",
+        help="with --model: methods to check (default: MLX_SPARSE_ATTN, or sample+sparq)",
     )
-    doctor.add_argument("--attn-backend", metavar="NAME", help="as for --attn-backend, with --model (default: auto)")
+    doctor.add_argument("--attn-backend", metavar="NAME", help="with --model: ops, metal or auto (default: auto)")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def _own(module: str, arguments: list[str]) -> int:
-    """Run a subcommand that parses its own arguments."""
+    """Run a subcommand of `OWN_PARSERS` and return its exit code. An `OSError` becomes a one-line `ConfigError`."""
     try:
         code: int = importlib.import_module(module).main(arguments)
     except BrokenPipeError:
@@ -121,7 +123,7 @@ def _own(module: str, arguments: list[str]) -> int:
 
 
 def _hosted(name: str, arguments: list[str]) -> int:
-    """Run a command of mlx-lm with the options of `mlx-sparse`."""
+    """Run a command of mlx-lm with the options that this package adds, such as --attn."""
     from .lm.command import run
 
     module = importlib.import_module(f"mlx_lm.{name}")
@@ -146,7 +148,7 @@ def _doctor(args: argparse.Namespace, variable: str) -> int:
     from .tools import doctor
 
     if args.model is None and (args.attn or args.attn_backend):
-        raise ConfigError("--attn: expected it with --model, got it alone. Name the model.")
+        raise ConfigError("--attn: expected the option --model too, got none. Name the model.")
     attn = args.attn or variable or doctor.ATTN
     findings = doctor.examine(args.model, attn, args.attn_backend or "auto", variable=variable)
     print(json.dumps(findings, indent=2) if args.json else doctor.text(findings))

@@ -1,4 +1,4 @@
-"""Packages that may be missing, and the command that installs them in the same way as this package."""
+"""Find missing optional packages, and build the command that installs them in the same way as this package."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from .checks import BackendUnavailable
 NAME = "mlx-sparse-attention"
 REBUILD = "--force-reinstall --no-deps"  # reinstall this package only
 
-# Extra by import name; empty if the package is a dependency without extra.
+# Extra that installs each import name; empty for the dependencies that are always installed.
 EXTRAS = {
-    **dict.fromkeys(("jinja2", "mlx", "mlx_lm", "numpy", "psutil", "safetensors", "tqdm", "tomli", "transformers"), ""),
+    **dict.fromkeys(("jinja2", "mlx", "mlx_lm", "numpy", "psutil", "rich", "safetensors", "tqdm", "tomli"), ""),
+    "transformers": "",
     **dict.fromkeys(("onnx", "onnxruntime"), "onnx"),
     **dict.fromkeys(("torch", "triton"), "cuda"),
     "gguf": "gemma",
@@ -31,13 +32,13 @@ EXTRAS = {
 
 
 class PackageMissing(BackendUnavailable, ImportError):
-    """Error: a required package is not installed or cannot be imported."""
+    """A required package is not installed or cannot be imported."""
 
 
 def install_hint(extra: str = "", options: str = "") -> str:
-    """Return the command that installs this package again, with ``extra`` and the installer's ``options``.
+    """Return the command that reinstalls this package with ``extra`` and the installer's ``options``.
 
-    The origin is the one that the installer recorded (PEP 610): a folder, a file, a repository or an index.
+    The command uses the origin that the installer recorded (PEP 610): a folder, a file, a repository or an index.
     """
     mine = _distribution()
     if origin := mine and _origin(mine, extra):
@@ -48,7 +49,7 @@ def install_hint(extra: str = "", options: str = "") -> str:
 
 
 def build_hint() -> str:
-    """Return the command that installs this package again from source and compiles its native kernels."""
+    """Return the command that reinstalls this package from source and compiles its native kernels."""
     mine = _distribution()
     origin = mine and _origin(mine)
     if not mine or not origin or origin.rstrip("'").endswith(".whl"):
@@ -64,7 +65,7 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | None:
-    """Return the origin of the installed package ``mine`` with ``extra`` as pip names it; None if it is gone."""
+    """Return the pip argument that reinstalls ``mine`` with ``extra``; None if the source was deleted."""
     extra = f"[{extra}]" if extra else ""
     recorded = mine.read_text("direct_url.json")
     if recorded is None:
@@ -84,7 +85,7 @@ def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | Non
 
 
 def _installer(mine: importlib.metadata.Distribution) -> str:
-    """Return the pip or uv command that installs into this environment, even if the environment is not activated."""
+    """Return the pip, uv or pipx command that installs into this environment, even if the environment is inactive."""
     home = Path(sys.prefix)
     if (home / "pipx_metadata.json").is_file():
         return f"pipx runpip {shlex.quote(home.name)} install"
@@ -96,13 +97,13 @@ def _installer(mine: importlib.metadata.Distribution) -> str:
 
 
 def not_installed(*packages: str) -> str | None:
-    """Return a line with the missing ``packages`` of one extra and the command that installs them, or None."""
+    """Return a message with the missing ``packages`` and the command to install them; None if none is missing."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     return f"{' and '.join(missing)} not installed: run {install_hint(EXTRAS[missing[0]])}" if missing else None
 
 
 def require(package: str) -> None:
-    """Check that ``package`` is installed, without importing it.
+    """Raise unless ``package`` is installed. The package is not imported.
 
     Raises:
         PackageMissing: the package is not installed.
@@ -113,10 +114,10 @@ def require(package: str) -> None:
 
 @contextlib.contextmanager
 def naming_missing() -> Iterator[None]:
-    """Turn the ImportError of a missing package into a one-line error.
+    """Replace an ImportError inside this context manager with a one-line error.
 
     Raises:
-        PackageMissing: with the package and the command that installs it.
+        PackageMissing: a package is missing. The message contains the command that installs the package.
     """
     try:
         yield

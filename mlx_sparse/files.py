@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
-    """Return the configured cache folder, or the default cache folder of this platform."""
+    """Return ``chosen`` as an absolute path, or the default cache folder of this platform if ``chosen`` is None."""
     if chosen is not None:
         return Path(chosen).expanduser().absolute()
     # By the XDG specification a relative path is ignored.
@@ -25,7 +25,7 @@ def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to an `OSError` that names no file, for example the error of a full disk."""
+    """Set ``path`` as the file name of an `OSError` that has no file name, for example if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -36,7 +36,7 @@ def naming(path: Path) -> Iterator[None]:
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` with a new file in the folder of ``path``, then rename the complete file to ``path``.
 
-    Other users may write into the folder. So the new file has an unpredictable name, and O_EXCL follows no link.
+    The new file has a random name and is opened with O_EXCL, because other users may put links into the folder.
     """
     new = path.with_name(f".{path.stem}-{os.urandom(8).hex()}{path.suffix}")
     with naming(path):
@@ -50,7 +50,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Return the content of a regular file, without following a link or waiting for a pipe.
+    """Return the content of a regular file. Links are not followed, and a pipe does not block.
 
     Raises:
         OSError: the file is absent, a link, or not a regular file.

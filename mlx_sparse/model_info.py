@@ -1,4 +1,4 @@
-"""Identity of a model for artefacts, and of its weights for results."""
+"""Identify the model that an artefact was trained on, and the weights that a result was measured with."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ VALUES = 16  # values of each vector that are hashed
 SMALLEST = 2.0**-14  # smallest normal float16
 ENDS = 64  # values at each end of each weight that are hashed
 NOTE = "_mlx_sparse_whole"
+ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 
 
 def identity(model: Any) -> dict[str, str]:
     """Return ``model_type`` and a ``hash`` of the config, the RoPE scaling, and the first values of all vectors.
 
-    Vectors are norms and biases, which quantization does not change. So a quantized copy is the same model, and so is a
-    copy in bfloat16, or a copy with tuned matrices (LoRA). Few bytes are read, independent of the size of the model. If
-    a model has no vectors, the first values of its matrices are hashed, and a quantized copy is another model.
+    The vectors are norms and biases. Quantization, conversion to bfloat16 and LoRA do not change them, so all these
+    copies of a model have the same identity. If a model has no vectors, the first values of its matrices are hashed,
+    and a quantized copy has a different identity. Only a few bytes of each weight are read.
     """
     from mlx.utils import tree_flatten
 
@@ -60,10 +61,10 @@ def identity(model: Any) -> dict[str, str]:
 
 
 def weights_hash(model: Any) -> str:
-    """Return a hash of the whole config and of both ends of every weight.
+    """Return a hash of the whole config and of the first and last values of every weight.
 
-    A quantized copy, another type or tuned matrices give another hash, because they change measured results. Few bytes
-    are read, independent of the size of the model.
+    Quantization, another dtype and fine-tuning change the hash, because they change measured results. Only a few bytes
+    of each weight are read.
     """
     from mlx.utils import tree_flatten
 
@@ -78,7 +79,7 @@ def weights_hash(model: Any) -> str:
 
 
 def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the RoPE scaling under any of its names; empty if there is none."""
+    """Return a dict with the RoPE scaling of ``config`` as "rope_scaling". It is empty if RoPE is not scaled."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = config.get(name)
@@ -92,7 +93,7 @@ def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """Return the arguments of ``model``, including the arguments of its text model."""
+    """Return the config of ``model`` as a flat dict that includes the config of its text model."""
     return _flat(getattr(model, "args", None) or getattr(model, "config", None))
 
 
@@ -103,7 +104,7 @@ def package_of(model: Any) -> str:
 
 
 def text_model(model: Any) -> Any:
-    """Return the language model inside a model of mlx-vlm, which generation calls, and every other model itself."""
+    """Return the language model inside a model of mlx-vlm. Return every other model unchanged."""
     if package_of(model) == "mlx_lm":
         return model
     language = getattr(model, "language_model", model)
@@ -112,7 +113,7 @@ def text_model(model: Any) -> Any:
 
 
 def new_caches(model: Any) -> list[Any]:
-    """Return the caches of an empty prompt for ``model``, made by the library of the model."""
+    """Return empty caches for the layers of ``model``, made by the library that loaded the model."""
     caches: list[Any] = import_module(f"{package_of(model)}.models.cache").make_prompt_cache(model)
     return caches
 
@@ -122,8 +123,41 @@ def _flat(args: Any) -> dict[str, Any]:
     return {**_flat(known["text_config"]), **known} if "text_config" in known else dict(known)
 
 
+def weights_read(model: Any) -> int:
+    """Return the number of weight bytes that a decode step reads.
+
+    If the config sets the number of active experts, count only that many experts. Count an embedding only if it is also
+    the output matrix.
+    """
+    from mlx import nn
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+    modules = [module for _, module in model.named_modules()]
+    config = config_of(model)
+    head = {len(module.weight) for module in modules if isinstance(module, (nn.Linear, nn.QuantizedLinear))}
+    active = next((config[name] for name in ACTIVE if isinstance(config.get(name), int) and config[name] > 0), None)
+    found = 0
+    for module in modules:
+        own = sum(array.nbytes for array in module.values() if isinstance(array, mx.array))
+        if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
+            experts = len(module.weight)
+            own = own * min(active or experts, experts) // experts
+        elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)) and not _is_output(module, config, head):
+            own = 0
+        found += own
+    return found
+
+
+def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
+    """Return True if an embedding has the output matrix's shape, and no linear layer has the same number of rows."""
+    rows, columns = module.weight.shape
+    columns = columns * 32 // module.bits if hasattr(module, "bits") else columns
+    sizes = rows == config.get("vocab_size", rows) and columns == config.get("hidden_size", columns)
+    return sizes and rows not in head
+
+
 def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
-    """Return KV heads and head dim of each cache of ``model``; None for a cache without keys. Nothing is evaluated."""
+    """Return (number of KV heads, head dim) for each cache, None for one without keys. No array is evaluated."""
     caches = new_caches(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     shapes: list[tuple[int, int] | None] = []
@@ -141,24 +175,24 @@ def leaves(caches: Any) -> list[Any]:
 
 
 def model_type(model: Any) -> str:
-    """Return mlx-lm's name of the model's family."""
+    """Return the name of the model family in mlx-lm, such as "llama"."""
     declared = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
     return str(declared)
 
 
 def kv_heads(model: Any, part: Part, here: int) -> int:
-    """Return the KV heads of a layer in the whole model, given the ``here`` heads of a ``part``. Parts can overlap."""
+    """Return a layer's number of KV heads before sharding. This rank has ``here`` heads; ranks may share heads."""
     known = config_of(model).get("num_key_value_heads")
     return min(here * part.size, known) if isinstance(known, int) and known >= here else here * part.size
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a whole model that are needed after the model was cut into parts.
+    """Identity and cache shapes of a whole model, recorded before the model is split across processes.
 
     Attributes:
-        identity: result of `identity`; None if not all weights are on this process.
-        shapes: KV heads and head dim of each cache.
+        identity: result of `identity`; None if this process does not have all weights.
+        shapes: number of KV heads and head dim of each cache; None for a cache without keys.
     """
 
     identity: Mapping[str, str] | None
@@ -166,12 +200,12 @@ class ModelFacts:
 
 
 def record_facts(model: Any, *, complete: bool) -> None:
-    """Record the facts of ``model`` before it is cut. ``complete``: all of its weights are on this process."""
-    # nn.Module would list the attribute among the parameters.
+    """Record the `ModelFacts` of ``model`` before it is split. ``complete`` is True if this process has all weights."""
+    # With setattr, nn.Module would list the attribute among the parameters.
     object.__setattr__(model, NOTE, ModelFacts(identity(model) if complete else None, kv_shapes(model)))
 
 
 def recorded_facts(model: Any) -> ModelFacts | None:
-    """Return the recorded facts of ``model``, or None."""
+    """Return the `ModelFacts` that `record_facts` recorded for ``model``, or None."""
     noted: ModelFacts | None = getattr(model, NOTE, None)
     return noted

@@ -1,4 +1,4 @@
-"""The part of a model on this process, after `model.shard` or `model.pipeline`."""
+"""Find the layers and heads that this process runs after `model.shard` or `model.pipeline`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Classes of `mlx.nn` whose modules have a part of a matrix and the group of ranks.
+# Classes of `mlx.nn` that have a shard of a matrix and the group of ranks.
 SHARDED = ("AllToShardedLinear", "ShardedToAllLinear", "QuantizedAllToShardedLinear", "QuantizedShardedToAllLinear")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a model; the whole model by default.
+    """Layers and heads of a model that one process runs; the whole model by default.
 
     Attributes:
-        first_layer: index, in the whole model, of the first layer of the part.
-        layers: number of layers of the part; None for all.
-        rank, size: the part has the ``rank``-th of ``size`` equal shares of the heads of every layer.
+        first_layer: index of the part's first layer in the whole model.
+        layers: number of layers in the part; None for all layers.
+        rank, size: the heads of every layer are split into ``size`` equal parts, and this part has index ``rank``.
         shards: number of context-parallel shards of the keys and values of one context.
     """
 
@@ -35,7 +35,7 @@ class Part:
 
 
 def part_of(model: Any) -> Part:
-    """Return the part of ``model`` on this process."""
+    """Return the layers and heads of ``model`` that this process runs."""
     first, layers, rank, size = 0, None, 0, 1
     for _, module in model.named_modules():
         if getattr(module, "pipeline_size", 1) > 1:
@@ -47,7 +47,7 @@ def part_of(model: Any) -> Part:
 
 @contextlib.contextmanager
 def without_pipeline(model: Any) -> Iterator[None]:
-    """Run calls of ``model`` without the other ranks of its pipeline, inside this context manager."""
+    """Run ``model`` inside this context manager without communication with the other ranks of its pipeline."""
     stages = [module for _, module in model.named_modules() if getattr(module, "pipeline_size", 1) > 1]
     kept = [(stage.pipeline_rank, stage.pipeline_size) for stage in stages]
     for stage in stages:

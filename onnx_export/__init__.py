@@ -1,4 +1,4 @@
-"""Export models to ONNX with the operators of the domain ``mlx_sparse``."""
+"""Export models to ONNX with operators from the domain ``mlx_sparse``."""
 
 if __name__ != "mlx_sparse.onnx_export":  # an editable install puts the project root on sys.path
     raise ImportError("onnx_export/ is installed as mlx_sparse.onnx_export: run `pip install -e .`, then import that")

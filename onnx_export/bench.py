@@ -1,7 +1,7 @@
-"""Time our operators in ONNX Runtime on a CPU, with native kernels or with function bodies of standard operators.
+"""Time our operators in ONNX Runtime on a CPU, with the native kernels or with the function bodies.
 
-The KV caches contain the new token of a decode step from the start, so that the same step can be repeated. Successive
-steps use different copies of the KV caches, so that no copy stays in the processor's cache.
+The KV caches already contain the new token, so the same decode step can run repeatedly. Successive steps use different
+copies of the KV caches, so that no copy stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .runtime import memory, native
 
 Array = npt.NDArray[Any]
 
-BYTES_IN_TURNS = 600_000_000  # total bytes of the cache copies that a variant reads in turns
+BYTES_IN_TURNS = 600_000_000  # total bytes of the KV cache copies that a variant cycles through
 LARGEST_SHARE = 0.8  # maximum share of the machine's memory that a case may use
 PAUSE = 0.003  # seconds between two variants, so that the threads of the previous variant stop
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine and the versions of onnxruntime and onnx for the report."""
+    """Return a description of the machine and the versions of onnxruntime and onnx, for the report."""
     return environment.machine() | {"onnxruntime": version("onnxruntime"), "onnx": version("onnx")}
 
 
@@ -71,17 +71,17 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
 
 
 def records_of(coded: KeyCodes) -> Array:
-    """Return int4 scoring keys in the layout of the operators: uint8 ``(B, Hkv D, groups, record)``."""
+    """Convert int4 scoring keys to the layout of the operators: uint8 ``(B, Hkv * D, groups, 36)``."""
     ranges = np.stack([coded.lo, coded.step], axis=-1).astype("<f2").view(np.uint8)
     records = np.concatenate([ranges, coded.codes.reshape(*coded.lo.shape, -1)], axis=-1)
     return records.reshape(len(records), -1, *records.shape[-2:])
 
 
 class Caches:
-    """Copies of the KV caches of one case with the same random numbers.
+    """Several equal copies of the KV caches of one case, filled with random numbers.
 
-    There are three kinds of arrays: keys and values as "rows", "transposed" (component-major) keys, and int4 scoring
-    keys as "codes".
+    There are three kinds of arrays: "rows" (keys and values), "transposed" (component-major keys) and "codes" (int4
+    scoring keys).
     """
 
     def __init__(self, case: Case) -> None:
@@ -92,13 +92,13 @@ class Caches:
         self._sets: dict[str, list[dict[str, Array]]] = {}
 
     def sets(self, kind: str) -> list[dict[str, Array]]:
-        """Return all copies of one kind of arrays. Each copy maps input names to arrays."""
+        """Return all copies of the arrays of ``kind``. Each copy is a dict from input names to arrays."""
         if kind not in self._sets:
             self._sets[kind] = [self.arrays(self.problem, kind) for _ in range(self.count)]
         return self._sets[kind]
 
     def arrays(self, problem: inputs.Problem, kind: str) -> dict[str, Array]:
-        """Copy one kind of arrays of ``problem`` into buffers with the capacity of the caches, by input name."""
+        """Return the arrays of ``kind`` for ``problem`` by input name, padded to the capacity of the caches."""
         _, Hkv, S, D = problem.keys.shape
         keys, values = (memory.zeros((1, Hkv, self.capacity, D), self.case.dtype) for _ in "kv")
         keys[:, :, :S], values[:, :, :S] = problem.keys, problem.values
@@ -116,7 +116,7 @@ class Caches:
 
 
 class OrtVariant(Variant):
-    """One-node model on onnxruntime that updates its caches in place; without a method, our dense operator."""
+    """Base class of variants that run a one-node model on onnxruntime. If ``config`` is None, attention is dense."""
 
     def __init__(self, case: Case, shared: Any, threads: int, config: Any, backend: str) -> None:
         name = None if config else "CachedAttention"
@@ -127,16 +127,13 @@ class OrtVariant(Variant):
         self.row.note = reason and reason.partition(".")[0]
 
     def common(self, **sizes: int) -> dict[str, Any]:
-        """Return the arguments of `operator_model` that all operators share: dtype, axis lengths and scale."""
+        """Return the arguments that `operator_model` needs for every operator: dtype, axis lengths and scale."""
         shape = self.case.shape
         axes = {"B": 1, "Hq": shape.Hq, "Hkv": shape.Hkv, "D": shape.D}
         return {"dtype": self.case.dtype, "sizes": axes | sizes, "scale": shape.D**-0.5}
 
     def load(self, model: onnx.ModelProto) -> None:
-        """Create a session for a model.
-
-        One process times several sessions in turns, so idle threads sleep instead of spinning.
-        """
+        """Create a session for a model. Idle threads sleep, because spinning would slow down other sessions."""
         options = native.session_options("auto" if self.backend == "native" else "off")
         options.intra_op_num_threads = self.threads
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -147,14 +144,14 @@ class OrtVariant(Variant):
         self._binding = self._session.io_binding()
 
     def new_tokens(self, rows: Sequence[Array], start: int) -> dict[str, Array]:
-        """Return input and output arrays for new tokens with the queries, keys and values in ``rows``."""
+        """Return the arrays of a call by name, for queries, keys and values ``rows`` that follow ``start`` tokens."""
         names = ("query", "key", "value")
         new = {name: np.ascontiguousarray(row, self.case.dtype) for name, row in zip(names, rows, strict=True)}
         numbers: dict[str, Array] = {"past_length": np.array([start]), "left_padding": np.array([0])}
         return new | numbers | {"output": np.zeros_like(new["query"])}
 
     def place(self, arrays: Mapping[str, Array]) -> None:
-        """Bind ``arrays`` as inputs and outputs of the next runs, without a copy."""
+        """Bind ``arrays`` as inputs and outputs of the next runs, without copying them."""
         for name, array in arrays.items():
             value = memory.ort_value(array)
             if name in self._inputs:
@@ -164,7 +161,7 @@ class OrtVariant(Variant):
 
 
 class OrtStep(OrtVariant):
-    """Decode step with one operator on onnxruntime."""
+    """Variant that runs one decode step with one operator."""
 
     def __init__(self, case: Case, shared: Caches, threads: int, config: Any, backend: str) -> None:
         super().__init__(case, shared, threads, config, backend)
@@ -198,7 +195,7 @@ class OrtStep(OrtVariant):
             more |= {"past_bucket_ids": ids, "centroids": np.zeros((Hkv, inputs.BUCKETS, D), np.float16)}
             more |= self._index.network
         else:
-            # One step in 64 fills and quantizes a group. If the step at S does, start half a group earlier.
+            # Every 64th step also quantizes a group. If the step at S is such a step, time an earlier step.
             early = self._coded and case.S % GROUP == 0
             self._problem = inputs.planted_problem(replace(case, S=case.S - GROUP // 2) if early else case, config)
             self.row.details["bytes_formula"] = int(case.rows * case.item * config.elements(case.S, D))
@@ -222,13 +219,13 @@ class OrtStep(OrtVariant):
         return self._problem.wrong(self.output())
 
     def output(self) -> Array:
-        """Run the model on the inputs of the check and return the attention output."""
+        """Run the decode step that `check` verifies, and return its attention output."""
         self.place(self._arrays)
         self._session.run_with_iobinding(self._binding)
         return self._arrays["output"]
 
     def run(self, turn: int) -> float:
-        """Run steps on two cache copies and return the seconds of the second, whose threads are awake as in a model."""
+        """Return the time of the second of two steps on different cache copies. The first step wakes the threads."""
         time.sleep(PAUSE)
         start = 0.0
         for n in (2 * turn, 2 * turn + 1):
@@ -240,7 +237,7 @@ class OrtStep(OrtVariant):
 
 
 class OrtPrefill(OrtVariant):
-    """Prefill in one call, or in chunks for the function body of dense attention, as in an exported model."""
+    """Variant that runs prefill in one call. The function body of dense attention gets `CHUNK` tokens per call."""
 
     def prepare(self) -> None:
         case, prompt, common = self.case, self.shared, self.common(C=self.case.S)

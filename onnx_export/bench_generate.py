@@ -1,7 +1,7 @@
-"""Measure decoded tokens per second of models exported to float32: ``mlx-sparse bench generate --runtime onnx``.
+"""Measure the decode speed in tokens/s of exported models in float32: ``mlx-sparse bench generate --runtime onnx``.
 
-The caches are filled with random numbers, because the speed depends on their sizes only and prefill of 32,768 tokens
-would take half an hour on a CPU. The results are still checked: both backends must compute the same logits.
+The caches are filled with random numbers, because decode speed depends only on the context length, and prefill of
+32,768 tokens would take half an hour on a CPU. `Decoder.check` compares the logits of both backends.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .exporter.export import export
 from .runtime import native
 from .runtime.runner import Runner
 
-MODES = {"native": "auto", "standard": "off"}  # argument `native` of `Runner` by backend
+MODES = {"native": "auto", "standard": "off"}  # name of the backend: argument `native` of `Runner`
 TOKENS = (5, 6, 7)  # token ids that the check decodes
-MOST_ERROR = 0.05  # relative to the largest logit, because rounding may change which keys a layer selects
+MOST_ERROR = 0.05  # tolerance relative to the largest logit; rounding may change the selected keys
 
 
 def variants(
     model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, threads: int
 ) -> Iterator[list[Generation]]:
-    """Export a model with each method, and yield for each length the decoders of both backends.
+    """Export a model with each method. For each context length, yield the decoders for all methods and backends.
 
     Raises:
         ConfigError: the model cannot be exported for both backends, or supports only shorter contexts.
@@ -56,7 +56,7 @@ def variants(
 
 
 def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
-    """Write random numbers into the caches, equal for both backends.
+    """Fill the caches with random numbers. Both backends get the same numbers.
 
     Raises:
         MemoryError: the caches are too large for this machine.
@@ -76,7 +76,7 @@ def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
 
 
 class Decoder(Generation):
-    """Decoder that runs one exported file with one backend."""
+    """Benchmark variant that decodes with one exported file on one backend."""
 
     def __init__(
         self, context: Context, method: str, runners: Mapping[str, Runner], below: int, backend: str, tokens: int
@@ -91,7 +91,7 @@ class Decoder(Generation):
         return runner.step([[token]]).copy()
 
     def check(self) -> str | None:
-        """Return a message if the logits of a decode step differ from the other backend's logits, else None."""
+        """Return a message if the logits of decode steps differ between the backends, else None."""
         errors = []
         for token in TOKENS:
             ours, *others = (self._first(runner, token) for runner in self._runners.values())

@@ -1,4 +1,4 @@
-"""Build nodes and one-node models for the operators of this domain."""
+"""Build nodes and one-node models with the operators of the domain ``mlx_sparse``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ WEIGHT_TYPES = ("float32", "float16")
 
 
 def element(kind: str, **own: str) -> int:
-    """Return ONNX's number of the element type ``kind``. ``own`` maps type variables such as T to dtypes."""
+    """Return the ONNX data type of ``kind``, such as "tensor(int64)". ``own`` maps type variables to dtypes."""
     if kind in own:
         return TYPES[own[kind]]
     return int(onnx.TensorProto.DataType.Value(kind.removeprefix("tensor(").removesuffix(")").upper()))
 
 
 def node(name: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: float) -> onnx.NodeProto:
-    """Create a node that has every attribute, because a kernel may have other defaults.
+    """Create a node of the operator ``name``. Pass all attributes except ``spec``, because they have no defaults.
 
     Raises:
         ConfigError: an attribute is missing, unknown or out of range, or the number of inputs or outputs is wrong.
@@ -65,17 +65,17 @@ def operator_model(
     sizes: Mapping[str, int] | None = None,
     **attributes: float,
 ) -> onnx.ModelProto:
-    """Build and check a model with one node ``name`` and the function bodies that a stock runtime needs.
+    """Build and check a model with one node and the function bodies that onnxruntime needs without native kernels.
 
     Args:
         name: the name of the operator.
         dtype: type of queries, keys and values: float32, float16 or bfloat16.
         weights: type W of centroids and query networks: float32 or float16.
         sizes: fixed axis lengths, such as ``{"D": 128}``; all other axes stay symbolic.
-        attributes: all attributes but ``spec``.
+        attributes: all attributes except ``spec``.
 
     Raises:
-        ConfigError: see `node`.
+        ConfigError: an argument or an attribute is invalid (see `node`).
     """
     op = operator(name)
     check_choice("dtype", dtype, tuple(TYPES))
@@ -104,7 +104,7 @@ def operator_model(
 
 
 def check(model: onnx.ModelProto) -> None:
-    """Validate a model with the ONNX checker and shape inference, which know our operators during the call.
+    """Register our operators, and validate a model with the ONNX checker and shape inference.
 
     Raises:
         onnx.checker.ValidationError, onnx.shape_inference.InferenceError: the model is invalid.

@@ -1,8 +1,8 @@
-"""Build the function bodies of operators: model-local functions of standard operators.
+"""Build the function body of each operator: a model-local ONNX function that consists of standard operators.
 
-Decode steps and appends are ONNX text in bodies/, one file per method; shared.onnxtxt begins with the constants. This
-module composes the operators that append to caches and then attend from calls of these functions. Inputs and
-attributes of a call are matched by name with the values and attributes of the calling operator.
+The functions for decode steps and appends are ONNX text in bodies/, one file per method. shared.onnxtxt begins with the
+constants. If an operator appends to caches and then computes attention, its body calls these functions. Each call
+receives the values and attributes of the operator that have the same names.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def operator(name: str) -> Operator:
 
 
 def function(name: str, profile: Profile = DEFAULT) -> FunctionProto:
-    """Return the function body of an operator or of one of `FUNCTIONS`. It may call other functions of the domain."""
+    """Return the function body of ``name``, an operator or one of `FUNCTIONS`. It may call other functions."""
     if name not in FUNCTIONS and (operator(name).base or name) in COMPOSED:
         return _attention(operator(name), profile)
     made = FunctionProto()
@@ -71,7 +71,7 @@ def _parsed(name: str) -> FunctionProto:
 
 @cache
 def _texts() -> dict[str, str]:
-    """Read bodies/. Return the text without comments of each function and of the constants."""
+    """Read the files in bodies/. Return the texts of the functions and the constants by name, without comments."""
     found = {}
     for file in sorted(BODIES.glob("*.onnxtxt")):
         constants, *functions = re.split(r"(?m)^(?=<opset_import)", re.sub(r"#.*", "", file.read_text("utf-8")))
@@ -105,7 +105,7 @@ def _attention(made: Operator, profile: Profile) -> FunctionProto:
 
 
 def _call(name: str, caller: Operator) -> NodeProto:
-    """Build a node that calls a function with the attributes of ``caller``, and window 0 if the caller has none."""
+    """Build a node that calls a function with the attributes of ``caller``. Without a window, pass ``window=0``."""
     called = _parsed(name)
     node = helper.make_node(name, [CACHES.get(value, value) for value in called.input], called.output, domain=DOMAIN)
     for attribute in called.attribute:
@@ -125,9 +125,9 @@ def _branch(name: str, calls: list[NodeProto]) -> GraphProto:
 
 
 def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[FunctionProto]:
-    """Return the function bodies of operators and of all functions that these call, callees first.
+    """Return the function bodies of operators, preceded by the functions that they call.
 
-    Operators that only the native kernels run have no function body.
+    Skip operators without a function body, which only the native kernels run.
     """
     found: dict[str, FunctionProto] = {}
     for name in names:
@@ -140,7 +140,7 @@ def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[Function
 
 
 def bodies(nodes: Iterable[NodeProto], profile: Profile = DEFAULT) -> list[FunctionProto]:
-    """Return the function bodies that ``nodes`` need, callees first."""
+    """Return the function bodies that ``nodes`` need. Every function comes after the functions that it calls."""
     return functions(dict.fromkeys(node.op_type for node in nodes if node.domain == DOMAIN), profile)
 
 
@@ -155,7 +155,7 @@ def calls(holder: FunctionProto | GraphProto) -> Iterator[NodeProto]:
 
 
 def inline(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Replace every operator of our domain by its function body, for runtimes without local functions.
+    """Replace every operator of our domain with its function body, for runtimes that do not support local functions.
 
     Inputs, outputs and weights keep their names. External data is not moved.
 
@@ -165,7 +165,7 @@ def inline(model: onnx.ModelProto) -> onnx.ModelProto:
     made = inline_local_functions(model)
     left = {node.op_type for node in calls(made.graph)}
     if left:
-        raise ConfigError(f"model: expected a body for {' and '.join(sorted(left))}, got none. Export it again.")
+        raise ConfigError(f"model: expected a function body for {' and '.join(sorted(left))}, got none. Export again.")
     kept = [opset for opset in made.opset_import if opset.domain != DOMAIN]  # runtimes refuse unknown domains
     del made.opset_import[:]
     made.opset_import.extend(kept)

@@ -23,15 +23,15 @@ SAMPLE_BELOW = 2048
 def lanes_for(length: int) -> int:
     """Return the number of keys per chunk of component-major keys, for caches of ``length`` tokens.
 
-    Long chunks are read fastest, but rounding up to whole chunks may enlarge the caches by at most 1/16.
+    Longer chunks are faster to read, but the cache length is rounded up to whole chunks, by at most 1/16.
     """
     return next((lanes for lanes in LANES if -length % lanes * 16 <= length), LANES[-1])
 
 
 def dense_below(config: SparQ, D: int) -> int:
-    """Return the number of keys below which a SparQ decode step stays dense, with "auto" resolved.
+    """Return the number of keys below which SparQ decode steps are dense: the setting, or an estimate for "auto".
 
-    Function bodies and native kernels use the same number, because both must compute the same result. Below this number
+    Function bodies and native kernels use the same number, because both must compute the same result. With fewer keys,
     function bodies are slower than dense attention. Native kernels are already faster at about 500 keys.
     """
     shortest = config.shortest_context()
@@ -41,9 +41,9 @@ def dense_below(config: SparQ, D: int) -> int:
 
 
 def saap_dense_below(config: SAAP, D: int, buckets: int, network: int) -> int:
-    """Return the number of keys below which a SAAP decode step stays dense, with "auto" resolved.
+    """Return the number of keys below which SAAP decode steps are dense: the setting, or an estimate for "auto".
 
-    The cost model assumes buckets of equal size. ``network`` is the number of weights that every step reads.
+    The cost model assumes buckets of equal size. ``network`` is the number of network weights per KV head.
     """
     shortest = config.attended + 1
     if config.dense_below != "auto":

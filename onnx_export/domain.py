@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 DOMAIN = "mlx_sparse"
 VERSION = 1
-SPEC = 1  # version of the specification: the attribute `spec` of every node, which kernels compare with their version
+SPEC = 1  # version of the operator specification; every node stores it as `spec`, and the kernels check it
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Versions of the standard operators (opset) and of the file format (IR). Few runtimes load the newest versions."""
+    """Opset version (standard operators) and IR version (file format) of an exported model."""
 
     opset: int
     ir: int
@@ -26,7 +26,7 @@ W = ("tensor(float)", "tensor(float16)")  # types of query networks and centroid
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output of an operator. ``axes`` names its axes; shape inference does not infer the length of "?"."""
+    """An input or output of an operator. ``axes`` names its axes; an axis "?" has an unknown length."""
 
     name: str
     type: str
@@ -39,13 +39,13 @@ class Tensor:
 
     @property
     def as_keys(self) -> bool:
-        """Return True for a cache with one row per key, such as keys and values."""
+        """Return True for a cache of shape ``(B, Hkv, C, D)``, such as keys and values."""
         return self.axes.rpartition(" ")[0] == "B Hkv C"
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """An attribute of an operator. An integer has bounds ``low`` and ``high`` or a list of ``choices``.
+    """An attribute of an operator. An integer may have bounds ``low`` and ``high``, or a list of ``choices``.
 
     A float with ``high`` is a fraction above 0 and at most 1.
     """
@@ -62,8 +62,9 @@ class Attribute:
 class Operator:
     """An operator of the domain.
 
-    The function body is a text in bodies/, or compose.py composes it from the function body of ``base``. If
-    ``has_body`` is False, only the native kernels run the operator.
+    Attributes:
+        base: name of the operator that this operator extends with SampleAttention for prefill, or "".
+        has_body: False if only the native kernels run the operator, True if `compose.function` returns its body.
     """
 
     name: str

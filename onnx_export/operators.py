@@ -10,11 +10,11 @@ from mlx_sparse.methods.scoring_keys import GROUP
 
 from .domain import Attribute, Operator, Tensor
 
-_SPEC = Attribute("spec", int, "Version of the specification of the node. This page describes version 1.", 1, 1)
+_SPEC = Attribute("spec", int, "Version of the operator specification. This page describes version 1.", 1, 1)
 _SCALE = Attribute("scale", float, "Factor c of the logits, usually D ** -0.5.")
 _SPARQ = (
     _SPEC,
-    Attribute("rank", int, "Number of components r that are read of every key: 1 to D.", 1),
+    Attribute("rank", int, "Number of components r that are read from every key: 1 to D.", 1),
     Attribute("top_k", int, "Number of keys k that are attended to, the local window included.", 1),
     Attribute("local_window", int, "Number l of last valid keys that are always attended to: 0 to `top_k`.", 0),
     Attribute(
@@ -49,10 +49,18 @@ WINDOW = Attribute(
 SAMPLE = (
     _SPEC,
     Attribute(
-        "alpha_column", float, "Attention recall of the sample that the selected key blocks reach; 1 selects all.", 0, 1
+        "alpha_column",
+        float,
+        "Attention recall that the selected key blocks must reach in the sample; 1 selects all.",
+        0,
+        1,
     ),
     Attribute(
-        "alpha_slash", float, "Attention recall of the sample that the selected offset bins reach; 1 selects all.", 0, 1
+        "alpha_slash",
+        float,
+        "Attention recall that the selected offset bins must reach in the sample; 1 selects all.",
+        0,
+        1,
     ),
     Attribute(
         "chunks", int, "Number of regions of row blocks, each with its own sample; at most one per row block.", 1
@@ -73,7 +81,7 @@ OUTPUT = Tensor("output", "T", "B Hq L D", "Attention output.")
 
 # Tensors of all operators with caches.
 _IN_PLACE = (
-    "If you bind one buffer to a `past_*` and its `present_*`, the operator appends in place. If a token lies outside "
+    "If you bind the same buffer to `past_*` and `present_*`, the operator appends in place. If a token lies outside "
     "the slots 0 to C - 1, the runtime raises an error."
 )
 _QUERY = Tensor("query", "T", "B Hq L D", "Queries of the new tokens, after RoPE.")
@@ -156,8 +164,8 @@ OWN: Mapping[str, Operator] = {
     for operator in (
         Operator(
             "SparQ",
-            "One decode step of SparQ attention over buffers of the caller: docs/spec/sparq.md. A row whose `length` "
-            "is at most `top_k` is attended densely. The output of a row without a valid key is 0.",
+            "Computes one decode step of SparQ attention over buffers that the caller owns (docs/spec/sparq.md). A row "
+            "whose `length` is at most `top_k` is attended densely. The output of a row without a valid key is 0.",
             _SPARQ,
             (
                 Tensor("query", "T", "B Hq 1 D", "Query of the current token, with position encoding applied."),
@@ -166,7 +174,7 @@ OWN: Mapping[str, Operator] = {
                     "keys_t",
                     "T",
                     "B Hkv chunks D lanes",
-                    "The same keys, component-major in chunks of `lanes` keys: key j is in chunk j // lanes, lane "
+                    "`keys`, component-major in chunks of `lanes` keys: key j is in chunk j // lanes, lane "
                     "j % lanes. One chunk is allowed. Only the chunks up to the longest row are read.",
                 ),
                 _VALUES,
@@ -188,8 +196,8 @@ OWN: Mapping[str, Operator] = {
         ),
         Operator(
             "DenseAttention",
-            "Exact causal attention of the last L tokens over the valid keys, or over the last `window` positions. "
-            "The output of a query without a valid key is 0.",
+            "Computes exact causal attention of the last L tokens to the valid keys, or to the last `window` "
+            "positions. The output of a query without a valid key is 0.",
             (_SPEC, _SCALE, WINDOW),
             (
                 Tensor("query", "T", "B Hq L D", "Queries; the position of query i is `length` - L + i."),
@@ -238,7 +246,7 @@ OWN: Mapping[str, Operator] = {
         ),
         Operator(
             "SparQAppend",
-            "`Append` that also updates component-major keys and running statistics, and returns the inputs "
+            "Run `Append`, and update the component-major keys and the running statistics. Return the inputs "
             f"`value_mean` and `deviation` of `SparQ`. {_IN_PLACE}",
             (_SPEC, _LANES),
             (_KEY, _VALUE, *_SPARQ_PAST),
@@ -246,23 +254,23 @@ OWN: Mapping[str, Operator] = {
         ),
         Operator(
             "CachedAttention",
-            "`Append`, then `DenseAttention` over the caches. The next `past_length` is `past_length` + L.",
+            "Run `Append`, then `DenseAttention` over the caches. The next `past_length` is `past_length` + L.",
             (_SPEC, _SCALE, WINDOW),
             (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _PAST_LENGTH, _PADDING),
             (OUTPUT, _PRESENT_KEY, _PRESENT_VALUE),
         ),
         Operator(
             "SparQAttention",
-            "`SparQAppend`, then attention. If L is 1 and the longest row has `dense_below` keys or more, it is "
-            "`SparQ`, otherwise `DenseAttention` with window 0. The next `past_length` is `past_length` + L.",
+            "Run `SparQAppend`, then attend. If L is 1 and the longest row has at least `dense_below` keys, attend "
+            "with `SparQ`, otherwise with `DenseAttention` and window 0. The next `past_length` is `past_length` + L.",
             (*_SPARQ, _LANES, _DENSE_BELOW),
             (_QUERY, _KEY, _VALUE, *_SPARQ_PAST),
             (OUTPUT, *_SPARQ_PRESENT),
         ),
         Operator(
             "SparQCoded",
-            "`SparQ` with int4 scoring keys: (sparq.21) replaces (sparq.3), over the quantized groups and the keys "
-            "after the last full group.",
+            "`SparQ` with int4 scoring keys. (sparq.21) replaces (sparq.3): it scores full groups by their codes, and "
+            "the keys after the last full group by `keys`.",
             _SPARQ,
             (
                 Tensor("query", "T", "B Hq 1 D", "Query of the current token, with position encoding applied."),
@@ -287,9 +295,9 @@ OWN: Mapping[str, Operator] = {
         ),
         Operator(
             "SparQCodedAttention",
-            "`Append` that also quantizes the groups that became full, then attention. If L is 1 and the longest row "
-            "has `dense_below` keys or more, it is `SparQCoded`, otherwise `DenseAttention` with window 0. The next "
-            "`past_length` is `past_length` + L.",
+            "Run `Append`, quantize the groups that became full, then attend. If L is 1 and the longest row has at "
+            "least `dense_below` keys, attend with `SparQCoded`, otherwise with `DenseAttention` and window 0. The "
+            "next `past_length` is `past_length` + L.",
             (*_SPARQ, _DENSE_BELOW),
             (
                 _QUERY,
@@ -323,8 +331,8 @@ OWN: Mapping[str, Operator] = {
         ),
         Operator(
             "SaapAttention",
-            "`Append` that also assigns the new keys to buckets (saap.1), then attention. If L is 1 and the longest "
-            "row has `dense_below` keys or more, the queries of a group visit `probes` buckets (saap.5), (saap.8). "
+            "Run `Append`, assign the new keys to buckets (saap.1), then attend. If L is 1 and the longest row has at "
+            "least `dense_below` keys, the queries of a group visit `probes` buckets, (saap.5) and (saap.8). "
             "They attend to the keys of these buckets and to the first `sink_tokens` and last `recent_tokens` valid "
             "keys. This is (saap.10) with every key outside the recent window in the index. Otherwise attention is "
             "`DenseAttention` with window 0. The next `past_length` is `past_length` + L.",
@@ -333,8 +341,8 @@ OWN: Mapping[str, Operator] = {
                 _QUERY,
                 _KEY,
                 _VALUE,
-                Tensor("query_before", "T", "B Hq L D", "The same queries before RoPE."),
-                Tensor("key_before", "T", "B Hkv L D", "The same keys before RoPE."),
+                Tensor("query_before", "T", "B Hq L D", "`query` before RoPE."),
+                Tensor("key_before", "T", "B Hkv L D", "`key` before RoPE."),
                 _PAST_KEY,
                 _PAST_VALUE,
                 Tensor("past_bucket_ids", "tensor(int16)", "B Hkv C", _BUCKET_IDS),
@@ -356,13 +364,13 @@ OWN: Mapping[str, Operator] = {
 PROMPTS = "PromptAttention"
 FUNCTIONS = (PROMPTS, "SparQComponents", "SparQSelect", "KeyChunks", "IsStep", "Rows", "SaapAppend", "Saap")
 _WHEN_SAMPLED = (
-    "A chunk is sampled if it has more than `block_size` tokens and no padding. All rows must have one length of "
-    "`dense_prompt_below` keys or more"
+    "A chunk is sampled if it has more than `block_size` tokens, no row has padding, and all rows have the same length "
+    "of at least `dense_prompt_below` keys"
 )
 _DENSE_PROMPT = Attribute(
     "dense_prompt_below",
     int,
-    "Prefill is dense while the rows, with the new tokens, have fewer keys than this.",
+    "A prefill chunk is dense if the rows, with the new tokens, have fewer keys than this number.",
     0,
 )
 
@@ -371,7 +379,7 @@ CODE_RECORD = 36  # bytes per component of a group of int4 scoring keys: lo, ste
 
 
 def coded_axes(capacity: int) -> dict[str, int]:
-    """Return the axis lengths of int4 scoring keys that no other cache has, for caches of ``capacity`` keys."""
+    """Return the length of the axis ``groups`` of int4 scoring keys, for caches of ``capacity`` keys."""
     return {"groups": -(-capacity // GROUP)}
 
 
@@ -382,7 +390,7 @@ def _sampling(base: Operator) -> Operator:
     return replace(
         base,
         name=f"Sample{base.name.removeprefix('Cached')}",
-        doc=f"{same}, but `Sample` for sampled prefill chunks. {_WHEN_SAMPLED}.",
+        doc=f"Like {same}, but sampled prefill chunks use `Sample`. {_WHEN_SAMPLED}.",
         attributes=(*kept, *SAMPLE[1:-1], _DENSE_PROMPT),
         base=base.name,
     )
@@ -391,8 +399,8 @@ def _sampling(base: Operator) -> Operator:
 # Each operator that appends to caches and attends has a variant with SampleAttention for prefill.
 _PAIRS = {pair.name: pair for pair in map(_sampling, OWN.values()) if pair.states and pair.outputs[0] is OUTPUT}
 OPERATORS: Mapping[str, Operator] = {**OWN, **_PAIRS}
-# States whose shape differs from keys and values, so that a virtual layer cannot store them.
+# States that a virtual layer cannot store, because their shape differs from keys and values.
 RECURRENT = sorted({name for each in OWN.values() for name, state in each.states.items() if not state.as_keys})
 SAMPLING: Mapping[str, str] = {
     pair.base: name for name, pair in _PAIRS.items()
-}  # name of the variant with SampleAttention by operator
+}  # name of an operator: name of its variant with SampleAttention

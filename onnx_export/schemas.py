@@ -13,7 +13,7 @@ from .operators import OPERATORS
 
 
 def infer(operator: Operator) -> Callable[[onnx.shape_inference.InferenceContext], None]:
-    """Return a shape inference function for an operator, in which axes with the same name have the same length.
+    """Return a shape inference function for an operator. Axes with the same name must have the same length.
 
     The returned function raises `onnx.shape_inference.InferenceError` if the shapes of the inputs disagree.
     """
@@ -49,7 +49,7 @@ def _bind(
     shape: onnx.TensorShapeProto,
     lengths: dict[str, onnx.TensorShapeProto.Dimension],
 ) -> None:
-    """Record the axis lengths of one input in ``lengths``. A fixed length replaces a symbolic length."""
+    """Record the axis lengths of one input in ``lengths``. Prefer a fixed length to a symbolic length."""
     where = f"{operator.name}: {tensor.name}"
     if len(shape.dim) != len(tensor.dims):
         raise onnx.shape_inference.InferenceError(f"{where}: expected axes ({tensor.axes}), got {len(shape.dim)} axes.")
@@ -93,7 +93,7 @@ def schema(operator: Operator) -> OpSchema:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Register the schemas inside the context, so that the ONNX checker and shape inference know the operators."""
+    """Register the schemas during a ``with`` block, so that the ONNX checker and shape inference support them."""
     for operator in OPERATORS.values():
         onnx.defs.register_schema(schema(operator))
     try:

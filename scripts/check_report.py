@@ -1,4 +1,4 @@
-"""Collect the results of scripts/mac_check.sh or scripts/gpu_check.sh in files to send back.
+"""Collect the results of scripts/mac_check.sh or scripts/gpu_check.sh in files that the user can send back.
 
 python scripts/check_report.py mac|gpu FOLDER FILE
 python scripts/check_report.py passed FILE.json      check that the tests of a Mac's report ran and passed
@@ -30,7 +30,7 @@ MOST_FAILURES = 20  # failures in the Markdown file; the JSON lines have all
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report of FOLDER, or check one file; return 0 if everything ran and nothing failed."""
+    """Write the report of FOLDER, or check one file; return 0 if everything ran and nothing failed, else 1."""
     kind, *paths = argv
     if kind in ("passed", "validation"):
         path = Path(paths[0])
@@ -81,7 +81,7 @@ def tests_failed(found: Mapping[str, Any]) -> list[str]:
 
 
 def gpu(folder: Path, target: Path) -> int:
-    """Write FILE.jsonl, and FILE.md for people. This works without mlx."""
+    """Write a GPU report as FILE.jsonl and, for people, as FILE.md. This function does not need mlx."""
     untested = text(folder / "no_tests").strip()
     tests = None if untested else junit(folder / "tests.xml")
     if tests is not None:
@@ -118,7 +118,7 @@ def gpu_problems(
 
 
 def _failures(tests: Mapping[str, Any], which: str = "") -> list[str]:
-    """Return the problem of a pytest run that ended, if there is one."""
+    """Return a list with one sentence if a completed pytest run has a problem, else an empty list."""
     if failed := len(tests["failed"]):
         return [f"{failed} of {tests['tests']} tests{which} failed"]
     return [f"no test{which} ran"] if tests["tests"] == tests["skipped"] else []
@@ -130,7 +130,7 @@ def _rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the command and the table of a benchmark that finished; an empty text otherwise."""
+    """Return the command and the table of a finished benchmark, else an empty text."""
     return next((f"    {row['run']['command']}\n\n{row['text']}" for row in rows if row["kind"] == "end"), "")
 
 
@@ -144,7 +144,7 @@ def _head(check: Mapping[str, Any], summary: str) -> str:
 
 
 def junit(path: Path) -> dict[str, Any] | None:
-    """Return the counts and failures of a pytest run, or None if it did not end."""
+    """Return the counts and failures of a pytest run, or None if the run did not finish."""
     try:
         suite = ElementTree.parse(path).getroot().find("testsuite")
     except (OSError, ElementTree.ParseError):
@@ -161,7 +161,7 @@ def junit(path: Path) -> dict[str, Any] | None:
 
 
 def messages(log: str) -> list[str]:
-    """Return the messages of Metal's validation layers, without the lines that announce them."""
+    """Return the messages from Metal's validation layers, without the lines that announce the layers."""
     lines = [line for line in log.splitlines() if "validation" in line.lower() or "invalid" in line.lower()]
     return [line for line in lines if "Validation Enabled" not in line][:MOST_MESSAGES]
 

@@ -6,7 +6,7 @@
   python3 scripts/dev.py lint     ruff, mypy and codespell
   python3 scripts/dev.py doctor   versions, devices and problems of this machine
   python3 scripts/dev.py setup    install the requirements of the tests, and run nothing
-  python3 scripts/dev.py size     lines and files with their budgets, and the import closures of three entry points
+  python3 scripts/dev.py size     line counts with budgets, file counts, and the import closures of three entry points
 
 The first run creates .venv in the project and installs the project into it. For test and lint it also installs the
 requirements of the tests (3 GB). If uv is installed, the script uses it. Further arguments of demo, test and doctor
@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
-STAMP = ROOT / ".venv" / "dev-stamp"  # state of the installation: extras, pyproject.toml, native kernels, modules
+STAMP = ROOT / ".venv" / "dev-stamp"  # installed extra; hash of pyproject.toml, native kernels and list of modules
 KERNELS = ROOT / "onnx_export" / "ort_ops"
 PACKAGES = ("mlx_sparse", "metal", "cuda_ref", "onnx_export")
 BASE, TEST = ".", ".[test]"
@@ -54,7 +54,7 @@ NOT_CODE = {".svg", ".png", ".json", ".jsonl"}
 
 
 def run(*command):
-    """Show a command, run it in the project root, and end with its exit status if it fails."""
+    """Print a command and run it in the project root. If the command fails, exit with its status."""
     command = [str(part) for part in command]
     print("$", " ".join(shlex.quote(part) for part in command), flush=True)
     status = subprocess.call(command, cwd=str(ROOT))
@@ -102,7 +102,7 @@ def lint():
 
 
 def tests(args):
-    """Return the arguments of pytest: the fast tier by default, all tests with --all, or the given arguments."""
+    """Return the arguments for pytest: the fast tier by default, all tests with --all, or the given arguments."""
     if args not in ([], ["--all"]):
         return args
     # Distribute whole files, so that the fixtures of a file are made once. Slow files come first.
@@ -110,9 +110,9 @@ def tests(args):
 
 
 def imported_by(path, root=ROOT, *, everything=False):
-    """Return the dotted names that a file imports, `from a import b` as a.b, without blocks for type checkers.
+    """Return the dotted names that a file imports outside TYPE_CHECKING blocks. `from a import b` becomes a.b.
 
-    With ``everything``, also return imports inside functions and calls of import_module.
+    With ``everything``, also return the names in functions and in calls to import_module.
     """
     package = list(path.relative_to(root).parent.parts)
     names, todo = [], [ast.parse(path.read_text(encoding="utf-8"))]
@@ -136,7 +136,7 @@ def imported_by(path, root=ROOT, *, everything=False):
 
 
 def lazy_modules(package):
-    """Return the table _HOMES of a package: the module of each name that the package imports on first use."""
+    """Return the table _HOMES of a package. It maps each name that the package imports on first use to its module."""
     init = package / "__init__.py"
     for node in ast.parse(init.read_text(encoding="utf-8")).body if init.is_file() else []:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
@@ -145,7 +145,7 @@ def lazy_modules(package):
 
 
 def closure(entry):
-    """Return the project's files that Python imports with one file, including the __init__.py of packages."""
+    """Return the files of this project that an import of ``entry`` loads, including each __init__.py."""
     todo, seen = [ROOT / entry], set()
     while todo:
         path = todo.pop()
@@ -165,7 +165,7 @@ def closure(entry):
 
 
 def size():
-    """Print the lines and files of each package with their budgets, the import closures and the largest files."""
+    """Print line counts with budgets and file counts of each package, the import closures and the largest files."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=str(ROOT), check=True, stdout=subprocess.PIPE).stdout
     tracked = [ROOT / name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
     texts = {path: path.read_text(encoding="utf-8") for path in tracked if path.suffix not in NOT_CODE}
@@ -185,7 +185,7 @@ def size():
     now = (sum(map(lines.get, product)), len(product), sum(map(lines.get, tests)), words)
     for (name, budget), count in zip(TOTALS.items(), now):  # noqa: B905 (Python 3.9 runs this as far as its version check)
         print(row(name, count, budget, ""))
-    print("\n" + row("files that it imports", "now", "budget", ""))
+    print("\n" + row("imported files", "now", "budget", ""))
     for entry, budget in CLOSURES.items():
         print(row(entry, len(closure(entry)), budget, ""))
     print("\nlargest files")

@@ -1,11 +1,11 @@
-"""Write every MSL source that the launchers generate for the cases of the tests.
+"""Write every MSL source that the launchers generate for the test cases.
 
 python scripts/dump_msl.py --out FOLDER [--compile]
 
-FOLDER gets one file per source, mlx_utils.h and manifest.json. mlx_utils.h is the header that MLX puts before every
-custom kernel, in the order of its make_compiled_preamble.sh. MLX compiles the header and a source as one string. Each
-source equals the text of MLX's export callback byte for byte. The script runs on Linux. --compile needs clang or the
-`test` extra.
+The script writes one file per source, mlx_utils.h and manifest.json to FOLDER. mlx_utils.h is the header that MLX
+puts before every custom kernel, in the order of make_compiled_preamble.sh. MLX compiles the header and a source as
+one string. Each source equals the text of MLX's export callback byte for byte. The script runs on Linux. --compile
+needs clang or the `test` extra.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Text:
         kernel: name of the kernel in metal/.
         host_name: name of the function in a Metal library.
         sha256: hash of mlx_utils.h and the source together.
-        size: bytes of the source alone.
+        size: size of the source in bytes, without the header.
         template: template arguments by name; types have MLX's names.
         outputs: output types.
         threads: largest number of threads in a threadgroup of any launch.
@@ -86,7 +86,7 @@ def plain(value: Any) -> Any:
 
 
 def texts(calls: Iterable[Any], header: str) -> list[Text]:
-    """Return the distinct sources of these calls, in the order of generation."""
+    """Run ``calls`` and return the distinct MSL sources, in the order of their first use."""
     import msl
 
     found: dict[str, Text] = {}
@@ -122,7 +122,7 @@ def texts(calls: Iterable[Any], header: str) -> list[Text]:
 
 
 def check(text: Text) -> list[str]:
-    """Lint a source and compile it with clang in strict mode; return the findings and store its threadgroup memory."""
+    """Lint ``text``, compile it with clang in strict mode and return the findings. Set ``text.threadgroup_memory``."""
     import msl
 
     try:
@@ -134,7 +134,7 @@ def check(text: Text) -> list[str]:
 
 
 def write(folder: Path, header: str, found: Sequence[Text]) -> None:
-    """Write a new folder, and replace an older dump with it when it is complete."""
+    """Write the dump to a new folder, which replaces ``folder`` when the dump is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

@@ -51,7 +51,7 @@ save() {
   $dry_run || "$@" >"$file"
 }
 
-# Print the facts of the machine for the report, without serial numbers and names.
+# Describe the machine for the report, without serial numbers and host names.
 describe() {
   echo "gpu: $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
   echo "driver: $(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)"

@@ -57,7 +57,7 @@ tests() {
   fi
 }
 
-# Print the facts of the machine for the report, without serial numbers and names.
+# Describe the machine for the report, without serial numbers and host names.
 describe() {
   echo "model: $(sysctl -n hw.model)"
   echo "macos: $(sw_vers -productVersion)"

@@ -1,10 +1,17 @@
-"""Draw docs/bytes.svg: the bytes that a decode step reads, by formula. This script needs matplotlib.
+#!/usr/bin/env python3
+"""Draw the pictures for the documentation. This script needs matplotlib.
 
-python scripts/plots.py
+python scripts/plots.py bytes      docs/bytes.svg: bytes of a decode step by context and by layer, from formulas
+python scripts/plots.py speed      docs/speed.svg: tokens per second by context, from docs/results/context.jsonl
+python scripts/plots.py measure    measure docs/results/context.jsonl on this machine (6 minutes on two cores)
+
+`mlx-sparse report` draws docs/quality.svg, quality against bytes.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,39 +21,106 @@ import matplotlib
 from mlx_sparse.methods.stats import dense_elements, sparq_elements
 
 matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "mlx-sparse"  # makes the file reproducible
+matplotlib.rcParams["svg.hashsalt"] = "mlx-sparse"  # makes the files reproducible
 from matplotlib import pyplot as plt  # noqa: E402 - the renderer is selected first
 
-TARGET = Path(__file__).parents[1] / "docs" / "bytes.svg"
+DOCS = Path(__file__).parents[1] / "docs"
+ROWS = DOCS / "results" / "context.jsonl"
 LAYERS, KV_HEADS, D, ITEM = 32, 8, 128, 2  # Llama 3.1 8B, float16
 CONTEXTS = [1024 * 2**i for i in range(8)]
+GEMMA = {"layers": 18, "full": (5, 11, 17), "window": 512, "heads": 1, "D": 256, "item": 2}  # Gemma 3 270M, bfloat16
+LONG = 32_768  # tokens of the picture by layer
+MEASURED = {"mlx": "1500,2k,3k,4k,6k", "onnx": "1k,2k,4k,7k"}  # the model supports 8,192 tokens
+NAMES = {"mlx": "mlx_lm", "onnx": "exported, ONNX Runtime"}
+TOKENS = 48  # generated per run
 
 
 def main() -> int:
-    """Draw the picture and print its path; return the exit code."""
-    _bytes().savefig(TARGET, metadata={"Date": None})
-    print(TARGET)
+    """Draw the requested picture, or measure; return the exit code."""
+    actions = {"bytes": draw_bytes, "speed": draw_speed, "measure": measure}
+    if len(sys.argv) != 2 or sys.argv[1] not in actions:
+        sys.exit(f"usage: plots.py {'|'.join(actions)}")
+    print(actions[sys.argv[1]]())
     return 0
 
 
-def _bytes() -> Any:
+def draw_bytes() -> Path:
+    """Draw the bytes of keys and values of a decode step, by context and by layer."""
+
     def gigabytes(elements: int) -> float:
         return LAYERS * KV_HEADS * ITEM * elements / 1e9
 
-    figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+    figure, (axes, bars) = plt.subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
     axes.plot(CONTEXTS, [gigabytes(dense_elements(S, D)) for S in CONTEXTS], "o-", color="0.45", label="dense")
     for rank, color in ((32, "tab:blue"), (16, "tab:cyan")):
         moved = [gigabytes(sparq_elements(S, D, rank=rank, top_k=128)) for S in CONTEXTS]
         axes.plot(CONTEXTS, moved, "o-", color=color, label=f"sparq:rank={rank},top_k=128")
-    axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(CONTEXTS, [f"{S // 1024}k" for S in CONTEXTS])
+    _by_context(axes, CONTEXTS, "GB of K and V per token", "Computed for Llama 3.1 8B in float16")
+
+    bytes_of = GEMMA["heads"] * GEMMA["item"] / 1e6
+    keys = [LONG if layer in GEMMA["full"] else GEMMA["window"] for layer in range(GEMMA["layers"])]
+    dense = [bytes_of * dense_elements(S, GEMMA["D"]) for S in keys]
+    sparse = [bytes_of * sparq_elements(S, GEMMA["D"], rank=64, top_k=128) if S == LONG else None for S in keys]
+    bars.bar(range(len(keys)), dense, color="0.75", label="dense")
+    served = [(layer, moved) for layer, moved in enumerate(sparse) if moved is not None]
+    bars.bar(*zip(*served, strict=True), color="tab:blue", label="sparq:rank=64,top_k=128")
+    bars.set_xticks(range(1, len(keys), 4))
+    bars.set_ylim(top=1.4 * max(dense))  # room for the legend
+    bars.set_xlabel("layer (layers with short bars have a sliding window)")
+    bars.set_ylabel("MB of K and V per token")
+    bars.set_title(f"Computed for Gemma 3 270M, {LONG // 1024}k tokens", fontsize=10)
+    bars.legend(frameon=False)
+    return _save(figure, "bytes.svg")
+
+
+def draw_speed() -> Path:
+    """Draw the tokens per second of dense and sparse decoding by context."""
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    figure, panels = plt.subplots(1, len(NAMES), figsize=(9.6, 3.4), layout="constrained")
+    for axes, (library, name) in zip(panels, NAMES.items(), strict=True):
+        own = [row for row in rows if row["library"] == library]
+        contexts = [row["tokens"] for row in own]
+        for side, color in (("dense", "0.45"), ("sparse", "tab:blue")):
+            axes.plot(contexts, [row[side] for row in own], "o-", color=color, label=side.replace("sparse", "sparq"))
+        axes.set_ylim(bottom=0)
+        _by_context(axes, contexts, "decoded tokens/s", f"SmolLM2-135M, {name}, CPU")
+    return _save(figure, "speed.svg")
+
+
+def measure() -> Path:
+    """Measure the speed by context on this machine, and write `ROWS`."""
+    rows = []
+    command = Path(sys.executable).parent / "mlx-sparse"
+    options = ["bench", "generate", "--runtime", "onnx", "--lengths", MEASURED["onnx"], "--max-tokens", str(TOKENS)]
+    lines = subprocess.check_output([command, *options, "-o", "jsonl"], text=True).splitlines()
+    native = [row for row in map(json.loads, lines) if row.get("backend") == "native"]
+    for S in dict.fromkeys(row["S"] for row in native):
+        sides = {row["method"]: row["generation"] for row in native if row["S"] == S}
+        rows.append({"library": "onnx", "tokens": S, "dense": sides["dense"], "sparse": sides["sparq"]})
+    for context in MEASURED["mlx"].split(","):
+        options = ["try", "--fast-blas", "--context", context, "--max-tokens", str(TOKENS), "--json"]
+        found = json.loads(subprocess.check_output([command, *options]))
+        dense, sparse = found["tokens_per_second"]
+        rows.append({"library": "mlx", "tokens": found["context"], "dense": dense, "sparse": sparse})
+    ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ROWS
+
+
+def _by_context(axes: Any, contexts: list[int], label: str, title: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [f"{S / 1024:.3g}k" for S in contexts])
+    axes.minorticks_off()
     axes.set_xlabel("context, tokens")
-    axes.set_ylabel("GB of K and V per token")
-    axes.set_title("Computed for Llama 3.1 8B in float16", fontsize=10)
+    axes.set_ylabel(label)
+    axes.set_title(title, fontsize=10)
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
-    return figure
+
+
+def _save(figure: Any, name: str) -> Path:
+    figure.savefig(DOCS / name, metadata={"Date": None})
+    return DOCS / name
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Check that all files agree on the version, and print its section of CHANGELOG.md.
+"""Check that all files have the same version, and print the section of this version in CHANGELOG.md.
 
   python scripts/release.py           check the version in pyproject.toml; print its section or [Unreleased]
   python scripts/release.py v0.1.0    also check that the tag is that version and has its own section
 
-The notes go to standard output. A disagreement is one line on standard error, and the exit status is 1.
+The section goes to standard output. An error is one line on standard error, and the exit status is 1.
 This script needs Python 3.11.
 """
 
@@ -47,7 +47,7 @@ def problem(root, tag):
 
 def main(argv=None, root=ROOT):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tag", nargs="?", help="the letter v and the version")
+    parser.add_argument("tag", nargs="?", help="release tag, such as v0.1.0")
     tag = parser.parse_args(argv).tag
     if found := problem(root, tag):
         print(f"release.py: error: {found}", file=sys.stderr)

@@ -36,7 +36,7 @@ class Html(HTMLParser):
 
 
 def check(site):
-    """Return the problems of the site in this folder, the number of its pages and the number of its links."""
+    """Return the problems, the number of pages and the number of internal links of the site in a folder."""
     pages = {path: Html(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     home = pages[site / "index.html"].address or "http://site/"
     wrong, count = [], 0

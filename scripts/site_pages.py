@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: pages and links outside docs/, and the pages of the API."""
+"""Add API pages and pages from outside docs/ to the site, and rewrite links to files outside docs/ (MkDocs hooks)."""
 
 import posixpath
 import re
@@ -42,7 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make links to files point to the pages of the site or, for files without a page, to the repository.
+    """Rewrite links to files. They point to the pages of the site or, for files without a page, to the repository.
 
     Without a `repo_url`, a link to another file becomes the name of the file.
     """
@@ -95,7 +95,7 @@ on_post_template = on_post_page  # 404.html
 
 
 class PublicNames(griffe.Extension):
-    """Add the functions of `HOMES` to griffe's model, because griffe runs no code."""
+    """Griffe extension that adds the functions in `HOMES`, which griffe's static analysis does not find."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         for name, home in HOMES.get(pkg.name, {}).items():

@@ -23,7 +23,7 @@ PROMPT = " ".join(f"w{1 + i % 90}" for i in range(40))
 
 
 def run(*command):
-    """Return the output of a command of this environment; if it fails, print its output and exit."""
+    """Run a command of this environment and return its output. If the command fails, print the output and exit."""
     print("$", *command[:3], flush=True)
     done = subprocess.run(
         [str(BIN / command[0]), *command[1:]],

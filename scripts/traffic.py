@@ -5,7 +5,7 @@ python scripts/traffic.py [--json] [METHOD ...]
 
 METHOD is sparq, sparq4 (int4 scoring keys), quest, saap or sample. By default, all methods are counted.
 The harness runs on Linux and needs clang, which the `test` extra installs.
-Each launch counts every cache line of 128 bytes once.
+In each launch, a cache line of 128 bytes counts once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BUCKETS, PROBES = 128, 8
 
 
 def random(heads: int, length: int) -> mx.array:
-    """Return float16 ``(1, heads, length, D)``."""
+    """Return float16 normal random numbers ``(1, heads, length, D)``."""
     return mx.random.normal((1, heads, length, D), dtype=mx.float16)
 
 
@@ -76,7 +76,7 @@ METHODS: dict[str, Callable[[], Any]] = {
 
 
 def count(method: str) -> dict[str, Any]:
-    """Run one call of a method in the harness; return its launches, bytes per buffer and bytes by the formula."""
+    """Call a method once in the harness. Return its launches, the bytes per buffer and the bytes of the formula."""
     mx.random.seed(0)
     with msl.emulated(strict=False) as metal:
         out, stats = METHODS[method]()

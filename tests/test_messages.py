@@ -206,7 +206,7 @@ def test_only_pinned_libraries_are_preloaded(tmp_path: Path, monkeypatch: pytest
     )
     check_directory(folder)
     message = message_of(lambda: blas.fetch_libraries(tmp_path))
-    wanted = rf"{folder}/{names[0]}: expected the library of scipy==1\.13\.1, got another\. Delete .*"
+    wanted = rf"{folder}/{names[0]}: expected the library of scipy==1\.13\.1, got another file\. Delete .*"
     assert re.fullmatch(wanted, message)
 
 

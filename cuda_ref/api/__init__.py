@@ -1,8 +1,9 @@
-"""Provide the attention functions of `mlx_sparse` on torch tensors; `mlx_sparse.api.functions` documents them.
+"""Provide the attention functions of `mlx_sparse` for torch tensors. `mlx_sparse.api.functions` documents them.
 
-Slices of larger buffers are not copied. ``keys_t`` is read fastest if it is a slice of a buffer whose last axis is a
-multiple of 16. Each function validates its arguments and calls a launcher, which is a torch operator listed in
-`mlx_sparse.methods.table`. Functions that only this backend has are in `mlx_sparse.cuda_ref.api.parts`.
+Arguments that are slices of larger buffers are not copied. ``keys_t`` is read fastest if it is a slice of a buffer
+whose capacity is a multiple of 16 keys. Each function validates its arguments and calls a launcher, which is a torch
+operator listed in `mlx_sparse.methods.table`. Functions that exist only in this backend are in
+`mlx_sparse.cuda_ref.api.parts`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BLOCKS = frozenset({"attend_blocks", "sample", "sample_select"})  # prefill func
 
 
 class Torch:
-    """Implement `mlx_sparse.api.checked_call.Library` for torch, with `triton` as the only backend."""
+    """Implementation of `mlx_sparse.api.checked_call.Library` for torch. `triton` is the only backend."""
 
     xp: Any = torch
 

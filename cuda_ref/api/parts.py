@@ -1,4 +1,4 @@
-"""Provide single steps of the methods as functions, for caches and benchmarks. Other backends do not export them."""
+"""Provide the single steps of the methods as functions for caches and benchmarks. Only this backend exports them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from . import Torch
 def top_k_select(
     scores: torch.Tensor, *, top_k: int, local_window: int, left_padding: Any = None, backend: str = "auto"
 ) -> torch.Tensor:
-    """Select ``top_k`` keys: the last ``local_window`` valid keys and the keys with the largest scores (sparq.6).
+    """Select ``top_k`` keys: the last ``local_window`` valid keys, then the keys with the largest scores (sparq.6).
 
     Args:
-        scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never selected, NaN counts as +inf.
+        scores: ``(B, Hkv, S)``. Invalid keys and keys with score -inf are never selected. NaN counts as +inf.
 
     Returns:
-        Key indices ``(B, Hkv, min(top_k, S))`` int32, ascending, then -1. Of equal scores the lower index is selected.
+        Key indices ``(B, Hkv, min(top_k, S))`` int32, ascending, padded with -1. Ties go to the lower index.
     """
     check_tensor("scores", scores)
     check_backend(backend, scores.device)
@@ -47,10 +47,10 @@ def sample_scores(
     scale: float | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the softmax weights of each region's sampled queries by key block (sample.4) and by distance (sample.5).
+    """Sum the softmax weights of each region's sampled queries per key block (sample.4) and offset bin (sample.5).
 
     Returns:
-        ``column`` and ``slash``, float32 ``(B, Hq, C, Nk)``.
+        The sums ``column`` (per key block) and ``slash`` (per offset bin), float32 ``(B, Hq, C, Nk)``.
     """
     call = Call(Torch(), "sample_scores", (queries, keys, keys), scale=scale, backend=backend)
     check_sample(1.0, 1.0, chunks, block_size)
@@ -62,14 +62,14 @@ def sample_scores(
 def saap_index(
     bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the keys in the order of their buckets (saap.9) with torch's sort.
+    """Sort the keys by bucket with torch.sort (saap.9).
 
     Args:
-        bucket_ids: ``(B, Hkv, n)`` int, the buckets of keys 0..n-1. A number outside 0..buckets-1 means no bucket.
+        bucket_ids: ``(B, Hkv, n)`` int, bucket number of each key. A number outside 0..buckets-1 means no bucket.
 
     Returns:
-        ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)`` int32. Bucket c has the keys
-        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending. Slots at ``offsets[buckets]`` and after it are undefined.
+        ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)`` int32. Bucket c contains the keys
+        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending. Entries from index ``offsets[buckets]`` on are undefined.
     """
     B, Hkv, n = _check_rows("bucket_ids", bucket_ids)
     check_int("buckets", buckets, 1)
@@ -92,15 +92,15 @@ def saap_indices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """List the keys that a decode step attends to (saap.10).
 
-    These are the sink tokens, the keys at ``covered`` and after it, and the keys of the visited buckets.
+    These are the sink tokens, the keys from index ``covered`` on, and the keys in the visited buckets.
 
     Args:
-            visited: ``(B, Hkv, n)`` int, distinct; numbers outside 0..buckets-1 are empty slots.
-            offsets, key_ids: results of `saap_index` for keys 0..covered-1.
-            capacity: number of slots of a list. Further keys are omitted.
+        visited: ``(B, Hkv, n)`` int, distinct bucket numbers. Numbers outside 0..buckets-1 are empty slots.
+        offsets, key_ids: results of `saap_index` for keys 0..covered-1.
+        capacity: number of slots in each list. Keys that do not fit are omitted.
 
     Returns:
-            ``indices (B, Hkv, capacity)`` int32 in the order above, then -1, and the number of used slots ``(B, Hkv)``.
+        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and int32 ``counts (B, Hkv)`` of used slots.
     """
     B, Hkv, _ = _check_rows("visited", visited)
     check_backend(backend, visited.device)
@@ -123,7 +123,7 @@ def saap_indices(
 
 
 def _check_rows(name: str, array: torch.Tensor) -> tuple[int, int, int]:
-    """Validate integers ``(B, Hkv, n)`` and return their shape."""
+    """Validate ``array`` as an integer tensor ``(B, Hkv, n)`` and return its shape."""
     check_tensor(name, array)
     if array.ndim != 3 or 0 in array.shape[:2]:
         raise ShapeError(f"{name}: expected shape (B, Hkv, n), got {tuple(array.shape)}.")

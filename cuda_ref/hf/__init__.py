@@ -1,4 +1,4 @@
-"""Run SparQ in Hugging Face transformers: ``attn_implementation="sparq"`` and its cache.
+"""Run SparQ in Hugging Face transformers with ``attn_implementation="sparq"`` and a `SparQCache`.
 
     from mlx_sparse.cuda_ref.hf import SparQCache, register
 
@@ -8,7 +8,7 @@
     model.generate(**inputs, past_key_values=cache)
     print(cache.report)
 
-transformers is imported on the first use of one of the names below.
+transformers is imported when one of the exported names is first used.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _require_transformers() -> None:
 
 
 def require() -> None:
-    """Raise `BackendUnavailable` if the Triton kernels cannot run, so that no model runs densely without notice."""
+    """Raise `BackendUnavailable` if the Triton kernels cannot run. Otherwise models would silently stay dense."""
     reason = unavailable()
     if reason is not None:
         raise BackendUnavailable(f"attn_implementation: expected a machine that runs Triton, got none: {reason}.")

@@ -1,4 +1,4 @@
-"""Implement ``attn_implementation="sparq"``: SparQ at the crossover length and longer, otherwise dense attention."""
+"""Implement ``attn_implementation="sparq"``: run SparQ from the crossover length on and dense attention below it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def register() -> None:
     """Register ``attn_implementation="sparq"`` with transformers. Call this function before you load the model.
 
     Raises:
-        BackendUnavailable: Triton's kernels cannot run here.
+        BackendUnavailable: the Triton kernels cannot run on this machine.
     """
     require()
     AttentionInterface.register(NAME, attention)
@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def report(cache: SparQCache | None = None) -> Report:
-    """Return the report of all attention calls with ``cache``; for None, of all calls without a `SparQCache`."""
+    """Return the report of ``cache``. If ``cache`` is None, return the report of all calls without a `SparQCache`."""
     return _without_cache if cache is None else cache.report
 
 
@@ -58,7 +58,7 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Implement transformers' attention interface: ``query (B, Hq, L, D)``, ``key`` and ``value (B, Hkv, S, D)``.
+    """Implement transformers' attention interface for ``query (B, Hq, L, D)``, ``key`` and ``value (B, Hkv, S, D)``.
 
     Returns:
         ``out (B, L, Hq, D)`` and None in place of the attention weights.
@@ -91,14 +91,14 @@ def attention(
 
 
 def _counts(config: SparQ, key: torch.Tensor) -> Counts:
-    """Return the report counts of one sparse decode step: one call, and the bytes of sparse and dense attention."""
+    """Return the counts of one sparse decode step: one call, and the bytes that sparse and dense attention read."""
     B, Hkv, S, D = key.shape
     size = B * Hkv * key.element_size()
     return Counts(1, formula_bytes=size * config.elements(S, D), dense_bytes=size * dense_elements(S, D))
 
 
 def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
-    """Return the SparQ settings of the cache, with "auto" replaced by the value for this model."""
+    """Resolve "auto" in the SparQ settings of the cache for this model, and return the settings."""
     attn = cache.attn
     if attn.component_score == "auto" or (attn.component_score == "query_key" and attn.reallocate == "auto"):
         grouped = getattr(module, "num_key_value_groups", 1) > 1
@@ -108,7 +108,7 @@ def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
 
 
 def has_qk_norm(module: torch.nn.Module) -> bool:
-    """Return True if an attention module normalizes its queries or keys."""
+    """Return True if the attention module normalizes its queries or keys."""
     return any(
         name.rpartition(".")[2] in QK_NORMS and not isinstance(child, torch.nn.Identity)
         for name, child in module.named_modules()
@@ -118,12 +118,12 @@ def has_qk_norm(module: torch.nn.Module) -> bool:
 def _layer_reasons(
     origin: Origin, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> Iterator[str]:
-    """Yield the reasons why this layer never attends sparsely. The caller uses the first reason only."""
+    """Yield the reasons why this layer always attends densely. The caller uses the first reason only."""
     reason = dense_layer(origin.layer)
     if reason is not None:
         yield reason
     if not origin.current(value):
-        yield "with keys or values that are not the cache's"
+        yield "with keys or values that differ from the KV cache"
     low, high = configs.HEAD_DIMS
     D = query.shape[-1]
     if not key.shape[-1] == value.shape[-1] == D:
@@ -177,7 +177,7 @@ def _call_reasons(
 
 
 def _shortest_context(cache: SparQCache, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return the crossover length in keys, from the option `dense_below` or from the cost model."""
+    """Return the crossover length in keys, as set by the option `dense_below` or estimated by the cost model."""
     B, Hkv, _, D = key.shape
     step = Step(B * Hkv, query.shape[1] // Hkv, D, key.element_size(), gpu_kind(key.device))
     if step not in cache.thresholds:
@@ -186,7 +186,7 @@ def _shortest_context(cache: SparQCache, module: torch.nn.Module, query: torch.T
 
 
 def gpu_kind(device: torch.device) -> str:
-    """Return the kind of GPU that the cost model uses (see `Step`), or an empty string for the CPU."""
+    """Return the name of the GPU type for the cost model (see `Step`), or an empty string for the CPU."""
     return nvidia_kind(configs.capability(device)) if device.type == "cuda" else ""
 
 
@@ -207,7 +207,7 @@ def _dense(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend densely with transformers' sdpa, or with the model's eager attention for soft caps and sinks."""
+    """Run dense attention with transformers' sdpa, or with the model's eager attention for soft caps and sinks."""
     given = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if not given:
         dense: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

@@ -1,4 +1,4 @@
-"""Store the keys, values and auxiliary cache state of a layer, and read left padding from transformers' mask."""
+"""Store the keys, values and auxiliary cache state of a layer, and read the left padding from attention masks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .running_statistics import RunningStatistics, outside_inference_mode
 
 # Each capacity is a multiple of this number, so that the rows of ``keys_t`` start at 128-byte cache lines.
 ROW_MULTIPLE = 256
-ROOM = 32  # buffers grow by 1/32, so that the average copy per token is small compared with the reads of a decode step
+GROWTH = 32  # buffers grow by 1/32, so that copies per token are small compared with the reads of a decode step
 
 
 class Buffers:
-    """Growable buffers of a cache layer. Rows ``[0, length)`` are in use, and appending rarely copies them.
+    """Growable buffers of a cache layer. Rows ``[0, length)`` are in use. Appending rarely copies these rows.
 
     The first SparQ step computes ``keys_t`` or the int4 scoring keys, and the running statistics. Later steps update
-    these arrays. A context that stays dense therefore costs as much as with transformers' own layer.
+    these arrays. A context without sparse steps therefore costs no more than with transformers' own layer.
 
     Attributes:
-        keys, values: ``(B, Hkv, capacity, D)``; rows at ``length`` and after it are stale.
+        keys, values: ``(B, Hkv, capacity, D)``; rows from index ``length`` on are stale.
         keys_t: ``(B, Hkv, D, capacity)`` component-major copy of rows ``[0, transposed)``, or None.
         codes: int4 scoring keys, which replace ``keys_t`` and the running statistics of the keys, or None.
-        key_statistics, value_statistics: running statistics of the valid rows under ``left_padding``, or None.
+        key_statistics, value_statistics: running statistics of the rows from ``left_padding`` on, or None.
     """
 
     @outside_inference_mode
@@ -69,7 +69,7 @@ class Buffers:
 
     @outside_inference_mode
     def _grow(self, length: int) -> None:
-        capacity = -(-(length + length // ROOM) // ROW_MULTIPLE) * ROW_MULTIPLE
+        capacity = -(-(length + length // GROWTH) // ROW_MULTIPLE) * ROW_MULTIPLE
 
         def grown(buffer: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
             larger = buffer.new_empty(*buffer.shape[:dim], capacity, *buffer.shape[dim + 1 :])
@@ -90,7 +90,7 @@ class Buffers:
 
     @outside_inference_mode
     def select(self, sequences: torch.Tensor) -> None:
-        """Keep only ``sequences``, in the given order. A sequence may occur several times."""
+        """Keep only the sequences with the indices ``sequences``, in this order. An index may occur several times."""
         self.keys, self.values = self.keys.index_select(0, sequences), self.values.index_select(0, sequences)
         if self.keys_t is not None:
             self.keys_t = self.keys_t.index_select(0, sequences)
@@ -141,9 +141,9 @@ class Buffers:
         if lacking or not _same(self.left_padding, padding):
             self._allocate_statistics(mean, spread)
         self.left_padding = first
-        for moments, buffer in ((self.key_statistics, self.keys), (self.value_statistics, self.values)):
-            if moments is not None:
-                moments.extend(buffer, self.length, first)
+        for running, buffer in ((self.key_statistics, self.keys), (self.value_statistics, self.values)):
+            if running is not None:
+                running.extend(buffer, self.length, first)
         return (
             self.value_statistics.mean if mean and self.value_statistics else None,
             self.key_statistics.deviation() if spread and self.key_statistics else None,
@@ -157,7 +157,7 @@ class Buffers:
 
 
 def _same(known: torch.Tensor | None, padding: Padding | None) -> bool:
-    """Return True if ``padding`` equals the left padding ``known`` from earlier steps."""
+    """Return True if ``padding`` equals ``known``, the left padding of earlier steps."""
     if known is None or padding is None:
         return known is None and padding is None
     return known is padding.first or padding.equals(known)
@@ -195,7 +195,7 @@ class Padding:
 
 
 def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Build the mask of transformers' sdpa. The mask of a decode step gets a `Padding` as an attribute."""
+    """Build transformers' mask for sdpa. If the mask is for a decode step, attach a `Padding` to the mask."""
     made = sdpa_mask(*args, **kwargs)
     if made is not None and made.shape[2] == 1:
         setattr(made, _NAME, Padding(made))
@@ -203,6 +203,6 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 
 def padding_of(attention_mask: torch.Tensor) -> Padding | None:
-    """Return the `Padding` of an attention mask, or None if the mask does not come unchanged from `mask`."""
+    """Return the `Padding` of an attention mask, or None if `mask` did not build this tensor."""
     found: Padding | None = getattr(attention_mask, _NAME, None)
     return found

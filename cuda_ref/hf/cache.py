@@ -22,7 +22,7 @@ _NAME = "_mlx_sparse_origin"
 
 
 class SparQLayer(DynamicLayer):
-    """A full-attention layer that can attend sparsely.
+    """Cache layer for full attention, with auxiliary cache state for SparQ.
 
     Attributes:
         keys, values: ``(B, Hkv, S, D)``, slices of ``buffers``.
@@ -39,7 +39,7 @@ class SparQLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append rows ``(B, Hkv, L, D)`` and return all rows as slices of the buffers."""
+        """Append keys and values ``(B, Hkv, L, D)``. Return all keys and values as slices of the buffers."""
         if self.buffers is None:
             self.lazy_initialization(key_states, value_states)
         assert self.buffers is not None
@@ -60,7 +60,7 @@ class SparQLayer(DynamicLayer):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` rows. As in transformers, the number is 0 or negative."""
+        """Remove the last ``-tokens_to_remove`` rows. As in transformers, ``tokens_to_remove`` is 0 or negative."""
         if tokens_to_remove > 0:
             raise ConfigError(
                 f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}. crop(-n) removes the last n tokens."
@@ -79,7 +79,7 @@ class SparQLayer(DynamicLayer):
             )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Select sequences by ``indices``, which are sequence numbers in the wanted order or one bool per sequence."""
+        """Keep only the sequences that ``indices`` selects, by index in the new order or by one bool per sequence."""
         if self.buffers is not None:
             sequences = indices.to(self.device)
             self.buffers.select(sequences.nonzero()[:, 0] if sequences.dtype == torch.bool else sequences)
@@ -87,7 +87,7 @@ class SparQLayer(DynamicLayer):
 
     def offload(self) -> None:
         raise ConfigError(
-            "offloading: expected none, which SparQCache does not do, got a call of offload. Use DynamicCache."
+            "offloading: expected no call, because SparQCache does not support it, got offload(). Use DynamicCache."
         )
 
     def attend(
@@ -125,7 +125,7 @@ class SparQLayer(DynamicLayer):
     ) -> tuple[torch.Tensor | KeyCodes, torch.Tensor | None, torch.Tensor | None]:
         """Return the scoring keys and the results of `Buffers.statistics` for all rows.
 
-        The scoring keys are ``keys_t (B, Hkv, D, S)``, or int4 scoring keys if ``coded``.
+        The scoring keys are ``keys_t (B, Hkv, D, S)``, or `KeyCodes` if ``coded`` is True.
         """
         assert self.buffers is not None
         if coded:
@@ -145,12 +145,12 @@ class Origin(NamedTuple):
     values: torch.Tensor
 
     def current(self, values: torch.Tensor) -> bool:
-        """Return True if the layer is unchanged since it returned ``values`` together with the keys."""
+        """Return True if the layer has not changed since it returned these keys and ``values``."""
         return self.keys is self.layer.keys and self.values is values
 
 
 def origin_of(keys: torch.Tensor) -> Origin | None:
-    """Return the cache and layer of ``keys``, or None if the tensor does not come from a `SparQCache`."""
+    """Return the cache and layer of ``keys``, or None if the keys do not come from a `SparQCache`."""
     found: Origin | None = getattr(keys, _NAME, None)
     return found
 
@@ -158,7 +158,7 @@ def origin_of(keys: torch.Tensor) -> Origin | None:
 class SparQCache(DynamicCache):
     """A KV cache for models loaded with ``attn_implementation="sparq"``, for inference only.
 
-    Full-attention layers are `SparQLayer`. Sliding-window layers and other layers are transformers' own and stay dense.
+    Full-attention layers are `SparQLayer`. Other layers, such as sliding-window layers, are unchanged and stay dense.
 
     Args:
         config: ``model.config``.
@@ -166,12 +166,12 @@ class SparQCache(DynamicCache):
 
     Attributes:
         report: counts of sparse and dense attention calls, updated while the model runs.
-        thresholds: crossover length in keys by layer sizes, for the layers that have run.
+        thresholds: crossover length in keys for each `Step` (sizes of a decode step) that has run.
 
     Raises:
         ConfigError: ``attn`` is invalid or does not fit the model, the model was not loaded with
             ``attn_implementation="sparq"``, or the model has no full-attention layer.
-        BackendUnavailable: Triton's kernels cannot run here.
+        BackendUnavailable: the Triton kernels cannot run on this machine.
     """
 
     def __init__(self, config: PreTrainedConfig, attn: str | SparQ = "sparq") -> None:
@@ -200,7 +200,7 @@ class SparQCache(DynamicCache):
             model=config._name_or_path,
             layers=len(self.layers),
         )
-        self.report.crossovers = partial(_crossovers, self.thresholds, "modelled" if self.attn.measurable else "given")
+        self.report.crossovers = partial(_crossovers, self.thresholds, "modeled" if self.attn.measurable else "given")
         self.report.dense_layers.update(reason for layer in self.layers if (reason := dense_layer(layer)))
         self.report.served_layers = len(self.layers) - self.report.dense_layers.total()
         if self.report.served_layers == 0:
@@ -212,12 +212,12 @@ class SparQCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values to a layer. Return all its keys and values; the keys refer to their layer.
+        """Append keys and values to a layer. Return all keys and values of the layer. The keys refer to the layer.
 
         An attention function receives keys and values, but neither the cache nor the layer. The layer number of a
         module does not identify the cache, and some models pass the keys of one layer to other layers. Therefore the
-        reference is an attribute of the returned tensor. Any derived tensor, even a slice, has no reference and is
-        attended densely. The attribute is set on a view that the cache does not store, because a copy of the cache
+        reference is an attribute of the returned tensor. Derived tensors, even slices, have no reference. Attention
+        to them is dense. The attribute is set on a view that the cache does not store, because a copy of the cache
         would otherwise copy a reference to the original.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
@@ -233,7 +233,7 @@ class SparQCache(DynamicCache):
 
 # This is not a method, because the report would then keep the cache alive.
 def _crossovers(thresholds: dict[Step, int], how: str) -> list[str]:
-    """Return the report lines about crossover lengths."""
+    """Return the lines of the report that list the crossover lengths."""
     lengths = (
         "never sparse" if keys >= NEVER else f"sparse at {keys:,} keys and longer" for keys in thresholds.values()
     )

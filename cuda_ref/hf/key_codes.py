@@ -1,4 +1,4 @@
-"""Store int4 scoring keys of a cache. SparQ reads these instead of a component-major copy of the keys."""
+"""Store the int4 scoring keys of a cache, which SparQ reads instead of a component-major copy of the keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CHUNK = 2048  # maximum number of rows that are quantized at a time, which limit
 
 
 class Codes:
-    """Int4 scoring keys of a cache layer: the full groups of each sequence, (sparq.17) to (sparq.20).
+    """Int4 scoring keys of the full groups of each sequence in a cache layer (sparq.17 to sparq.20).
 
     Attributes:
-        coded: arrays with the capacity of the buffer. Slots after the last full group of a sequence are stale.
-        length: number of rows whose full groups are quantized.
-        padding: ``(B,)`` first valid row of each sequence, or None.
+        coded: `KeyCodes` with the capacity of the key buffer. Slots after the last full group of a sequence are stale.
+        length: number of rows in the prefix whose full groups are quantized.
+        padding: ``(B,)`` index of the first valid row of each sequence, or None.
     """
 
     @outside_inference_mode
@@ -30,9 +30,9 @@ class Codes:
         B, Hkv, capacity, D = keys.shape
         self.padding, self.length = padding, 0
         self._runs = _runs(padding)
-        room = capacity // GROUP
-        codes = torch.empty(B, Hkv, D, room * BYTES, dtype=torch.uint8, device=keys.device)
-        lo = torch.empty(B, Hkv, D, room, dtype=torch.float16, device=keys.device)
+        groups = capacity // GROUP
+        codes = torch.empty(B, Hkv, D, groups * BYTES, dtype=torch.uint8, device=keys.device)
+        lo = torch.empty(B, Hkv, D, groups, dtype=torch.float16, device=keys.device)
         self.coded = KeyCodes(codes, lo, torch.empty_like(lo), torch.zeros(B, Hkv, D, device=keys.device))
         self._spread: torch.Tensor | None = None
 
@@ -74,9 +74,9 @@ class Codes:
                 self._spread = None
         self.length = length
 
-    def _grow(self, room: int) -> None:
+    def _grow(self, groups: int) -> None:
         def grown(array: torch.Tensor, per_group: int) -> torch.Tensor:
-            larger = array.new_empty(*array.shape[:-1], room * per_group)
+            larger = array.new_empty(*array.shape[:-1], groups * per_group)
             larger[..., : array.shape[-1]] = array
             return larger
 
@@ -84,14 +84,14 @@ class Codes:
         self.coded = KeyCodes(grown(codes, BYTES), grown(lo, 1), grown(step, 1), center)
 
     def read(self) -> KeyCodes:
-        """Return the codes of all full groups as slices. Sequences with padding have stale slots at the end."""
+        """Return the codes of all full groups as slices. Padded sequences have stale slots at the end."""
         codes, lo, step, center = self.coded
         groups = self.length // GROUP
         return KeyCodes(codes[..., : groups * BYTES], lo[..., :groups], step[..., :groups], center)
 
     @outside_inference_mode
     def spread(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the spread (sparq.22) of each component of ``keys``, cached until another group is full."""
+        """Return the spread (sparq.22) of each component of ``keys``, cached until another group becomes full."""
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(), keys, self.padding)
@@ -102,7 +102,7 @@ class Codes:
 
     @outside_inference_mode
     def select(self, sequences: torch.Tensor) -> None:
-        """Keep only ``sequences``, in the given order."""
+        """Keep only the sequences with the indices ``sequences``, in this order."""
         self.coded = KeyCodes(*(array.index_select(0, sequences) for array in self.coded))
         if self.padding is not None:
             self.padding = self.padding.index_select(0, sequences)
@@ -117,9 +117,9 @@ def _full(length: int, first: int) -> int:
 
 
 def _runs(padding: torch.Tensor | None) -> list[tuple[slice, int]]:
-    """Return slices of adjacent sequences with the same first valid row, each with this row.
+    """Split the sequences into runs with the same first valid row. Return ``(slice, first valid row)`` of each run.
 
-    The groups of these sequences become full at the same time.
+    The key groups of all sequences of a run become full at the same time.
     """
     if padding is None:
         return [(slice(None), 0)]

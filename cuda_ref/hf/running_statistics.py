@@ -1,4 +1,4 @@
-"""Compute running statistics of cache rows, which stay accurate when rows are removed."""
+"""Compute running statistics of cache rows. The statistics stay accurate when rows are removed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 CHUNK = 8192  # maximum number of rows that are merged at a time, which limits the float32 copies
-BLOCK = 256  # number of rows between marks
+BLOCK = 256  # number of rows from one mark (copy of the state) to the next
 
 
 def outside_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``method`` to run outside of torch.inference_mode, so that later calls can write to its tensors."""
+    """Make ``method`` run outside of torch.inference_mode, so that later calls can write to the tensors it creates."""
     wrapped: Callable[..., Any] = torch.inference_mode(False)(torch.no_grad()(method))
     return wrapped
 
@@ -37,7 +37,7 @@ class State:
         return replace(self, mean=self.mean.clone(), squares=None if self.squares is None else self.squares.clone())
 
     def merge(self, rows: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Merge the valid rows of ``rows (B, Hkv, n, D)`` into the statistics; all rows if ``valid`` is None."""
+        """Merge the ``valid`` rows of ``rows (B, Hkv, n, D)`` into the statistics, or all rows if ``valid`` is None."""
         added: int | torch.Tensor
         self.length += rows.shape[2]
         rows = rows.float()
@@ -55,31 +55,31 @@ class State:
             delta = mean - self.mean
             self.squares.addcmul_(delta, delta * (self.count * share))
             if rows.shape[2] > 1:
-                centred = rows - mean[:, :, None]
-                centred = centred if valid is None else torch.where(valid, centred, 0.0)
-                self.squares.add_(centred.square().sum(dim=2))
+                centered = rows - mean[:, :, None]
+                centered = centered if valid is None else torch.where(valid, centered, 0.0)
+                self.squares.add_(centered.square().sum(dim=2))
         self.mean.lerp_(mean, share)
         self.count = total
 
     def select(self, rows: torch.Tensor) -> State:
-        """Return the statistics of the sequences with the indices ``rows``, in this order."""
+        """Return the statistics of the sequences with the indices ``rows``, in the order of ``rows``."""
         count = self.count.index_select(0, rows) if isinstance(self.count, torch.Tensor) else self.count
         squares = None if self.squares is None else self.squares.index_select(0, rows)
         return State(self.length, count, self.mean.index_select(0, rows), squares)
 
 
 class RunningStatistics:
-    """Mean and, optionally, sum of squared deviations of cache rows per component.
+    """Running mean and, optionally, sum of squared deviations of each component over the cache rows.
 
-    Each chunk of rows is reduced to its mean and its squared deviations before the merge. The result is accurate even
-    if the mean is much larger than the spread, where plain sums of squares would cancel.
+    Each chunk of rows is reduced to its mean and sum of squared deviations before the merge. The result is accurate
+    even if the mean is much larger than the spread. Plain sums of squares would then cancel.
 
-    Rows are never subtracted: a NaN would remain, and a large number would leave a rounding error. After a crop, the
-    statistics restart from the last remaining mark, or from zero, and the rows after the mark are merged again. When a
-    block of rows is full, the whole block is merged again, which removes the rounding of single rows.
+    Removed rows are not subtracted, because a NaN or a rounding error would remain. After a crop, the statistics
+    restart from the last remaining mark, or from zero, and the rows after the mark are merged again. When a block is
+    full, its rows are merged again in one step, without the rounding errors of row-by-row merges.
 
     Attributes:
-        state: statistics of all rows that are merged so far.
+        state: statistics of all rows that were merged so far.
         marks: copies of the state at the ends of the last two blocks.
     """
 
@@ -105,10 +105,10 @@ class RunningStatistics:
             self.state = State(0, 0, torch.zeros_like(self.state.mean), zeros)
 
     def extend(self, buffer: torch.Tensor, length: int, left_padding: torch.Tensor | None) -> None:
-        """Merge the new rows up to ``length`` of ``buffer (B, Hkv, capacity, D)``.
+        """Merge the new rows of ``buffer (B, Hkv, capacity, D)`` up to row ``length - 1``.
 
         Args:
-            left_padding: ``(B,)`` first valid row of each sequence, equal in all calls. Rows before it are ignored.
+            left_padding: ``(B,)`` first valid row of each sequence, the same in all calls. Earlier rows are ignored.
         """
         full = length // BLOCK * BLOCK
         if self.state.length < full:

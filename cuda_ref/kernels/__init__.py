@@ -1,1 +1,1 @@
-"""Define the Triton kernels, which all methods share."""
+"""Define the Triton kernels of all methods."""

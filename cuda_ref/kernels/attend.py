@@ -1,9 +1,9 @@
-"""Compute exact attention of one query per head over a list of keys or over all keys. All methods share this kernel.
+"""Compute exact attention of one query per head to listed keys or to all keys. All methods share this kernel.
 
-The grid is (splits of the list, Hkv, B), or (programs,) if rows have different numbers of entries. A program reads
-`share` rows of K and of V, D * itemsize bytes each, once for the whole group, and updates a running softmax. If there
-are several splits, a program writes G * (D + 3) float32 numbers. The last program of a row merges the splits of the
-row. The merge is exact, because every split stores its largest logit and its sum.
+A row is a pair of a sequence and a KV head. The grid is (splits, Hkv, B), or (programs,) if list lengths differ. A
+program reads `share` keys and values, D * itemsize bytes each, once for the whole group, and updates a running
+softmax. If there are several splits, each program writes G * (D + 3) float32 numbers. The last program of a row merges
+the splits. The merge is exact, because every split stores its largest logit and its sum of exponentials.
 """
 
 import triton
@@ -14,7 +14,7 @@ from .numbers import finite, widen
 
 @triton.jit
 def times_values(weights, values, total):
-    """Return ``total + weights @ values``, where each float32 weight is a sum of two numbers of the values' dtype."""
+    """Return ``total + weights @ values``. Each float32 weight is split into two numbers of the values' dtype."""
     high = weights.to(values.dtype)
     total = tl.dot(high, values, total, input_precision="ieee")
     if values.dtype != tl.float32:
@@ -25,13 +25,13 @@ def times_values(weights, values, total):
 
 @triton.jit
 def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
-    """Return ``mean`` combined with the mean value, which gets the softmax weight of the unselected keys (sparq.10)."""
+    """Return ``mean`` after reallocation (sparq.10), which gives ``value_mean`` the weight of unselected keys."""
     return alpha * mean + (1.0 - alpha) * tl.load(value_mean + d, mask=d < D, other=0.0)
 
 
 @triton.jit
 def write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D: tl.constexpr, G: tl.constexpr):
-    """Normalize, reallocate and store the output and its log-sum-exp. Rows without keys get 0 and -inf."""
+    """Normalize and reallocate the output, and store it with its log-sum-exp. Rows without keys get 0 and -inf."""
     some = total != 0  # True for NaN, so that NaN reaches the output
     result = weighted / tl.where(some, total, 1.0)[:, None]
     if value_mean is not None:
@@ -87,11 +87,11 @@ def merge_splits(
 
 @triton.jit
 def assigned_work(program, programs, counts, rows, entries, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return the row and the share of entries that a program processes, if rows have ``counts`` entries.
+    """Assign a program to a row and to a share of the row's entries. ``counts`` is the number of entries per row.
 
     Returns:
-        The row; the first program of this row; the number of programs of this row, 0 for a program without work; the
-        number of entries of this row; and the number of entries per program, in whole blocks.
+        The row, its first program, its number of programs, its number of entries, and the number of entries per
+        program, a multiple of BLOCK_N. The number of programs is 0 for a program without work.
     """
     total = tl.zeros([], tl.int64)
     for first in range(0, rows, BLOCK_ROWS):
@@ -132,7 +132,7 @@ def attend(
     lse,  # out: (B, Hkv, G) float32
     parts,  # scratch: (programs, G, D) float32 weighted sums of values
     part_sums,  # scratch: (programs, G, 3) float32: largest logit, sum of exp(logit - largest), part of alpha
-    tickets,  # (B, Hkv, 2) int32, zeros
+    tickets,  # (B, Hkv, 2) int32, zeros: counters of finished programs
     length,
     entries,
     share,

@@ -1,8 +1,8 @@
-"""Compute exact causal attention of prefill over listed key blocks or over all key blocks.
+"""Compute exact causal attention for prefill, to listed key blocks or to all key blocks.
 
-A program processes BLOCK_M queries of one row block of one query head. It reads the keys and values that this row
-block lists, BLOCK_N at a time, 2 * D * itemsize bytes per key. The last row blocks have the most work, so their
-programs start first. Heads that share keys start together, so that most reads of keys and values hit the L2 cache.
+A program processes BLOCK_M queries of one row block of one query head. It reads the keys and values of the listed key
+blocks, BLOCK_N at a time, 2 * D * itemsize bytes per key. The last row blocks have the most work, so their programs
+start first. Heads that share keys start together, so that most reads of keys and values hit the L2 cache.
 """
 
 import triton
@@ -15,7 +15,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def listed_end(blocks, row_block, width, BLOCK: tl.constexpr):
-    """Return the end of the used list entries: one past the last entry that is a key block up to the diagonal."""
+    """Return the number of list entries up to the last entry that is a key block on or before the diagonal."""
     end = 0
     for first in range(0, width, BLOCK):
         place = first + tl.arange(0, BLOCK)
@@ -27,7 +27,7 @@ def listed_end(blocks, row_block, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, place, stride, there, d, D: tl.constexpr):
-    """Load the rows ``place`` of ``D`` numbers, and zeros where ``there`` is False."""
+    """Load the rows with the indices ``place``, of ``D`` numbers each. Return zeros where ``there`` is False."""
     return tl.load(rows + place[:, None] * stride + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Provide numeric helpers for the kernels: softmax of tiles without valid keys, aligned masks, and 8-bit logits."""
+"""Define numeric helpers for softmax over tiles without valid keys, for aligned masks and for 8-bit logits."""
 
 import triton
 import triton.language as tl
@@ -17,25 +17,25 @@ def finite(largest):
 
 @triton.jit
 def widen(loaded, UPCAST: tl.constexpr):
-    """Convert loaded numbers to float32 if ``UPCAST``. Triton's interpreter cannot compute in bfloat16."""
+    """Convert the loaded numbers to float32 if ``UPCAST`` is True: Triton's interpreter cannot compute in bfloat16."""
     return loaded.to(tl.float32) if UPCAST else loaded
 
 
 @triton.jit
 def rounded_up(length):
-    """Round ``length`` up to a multiple of 16. A mask that ends at this multiple keeps loads of 16 bytes whole."""
+    """Round ``length`` up to a multiple of 16. A mask that ends at this multiple does not split 16-byte loads."""
     return tl.cdiv(length, 16) * 16
 
 
 @triton.jit
 def rounded_down(first):
-    """Round ``first`` down to a multiple of 16. A mask that begins at this multiple keeps loads of 16 bytes whole."""
+    """Round ``first`` down to a multiple of 16. A mask that begins at this multiple does not split 16-byte loads."""
     return first // 16 * 16
 
 
 @triton.jit
 def encode_logit(logit, largest):
-    """Encode a logit in 8 bits, as its distance from the ``largest`` logit of the tile."""
+    """Encode a logit in 8 bits: its distance from the ``largest`` logit of the tile, in units of 1/16 nat."""
     below = (largest - logit) * 16.0  # +inf, or NaN for a key without weight
     code = tl.where(below < NO_WEIGHT - 0.5, tl.floor(below + 0.5), NO_WEIGHT)
     return tl.where(logit < float("inf"), code, NO_SOFTMAX).to(tl.uint8)
@@ -43,17 +43,17 @@ def encode_logit(logit, largest):
 
 @triton.jit
 def decode_logit(code, largest):
-    """Decode an 8-bit logit with an error of at most 1/32. `NO_SOFTMAX` becomes NaN."""
+    """Decode an 8-bit logit with an error of at most 1/32 nat. `NO_SOFTMAX` becomes NaN."""
     logit = tl.where(code < NO_WEIGHT, largest - code.to(tl.float32) / 16.0, float("-inf"))
     return tl.where(code == NO_SOFTMAX, float("nan"), logit)
 
 
 @triton.jit
 def tile_of(s, first_valid, length, tiles, TILE: tl.constexpr):
-    """Return the tile number of each key ``s``. 8-bit logits are relative to the largest logit of the tile.
+    """Return the tile number of each key ``s``. 8-bit logits are relative to the largest logit of their tile.
 
-    Quantized keys form tiles of TILE keys, counted from ``first_valid``. All other keys are in the last tile of a row.
-    This includes the keys before ``first_valid``, which have no weight in any tile.
+    Quantized keys form tiles of TILE keys, counted from ``first_valid``. All other keys are in the last tile of a row,
+    including the keys before ``first_valid``, which have no weight in any tile.
     """
     place = s - first_valid
     coded = (length - first_valid) // GROUP * GROUP

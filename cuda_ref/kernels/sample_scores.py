@@ -1,15 +1,17 @@
-"""Select key blocks by SampleAttention: sum the softmax weights of sampled queries, and write lists of key blocks.
+"""Select key blocks with SampleAttention: sum the softmax weights of sampled queries, and write lists of key blocks.
 
-The kernels do not store the scores, and multiply every key with a query only once. A program of `sample_scores` reads
-its share of the key blocks, D * itemsize bytes per key, once for each query head. It stores two float32 numbers for
-each sampled query and key block, because the keys of a block are in at most two offset bins of a query. Keys up to the
-query's index in its block are in one bin, and the other keys are in the next bin. The numbers are logarithms of
-unnormalized sums, so no program needs the largest score or the sum of the whole row. `sample_sums` reads these 8 bytes
-twice, along columns and along diagonals. With 128 sampled queries this is 24 bytes per key and query head, from the L2
-cache for up to about 200k keys. A second pass over the keys would read D * itemsize bytes and repeat the products.
+The kernels do not store the scores, and compute each product of a query and a key only once. A program of
+`sample_scores` reads its share of the key blocks, D * itemsize bytes per key, once for each query head. It stores two
+float32 numbers for each sampled query and key block, because the keys of a block are in at most two offset bins of a
+query. A key is in the second bin if its index in its block is greater than the query's index in its own block. The
+numbers are logarithms of sums that are not normalized, so no program needs the largest score or the sum of the whole
+row. `sample_sums` reads these 8 bytes twice, along columns and along diagonals. With 128 sampled queries this is 24
+bytes per key and query head, from the L2 cache for up to about 200k keys. A second pass over the keys would read D *
+itemsize bytes and repeat the products.
 
 `merge_blocks` writes the list of key blocks of every row block (sample.7), one list per program. It reads two bytes for
-each key block up to the diagonal. Three bits of these decide if the block is selected. It writes four bytes per entry.
+each key block up to the diagonal, and writes four bytes per entry. A block is selected by its column or by one of two
+offset bins.
 """
 
 import triton
@@ -22,7 +24,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def sampled_rows(c, chunks, first_row_block, row_blocks, offset, length, BLOCK_SIZE: tl.constexpr):
-    """Return the positions (sample.2) at which the sampled queries of region ``c`` start and stop."""
+    """Return the start and the stop position of the sampled queries of region ``c`` (sample.2)."""
     first = (first_row_block + c.to(tl.int64) * row_blocks // chunks) * BLOCK_SIZE
     stop = (first_row_block + (c + 1).to(tl.int64) * row_blocks // chunks) * BLOCK_SIZE
     stop = tl.minimum(stop, length)
@@ -31,7 +33,7 @@ def sampled_rows(c, chunks, first_row_block, row_blocks, offset, length, BLOCK_S
 
 @triton.jit
 def log2_of(mass):
-    """Return the base-2 logarithm of ``mass``, and -inf for 0."""
+    """Return the base-2 logarithm of ``mass``, or -inf for 0."""
     return tl.where(mass > 0, tl.log2(tl.where(mass > 0, mass, 1.0)), float("-inf"))
 
 
@@ -125,7 +127,7 @@ def sample_scores(
 
 @triton.jit
 def row_logarithms(statistics, splits, m, BLOCK_SIZE: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
-    """Return log2 of the row sum of each sampled query. Missing queries get +inf, so that they add no weight."""
+    """Return log2 of each sampled query's sum of exponentials. Missing queries get +inf and thus add no weight."""
     largest = tl.full(m.shape, float("-inf"), tl.float32)
     total = tl.zeros(m.shape, tl.float32)
     for first in range(0, splits, BLOCK_SPLITS):
@@ -143,7 +145,7 @@ def row_logarithms(statistics, splits, m, BLOCK_SIZE: tl.constexpr, BLOCK_SPLITS
 
 @triton.jit
 def bin_weight(parts, block, which: tl.constexpr, m, seen, logarithm, BLOCK_SIZE: tl.constexpr):
-    """Return the softmax weight of one offset bin of each key block, summed over the sampled queries ``m``."""
+    """Return the softmax weight of one offset bin in each key block, summed over the sampled queries ``m``."""
     place = (block * 2 + which) * BLOCK_SIZE + m[None, :]
     part = tl.load(parts + place, mask=(block >= 0) & (block < seen), other=float("-inf"))
     return tl.sum(tl.exp2(part - logarithm[None, :]), axis=1)

@@ -1,12 +1,12 @@
 """Compute SparQ's approximate logits of all keys from the selected components of int4 scoring keys.
 
-The grid is (splits of the quantized keys and one program for the tail, Hkv, B). A program reads RANK components of
-`blocks` tiles of BLOCK_S keys, RANK * 9 / 16 bytes per key, once for the whole group. The last program scores the keys
-of the unfilled group and reads RANK * itemsize bytes per key. A program writes G logits per key, as float32 or as one
-byte, and for each tile and query head the largest logit and the sum of exponentials.
+The grid is (splits of the quantized keys plus one program for the tail, Hkv, B). A program reads RANK components of
+`blocks` tiles of BLOCK_S keys, RANK * 9 / 16 bytes per key, once for the whole group. The program for the tail scores
+the keys after the last full group, RANK * itemsize bytes per key. A program writes G logits per key (float32 or uint8),
+and the largest logit and the sum of exponentials of each tile and query head.
 
-Tiles are counted from a row's first valid key, so that reads of codes are aligned. All rows have the number of tiles
-of the longest row. Tiles after the last group of a row are not read and are written as tiles without a valid key.
+Tiles are counted from a row's first valid key, so that reads of codes are aligned. All rows have as many tiles as the
+longest row. Tiles after the last group of a row are not read and are written as tiles without a valid key.
 """
 
 import triton
@@ -18,13 +18,13 @@ from .sparq_scores import component_at, component_ranks, logit_factors, query_co
 
 @triton.jit
 def repeat_for_keys(ranges, ROWS: tl.constexpr, GROUPS: tl.constexpr, TIMES: tl.constexpr):
-    """Repeat each number of ``ranges (ROWS, GROUPS)`` for the keys of its group: ``(ROWS, GROUPS * TIMES)``."""
+    """Repeat each number in ``ranges (ROWS, GROUPS)`` ``TIMES`` times. Return ``(ROWS, GROUPS * TIMES)``."""
     return tl.reshape(tl.broadcast_to(ranges[:, :, None], [ROWS, GROUPS, TIMES]), [ROWS, GROUPS * TIMES])
 
 
 @triton.jit
 def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tiles, stride_l):
-    """Write the logits ``(BLOCK_G, keys)`` of a tile up to key ``end``, and its softmax statistics (sparq.4)."""
+    """Write the logits ``(BLOCK_G, keys)`` of a tile up to key ``end``, and the tile's softmax statistics (sparq.4)."""
     largest = tl.max(approximate, axis=1)
     total = tl.sum(tl.exp(approximate - finite(largest)[:, None]), axis=1)
     tl.store(statistics + heads * 2 * tiles + tile, largest, mask=there)
@@ -36,7 +36,7 @@ def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tile
 
 @triton.jit
 def write_margin(logits, first, end, heads, there, stride_l):
-    """Write "no weight" to columns ``first`` to ``end``, because aligned loads of 16 columns also read these."""
+    """Write "no weight" to the columns from ``first`` to ``end``, which aligned loads of 16 columns also read."""
     column = first + tl.arange(0, 16)
     weight = tl.full([16], NO_WEIGHT if logits.dtype.element_ty == tl.uint8 else float("-inf"), tl.float32)
     weight = weight.to(logits.dtype.element_ty)

@@ -1,9 +1,9 @@
 """Compute SparQ's approximate logits of all keys from the components with the largest scores.
 
 The grid is (splits of the keys, Hkv, B). Every program repeats the selection of components of its KV head. The
-selection is cheap: it reads D numbers per query head, and a program reads thousands of keys. A program then reads RANK
+selection is cheap: it reads D numbers per query head, but a program reads thousands of keys. Each program reads RANK
 components of `blocks * BLOCK_S` keys, RANK * itemsize bytes per key, once for the whole group. It writes G float32
-logits per key, and for each query head the largest logit and the sum of exponentials.
+logits per key, and the largest logit and the sum of exponentials of each query head.
 """
 
 import triton
@@ -14,7 +14,7 @@ from .numbers import finite, rounded_up, widen
 
 @triton.jit
 def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return distinct integers that sort the components ``d`` by their scores (sparq.1).
+    """Return distinct integers that rank the components ``d`` by their scores (sparq.1).
 
     The high bits are the bits of the float32 score, which sort correctly because scores are not negative. The low bits
     sort equal scores by index.
@@ -33,7 +33,7 @@ def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexp
 def component_ranks(
     queries, component_weight, D: tl.constexpr, G: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Return the rank of each component (sparq.2), 0 for the best. Each thread sums one column of comparisons."""
+    """Return the rank of each component (sparq.2), 0 for the highest score. A thread sums a column of comparisons."""
     before = tl.arange(0, BLOCK_D)
     if RANK < D:
         keys = component_keys(queries, component_weight, before, D, G, BLOCK_D)
@@ -43,14 +43,14 @@ def component_ranks(
 
 @triton.jit
 def component_at(before, rank):
-    """Return the component with each ``rank``, given the rank ``before`` of each component."""
+    """Return the index of the component at each ``rank``. ``before`` contains the rank of each component."""
     d = tl.arange(0, before.shape[0])
     return tl.sum(tl.where(before[:, None] == rank[None, :], d[:, None], 0), axis=0)
 
 
 @triton.jit
 def query_components(queries, component, wanted, D: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Load the selected components of the group's queries: ``(components, BLOCK_G)``."""
+    """Load the selected components of the group's queries. Return ``(components, BLOCK_G)``."""
     g = tl.arange(0, BLOCK_G)[None, :]
     return tl.load(queries + g * D + component[:, None], mask=(g < G) & wanted[:, None], other=0.0)
 
@@ -66,7 +66,7 @@ def logit_factors(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Return the factor c / t of (sparq.3) for each query head. It applies if |q| alone selects the components."""
+    """Return the factor c / t (sparq.3) of each query head for components that were selected by |q| alone."""
     d = tl.arange(0, BLOCK_D)
     q = tl.abs(query_components(queries, d, d < D, D, G, BLOCK_G).to(tl.float32))
     total = tl.sum(q, axis=0)

@@ -1,9 +1,9 @@
 """Select exactly the k largest scores of a row without sorting. All methods share this kernel.
 
-Scores are converted to unsigned integers in the same order. Four histograms of 256 bins, for eight bits each, find the
+Scores are converted to unsigned integers in the same order. Four histograms of 256 bins, one per 8 bits, find the
 k-th largest score. The kernel writes the indices of all larger scores and of the first equal scores, ascending.
 
-The grid is (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, as float32 or bytes, sums their
+The grid is (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, as float32 or uint8, sums their
 softmax over the group and stores the best k of its tile, eight bytes each. The last program of a row reads the
 candidates of all tiles, once if they fit into one block, and selects the best k of the row. The softmax of the group
 needs the logits of all tiles, so the kernel that computes the logits cannot build the histograms.
@@ -21,7 +21,7 @@ ALWAYS = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def ordered_bits(score):
-    """Return each score as an unsigned integer with the same order. NaN counts as +inf."""
+    """Map scores to unsigned integers in the same order. NaN counts as +inf."""
     score = tl.where(score < float("inf"), score, float("inf"))
     score = tl.where(score == 0.0, 0.0, score)  # -0 equals 0
     bits = score.to(tl.uint32, bitcast=True)
@@ -31,14 +31,14 @@ def ordered_bits(score):
 
 @triton.jit
 def digit_counts(bits, threshold, there, shift):
-    """Return the histogram of the eight bits at ``shift``, over items with the same higher bits as ``threshold``."""
+    """Return a histogram of the eight bits at ``shift`` over the items that share the higher bits of ``threshold``."""
     same = ((bits ^ threshold) >> shift >> 8) == 0  # in two steps: a shift by 32 is undefined
     return tl.histogram(((bits >> shift) & 255).to(tl.int32), 256, mask=there & same)
 
 
 @triton.jit
 def next_digit(counts, wanted):
-    """Return the largest digit that ``wanted`` items reach, and how many items with this digit to select."""
+    """Return the largest digit that at least ``wanted`` items reach, and how many items with this digit to select."""
     digits = tl.arange(0, 256)
     reaching = tl.cumsum(counts, 0, reverse=True)
     digit = tl.max(tl.where(reaching >= wanted, digits, 0), axis=0)
@@ -92,8 +92,8 @@ def kth_largest_of_many(candidate_bits, count, wanted, BLOCK: tl.constexpr):
 def row_softmax(statistics, splits, BLOCK: tl.constexpr):
     """Merge the splits of a row. Return the largest logit and the factor 1 / sum of exp(logit - largest).
 
-    The factor is 0 if there is no valid key, or if a logit is NaN or +inf. Then only the NaN and +inf logits get the
-    score NaN.
+    The factor is 0 if there is no valid key, or if a logit is NaN or +inf. In the latter case, the scores of
+    the NaN and +inf logits are NaN and all other scores are 0.
     """
     largest = float("-inf")
     total = 0.0
@@ -109,7 +109,7 @@ def row_softmax(statistics, splits, BLOCK: tl.constexpr):
 
 @triton.jit
 def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits):
-    """Return the scores of keys ``s`` for query head ``g``. For 8-bit logits ``tile`` is the tile of each key."""
+    """Return the scores of keys ``s`` for query head ``g``. For 8-bit logits, ``tile`` is each key's tile."""
     if tile is None:
         logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
     else:
@@ -126,7 +126,7 @@ def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, spli
 
 @triton.jit
 def group_scores(logits, statistics, softmax, s, tile, readable, stride_l, splits, G: tl.constexpr):
-    """Return the scores of keys ``s``, summed over the group (sparq.4), (sparq.5), or the given scores for G = 1."""
+    """Return the scores of keys ``s``, summed over the group (sparq.4, sparq.5). For scores from the caller, G is 1."""
     score = tl.zeros(s.shape, tl.float32)
     if G <= 8:  # all heads at once; more do not fit into the registers
         for g in tl.static_range(G):
@@ -139,7 +139,7 @@ def group_scores(logits, statistics, softmax, s, tile, readable, stride_l, split
 
 @triton.jit
 def write_best(indices, bits, index, threshold, ties, written, ties_before):
-    """Append the selected items to the list ``indices``. Return the new length of the list and number of ties."""
+    """Append the selected items to the list ``indices``. Return the list's new length and the new number of ties."""
     best = is_best(bits, threshold, ties, ties_before)
     slot = written + tl.cumsum(best.to(tl.int32), 0) - 1
     tl.store(indices + slot, index, mask=best)
@@ -149,7 +149,7 @@ def write_best(indices, bits, index, threshold, ties, written, ties_before):
 
 @triton.jit
 def fill(slots, first, end, value, BLOCK: tl.constexpr):
-    """Write ``value`` to the slots from ``first`` to ``end``."""
+    """Write ``value`` to the slots ``first`` to ``end - 1``."""
     for start in range(0, end, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         tl.store(slots + slot, tl.zeros([BLOCK], slots.dtype.element_ty) + value, mask=(slot >= first) & (slot < end))
@@ -186,7 +186,7 @@ def top_k_select(
     candidate_bits,  # scratch: (B, Hkv, tiles, min(top_k, BLOCK)) int32
     candidate_indices,  # scratch, same shape and type
     indices,  # out: (B, Hkv, min(top_k, length)) int32, ascending, then -1
-    tickets,  # (B, Hkv, 2) int32, zeros
+    tickets,  # (B, Hkv, 2) int32, zeros: counters of finished programs
     length,
     top_k,
     local_window,

@@ -1,4 +1,4 @@
-"""Launch `kernels.attend`: exact attention of one query per head over listed keys or over all keys."""
+"""Launch `kernels.attend`, which computes exact attention of one query per head to listed keys or to all keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..kernels.attend import attend as kernel
 from . import configs
 from .launch import Launch, contiguous, fake_attention, power_of_2, result_like, rows, strides, upcast
 
-PROGRAMS_PER_PROCESSOR = 2  # target number of programs, from which the number of splits follows
+PROGRAMS_PER_PROCESSOR = 2  # target number of programs, which determines the number of splits
 BLOCK_SPLITS = 8  # number of splits that are merged at a time
 MOST_ROWS = 1024  # maximum number of rows whose counts are read at a time
 
@@ -22,10 +22,10 @@ class Listed:
     """The keys that a decode step attends to.
 
     Attributes:
-        indices: ``(B, Hkv, N)`` int32, contiguous; numbers that are not keys are empty slots.
+        indices: ``(B, Hkv, N)`` int32, contiguous; numbers that are not key indices are empty slots.
         counts: ``(B, Hkv)`` int32, contiguous: number of used entries per row. The used entries of all rows are divided
             equally among the programs. None: all entries are used.
-        tickets: ``(B, Hkv, 2)`` int32 with zeros in ``[..., 1]``; allocated if None.
+        tickets: int32 ``(B, Hkv, 2)`` counters of finished programs; ``[..., 1]`` must be 0. None: allocated.
     """
 
     indices: torch.Tensor
@@ -35,7 +35,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Reallocation:
-    """Inputs of the reallocation (sparq.8), (sparq.10): two arrays of `GroupScores` and the float32 ``value_mean``."""
+    """Inputs of the reallocation, (sparq.8) and (sparq.10): two fields of `GroupScores`, and float32 ``value_mean``."""
 
     logits: torch.Tensor
     softmax: torch.Tensor | None
@@ -61,9 +61,9 @@ def attend_indices(
     scale: float,
     counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to listed keys (sparq.7). Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
+    """Attend to the listed keys (sparq.7). Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
-    ``counts (B, Hkv)`` int32 is the number of used entries of each list.
+    The int32 ``counts (B, Hkv)`` are the numbers of used entries of the lists.
     """
     if indices.dtype != torch.int32:  # an int64 number must not wrap to a valid key
         indices = torch.where((indices >= 0) & (indices < keys.shape[2]), indices, -1).to(torch.int32)
@@ -85,12 +85,14 @@ def attend(
     left_padding: torch.Tensor | None = None,
     reallocation: Reallocation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute exact attention of one query per head (sparq.7). The keys are split among programs and merged exactly.
+    """Compute exact attention of one query per head (sparq.7).
+
+    The keys are split among programs, whose results are merged exactly.
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
         keys, values: ``(B, Hkv, S, D)``, last stride 1.
-        listed: the keys to attend to; None for all keys from ``left_padding`` on.
+        listed: the keys to attend to; None for all valid keys.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. Rows without keys get 0 and

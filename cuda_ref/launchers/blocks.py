@@ -1,4 +1,4 @@
-"""Launch `kernels.attend_blocks`: exact causal attention of prefill over listed key blocks or over all key blocks."""
+"""Launch `kernels.attend_blocks`, which computes exact causal attention to listed key blocks or to all key blocks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def attend_blocks(
     block_size: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute exact causal attention of each row block over its listed key blocks (sample.8).
+    """Compute exact causal attention of each row block to its listed key blocks (sample.8).
 
     Args:
         queries: ``(B, Hq, L, D)``; the position of query i is ``S - L + i``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int, ascending; numbers that are not key blocks are empty slots. None for all key
-            blocks.
+        blocks: ``(B, Hq, R, N)`` int, ascending; numbers that are not key blocks are empty slots. None
+            selects all key blocks.
 
     Returns:
         ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``. Queries without keys get 0 and
@@ -65,9 +65,9 @@ class Prefill:
         self.lse = torch.empty(queries.shape[:3], dtype=torch.float32, device=queries.device)
 
     def attend(self, blocks: torch.Tensor | None, first: int, stop: int) -> None:
-        """Compute row blocks ``first`` to ``stop``, counted from the row block of the first query.
+        """Compute the output of row blocks ``first`` to ``stop - 1``, counted from the row block of the first query.
 
-        ``blocks`` has one list of key blocks for each of these row blocks; None for all key blocks.
+        ``blocks`` has one list of key blocks for each of these row blocks; None selects all key blocks.
         """
         B, Hq, L, D = self.queries.shape
         Hkv, S = self.keys.shape[1:3]
@@ -115,5 +115,5 @@ class Prefill:
 
 
 def positive(queries: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """Return queries and a positive scale with the same scores, so that the largest product is the largest score."""
+    """Return queries and a positive scale that keep the logits, so that the largest product is the largest logit."""
     return (queries, scale) if scale > 0 else (queries * math.copysign(scale != 0, scale), abs(scale) or 1.0)

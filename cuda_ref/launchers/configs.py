@@ -1,4 +1,4 @@
-"""Define tile sizes, warps and pipeline stages by GPU architecture, in a fixed table for reproducible launches.
+"""Define tile sizes, warps and pipeline stages per GPU architecture in a fixed table, for reproducible launches.
 
 tests/kernels/test_triton_aot.py compiles every entry of the table. The test rejects register spills, tiles that do not
 fit and scalar loads. The values pass this test, but were not tuned by timing on a GPU.
@@ -12,8 +12,8 @@ from functools import cache
 
 import torch
 
-HEAD_DIMS = (16, 256)  # smallest and largest head dim of the tiles
-LARGEST_GROUP = 16  # largest number of query heads per KV head of the tiles
+HEAD_DIMS = (16, 256)  # smallest and largest head dim that the tiles support
+LARGEST_GROUP = 16  # largest number of query heads per KV head that the tiles support
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ WITHOUT_A_GPU = 4  # assumed number of processors, so that tests in the interpre
 
 
 def config(device: torch.device) -> Config:
-    """Return the tiles of the decode kernels on ``device``."""
+    """Return the tiles of the decode kernels for ``device``."""
     return METHODS[nearest(device)]
 
 
@@ -123,14 +123,14 @@ def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> 
 
 
 def sample_tile(block_size: int, itemsize: int) -> BlockTile:
-    """Return the tile of `sample_scores`, for which two programs fit on a processor."""
+    """Return the tile of `sample_scores`, which is small enough that a multiprocessor can run two programs."""
     if itemsize > 2:
         return BlockTile(32, 32, 4, 2)
     return BlockTile(block_size, min(block_size, 64), 8 if block_size == 128 else 4, 2)
 
 
 def columns(N: int, itemsize: int, queries: int, programs: int, device: torch.device) -> ColumnTile:
-    """Return the tile of a query network layer with ``N`` outputs: the widest tile that keeps all processors busy.
+    """Return the widest tile of a query network layer with ``N`` outputs that keeps all processors busy.
 
     Args:
         queries: number of queries per program. With more queries, fewer weight rows fit into registers.
@@ -141,7 +141,7 @@ def columns(N: int, itemsize: int, queries: int, programs: int, device: torch.de
 
 
 def nearest(device: torch.device) -> int:
-    """Return the architecture whose table entry ``device`` uses, such as 90."""
+    """Return the compute capability (such as 90) whose table entry ``device`` uses."""
     known = [architecture for architecture in METHODS if architecture <= capability(device)]
     return max(known, default=min(METHODS))
 
@@ -164,14 +164,14 @@ def processors(device: torch.device) -> int:
 
 
 def rows(tiles: Tiles, width: int, itemsize: int) -> int:
-    """Return the number of rows of ``width`` elements per tile: a power of 2 from 16, the size of matrix units."""
+    """Return how many rows of ``width`` elements a tile has: a power of 2, at least 16 (for tensor cores)."""
     return min(MOST_ROWS, max(16, tiles.elements * 2 // (width * itemsize)))
 
 
 def warps(tiles: Tiles, width: int, itemsize: int) -> int:
     """Return the number of warps of `attend`, with at least one thread for each of ``width`` accumulators.
 
-    The number is doubled for float32, because matrix units do not multiply float32.
+    The number is doubled for float32, because tensor cores do not multiply float32.
     """
     return max(tiles.warps * max(1, itemsize // 2), width // 32)
 
@@ -190,6 +190,6 @@ def splits(items: int, rows: int, per_processor: int, device: torch.device) -> i
 
 
 def share(items: int, block: int, rows: int, per_processor: int, device: torch.device) -> int:
-    """Return the number of items per program, in whole blocks, that keeps all processors busy."""
+    """Return the number of items per program, a multiple of ``block``, that keeps all processors busy."""
     programs = max(1, per_processor * processors(device) // rows)
     return -(-max(1, -(-items // programs)) // block) * block

@@ -38,12 +38,12 @@ class Launch:
 
 
 def rows(array: torch.Tensor) -> torch.Tensor:
-    """Return ``array`` with last stride 1. An array that has this stride, such as a cache slice, is not copied."""
+    """Return ``array`` with last stride 1. An array that already has it, such as a cache slice, is not copied."""
     return array if array.stride(-1) == 1 else array.contiguous()
 
 
 def contiguous(array: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``array`` as a contiguous tensor, or None for None."""
+    """Return ``array`` as a contiguous tensor, or None if ``array`` is None."""
     return None if array is None else array.contiguous()
 
 
@@ -53,12 +53,12 @@ def strides(letter: str, array: torch.Tensor, axes: str = "bhn") -> dict[str, in
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Return True for bfloat16 in Triton's interpreter, which must convert loads to float32 before it computes."""
+    """Return True if ``dtype`` is bfloat16 and Triton's interpreter, which cannot compute in bfloat16, is enabled."""
     return interpreted() and dtype == torch.bfloat16
 
 
 def result_like(queries: torch.Tensor) -> torch.Tensor:
-    """Allocate the output of an attention kernel, as float32 where Triton's interpreter would truncate to bfloat16."""
+    """Allocate the attention output for ``queries``, in float32 if the interpreter would truncate it to bfloat16."""
     return torch.empty(
         queries.shape, dtype=torch.float32 if upcast(queries.dtype) else queries.dtype, device=queries.device
     )
@@ -70,6 +70,6 @@ def power_of_2(number: int, least: int = 1) -> int:
 
 
 def fake_attention(queries: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty ``out`` and ``lse``: the fake implementation of the torch operators that compute attention."""
+    """Return empty ``out`` and ``lse``. torch.compile uses this fake implementation of the attention operators."""
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     return out, queries.new_empty(queries.shape[:3], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Launch SAAP (docs/spec/saap.md): four launches per decode step, three without a hidden layer."""
+"""Launch the SAAP kernels (docs/spec/saap.md): four launches per decode step, or three without a hidden layer."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def saap_route(
     Args:
         queries: ``(B, Hq, 1, D)`` before RoPE.
         out_weight: ``(Hkv, H, C)``, or ``(Hkv, D, C)`` for a linear router (saap.5).
-        out_bias: ``(Hkv, C)``.
-        hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``.
+        out_bias: ``(Hkv, C)``, or None.
+        hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``, or None for a linear router.
 
     Returns:
-        ``(B, Hkv, probes)`` int32, ascending, then -1 if fewer buckets have a probability above 0.
+        ``(B, Hkv, probes)`` int32, ascending, padded with -1 if fewer buckets have a probability above 0.
     """
     queries, out_weight = queries.contiguous(), out_weight.contiguous()
     B, Hq = queries.shape[:2]
@@ -92,7 +92,7 @@ def _(queries: torch.Tensor, out_weight: torch.Tensor, *given: Any) -> torch.Ten
 def _hidden(
     queries: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int, rows: Mapping[str, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the hidden layer. Return its output, float32 ``(B, Hkv, G, H)``, and zeros as tickets of `saap_route`."""
+    """Compute the hidden layer. Return its float32 output ``(B, Hkv, G, H)`` and zeroed tickets for `saap_route`."""
     B, D = queries.shape[0], queries.shape[3]
     Hkv, _, H = weight.shape
     device = queries.device
@@ -112,7 +112,7 @@ def _hidden(
 def saap_index(
     bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the keys in the order of their buckets (saap.9): ``offsets (B, Hkv, C + 1)``, ``key_ids (B, Hkv, n)``."""
+    """Sort the keys by bucket (saap.9). Return ``offsets (B, Hkv, C + 1)`` and ``key_ids (B, Hkv, n)``."""
     position = torch.arange(bucket_ids.shape[2], device=bucket_ids.device)
     sink_tokens = min(sink_tokens, bucket_ids.shape[2])  # later sums fit into int32
     first = sink_tokens if left_padding is None else (left_padding + sink_tokens)[:, None, None]
@@ -126,12 +126,12 @@ def saap_index(
 
 @dataclass(frozen=True)
 class Index:
-    """Lists of the keys of each bucket.
+    """Lists of the keys in each bucket.
 
     Attributes:
         offsets, key_ids: results of `saap_index`.
-        covered: number of keys in the lists; later keys are always attended.
-        sink_tokens: number of first keys, which are always attended and not in the lists.
+        covered: number of keys in the lists; later keys are always attended to.
+        sink_tokens: number of sink keys, which are always attended to and are not in the lists.
         capacity: number of slots in the key list of a decode step.
     """
 
@@ -153,7 +153,7 @@ def saap_indices(
     capacity: int,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the keys of a decode step (saap.10): int32 ``indices (B, Hkv, capacity)`` and ``counts (B, Hkv)``."""
+    """List the keys of a decode step (saap.10). Return int32 ``indices (B, Hkv, capacity)`` and ``counts (B, Hkv)``."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, length, left_padding)
     assert listed.counts is not None
@@ -211,7 +211,7 @@ def saap_decode(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run one decode step over visited buckets. Return ``out``, ``lse`` and numbers of attended keys ``(B, Hkv)``."""
+    """Run one decode step over visited buckets. Return ``out``, ``lse`` and the attended key counts ``(B, Hkv)``."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, keys.shape[2], left_padding)
     assert listed.counts is not None
@@ -237,7 +237,7 @@ def saap_attention(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Build the index of the visited buckets and run one decode step, (saap.9) to (saap.11)."""
+    """Build the index of the visited buckets and run one decode step (saap.9 to saap.11)."""
     S = keys.shape[2]
     covered = S - recent_tokens
     places, slots = _as_slots(bucket_ids[..., :covered], visited)
@@ -249,10 +249,10 @@ def saap_attention(
 
 
 def _as_slots(bucket_ids: torch.Tensor, visited: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Renumber the visited buckets as 0, 1, 2, ..., so that bucket numbers may have any size.
+    """Renumber the visited buckets as 0, 1, 2, ..., so that bucket numbers may be any integers.
 
     Returns:
-        The new bucket number of each key, -1 for keys of other buckets, and the new ``visited``, both int32.
+        The new bucket number of each key (-1 for keys of other buckets) and the new ``visited`` (int32).
     """
     slots = torch.arange(visited.shape[2], dtype=torch.int32, device=visited.device).expand(visited.shape).contiguous()
     if not visited.shape[2]:

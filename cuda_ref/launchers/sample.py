@@ -1,4 +1,4 @@
-"""Launch SampleAttention (docs/spec/sample.md): score the sample, select key blocks and attend to them."""
+"""Launch the SampleAttention kernels (docs/spec/sample.md): score the sample, select key blocks, and attend to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import configs
 from .blocks import Prefill, positive
 from .launch import Launch, fake_attention, power_of_2, rows, strides, upcast
 
-PROGRAMS_PER_PROCESSOR = 2  # target number of programs, from which the number of splits of the keys follows
+PROGRAMS_PER_PROCESSOR = 2  # target number of programs, which determines the number of splits of the keys
 SUMMED = 32  # number of key blocks and of offset bins per program of `sample_sums`
 BLOCK_SPLITS = 8  # number of splits whose statistics are read at a time
 MERGED = 1024  # number of key blocks that are read at a time
@@ -43,8 +43,8 @@ def sample_prefill(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run SampleAttention. Return ``out``, float32 ``lse (B, Hq, L)`` and int32 ``counts (B, Hq, R)``.
 
-    The counts are the number of key blocks of each row block. Row blocks are processed in ranges whose lists fit into
-    `LIST_BYTES`.
+    ``counts`` is the number of key blocks that each row block attends to. Row blocks are processed in ranges whose
+    lists fit into `LIST_BYTES` bytes.
     """
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     B, Hq = queries.shape[:2]
@@ -74,7 +74,7 @@ def sample_select(
     block_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """List the key blocks of each row block, (sample.1) to (sample.7): ``(B, Hq, R, Nk)`` int32, ascending, then -1."""
+    """Return each row block's key blocks (sample.1 to sample.7) as int32 ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     counts = torch.empty(*queries.shape[:2], layout.row_blocks, dtype=torch.int32, device=queries.device)
     alphas = {"alpha_column": alpha_column, "alpha_slash": alpha_slash}
@@ -92,7 +92,7 @@ def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> torch.Tensor:
 def sample_scores(
     queries: torch.Tensor, keys: torch.Tensor, chunks: int, block_size: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the softmax weights of each region's sampled queries, see `score`."""
+    """Create the `Layout` of a prefill, and compute its sample scores with `score`."""
     return score(rows(queries), rows(keys), Layout(queries.shape[2], keys.shape[2], chunks, block_size), scale=scale)
 
 
@@ -107,13 +107,13 @@ def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> tuple[torch.Ten
 def score(
     queries: torch.Tensor, keys: torch.Tensor, layout: Layout, *, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the softmax weights of each region's sampled queries by key block (sample.4) and by offset bin (sample.5).
+    """Sum the softmax weights of each region's sampled queries per key block (sample.4) and offset bin (sample.5).
 
     Args:
         queries, keys: ``(B, Hq, L, D)`` and ``(B, Hkv, S, D)``, last stride 1.
 
     Returns:
-        ``column`` and ``slash``, float32 ``(B, Hq, C, Nk)``.
+        The sums ``column`` (per key block) and ``slash`` (per offset bin), float32 ``(B, Hq, C, Nk)``.
     """
     queries, scale = positive(queries, scale)
     B, Hq, _, D = queries.shape
@@ -174,11 +174,11 @@ def score(
 
 
 def select_share(scores: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Select the fewest largest ``scores (..., Nk)`` whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
+    """Select the largest ``scores (..., Nk)``: the fewest whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
     Returns:
-        uint8 of the same shape, 1 = selected. Of equal scores the lower index is selected first. If the shares are
-        NaN, all scores are selected.
+        uint8 mask of the same shape, 1 = selected. Of equal scores, the score with the lower index is selected first.
+        If the shares are NaN, all scores are selected.
     """
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     share = ordered.cumsum(dim=-1) / ordered.sum(dim=-1, keepdim=True)
@@ -197,20 +197,20 @@ def select_masks(
     alpha_slash: float,
     scale: float,
 ) -> SampleMasks:
-    """Select the columns and offset bins of each region."""
+    """Score the sampled queries, and select the columns and offset bins of each region."""
     column, slash = score(queries, keys, layout, scale=scale)
     return SampleMasks(select_share(column, alpha_column), select_share(slash, alpha_slash))
 
 
 def merge(kept: SampleMasks, layout: Layout, first: int, stop: int, width: int, counts: torch.Tensor) -> torch.Tensor:
-    """List the key blocks (sample.7) of row blocks ``first`` to ``stop``, counted from the first query's row block.
+    """List the key blocks (sample.7) of row blocks ``first`` to ``stop - 1``, counted from the first query's block.
 
     Args:
-        width: number of slots of a list; at least the number of key blocks up to the last diagonal.
-        counts: output, ``(B, Hq, R)`` int32: the lengths of these lists.
+        width: number of slots per list; at least the number of key blocks up to the diagonal of the last row block.
+        counts: output, int32 ``(B, Hq, R)``; receives the lengths of these lists.
 
     Returns:
-        ``(B, Hq, stop - first, width)`` int32, ascending, then -1.
+        ``(B, Hq, stop - first, width)`` int32, ascending, padded with -1.
     """
     B, Hq = kept.column.shape[:2]
     blocks = torch.empty(B, Hq, stop - first, width, dtype=torch.int32, device=counts.device)
@@ -235,7 +235,7 @@ def merge(kept: SampleMasks, layout: Layout, first: int, stop: int, width: int, 
 
 
 def portions(layout: Layout, entry: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of row blocks, last range first, whose lists fit into `LIST_BYTES` at ``entry`` bytes per entry."""
+    """Yield ranges of row blocks, last range first, whose lists fit into `LIST_BYTES`. An entry has ``entry`` bytes."""
     stop = layout.row_blocks
     while stop > 0:
         width = layout.first_block + stop

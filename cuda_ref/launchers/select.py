@@ -1,4 +1,4 @@
-"""Launch `kernels.top_k_select`: select exactly the k best keys of a row without sorting."""
+"""Launch `kernels.top_k_select`, which selects exactly the k best keys of a row without sorting."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class GroupScores:
             largest logit of the tile (`kernels.numbers.encode_logit`). Logits of invalid keys are -inf or not written.
         statistics: float32 ``(B, Hkv, G, 2, splits)``: largest logit and sum of exp(logit - largest) of each split.
         softmax: float32 ``(B, Hkv, G, 2)``, output of `select`: largest logit and 1 / sum of exp(logit - largest).
-        tickets: int32 ``(B, Hkv, 2)`` zeros, one for each of the two launches that follow.
+        tickets: int32 ``(B, Hkv, 2)`` counters of finished programs, which must be 0 before the next two launches.
         tile: number of quantized keys per split for uint8 logits, counted from the first valid key of a row. The
-            unquantized keys are the last split. 0 for float32 logits.
+            unquantized keys form the last split. 0 for float32 logits.
     """
 
     logits: torch.Tensor
@@ -53,7 +53,7 @@ class GroupScores:
 def top_k_select(
     scores: torch.Tensor, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6). -inf is never selected; NaN counts as +inf."""
+    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6), except keys with score -inf. NaN counts as +inf."""
     B, Hkv, S = scores.shape
     tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=scores.device)
     given = GroupScores(scores.contiguous()[:, :, None], None, None, tickets)
@@ -67,7 +67,7 @@ def _(scores: torch.Tensor, top_k: int, *_: object) -> torch.Tensor:
 
 
 def block_size(S: int, top_k: int) -> int:
-    """Return the smallest number of keys per tile with which one block can merge the candidates of all tiles."""
+    """Return the smallest tile size, in keys, at which one block can merge the candidates of all tiles."""
     return next(
         (block for block in configs.SELECT_WARPS if -(-S // block) * min(top_k, block) <= block),
         max(configs.SELECT_WARPS),
@@ -77,10 +77,10 @@ def block_size(S: int, top_k: int) -> int:
 def select(
     scores: GroupScores, S: int, *, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Select ``top_k`` keys: the last ``local_window`` valid keys and the keys with the largest scores (sparq.6).
+    """Select ``top_k`` keys: the last ``local_window`` valid keys, then the keys with the largest scores (sparq.6).
 
     Returns:
-        Key indices ``(B, Hkv, min(top_k, S))`` int32, ascending, then -1. Of equal scores the lower index is selected.
+        Key indices ``(B, Hkv, min(top_k, S))`` int32, ascending, padded with -1. Ties go to the lower index.
     """
     B, Hkv, G, stride = scores.logits.shape
     device = scores.logits.device

@@ -1,4 +1,4 @@
-"""Launch SparQ (docs/spec/sparq.md): three launches per decode step."""
+"""Launch the SparQ kernels (docs/spec/sparq.md): three launches per decode step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .launch import Launch, contiguous, fake_attention, power_of_2, rows, stride
 from .select import GroupScores, select
 
 MOST_COMPONENTS = 64  # maximum number of components per tile; the kernel sums more components over several tiles
-PROGRAMS_PER_PROCESSOR = 4  # target number of programs, from which the number of splits follows
+PROGRAMS_PER_PROCESSOR = 4  # target number of programs, which determines the number of splits
 CODE_COMPONENTS = 16  # components of int4 scoring keys per product; more would not fit into the registers
 
 
@@ -32,7 +32,7 @@ def sparq_attention(
     value_mean: torch.Tensor | None,
     **selection: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call `sparq_decode` with the argument names of all backends, and pass `KeyCodes` as a list of tensors."""
+    """Run `sparq_decode` with the arguments that all backends share. `KeyCodes` are passed on as a list."""
     scored = [keys.mT] if keys_t is None else list(keys_t) if isinstance(keys_t, KeyCodes) else [keys_t]
     mean = value_mean if reallocate else None
     result: tuple[torch.Tensor, torch.Tensor] = sparq_decode(
@@ -55,13 +55,13 @@ def sparq_decode(
     left_padding: torch.Tensor | None = None,
     value_mean: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one decode step of SparQ, (sparq.1) to (sparq.21).
+    """Run one decode step of SparQ (sparq.1 to sparq.21).
 
     Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
     Args:
         scored: a list with the component-major keys ``(B, Hkv, D, S)``, or with the four arrays of `KeyCodes`.
-        value_mean: ``(B, Hkv, D)``, the mean value for reallocation; None for no reallocation.
+        value_mean: ``(B, Hkv, D)`` mean of the values for reallocation; None to skip reallocation.
     """
     queries, keys = queries.contiguous(), rows(keys)
     component_weight, left_padding = contiguous(component_weight), contiguous(left_padding)
@@ -84,7 +84,7 @@ def sparq_select(
     """Select the keys of one decode step. Return ``indices (B, Hkv, min(top_k, S))`` int32 and the approximate logits.
 
     Args:
-        exact: True if reallocation reads the logits, so that int4 scoring keys must also give float32 logits.
+        exact: True if reallocation reads the logits. Int4 scoring keys then also give float32 logits.
     """
     if isinstance(selection.keys_t, KeyCodes):
         scores = sparq_code_scores(queries, keys, selection, narrow=not exact)
@@ -105,7 +105,7 @@ def sparq_scores(queries: torch.Tensor, selection: Selection) -> GroupScores:
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        selection: settings and arrays of the selection. ``keys_t`` may have any strides, and is read fastest if the
+        selection: settings and arrays for selecting keys. ``keys_t`` may have any strides, and is read fastest if the
             last stride is 1 and the other strides are multiples of 16.
     """
     keys_t = selection.keys_t
@@ -176,9 +176,9 @@ def sparq_code_scores(queries: torch.Tensor, keys: torch.Tensor, selection: Sele
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        keys: ``(B, Hkv, S, D)``, last stride 1; only unquantized keys are read.
-        selection: settings and arrays of the selection. ``keys_t`` has the codes of all full groups, and is read
-            fastest if the last strides are 1 and the other strides of ``codes`` are multiples of 16.
+        keys: ``(B, Hkv, S, D)``, last stride 1; only keys outside full groups are read.
+        selection: settings and arrays for selecting keys. ``keys_t`` has the codes of all full groups. Reads are
+            fastest if all last strides are 1 and the other strides of ``codes`` are multiples of 16.
         narrow: True to write the logits as 8-bit codes.
     """
     B, Hkv, S, D = keys.shape

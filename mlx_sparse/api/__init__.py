@@ -1,1 +1,1 @@
-"""Public functions: generic over the array library (`functions`), and bound to MLX (`mlx_functions`)."""
+"""Define the public attention functions for any array library (`functions`) and for MLX arrays (`mlx_functions`)."""

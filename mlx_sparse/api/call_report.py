@@ -1,4 +1,4 @@
-"""Report of a model's attention calls, printed by `--attn-report`."""
+"""Build the report of a model's attention calls that `--attn-report` prints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from ..methods.reasons import SHORTER
 from ..model_parts import Part
 
 JSON_KEY = "mlx_sparse_report"  # key in the output of ``--attn-report json``
@@ -18,7 +19,13 @@ _lock = threading.RLock()
 
 
 class DeviceCounts(Protocol):
-    """Statistics computed on the device: `mlx_sparse.lm.statistics.BucketCounts`."""
+    """Statistics that the device computes: `lm.statistics.BucketCounts` and `lm.recall.RecallCounts`.
+
+    Attributes:
+        total: name of the `Report` attribute that contains the sum of these statistics.
+    """
+
+    total: str
 
     def read(self) -> Any:
         """Wait for the device and return the statistics. Any thread may call this method, one thread at a time."""
@@ -41,11 +48,11 @@ class Totals:
 
 @dataclass
 class Counts(Totals):
-    """Totals of one call of a model.
+    """Totals of one model call.
 
     Attributes:
-        decode: additional statistics of decode steps; None if the method has none.
-        counting: statistics that the device is still computing; None if there are none.
+        decode: SAAP's statistics for decode steps; None with other methods.
+        counting: statistics that the device is still computing; None without such statistics.
     """
 
     decode: Any = None
@@ -56,9 +63,9 @@ class Counts(Totals):
 class Report(Totals):
     """Totals of all calls of one enabled model. Any thread may add to a report or read it at any time.
 
-    A model call adds its counts when it returns; a call that raises adds nothing. Reading a report does not evaluate
-    arrays, with one exception: with SAAP, `buckets` and `sparse_bytes` wait for the decode steps in flight, because
-    the device counts the attended keys.
+    A model call adds its counts when it returns; a call that raises adds nothing. Most attributes can be read without
+    waiting for the device. `recall` waits for the decode steps in flight. With SAAP, `buckets` and `sparse_bytes` also
+    wait for these steps, because the device counts the attended keys.
 
     Attributes:
         attn: methods and their options in the format of ``--attn``, with every "auto" resolved.
@@ -66,24 +73,25 @@ class Report(Totals):
         model_type: model family, such as "llama".
         model: name or path of the model; empty if unknown.
         layers: number of attention layers.
-        served_layers: number of layers that can attend sparsely.
-        dense_layers: number of layers that always attend densely, by reason.
+        served_layers: number of layers that can use sparse attention.
+        dense_layers: number of layers that always use dense attention, for each reason.
         sparse_calls: number of decode calls that used sparse attention.
-        dense_calls: number of calls that used dense attention, by reason.
-        formula_bytes: bytes that the sparse calls moved, by the papers' formulae, except bytes of keys that the device
-            counts.
+        dense_calls: number of calls that used dense attention, for each reason.
+        formula_bytes: bytes that the sparse calls moved, according to the papers' formulas, excluding the keys that the
+            device counts.
         dense_bytes: bytes that dense attention would have moved in the sparse calls.
         prefill: statistics of prefill chunks (`mlx_sparse.lm.statistics.PrefillStatistics`); None without a prefill
             method.
         decodes: True if there is a decode method.
         crossovers: function that returns the crossover lengths of the layers as lines of text.
-        sent_bytes, messages: bytes and messages sent to the other ranks of a sharded context.
+        sent_bytes, messages: numbers of bytes and messages sent to the other ranks of a sharded context.
         checked_bytes: bytes moved by verification steps of a lossless model and by its decode steps without drafts.
         drafts: draft statistics (`mlx_sparse.lm.statistics.DraftStatistics`); None without `--lossless`.
         part: layers and KV heads of the model that this process runs.
-        kv_heads: KV heads of a served layer on this rank and in the whole model; None if layers differ.
-        weight_bytes: bytes of the model's weights in this process.
-        counted: `buckets` without the decode steps in flight.
+        kv_heads: number of KV heads of a served layer, on this rank and in the whole model; None if the number
+            differs between layers.
+        weight_bytes: number of weight bytes that a decode step reads in this process.
+        counted, recalls: `buckets` and `recall` without the decode steps in flight.
     """
 
     attn: str
@@ -99,6 +107,7 @@ class Report(Totals):
     kv_heads: tuple[int, int] | None = None
     weight_bytes: int = 0
     counted: Any = field(default=None, init=False, repr=False)
+    recalls: Any = field(default=None, init=False, repr=False)
     _counting: deque[DeviceCounts] = field(default_factory=deque, init=False, repr=False)
 
     def add(self, counts: Counts) -> None:
@@ -113,20 +122,35 @@ class Report(Totals):
             self._settle(IN_FLIGHT)
 
     def _settle(self, in_flight: int = 0) -> None:
-        """Wait for the statistics of all calls except the last ``in_flight``, and add these statistics."""
+        """Wait for the statistics of all calls except the last ``in_flight``, and add them to the report."""
         while len(self._counting) > in_flight:
-            self.counted = _sum(self.counted, self._counting.popleft().read())
+            counts = self._counting.popleft()
+            setattr(self, counts.total, _sum(getattr(self, counts.total), counts.read()))
 
     @property
     def buckets(self) -> Any:
         """Statistics of SAAP (`mlx_sparse.lm.statistics.BucketStatistics`); None with other methods."""
         with _lock:
-            self._settle()
+            if self.counted is not None:  # `Plan` adds zeros if the method is SAAP
+                self._settle()
             return self.counted
 
     @property
+    def recall(self) -> Any:
+        """Estimated attention recall of decode steps (`mlx_sparse.lm.recall.RecallStatistics`).
+
+        None before the first sparse decode step, or if the method does not estimate the recall.
+        """
+        with _lock:
+            self._settle()
+            return self.recalls
+
+    @property
     def sparse_bytes(self) -> int:
-        """Bytes that the sparse calls moved, by the papers' formulae. With SAAP, waits for the device."""
+        """Bytes that the sparse calls moved, according to the papers' formulas.
+
+        With SAAP, reading this property waits for the device.
+        """
         with _lock:
             return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
 
@@ -138,9 +162,10 @@ class Report(Totals):
             data["prefill"] = self.prefill and self.prefill.as_dict()
             data["buckets"] = self.buckets and self.buckets.as_dict()
             data["drafts"] = self.drafts and self.drafts.as_dict()
+            data["recall"] = self.recall and self.recall.as_dict()
             data["crossovers"] = self.crossovers()
-            for name in ("formula_bytes", "part", "kv_heads", "counted"):
-                del data[name]
+            for name in ("formula_bytes", "part", "kv_heads", "counted", "recalls"):
+                data.pop(name, None)
             data["sparse_bytes"] = self.sparse_bytes
             return data
 
@@ -150,7 +175,7 @@ class Report(Totals):
             return Counts(self.sparse_calls, self.dense_calls, prefill=self.prefill)
 
     def opening(self) -> list[str]:
-        """Return the first lines of the report, known before any call: served layers and crossover lengths."""
+        """Return the first lines of the report, with the served layers and the crossover lengths."""
         model = ", ".join(filter(None, (self.model_type, self.model)))
         served = f"{self.served_layers} of {self.layers} layers ({model})"
         lines = [f"{self.attn} on {self.backend}: {served}{self._held()}"]
@@ -159,7 +184,7 @@ class Report(Totals):
         return lines + self.crossovers()
 
     def _held(self) -> str:
-        """Describe which layers, shards or KV heads this process runs; empty for a whole model."""
+        """Return a text about the layers, shards or KV heads that this process runs; empty for a whole model."""
         if self.part.layers is not None:
             last = self.part.first_layer + self.part.layers - 1
             return f", layers {self.part.first_layer} to {last} of the model on this rank"
@@ -175,6 +200,7 @@ class Report(Totals):
             if self.dense_layers:
                 first += f"; dense layers: {listing(self.dense_layers, 1)}"
             lines = [first, *(self.prefill.lines()[:2] if self.prefill else []), *self._decode_lines()]
+            lines += self.recall.lines() if self.recall else []
             if self.sparse_calls and self.weight_bytes:
                 lines.append(
                     f"  estimated saving: {self.saved_share:.0%} of the bytes of a decode step, with the weights"
@@ -186,18 +212,18 @@ class Report(Totals):
 
     @property
     def saved_share(self) -> float:
-        """Share of the bytes of a decode step that sparse attention saves, averaged over the sparse steps.
+        """Share of a decode step's bytes that sparse attention saves, averaged over the sparse steps.
 
-        The bytes of a step are those of all weights and of the keys and values of the served layers. A step whose time
-        is limited by the memory bandwidth gets shorter by this share.
+        A step reads all weights, and the keys and values of the served layers. A memory-bound step gets shorter by this
+        share.
         """
         per_step = self.served_layers / max(self.sparse_calls, 1)
         dense = self.dense_bytes * per_step
         return (dense - self.sparse_bytes * per_step) / max(self.weight_bytes + dense, 1)
 
     def _hint(self) -> str | None:
-        """Return the one change that would help most, or None."""
-        if not self.sparse_calls and any("fewer than" in reason for reason in self.dense_calls):
+        """Return a hint about the change that would help most, or None."""
+        if not self.sparse_calls and any(reason.startswith(SHORTER) for reason in self.dense_calls):
             return "shorter contexts are dense because they are faster so; dense_below=N in --attn changes the length"
         if self.drafts is not None and self.drafts.pauses and not self.drafts.checks:
             return "drafts were slower than dense steps; drop --lossless here"
@@ -213,7 +239,7 @@ class Report(Totals):
             return "\n".join(self._lines())
 
     def _decode_lines(self) -> list[str]:
-        """Return the number of sparse decode calls and their bytes as lines of text."""
+        """Return lines of text with the number of sparse decode calls and the bytes that they moved."""
         per_step = self.served_layers / max(self.sparse_calls, 1)
         if self.sparse_calls:
             share = self.sparse_bytes / self.dense_bytes
@@ -231,6 +257,7 @@ class Report(Totals):
         if self.prefill is not None:
             lines += self.prefill.lines()
         lines += self._decode_lines()
+        lines += self.recall.lines() if self.recall else []
         if self.sparse_calls and self.buckets is not None:
             lines.append(f"  selectivity: {self.buckets.selectivity:.1%} of the keys outside the window")
         if self.dense_calls:

@@ -1,4 +1,4 @@
-"""Argument checks, backend selection and statistics of a public function, for any array library (`Library`)."""
+"""Check the arguments of a public function for any array library, select a backend and compute `Stats`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ INF = float("inf")
 
 
 class Library(Protocol):
-    """Operations that the public functions need from an array library.
+    """Operations of an array library that the public functions use.
 
     `mlx_sparse.api.mlx_functions.MLX` and `mlx_sparse.cuda_ref.api.Torch` implement this protocol.
 
     Attributes:
-        xp: module of the library, for functions that have the same name in all libraries.
+        xp: module of the array library, for functions with the same name in all libraries.
     """
 
     xp: Any
@@ -28,36 +28,36 @@ class Library(Protocol):
     def check_array(
         self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
     ) -> None:
-        """Raise unless ``array`` is an array of this library, on the device of ``like``, with an accepted type."""
+        """Raise unless ``array`` is an array of this library with a supported dtype, on the same device as ``like``."""
 
     def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Any) -> str:
         """Return the backend that runs ``function`` on these arrays.
 
         Raises:
-            BackendUnavailable, ConfigError, ShapeError: no backend can run the function on these arrays.
+            BackendUnavailable, ConfigError, ShapeError: the backend cannot run the function on these arrays.
         """
 
     def load(self, function: str, backend: str) -> Callable[..., Any]:
-        """Return the backend's implementation of ``function``.
+        """Return the implementation of ``function`` in a backend. The implementation does not check its arguments.
 
-        The implementation does not check its arguments. Its first results are ``out`` and float32 ``lse``.
+        The first two results of most implementations are ``out`` and the float32 ``lse``.
         """
 
     def padding(self, left_padding: Any, sizes: Sizes, like: Any) -> Any:
         """Convert ``left_padding (B,)`` to an array clamped to 0..S; None stays None."""
 
     def ones(self, shape: tuple[int, ...], like: Any) -> Any:
-        """Return a float32 array of ones on the device of ``like``."""
+        """Return a float32 array of ones with this shape on the device of ``like``."""
 
     def visit(self, bucket_ids: Any, visited: Any) -> dict[str, Any]:
-        """Convert bucket ids and visited buckets to keyword arguments for a backend's `saap_attention`."""
+        """Validate bucket ids and visited buckets, and return them as arguments for a backend's `saap_attention`."""
 
     def count_blocks(self, blocks: Any) -> Any:
-        """Count the attended key blocks of each head, ``(B, Hq)``, in the block lists of a prefill function."""
+        """Return the number of key blocks ``(B, Hq)`` that each query head attends to in ``blocks (B, Hq, R, N)``."""
 
 
 class Call:
-    """Call of a public function: check the arrays, select the backend and run the function."""
+    """A call of a public function. The constructor checks the arrays and selects the backend."""
 
     def __init__(
         self,
@@ -81,17 +81,17 @@ class Call:
         self.return_stats = return_stats
 
     def sparse(self, attended: int) -> bool:
-        """Return True if the call is a decode step with more than ``attended`` keys. Other calls are dense."""
+        """Return True if the call is a decode step over more than ``attended`` keys. All other calls are dense."""
         return self.sizes.L == 1 and self.sizes.S > attended
 
     def check(self, name: str, array: Any, shape: tuple[int, ...], *, same_type: bool = False) -> None:
-        """Check the shape of an optional array. With ``same_type``, also check that the array has the queries' type."""
+        """Check the shape of an optional array. If ``same_type`` is True, also check that it has the queries' dtype."""
         if array is not None:
             self.library.check_array(name, array, self.arrays[0], same_type=same_type)
             check_shape(name, array, shape)
 
     def check_keys_t(self, keys_t: Any, key_bits: int) -> None:
-        """Check component-major keys: an array with the queries' type, or `KeyCodes` if ``key_bits`` is below 16."""
+        """Check that ``keys_t`` is an array in the queries' dtype, or `KeyCodes` if ``key_bits`` is below 16."""
         if isinstance(keys_t, KeyCodes):
             for name, array in zip(KeyCodes._fields, keys_t, strict=True):
                 self.library.check_array(f"keys_t.{name}", array, self.arrays[0])
@@ -104,12 +104,12 @@ class Call:
         return self.library.load(function, self.backend)
 
     def run(self, **parameters: Any) -> Any:
-        """Run the function on the selected backend and return its results."""
+        """Run the function in the selected backend and return its results."""
         run = self.load(self.function)
         return run(*self.arrays, scale=self.scale, left_padding=self.left_padding, **parameters)
 
     def dense(self, layout: Layout | None = None) -> Any:
-        """Run dense attention. With a ``layout``, `Stats` count elements as for a prefill method."""
+        """Run dense attention. With ``layout``, `Stats` counts the elements moved per query head."""
         out = self.load("dense")(*self.arrays, scale=self.scale, left_padding=self.left_padding)
         if not self.return_stats:
             return out
@@ -120,25 +120,26 @@ class Call:
         return out, record if layout is None else stats.as_prefill(record, layout, n.D)
 
     def decode(self, count: Callable[..., int], attended: int, **parameters: Any) -> Any:
-        """Run a decode step, or dense attention if the step would skip no key.
+        """Run a sparse decode step, or dense attention if a sparse step would attend to every key.
 
         Args:
             count: function of S, D and ``top_k`` that returns the number of elements moved.
-            attended: number of keys that the step attends.
+            attended: number of keys that a sparse step attends to.
         """
         if not self.sparse(attended):
             return self.dense()
-        out, lse = self.run(**parameters)
-        return (out, self.record(lse, count, attended)) if self.return_stats else out
+        out, lse, *estimate = self.run(**parameters)  # SparQ on MLX also estimates the attention recall
+        return (out, self.record(lse, count, attended, *estimate)) if self.return_stats else out
 
-    def record(self, lse: Any, count: Callable[..., int], top_k: int) -> Stats:
-        """Return the `Stats` of a step that attended ``top_k`` keys."""
+    def record(self, lse: Any, count: Callable[..., int], top_k: int, estimated_recall: Any = None) -> Stats:
+        """Return the `Stats` of a decode step that attended to ``top_k`` keys."""
         n = self.sizes
         moved, dense = count(n.S, n.D, top_k=top_k), stats.dense_elements(n.S, n.D)
-        return Stats(moved, dense, min(top_k, n.S) / n.S, self.recall(lse))
+        density = min(top_k, n.S) / n.S
+        return Stats(moved, dense, density, self.recall(lse), estimated_recall=estimated_recall)
 
     def recall(self, lse: Any) -> Any:
-        """Compute the attention recall from ``lse`` and a dense pass over the keys; None if it was not requested."""
+        """Return the attention recall from ``lse`` and a dense pass over the keys, or None if it was not requested."""
         if self.return_stats != "recall":
             return None
         queries, keys, _ = self.arrays
@@ -147,7 +148,7 @@ class Call:
         return self.library.xp.where(dense == -INF, 1.0, self.library.xp.exp(lse - dense))
 
     def prefill(self, layout: Layout, **parameters: Any) -> Any:
-        """Run a prefill method and return ``out``, with `Stats` if requested."""
+        """Run a prefill method. Return ``out``, and a `Stats` if ``return_stats`` is set."""
         out, lse, blocks = self.load(self.function)(*self.arrays, scale=self.scale, **parameters)
         if not self.return_stats:
             return out

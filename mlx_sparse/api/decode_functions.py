@@ -1,4 +1,4 @@
-"""Public functions: dense attention and the decode methods."""
+"""Define the public functions for dense attention and for the decode methods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = Any  # array type of the library
 
 
 class DecodeFunctions:
-    """Dense attention and the decode functions, for one query per sequence."""
+    """Public functions for dense attention and for decode steps, which have one query per sequence."""
 
     _library: Library
 
@@ -31,11 +31,11 @@ class DecodeFunctions:
         """Compute exact attention of one query per head over the listed keys (sparq.7).
 
         Args:
-            indices: ``(B, Hkv, N)`` int32, ascending. ``-1``, or any number that is not the index of a key,
-                is an empty slot.
+            indices: ``(B, Hkv, N)`` int32 key indices, ascending. ``-1``, or any number that is not a key index,
+                marks an empty slot.
 
         Returns:
-            ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot is empty.
+            ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``. If all slots are empty, out is 0 and lse is -inf.
         """
         call = Call(self._library, "attend_indices", (queries, keys, values), scale=scale, backend=backend)
         n = call.sizes
@@ -58,7 +58,7 @@ class DecodeFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """Compute dense causal attention over all valid keys, the baseline of all methods."""
+        """Compute dense causal attention over all valid keys. This is the baseline for all methods."""
         call = Call(self._library, "dense", (queries, keys, values), scale, left_padding, backend, return_stats)
         return call.dense()
 
@@ -85,20 +85,21 @@ class DecodeFunctions:
 
         Args:
             rank: number r of query components used to score each key, 1..D.
-            top_k: number of keys attended per KV head, including the local window.
-            local_window: number of last valid keys that are always attended; None means ``top_k // 4``.
-            reallocate: True mixes in the mean value, weighted by the softmax mass of the skipped keys; "auto" does so
+            top_k: number of attended keys per KV head, including the local window.
+            local_window: number of last valid keys that are always attended to; None means ``top_k // 4``.
+            reallocate: if True, add the mean value, weighted by the softmax mass of the skipped keys. "auto" means True
                 if each KV head has one query head.
             component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation
                 of the keys ("query_key").
-            key_bits: bits per component of the scoring keys: 16 (the paper) or 4.
+            key_bits: number of bits per component of the scoring keys: 16 (as in the paper) or 4.
             keys_t: ``(B, Hkv, D, S)`` component-major keys, or with ``key_bits=4`` the `KeyCodes` of `code_keys`.
                 If None, the call is slower than dense attention. The `metal` backend copies ``keys_t`` on every call
                 if it is a slice of a larger buffer.
-            value_mean: ``(B, Hkv, D)`` mean of the valid values, including the current one; computed if None.
+            value_mean: ``(B, Hkv, D)`` mean of the valid values, including the current one. If None, the call
+                computes it.
 
         Returns:
-            ``out (B, Hq, L, D)`` in the type of ``queries``; with ``return_stats`` also a `Stats`.
+            ``out (B, Hq, L, D)`` in the dtype of ``queries``, and a `Stats` if ``return_stats`` is set.
         """
         call = Call(self._library, "sparq", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes
@@ -136,7 +137,7 @@ class DecodeFunctions:
         )
 
     def code_keys(self, keys: Array, *, left_padding: Array | None = None, backend: str = "auto") -> KeyCodes:
-        """Quantize keys to int4 scoring keys (sparq.17) to (sparq.20), to pass as ``keys_t`` with ``key_bits=4``."""
+        """Quantize keys to int4 scoring keys (sparq.17) to (sparq.20). Pass them as ``keys_t``, with ``key_bits=4``."""
         call = Call(self._library, "code_keys", (keys, keys, keys), left_padding=left_padding, backend=backend)
         coded: KeyCodes = call.load("code_keys")(keys, call.left_padding)
         return coded
@@ -150,10 +151,10 @@ class DecodeFunctions:
         left_padding: Array | None = None,
         backend: str = "auto",
     ) -> Array:
-        """Return the attention that each key received from causal ``queries``, the ``scores`` for `h2o_attention`.
+        """Compute the initial ``scores`` for `h2o_attention`: the causal softmax weights, summed over ``queries``.
 
         Returns:
-            float32 ``(B, Hkv, S)``, -inf at invalid keys.
+            float32 ``(B, Hkv, S)``, averaged over the query heads of a group; -inf for invalid keys.
         """
         call = Call(self._library, "h2o_scores", (queries, keys, keys), scale, left_padding, backend)
         run = call.load("h2o_scores")
@@ -174,14 +175,14 @@ class DecodeFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """Run one decode step of H2O: attend the last ``local_window`` keys and the heavy hitters, evict other keys.
+        """Run one decode step of H2O: attend to the last keys and the keys with the largest scores, and evict the rest.
 
         Args:
-            scores: ``(B, Hkv, S)`` attention received so far, 0 for the current key, -inf for evicted keys.
-            top_k: number of keys attended per KV head, including the local window.
+            scores: ``(B, Hkv, S)`` sum of softmax weights per key so far; 0 for the current key, -inf for evicted keys.
+            top_k: number of attended keys per KV head, including the last ``local_window`` keys.
 
         Returns:
-            ``out`` and the new ``scores``, which are -inf at evicted keys; with ``return_stats`` also a `Stats`.
+            ``out``, the new ``scores`` (-inf for evicted keys), and a `Stats` if ``return_stats`` is set.
         """
         call = Call(self._library, "h2o", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes

@@ -1,14 +1,15 @@
-"""Public functions, generic over the array library.
+"""Define the public functions for any array library.
 
-Shapes: ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)`` including the current tokens. Query i of L is
-at position ``S - L + i``. ``left_padding (B,)`` int is the index of the first valid key of each sequence.
+The shapes are ``queries (B, Hq, L, D)``, and ``keys`` and ``values (B, Hkv, S, D)`` including the current tokens. Query
+``i`` is at position ``S - L + i``. The int array ``left_padding (B,)`` contains the index of the first valid key of
+each sequence.
 
-Every function returns ``out (B, Hq, L, D)`` in the type of ``queries``. With ``return_stats=True`` it also returns a
-`Stats`. ``return_stats="recall"`` adds the attention recall, which costs one dense pass over the keys. Decode methods
-attend densely if they would skip no key, and for more than one query (``L > 1``).
+The attention functions return ``out (B, Hq, L, D)`` in the dtype of ``queries``, and a `Stats` if ``return_stats`` is
+set. ``return_stats="recall"`` adds the attention recall, which costs one dense pass over the keys. Decode methods fall
+back to dense attention if they would attend to every key, or if there is more than one query (``L > 1``).
 
-All functions raise `ShapeError` for arrays that do not fit together, `ConfigError` for parameters out of range, and
-`BackendUnavailable` for a backend that cannot run here.
+All functions raise `ShapeError` if array shapes do not fit together, `ConfigError` if a parameter is out of range, and
+`BackendUnavailable` if the backend cannot run here.
 """
 
 import inspect
@@ -23,13 +24,13 @@ from .saap_functions import SaapFunctions
 
 
 class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions):
-    """Public functions for the arrays of one library."""
+    """Public attention functions for the array library that is passed to the constructor."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
 
     def _of_method(self, method: Any) -> Callable[..., Any]:
-        """Build the public function of a method class in `mlx_sparse.methods`; its settings are keyword arguments."""
+        """Build the attention function of a method class. The settings of the method become keyword arguments."""
         prefill = method.stage == "prefill"
 
         def attention(

@@ -1,4 +1,4 @@
-"""Public functions on MLX arrays. `mlx_sparse.api.functions` documents their arguments and results."""
+"""Define the public functions for MLX arrays. See `mlx_sparse.api.functions` for the arguments and results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .functions import Functions
 
 
 class MLX:
-    """Implementation of `mlx_sparse.api.checked_call.Library` for MLX."""
+    """Implementation of the protocol `mlx_sparse.api.checked_call.Library` for MLX arrays."""
 
     xp: Any = mx
 

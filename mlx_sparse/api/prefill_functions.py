@@ -1,8 +1,8 @@
-"""Public functions: block-sparse prefill and SampleAttention (docs/spec/sample.md).
+"""Define the public functions for block-sparse prefill and SampleAttention (docs/spec/sample.md).
 
-A row block is ``block_size`` consecutive queries. Per query head, each row block attends the key blocks selected for
-it. Blocks start at multiples of ``block_size`` from position 0, also after a cached prefix (``L < S``). The `ops`
-backend evaluates the selected blocks, so these functions do not work inside `mx.compile`.
+A row block is ``block_size`` consecutive queries. For each query head, a row block attends to a list of key blocks.
+Blocks start at multiples of ``block_size`` from position 0, also after a cached prefix (``L < S``). The `ops` backend
+evaluates the block lists. Therefore these functions do not work inside `mx.compile`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Array = Any  # array type of the library
 
 
 class PrefillFunctions:
-    """Functions for prefill chunks."""
+    """Public functions for block-sparse prefill."""
 
     _library: Library
 
@@ -36,10 +36,10 @@ class PrefillFunctions:
 
         Args:
             blocks: ``(B, Hq, R, N)`` int32 indices of key blocks, ascending, for the R row blocks that contain a query.
-                ``-1``, or any number that is not the index of a block, is an empty slot.
+                ``-1``, or any number that is not a block index, marks an empty slot.
 
         Returns:
-            ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries with nothing to attend.
+            ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries that attend to no key.
         """
         call = Call(self._library, "attend_blocks", (queries, keys, values), scale=scale, backend=backend)
         n = call.sizes
@@ -64,10 +64,10 @@ class PrefillFunctions:
         scale: float | None = None,
         backend: str = "auto",
     ) -> Array:
-        """Select the key blocks that SampleAttention attends (sample.1 to sample.7).
+        """Select the key blocks that SampleAttention attends to (sample.1 to sample.7).
 
         Returns:
-            ``(B, Hq, R, N)`` int32, the ``blocks`` argument of `attend_blocks`.
+            int32 indices of key blocks ``(B, Hq, R, N)``, the argument ``blocks`` of `attend_blocks`.
         """
         call = Call(self._library, "sample_select", (queries, keys, keys), scale=scale, backend=backend)
         check_sample(alpha_column, alpha_slash, chunks, block_size)
@@ -102,10 +102,10 @@ class PrefillFunctions:
         for example in a chunk of one block.
 
         Args:
-            alpha_column: share of the sample's softmax mass that the selected key blocks must reach, above 0 up to 1.
-            alpha_slash: share of the sample's softmax mass that the selected diagonals must reach, above 0 up to 1.
-            chunks: number of regions into which the queries are divided; each region has its own sample.
-            block_size: 32, 64 or 128 tokens.
+            alpha_column: share of the sample's attention that the selected key blocks must cover; above 0, at most 1.
+            alpha_slash: share of the sample's attention that the selected diagonals must cover; above 0, at most 1.
+            chunks: number of regions. The queries are divided into regions, and each region has its own sample.
+            block_size: number of tokens per block: 32, 64 or 128.
         """
         call = Call(self._library, "sample", (queries, keys, values), scale, None, backend, return_stats)
         check_sample(alpha_column, alpha_slash, chunks, block_size)

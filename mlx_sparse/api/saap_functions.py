@@ -1,4 +1,4 @@
-"""Public functions of SAAP: assign keys to buckets, route queries to buckets, attend the keys of visited buckets."""
+"""Define SAAP's public functions, which assign keys to buckets, route queries, and attend to visited buckets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = Any  # array type of the library
 
 
 class SaapFunctions:
-    """Functions of SAAP."""
+    """Public functions for the steps of SAAP."""
 
     _library: Library
 
@@ -25,7 +25,7 @@ class SaapFunctions:
             centroids: ``(Hkv, C, D)``.
 
         Returns:
-            int32 bucket ids ``(B, Hkv, n)``; 0 for keys with NaN or inf.
+            int32 bucket ids ``(B, Hkv, n)``. Keys with NaN or inf get bucket 0.
         """
         library = self._library
         library.check_array("keys", keys)
@@ -48,12 +48,12 @@ class SaapFunctions:
         probes: int = 32,
         backend: str = "auto",
     ) -> Array:
-        """Select ``probes`` buckets per KV head, shared by its query heads (saap.5), (saap.8).
+        """Select ``probes`` buckets per KV head. All query heads of a KV head share the buckets (saap.5), (saap.8).
 
         Args:
             queries: ``(B, Hq, 1, D)`` before RoPE.
-            out_weight: ``(Hkv, H, C)``, or ``(Hkv, D, C)`` without a hidden layer. To route by k-means, pass ``scale``
-                times the transposed centroids and no hidden layer.
+            out_weight: ``(Hkv, H, C)``, or ``(Hkv, D, C)`` without a hidden layer. To route without a trained
+                network, pass ``scale`` times the transposed centroids.
             out_bias: ``(Hkv, C)``.
             hidden_weight: ``(Hkv, D, H)``.
             hidden_bias: ``(Hkv, H)``.
@@ -94,13 +94,13 @@ class SaapFunctions:
     ) -> Any:
         """Run one decode step of SAAP attention (docs/spec/saap.md; arXiv 2502.08246).
 
-        The step attends the first ``sink_tokens`` and the last ``recent_tokens`` valid keys, including the current key,
-        and all keys in the visited buckets. This function builds a bucket index on each call.
+        The step attends to the first ``sink_tokens`` and the last ``recent_tokens`` valid keys, including the current
+        key, and to all keys in the visited buckets. This function builds a bucket index on each call.
 
         Args:
-            bucket_ids: ``(B, Hkv, S)`` int bucket of each key. -1, or any number that is not the index of a bucket,
-                means that the key is in no bucket.
-            visited: ``(B, Hkv, n)`` int bucket ids. Negative numbers are empty slots; duplicates are ignored.
+            bucket_ids: ``(B, Hkv, S)`` int bucket of each key. -1, or any number that is not a bucket index, means that
+                the key is in no bucket.
+            visited: ``(B, Hkv, n)`` int bucket ids. Negative numbers mark empty slots; duplicates are ignored.
         """
         call = Call(self._library, "saap", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes

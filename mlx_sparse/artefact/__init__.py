@@ -1,4 +1,4 @@
-"""Artefact file of `mlx-sparse train-saap`: centroids and query networks of each layer and KV head."""
+"""Read and write the artefact of `mlx-sparse train-saap`: centroids and query networks for each layer and KV head."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Layer:
     out_bias: mx.array
 
     def arrays(self) -> dict[str, mx.array]:
-        """Return the arrays of the layer by name."""
+        """Return the arrays of the layer as a dict by name."""
         return {name: getattr(self, name) for name in ("centroids", *NETWORK)}
 
 
@@ -51,11 +51,11 @@ class Artefact:
     """Content of an artefact file.
 
     Attributes:
-        layers: centroids and networks by index of the layer's KV cache in the model.
+        layers: centroids and query networks of each layer, by the index of its KV cache in the model.
         buckets: number of buckets C of every layer.
         hidden: number of hidden units H of every layer.
-        sink_tokens, recent_tokens: numbers of first and last keys that were excluded from the training targets, because
-            they are always attended.
+        sink_tokens, recent_tokens: numbers of first and last keys that every step attends to. The training targets
+            exclude these keys.
         model: ``model_type`` and ``hash`` of the model that was used for training.
         training: training options and results, for information only.
         versions: package versions at training time.
@@ -71,7 +71,7 @@ class Artefact:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def check_model(self, model: Any) -> None:
-        """Raise `ArtefactError` unless the artefact was trained on a model with the `identity` of ``model``."""
+        """Raise `ArtefactError` unless the artefact was trained on ``model`` or a copy with the same `identity`."""
         self._check(identity(model), kv_shapes(model))
 
     def _check(self, found: Mapping[str, str], shapes: Sequence[tuple[int, int] | None]) -> None:
@@ -82,25 +82,25 @@ class Artefact:
             if here != (heads, D):
                 has = "no keys" if here is None else f"{here[0]} KV heads of {here[1]}"
                 raise ArtefactError(
-                    f"artefact: expected layers as the model has them, got {heads} KV heads of {D} for layer {index}, "
-                    f"which has {has}. Train one for this model."
+                    f"artefact: expected the layers of this model, got {heads} KV heads of {D} for layer {index}, "
+                    f"which has {has}. Train an artefact for this model."
                 )
         if found["hash"] != self.model["hash"]:
             raise ArtefactError(
                 "artefact: expected one trained on this model, got one for a model of the same family with another "
-                "config or other weights. Train one for this model."
+                "config or other weights. Train an artefact for this model."
             )
 
     def _check_family(self, found: str) -> None:
         if found != self.model["model_type"]:
             raise ArtefactError(
-                f"artefact: expected one for {found}, got one for {self.model['model_type']}. Train one."
+                f"artefact: expected one for {found}, got one for {self.model['model_type']}. Train an artefact."
             )
 
     def part_for(self, model: Any) -> Artefact:
-        """Return the artefact for the layers and KV heads of ``model``, which may be one rank's part of a model.
+        """Return the centroids and query networks for ``model``, which may have a subset of the layers and KV heads.
 
-        The artefact is checked against the whole model as in `check_model`. If ``model`` is a part and
+        The artefact is checked as in `check_model`. If the model is split across processes and
         `model_info.record_facts` did not record the whole model, only the family and the shapes are checked.
 
         Raises:
@@ -117,7 +117,7 @@ class Artefact:
         if part.layers not in (None, len(shapes)):
             raise ArtefactError(
                 f"artefact: expected one cache for each of the {part.layers} layers of a part, got {len(shapes)}. "
-                "Run the model whole."
+                "Run the model in one process."
             )
         layers = {}
         for place, shape in enumerate(shapes):
@@ -127,10 +127,10 @@ class Artefact:
         return replace(self, layers=layers)
 
     def save(self, path: str | Path) -> None:
-        """Write the artefact to a file, atomically.
+        """Write the artefact atomically to a safetensors file.
 
         Raises:
-            ArtefactError: the tensors have names, shapes or values that `load` refuses, or ``path`` does not end in
+            ArtefactError: a tensor has a name, shape or value that `load` rejects, or ``path`` does not end in
                 .safetensors.
             OSError: the file cannot be written. An existing file is unchanged.
         """
@@ -160,7 +160,7 @@ def load(path: str | Path) -> Artefact:
     """Read an artefact file and validate its metadata and all tensors.
 
     Raises:
-        ArtefactError: the file is missing, truncated, damaged or of another kind or format, or contains NaN or inf.
+        ArtefactError: the file is missing, truncated or damaged, has the wrong format, or contains NaN or inf.
     """
     path = Path(path)
     tensors, metadata = read_tensors(path)
@@ -172,22 +172,22 @@ def load(path: str | Path) -> Artefact:
 
 
 def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) -> Layer:
-    """Return the KV heads of ``layer`` that belong to ``part``. MLX assigns consecutive heads to each rank."""
+    """Return ``layer`` with only the KV heads of ``part``. MLX assigns consecutive heads to each rank."""
     heads, _, D = layer.centroids.shape
     if shape == (heads, D):  # every rank has all KV heads
         return layer
     if shape is None or shape[1] != D or shape[0] * part.size != heads:
         has = "no keys" if shape is None else f"{shape[0]} KV heads of {shape[1]}"
         raise ArtefactError(
-            f"artefact: expected {heads} KV heads of {D} for layer {index} to be cut into {part.size} parts as the "
-            f"model is, got a part with {has}. Train one for this model, or run it whole."
+            f"artefact: expected the {heads} KV heads of {D} of layer {index} to be split into {part.size} equal "
+            f"parts, got a part with {has}. Train an artefact for this model, or run the model in one process."
         )
     mine = slice(part.rank * shape[0], (part.rank + 1) * shape[0])
     return Layer(**{name: mx.contiguous(array[mine]) for name, array in layer.arrays().items()})
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of mlx-sparse-attention, mlx and mlx-lm by package name."""
+    """Return the installed versions of mlx-sparse-attention, mlx and mlx-lm as a dict by package name."""
     return {name: version(name) for name in ("mlx-sparse-attention", "mlx", "mlx-lm")}
 
 
@@ -195,7 +195,7 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Validate the metadata of a file and return the decoded JSON description.
 
     Raises:
-        ArtefactError: the description is missing, damaged, or of another kind or format.
+        ArtefactError: the description is missing or damaged, or has the wrong kind or format.
     """
     try:
         about = json.loads(metadata["mlx_sparse"])
@@ -223,7 +223,7 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _layers(path: Path, tensors: Mapping[str, mx.array], buckets: int, hidden: int) -> dict[int, Layer]:
-    """Validate names, shapes and values of the tensors and group the tensors by layer."""
+    """Validate the names, shapes and values of the tensors. Return the `Layer` objects by layer index."""
     by_layer: dict[int, dict[str, mx.array]] = {}
     for name, array in tensors.items():
         found = NAME.fullmatch(name)

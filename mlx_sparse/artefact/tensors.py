@@ -17,10 +17,10 @@ QUOTED = 120  # maximum length of a problem description in an error message, in 
 
 
 def read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Read a safetensors file and return the tensors by name, and the metadata.
+    """Read a safetensors file and return its tensors by name and its metadata.
 
     Raises:
-        ArtefactError: the file cannot be read, is truncated or damaged, or has tensors of other types.
+        ArtefactError: the file cannot be read, is truncated or damaged, or has tensors of unsupported types.
     """
     if not path.is_file():  # reading a pipe could block forever
         raise refuse(path, "none that can be read (no file)")
@@ -42,7 +42,7 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping
         OSError: the file cannot be written. An existing file is unchanged.
     """
     if path.suffix != ".safetensors":
-        raise ArtefactError(f"path: expected a name in .safetensors, got {path}.")
+        raise ArtefactError(f"path: expected a file name that ends in .safetensors, got {path}.")
     whole = {name: mx.contiguous(array) for name, array in tensors.items()}
 
     def write(new: Path) -> None:
@@ -51,8 +51,8 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping
             with safe_open(new, framework="mlx"):
                 pass
         except (SafetensorError, RuntimeError):
-            # MLX does not report why a write failed, and may report no error at all.
-            raise OSError(errno.ENOSPC, "no room for the whole file (disk full?)", str(path)) from None
+            # MLX does not report why a write failed, and sometimes reports no error. safe_open above detects that.
+            raise OSError(errno.ENOSPC, "the file was not written completely (disk full?)", str(path)) from None
 
     replace_file(path, write)
 

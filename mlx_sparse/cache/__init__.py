@@ -1,1 +1,1 @@
-"""KV caches for mlx-lm with the auxiliary cache state of the sparse attention methods."""
+"""Extend mlx-lm's KV caches with the auxiliary cache state of the sparse attention methods."""

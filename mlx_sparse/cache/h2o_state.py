@@ -1,4 +1,4 @@
-"""H2O's auxiliary cache state: the accumulated attention of each key (docs/spec/sparq.md, "Baselines")."""
+"""Define H2O's auxiliary cache state, the accumulated attention of each key (docs/spec/sparq.md, "Baselines")."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ STATES = 16
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Accumulated attention of each key after the queries of rows ``[0, length)``.
+    """Attention weight of each key, summed over the queries of rows ``[0, length)``.
 
     Attributes:
-        length: number of rows whose queries have been counted.
-        scores: float32 ``(B, Hkv, length)``, -inf for evicted keys and padding.
+        length: number of rows whose queries are included in the scores.
+        scores: float32 ``(B, Hkv, length)``; -inf for evicted keys and padding.
     """
 
     length: int
@@ -34,11 +34,11 @@ class Scores:
 class H2OState(State):
     """Accumulated attention scores for the keys of a cache.
 
-    The scores cannot be rebuilt from keys and values. They become unknown if queries were not counted, or if a trim
-    removes more rows than the stored states allow.
+    The scores cannot be rebuilt from keys and values. They become unknown if the queries of a row were not added, or
+    if the cache is trimmed to fewer rows than the oldest stored scores include.
 
     Attributes:
-        states: the last `STATES` scores in order of length; empty before the first row.
+        states: scores after the last `STATES` updates, in ascending order of length; empty before the first row.
     """
 
     def __init__(self, states: list[Scores] | None = None) -> None:
@@ -51,7 +51,7 @@ class H2OState(State):
 
     @property
     def length(self) -> int:
-        """Number of rows whose queries have been counted."""
+        """Number of rows whose queries are included in the scores."""
         return self.states[-1].length if self.states else 0
 
     def rewind(self, length: int) -> None:
@@ -59,11 +59,11 @@ class H2OState(State):
             self.states.pop()
 
     def add(self, queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None) -> None:
-        """Add the attention of a dense call to the scores.
+        """Add the attention weights of a dense call to the scores.
 
         Args:
-            queries: ``(B, Hq, L, D)``, the queries of the last L rows of ``keys``.
-            keys: ``(B, Hkv, S, D)``. The scores must cover the first ``S - L`` rows.
+            queries: ``(B, Hq, L, D)`` queries of the last L rows of ``keys``.
+            keys: ``(B, Hkv, S, D)``. The scores must include the queries of the first ``S - L`` rows.
         """
         L, S = queries.shape[2], keys.shape[2]
         # Store a state for every query of a verification step, because any draft can be rejected.
@@ -112,7 +112,7 @@ class H2OState(State):
             self._submitted = True
 
     def _grown(self, shape: tuple[int, ...]) -> mx.array:
-        """Return the last scores, padded with 0 to ``shape`` ``(B, Hkv, S)``."""
+        """Return the last scores, padded with zeros to ``shape``, which is ``(B, Hkv, S)``."""
         if not self.states:
             return mx.zeros(shape)
         return mx.pad(self.states[-1].scores, [(0, 0), (0, 0), (0, shape[2] - self.length)])

@@ -1,4 +1,6 @@
-"""Subclasses of the KV caches of mlx-lm and mlx-vlm that attend sparsely. Their ``state`` is that of the base class.
+"""Define subclasses of KV caches of mlx-lm and mlx-vlm for sparse attention.
+
+The ``state`` of such a cache equals that of its base class: it excludes the auxiliary cache state.
 
 `adopt` changes the class of a cache in place. Keys, values and offset stay the same, so saving, trimming, merging and
 batching work as before.
@@ -25,7 +27,7 @@ DEQUANTIZED_BYTES = 16 << 20
 
 
 class SparseSingle(SparseCache):
-    """Mixin for a cache of one sequence."""
+    """Mixin that adds sparse attention to the KV cache of one sequence."""
 
     @staticmethod
     def merge(caches: Any) -> Any:
@@ -41,7 +43,7 @@ class SparseSingle(SparseCache):
 
 
 class SparseQuantized(SparseCache):
-    """Mixin for a quantized cache of one sequence. Decode steps read the quantized rows."""
+    """Mixin that adds sparse attention to a quantized KV cache. Decode steps read the quantized rows."""
 
     bits: int
 
@@ -75,7 +77,7 @@ class SparseQuantized(SparseCache):
 
 
 class SparseBatch(SparseCache):
-    """Mixin for a cache of a left-padded batch of sequences."""
+    """Mixin that adds sparse attention to the KV cache of a left-padded batch of sequences."""
 
     _idx: int
     _right_padding: Any
@@ -97,7 +99,7 @@ class SparseBatch(SparseCache):
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:
         mask: mx.array = super().make_mask(N, return_array, **kwargs)  # type: ignore[misc]
-        # `is_padding_mask` compares masks with this one by identity. Without a window it only masks left padding.
+        # `is_padding_mask` compares masks with this mask by identity. A mask without a window hides only left padding.
         self.padding_mask = mask if kwargs.get("window_size") is None else None
         return mask
 
@@ -106,7 +108,7 @@ class SparseBatch(SparseCache):
         self._first = None
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
-        # Reading `left_padding` waits for the GPU. Read all layers together, once until sequences join or leave.
+        # Reading `left_padding` waits for the GPU. Read all layers together, and again only if sequences change.
         if self._first is None:
             batches = [entry for entry in (self, *others) if isinstance(entry, SparseBatch)]
             batches = [entry for entry in batches if entry.left_padding.size == self.left_padding.size]
@@ -117,7 +119,7 @@ class SparseBatch(SparseCache):
         return self._first
 
     def extents(self, others: Iterable[Any]) -> list[tuple[int, int]] | None:
-        """Return the rows ``[first, stop)`` of each sequence, or None if the amount of right padding is unknown.
+        """Return the row range ``[first, stop)`` of each sequence, or None if the right padding is unknown.
 
         Args:
             others: caches of the other layers, as in `first_rows`.
@@ -132,7 +134,7 @@ class SparseBatch(SparseCache):
         return [(min(first, end), end) for first, end in zip(first_rows, ends, strict=True)]
 
     def select_rows(self, sequence: int, first: int, stop: int) -> SparseKVCache:
-        """Return a cache of one sequence with rows ``[first, stop)`` and the `FullSample` of that sequence."""
+        """Return a cache with rows ``[first, stop)`` of one sequence, and with its `FullSample`."""
         one = SparseKVCache()  # type: ignore[no-untyped-call]
         # If `first` is 0, take the whole buffer, which kernels can read without a copy.
         rows = slice(0, None) if first == 0 else slice(first, stop)
@@ -142,7 +144,7 @@ class SparseBatch(SparseCache):
         return one
 
     def store_full_sample(self, sequence: int, one: SparseKVCache) -> None:
-        """Copy the `FullSample` of a sequence from ``one``, a cache that `select_rows` returned."""
+        """Copy a sequence's `FullSample` from ``one``, a cache that `select_rows` returned."""
         known = self._samples_by_sequence
         self._full_samples = (*known[:sequence], *(one._full_samples or (None,)), *known[sequence + 1 :])
 
@@ -184,7 +186,7 @@ class SparseBatch(SparseCache):
 
 
 def merge(caches: list[Any]) -> Any:
-    """Merge single-sequence caches and their auxiliary states into a batch, in place of `KVCache.merge`."""
+    """Merge single-sequence caches and their auxiliary states into a batch. This replaces `KVCache.merge`."""
     plain = next(cls for cls in type(caches[0]).__mro__ if cls in SPARSE_CLASSES)
     merged = sys.modules[plain.__module__].BatchKVCache.merge(caches)
     states = {method: state for cache in caches for method, state in getattr(cache, "aux_states", {}).items()}
@@ -259,7 +261,7 @@ def register_vlm(caches: ModuleType) -> None:
 
 
 def adopt(cache: Any) -> None:
-    """Change the class of KV caches in place, so that they can attend sparsely. Lists of caches are allowed."""
+    """Convert a KV cache, or each KV cache in a list, to a sparse cache in place, by changing its class."""
     if isinstance(cache, (list, tuple)):
         for entry in cache:
             adopt(entry)
@@ -270,7 +272,7 @@ def adopt(cache: Any) -> None:
 
 
 def is_padding_mask(mask: Any, caches: Iterable[Any]) -> bool:
-    """Return True if ``mask`` is causal, with or without the left padding of a batch cache in ``caches``."""
+    """Return True if ``mask`` is a causal mask, with or without the left padding of a batch cache in ``caches``."""
     if isinstance(mask, str):
         return mask == "causal"  # mlx-vlm uses other names for kernels of its own
     return any(isinstance(cache, SparseBatch) and _is_mask_of(cache, mask) for cache in caches)

@@ -1,4 +1,4 @@
-"""Quest's auxiliary cache state: the elementwise bounds of each page of keys."""
+"""Define Quest's auxiliary cache state, the elementwise bounds of each page of keys."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class QuestState(State):
-    """Bounds (quest.1) of all pages of each sequence except the current page.
+    """Bounds (quest.1) of all pages of each sequence except its current page.
 
     The bounds can be rebuilt from the keys.
 
     Attributes:
-        bounds: the smallest and the largest components of each page, two arrays ``(B, Hkv, pages, D)``. Page p of a
-            sequence begins p * ``page_size`` rows after the first valid key. Empty before the first decode step.
+        bounds: elementwise minimum and maximum of each page's keys, two arrays ``(B, Hkv, pages, D)``. Page p of a
+            sequence begins p * ``page_size`` rows after the first valid key. Both are empty before the first step.
         page_size: number of keys in a page.
-        rows: number of rows of the cache that have been processed; the full pages in these rows have bounds.
+        rows: number of cache rows that have been processed; all full pages in these rows have bounds.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class QuestState(State):
             self.bounds = [mx.pad(bound, [(0, 0), (0, 0), (0, missing), (0, 0)]) for bound in self.bounds]
 
     def _add(self, cache: SparseCache, sequence: int, first: int, known: int, full: int) -> None:
-        """Compute the bounds of pages ``[known, full)`` of one sequence, whose first valid row is ``first``."""
+        """Compute the bounds of pages ``[known, full)`` in a sequence whose first valid row is ``first``."""
         keys = cache.key_rows if len(self.bounds[0]) == 1 else cache.key_rows[sequence : sequence + 1]
         rows = keys[..., first + known * self.page_size : first + full * self.page_size, :]
         for bound, new in zip(

@@ -1,4 +1,4 @@
-"""Running mean and standard deviation of the rows of a KV cache. Trims remove rows exactly."""
+"""Compute running means and standard deviations of the rows of a KV cache. A trim leaves no rounding errors."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import mlx.core as mx
 from ..ops.packed_rows import Rows
 from ..ops.select import valid_keys
 
-# Rows that are summed together, to limit rounding errors. The states at the ends of blocks serve longer trims.
+# Number of rows that are summed together, to limit rounding errors. Longer trims restore the state after a block.
 BLOCK = 128
 # Number of decode steps whose states are stored, so that removing a rejected draft needs no new sums.
 STEPS = 16
-# Rows that prefill sums at a time, which limits the memory of the float32 copies.
+# Number of rows that prefill sums at a time, to limit the memory of the float32 copies.
 CHUNK = 8192
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Sums over the valid rows among ``[0, length)``.
+    """Sums over the valid rows in ``[0, length)``.
 
     Attributes:
-        length: number of rows of the cache that the sums cover.
-        sums: float32 ``(B, Hkv, 1 or 2, D)``: the sum of the rows and, with ``spread``, the sum of the squared
-            distances from the mean. ``(1, 1, 1 or 2, 1)`` before the first row.
-        count: float32 number of valid rows, at least 1: a scalar, or ``(B, 1, 1, 1)`` with padding.
+        length: number of cache rows that the sums cover.
+        sums: float32 ``(B, Hkv, 1 or 2, D)``: the sum of the rows and, with ``spread``, the sum of squared distances
+            from the mean. The shape is ``(1, 1, 1 or 2, 1)`` before the first row.
+        count: number of valid rows, at least 1: a float32 scalar, or ``(B, 1, 1, 1)`` with padding.
     """
 
     length: int
@@ -38,20 +38,20 @@ class RunningStatistics:
     """Mean and, with ``spread``, standard deviation of the valid rows of keys or values.
 
     Rows are never subtracted from a sum, because a NaN would remain in the sum, and a large number would leave a
-    rounding error. Instead, a trim restores an earlier state, and the next step adds the rows after that state. After a
-    trim of fewer than `STEPS` steps there are usually no such rows. After a trim of up to `BLOCK` rows there are fewer
-    than `BLOCK`. If no earlier state is left, the next step sums all rows again.
+    rounding error. Instead, a trim restores an earlier state, and the next step adds the rows after that state. If
+    fewer than `STEPS` steps are trimmed, usually no rows are added. If up to `BLOCK` rows are trimmed, fewer than
+    `BLOCK` rows are added. If no earlier state is left, the next step sums all rows again.
 
     A decode step adds one row in one kernel launch. The step that fills a block sums the rows of the block again, which
     removes the rounding errors of the single additions.
 
     Args:
-        padding: ``(B,)`` first valid row of each sequence, or None. Earlier rows may have any contents.
-        spread: True to compute the standard deviation too.
+        padding: ``(B,)`` index of the first valid row of each sequence, or None. Earlier rows may have any contents.
+        spread: True to also compute the standard deviation.
 
     Attributes:
-        blocks: the states at the ends of the last two blocks.
-        steps: the states after the last decode steps since these blocks.
+        blocks: states at the ends of the last two blocks.
+        steps: states after the latest decode steps that follow these blocks.
     """
 
     def __init__(self, padding: mx.array | None, *, spread: bool) -> None:
@@ -62,7 +62,7 @@ class RunningStatistics:
 
     @property
     def state(self) -> State:
-        """Sums and row count over all rows that have been added."""
+        """Sums over all rows that have been added, and the number of valid rows."""
         return (self.steps or self.blocks)[-1]
 
     @property
@@ -70,13 +70,13 @@ class RunningStatistics:
         return sum(state.sums.nbytes for state in (*self.blocks, *self.steps) if state.length)
 
     def rewind(self, length: int) -> None:
-        """Forget the rows at index ``length`` and above."""
+        """Forget the rows from index ``length`` on."""
         if length < self.state.length:
             self.blocks = [state for state in self.blocks if state.length <= length] or [self._empty]
             self.steps = [state for state in self.steps if state.length <= length]
 
     def extend(self, buffer: Rows, S: int) -> None:
-        """Add the missing rows, so that the statistics cover rows ``[0, S)`` of ``buffer (B, Hkv, capacity, D)``."""
+        """Add the missing rows of ``buffer (B, Hkv, capacity, D)``, so that the statistics cover rows ``[0, S)``."""
         self.rewind(S)
         full = S // BLOCK * BLOCK
         if self.state.length < full:
@@ -89,7 +89,7 @@ class RunningStatistics:
             self.steps = [*self.steps, add(buffer, S)][-STEPS:]
 
     def _with_row(self, buffer: Rows, stop: int) -> State:
-        """Return the state after adding row ``stop - 1``, the row of a decode step."""
+        """Return the state that also includes row ``stop - 1``, which a decode step wrote."""
         start, sums = self.state.length, self.state.sums
         row = buffer[..., start:stop, :]
         if self._padding is None:
@@ -103,7 +103,7 @@ class RunningStatistics:
         return State(stop, added, count)
 
     def _with_rows(self, buffer: Rows, stop: int) -> State:
-        """Return the state after adding rows ``[state.length, stop)``."""
+        """Return the state that also includes rows ``[state.length, stop)``."""
         start, sums = self.state.length, self.state.sums
         valid = None if self._padding is None else valid_keys(stop, self._padding)[:, None, start:, None]
 
@@ -163,7 +163,7 @@ def _add_key(
 
 @partial(mx.compile, shapeless=True)
 def _unpadded(row: mx.array, padding: mx.array, position: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the row, with 0 for padding, and the number of valid rows up to ``position``, at least 1."""
+    """Return ``row`` with padding set to zero, and the number of valid rows up to ``position``, at least 1."""
     count = (position + 1 - padding).astype(mx.float32)
     return mx.where(count > 0, row, 0.0), mx.maximum(count, 1)
 

@@ -1,4 +1,4 @@
-"""Lists of a cache's keys by SAAP bucket, and key selection for SAAP's decode steps (docs/spec/saap.md)."""
+"""List a cache's keys by SAAP bucket, and select keys for SAAP's decode steps (docs/spec/saap.md)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class KeyLists:
-    """Indices of the keys of each bucket, without the keys of the recent window (saap.9).
+    """Indices of the keys in each bucket, without the keys in the recent window (saap.9).
 
     Attributes:
-        offsets: ``(B, Hkv, buckets + 1)``, start of each bucket in ``key_ids``.
-        key_ids: ``(B, Hkv, any)``, indices of the keys, sorted by bucket.
-        covered: for each sequence, the end of the listed rows. Keys at or after this row are in no list.
-        bounds: ``covered`` as the kernels take it: an int if all sequences are equal, else int32 ``(B,)``.
+        offsets: ``(B, Hkv, buckets + 1)`` start of each bucket in ``key_ids``.
+        key_ids: ``(B, Hkv, n)`` key indices, sorted by bucket.
+        covered: for each sequence, the row where the listed rows end. Keys from this row on are in no list.
+        bounds: ``covered`` as a kernel input: an int if all sequences have the same value, else int32 ``(B,)``.
         listed: for each sequence, the number of listed keys, summed over KV heads.
-        capacity: upper limit of the keys that one decode step attends before the next `rebuild_lists`.
+        capacity: largest number of keys that a decode step can attend to before the next `rebuild_lists`.
     """
 
     offsets: mx.array
@@ -46,20 +46,20 @@ def needs_rebuild(index: BucketIndex, cache: SparseCache, first_rows: list[int],
 
 
 def attended_keys(
-    index: BucketIndex, queries_before: mx.array, S: int, config: SAAP, padding: mx.array | None, backend: str
+    index: BucketIndex, pre_rope_queries: mx.array, S: int, config: SAAP, padding: mx.array | None, backend: str
 ) -> tuple[mx.array, mx.array]:
-    """Select the keys of a decode step over ``S`` rows (saap.8, saap.10): return ``indices`` and ``counts``."""
+    """Return the ``indices`` of the keys that a decode step attends to and their ``counts`` (saap.8), (saap.10)."""
     assert index.lists is not None
     route, expand = (registry.load(function, backend) for function in ("saap_route", "saap_indices"))
     network = dict(index.network or {})
     if index.router.centroids is None:
         # `saap_route` takes one network for the whole batch. Pass the sequences as further heads of one sequence.
         B, Hkv = network["out_weight"].shape[:2]
-        queries_before = queries_before.reshape(1, -1, *queries_before.shape[2:])
+        pre_rope_queries = pre_rope_queries.reshape(1, -1, *pre_rope_queries.shape[2:])
         network = {name: weight.flatten(0, 1) for name, weight in network.items()}
-        visited = route(queries_before, probes=config.probes, **network).reshape(B, Hkv, -1)
+        visited = route(pre_rope_queries, probes=config.probes, **network).reshape(B, Hkv, -1)
     else:
-        visited = route(queries_before, probes=config.probes, **network)
+        visited = route(pre_rope_queries, probes=config.probes, **network)
     lists: tuple[mx.array, mx.array] = expand(
         visited,
         *index.lists.arrays,
@@ -73,9 +73,9 @@ def attended_keys(
 
 
 def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> list[int]:
-    """Return, for each sequence, the end of the rows that are in lists at position ``S``.
+    """Return the row where each sequence's listed rows end in a decode step at position ``S``.
 
-    The end is a multiple of ``merge_every`` after the first key of the sequence. It does not depend on the batch.
+    The distance from the first key of the sequence to this row is a multiple of ``merge_every``.
     """
     every = config.merge_every
     return [
@@ -84,17 +84,17 @@ def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP
 
 
 def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: Iterable[int] | None = None) -> None:
-    """Rebuild the lists of all layers for a decode step at position ``S``. Wait for the device once.
+    """Rebuild the lists of all layers for a decode step at position ``S``. Wait for the device only once.
 
     Args:
         caches: one cache per layer, with an index of at least ``S - 1`` rows.
-        sequences: sequences of the batch that get centroids, as in `BucketIndex.complete`.
+        sequences: indices of the sequences that get centroids, as in `BucketIndex.complete`.
     """
     first_rows = caches[0].first_rows(caches)
     covered = covered_rows(caches[0], first_rows, S, config)
     indexed = [(cache, index) for cache in caches if (index := index_of(cache)) is not None]
     found = [_list_keys(cache, index, covered, config, sequences) for cache, index in indexed]
-    numbers: Any = mx.stack([figures for *_, figures in found]).tolist()
+    numbers: Any = mx.stack([counts for *_, counts in found]).tolist()
     for (_, index), (offsets, key_ids, _), (limits, listed) in zip(indexed, found, numbers, strict=True):
         mx.eval(offsets, key_ids)
         slots = [
@@ -109,10 +109,10 @@ def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: It
 def _list_keys(
     cache: SparseCache, index: BucketIndex, covered: list[int], config: SAAP, sequences: Iterable[int] | None
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Build the lists of a layer (saap.9): return ``offsets``, ``key_ids`` and key counts, int32 ``(2, B)``.
+    """Build a layer's lists (saap.9). Return ``offsets``, ``key_ids`` and int32 key counts ``(2, B)``.
 
-    The counts of a sequence are the keys in its ``probes`` largest buckets (maximum over KV heads), and the keys in all
-    buckets (sum over KV heads).
+    For each sequence, the first count is the number of keys in the ``probes`` largest buckets (maximum over KV heads).
+    The second count is the number of keys in all buckets (sum over KV heads).
     """
     index.complete(cache, config, sequences)
     B, Hkv, _, _ = cache.key_rows.shape

@@ -1,4 +1,4 @@
-"""SAAP's auxiliary cache state: the bucket of every key (docs/spec/saap.md)."""
+"""Define SAAP's auxiliary cache state, the bucket of every key (docs/spec/saap.md)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 # Number of keys per bucket to which the online mode fits centroids. More keys change the centroids little.
 KEYS_PER_BUCKET = 64
-# Rows that are converted to pre-RoPE keys and assigned to buckets at a time.
+# Number of rows that are converted to pre-RoPE keys and assigned to buckets at a time.
 CHUNK = 4096
-# Decode steps whose keys are assigned to buckets together, with one read of the centroids. Pending keys are slices of
-# other arrays, for example of a joint QKV projection, and keep at most this number of rows of them in memory.
+# Number of decode steps whose keys are assigned to buckets together, with one read of the centroids. Pending keys are
+# slices of other arrays, for example of a joint QKV projection. They keep this number of rows of such arrays in memory.
 PENDING_ROWS = 64
 
 
@@ -34,8 +34,8 @@ class Router:
         source: object that returns pre-RoPE keys (`mlx_sparse.lm.rope.Source`).
         scale: scale of the attention scores.
         buckets: number of buckets C.
-        centroids: ``(Hkv, C, D)``; None if centroids are fitted for each sequence (online mode).
-        network: weights for `saap_route`; None in the online mode, which routes with the centroids.
+        centroids: ``(Hkv, C, D)``; None if centroids are fitted to each sequence (online mode).
+        network: weights for `saap_route`; None in online mode, which routes queries with the centroids.
     """
 
     source: Any
@@ -49,28 +49,26 @@ class Router:
 
 
 def kmeans_network(centroids: mx.array, scale: float) -> dict[str, mx.array]:
-    """Return a linear query network whose logits are the attention scores of the centroids ``(..., C, D)``."""
+    """Return a linear query network whose logits are the attention scores of ``centroids (..., C, D)``."""
     return {"out_weight": mx.contiguous((centroids * scale).swapaxes(-1, -2))}
 
 
 class BucketIndex(State):
-    """Bucket ids of the keys of a cache.
+    """Bucket ids of a cache's keys.
 
     The index covers rows ``[0, length)``. The first rows have bucket ids. The remaining rows are stored as pre-RoPE
-    keys until they are assigned to buckets together. Rows at ``length`` and above are unknown, for example in a cache
-    that was loaded from a file; `complete` reconstructs the pre-RoPE keys of these rows. The index of a sequence does
-    not depend on the other sequences of the batch. In the online mode each sequence has separate centroids.
+    keys until they are assigned to buckets together. Rows from ``length`` on are unknown, for example in a cache that
+    was loaded from a file; `complete` reconstructs the pre-RoPE keys of these rows. The index of a sequence does not
+    depend on the other sequences in the batch. In online mode each sequence has its own centroids.
 
     Attributes:
-        centroids: ``(Hkv, C, D)`` from the router, or ``(B, Hkv, C, D)`` in the online mode; None before the first fit.
-        network: weights for `saap_route`, shared by the sequences or with a batch axis like ``centroids``.
-        fitted: in the online mode, the end of the rows to which the centroids of each sequence were fitted. Sequences
-            without an entry have centroids of 0.
-        ids: int16 ``(B, Hkv, n)``, the bucket ids of rows ``[0, n)``; None if n is 0.
-        pending: pre-RoPE keys of the rows after these n rows, arrays ``(B, Hkv, any, D)``.
-        lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`; None before the first call or if rows moved.
-        listening: True during a forward pass; `receive` then stores its arguments in ``received``.
-        received: first row and keys of the last write; None if they have been processed.
+        centroids: ``(Hkv, C, D)`` from the router, or ``(B, Hkv, C, D)`` in online mode; None before the first fit.
+        network: weights for `saap_route`, shared by all sequences or with a batch axis like ``centroids``.
+        fitted: in online mode, the end of the rows to which each sequence's centroids were fitted, by index of the
+            sequence. Sequences without an entry have zeros for centroids.
+        ids: int16 ``(B, Hkv, n)`` bucket ids of rows ``[0, n)``; None if n is 0.
+        pending: pre-RoPE keys of the rows after the first n, as a list of arrays ``(B, Hkv, m, D)``.
+        lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`; None before the first call and after rows moved.
     """
 
     def __init__(self, router: Router) -> None:
@@ -80,8 +78,6 @@ class BucketIndex(State):
         self.pending: list[mx.array] = []
         self.lists: KeyLists | None = None
         self.fitted: dict[int, int] = {}
-        self.listening = False
-        self.received: tuple[int, mx.array] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -100,13 +96,8 @@ class BucketIndex(State):
         """Number of rows with bucket ids or pending pre-RoPE keys."""
         return self.assigned + sum(rows.shape[2] for rows in self.pending)
 
-    def receive(self, start: int, keys: mx.array) -> None:
-        super().receive(start, keys)
-        if self.listening:
-            self.received = (start, keys)
-
     def rewind(self, length: int) -> None:
-        """Forget the rows at index ``length`` and above, and all centroids that were fitted to any of these rows."""
+        """Forget the rows from index ``length`` on, and all centroids that were fitted to any of these rows."""
         self._forget_rows(length)
         if any(stop > length for stop in self.fitted.values()):
             self.fitted = {sequence: stop for sequence, stop in self.fitted.items() if stop <= length}
@@ -123,14 +114,14 @@ class BucketIndex(State):
         if self.lists is not None and max(self.lists.covered) > length:
             self.lists = None
 
-    def write(self, start: int, before: mx.array) -> mx.array | None:
-        """Add pre-RoPE keys ``before (B, Hkv, n, D)`` at row ``start``. Return ``ids`` if this call has extended them.
+    def write(self, start: int, keys: mx.array) -> mx.array | None:
+        """Add pre-RoPE ``keys (B, Hkv, n, D)`` at row ``start``. Return all ``ids`` if this call adds ids, else None.
 
         The keys are ignored if earlier rows are unknown, or if there are no centroids yet.
         """
         if start != self.length or self.centroids is None:
             return None
-        self.pending.append(before)
+        self.pending.append(keys)
         return self._assign_pending() if self.length - self.assigned >= PENDING_ROWS else None
 
     def _assign_pending(self) -> mx.array | None:
@@ -139,9 +130,9 @@ class BucketIndex(State):
         pending, self.pending = self.pending, []
         return self._assign(pending[0] if len(pending) == 1 else mx.concatenate(pending, axis=2))
 
-    def _assign(self, before: mx.array) -> mx.array:
+    def _assign(self, keys: mx.array) -> mx.array:
         assert self.centroids is not None
-        found = _nearest(before, self.centroids)
+        found = _nearest(keys, self.centroids)
         self.ids = found if self.ids is None else mx.concatenate([self.ids, found], axis=2)
         return self.ids
 
@@ -151,7 +142,7 @@ class BucketIndex(State):
         If the router's source is ``irreversible``, the index must already cover all rows.
 
         Args:
-            sequences: sequences that get centroids; None means all sequences with keys.
+            sequences: indices of the sequences that get centroids; None means all sequences with keys.
         """
         if self.router.centroids is None:
             self._fit(cache, config, range(len(cache.first_rows())) if sequences is None else sequences)
@@ -173,7 +164,7 @@ class BucketIndex(State):
         return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
 
     def _fit(self, cache: SparseCache, config: SAAP, sequences: Iterable[int]) -> None:
-        """Fit the missing centroids of ``sequences``, and assign the keys of these sequences to the new buckets."""
+        """Fit the missing centroids of ``sequences``, and reassign the keys of these sequences to the new buckets."""
         _, Hkv, _, D = cache.key_rows.shape
         C, first_rows = self.router.buckets, cache.first_rows()
         first_key = {b: first_rows[b] + config.sink_tokens for b in sequences if b not in self.fitted}
@@ -189,23 +180,23 @@ class BucketIndex(State):
                 one, known = slice(b, b + 1), self.assigned
                 for begin in range(0, known, CHUNK):
                     end = min(begin + CHUNK, known)
-                    before = self._pre_rope_keys(cache, one, begin, end)
-                    self.ids[one, :, begin:end] = _nearest(before, self.centroids[one])
+                    keys = self._pre_rope_keys(cache, one, begin, end)
+                    self.ids[one, :, begin:end] = _nearest(keys, self.centroids[one])
                     mx.eval(self.ids)
         if first_key and self.centroids is not None:
             self.network = kmeans_network(self.centroids, self.router.scale)
             mx.eval(self.network)
 
     def _fit_one(self, cache: SparseCache, sequence: int, start: int, first_row: int) -> mx.array:
-        """Fit centroids ``(Hkv, C, D)`` to rows ``start`` and above of a sequence that begins at ``first_row``."""
+        """Fit centroids ``(Hkv, C, D)`` to a sequence's rows from ``start`` on. Its first row is ``first_row``."""
         C, count = self.router.buckets, cache.length - start
         # Evenly spaced rows. If there are fewer rows than buckets, some rows occur more than once.
         chosen = start + np.linspace(0, count - 1, min(max(count, C), KEYS_PER_BUCKET * C)).astype(np.int32)
         # Make each row a sequence of one row, because the inverse RoPE takes one position per sequence.
         keys = cache.key_rows[sequence].swapaxes(0, 1)[mx.array(chosen)][:, :, None]
-        places = np.concatenate([at + np.arange(last - first) for first, last, at in cache.runs(0, cache.length)])
-        before = self.router.source.inverse_rope(keys, mx.array(places[chosen] - first_row))
-        return kmeans.fit(before[:, :, 0].swapaxes(0, 1), C).astype(cache.key_rows.dtype)
+        positions = np.concatenate([at + np.arange(last - first) for first, last, at in cache.runs(0, cache.length)])
+        pre_rope = self.router.source.inverse_rope(keys, mx.array(positions[chosen] - first_row))
+        return kmeans.fit(pre_rope[:, :, 0].swapaxes(0, 1), C).astype(cache.key_rows.dtype)
 
     # The following methods update the index after mlx-lm has changed the rows or the sequences of a batch.
 
@@ -242,7 +233,7 @@ class BucketIndex(State):
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> BucketIndex | None:
-        """Return the index of the merged batch, or None unless all caches use the same router."""
+        """Return the index for the merged batch, or None if the caches have no index or different routers."""
         routers = {index.router for index, _ in parts if isinstance(index, BucketIndex)}
         if len(routers) != 1:
             return None
@@ -274,7 +265,7 @@ class BucketIndex(State):
         return merged
 
     def _all_ids(self, cache: SparseCache, heads: int, length: int) -> mx.array | None:
-        """Return the bucket ids of ``cache``, left-padded to ``length`` rows, or None if some cannot be computed."""
+        """Return the bucket ids of ``cache``, left-padded to ``length`` rows, or None if an id cannot be computed."""
         if self.centroids is None or cache.length == 0:
             return mx.zeros((len(cache.first_rows()), heads, length), mx.int16)  # replaced when centroids are fitted
         if self.router.source.irreversible is not None and self.length < cache.length:
@@ -294,7 +285,7 @@ class BucketIndex(State):
         return one
 
     def insert(self, sequence: int, one: BucketIndex, first: int, sequences: int) -> None:
-        """Copy centroids and bucket ids from ``one``, an index that `extract` returned, unless they exist already.
+        """Copy a sequence's missing centroids and bucket ids from ``one``, an index that `extract` returned.
 
         ``sequence`` is the index of the sequence in the batch, and ``first`` is its first valid row.
         """
@@ -314,13 +305,13 @@ class BucketIndex(State):
         self.centroids, self.network = centroids, kmeans_network(centroids, self.router.scale)
 
     def unfitted(self, sequences: Iterable[int]) -> bool:
-        """Return True in the online mode if at least one of ``sequences`` has no centroids yet."""
+        """Return True if the mode is online and at least one of ``sequences`` has no centroids yet."""
         return self.router.centroids is None and not self.fitted.keys() >= set(sequences)
 
 
-def _nearest(before: mx.array, centroids: mx.array) -> mx.array:
-    """Return the bucket ids of pre-RoPE keys ``before (B, Hkv, n, D)``, int16 ``(B, Hkv, n)``."""
-    ids: mx.array = registry.load("saap_assign", "ops")(before, centroids)
+def _nearest(keys: mx.array, centroids: mx.array) -> mx.array:
+    """Return the int16 bucket ids ``(B, Hkv, n)`` of pre-RoPE ``keys (B, Hkv, n, D)``."""
+    ids: mx.array = registry.load("saap_assign", "ops")(keys, centroids)
     return ids.astype(mx.int16)  # int16 is enough for MAX_BUCKETS
 
 

@@ -1,4 +1,4 @@
-"""KV cache of one context-parallel shard. Its ``offset`` counts the tokens of all shards."""
+"""Store one context-parallel shard of a KV cache. ``offset`` counts the tokens of all shards."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ BLOCK = 2 * GROUP
 
 @dataclass(frozen=True)
 class Shard:
-    """Set of positions that one rank stores: all with ``position // BLOCK % size == rank``.
+    """Set of positions that one rank stores: all positions with ``position // BLOCK % size == rank``.
 
-    A position belongs to the same rank at every context length, so no keys move between ranks when a cache is trimmed,
+    A position belongs to the same rank at every context length. So no keys move between ranks when a cache is trimmed,
     extended or loaded from a file.
     """
 
@@ -32,7 +32,7 @@ class Shard:
     size: int
 
     def before(self, position: int) -> int:
-        """Return the number of positions below ``position`` that belong to the rank."""
+        """Return the number of positions before ``position`` that belong to the rank."""
         rounds, rest = divmod(position, BLOCK * self.size)
         return rounds * BLOCK + min(max(rest - self.rank * BLOCK, 0), BLOCK)
 
@@ -41,26 +41,26 @@ class Shard:
         return self.positions(self.before(start), self.before(stop))
 
     def positions(self, first: int, last: int) -> npt.NDArray[Any]:
-        """Return the position in the sequence of each of the rank's rows ``[first, last)``."""
+        """Return the sequence positions of the rank's rows ``[first, last)`` as int32."""
         rows = np.arange(first, last, dtype=np.int32)
         return (rows // BLOCK * self.size + self.rank) * BLOCK + rows % BLOCK
 
     def span(self, length: int) -> slice:
-        """Return this rank's slice of ``length`` items that all ranks have, for example the queries of a chunk."""
+        """Return the slice of ``length`` items, such as the queries of a chunk, that this rank processes."""
         return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
 
 
 class ShardedKVCache(SparseCache, KVCache):
     """`mlx_lm.models.cache.KVCache` that stores the rows of one `Shard`.
 
-    ``offset`` is the number of tokens of the sequence, which RoPE, masks and trims use. `length` is the number of rows
+    ``offset`` is the number of tokens in the sequence, which RoPE, masks and trims use. `length` is the number of rows
     on this rank. All ranks compute the keys and values of every token; each rank stores the rows of its shard.
 
     Attributes:
         sent: array that depends on all messages of the last forward pass. mlx-lm evaluates this array with the cache,
             so that a rank sends its messages even if it stores none of the new keys.
-        calls: number of forward passes in progress. At 0, writes raise an error, because attention over the rows of
-            this rank only would be wrong.
+        calls: number of forward passes in progress. If it is 0, writes raise an error, because attention over only the
+            rows of this rank would be wrong.
         agreed: position up to which the ranks have checked that their tokens agree; -1 before the first forward pass.
         chunk: keys and values of all tokens of the current forward pass; None outside a forward pass.
     """
@@ -79,7 +79,7 @@ class ShardedKVCache(SparseCache, KVCache):
 
     @property
     def position(self) -> int:
-        """Number of tokens of the sequence on all ranks together."""
+        """Number of tokens in the sequence, on all ranks together."""
         return int(self.offset)
 
     @property
@@ -103,7 +103,7 @@ class ShardedKVCache(SparseCache, KVCache):
         return rows
 
     def own_rows(self) -> tuple[mx.array, mx.array]:
-        """Return the keys and values on this rank, ``(B, Hkv, length, D)`` each."""
+        """Return the keys and values on this rank, each ``(B, Hkv, length, D)``."""
         return self.key_rows[..., : self.length, :], self.value_rows[..., : self.length, :]
 
     def rows_before(self, position: int) -> int:
@@ -121,12 +121,12 @@ class ShardedKVCache(SparseCache, KVCache):
         return [Shard(rank, self.shard.size).before(self.position) for rank in range(self.shard.size)]
 
     def take_lowest(self) -> int:
-        """Return the lowest position of all trims since the last call. Rows before this position are unchanged."""
+        """Return the lowest position that the cache has had since the last call. Rows before it are unchanged."""
         lowest, self._lowest = self._lowest, self.position
         return lowest
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store the rows of this rank. Return the arguments, because this rank does not have all older rows.
+        """Store this rank's rows. Return only the new keys and values, because the ranks share the older rows.
 
         Raises:
             ConfigError: no forward pass of a model that is enabled with ``shard`` is in progress.
@@ -143,20 +143,21 @@ class ShardedKVCache(SparseCache, KVCache):
         return self.chunk
 
     def take(self, keys: mx.array, values: mx.array) -> None:
-        """Store this rank's part of the keys and values ``(B, Hkv, n, D)`` of the next n positions."""
+        """Store this rank's rows from the keys and values ``(B, Hkv, n, D)`` of the next n positions."""
         start, stop = self.position, self.position + keys.shape[2]
         first = self.length
         own = self.shard.own(start, stop)
         for state in self.aux_states.values():
             state.rewind(first)
-            state.receive(start, keys)
+            if state.listening:
+                state.received = start, keys
         if len(own):
             self._write(first, *(_at(rows, own - start) for rows in (keys, values)))
         self.offset = stop
         self.chunk = keys, values
 
     def _write(self, first: int, *written: mx.array) -> None:
-        """Write keys and values at row ``first``. Enlarge the buffers in steps of the size that mlx-lm uses."""
+        """Write keys and values at row ``first``. If needed, enlarge the buffers in the same steps as mlx-lm."""
         last = first + written[0].shape[2]
         buffers: list[Any] = [self.keys, self.values]
         for kind, rows in enumerate(written):
@@ -192,7 +193,7 @@ class ShardedKVCache(SparseCache, KVCache):
 
 
 def shard_caches(caches: Any, shard: Shard) -> Any:
-    """Replace each `KVCache` in a list by a `ShardedKVCache` with the rows of this rank."""
+    """Replace each `KVCache` in the list ``caches`` with a `ShardedKVCache` that stores this rank's rows."""
     return [_sharded(cache, shard) for cache in caches]
 
 
@@ -209,7 +210,7 @@ def _sharded(cache: Any, shard: Shard) -> Any:
 
 
 def _at(rows: mx.array, indices: Any) -> mx.array:
-    """Return the entries of ``rows (B, H, n, D)`` at ``indices`` of axis 2, as a slice if they are consecutive."""
+    """Index axis 2 of ``rows (B, H, n, D)`` with ``indices``. If the indices are consecutive, return a slice."""
     first, last = (int(indices[0]), int(indices[-1]) + 1) if len(indices) else (0, 0)
     if last - first == len(indices):
         return rows[:, :, first:last]
@@ -217,7 +218,7 @@ def _at(rows: mx.array, indices: Any) -> mx.array:
 
 
 def _grown(buffer: mx.array | None, first: int, rows: mx.array, empty: int) -> mx.array:
-    """Return the first ``first`` rows of ``buffer``, followed by ``empty`` rows of zeros in the type of ``rows``."""
+    """Return rows ``[0, first)`` of ``buffer``, followed by ``empty`` rows of zeros with the type of ``rows``."""
     B, H, _, D = rows.shape
     blank = mx.zeros((B, H, empty, D), rows.dtype)
     return blank if buffer is None else mx.concatenate([buffer[..., :first, :], blank], axis=2)

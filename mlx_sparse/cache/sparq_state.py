@@ -1,4 +1,4 @@
-"""SparQ's auxiliary cache state: component-major keys or quantized scoring keys (int4), and running statistics."""
+"""Define SparQ's auxiliary cache state: component-major or quantized scoring keys (int4), and running statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROW_MULTIPLE = 64
 # The same alignment for int4 codes, as a number of groups.
 GROUPS_MULTIPLE = 4
-# Rows that prefill quantizes and evaluates at a time, which limits the memory of the float32 copies.
+# Number of rows that prefill quantizes and evaluates at a time, to limit the memory of the float32 copies.
 CHUNK = 2048
 
 
@@ -31,7 +31,7 @@ class SparQState(State):
     Attributes:
         columns: component-major keys; None unless the last decode step had ``key_bits=16``.
         codes: quantized scoring keys; None unless the last decode step had ``key_bits=4``.
-        keys, values: running statistics of the keys and of the values; None before the first decode step that needs
+        keys, values: running statistics of the keys and the values; None before the first decode step that needs
             them.
     """
 
@@ -85,8 +85,11 @@ class SparQState(State):
         found["component_weight"], found["value_mean"] = weight, mean
         return found
 
+    def store_returned(self, *returned: mx.array) -> None:
+        (self.recall,) = returned
+
     def _mixes(self, config: SparQ, G: int) -> bool:
-        """Return True if decode steps add the mean value (reallocation). The last result is cached."""
+        """Return True if decode steps mix in the mean value (reallocation). The last result is cached."""
         if config is not self._config or G != self._group:
             self._config, self._group, self._mixing = config, G, config.reallocates(G)
         return self._mixing
@@ -96,8 +99,8 @@ class Columns:
     """Component-major keys (``key_bits=16``).
 
     Attributes:
-        keys_t: ``(B, Hkv, D, capacity)``, valid in columns ``[0, covered)``. None before the first decode step.
-        covered: number of rows of the cache that have been copied to ``keys_t``.
+        keys_t: ``(B, Hkv, D, capacity)``; columns ``[0, covered)`` are valid. None before the first decode step.
+        covered: number of cache rows that have been copied to ``keys_t``.
     """
 
     def __init__(self) -> None:
@@ -109,11 +112,11 @@ class Columns:
         return 0 if self.keys_t is None else self.keys_t.nbytes
 
     def rewind(self, length: int) -> None:
-        """Forget the rows at index ``length`` and above."""
+        """Forget the rows from index ``length`` on."""
         self.covered = min(self.covered, length)
 
     def extend(self, keys: Rows, S: int) -> None:
-        """Copy the missing rows, so that ``keys_t`` covers rows ``[0, S)`` of the buffer ``keys``."""
+        """Copy the missing rows of the buffer ``keys``, so that ``keys_t`` covers rows ``[0, S)``."""
         if S <= self.covered:
             self.covered = S
             return
@@ -130,7 +133,7 @@ class Columns:
         self.covered = S
 
     def read(self, S: int, *, whole: bool) -> mx.array:
-        """Return the whole ``keys_t`` if ``whole``, else its first ``S`` columns."""
+        """Return all of ``keys_t`` if ``whole``, else only its first ``S`` columns."""
         assert self.keys_t is not None
         return self.keys_t if whole else self.keys_t[..., :S]
 
@@ -139,15 +142,15 @@ class Codes:
     """Quantized scoring keys (int4) for all full groups of keys (sparq.17 to sparq.20).
 
     Attributes:
-        coded: codes for all rows of the buffer. The codes of groups that are not full are invalid. None before the
-            first full group.
+        coded: codes for all rows of the buffer; invalid for groups that are not full. None before the first full
+            group.
         covered: number of rows that have been processed; all full groups in these rows are quantized.
-        center: float32 ``(B, Hkv, D)``, the center of the codes (sparq.17) from `set_center`. None if the center is
-            computed from the first group of each sequence.
+        center: float32 ``(B, Hkv, D)`` center of the codes (sparq.17) from `set_center`. None if the center is computed
+            from the first group of each sequence.
     """
 
     def __init__(self, padding: mx.array | None, first_rows: list[int]) -> None:
-        """Create an empty state. Sequences begin at ``first_rows``; ``padding`` is the same array on the device."""
+        """Create an empty state for sequences that begin at ``first_rows``, which ``padding`` repeats as an array."""
         self.center: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0
@@ -164,7 +167,7 @@ class Codes:
         return 0 if self.coded is None else self.coded.nbytes
 
     def rewind(self, length: int) -> None:
-        """Forget the rows at index ``length`` and above."""
+        """Forget the rows from index ``length`` on."""
         if length >= self.covered:
             return
         before, self.covered, self._until = self.covered, length, 0
@@ -178,7 +181,7 @@ class Codes:
         self.coded = self.coded._replace(center=self.coded.center * (mx.array(left) > 0)[:, None, None])
 
     def set_center(self, center: mx.array) -> None:
-        """Set the center of all codes. Groups that are already quantized must have the same center."""
+        """Set the center of all codes. Groups that are already quantized must have been quantized with this center."""
         self.center = center
         if self.coded is not None:
             self.coded = self.coded._replace(center=center)
@@ -198,7 +201,7 @@ class Codes:
         self._until = min(first + (_full(S, first) + 1) * GROUP for _, first in self._slices)
 
     def _code(self, keys: Rows, sequences: slice, first: int, old: int, new: int) -> None:
-        """Quantize groups ``[old, new)`` of a slice of the batch whose sequences begin at row ``first``."""
+        """Quantize groups ``[old, new)`` of ``sequences``, which all begin at row ``first``."""
         if self.coded is None or self.coded.lo.shape[-1] < new:
             self._grow(keys)
         assert self.coded is not None
@@ -233,7 +236,7 @@ class Codes:
         self.coded = KeyCodes(codes, lo, step, old.center)
 
     def read(self, keys: Rows, *, whole: bool) -> KeyCodes:
-        """Return the whole code buffers if ``whole``, else the codes of the full groups of an unpadded sequence."""
+        """Return the whole code buffers if ``whole``, else the codes of the groups in the first ``covered`` rows."""
         if self.coded is None:
             self._grow(keys)
         assert self.coded is not None
@@ -244,7 +247,7 @@ class Codes:
         return KeyCodes(codes[..., : groups * WORDS], lo[..., :groups], step[..., :groups], center)
 
     def spread(self, keys: Rows, S: int) -> mx.array:
-        """Return the key spread (sparq.22) of rows ``[0, S)`` of ``keys``, recomputed after each new full group."""
+        """Return the key spread (sparq.22) over rows ``[0, S)``. Recompute it only when a group becomes full."""
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(keys, whole=False), keys[..., :S, :], self._padding)
@@ -255,7 +258,7 @@ class Codes:
 
 
 def _full(length: int, first: int) -> int:
-    """Return the number of full groups of a sequence in rows ``[first, length)``."""
+    """Return the number of full groups in rows ``[first, length)`` of a sequence."""
     return max(0, length - first) // GROUP
 
 

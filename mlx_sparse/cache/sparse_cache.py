@@ -1,4 +1,4 @@
-"""Mixin that adds sparse attention and auxiliary cache state to mlx-lm's KV caches.
+"""Add sparse attention and auxiliary cache state to mlx-lm's KV caches.
 
 The auxiliary state stays valid when a cache is trimmed, extended, copied or batched.
 """
@@ -24,20 +24,20 @@ Run = Callable[[slice, mx.array, Any, Any, dict[str, int]], tuple[mx.array, ...]
 
 @dataclass(frozen=True)
 class FullSample:
-    """Settings, density limit and context length of a sample that selected too many blocks."""
+    """Record that a selection by the method ``config`` exceeded the limit ``max_density`` at ``keys`` keys."""
 
     config: Prefill
     max_density: float
     keys: int
 
     def covers(self, config: Prefill, max_density: float, S: int) -> bool:
-        """Return True if the selection is assumed to exceed ``max_density`` at ``S`` keys too, up to 2x ``keys``."""
+        """Return True if a selection at ``S`` keys is likely to exceed the limit too: ``keys <= S < 2 * keys``."""
         return (self.config, self.max_density) == (config, max_density) and self.keys <= S < 2 * self.keys
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeStep:
-    """Decode method with the backend function that runs the method for ``G`` query heads per KV head.
+    """Decode method with the backend function that runs it for ``G`` query heads per KV head.
 
     Attributes:
         function: the backend's function for a decode step.
@@ -52,17 +52,17 @@ class DecodeStep:
 
     @classmethod
     def bind(cls, config: Method, G: int, backend: str) -> DecodeStep:
-        """Load the backend's function for ``config``, whose "auto" values `Method.for_model` has replaced."""
+        """Load the backend's function for ``config``. Call `Method.for_model` first to replace "auto" values."""
         return cls(config, G, backend, registry.load(config.name, backend), config.parameters(G))
 
 
 class SparseCache:
-    """Mixin that lets mlx-lm's caches attend sparsely: `attend` for decode steps, `attend_prefill` for chunks.
+    """Mixin that adds sparse attention to mlx-lm's caches: `attend` for decode steps, `attend_prefill` for chunks.
 
     Attributes:
-        aux_states: auxiliary cache state of each method, by the method's name.
+        aux_states: auxiliary cache states by method name.
         shards: number of context-parallel shards of the sequence.
-        layer_plan: `lm.plan.LayerPlan` of the last decode step; None before the first and after rows moved.
+        layer_plan: `lm.plan.LayerPlan` from the last decode step; None before the first step and after rows have moved.
     """
 
     keys: Any
@@ -74,19 +74,19 @@ class SparseCache:
 
     @property
     def key_rows(self) -> Rows:
-        """Buffer of keys ``(B, Hkv, capacity, D)``."""
+        """Key buffer ``(B, Hkv, capacity, D)``."""
         rows: mx.array = self.keys
         return rows
 
     @property
     def value_rows(self) -> Rows:
-        """Buffer of values ``(B, Hkv, capacity, D)``."""
+        """Value buffer ``(B, Hkv, capacity, D)``."""
         rows: mx.array = self.values
         return rows
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one key (or value) row of one head."""
+        """Number of bytes in one head's key (or value) row."""
         rows = self.key_rows
         return rows.row_bytes if isinstance(rows, PackedRows) else rows.shape[3] * rows.itemsize
 
@@ -98,7 +98,7 @@ class SparseCache:
 
     @property
     def position(self) -> int:
-        """Number of tokens of the sequence. It exceeds `length` if this cache is a context-parallel shard."""
+        """Number of tokens in the sequence. A context-parallel shard has fewer rows (`length`)."""
         return self.length
 
     def rows_before(self, position: int) -> int:
@@ -106,7 +106,10 @@ class SparseCache:
         return position
 
     def own(self, start: int, rows: mx.array) -> tuple[int, mx.array]:
-        """Return the part of ``rows`` at position ``start`` that this cache stores, after its first row index."""
+        """Return the part of ``rows`` that this cache stores: the index of its first row in the cache, and the rows.
+
+        ``rows`` has the rows of all positions from ``start`` on.
+        """
         return start, rows
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
@@ -115,12 +118,12 @@ class SparseCache:
 
     @property
     def padding(self) -> mx.array | None:
-        """First valid row of each sequence, ``(B,)``; None without padding."""
+        """Index of the first valid row of each sequence, ``(B,)``; None without padding."""
         return None
 
     @property
     def state(self) -> Any:
-        """Arrays that mlx-lm saves and evaluates. The auxiliary state is not among them."""
+        """Arrays that mlx-lm saves and evaluates: keys and values, without the auxiliary state."""
         return super().state  # type: ignore[misc]
 
     @state.setter
@@ -136,7 +139,9 @@ class SparseCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         for state in self.aux_states.values():
-            state.receive(self.length, keys)
+            state.rewind(self.length)
+            if state.listening:
+                state.received = self.length, keys
         if any(self._full_samples):
             rows = [self.length - first for first in self.first_rows()]
             kept = zip(self._full_samples, rows, strict=False)  # a batch without padding may share one record
@@ -144,7 +149,7 @@ class SparseCache:
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
-        """Return the first valid row of each sequence. Pass the other layers' caches to wait only once for all."""
+        """Return the first valid row of each sequence. Wait for the device once for this cache and ``others``."""
         return [0] * (1 if self.keys is None else self.key_rows.shape[0])
 
     def add_state(self, method: str, state: State) -> State:
@@ -153,27 +158,27 @@ class SparseCache:
         return state
 
     def state_of(self, method: str) -> State | None:
-        """Return the auxiliary state of ``method``, or None if the method has none. Create a missing state."""
+        """Return the auxiliary state of ``method``, or None if the method has none. If needed, create the state."""
         state = self.aux_states.get(method)
         if state is None and (begin := registry.load_state(method)) is not None:
             state = self.add_state(method, begin())
         return state
 
     def _moved(self, follow: Callable[[str, State], State | None]) -> None:
-        """Replace each auxiliary state by ``follow(method, state)``, or drop it if that is None. Call if rows moved."""
+        """Replace each auxiliary state with ``follow(method, state)``, or drop the state if this is None."""
         self.layer_plan = None
         followed = {method: follow(method, state) for method, state in self.aux_states.items()}
         self.aux_states = {method: state for method, state in followed.items() if state is not None}
 
     def step_bytes(self, config: Method, position: int) -> int:
-        """Return the bytes that a decode step at ``position`` moves on each shard, by the formula of the method."""
+        """Return the bytes that a decode step at ``position`` moves on each shard, from `Method.step_bytes`."""
         keys = self.key_rows
         B, Hkv, _, D = keys.shape
         moved = config.step_bytes(position, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)
         return B * Hkv * moved // self.shards
 
     def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
-        """Run one decode step of the method ``config``. See `take_step` for the arguments and results."""
+        """Run one decode step with the method ``config``. See `take_step` for the arguments and results."""
         G = queries.shape[1] // self.key_rows.shape[1]
         return self.take_step(queries, DecodeStep.bind(config, G, backend), scale)
 
@@ -181,7 +186,7 @@ class SparseCache:
         """Run one decode step over this cache.
 
         Args:
-            queries: ``(B, Hq, 1, D)``. Write the keys and values of this token to the cache first.
+            queries: ``(B, Hq, 1, D)``. Write this token's key and value to the cache before the call.
 
         Returns:
             ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``, the log-sum-exp of the attended scores.
@@ -201,7 +206,7 @@ class SparseCache:
     def select_prefill(
         self, queries: mx.array, config: Prefill, *, scale: float, backend: str, max_density: float
     ) -> mx.array | None:
-        """Return blocks for `attend_prefill`; None if they exceed ``max_density``. This waits for the device."""
+        """Select blocks for `attend_prefill`, or return None if they exceed ``max_density``. Wait for the device."""
         S = self.length
         if any(full is not None and full.covers(config, max_density, S) for full in self._full_samples):
             return None
@@ -220,12 +225,12 @@ class SparseCache:
     def attend_prefill(
         self, queries: mx.array, config: Prefill, *, scale: float, backend: str, blocks: mx.array | None = None
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """Attend a prefill chunk over this cache, which must not be a padded batch.
+        """Run a prefill chunk over this cache, which must not be a padded batch.
 
         Args:
-            queries: ``(B, Hq, L, D)``. Write the keys and values of the chunk to the cache first.
-            config: the prefill method with the parameters for this context length (`Prefill.at`).
-            blocks: result of `select_prefill`; None to select the blocks here.
+            queries: ``(B, Hq, L, D)``. Write the chunk's keys and values to the cache before the call.
+            config: prefill method with the parameters for this context length (`Prefill.at`).
+            blocks: result of `select_prefill`; None to select the blocks in this call.
 
         Returns:
             ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` (the log-sum-exp of the attended scores), and the
@@ -246,7 +251,7 @@ class SparseCache:
         return out, lse, chosen[0] if blocks is None else blocks
 
     def rows(self, backend: str) -> tuple[Any, Any, dict[str, int]]:
-        """Return keys, values and keyword arguments for ``backend``: whole buffers and ``length``, or slices."""
+        """Return the arguments that ``backend`` takes: keys, values, and ``length`` if they are whole buffers."""
         S = self.length
         if backend in WHOLE_BUFFERS:
             return self.key_rows, self.value_rows, {"length": S}

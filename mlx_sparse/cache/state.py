@@ -1,4 +1,4 @@
-"""Base class for the auxiliary cache state of a method."""
+"""Define the base class for a method's auxiliary cache state."""
 
 from __future__ import annotations
 
@@ -13,30 +13,36 @@ if TYPE_CHECKING:
 
 
 class State(ABC):
-    """Auxiliary cache state of a method, updated on writes and trims of a cache and copied with the cache.
+    """Auxiliary cache state of a method, which follows the writes, trims and copies of its cache.
 
-    A cache creates the state without arguments at the first decode step of the method. A state that can be rebuilt from
-    keys and values only needs to implement `nbytes`, `rewind` and `read`. mlx-lm also quantizes the rows of a cache
-    (`pack`) and changes the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
-    override these methods to return the updated state. The base class returns None: the cache drops the state, and the
-    next decode step rebuilds it.
+    A cache creates the state without arguments in the first decode step of the method. If a state can be rebuilt from
+    keys and values, its class must implement only `nbytes`, `rewind` and `read`. mlx-lm also quantizes the rows of a
+    cache (`pack`) and changes the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
+    override these methods to return the updated state. In the base class they return None: the cache drops the state,
+    and the next decode step rebuilds it.
+
+    Attributes:
+        listening: True during a forward pass in which the cache stores the keys that it writes in ``received``.
+        received: start row and keys ``(B, Hkv, n, D)`` of the last write; None after the method has read them.
+        recall: estimated attention recall ``(B, Hkv)`` of the last decode step, until the report takes it; None if
+            the method makes no estimate.
     """
+
+    listening: bool = False
+    received: tuple[int, mx.array] | None = None
+    recall: mx.array | None = None
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of all arrays in this state."""
+        """Number of bytes in all arrays of this state."""
 
     @abstractmethod
     def rewind(self, length: int) -> None:
-        """Forget the rows at index ``length`` and above, because they will be overwritten."""
-
-    def receive(self, start: int, keys: mx.array) -> None:
-        """Forget the rows from ``start`` on, before the cache writes ``keys (B, Hkv, n, D)`` at row ``start``."""
-        self.rewind(start)
+        """Forget the rows from index ``length`` on, because they will be overwritten."""
 
     def read(self, cache: SparseCache, config: Any, G: int, *, whole: bool) -> dict[str, Any]:
-        """Update the state to all rows of ``cache``, and return keyword arguments for the method's function.
+        """Update the state for all rows of ``cache``, and return keyword arguments for the method's function.
 
         Args:
             config: the method with its parameters.
@@ -56,32 +62,32 @@ class State(ABC):
         return None
 
     def filter(self, sequences: list[int], length: int, start: int) -> State | None:
-        """Return the state for some sequences of the batch and rows ``[start, length)``, or None to drop the state."""
+        """Return the state for the given ``sequences`` and rows ``[start, length)``, or None to drop the state."""
         return None
 
     def extract(self, sequence: int, length: int, start: int) -> State | None:
-        """Return a new state for one sequence and rows ``[start, length)``, or None. Do not change this state."""
+        """Return a new state for one sequence and rows ``[start, length)``, or None. Leave this state unchanged."""
         return None
 
     def roll(self, padding: mx.array | None, length: int) -> State | None:
         """Return the state after mlx-lm converts right padding to left padding, or None to drop the state.
 
-        The last ``padding (B,)`` of ``length`` rows move to the front. If ``padding`` is None, no row moves: either
-        mlx-lm is about to pad on the right, or there was no padding.
+        The last ``padding (B,)`` of the ``length`` rows move to the front. If ``padding`` is None, no rows move: mlx-lm
+        is about to pad on the right, or there was no padding.
         """
         return None
 
     def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> State | None:
-        """Return the state for the batch ``cache`` followed by the sequences of ``other``, or None to drop the state.
+        """Return the state for ``cache`` after the sequences of ``other`` are appended, or None to drop the state.
 
         All sequences end at the same row. mlx-lm appends the sequences after this call.
 
         Args:
-            theirs: state of the same method on ``other``, or None.
+            theirs: state of the same method for ``other``, or None.
         """
         return None
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> State | None:
-        """Return a new state for the left-padded batch of the given caches, or None. Do not change the arguments."""
+        """Return a new state for the left-padded batch of all caches, or None. Leave the arguments unchanged."""
         return None

@@ -1,1 +1,1 @@
-"""The `metal` backend: launches the kernels in metal/ on Apple GPUs, with the same signatures as the `ops` backend."""
+"""Launch the kernels in metal/ on Apple GPUs. The functions have the same signatures as in the `ops` backend."""

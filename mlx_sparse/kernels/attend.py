@@ -1,4 +1,4 @@
-"""Exact attention over an index list on the GPU, used by all decode methods (metal/attend.h)."""
+"""Compute exact attention over listed keys on the GPU for all decode methods (metal/attend.h)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ REALLOCATE = Kernel("attend_reallocate", "attend.h", ("queries", *_ROWS, *_MIXED
 REALLOCATE_PACKED = Kernel(
     "attend_reallocate_packed", "attend.h", ("queries", *_PACKED, *_MIXED), ("out", "lse", "alpha")
 )
-CANDIDATES = Kernel("attend_candidates", "attend_candidates.h", ("queries", *_ROWS, *_CANDIDATES), ("out", "lse"))
+_RESULTS = ("out", "lse", "recall")
+CANDIDATES = Kernel("attend_candidates", "attend_candidates.h", ("queries", *_ROWS, *_CANDIDATES), _RESULTS)
 CANDIDATES_PACKED = Kernel(
-    "attend_candidates_packed", "attend_candidates.h", ("queries", *_PACKED, *_CANDIDATES), ("out", "lse")
+    "attend_candidates_packed", "attend_candidates.h", ("queries", *_PACKED, *_CANDIDATES), _RESULTS
 )
 
 
@@ -36,8 +37,8 @@ class Reallocation(NamedTuple):
 
     Attributes:
         logits: float32 ``(B, Hkv, stride, G)`` approximate logits (sparq.3) of ``stride >= S`` keys.
-        softmax: float32 ``(B, Hkv, G, 2)``, largest logit and ``1 / sum(exp(logit - largest))``.
-        value_mean: float32 ``(B, Hkv, D)``.
+        softmax: float32 ``(B, Hkv, G, 2)`` with the largest logit and ``1 / sum(exp(logit - largest))``.
+        value_mean: float32 ``(B, Hkv, D)`` mean of the valid values.
     """
 
     logits: mx.array
@@ -46,7 +47,7 @@ class Reallocation(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Sizes and parameters that determine a launch over a list of keys; ``length`` keys are in use."""
+    """Sizes and parameters of a launch over a list of keys. ``length`` is the number of keys in use."""
 
     B: int
     Hq: int
@@ -59,7 +60,7 @@ class Listed(NamedTuple):
 
 
 def splits_of(N: int, lists: int) -> int:
-    """Return the number of threadgroups that share each of ``lists`` lists of ``N`` entries."""
+    """Return how many threadgroups share a list of ``N`` entries, if there are ``lists`` such lists."""
     if N <= UNSPLIT:
         return 1
     part = max(2 * TILE, -(-N * lists // GROUPS // TILE) * TILE)
@@ -68,12 +69,12 @@ def splits_of(N: int, lists: int) -> int:
 
 @cache
 def heads_of(D: int, G: int) -> tuple[int, int]:
-    """Return the query heads and SIMD groups per threadgroup for which the sums of a lane fit into registers.
+    """Return how many query heads and SIMD groups per threadgroup let the sums of a lane fit into registers.
 
     For each chunk of 128 components, a lane holds four float32 sums per head and loads four rows at once. With 512
-    threads, each thread has about 100 registers, and Metal refuses to launch a kernel that needs more. A query group
-    that needs too many registers even with 256 threads is divided among threadgroups, each of which reads all keys and
-    values.
+    threads, each thread has about 100 registers, and Metal refuses to launch a kernel that needs more. If a query group
+    needs too many registers even with 256 threads, it is divided among threadgroups, and each threadgroup reads all
+    keys and values.
     """
     chunks = -(-D // 128)
     heads = next(n for n in range(G, 0, -1) if G % n == 0 and (n == 1 or 4 * chunks * (n + 4) <= 96))
@@ -81,7 +82,7 @@ def heads_of(D: int, G: int) -> tuple[int, int]:
 
 
 def _narrow(indices: mx.array, keys: int) -> mx.array:
-    """Convert indices to int32. A 64-bit index outside ``0 .. keys - 1`` becomes -1 instead of wrapping to a key."""
+    """Convert indices to int32. A 64-bit index outside ``[0, keys)`` becomes -1 instead of wrapping to a key index."""
     if indices.dtype == mx.int32:
         return indices
     if indices.itemsize > 4:
@@ -98,7 +99,6 @@ def attend_indices(
     scale: float,
     length: int | None = None,
     counts: mx.array | None = None,
-    reallocation: Reallocation | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Compute exact attention of one query per head over the listed keys (sparq.7).
 
@@ -107,17 +107,40 @@ def attend_indices(
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied. Both are
             arrays, or both are quantized with the same bits and group size.
         indices: ``(B, Hkv, N)`` int32; -1, or any number that is not the index of a key, is an empty slot.
-        counts: ``(B, Hkv)`` number of slots in use in each list; later slots are ignored. None means all slots.
-        reallocation: inputs for mixing in the mean value (sparq.10); not together with ``counts``.
+        counts: ``(B, Hkv)`` number of slots in use in each list; later slots are ignored. None uses all slots.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot
         is empty.
     """
+    B, Hq, _, _ = queries.shape
+    if indices.shape[2] == 0:
+        return mx.zeros_like(queries), mx.full((B, Hq, 1), -mx.inf)
+    out, lse = attend_listed(queries, keys, values, indices, scale=scale, length=length, counts=counts)
+    return out, lse
+
+
+def attend_listed(
+    queries: mx.array,
+    keys: Rows,
+    values: Rows,
+    indices: mx.array,
+    *,
+    scale: float,
+    length: int | None = None,
+    counts: mx.array | None = None,
+    reallocation: Reallocation | None = None,
+) -> list[mx.array]:
+    """Compute `attend_indices` for lists with at least one slot. With ``reallocation``, mix in the mean value.
+
+    Args:
+        reallocation: inputs for mixing in the mean value (sparq.10); cannot be combined with ``counts``.
+
+    Returns:
+        ``out``, ``lse`` and, with ``reallocation``, float32 ``alpha (B, Hq, 1)`` (sparq.8).
+    """
     B, Hq, _, D = queries.shape
     (Hkv, capacity), N = keys.shape[1:3], indices.shape[2]
-    if N == 0:
-        return mx.zeros_like(queries), mx.full((B, Hq, 1), -mx.inf)
     length = capacity if length is None else length
     counted, mixed = counts is not None, reallocation is not None
     (key_parts, row_format), (value_parts, other) = parts_of(keys), parts_of(values)
@@ -134,12 +157,12 @@ def attend_indices(
     if splits_of(N, B * Hkv) > 1:
         mean = [] if reallocation is None else [reallocation.value_mean]
         results = merging(B, Hkv, Hq // Hkv, D, queries.dtype, mixed)(*results, *mean)
-    return results[0], results[1]
+    return results
 
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
-    """Build the launch of `attend_indices` over ``N`` entries; each of ``splits`` threadgroups attends one part.
+    """Build the launch of `attend_indices` for lists of ``N`` entries, each divided among ``splits`` threadgroups.
 
     The outputs are float32 ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``; if ``mixed``, also ``alpha``
     with the shape of ``lse``. A single split writes the final results of `attend_indices`.
@@ -166,13 +189,16 @@ def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
 
 
 def attend_candidates(n: Listed, top_k: int) -> Launch:
-    """Build the launch that selects the best ``top_k`` candidates of a `select.listing` and attends to these keys."""
+    """Build the launch that selects the best ``top_k`` candidates from a `top_k_launch` and attends to these keys.
+
+    The outputs are ``out`` and ``lse`` of `attend_indices`, and float32 ``recall (B, Hkv)`` (sparq.24).
+    """
     B, Hq, Hkv, D, dtype, length, scale, row_format = n
     G = Hq // Hkv
     heads, simdgroups = heads_of(D, G)
     return Launch(
         CANDIDATES_PACKED if row_format else CANDIDATES,
-        [((B, Hq, 1, D), dtype), ((B, Hq, 1), mx.float32)],
+        [((B, Hq, 1, D), dtype), ((B, Hq, 1), mx.float32), ((B, Hkv), mx.float32)],
         [integer(length), real(scale)],
         template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k, **row_template(row_format)},
         groups=(1, Hq // heads, B),

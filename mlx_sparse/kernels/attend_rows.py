@@ -1,4 +1,4 @@
-"""Dense attention of a large query group on the matrix units (metal/attend_rows.h)."""
+"""Compute dense attention for large query groups on the GPU's matrix units (metal/attend_rows.h)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .launch import LANES, LAUNCH_CACHE_SIZE, Kernel, Launch, integer, of_one_ty
 from .merge import GROUPS, UNSPLIT, merging
 
 SIDE = 8  # query rows per SIMD group
-# Minimum number of keys of a split, per query row. A split reads a key row and a value row for each key. It writes one
+# Minimum number of keys per query row in a split. A split reads a key row and a value row for each key. It writes one
 # float32 row for each query row, which the merge reads again. At this minimum and in float16, the rows that the splits
 # write add an eighth to the bytes moved.
 KEYS_PER_ROW = 16
@@ -26,11 +26,11 @@ def supports(D: int, rows: int) -> bool:
 
 
 def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
-    """Return the number of query rows per threadgroup and the number of keys staged at once.
+    """Return the number of query rows per threadgroup, and the number of keys that a threadgroup stages at once.
 
     A lane holds D / 4 components of its query and D / 4 sums. The registers suffice for 512 threads (128 rows) if D is
-    at most 128, otherwise for 256 threads (64 rows). More rows are divided among threadgroups. The staged keys leave
-    enough threadgroup memory for two threadgroups per GPU core.
+    at most 128, otherwise for 256 threads (64 rows). A larger query group is divided among threadgroups. The staged
+    keys leave enough threadgroup memory for two threadgroups per GPU core.
     """
     shares = -(-rows // (METAL_ROWS if D <= 128 else METAL_ROWS // 2))
     padding = 16 // itemsize
@@ -39,7 +39,7 @@ def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
 
 
 def splits_of(N: int, lists: int, rows: int) -> int:
-    """Return how many threadgroups share the ``N`` keys of each of ``lists`` query groups of ``rows`` rows."""
+    """Return the number of threadgroups that share ``N`` keys, for ``lists`` query groups of ``rows`` rows each."""
     return min(-(-N // max(UNSPLIT, -(-N * lists // GROUPS))), max(N // (KEYS_PER_ROW * rows), 1))
 
 
@@ -52,13 +52,13 @@ def attend_rows(
     length: int | None = None,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute exact causal attention of a few queries over all valid keys.
+    """Compute exact causal attention for a few queries over all valid keys.
 
     Args:
-        queries: ``(B, Hq, L, D)``, at positions ``length - L ..``; `supports` must accept ``D`` and ``Hq // Hkv * L``.
+        queries: ``(B, Hq, L, D)`` for the last L positions. `supports` must accept ``D`` and ``Hq // Hkv * L`` rows.
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use; not copied if both have the same
             type.
-        left_padding: ``(B,)`` first valid key of each sequence.
+        left_padding: ``(B,)`` index of the first valid key of each sequence.
 
     Returns:
         ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries before

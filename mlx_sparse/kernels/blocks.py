@@ -1,4 +1,4 @@
-"""Attention over lists of key blocks on the GPU, used by all prefill methods (metal/attend_blocks.h)."""
+"""Compute attention over lists of key blocks on the GPU for all prefill methods (metal/attend_blocks.h)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTEND = Kernel(
 
 
 def tile_of(D: int, itemsize: int) -> tuple[int, int]:
-    """Return how many query rows and keys a threadgroup stages: the tile of MLX's prefill kernel, or a smaller one."""
+    """Return how many query rows and keys a threadgroup stages: as many as MLX's prefill kernel, or fewer."""
 
     def fits(rows: int, keys: int) -> bool:
         padding = 16 // itemsize
@@ -39,10 +39,10 @@ def attend_blocks(
     scale: float,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute exact causal attention of every query over the listed key blocks of its row block (sample.8).
+    """Compute exact causal attention for every query over the key blocks listed for its row block (sample.8).
 
     Args:
-        queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
+        queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use; not copied if queries, keys and
             values have the same type.
         blocks: int32 ``(B, Hq, R, N)`` for the R row blocks that contain a query. -1, or any number that is not the
@@ -50,7 +50,7 @@ def attend_blocks(
 
     Returns:
         ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries that
-        attend no key.
+        attend to no key.
     """
     S = keys.shape[2] if length is None else length
     lists = _sorted_lists(blocks, Layout(queries.shape[2], S, 1, block_size))
@@ -78,7 +78,7 @@ def attend_lists(
     scale: float,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute `attend_blocks` for ascending lists without duplicates that end at the first -1."""
+    """Compute `attend_blocks` for lists that are ascending, have no duplicates and end at the first -1."""
     S, dtype = keys.shape[2] if length is None else length, queries.dtype
     queries, keys, values = of_one_type(queries, keys, values)
     attend = partial(_attend, keys=keys, values=values, block_size=block_size, scale=scale)

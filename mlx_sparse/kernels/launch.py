@@ -21,13 +21,13 @@ INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 
 
 def text(name: str) -> str:
-    """Return the source text of a file in metal/."""
+    """Return the source text of the file ``name`` in metal/."""
     return files("mlx_sparse.metal").joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
 def flattened(name: str) -> str:
-    """Return a header of metal/ with its includes expanded, each once, because MLX compiles a single source text."""
+    """Return the text of header ``name`` with each include expanded once, because MLX compiles a single text."""
     parts: dict[str, str] = {}
 
     def add(name: str) -> None:
@@ -43,9 +43,9 @@ def flattened(name: str) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Metal kernel with the body metal/NAME.metal, which uses the templates in ``header``.
+    """Metal kernel whose body is metal/NAME.metal, which uses the templates in ``header``.
 
-    The comment at the top of metal/NAME.metal lists the inputs, the outputs, the grid and the bytes moved.
+    The comment at the top of metal/NAME.metal describes the inputs, the outputs, the grid and the bytes moved.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Kernel:
         groups: tuple[int, int, int],
         threads: int,
     ) -> list[mx.array]:
-        """Launch ``groups`` threadgroups of ``threads`` threads; ``outputs`` is the shape and type of each output."""
+        """Launch ``groups`` threadgroups of ``threads`` threads. ``outputs`` has the shape and type of each output."""
         launch = Launch(self, outputs, template=template, groups=groups, threads=threads)
         return launch(*(inputs[name] for name in self.inputs))
 
@@ -80,8 +80,8 @@ class Kernel:
 class Launch:
     """Kernel with all launch arguments bound, except the input arrays.
 
-    Building a launch costs host time in every layer. Callers therefore build a launch once for each combination of
-    sizes and cache the launch with `lru_cache`.
+    Building a launch takes host time in every layer. Callers therefore build a launch once for each combination of
+    sizes and cache it with `lru_cache`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Launch:
         groups: tuple[int, int, int],
         threads: int,
     ) -> None:
-        """Prepare a launch with the arguments of `Kernel.__call__`; ``numbers`` are the last inputs of the kernel."""
+        """Prepare a launch. ``numbers`` are the kernel's last inputs. See `Kernel.__call__` for the other arguments."""
         self.kernel, self.numbers, self.template = kernel, tuple(numbers), template
         self._run = partial(
             kernel.compiled,
@@ -113,18 +113,18 @@ class Launch:
 
 @lru_cache(maxsize=256)
 def integer(value: int) -> mx.array:
-    """Return a 0-d int32 array, cached by value. As an input, a new value does not recompile the kernel."""
+    """Return ``value`` as a cached 0-d int32 array. MLX does not recompile a kernel if only array inputs change."""
     return mx.array(value, mx.int32)
 
 
 @lru_cache(maxsize=16)
 def real(value: float) -> mx.array:
-    """Return a 0-d float32 array, cached by value."""
+    """Return ``value`` as a cached 0-d float32 array."""
     return mx.array(value, mx.float32)
 
 
 def of_one_type(*arrays: mx.array) -> list[mx.array]:
-    """Convert the arrays to their common type, because the kernels for matrix units stage rows of one type."""
+    """Convert the arrays to their common type, because kernels that use matrix units stage rows of one type."""
     dtype = mx.result_type(*arrays)
     return [array if array.dtype == dtype else array.astype(dtype) for array in arrays]
 
@@ -133,7 +133,7 @@ RowFormat = tuple[int, int] | None  # bits and group size of quantized rows; Non
 
 
 def parts_of(rows: Rows) -> tuple[tuple[mx.array, ...], RowFormat]:
-    """Return the arrays that store the keys or values, and the bits and group size if the rows are quantized."""
+    """Return the arrays that store ``rows``, and the row format: bits and group size, or None if not quantized."""
     return (rows.parts, (rows.bits, rows.group_size)) if isinstance(rows, PackedRows) else ((rows,), None)
 
 
@@ -143,7 +143,7 @@ def row_template(row_format: RowFormat) -> dict[str, int]:
 
 
 def padding_or_zeros(left_padding: mx.array | None, B: int) -> mx.array:
-    """Return the index of the first valid key of each sequence as int32 ``(B,)``, 0 without padding."""
+    """Return the index of each sequence's first valid key as int32 ``(B,)``; zeros without padding."""
     return _zeros(B) if left_padding is None else left_padding.astype(mx.int32)
 
 

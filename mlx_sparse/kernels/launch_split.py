@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-# Maximum number of multiply-adds of one launch, computed as if each query attended every key. macOS kills a process
+# Maximum number of multiply-adds in one launch, computed as if each query attended to every key. macOS kills a process
 # that occupies the GPU for seconds; the limit is not documented. The smallest Apple GPU (2.3 TFLOP/s) does this work in
 # 1 s at a quarter of its peak rate. Sparse attention does less work.
 MAX_WORK = 1 << 38
@@ -21,14 +21,14 @@ def launch_rows(heads: int, S: int, D: int) -> int:
     """Return the number of query rows per launch, a power of two.
 
     Args:
-        heads: number of query heads of all sequences together, B * Hq.
+        heads: number of query heads in the batch, B * Hq.
     """
     rows = MAX_WORK // (2 * heads * S * D)
     return max(1 << rows.bit_length() - 1 if rows else 0, MIN_ROWS)
 
 
 def query_ranges(L: int, S: int, rows: int) -> list[tuple[int, int]]:
-    """Split ``L`` queries into ranges ``[start, stop)`` that are cut at positions divisible by ``rows``."""
+    """Split ``L`` queries at all positions that are divisible by ``rows``. Return ranges ``[start, stop)``."""
     first = S - L
     cuts = [0, *(position - first for position in range((first // rows + 1) * rows, S, rows)), L]
     return list(pairwise(cuts))
@@ -37,13 +37,13 @@ def query_ranges(L: int, S: int, rows: int) -> list[tuple[int, int]]:
 def attend_in_launches(
     attend: Attend, queries: mx.array, blocks: mx.array, *, S: int, block_size: int
 ) -> tuple[mx.array, mx.array]:
-    """Compute ``out`` and ``lse`` of `attend_blocks` in several launches of ``attend``.
+    """Compute ``out`` and ``lse`` of `attend_blocks` with several calls to ``attend``.
 
     Args:
-        attend: launches the kernel once. Arguments: the queries, the block lists of their row blocks and the number of
-            keys up to the last query.
-        queries: ``(B, Hq, L, D)`` at positions ``S - L ..``.
-        blocks: ``(B, Hq, R, N)``.
+        attend: function that launches the kernel once. Its arguments are queries, the block lists for the row blocks of
+            these queries, and the number of keys up to the last query.
+        queries: ``(B, Hq, L, D)`` for positions ``S - L`` to ``S - 1``.
+        blocks: ``(B, Hq, R, N)`` lists of key blocks.
     """
     B, Hq, L, D = queries.shape
     ranges = query_ranges(L, S, launch_rows(B * Hq, S, D))

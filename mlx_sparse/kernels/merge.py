@@ -1,4 +1,4 @@
-"""Merge attention results over parts of the keys exactly, on the GPU (metal/merge.h)."""
+"""Merge the attention results for parts of the keys exactly, on the GPU (metal/merge.h)."""
 
 from __future__ import annotations
 

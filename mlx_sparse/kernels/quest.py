@@ -1,4 +1,4 @@
-"""Quest on the GPU: docs/spec/quest.md, equations (quest.2) to (quest.5).
+"""Run Quest on the GPU (docs/spec/quest.md, equations (quest.2) to (quest.5)).
 
 Kernel launches score all pages, select the best pages and attend to the keys of these pages. MLX operations convert
 page indices to key indices.
@@ -37,11 +37,14 @@ def quest_select(
     page_max: mx.array,
     length: int | None = None,
 ) -> mx.array:
-    """Select the keys of one decode step with more than K pages (quest.5): int32 ``(B, Hkv, K * page_size)``.
+    """Select the keys of the best K = ceil(top_k / page_size) pages (quest.5).
 
     Args:
         page_min, page_max: ``(B, Hkv, capacity, D)`` bounds of the pages before the current page; not copied.
-        length: number of keys in use; None means all keys.
+        length: number of keys in use, which must fill more than K pages; None uses all keys.
+
+    Returns:
+        int32 key indices ``(B, Hkv, K * page_size)``.
     """
     length = keys.shape[2] if length is None else length
     (B, Hkv, _, D), count = page_min.shape, -(-length // page_size)
@@ -68,11 +71,11 @@ def quest_select(
 def quest_attention(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, length: int | None = None, **selection: Any
 ) -> tuple[mx.array, mx.array]:
-    """Run one decode step of Quest: ``out (B, Hq, 1, D)`` in the type of ``queries``, float32 ``lse (B, Hq, 1)``.
+    """Run a Quest decode step. Return ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
 
     Args:
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied.
-        selection: the other parameters of `quest_select`. If the page bounds are absent, they are computed.
+        selection: the other arguments of `quest_select`. If the page bounds are missing, they are computed.
     """
     indices = quest_select(queries, keys, length=length, **with_bounds(keys, selection))
     return attend_indices(queries, keys, values, indices, scale=scale, length=length)

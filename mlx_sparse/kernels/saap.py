@@ -1,7 +1,7 @@
-"""SAAP on the GPU: docs/spec/saap.md, equations (saap.5) to (saap.10).
+"""Run SAAP on the GPU (docs/spec/saap.md, equations (saap.5) to (saap.10)).
 
-A decode step has three launches: route the queries to buckets, list the keys, and attend to the listed keys. If a list
-has more than 512 keys, it is split, and a fourth launch merges the parts.
+A decode step has three launches, which route the queries to buckets, list the keys, and attend to the listed keys. If a
+list has more than 512 keys, it is split, and a fourth launch merges the results.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ INDICES = Kernel(
 def shape_of(G: int, *layers: int) -> tuple[int, int]:
     """Return the number of adjacent output units per lane and the number of threads per threadgroup.
 
-    A lane holds one float32 sum per unit and query head, at most 32 sums. Up to eight lanes share a unit.
+    A lane holds one float32 sum for each unit and query head, at most 32 sums. Up to eight lanes share a unit.
 
     Args:
-        layers: number of output units of each layer.
+        layers: number of output units in each layer of the query network.
     """
     width = next(n for n in (4, 2, 1) if n * G <= 32 and all(units % n == 0 for units in layers))
     simdgroups = -(-LANES_PER_UNIT * max(layers) // (width * LANES))
@@ -58,12 +58,12 @@ def saap_route(
     """Select the buckets that each KV head visits (saap.8).
 
     Args:
-        queries: ``(B, Hq, 1, D)`` before RoPE.
-        out_weight, out_bias: ``(Hkv, H, C)`` and ``(Hkv, C)``; ``(Hkv, D, C)`` without a hidden layer.
-        hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``.
+        queries: pre-RoPE queries ``(B, Hq, 1, D)``.
+        out_weight, out_bias: weights ``(Hkv, H, C)``, or ``(Hkv, D, C)`` without a hidden layer; biases ``(Hkv, C)``.
+        hidden_weight, hidden_bias: weights ``(Hkv, D, H)`` and biases ``(Hkv, H)``.
 
     Returns:
-        int32 bucket ids ``(B, Hkv, probes)``, ascending; a NaN score counts as +inf.
+        Ascending int32 bucket ids ``(B, Hkv, probes)``. A NaN score counts as +inf.
     """
     B, Hq, _, D = queries.shape
     Hkv, _, C = out_weight.shape
@@ -102,16 +102,17 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys of a decode step: sinks, keys that are not in the index, keys of the visited buckets (saap.10).
+    """List the keys for a decode step: sinks, keys outside the index, and keys in the visited buckets (saap.10).
 
     Args:
-        visited: ``(B, Hkv, n)`` int bucket ids without duplicates; a number that is not a bucket is an empty slot.
+        visited: ``(B, Hkv, n)`` int bucket ids without duplicates. Any number that is not a bucket id is an empty slot.
         offsets, key_ids: index of the first ``covered`` keys, from `saap_index`.
         covered: number of keys in the index, as an int or as int32 ``(B,)``.
-        capacity: length of each list; keys beyond it are omitted.
+        capacity: length of each list; further keys are omitted.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)``, -1 after the last key, and the number of keys ``counts (B, Hkv)``, int32.
+        int32 ``indices (B, Hkv, capacity)``, with -1 after the last key, and int32 ``counts (B, Hkv)``, the number of
+        keys in each list.
     """
     B, Hkv, slots = visited.shape
     if slots == 0:
@@ -141,11 +142,11 @@ def saap_indices(
 def saap_attention(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, length: int | None = None, **visit: Any
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run one decode step of SAAP: ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)``.
+    """Run a SAAP decode step. Return ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)``.
 
     Args:
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied.
-        visit: the other arguments of `list_keys`.
+        visit: the other arguments of `ops.saap.list_keys`.
     """
     S = keys.shape[2] if length is None else length
     indices, counts = list_keys(saap_indices, S, **visit)
@@ -160,5 +161,5 @@ def _constant(B: int, number: int) -> mx.array:
 
 @lru_cache(maxsize=64)
 def _zeros(*shape: int) -> mx.array:
-    """Return float16 zeros that replace the absent weights or biases of a network."""
+    """Return float16 zeros in place of missing weights or biases."""
     return mx.array(np.zeros(shape, np.float16))

@@ -1,4 +1,4 @@
-"""SampleAttention on the GPU: docs/spec/sample.md, equations (sample.1) to (sample.8).
+"""Run SampleAttention on the GPU (docs/spec/sample.md, equations (sample.1) to (sample.8)).
 
 Two kernels score the sampled rows, MLX operations select the key blocks, and one kernel attends to the selected blocks.
 """
@@ -32,9 +32,9 @@ SUMS = Kernel(
 
 
 def shape_of(rows: int, D: int, itemsize: int) -> dict[str, int]:
-    """Return template parameters for a sample of ``rows``: matrices per SIMD group, SIMD groups and staged keys.
+    """Return template parameters for ``rows`` sampled rows: how many SIMD groups, matrices per group and staged keys.
 
-    A lane holds a part of the queries in registers: two float32 per 8x8 matrix, at most 64 in total.
+    A lane holds a part of the queries in registers: two float32 numbers per 8x8 matrix, at most 64 in total.
     """
     fragments = 2 if D <= 128 and rows > 32 else 1
     simdgroups = min(8, -(-rows // (SIDE * fragments)))
@@ -52,16 +52,16 @@ def sample_scores(
     rows: int | None = None,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Sum the attention mass of each region's sampled rows by key block and by offset bin (sample.3) to (sample.5).
+    """Sum the attention of each region's sampled rows by key block and by offset bin, (sample.3) to (sample.5).
 
     Args:
-        queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
+        queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
         keys: ``(B, Hkv, capacity, D)`` buffer with ``length`` rows in use; not copied if queries and keys have the same
             type.
-        rows: number of query rows sampled per region; None means ``block_size``.
+        rows: number of query rows sampled per region; None uses ``block_size``.
 
     Returns:
-        ``column``, the mass by key block, and ``slash``, the mass by offset bin: float32 ``(B, Hq, C, Nk)``.
+        ``column``, the sums by key block, and ``slash``, the sums by offset bin, each float32 ``(B, Hq, C, Nk)``.
     """
     queries, keys = of_one_type(queries, keys)
     B, Hq, L, D = queries.shape
@@ -83,7 +83,7 @@ def sample_scores(
 def _scores(
     queries: mx.array, keys: mx.array, layout: Layout, sampled: int, scale: float, heads: tuple[int, int]
 ) -> list[mx.array]:
-    """Compute ``column`` and ``slash (B, heads, G, C, Nk)`` for the KV heads ``heads[0] .. heads[1] - 1``."""
+    """Compute ``column`` and ``slash (B, n, G, C, Nk)`` for the n KV heads from ``heads[0]`` to ``heads[1] - 1``."""
     B, Hq, _, D = queries.shape
     G, count, C = Hq // keys.shape[1], heads[1] - heads[0], len(layout.regions)
     shape = shape_of(sampled, D, queries.itemsize)
@@ -139,7 +139,7 @@ def sample_select(
     scale: float,
     length: int | None = None,
 ) -> mx.array:
-    """Select the key blocks of each row block (sample.7): lazy int32 ``(B, Hq, R, Nk)``, ascending, padded with -1."""
+    """Select key blocks for each row block (sample.7). Return sorted int32 ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2] if length is None else length, chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale, length=layout.S)
     return block_select.select(
@@ -160,10 +160,10 @@ def sample_attention(
     """Run SampleAttention on a prefill chunk.
 
     Args:
-        queries: ``(B, Hq, L, D)``, at positions ``length - L ..``.
+        queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use; not copied if queries, keys and
             values have the same type.
-        selection: the other parameters of `sample_select`.
+        selection: the other arguments of `sample_select`.
 
     Returns:
         ``out (B, Hq, L, D)`` in the type of ``queries``, float32 ``lse (B, Hq, L)`` and the result of `sample_select`.

@@ -1,4 +1,4 @@
-"""Exact top-k selection on the GPU without sorting, used by all decode methods (metal/top_k_select.h)."""
+"""Select the exact top-k keys on the GPU without sorting, for all decode methods (metal/top_k_select.h)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CANDIDATES = Kernel(
 
 
 def tiles_of(items: int, top_k: int) -> tuple[int, int, int]:
-    """Return the number of tiles per row, threads per tile and result slots per tile.
+    """Return how many tiles each row has, and how many threads and result slots each tile has.
 
     A row that fits into the registers of a threadgroup is one tile. A longer row is divided among threadgroups, with
     at least ``2 * top_k`` items per tile. If ``top_k`` is too large for the registers, one threadgroup reads the whole
@@ -42,7 +42,7 @@ def tiles_of(items: int, top_k: int) -> tuple[int, int, int]:
     return 1, MANY_THREADS, min(top_k, items)
 
 
-def listing(
+def top_k_launch(
     kernel: Kernel,
     B: int,
     Hkv: int,
@@ -53,10 +53,10 @@ def listing(
     more: Outputs = (),
     template: Mapping[str, Any] = MappingProxyType({}),
 ) -> Launch:
-    """Build a launch that lists the best ``top_k`` items of each tile of a row of ``items`` items.
+    """Build the launch that selects the best ``top_k`` items in each tile of a row with ``items`` items.
 
-    The outputs are ``bits (B, Hkv, tiles * slots)``, the scores as ordered integers, ``indices`` with the same shape,
-    and the outputs in ``more``. With one tile, ``slots`` is ``min(top_k, items)`` and the selection is complete.
+    The outputs are ``bits (B, Hkv, tiles * slots)``, the scores as ordered integers; ``indices`` of the same
+    shape, and the outputs in ``more``. With one tile, ``slots`` is ``min(top_k, items)`` and the selection is complete.
     """
     tiles, threads, slots = tiles_of(items, top_k)
     listed = (B, Hkv, tiles * slots)
@@ -70,37 +70,38 @@ def listing(
     )
 
 
-def merge(bits: mx.array, indices: mx.array, top_k: int) -> mx.array:
-    """Select the best ``top_k`` candidates of a `listing`, in as many launches as needed.
+def merge(bits: mx.array, indices: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
+    """Select the best ``top_k`` candidates from a `top_k_launch`, in as many launches as needed.
 
     Returns:
-        int32 ``indices (B, Hkv, top_k)``, ascending, -1 in empty slots.
+        uint32 ``bits (B, Hkv, top_k)`` and ascending int32 ``indices`` of the same shape, with -1 in empty slots.
     """
     while bits.shape[2] > top_k:
         bits, indices = _merging(*bits.shape, top_k)(bits, indices)
-    return indices
+    return bits, indices
 
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _merging(B: int, Hkv: int, left: int, top_k: int) -> Launch:
-    return listing(CANDIDATES, B, Hkv, left, top_k, [integer(top_k)])
+    return top_k_launch(CANDIDATES, B, Hkv, left, top_k, [integer(top_k)])
 
 
 def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:
     """Select the last ``local_window`` valid keys and the best other keys, ``top_k`` in total (sparq.6).
 
     Args:
-        scores: float32 ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never selected, NaN counts as +inf.
+        scores: float32 ``(B, Hkv, S)``. Scores of invalid keys are ignored. -inf is never selected, NaN counts as +inf.
 
     Returns:
-        int32 key indices ``(B, Hkv, min(top_k, S))``, ascending, -1 in empty slots; ties go to the lower index.
+        Ascending int32 key indices ``(B, Hkv, min(top_k, S))``, with -1 in empty slots. If scores are equal, the
+        lower index is selected.
     """
     B, Hkv, S = scores.shape
-    bits, indices = scored_listing(B, Hkv, S, local_window, top_k)(scores, padding_or_zeros(left_padding, B))
-    return merge(bits, indices, min(top_k, S))
+    bits, indices = top_k_scores_launch(B, Hkv, S, local_window, top_k)(scores, padding_or_zeros(left_padding, B))
+    return merge(bits, indices, min(top_k, S))[1]
 
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
-def scored_listing(B: int, Hkv: int, S: int, local_window: int, top_k: int) -> Launch:
-    """Build a `listing` launch whose inputs are float32 scores ``(B, Hkv, S)`` and the left padding."""
-    return listing(SCORES, B, Hkv, S, top_k, [integer(S), integer(local_window), integer(top_k)])
+def top_k_scores_launch(B: int, Hkv: int, S: int, local_window: int, top_k: int) -> Launch:
+    """Build a `top_k_launch` that takes float32 scores ``(B, Hkv, S)`` and int32 left padding ``(B,)``."""
+    return top_k_launch(SCORES, B, Hkv, S, top_k, [integer(S), integer(local_window), integer(top_k)])

@@ -1,8 +1,8 @@
-"""SparQ attention on the GPU: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21).
+"""Run SparQ attention on the GPU (docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21)).
 
 A decode step has three launches. The first computes approximate logits of all keys. The second lists the best keys of
-each tile. The third selects ``top_k`` of these keys and attends to the selected keys. If the mean value is mixed in or
-more than 512 keys are selected, selection is a separate launch. If the list is split, one more launch merges the parts.
+each tile. The third selects ``top_k`` of these keys and attends to them. If the mean value is mixed in or more than 512
+keys are selected, selection is a separate launch. If the list is split, one more launch merges the results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..methods.scoring_keys import GROUP, WORDS, KeyCodes
 from ..methods.sparq import Selection
 from ..ops.packed_rows import Rows
-from .attend import Listed, Reallocation, attend_candidates, attend_indices, takes_candidates
+from .attend import Listed, Reallocation, attend_candidates, attend_listed, takes_candidates
 from .launch import (
     LAUNCH_CACHE_SIZE,
     Kernel,
@@ -28,12 +28,15 @@ from .launch import (
     real,
     row_template,
 )
-from .select import listing, merge, tiles_of
+from .select import merge, tiles_of, top_k_launch
 
 KEYS = 4  # keys per thread: SCORE_KEYS
 THREADS = 256
 
 CODE_TILE = 1024  # int4 keys per threadgroup: SCORE_TILE
+
+# Bits of selected keys, as in metal/group_scores.h and metal/top_k_select.h.
+LOCAL, LOCAL_SHARES, ALWAYS = 0xFF800001, 8388605.0, 0xFFFFFFFF
 
 SCORES = Kernel(
     "sparq_scores",
@@ -72,7 +75,7 @@ class Sizes(NamedTuple):
     """Sizes and parameters that determine the launches of a decode step.
 
     Attributes:
-        dtype: type of the queries and of the output.
+        dtype: type of the queries and the output.
         length: number of keys in use.
         weighted: True if the components have weights (sparq.1).
         scored: scoring keys: "columns" (component-major keys), "codes" (int4) or "rows" (quantized KV cache).
@@ -99,12 +102,12 @@ class Sizes(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """True if logits are stored in 8 bits, as sixteenths of a nat below the largest logit of the tile."""
+        """True if logits are stored in 8 bits, as distances from the tile's largest logit in sixteenths of a nat."""
         return self.scored != "columns" and not self.exact
 
     @property
     def code_tiles(self) -> int:
-        """Number of tiles of keys in full quantization groups, plus one tile for the remaining keys (the tail)."""
+        """Number of tiles for the keys in full quantization groups, plus one for the remaining keys (the tail)."""
         return -(-(self.length // GROUP * GROUP) // CODE_TILE) + 1
 
 
@@ -113,7 +116,7 @@ def sparq_scores(n: Sizes) -> Launch:
 
     The outputs are float32. ``logits (B, Hkv, stride, G)`` are -inf for invalid keys; ``stride`` is ``length`` rounded
     up to a multiple of 4. ``statistics (B, Hkv, tiles, G, 2)`` are the largest logit and the sum of
-    ``exp(logit - largest)`` of each tile of 1,024 keys.
+    ``exp(logit - largest)`` for each tile of 1,024 keys.
     """
     tiles = -(-n.length // (KEYS * THREADS))
     logits = (n.B, n.Hkv, -(-n.length // KEYS) * KEYS, n.G)
@@ -130,8 +133,8 @@ def sparq_scores(n: Sizes) -> Launch:
 def sparq_code_scores(n: Sizes) -> Launch:
     """Build the launch that computes approximate logits of all keys from int4 scoring keys (sparq.21).
 
-    The outputs are the same as for `sparq_scores`, except that ``stride`` is a multiple of 8, the tail has a separate
-    tile and `narrow` logits are uint8.
+    The outputs are the same as for `sparq_scores`, except that ``stride`` is a multiple of 8, the tail has its own tile
+    and `narrow` logits are uint8.
     """
     per_thread = 8 if n.G <= 4 else 4  # keys; more keys do not fit into the registers
     template = {"D": n.D, "G": n.G, "WEIGHTED": n.weighted, "KEYS": per_thread}
@@ -146,7 +149,7 @@ def sparq_code_scores(n: Sizes) -> Launch:
 
 
 def sparq_row_scores(n: Sizes) -> Launch:
-    """Build the launch that computes logits of a quantized KV cache from all components (quantized.2).
+    """Build the launch that computes the logits of all keys in a quantized KV cache from all components (quantized.2).
 
     The outputs are the same as for `sparq_code_scores`.
     """
@@ -167,12 +170,12 @@ def _scored(n: Sizes) -> Outputs:
 
 
 def sparq_candidates(n: Sizes) -> Launch:
-    """Build the launch that lists the best keys of each tile (sparq.6) and the softmax of the logits (sparq.4).
+    """Build the launch that lists the best keys of each tile (sparq.6) and computes the logits' softmax (sparq.4).
 
-    The outputs are the ``bits`` and ``indices`` of a `select.listing`, and float32 ``softmax (B, Hkv, G, 2)``: the
+    The outputs are the ``bits`` and ``indices`` of a `top_k_launch`, and float32 ``softmax (B, Hkv, G, 2)``: the
     largest logit and ``1 / sum(exp(logit - largest))``.
     """
-    return listing(
+    return top_k_launch(
         CODE_CANDIDATES if n.narrow else CANDIDATES,
         n.B,
         n.Hkv,
@@ -191,7 +194,7 @@ class Launches(NamedTuple):
     """Launches of a decode step.
 
     Attributes:
-        attend: selects the best keys of all tiles and attends to these keys; None if this needs several launches.
+        attend: launch that selects the best keys of all tiles and attends to them; None if this needs several launches.
     """
 
     scores: Launch
@@ -201,7 +204,7 @@ class Launches(NamedTuple):
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def launches(n: Sizes) -> Launches:
-    """Build the launches of a decode step, cached for other layers with the same sizes."""
+    """Build the launches of a decode step. Layers with the same sizes share the cached launches."""
     tiles, _, slots = tiles_of(n.length, n.top_k)
     left = tiles * slots
     fits = not n.exact and left > n.top_k and takes_candidates(n.D, n.G, left, n.top_k)
@@ -213,7 +216,7 @@ class Candidates(NamedTuple):
     """Results of the first two launches of a decode step.
 
     Attributes:
-        bits, indices: best keys of each tile, from `sparq_candidates`.
+        bits, indices: scores and indices of the best keys of each tile, from `sparq_candidates`.
         logits: approximate logits from `sparq_scores`, `sparq_code_scores` or `sparq_row_scores`.
         softmax: largest logit and ``1 / sum(exp(logit - largest))`` per query head, from `sparq_candidates`.
         attend: third launch of the step; None if the remaining work needs several launches.
@@ -232,11 +235,11 @@ def find_candidates(
     """Score all keys with ``rank`` components and list the best keys of each tile.
 
     Args:
-        selection: parameters of the selection. If ``keys_t`` is `KeyCodes`, it must cover all full groups. If
+        selection: parameters for the selection. If ``keys_t`` is a `KeyCodes`, it must cover all full groups. If
             ``keys_t`` is None and ``rank`` is D, a quantized KV cache is scored directly. In all other cases without
-            ``keys_t``, the keys are transposed first, which costs more than dense attention.
+            ``keys_t``, the keys are transposed first, which takes longer than dense attention.
         exact: True if reallocation needs float32 logits.
-        length: number of keys in use; None means all keys.
+        length: number of keys in use; None uses all keys.
     """
     (B, Hq, _, D), Hkv = queries.shape, keys.shape[1]
     weight = _no_weight() if selection.component_weight is None else selection.component_weight
@@ -266,7 +269,7 @@ def find_candidates(
 
 
 def _not_empty(coded: KeyCodes) -> KeyCodes:
-    """Pad empty codes to one group, because kernels do not accept empty arrays."""
+    """Pad ``coded`` to one group if it is empty, because kernels accept no empty arrays."""
     if coded.lo.shape[-1] > 0:
         return coded
     codes, lo, step = (mx.pad(array, [(0, 0)] * 3 + [(0, WORDS)]) for array in coded[:3])
@@ -276,9 +279,9 @@ def _not_empty(coded: KeyCodes) -> KeyCodes:
 def sparq_select(
     queries: mx.array, keys: Rows, selection: Selection, *, exact: bool = False, length: int | None = None
 ) -> mx.array:
-    """Select the keys of one decode step: int32 ``(B, Hkv, min(top_k, S))``, ascending, -1 in empty slots."""
+    """Select the keys of a decode step: ascending int32 indices ``(B, Hkv, min(top_k, S))``, -1 in empty slots."""
     found = find_candidates(queries, keys, selection, exact=exact, length=length)
-    return merge(found.bits, found.indices, selection.top_k)
+    return merge(found.bits, found.indices, selection.top_k)[1]
 
 
 def sparq_attention(
@@ -290,29 +293,43 @@ def sparq_attention(
     value_mean: mx.array | None,
     length: int | None = None,
     **parameters: Any,
-) -> tuple[mx.array, mx.array]:
-    """Run one decode step of SparQ: ``out (B, Hq, 1, D)`` in the type of ``queries``, float32 ``lse (B, Hq, 1)``.
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Run a SparQ decode step. See `ops.sparq.sparq_attention` for the results.
 
     Args:
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied.
-        reallocate: mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
-        value_mean: float32 ``(B, Hkv, D)`` mean of the valid values; needed if ``reallocate``.
-        parameters: the fields of `Selection`.
+        reallocate: True to mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
+        value_mean: float32 ``(B, Hkv, D)`` mean of the valid values; required if ``reallocate``.
+        parameters: fields of `Selection`.
     """
     selection = Selection(**parameters)
     found = find_candidates(queries, keys, selection, exact=reallocate, length=length)
     if found.attend is not None:
         rows = *parts_of(keys)[0], *parts_of(values)[0]
-        out, lse = found.attend(queries, *rows, found.bits, found.indices)
-        return out, lse
+        out, lse, recall = found.attend(queries, *rows, found.bits, found.indices)
+        return out, lse, recall
     reallocation = None
     if reallocate:
         assert value_mean is not None
         reallocation = Reallocation(found.logits, found.softmax, value_mean.astype(mx.float32))
-    indices = merge(found.bits, found.indices, selection.top_k)
-    return attend_indices(
+    bits, indices = merge(found.bits, found.indices, selection.top_k)
+    out, lse, *alpha = attend_listed(
         queries, keys, values, indices, scale=selection.scale, length=length, reallocation=reallocation
     )
+    B, Hkv, _ = indices.shape
+    G = queries.shape[1] // Hkv
+    return out, lse, alpha[0].reshape(B, Hkv, G).mean(axis=-1) if alpha else selected_share(bits, G)
+
+
+def selected_share(bits: mx.array, G: int) -> mx.array:
+    """Return the selected keys' share ``(B, Hkv)`` of the group scores, from their ``bits (B, Hkv, N)`` (sparq.24).
+
+    metal/group_scores.h describes the bits and computes the same share.
+    """
+    local = (bits - LOCAL).astype(mx.float32) / LOCAL_SHARES
+    scores = (bits & 0x7FFFFFFF).view(mx.float32) / G
+    shares = mx.where(bits >= LOCAL, local, mx.where(bits == 0, 0.0, scores))
+    return mx.where((bits == LOCAL - 1) | (bits == ALWAYS), mx.nan, shares).sum(axis=-1)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Sparse or dense attention for the layers of an enabled model in one forward pass."""
+"""Run the sparse or dense attention of all layers in one forward pass of an enabled model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ from ..model_info import leaves
 from ..ops.packed_rows import PackedRows, Rows
 from . import chunks, seam
 from .plan import LayerPlan, Plan, Probe, layer_reason
+from .recall import RecallCounts
 from .statistics import PrefillCounts
+
+# Every fourth decode step is counted. Counting every step took up to 2.5 % longer on a CPU (docs/results/recall.md).
+SAMPLED_STEPS = 4
 
 
 class Phase(Enum):
-    """Purpose of a forward pass in self-speculative decoding: draft tokens sparsely, or check them densely."""
+    """Phase of self-speculative decoding: drafting with sparse attention, or checking drafts with dense attention."""
 
     DRAFT = "draft"
     CHECK = "check"
@@ -35,7 +39,7 @@ _phase: ContextVar[Phase | None] = ContextVar("phase", default=None)
 
 @contextlib.contextmanager
 def in_phase(phase: Phase) -> Iterator[None]:
-    """Set the phase of all forward passes on this thread inside the ``with`` block."""
+    """Set the phase for all forward passes on this thread inside the ``with`` block."""
     token = _phase.set(phase)
     try:
         yield
@@ -44,18 +48,18 @@ def in_phase(phase: Phase) -> Iterator[None]:
 
 
 class Call:
-    """Context manager that attends for all layers of an enabled model in one forward pass.
+    """Context manager that runs the attention of all layers in one forward pass of an enabled model.
 
     Inside the ``with`` block, this object receives all attention calls of the thread. Plain KV caches are converted to
-    sparse caches in place. At the end, the counts are added to the report, except after an exception.
+    sparse caches in place. At the end, the counts are added to the report if the forward pass raised no exception.
 
     Attributes:
         plan: plan of the enabled model.
-        probe: result of the trial call of `enable`; None in all other calls.
+        probe: result of the trial call in `enable`; None in all other calls.
         caches: the caches of all layers.
-        hooks: hooks of the decode method for this forward pass; None if the method has none.
-        counts: counts of this forward pass for the report.
-        checks: True if the forward pass checks the drafts of a lossless model, or decodes without drafts.
+        hooks: hooks of the decode method for this forward pass; None if the method has no hooks.
+        counts: counts for this forward pass, which are added to the report.
+        checks: True if a lossless model checks draft tokens or decodes without draft tokens in this forward pass.
     """
 
     def __init__(self, plan: Plan, caches: Any, *, probe: Probe | None = None) -> None:
@@ -71,6 +75,7 @@ class Call:
         self._drafts = plan.lossless is None or phase is Phase.DRAFT  # True if a decode step may be sparse
         self._planned = plan.decodes and self._drafts
         self._prefill_counts: PrefillCounts | None = None
+        self._recalls: RecallCounts | None = None  # in a counted step (`SAMPLED_STEPS`)
         self._step_keys = 0  # number of keys of a decode step; 0 in other calls
 
     def __enter__(self) -> Call:
@@ -84,7 +89,8 @@ class Call:
             hooks.end()
         if error is None:
             # `submit` starts the computation of counts on the device. Only `PrefillCounts.read` waits for results.
-            counts.counting = None if hooks is None else hooks.submit()
+            counting = self._recalls if hooks is None else hooks
+            counts.counting = None if counting is None else counting.submit()
             counts.prefill = None if self._prefill_counts is None else self._prefill_counts.read()
             if plan.calls:  # some models of mlx-vlm have kernels for batches, which never call the attention function
                 seen = (
@@ -98,7 +104,7 @@ class Call:
                 watch(self._step_keys, counts)
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the model call. A sharded context replaces the tokens by rank 0's tokens."""
+        """Return ``inputs``, the arguments of the model call. If the context is sharded, take rank 0's tokens."""
         return inputs
 
     @property
@@ -111,7 +117,7 @@ class Call:
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Return the sparse result of one attention call, or None to let mlx-lm attend densely."""
+        """Return the attention output of one layer, or None to let mlx-lm run dense attention."""
         layer: LayerPlan | None = getattr(cache, "layer_plan", None)
         if (
             layer is None
@@ -137,7 +143,7 @@ class Call:
     def _step(
         self, layer: LayerPlan, queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None
     ) -> mx.array | None:
-        """Attend a decode step by the plan of the layer, or return None if the plan is dense."""
+        """Run a sparse decode step of a layer, or return None if the layer's plan selects dense attention."""
         counts = self.counts
         if layer.reason is not None:
             counts.dense_calls[layer.reason] += 1
@@ -151,6 +157,7 @@ class Call:
             out, lse = cache.take_step(queries, layer.step, scale)
         else:
             out, lse = self.hooks.step(queries, cache, layer.step, layer.served, scale)
+        self.count_recall(cache, layer.index, layer.served)
         if sinks is not None:
             out = chunks.with_sinks(out, lse, sinks)
         if layer.short:
@@ -158,10 +165,23 @@ class Call:
             out = chunks.replace_with_dense(out, layer.short, queries, cache, scale, sinks)
         return out
 
+    def count_recall(self, cache: SparseCache, index: int, served: list[int]) -> None:
+        """Record the recall that the method estimated for the sequences ``served`` in the last decode step.
+
+        MLX computes only the estimates that are recorded.
+        """
+        state = None if self.plan.decode is None else cache.aux_states.get(self.plan.decode.name)
+        if state is None or (recall := state.recall) is None:
+            return
+        state.recall = None  # the state keeps no array of a decode step
+        if index >= 0 and cache.position % SAMPLED_STEPS == 0:
+            self._recalls = self._recalls or RecallCounts()
+            self._recalls.add(index, recall if len(served) == len(recall) else recall[mx.array(served)])
+
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Attend a call without a valid plan: plan the layer, or count the reason for dense attention."""
+        """Run a prefill chunk, or a decode step without a valid plan. Return None if the library must attend densely."""
         if isinstance(cache, SparseQuantized) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)
@@ -193,7 +213,7 @@ class Call:
         sinks: mx.array | None,
         layer_index: int,
     ) -> mx.array | None:
-        """Attend and count one call of a layer, or return None for dense attention.
+        """Run and count one attention call of a layer, or return None to let mlx-lm run dense attention.
 
         Args:
             layer_index: index of the layer's cache, for the report.
@@ -210,7 +230,7 @@ class Call:
         else:
             reason = self.step_reason(queries, keys, cache, mask, sinks)
             if reason is None:
-                layer = self.plan.plan_layer(queries, keys, cache, self.caches, self.hooks)
+                layer = self.plan.plan_layer(queries, keys, cache, self.caches, self.hooks, layer_index)
                 cache.layer_plan = layer
                 return self._step(layer, queries, cache, scale, sinks)
         self.counts.dense_calls[reason] += 1
@@ -222,31 +242,31 @@ class Call:
     def step_reason(
         self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None
     ) -> str | None:
-        """Return the reason why this decode step stays dense at every context length, or None."""
+        """Return the reason why this decode step is dense at every context length, or None if it can be sparse."""
         if not self._drafts:
             return reasons.CHECKED
         reason = self.plan.step_reason(queries, keys, self.caches, mask, sinks)
         return reason if reason is not None or self.hooks is None else self.hooks.step_reason(cache)
 
     def chunk_reason(self, L: int, S: int, mask: Any) -> str | None:
-        """Return the reason why a multi-token call of ``L`` queries over ``S`` keys stays dense, or None."""
+        """Return the reason why a call with ``L > 1`` queries and ``S`` keys stays dense, or None."""
         if self.checks and S > L and L <= reasons.VERIFY_QUERIES:
             return reasons.CHECKED
         return self.plan.chunk_reason(L, S, self.caches, mask)
 
     def probe_reason(self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None) -> Any:
-        """Return the reason why a layer can never attend sparsely, or None."""
+        """Return the reason why a layer can never use sparse attention, or None if it can."""
         assert self.probe is not None
         masked = mask is not None and not is_padding_mask(mask, self.caches)
         return self.probe.reason(queries, keys, cache, masked=masked, sinks=sinks, hooks=self.hooks)
 
     def layer_index(self, cache: Any) -> int:
-        """Return the index of ``cache`` among the caches of the model, or -1 if it is not among them."""
-        return next((index for index, one in enumerate(self.caches) if one is cache), -1)
+        """Return the index of ``cache`` among the model's caches, or -1 if it is not one of them."""
+        return next((index for index, own in enumerate(self.caches) if own is cache), -1)
 
 
 def under_plan(cls: Any) -> Callable[..., Any]:
-    """Wrap ``__call__`` of a model class to attend by the plan. The signature stays, because mlx-lm inspects it."""
+    """Wrap ``cls.__call__`` so that it runs inside a `Call`. mlx-lm can still inspect the original signature."""
     signature = inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)

@@ -1,4 +1,4 @@
-"""Attention for prefill chunks, batches of different prompt lengths and verification steps, sparse or dense."""
+"""Run attention for prefill chunks, batches with different prompt lengths, and verification steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUERIES, ROWS, HEAD_DIMS = 8, 32, (64, 96, 128, 256)
 
 
 def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
-    """Return the largest number of query rows per KV head that one dense GPU kernel can attend."""
+    """Return the largest number of query rows per KV head that one dense GPU kernel can process."""
     ours = (
         backend != "ops" and not packed and metal.supports(D, registry.METAL_ROWS) and not registry.unavailable("metal")
     )
@@ -31,19 +31,19 @@ def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
 
 
 def drafts_per_kernel(G: int, rows: int = ROWS) -> int:
-    """Return the number of drafts, at least 1, that one GPU kernel can check.
+    """Return the number of draft tokens, at least 1, that one GPU kernel can check.
 
-    For more drafts, MLX would write the scores to memory.
+    With more draft tokens, MLX would write the attention scores to memory.
 
     Args:
         G: number of query heads per KV head.
-        rows: largest number of query rows per KV head that the kernel can attend.
+        rows: largest number of query rows per KV head that the kernel can process.
     """
     return max(min(QUERIES, rows // G) - 1, 1)
 
 
 def large_group(backend: str, queries: mx.array, keys: Rows) -> bool:
-    """Return True if only the Metal kernel for large query groups, not MLX's kernel, can attend these queries."""
+    """Return True if the queries need the Metal kernel for large query groups, and the kernel supports the queries."""
     _, heads, L, D = queries.shape
     G = heads // keys.shape[1]
     if L <= QUERIES and G * L <= ROWS and D in HEAD_DIMS:
@@ -54,9 +54,9 @@ def large_group(backend: str, queries: mx.array, keys: Rows) -> bool:
 def attend_check(
     backend: str, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array | None:
-    """Attend a verification step ``(1, Hq, L, D)`` causally with the kernel for large query groups.
+    """Run the causal attention of a verification step ``(1, Hq, L, D)`` with the kernel for large query groups.
 
-    Return None if MLX's kernel is sufficient or the kernel for large query groups is not available.
+    Return None if MLX's kernel supports these queries, or if the kernel for large query groups does not support them.
     """
     if not large_group(backend, queries, keys):
         return None
@@ -69,17 +69,17 @@ FUSED_HEAD_DIMS = (64, 80, 128)  # head dims for which MLX's GPU kernel for pref
 
 
 def attend_sequence(queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None) -> mx.array:
-    """Attend ``queries (1, Hq, L, D)``, the last of a sequence, densely with mlx-lm's attention."""
+    """Run mlx-lm's dense attention for the last L queries of a sequence, ``(1, Hq, L, D)``."""
     keys, values, _ = cache.rows("ops")
     mask: Any = "causal" if queries.shape[2] > 1 else None
     return seam.original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
 def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.array:
-    """Attend a prefill chunk ``(B, Hq, L, D)`` densely and causally over a quantized KV cache.
+    """Run dense causal attention for a prefill chunk ``(B, Hq, L, D)`` over a quantized KV cache.
 
     mlx-lm would store the scores of all queries and keys. To save this memory, dequantize the rows of a few heads at a
-    time and call MLX's fused kernel. If MLX has no fused kernel for the head dim, attend a few queries at a time.
+    time and call MLX's fused kernel. If MLX has no fused kernel for the head dim, process a few queries at a time.
     """
     fused = mx.default_device().type == mx.gpu and queries.shape[3] in FUSED_HEAD_DIMS
 
@@ -100,7 +100,7 @@ def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.arr
 
 
 def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:
-    """Rescale ``out (B, Hq, L, D)`` after adding the logits ``sinks (Hq,)`` to the softmax denominator."""
+    """Return ``out (B, Hq, L, D)`` as if the softmax denominator also included the logits ``sinks (Hq,)``."""
     share = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
     return (out.astype(mx.float32) * share[..., None]).astype(out.dtype)
 
@@ -108,7 +108,7 @@ def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:
 def replace_with_dense(
     out: mx.array, sequences: list[int], queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array:
-    """Replace the rows of ``sequences`` in ``out (B, Hq, 1, D)`` by dense attention, and return ``out``."""
+    """Overwrite ``out (B, Hq, 1, D)`` with the dense results for the given ``sequences``, and return ``out``."""
     first_rows, batch = cache.first_rows(), mx.array(sequences)
     start = min(first_rows[sequence] for sequence in sequences)
     keys, values = (rows[:, :, start:][batch] for rows in cache.rows("ops")[:2])
@@ -121,7 +121,7 @@ def replace_with_dense(
 def attend_chunk(
     call: Call, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, layer_index: int
 ) -> tuple[mx.array, mx.array] | None:
-    """Attend a prefill chunk with the prefill method.
+    """Run the prefill method on a prefill chunk.
 
     Args:
         layer_index: index of the layer's cache, for the report.
@@ -150,10 +150,10 @@ def attend_chunk(
 
 
 def differs_by_sequence(call: Call, L: int, cache: SparseBatch) -> bool:
-    """Return True if a call with ``L`` queries per sequence must attend each sequence of a batch separately.
+    """Return True if a call with ``L`` queries per sequence must process each sequence of a batch separately.
 
-    Some sequences can be sparse and others dense. If a chunk has only one token of a sequence, that token is attended
-    as a decode step, as for a single prompt.
+    One sequence may be long enough for sparse attention while another sequence is too short. If a chunk has only one
+    token of a sequence, that token is a decode step, as it is without a batch.
     """
     if L == 1:
         return False
@@ -168,10 +168,10 @@ def differs_by_sequence(call: Call, L: int, cache: SparseBatch) -> bool:
 def attend_each(
     call: Call, queries: mx.array, cache: SparseBatch, scale: float, mask: Any, sinks: mx.array | None
 ) -> mx.array | None:
-    """Attend a prefill chunk of a padded batch sequence by sequence. Return None if all sequences are dense.
+    """Run a prefill chunk of a padded batch sequence by sequence. Return None if all sequences need dense attention.
 
     mlx-lm splits each prompt of a batch into the same chunks as a single prompt. The selection for a chunk depends only
-    on the rows of its sequence, so the output for a prompt does not depend on the other prompts.
+    on the rows of its sequence. So the output for a prompt does not depend on the other prompts.
     """
     before = cache.length - queries.shape[2]
     extents = cache.extents(call.caches)
@@ -208,7 +208,7 @@ def attend_each(
 def attend_dense(
     call: Call, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array | None:
-    """Attend densely where mlx-lm's attention would be slow or need much memory; otherwise return None."""
+    """Run this package's dense attention if mlx-lm's would be slow or need much memory; otherwise return None."""
     plan = call.plan
     if call.checks:
         return attend_check(plan.backend, queries, keys, cache, scale, sinks)

@@ -1,4 +1,4 @@
-"""Support for ``--attn`` in the commands of mlx-lm and mlx-vlm.
+"""Add ``--attn`` to the commands of mlx-lm and mlx-vlm.
 
 `run` wraps the ``main`` of a command. It adds the sparse attention options to the argument parser, enables the methods
 on each model that the command loads, and prints a report at the end. Without ``--attn`` the command does not change.
@@ -37,8 +37,8 @@ class Session:
 
     Attributes:
         report_format: value of ``--attn-report``.
-        reports: report of each pair of model path and methods.
-        requests: numbers of attention calls for each kind of lm-eval request.
+        reports: reports by model path and methods.
+        requests: counts of attention calls for each kind of lm-eval request.
         ranks: rank of this process and number of ranks.
     """
 
@@ -69,7 +69,7 @@ class Session:
         self.exit_stack = contextlib.ExitStack()  # closed when the command ends
 
     def configure(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-        """Check and store the options before a model is loaded. Exit on an error."""
+        """Check and store the options before a model is loaded. Exit if an option is invalid."""
         from ..calibrate import Calibration
 
         self.report_format = args.attn_report
@@ -119,7 +119,7 @@ class Session:
             self.exit_stack.enter_context(serving.request_logging(self))
 
     def _checked(self, args: argparse.Namespace, configs: tuple[Method, ...]) -> tuple[Prefill | None, Method | None]:
-        """Return the prefill method and the decode method, after all checks that need no model."""
+        """Run all checks that need no model, and return the prefill method and the decode method."""
         from .hooks import hooks_of
         from .model import select_methods
         from .speculative.generation import check_drafts, check_options
@@ -155,7 +155,7 @@ class Session:
     def handshake(
         self, parser: argparse.ArgumentParser, args: argparse.Namespace | None, *, refused: bool = False
     ) -> None:
-        """Check that all ranks run the same command, and exit on all ranks if not.
+        """Check that all ranks run the same command. If they do not, exit on all ranks.
 
         Args:
             args: the arguments; None if they could not be parsed.
@@ -179,7 +179,7 @@ class Session:
             self.exit_stack.enter_context(contextlib.redirect_stdout(null))
 
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
-        """Find a model on disk or on the hub as mlx-lm does, and count the model as loaded."""
+        """Find a model on disk or on the hub as mlx-lm does, and record that this command loads it."""
         self.loads += not self.loads_part
         self.loading = model
         with self._exiting_on_error(), loading(model):
@@ -222,7 +222,7 @@ class Session:
         return loaded
 
     def _enable_part(self, model: Any, path: str) -> None:
-        """Enable the methods on this rank's part of a model. If one rank fails, raise on all ranks."""
+        """Enable the methods on this rank's part of a model. If one rank fails, raise an error on all ranks."""
         from .model import require_served
 
         plan, refusal = None, None
@@ -277,7 +277,7 @@ class Session:
         return plan
 
     def _print_crossovers(self, plan: Plan, report: Report) -> None:
-        """Print the number of sparse layers and the crossover lengths before the first token."""
+        """Print the number of sparse layers and the crossover lengths before the first token is generated."""
         if self.report_format not in ("text", "full", "recall"):
             return
         lines = report.opening()
@@ -288,7 +288,7 @@ class Session:
             plan.watch = functools.partial(self._watch, plan)
 
     def _watch(self, plan: Plan, S: int, counts: Counts) -> None:
-        """Print a line if no call of this run can be sparse.
+        """Print a line if no attention call in this run can be sparse.
 
         Args:
             S: number of keys in the first decode step.
@@ -310,7 +310,7 @@ class Session:
 
     @contextlib.contextmanager
     def _exiting_on_error(self) -> Iterator[None]:
-        """Exit the process if a first load fails on a thread. mlx-lm's server would continue without a model."""
+        """Exit the process if the first model fails to load on a thread. Otherwise, mlx-lm's server would go on."""
         try:
             yield
         except SparseAttentionError as error:
@@ -320,16 +320,16 @@ class Session:
             raise
 
     def prints(self) -> bool:
-        """Return True if this process prints lines and reports: only rank 0, and not with ``--attn-report off``."""
+        """Return True if this process prints lines and reports: on rank 0, unless ``--attn-report off`` is set."""
         return self.report_format != "off" and self.ranks.rank == 0
 
     def print_line(self, text: str) -> None:
-        """Print a line with a prefix on standard error, if this process prints."""
+        """Print ``text`` with a prefix to standard error. Do nothing if `prints` is False."""
         if self.prints():
             print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
 
     def log(self, text: str) -> None:
-        """Write a line to the command's log, if this process prints."""
+        """Write ``text`` to the command's log. Do nothing if `prints` is False."""
         if self.prints():
             logging.info(f"[mlx-sparse] {text}")
 
@@ -339,7 +339,7 @@ class Session:
         return reports | ({"requests": self.requests} if self.requests else {})
 
     def print_report(self) -> None:
-        """Print the reports on standard error, because standard output has the generated text."""
+        """Print the reports to standard error, because the generated text goes to standard output."""
         if not self.prints():
             return
         if "json" in self.report_format:
@@ -350,7 +350,7 @@ class Session:
                 print(f"[mlx-sparse] {text}", file=sys.stderr)
 
     def calls(self) -> Counts:
-        """Return the current counts of all models. ``prefill`` is the number of sparse prefill calls, or None."""
+        """Return the current call counts of all models. ``prefill`` is the number of sparse prefill calls, or None."""
         found = [report.calls() for report in list(self.reports.values())]
         return Counts(
             sum(counts.sparse_calls for counts in found),
@@ -360,7 +360,7 @@ class Session:
 
 
 def run(main: Callable[..., Any], command: str) -> Any:
-    """Run ``main``, the entry point of the mlx-lm command ``command``, with the sparse attention options."""
+    """Run ``main``, the entry point of mlx-lm's ``command``, with the sparse attention options."""
     session = Session(command)
     try:
         with _options_in_first_parser(session), _enabled_on_load(session, main), session.exit_stack:
@@ -382,7 +382,7 @@ def run(main: Callable[..., Any], command: str) -> Any:
 
 @contextlib.contextmanager
 def _options_in_first_parser(session: Session) -> Iterator[None]:
-    """Add the sparse attention options to the first parser that parses, which belongs to the command."""
+    """Add the sparse attention options to the first parser that parses arguments, which is the command's parser."""
     original = argparse.ArgumentParser.parse_args
 
     def parse_args(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
@@ -410,7 +410,7 @@ def _options_in_first_parser(session: Session) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[None]:
-    """Enable the session's methods on each model, or draft model, that the library loads in the ``with`` block."""
+    """Enable the session's methods on each model and draft model that the library loads inside the ``with`` block."""
     utils = importlib.import_module(f"{session.library}.utils")
     ours: dict[str, Callable[..., Any]] = {
         "load_model": session.load,

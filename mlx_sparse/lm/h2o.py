@@ -1,4 +1,4 @@
-"""Hooks of H2O: sum the attention that each key receives in dense calls, mainly in prefill."""
+"""Define the hooks for H2O, which sum the attention that each key receives in dense calls, mainly in prefill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .hooks import CallHooks, ModelHooks
 
 
 class Observer(CallHooks):
-    """Adds the attention of dense calls to the scores in the auxiliary cache state."""
+    """H2O's hooks for one forward pass, which add the attention weights of dense calls to the key scores."""
 
     def step_reason(self, cache: SparseCache) -> str | None:
         return None if _counted(cache, cache.length - 1) else reasons.UNCOUNTED
@@ -22,7 +22,7 @@ class Observer(CallHooks):
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
     ) -> None:
-        """Add the attention of a dense call to the scores, if the call is causal and has no sinks."""
+        """Add the attention weights of a dense call to the scores, if the call is causal and has no sinks."""
         L, S = queries.shape[2], keys.shape[2]
         causal = is_padding_mask(mask, self.caches) if mask is not None else L == 1
         ragged = getattr(cache, "_right_padding", None) is not None  # some queries are padding
@@ -39,12 +39,12 @@ class Observer(CallHooks):
 
 
 class ObservedPrompts(ModelHooks):
-    """Hooks of H2O for one model."""
+    """H2O's hooks for one model."""
 
     call_hooks = Observer
 
 
 def _counted(cache: SparseCache, length: int) -> bool:
-    """Return True if the scores contain the attention of exactly the queries in rows ``[0, length)``."""
+    """Return True if the cache's H2O scores include exactly the queries of rows ``[0, length)``."""
     received = cache.aux_states.get(H2O.name)
     return length == (received.length if isinstance(received, H2OState) else 0)

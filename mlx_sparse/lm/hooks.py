@@ -1,4 +1,4 @@
-"""Base classes of the hooks for decode methods that need more than attention calls (`methods.table.HOOKS`)."""
+"""Define base classes for the hooks that some decode methods run around attention calls (`methods.table.HOOKS`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..methods import Method, registry
 
 
 class CallHooks:
-    """Hooks of a decode method for one forward pass. One thread calls all of them.
+    """Hooks that a decode method needs in one forward pass. All hooks run on one thread.
 
     Attributes:
         config: the decode method; None if only prefill is sparse.
@@ -25,11 +25,11 @@ class CallHooks:
         self.caches = caches
 
     def refusal(self, cache: Any) -> str | None:
-        """Return the reason why all decode steps of the layer with this cache are dense, or None."""
+        """Return the reason why all decode steps over this cache are dense, or None if they can be sparse."""
         return None
 
     def keys_written(self, cache: SparseCache) -> None:
-        """Process new keys after a layer has written them to ``cache``."""
+        """Process the new keys that a layer has written to ``cache``."""
 
     def step_reason(self, cache: SparseCache) -> str | None:
         """Return the reason why the current decode step of a layer is dense, or None."""
@@ -40,41 +40,41 @@ class CallHooks:
         return {}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Return the bytes that a decode step at ``position`` moves by formula, without keys counted on the device."""
+        """Compute the bytes that a decode step at ``position`` moves, except for the keys that the device counts."""
         return cache.step_bytes(self.config, position)
 
     def step(
         self, queries: mx.array, cache: SparseCache, step: DecodeStep, served: list[int], scale: float
     ) -> tuple[mx.array, mx.array]:
-        """Attend one decode step of a layer. Return the same results as `SparseCache.take_step`.
+        """Run one decode step of a layer. Return the same arrays as `SparseCache.take_step`.
 
         Args:
-            served: sequences of the batch whose sparse results are used.
+            served: indices of the sequences whose sparse results are used.
         """
         return cache.take_step(queries, step, scale)
 
     def single_sequence(
         self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that lends ``one`` the state of one sequence of a batch for a decode step.
+        """Return a context manager that gives ``one`` the auxiliary state of one sequence, for one decode step.
 
         Args:
             cache: cache of the batch.
             sequence: index of the sequence in the batch.
             one: cache with the rows of this sequence only.
-            first: first row of the sequence in ``cache``.
-            queries: ``(B, Hq, L, D)``, queries of the batch.
-            part: ``(1, Hq, 1, D)``, the query of this decode step, a slice of ``queries``.
+            first: index of the sequence's first row in ``cache``.
+            queries: ``(B, Hq, L, D)`` queries of the batch.
+            part: ``(1, Hq, 1, D)`` query of this decode step, a slice of ``queries``.
         """
         return contextlib.nullcontext()
 
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
     ) -> None:
-        """Process a dense attention call of a layer that can attend sparsely in other calls."""
+        """Process a dense attention call of a layer that can use sparse attention in other calls."""
 
     def submit(self) -> DeviceCounts | None:
-        """Start the evaluation of pending arrays after a forward pass. Return counts on the device, or None."""
+        """Start evaluating pending arrays at the end of a forward pass. Return counts still on the device, or None."""
         return None
 
     def end(self) -> None:
@@ -82,7 +82,7 @@ class CallHooks:
 
 
 class ModelHooks:
-    """Hooks of a decode method for one model, shared by all forward passes.
+    """Hooks that a decode method needs for one model, shared by all forward passes.
 
     Args:
         config: the decode method; None if only prefill is sparse.
@@ -93,7 +93,7 @@ class ModelHooks:
 
     Attributes:
         call_hooks: class of the hooks for one forward pass.
-        statistics: counts of zero if `CallHooks.submit` returns counts, else None.
+        statistics: initial counts, all zero; None if `CallHooks.submit` returns no counts.
     """
 
     call_hooks: type[CallHooks] = CallHooks
@@ -111,10 +111,10 @@ class ModelHooks:
         """
 
     def open(self) -> None:
-        """Attach the hooks to the model. `enable` calls this."""
+        """Attach the hooks to the model. `enable` calls this method."""
 
     def close(self) -> None:
-        """Detach the hooks from the model. `disable` calls this."""
+        """Detach the hooks from the model. `disable` calls this method."""
 
     def of_call(self, caches: list[Any]) -> CallHooks:
         """Return the hooks for a forward pass with ``caches``."""
@@ -122,6 +122,6 @@ class ModelHooks:
 
 
 def hooks_of(config: Method | None) -> type[ModelHooks]:
-    """Return the hooks class of a method, or `ModelHooks` if the method needs no hooks."""
+    """Return the hooks class for a method, or `ModelHooks` if the method needs no hooks."""
     found: type[ModelHooks] | None = None if config is None else registry.load_hooks(config.name)
     return found or ModelHooks

@@ -1,8 +1,8 @@
-"""Support for ``--attn`` in ``mlx_lm.evaluate``, which runs the tasks of lm-eval.
+"""Support ``--attn`` in ``mlx_lm.evaluate``, which runs lm-eval's tasks.
 
-A task requests the likelihood of a continuation of a context, the likelihood of a whole text, or generated text. mlx-lm
-computes likelihoods with prefill only, so a decode method would not be used. With a decode method, this module feeds
-the continuation one token at a time from the last token of the context, as in generation.
+A task requests the likelihood of a continuation after a context, the likelihood of a whole text, or generated text.
+mlx-lm computes likelihoods with prefill only, so a decode method would not be used. With a decode method, this module
+passes the continuation to the model one token at a time, after the last token of the context, as in generation.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ REQUESTS = {"multiple_choice": "loglikelihood"}
 
 @contextlib.contextmanager
 def sparse_evaluation(session: Session) -> Iterator[None]:
-    """Make mlx-lm's evaluation use the methods of ``session``, and add the method to the results.
+    """Run lm-eval with the methods of ``session`` inside the ``with`` block, and add these methods to the results.
 
     Raises:
-        BackendUnavailable: the installed mlx-lm has different interfaces.
+        BackendUnavailable: the interfaces of the installed mlx-lm have changed.
     """
     import lm_eval
     from mlx_lm import evaluate
@@ -55,7 +55,7 @@ def _scorer_class(session: Session, original: Any) -> Any:
             )
 
     class Scorer(original):  # type: ignore[misc]
-        """Scores one token at a time if there is a decode method. Counts the calls for each kind of request."""
+        """Model for lm-eval that counts calls by kind of request. With a decode method, it scores token by token."""
 
         def _process_prompt(self, prompt: Any, step_size: int = 2048) -> Any:
             if session.decode is None or len(prompt) == 1:
@@ -86,7 +86,7 @@ def _scorer_class(session: Session, original: Any) -> Any:
 
 @contextlib.contextmanager
 def _counting_calls(session: Session, kind: str) -> Iterator[None]:
-    """Count the attention calls for one kind of request. Print a warning if a method made no sparse call."""
+    """Count the attention calls for one kind of request. Print a warning if a method made no sparse calls."""
     if not session.reports:
         yield
         return
@@ -108,12 +108,12 @@ def _counting_calls(session: Session, kind: str) -> Iterator[None]:
 
 
 def _calls(report: Any) -> tuple[int, int, Counter[str]]:
-    """Return the numbers of sparse prefill calls and sparse decode calls, and the dense calls by reason."""
+    """Return the numbers of sparse prefill calls and sparse decode calls, and the number of dense calls by reason."""
     return report.prefill.calls if report.prefill else 0, report.sparse_calls, Counter(report.dense_calls)
 
 
 def _with_method(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap lm-eval's ``simple_evaluate`` to add the method, which is not in the file name, to the results."""
+    """Wrap lm-eval's ``simple_evaluate`` to add the method to the results, without a change of their file name."""
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         found = simple_evaluate(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Checks before and after a command loads a model, with one-line errors and warnings."""
+"""Check a model before and after a command loads it. Failed checks print a one-line error or warning."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..checks import ConfigError, SparseAttentionError
 
 @contextlib.contextmanager
 def loading(model: object) -> Iterator[None]:
-    """Convert errors during the load of ``model`` to one-line errors.
+    """Convert errors that occur while ``model`` is loaded into one-line errors.
 
     Raises:
-        ConfigError: mlx-lm or the hub raised an error. The message has the first line of that error.
+        ConfigError: mlx-lm or the hub raised an error. The message contains the first line of that error.
     """
     try:
         yield
@@ -28,7 +28,7 @@ def loading(model: object) -> Iterator[None]:
 
 
 def has_all_weights(folder: Path) -> bool:
-    """Return True if ``folder`` has all weights of the model. A pipeline stage may have downloaded only a part."""
+    """Return True if ``folder`` has all weight files of the model. A pipeline stage may have only some of them."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
@@ -52,7 +52,7 @@ def refuse_unquantizable(model: Any, form: Mapping[str, int]) -> None:
     """Raise `ConfigError` if mlx-lm cannot quantize the caches of ``model`` and would fail during prefill.
 
     Args:
-        form: arguments for ``to_quantized``: bits and group size.
+        form: keyword arguments for ``to_quantized``: bits and group size.
     """
     import mlx.core as mx
 
@@ -82,7 +82,7 @@ UNFIT: Mapping[str, str] = {
 
 
 def unfit_warning(model_type: str) -> str | None:
-    """Return a one-line warning if a model family is unfit for sparse attention, or None."""
+    """Return a one-line warning if this model family is unfit for sparse attention; otherwise None."""
     reason = UNFIT.get(model_type)
     if reason is None:
         return None

@@ -1,4 +1,4 @@
-"""Enable and disable sparse attention for a model that mlx-lm has loaded."""
+"""Enable and disable sparse attention for a model loaded by mlx-lm."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
 from ..api.call_report import Report
 from ..calibrate import Calibration
 from ..checks import ConfigError
 from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, reasons, registry
-from ..model_info import config_of, kv_heads, leaves, model_type, new_caches, package_of, text_model
+from ..model_info import config_of, kv_heads, leaves, model_type, new_caches, package_of, text_model, weights_read
 from ..model_parts import part_of
 from . import seam
 from .call import Call, under_plan
@@ -30,11 +29,11 @@ Attn = str | Method | tuple[Method, ...]
 
 
 class NothingServed(ConfigError):
-    """Error for a model without any layer that can attend sparsely.
+    """Error for a model in which no layer can use sparse attention.
 
     Attributes:
-        report: report with the number of dense layers by reason; zero layers if the model never calls mlx-lm's
-            attention function.
+        report: report with the number of dense layers by reason. If the model never calls mlx-lm's attention function,
+            the report has no layers.
     """
 
     def __init__(self, message: str, report: Report) -> None:
@@ -53,28 +52,29 @@ def enable(
     lossless: bool = False,
     draft_tokens: int | None = None,
 ) -> Report:
-    """Replace the attention of ``model`` by sparse attention.
+    """Replace the attention of ``model`` with sparse attention.
 
-    Any number of threads may call an enabled model and read the report at the same time, if each thread has separate
+    Any number of threads may call an enabled model and read the report at the same time, if each thread has its own
     caches. Do not call the model on any thread during `enable` or `disable`.
 
     Args:
-        model: a model loaded by mlx-lm or mlx-vlm. Call the model's `shard` or `pipeline` first. A SAAP artefact is
-            then sliced in the same way, and checked only against the family and the shapes of the model.
+        model: a model loaded by mlx-lm or mlx-vlm. If you use the model's `shard` or `pipeline`, call it first. A SAAP
+            artefact is then sliced in the same way, and checked only against the model's family and shapes.
         attn: ``METHOD[:key=value,...][+METHOD...]`` with at most one prefill and one decode method, for example
-            ``"sample+sparq:rank=16"``; or a method or a tuple of methods from `mlx_sparse.methods`. ``"dense"`` attends
-            as mlx-lm does, but never stores the scores of a whole prefill chunk over a quantized KV cache.
+            ``"sample+sparq:rank=16"``; or a method or a tuple of methods from `mlx_sparse.methods`. ``"dense"``
+            computes the same attention as mlx-lm, but over a quantized KV cache it never stores the scores of a whole
+            prefill chunk.
         backend: "auto" or the name of a backend.
         recall: True to measure the attention recall of prefill, the share of the softmax mass on the attended keys.
             This takes an additional dense pass over the keys.
         calibration: crossover lengths on this machine. None uses the lengths that `mlx-sparse calibrate` or ``--attn``
-            has measured, and the documented model for other layer shapes.
+            has measured, and estimated or default lengths for other layer shapes.
         shard: "context" shards the keys and values of one sequence over the ranks of MLX's distributed runtime. Each
             rank runs the whole model. With "context:local" each rank selects among the keys that it stores.
         lossless: True to generate the same tokens as dense attention. Sparse decode steps draft tokens, and one dense
-            call checks several drafts. This applies to `mlx_lm.generate`, `mlx_lm.stream_generate` and mlx-lm's
-            commands, one sequence at a time. Batches and direct calls of the model decode densely.
-        draft_tokens: number of drafts for each check, 1 to 7; None for the number with the most tokens per second.
+            call checks several draft tokens. This applies to `mlx_lm.generate`, `mlx_lm.stream_generate` and mlx-lm's
+            commands, one sequence at a time. Batches and direct calls of the model use dense decode steps.
+        draft_tokens: number of draft tokens per check, 1 to 7; None to select the fastest number.
 
     Returns:
         A report. Each later call of the model adds to its counts.
@@ -83,7 +83,8 @@ def enable(
         ConfigError: the method or its parameters are invalid, no layer of the model can use the method, or the model is
             already enabled.
         ArtefactError: SAAP's artefact cannot be read, or was trained for another model.
-        BackendUnavailable: the backend cannot run here, or the installed mlx-lm or mlx-vlm has different interfaces.
+        BackendUnavailable: the backend cannot run here, or the interfaces of the installed mlx-lm or mlx-vlm have
+            changed.
     """
     package = package_of(model)
     seam.require(package)
@@ -154,7 +155,7 @@ def disable(model: Any) -> None:
 
 
 def _release(names: list[str], unwrap: Callable[[], None] | None) -> None:
-    """Restore mlx-lm's functions in the modules ``names``, unless another enabled model uses them."""
+    """Restore mlx-lm's functions in the modules ``names``, unless another enabled model uses these modules."""
     seam.unbind(names)
     if unwrap is not None:
         unwrap()
@@ -176,8 +177,8 @@ def lossless(
 ) -> Iterator[Report]:
     """Generate the same tokens as dense attention, but faster, inside a ``with`` block.
 
-    Sparse decode steps draft tokens, and one dense call over the same caches checks several drafts. A draft is accepted
-    only if dense attention samples the same token. See `enable` for the arguments.
+    Sparse decode steps draft tokens, and one dense call over the same caches checks several draft tokens. A draft token
+    is accepted only if dense attention samples the same token. See `enable` for the arguments.
     """
     report = enable(model, attn, backend=backend, lossless=True, draft_tokens=draft_tokens)
     try:
@@ -199,10 +200,10 @@ def plan_of(model: Any) -> Plan | None:
 
 
 def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method | None]:
-    """Return the prefill method and the decode method, with None for a dense stage.
+    """Return the prefill method and the decode method; None for a stage that stays dense.
 
     Raises:
-        ConfigError: there is no method, there are several for one stage, or a method cannot run in a model.
+        ConfigError: there is no method, a stage has several methods, or a method cannot run in a model.
     """
     if configs == (Dense(),):
         return None, None
@@ -246,7 +247,7 @@ def has_qk_norm(model: Any) -> bool:
 
 
 def _sparse_class(cls: Any, plan: Plan) -> type:
-    """Return a subclass of the model class ``cls`` whose calls attend by ``plan``."""
+    """Return a subclass of the model class ``cls`` that runs its attention according to ``plan``."""
     # Copies of the model are not enabled, so that `disable` affects only one model.
     reduce = seam.reduce_as(cls, "_mlx_sparse")
     own = {"__call__": under_plan(cls), "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
@@ -260,10 +261,10 @@ def _sparse_class(cls: Any, plan: Plan) -> type:
 
 
 def _probe(model: Any, plan: Plan) -> None:
-    """Find the layers that can attend sparsely, by a forward pass on one token that MLX never evaluates.
+    """Find the layers that can use sparse attention: run the model on one token, but evaluate no arrays.
 
     Raises:
-        ConfigError: no layer of a complete model can attend sparsely, or a parameter does not fit the head dim.
+        ConfigError: no layer of a complete model can use sparse attention, or a parameter does not fit the head dim.
     """
     caches, probe = new_caches(model), Probe(plan)
     with _unchanged(model), (plan.new_call or Call)(plan, caches, probe=probe):
@@ -281,8 +282,7 @@ def _probe(model: Any, plan: Plan) -> None:
     found = [reason for _, reason in probe.found]
     found += [reasons.OWN_ATTENTION for c in leaves(caches) if id(c) not in seen]
     report.layers, report.served_layers = len(found), found.count(None)
-    weights: Any = tree_flatten(model.parameters())
-    report.weight_bytes = sum(array.nbytes for _, array in weights)
+    report.weight_bytes = weights_read(model)
     report.dense_layers.update(reason for reason in found if reason is not None)
     if report.part.layers is None:  # another stage of a pipeline may have sparse layers
         require_served(report, plan.name)
@@ -302,7 +302,7 @@ def _unchanged(model: Any) -> Iterator[None]:
 
 
 def require_served(report: Report, methods: str) -> None:
-    """Raise `NothingServed` if no layer can attend sparsely."""
+    """Raise `NothingServed` if no layer can use sparse attention."""
     if report.served_layers == 0:
         listed = ", ".join(f"{count} {reason}" for reason, count in report.dense_layers.items())
         raise NothingServed(

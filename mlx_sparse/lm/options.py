@@ -1,4 +1,4 @@
-"""Sparse attention options for mlx-lm's commands, and one-line errors."""
+"""Add the sparse attention options to mlx-lm's commands, and print one-line errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPORTS = ("text", "full", "recall", "json", "json+recall", "off")
 
 
 class _Once(argparse.Action):
-    """Store the value of an option, and fail if the option is given twice."""
+    """Argparse action that stores the value of an option, and fails if the option is given twice."""
 
     def __call__(
         self,
@@ -90,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def requested(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
-    """Return the methods that the options select, and True if crossover lengths may be measured."""
+    """Return the methods that the options select, and a flag that is True if crossover lengths may be measured."""
     base: dict[str, Method] = {}
     calibrates = not args.no_calibrate
     if args.attn_config is not None:
@@ -111,5 +111,5 @@ def end(program: str, message: str) -> Any:
 
 
 def print_error(program: str, message: str) -> None:
-    """Print a one-line error on standard error."""
+    """Print a one-line error to standard error."""
     print(f"{program}: error: {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Plan of an enabled model, with its methods and crossover lengths, and plans for the decode steps of each layer."""
+"""Plan the attention of an enabled model and the decode steps of each layer from methods and crossover lengths."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from ..ops.packed_rows import PackedRows, Rows
 from .hooks import CallHooks, ModelHooks
 from .statistics import PrefillStatistics
 
-SPAN = 960  # keys between the two points of the linear byte formula: a multiple of common page and group sizes
+SPAN = 960  # keys between two evaluations of the linear byte formula: a multiple of common page and group sizes
 
 
 class Plan:
     """Configuration and report that all forward passes of an enabled model share.
 
     Attributes:
-        prefill, decode: the method of each stage; None if the stage is dense.
+        prefill, decode: the method for each stage; None if the stage is dense.
         backend: "auto" or the name of a backend.
-        recall: True if the attention recall of prefill is measured.
+        recall: True to measure the attention recall of prefill.
         hooks: hooks of the decode method.
         hooked: True if the decode method needs hooks.
         calibration: crossover lengths of both methods on this machine.
         decodes: True if decode steps may be sparse; False in a command that only processes a prompt.
-        watch: function that gets the number of keys and the counts of the first decode step; None after that step.
-        layers: number of layers that can attend sparsely, by method and layer shape.
+        watch: callback for the first decode step (number of keys, counts). The call sets it to None.
+        layers: number of layers that can use sparse attention, by method and layer shape.
         report: counts of all calls.
-        lossless: number of drafts for each check, 0 to select it by speed; None if the model is not lossless.
+        lossless: draft tokens per check; 0 to select the number by speed; None without self-speculative decoding.
         shards: number of ranks that share the context.
         calls: number of attention calls in each forward pass of a model of mlx-vlm; 0 for other models.
-        new_call: constructor of the context manager for a forward pass; None for `lm.call.Call`.
+        new_call: constructor of the context manager for a forward pass; None to use `lm.call.Call`.
         new_caches: function that converts the model's new caches; None if they need no conversion.
     """
 
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def configs(self) -> list[Method]:
-        """The prefill method and the decode method, without None."""
+        """Methods of the stages that are not dense."""
         return [config for config in (self.prefill, self.decode) if config is not None]
 
     @property
@@ -84,7 +84,7 @@ class Plan:
         return "+".join(config.name for config in self.configs) or Dense.name
 
     def crossovers(self) -> list[str]:
-        """Return lines of text with the crossover lengths of the layers. Layers with equal lengths share a line."""
+        """Return the crossover lengths as lines of text. Layers with equal lengths share a line."""
         lines: dict[Method, Counter[str]] = {}
         for (config, layer), count in self.layers.items():
             if config is self.decode and not self.decodes:
@@ -113,14 +113,14 @@ class Plan:
         return min(found)
 
     def count_in(self, report: Report) -> None:
-        """Continue ``report``, the report of an earlier plan with the same methods and model, instead of a new one."""
+        """Continue ``report``, the report of an earlier plan for the same model and methods."""
         if report is not self.report:
             for name in ("backend", "layers", "served_layers", "dense_layers", "crossovers", "part", "kv_heads"):
                 setattr(report, name, getattr(self.report, name))
             self.report = report
 
     def resolve(self, config: Method, queries: mx.array, keys: Rows) -> str:
-        """Return the name of the backend that runs ``config`` for queries and keys of these shapes."""
+        """Return the name of the backend that runs ``config`` for these queries and keys."""
         # Prefill dequantizes the rows of a quantized KV cache.
         bits = keys.bits if isinstance(keys, PackedRows) and not isinstance(config, Prefill) else None
         return registry.resolve(self.backend, config.name, D=queries.shape[3], G=_group(queries, keys), bits=bits)
@@ -128,7 +128,7 @@ class Plan:
     def sizes(
         self, config: Method, queries: mx.array, keys: Rows, cache: Any, backend: str, hooks: CallHooks | None
     ) -> Layer:
-        """Return the layer shape, backend and cache type on which the crossover length of a layer depends."""
+        """Return the layer's shape, backend and cache type, which determine its crossover length."""
         prompts = isinstance(config, Prefill)
         gpu = registry.gpu_kind() if backend == "metal" else ""
         more: dict[str, Any] = {} if prompts or hooks is None else hooks.sizes(cache)
@@ -140,7 +140,7 @@ class Plan:
     def step_reason(
         self, queries: mx.array, keys: Rows, caches: Sequence[Any], mask: Any, sinks: mx.array | None
     ) -> str | None:
-        """Return the reason why a decode step stays dense at every context length, or None."""
+        """Return the reason why a decode step is dense at every context length, or None if it can be sparse."""
         if not self.decodes:
             return reasons.LAST_OF_PROMPT
         if self.decode is None:
@@ -152,7 +152,7 @@ class Plan:
         return None
 
     def chunk_reason(self, L: int, S: int, caches: Sequence[Any], mask: Any) -> str | None:
-        """Return the reason why a prefill chunk of ``L`` queries over ``S`` keys stays dense, or None."""
+        """Return the reason why a prefill chunk with ``L`` queries and ``S`` keys stays dense, or None."""
         if L <= reasons.VERIFY_QUERIES and (S > L or self.prefill is not None):
             return reasons.A_FEW
         if self.prefill is None:
@@ -165,7 +165,13 @@ class Plan:
         return reasons.shorter_than(shortest) if S < shortest else self.prefill.at(S).dense_reason(L, S)
 
     def plan_layer(
-        self, queries: mx.array, keys: Rows, cache: SparseCache, caches: Sequence[Any], hooks: CallHooks | None
+        self,
+        queries: mx.array,
+        keys: Rows,
+        cache: SparseCache,
+        caches: Sequence[Any],
+        hooks: CallHooks | None,
+        index: int = -1,
     ) -> LayerPlan:
         """Plan the decode steps of a layer over ``cache``. Call this only if `step_reason` is None.
 
@@ -174,6 +180,7 @@ class Plan:
             keys: all keys of the layer, including the key of this step.
             caches: the caches of all layers.
             hooks: hooks of the decode method for this forward pass, or None.
+            index: index of the layer's cache, for the report.
         """
         assert self.decode is not None
         config, S, first_rows = self.decode, cache.length, cache.first_rows(caches)
@@ -196,6 +203,7 @@ class Plan:
         per_key = (later - moved) / SPAN
         return LayerPlan(
             self,
+            index,
             queries.shape,
             start=max((edge for edge in edges if edge <= S), default=0),
             stop=min((edge for edge in edges if edge > S), default=NEVER),
@@ -211,23 +219,25 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """Plan for the decode steps of one layer over one cache, valid for a range of context lengths.
+    """Plan for one layer's decode steps over one cache, valid for a range of context lengths.
 
     Attributes:
         plan: plan of the model.
+        index: index of the layer's cache, for the report; -1 if unknown.
         queries: shape of the queries, ``(B, Hq, 1, D)``.
         start, stop: the plan is valid for ``start <= cache.length < stop``.
-        reason: reason why decode steps are dense; None if they are sparse.
-        step: decode method with the function of the backend.
+        reason: the reason why decode steps are dense; None if they are sparse.
+        step: decode method with the backend's function.
         served: indices of the sequences that are long enough for sparse attention.
-        short: indices of the other sequences that need dense attention. Shorter sequences, of which sparse attention
-            attends all keys, are not among them.
+        short: indices of the sequences that are too short for sparse attention and get dense attention. Sequences with
+            at most ``config.attended`` keys are not listed, because the sparse method attends to all their keys.
         heads: number of KV heads in the batch, ``B * Hkv``.
-        dense_bytes: bytes of the keys and values of one position in all ``heads``.
-        sparse_bytes: bytes that a sparse step moves for each head by formula: a constant, and the bytes per key.
+        dense_bytes: number of bytes of one position's keys and values in all ``heads``.
+        sparse_bytes: bytes that a sparse step moves per KV head, from a formula: a constant, and bytes per key.
     """
 
     plan: Plan
+    index: int
     queries: tuple[int, ...]
     start: int
     stop: int
@@ -240,19 +250,19 @@ class LayerPlan:
     sparse_bytes: tuple[float, float]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Replace the plan by None in copies and files of a cache."""
+        """Copy and pickle the plan as None, so that a copied cache has no plan."""
         return type(None), ()
 
 
 @dataclass
 class Probe:
-    """Result of the trial call that finds the layers that can attend sparsely.
+    """Result of the trial call that finds the layers that can use sparse attention.
 
     Attributes:
         plan: plan of the model.
         found: for each attention call, the cache and the reason why the layer stays dense, or None.
         backends: names of the backends that the layers use.
-        layers: number of layers that can attend sparsely, by method and layer shape.
+        layers: number of layers that can use sparse attention, by method and layer shape.
     """
 
     plan: Plan
@@ -270,7 +280,7 @@ class Probe:
         sinks: mx.array | None,
         hooks: CallHooks | None,
     ) -> str | None:
-        """Return the reason why a layer can never attend sparsely, or None. Record the backend of each method.
+        """Return the reason why a layer can never use sparse attention, or None. Record each method's backend.
 
         Args:
             masked: True if the mask is neither causal nor a padding mask.
@@ -295,7 +305,7 @@ class Probe:
 
 
 def layer_reason(keys: Any, values: Any, cache: Any) -> str | None:
-    """Return the reason why a layer with this cache can never attend sparsely, or None."""
+    """Return the reason why a layer with this cache can never use sparse attention, or None."""
     if cache is None:
         return reasons.NO_CACHE
     if not isinstance(cache, SparseCache):

@@ -1,10 +1,10 @@
-"""Pre-RoPE queries and keys of a model, which SAAP needs to assign keys to buckets.
+"""Get the pre-RoPE queries and keys of a model. SAAP needs pre-RoPE keys to assign keys to buckets.
 
-A model passes queries and keys to attention after RoPE. `Recorder` stores the last calls of the model's RoPE modules,
-and returns the input of the call with a given output array. This is exact and adds no computation. `inverse` computes
-the inverse RoPE for keys that were not recorded (a prompt cache from a file) and for rows that are scaled after RoPE.
-`find_sources` finds out for each layer which of the two to use, and returns a `Source`. `observe` reports the attention
-calls of a model that is not enabled.
+A model applies RoPE before it passes queries and keys to attention. `Recorder` stores the last calls of the model's
+RoPE modules. For an output array it returns the input array, which is exact and needs no computation. `inverse`
+computes the inverse RoPE for keys that were not recorded (a prompt cache from a file) and for rows that are scaled
+after RoPE. `find_sources` finds out which of the two works for each layer, and returns a `Source` per layer. `observe`
+reports the attention calls of a model that is not enabled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Call:
 
 
 def ropes(model: Any) -> list[Any]:
-    """Return the RoPE modules of ``model`` without duplicates. Class names identify them."""
+    """Return the RoPE modules of ``model`` without duplicates. A RoPE module is recognized by its class name."""
     found = {id(module): module for _, module in model.named_modules() if _is_rope(type(module))}
     return list(found.values())
 
@@ -87,7 +87,7 @@ class Recorder:
         self.clear()
 
     def input_of(self, array: mx.array) -> mx.array | None:
-        """Return the input of the call that returned the object ``array``, or None, and forget the call."""
+        """Remove the recorded call that returned ``array``, and return its input; None if there is no such call."""
         for call in self.calls:
             if call.after is array:
                 self.calls.remove(call)
@@ -106,7 +106,7 @@ class Recorder:
 
 
 def _recording(cls: type) -> type:
-    """Return a subclass of a RoPE class whose calls are recorded."""
+    """Return a subclass of the RoPE class ``cls`` that records its calls."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         after = cls.__call__(self, *args, **kwargs)
@@ -121,7 +121,7 @@ def _recording(cls: type) -> type:
 
 
 def rotate(rope: Any, rows: mx.array, offset: int | mx.array) -> mx.array:
-    """Apply ``rope`` to ``rows (B, H, n, D)`` at positions ``offset`` and above, without recording the call."""
+    """Apply ``rope`` to ``rows (B, H, n, D)``, starting at position ``offset``, without recording the call."""
     cls = type(rope).__mro__[1] if hasattr(rope, RECORDERS) else type(rope)
     rotated: mx.array = cls.__call__(rope, rows, offset=offset)
     return rotated
@@ -130,12 +130,12 @@ def rotate(rope: Any, rows: mx.array, offset: int | mx.array) -> mx.array:
 def inverse(rope: Any, rotated: mx.array, offset: int | mx.array) -> mx.array:
     """Return the inverse RoPE of ``rotated (B, H, n, D)``.
 
-    RoPE is a linear map R that scales each component and rotates pairs of equal scale, so ``R^-1 = g^-2 R^T``. R^T is
-    the gradient of R, and the gain g is R applied to ones at position 0. The result is computed in float32 and rounded
-    to the type of ``rotated``.
+    RoPE is a linear map R that scales each component and rotates pairs of equal scale, so ``R^-1 = g^-2 R^T``. The
+    gradient of R gives R^T. The gain g is R applied to ones at position 0. The result is computed in float32 and
+    converted to the type of ``rotated``.
 
     Args:
-        offset: position of the first row, or one such position per sequence of the batch.
+        offset: position of the first row: an int, or an array ``(B,)`` with one position per sequence.
     """
     rows = rotated.astype(mx.float32)
     _, (transposed,) = mx.vjp(lambda x: rotate(rope, x, offset), [mx.zeros_like(rows)], [rows])
@@ -144,7 +144,7 @@ def inverse(rope: Any, rotated: mx.array, offset: int | mx.array) -> mx.array:
 
 
 def irreversible(rope: Any, D: int) -> str | None:
-    """Return the reason why `inverse` is wrong for ``rope`` and head dim ``D``, or None."""
+    """Return the reason why `inverse` is wrong for ``rope`` and head dim ``D``, or None if it is right."""
     rows = mx.cos(mx.arange(66 * D, dtype=mx.float32)).reshape(1, 1, 66, D)
     far = 1 << 22  # longer than every model's context, and exact in float32
     few, many = rotate(rope, rows[:, :, :2], far), rotate(rope, rows, far)[:, :, :2]
@@ -162,7 +162,7 @@ def _close(a: mx.array, b: mx.array, tolerance: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Access to the pre-RoPE queries and keys of one layer.
+    """Source of one layer's pre-RoPE queries and keys.
 
     Attributes:
         rope: RoPE module of the layer; None if the layer has no RoPE.
@@ -173,7 +173,7 @@ class Source:
     irreversible: str | None = None
 
     def pre_rope(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
-        """Return the recorded or inverted pre-RoPE rows of ``rows (B, H, n, D)``; None if neither is possible."""
+        """Return the pre-RoPE ``rows (B, H, n, D)`` from ``recorder`` or `inverse`, or None if both are impossible."""
         if self.rope is None:
             return rows
         recorded = recorder.input_of(rows)
@@ -187,13 +187,13 @@ class Source:
 
 
 def find_source(recorder: Recorder, arrays: tuple[mx.array, ...], position: int, rotations: int) -> Source | str:
-    """Find out how to get the pre-RoPE queries and keys of a layer; return the reason if it is impossible.
+    """Return the `Source` of a layer's pre-RoPE queries and keys, or the reason why the layer has none.
 
     Args:
-        recorder: recorder with the RoPE calls of this layer.
+        recorder: recorder with this layer's RoPE calls.
         arrays: the queries that the layer passes to attention, and the new keys that it writes to the cache.
-        position: position of the first row of both arrays. It must exceed 0, where RoPE changes nothing.
-        rotations: number of calls of `mx.fast.rope` in the layer, inside and outside of modules.
+        position: position of the first row of both arrays; at least 1, because RoPE changes nothing at position 0.
+        rotations: number of calls to `mx.fast.rope` in the layer, inside and outside of RoPE modules.
     """
     if rotations == 0 and not recorder.calls:
         return Source()
@@ -216,7 +216,7 @@ def _is_position(offset: Any, position: int) -> bool:
 
 
 def _only_scaled(call: Call, array: mx.array, position: int) -> bool:
-    """Return True if ``array`` is the output of ``call`` with each row multiplied by a positive factor."""
+    """Return True if ``array`` equals the output of ``call`` with each row multiplied by a positive factor."""
     if call.before.shape != array.shape:
         return False
     rows, expected = inverse(call.rope, array, position).astype(mx.float32), call.before.astype(mx.float32)
@@ -228,15 +228,15 @@ def _only_scaled(call: Call, array: mx.array, position: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Attention call of a model that is not enabled, as `observe` reports it.
+    """Attention call of a model that is not enabled, as `observe` reports the call.
 
     Attributes:
-        layer: index of the layer's cache among the caches of the model; -1 for another cache.
-        queries: ``(B, Hq, L, D)`` after RoPE.
-        keys: ``(B, Hkv, L, D)`` after RoPE, the rows that the layer wrote to the cache; None if it wrote no rows.
+        layer: index of the layer's cache among the model's caches; -1 for any other cache.
+        queries: ``(B, Hq, L, D)`` queries after RoPE.
+        keys: ``(B, Hkv, L, D)`` keys after RoPE that the layer wrote to the cache; None if it wrote no keys.
         scale: scale of the attention scores.
         position: index of the first written row in the cache.
-        rotations: number of calls of `mx.fast.rope` since the last attention call.
+        rotations: number of calls to `mx.fast.rope` since the last attention call.
     """
 
     layer: int
@@ -248,7 +248,7 @@ class Seen:
 
 
 class _Observer:
-    """Listener that reports each attention call to ``visit`` and lets mlx-lm attend."""
+    """Listener that reports each attention call to ``visit`` and lets mlx-lm run the attention."""
 
     def __init__(self, caches: list[Any], visit: Callable[[Seen], None], rotations: list[int]) -> None:
         self.caches = caches
@@ -266,7 +266,7 @@ class _Observer:
 
     @contextmanager
     def recording_writes(self) -> Iterator[None]:
-        """Record in ``written`` the rows that the model writes to each cache, inside the ``with`` block."""
+        """Store in ``written`` the rows that the model writes to each cache inside the ``with`` block."""
 
         def recording(cache: Any) -> Callable[..., Any]:
             write = type(cache).update_and_fetch
@@ -288,13 +288,13 @@ class _Observer:
 
 
 def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], None], recorder: Recorder) -> mx.array:
-    """Call ``model`` on ``tokens``, call ``visit`` before each attention call, and return the logits.
+    """Run ``model`` on ``tokens``, call ``visit`` before each attention call, and return the logits.
 
     Args:
         model: a model loaded by mlx-lm that is not enabled.
         caches: result of `new_caches`.
         visit: function that receives each attention call.
-        recorder: an entered recorder of the model. It is cleared after each visit.
+        recorder: active recorder for the model. It is cleared after each visit.
     """
 
     def visit_and_forget(seen: Seen) -> None:
@@ -318,10 +318,10 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
 
 
 def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dict[int, Source | str]:
-    """Return for each layer the source of pre-RoPE rows, or the reason why there is none, by index of its cache.
+    """Return a dict from the index of each layer's cache to its `Source`, or to the reason why it has none.
 
-    The model is called on two tokens, because RoPE changes nothing at position 0. MLX evaluates the arrays of a layer
-    only if the layer changes queries or keys after RoPE.
+    The model runs on two tokens, because RoPE changes nothing at position 0. MLX evaluates the arrays of a layer only
+    if the layer changes queries or keys after RoPE.
 
     Args:
         visit: function that receives each attention call, as in `observe`.
@@ -349,7 +349,7 @@ _counting = threading.RLock()
 
 @contextmanager
 def _counting_rotations() -> Iterator[list[int]]:
-    """Count the calls of `mx.fast.rope` on this thread, in the only element of the returned list.
+    """Yield a list whose only element counts the calls to `mx.fast.rope` on this thread.
 
     All RoPE implementations in mlx-lm call this function.
     """

@@ -1,4 +1,4 @@
-"""Hooks of SAAP: a router for each layer of a model, and bucket indices for the caches."""
+"""Define the hooks for SAAP, which find a router for each layer and update the bucket index of each cache."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .statistics import BucketCounts, BucketStatistics
 
 
 def load_artefact(config: SAAP) -> artefacts.Artefact | None:
-    """Load the artefact of ``config``, or return None in the online mode.
+    """Load the artefact of ``config``, or return None in online mode.
 
     Raises:
         ArtefactError: the file cannot be read.
-        ConfigError: the mode needs an artefact and none is given, or it has fewer buckets than ``probes``.
+        ConfigError: the mode needs an artefact but none is given, or the artefact has fewer than ``probes`` buckets.
     """
     if config.file is None:
         return None
@@ -40,7 +40,7 @@ def load_artefact(config: SAAP) -> artefacts.Artefact | None:
 
 
 def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
-    """Return the router of each attention layer, or the reason why the layer is dense, by index of its cache.
+    """Return a dict from the index of each layer's cache to its router, or to the reason why the layer is dense.
 
     Args:
         model: a model that is not enabled.
@@ -72,13 +72,13 @@ def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
 
 
 def _attending_before(model: Any) -> int:
-    """Return the number of attention layers on earlier pipeline stages; 0 for a whole model."""
+    """Return the number of attention layers in earlier pipeline stages; 0 for a whole model."""
     first, whole = part_of(model).first_layer, recorded_facts(model)
     return first if whole is None else sum(shape is not None for shape in whole.shapes[:first])
 
 
 def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: float) -> Router | str:
-    """Return the router of a layer from an artefact, or the reason why the artefact has none."""
+    """Return a layer's router from an artefact, or the reason why the artefact cannot provide it."""
     arrays = artefact.layers.get(layer)
     if arrays is None:
         return reasons.NOT_IN_ARTEFACT
@@ -87,7 +87,7 @@ def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: fl
 
 
 class Buckets(ModelHooks):
-    """Hooks of SAAP for one model: routers by index of the layer's cache, and a RoPE recorder."""
+    """SAAP's hooks for one model: routers by index of the layer's cache, and a RoPE recorder."""
 
     statistics = BucketStatistics()
 
@@ -95,7 +95,7 @@ class Buckets(ModelHooks):
         super().__init__(config, model)
         self.routers = find_routers(config, model)
         self.recorder = Recorder(model)
-        # All threads use these arrays, but only this thread may evaluate them, so evaluate them now.
+        # All threads use these arrays, but only this thread may evaluate the arrays. Evaluate now.
         mx.eval([[router.centroids, router.network] for router in self.routers.values() if isinstance(router, Router)])
 
     @classmethod
@@ -113,7 +113,7 @@ class Buckets(ModelHooks):
 
 
 class Indices(CallHooks):
-    """Hooks of SAAP for one forward pass: update the bucket index of each cache, and attend with it."""
+    """SAAP's hooks for one forward pass, which update each cache's bucket index and select keys with it."""
 
     config: SAAP
 
@@ -158,7 +158,7 @@ class Indices(CallHooks):
         return router if isinstance(router, str) else router.source.irreversible if cache.shards > 1 else None
 
     def keys_written(self, cache: SparseCache) -> None:
-        """Assign the new keys to buckets."""
+        """Assign the new keys in ``cache`` to buckets."""
         index = index_of(cache)
         self._writer = None
         if index is None or index.received is None:
@@ -216,7 +216,7 @@ class Indices(CallHooks):
         return {"buckets": router.buckets, "network": network // cache.key_rows.shape[1]}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Return the bytes of a decode step by formula, without the attended keys, which the device counts."""
+        """Compute the bytes that a decode step moves, except for the attended keys, which the device counts."""
         B, Hkv, _, D = cache.key_rows.shape
         known: int = B * Hkv * (cache.key_rows.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
         return known
@@ -229,7 +229,7 @@ class Indices(CallHooks):
         first_rows = cache.first_rows(self._caches)
         if index.unfitted(served) or needs_rebuild(index, cache, first_rows, S, self.config):
             # Rebuild the lists of all layers together, so that the host waits for the device only once.
-            others = [one for one in self._caches if one is not cache and self._updates_with(one, S, served)]
+            others = [other for other in self._caches if other is not cache and self._updates_with(other, S, served)]
             rebuild_lists([cache, *others], S, self.config, served)
         offset = S - 1 if padding is None else S - 1 - padding
         pre_rope = index.router.source.pre_rope(self._recorder, queries, offset)
@@ -251,11 +251,11 @@ class Indices(CallHooks):
         return attended
 
     def _updates_with(self, cache: SparseCache, S: int, served: list[int]) -> bool:
-        """Return True if another layer's lists must be rebuilt at position ``S`` too, and its keys are known."""
+        """Return True if another layer's lists also need a rebuild at position ``S`` and can be rebuilt now."""
         index = index_of(cache)
         if index is None or cache.keys is None or not S - 1 <= cache.position <= S:
             return False
-        # A layer fits centroids in its own decode step, after it has written its last key.
+        # A layer fits centroids in a decode step of this layer, after writing the last key.
         if index.unfitted(served) or not needs_rebuild(index, cache, cache.first_rows(self._caches), S, self.config):
             return False
         return index.length >= cache.length or index.router.source.irreversible is None

@@ -1,4 +1,4 @@
-"""Replacement for the attention function that the models of mlx-lm, and those of mlx-vlm, call."""
+"""Replace the attention functions that the models of mlx-lm and mlx-vlm call."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PARAMETERS = ["queries", "keys", "values", "cache", "scale", "mask", "sinks"]
 
 
 class Listener(Protocol):
-    """Object that handles the attention calls of a model: a `Call` of an enabled model, or an observer."""
+    """Object that receives a model's attention calls: a `Call` of an enabled model, or an observer."""
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Return the attention output, or None to let mlx-lm attend densely."""
+        """Return the attention output, or None to let mlx-lm run dense attention."""
 
 
 # Listener of the forward pass that is running on this thread.
@@ -36,7 +36,7 @@ active: ContextVar[Listener | None] = ContextVar("active", default=None)
 
 
 def _replacement(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Return a function that attends with the active listener, or with ``original`` if the listener returns None."""
+    """Return a function that calls the active listener. Without one, or if it returns None, it calls ``original``."""
 
     def scaled_dot_product_attention(
         queries: mx.array,
@@ -58,7 +58,7 @@ def _replacement(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def _storing_ends(prepare: Any) -> Callable[..., None]:
-    """Wrap `BatchKVCache.prepare` to store the end rows of prompts of different lengths."""
+    """Wrap `BatchKVCache.prepare` to also store the end row of each prompt in ``cache.prompt_ends``."""
 
     def prepare_and_store_ends(cache: Any, *, lengths: list[int] | None = None, **padding: Any) -> None:
         prepare(cache, lengths=lengths, **padding)
@@ -127,10 +127,10 @@ def library_of(model: Any) -> Library:
 
 
 def bind(model: Any) -> list[str]:
-    """Replace the attention function in the modules of ``model``; return the names of these modules.
+    """Replace the attention function in the modules of ``model``, and return the names of these modules.
 
-    Each model file imports the function by value, so the function is replaced in every module. `KVCache.merge` and
-    `BatchKVCache.prepare` are replaced too, because the libraries call them before they call the model.
+    Each model file has its own reference to the library's function, so every module must be changed. `KVCache.merge`
+    and `BatchKVCache.prepare` are replaced too, because the libraries call both before they call the model.
     """
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
     library_of(model)
@@ -138,13 +138,13 @@ def bind(model: Any) -> list[str]:
 
 
 def unbind(names: list[str]) -> None:
-    """Undo one call of `bind`."""
+    """Undo one call to `bind`. Restore the functions of mlx-lm and mlx-vlm once all calls are undone."""
     for library in LIBRARIES.values():
         library.unbind(names)
 
 
 def changed_interfaces(package: str = "mlx_lm") -> list[str]:
-    """Return descriptions of the changed interfaces of mlx-lm or mlx-vlm; empty if the version is supported."""
+    """Return one line of text per changed interface of the installed ``package``; empty for a supported version."""
     problems = []
     found: Any = getattr(import_module(f"{package}.models.base"), NAME, None)
     if package in LIBRARIES:
@@ -175,7 +175,7 @@ def changed_interfaces(package: str = "mlx_lm") -> list[str]:
 
 
 def require(package: str = "mlx_lm") -> None:
-    """Raise `BackendUnavailable` if the library's interfaces have changed: attention would silently be dense."""
+    """Raise `BackendUnavailable` if interfaces of ``package`` have changed. Attention could then silently be dense."""
     problems = changed_interfaces(package)
     if problems:
         name, supported = package.replace("_", "-"), SUPPORTED[package]
@@ -186,7 +186,7 @@ def require(package: str = "mlx_lm") -> None:
 
 
 def reduce_as(cls: type, attribute: str) -> Any:
-    """Return a ``__reduce_ex__`` that copies and pickles an object as an instance of ``cls`` without ``attribute``."""
+    """Return a ``__reduce_ex__`` that copies and pickles objects as instances of ``cls`` without ``attribute``."""
 
     def reduce(self: Any, protocol: Any) -> Any:
         reduced: Any = cls.__reduce_ex__(self, protocol)  # type: ignore[call-arg]

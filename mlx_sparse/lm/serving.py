@@ -1,7 +1,7 @@
-"""Additions to `mlx_lm.server`: a log line about sparse attention for each request, and ``GET /v1/sparse``.
+"""Add to `mlx_lm.server` a log line about sparse attention for each request, and ``GET /v1/sparse``.
 
 The server has one thread for each connection. Another thread runs the model for all requests, and one forward pass may
-serve several requests. So the log line of a request counts all calls between the start and the end of the request.
+serve several requests. So the log line of a request includes all calls between the start and the end of the request.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ PATH = "/v1/sparse"
 
 @dataclass(eq=False)
 class Request:
-    """A request that the server is answering.
+    """Request that the server is answering.
 
     Attributes:
-        before: counts of all models at the start of the request.
-        together: largest number of concurrent requests so far, including this request.
+        before: call counts of all models at the start of the request.
+        concurrent: largest number of concurrent requests so far, including this request.
         tokens: number of tokens generated so far.
     """
 
     before: Counts
-    together: int = 1
+    concurrent: int = 1
     tokens: int = 0
 
 
@@ -41,7 +41,7 @@ class Requests:
     """All requests that the server is answering.
 
     Args:
-        count: function that returns the current counts of all models.
+        count: function that returns the current call counts of all models.
         log: function that writes a log line.
     """
 
@@ -56,7 +56,7 @@ class Requests:
         with self._lock:
             self._open.append(request)
             for each in self._open:
-                each.together = max(each.together, len(self._open))
+                each.concurrent = max(each.concurrent, len(self._open))
         return request
 
     def end(self, request: Request) -> None:
@@ -65,9 +65,9 @@ class Requests:
             self._open.remove(request)
 
     def answer(self, request: Request, context: Any, responses: Iterator[Any]) -> Iterator[Any]:
-        """Yield ``responses``, one per token, and log the request at the end, even if the client disconnects."""
+        """Yield the ``responses``, one per token. At the end, or if the client disconnects, log the request."""
 
-        def listened() -> Iterator[Any]:
+        def logged() -> Iterator[Any]:
             try:
                 yield  # start the generator now, so that `finally` runs even if no token is read
                 for response in responses:
@@ -77,25 +77,25 @@ class Requests:
                 self.end(request)
                 self._log(describe(request, self._count(), len(context.prompt), context.prompt_cache_count))
 
-        begun = listened()
-        next(begun)
-        return begun
+        started = logged()
+        next(started)
+        return started
 
 
 def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
-    """Return the log line of a request with ``prompt`` tokens, of which the server had cached ``cached``."""
-    known = f" ({cached:,} cached)" if cached > 0 else ""
-    others = f" of up to {request.together} concurrent requests" if request.together > 1 else ""
+    """Return the log line for a request with ``prompt`` tokens. The prompt cache contained ``cached`` of them."""
+    from_cache = f" ({cached:,} cached)" if cached > 0 else ""
+    others = f" of up to {request.concurrent} concurrent requests" if request.concurrent > 1 else ""
     calls = [f"{now.sparse_calls - request.before.sparse_calls:,} sparse"]
     if now.prefill is not None:
         calls.append(f"{now.prefill - request.before.prefill:,} sparse in prefill")
     dense = now.dense_calls - request.before.dense_calls
     calls.append(f"{dense.total():,} dense" + (f" ({listing(dense)})" if dense else ""))
-    return f"prompt of {prompt:,} tokens{known}, {request.tokens:,} generated; calls{others}: {', '.join(calls)}"
+    return f"prompt of {prompt:,} tokens{from_cache}, {request.tokens:,} generated; calls{others}: {', '.join(calls)}"
 
 
 def changed_interface() -> str | None:
-    """Return the name of the first interface of mlx-lm's server that has changed, or None."""
+    """Return the name of the first changed interface of mlx-lm's server, or None."""
     from mlx_lm import server
 
     expected = {
@@ -114,7 +114,7 @@ def changed_interface() -> str | None:
 
 @contextlib.contextmanager
 def request_logging(session: Session) -> Iterator[None]:
-    """Add the log lines and the page to mlx-lm's server, or print a warning if its interfaces have changed."""
+    """Add log lines and ``GET /v1/sparse`` to mlx-lm's server. If its interfaces have changed, print a warning."""
     found = changed_interface()
     if found is not None:
         session.print_line(
@@ -147,18 +147,18 @@ def request_logging(session: Session) -> Iterator[None]:
         handler.end_headers()
         handler.wfile.write(body)
 
-    places: list[tuple[Any, str, Any, Any]] = [
+    replaced: list[tuple[Any, str, Any, Any]] = [
         (server.ResponseGenerator, "generate", generate, ours),
         (handler_class, "do_GET", get, do_GET),
     ]
     if session.lossless is not None and hasattr(server.ResponseGenerator, "_is_batchable"):
         # Batches would decode densely, so the server takes one request at a time, as with a draft model.
         batchable = server.ResponseGenerator._is_batchable
-        places.append((server.ResponseGenerator, "_is_batchable", batchable, lambda generator, args: False))
-    for place, name, _, own in places:
-        setattr(place, name, own)
+        replaced.append((server.ResponseGenerator, "_is_batchable", batchable, lambda generator, args: False))
+    for owner, name, _, own in replaced:
+        setattr(owner, name, own)
     try:
         yield
     finally:
-        for place, name, original, _ in places:
-            setattr(place, name, original)
+        for owner, name, original, _ in replaced:
+            setattr(owner, name, original)

@@ -1,4 +1,4 @@
-"""Statistics of sparse calls for the report: counted on the device, then converted to plain numbers."""
+"""Count sparse calls on the device, and convert the counts to plain numbers for the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LayerStatistics:
     Attributes:
         pairs: number of causal pairs of a row block and a key block, summed over sequences.
         attended: number of attended pairs for each query head.
-        rows: number of queries whose attention recall was measured.
+        rows: number of queries with measured attention recall.
         lost: sum of 1 - recall over these queries.
         least: smallest attention recall; NaN if any recall is NaN.
     """
@@ -46,7 +46,7 @@ class LayerStatistics:
 
     @property
     def density(self) -> list[float]:
-        """Share of the causal block pairs that each query head attended."""
+        """Share of the causal block pairs that each query head attended to."""
         return [count / self.pairs for count in self.attended]
 
 
@@ -57,8 +57,8 @@ class PrefillStatistics:
     Attributes:
         calls: number of sparse calls.
         queries: number of query positions in these calls.
-        sampled_queries: number of query positions that were scored to select the blocks.
-        layers: sums of each layer, by index of the layer's cache.
+        sampled_queries: number of query positions that were scored to select blocks.
+        layers: sums for each layer, by index of the layer's cache.
         histogram: number of queries in each bin of attention recall.
     """
 
@@ -87,14 +87,14 @@ class PrefillStatistics:
 
     @property
     def sampled(self) -> float:
-        """Share of the queries that were scored to select the blocks."""
+        """Share of the queries that were scored to select blocks."""
         return self.sampled_queries / self.queries if self.queries else 0.0
 
     @property
     def recall(self) -> dict[str, float] | None:
         """Attention recall over all layers, heads and queries; None if it was not measured.
 
-        The keys are "mean", "min", and "low", the recall that 99 % of the queries reach, rounded down to 0.001.
+        The keys are "mean", "min" and "low". "low" is the recall that 99 % of the queries reach, rounded down to 0.001.
         """
         measured = [layer for layer in self.layers.values() if layer.rows]
         if not measured:
@@ -107,7 +107,7 @@ class PrefillStatistics:
         return {"mean": mean, "low": low / BINS, "min": min(layer.least for layer in measured)}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Return the statistics as plain data for JSON."""
         layers = []
         for index, layer in sorted(self.layers.items()):
             entry: dict[str, Any] = {"layer": index, "density": _mean(layer.density), "heads": layer.density}
@@ -140,14 +140,14 @@ class PrefillStatistics:
 
 
 class PrefillCounts:
-    """Counts of sparse prefill calls in one forward pass, on the device until `read` is called."""
+    """Counts of sparse prefill calls in one forward pass, which stay on the device until `read` is called."""
 
     def __init__(self) -> None:
         self._layers: list[tuple[int, Layout, mx.array]] = []
         self._recalls: list[tuple[int, int, list[mx.array]]] = []
 
     def add(self, layer: int, blocks: mx.array, layout: Layout) -> None:
-        """Count a call of the layer with index ``layer`` that attended ``blocks (B, Hq, R, N)``."""
+        """Count a call in which the layer with index ``layer`` attended to ``blocks (B, Hq, R, N)``."""
         self._layers.append((layer, layout, (blocks >= 0).sum(axis=(2, 3))))
 
     def add_recall(self, layer: int, recall: mx.array) -> None:
@@ -181,7 +181,7 @@ class PrefillCounts:
 
 
 def _layer_statistics(array: mx.array, layout: Layout) -> LayerStatistics:
-    """Return the sums of one call from its numbers of attended blocks ``(B, Hq)``."""
+    """Return the sums for one call. ``array (B, Hq)`` contains the number of attended blocks."""
     attended = np.array(array)
     heads = tuple(int(count) for count in attended.sum(axis=0, dtype=np.int64))
     return LayerStatistics(attended.shape[0] * layout.causal_pairs, heads)
@@ -193,9 +193,9 @@ class BucketStatistics:
 
     Attributes:
         valid: number of keys, without padding.
-        listed: number of keys in bucket lists. All other keys are attended.
+        listed: number of keys in bucket lists. All other keys are attended to.
         attended: number of attended keys.
-        bytes: bytes of the attended keys, of their values and of their list entries.
+        bytes: number of bytes of the attended keys, their values and their list entries.
     """
 
     valid: int = 0
@@ -208,24 +208,26 @@ class BucketStatistics:
 
     @property
     def selectivity(self) -> float:
-        """Share of the keys in bucket lists that were attended (saap.12); 0 if no key was in a list."""
+        """Share of the keys in bucket lists that were attended to (saap.12); 0 if no key was in a list."""
         visited = self.attended - (self.valid - self.listed)
         return visited / self.listed if self.listed else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Return the statistics as plain data for JSON."""
         return {"attended": self.attended, "keys": self.valid, "selectivity": self.selectivity}
 
 
 class BucketCounts:
-    """Counts of SAAP's decode steps in one forward pass, on the device until `read` is called."""
+    """Counts of SAAP's decode steps in one forward pass, which stay on the device until `read` is called."""
+
+    total = "counted"
 
     def __init__(self) -> None:
         self._lists: list[tuple[mx.array, int]] = []
         self._known = BucketStatistics()  # the counts that the host computes
 
     def add(self, counts: mx.array, key_bytes: int, *, valid: int, listed: int) -> None:
-        """Count a decode step that attended ``counts (B, Hkv)`` keys and moved ``key_bytes`` bytes per key."""
+        """Count a decode step that attended to ``counts (B, Hkv)`` keys and moved ``key_bytes`` bytes per key."""
         # `flatten` returns a new array that belongs to no other graph, as `read` requires.
         self._lists.append((counts.flatten(), key_bytes))
         self._known += BucketStatistics(valid, listed)
@@ -240,8 +242,8 @@ class BucketCounts:
     def read(self) -> BucketStatistics:
         """Wait for the counts and return them as plain numbers.
 
-        After `submit`, any thread may call this, but only one thread at a time. This is safe because the arrays are
-        already submitted and belong to no graph that another thread evaluates.
+        After `submit`, any thread may call this method, but only one thread at a time. This is safe because the arrays
+        are already submitted and belong to no graph that another thread evaluates.
         """
         found = self._known
         for counts, key_bytes in self._lists:
@@ -255,16 +257,16 @@ class DraftStatistics:
     """Statistics of self-speculative decoding.
 
     Attributes:
-        checks: number of dense calls that checked drafts. Each returns the accepted drafts and one more token.
+        checks: number of dense calls that checked drafts. Each returns the accepted tokens and one more.
         alone: number of tokens from dense decode steps without drafts.
-        examined: for each position in a draft, the number of drafts whose predecessors were all accepted.
-        accepted: for each position in a draft, the number of accepted drafts.
-        drafted: number of drafts.
-        draft_seconds, check_seconds: time for drafting and for checking in the timed checks.
+        examined: at each draft position, the number of tokens whose predecessors were all accepted.
+        accepted: at each draft position, the number of accepted tokens.
+        drafted: number of drafted tokens.
+        draft_seconds, check_seconds: time spent on drafting and on checking in the timed checks.
         timed: number of timed checks.
-        alone_seconds: time of the timed dense steps.
+        alone_seconds: total time of the timed dense steps.
         timed_alone: number of timed dense steps.
-        pauses: number of times that drafting was paused, because it was slower than dense decoding.
+        pauses: number of times that drafting was paused because it was slower than dense decoding.
     """
 
     checks: int = 0
@@ -293,7 +295,7 @@ class DraftStatistics:
         return self.alone + self.checks + sum(self.accepted)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Return the statistics as plain data for JSON."""
         return {**vars(self), "tokens": self.tokens}
 
     def lines(self) -> list[str]:

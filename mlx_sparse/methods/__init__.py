@@ -1,9 +1,9 @@
-"""Define one frozen dataclass per method: settings, crossover length, bytes moved.
+"""Define one frozen dataclass per method, with its settings, crossover length and bytes moved.
 
-``"sparq:rank=16,top_k=64"`` is the text form: ``METHOD[:key=value,...][+METHOD...]``. `parse` reads it, ``str(method)``
-prints it. `METHODS` lists all methods by name. `mlx_sparse.methods.table` names the function of each method on each
-backend, and the class of its auxiliary cache state. Names are imported on first use, because `mlx_sparse.cuda_ref`
-needs only the table.
+The text form of a method is ``METHOD[:key=value,...][+METHOD...]``, for example ``"sparq:rank=16,top_k=64"``. `parse`
+reads the text form, and ``str(method)`` prints it. `METHODS` lists all methods by name. `mlx_sparse.methods.table`
+lists the function of each method on each backend, and the class of its auxiliary cache state. Every name is imported
+on first use, because `mlx_sparse.cuda_ref` needs only the table.
 """
 # ruff: noqa: F403
 

@@ -1,4 +1,4 @@
-"""Base classes of the methods."""
+"""Define the base classes of the methods."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 # Names of submodules that normalize queries or keys in the model files of mlx-lm and transformers.
 QK_NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm"})
 QK_NORMS |= {"query_layernorm", "key_layernorm", "qk_norm"}
-NEVER = 1 << 40  # keys; as `shortest_context`: dense at every length
-SLACK = 2  # the best keys are not evenly distributed over the context-parallel shards
-# Settings that select when a backend is called, and are not arguments of its functions.
+NEVER = 1 << 40  # value of `shortest_context` in keys; attention is dense at every length
+SLACK = 2  # factor for the keys that a shard selects; the best keys are not evenly distributed over the shards
+# Settings that decide whether a backend is called. They are not arguments of the backend functions.
 SWITCHES = frozenset({"dense_below", "dense_above", "ranges"})
 
 
 @dataclass(frozen=True)
 class Step:
-    """Sizes of a layer's decode step, from which the crossover length is modelled.
+    """Sizes of a layer's decode step, which determine the modeled crossover length.
 
     Attributes:
-        heads: KV heads of all sequences, ``B * Hkv``.
-        G: query heads per KV head.
+        heads: number of KV heads in all sequences, ``B * Hkv``.
+        G: number of query heads per KV head.
         D: head dim.
-        itemsize: bytes of an element of keys and values.
-        buckets: number of buckets of SAAP's index.
-        network: bytes of SAAP's query network per KV head.
+        itemsize: bytes per element of keys and values.
         gpu: kind of GPU for the `metal` and `triton` backends, a key of `cost.ENOUGH_SAVED`; empty without a GPU.
+        buckets: number of buckets in SAAP's index.
+        network: size in bytes of SAAP's query network for one KV head.
         measured: crossover length in keys that was measured on this machine; None before a measurement.
-        packed: bits per component and group size of a quantized KV cache (quantized.1); None for other caches.
+        packed: (bits per component, group size) of a quantized KV cache (quantized.1); None for other caches.
     """
 
     heads: int
@@ -60,19 +60,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Method:
-    """The settings of a method. Class attributes describe the method.
+    """Base class of all methods. The fields are the settings; the class attributes below describe the method.
 
     Attributes:
-        name: name of the method in the text form and in every table.
+        name: name of the method in the text form and in all tables.
         stage: "decode" (one query per decode step), "prefill" (chunks of any size) or "prefill and decode".
-        source: the paper of the method.
-        reads: the data that the method reads per new token, or computes in prefill, in one phrase.
-        plot_style: color and marker in pictures. The colors are safe for color-blind readers.
-        presets: settings by name of the preset.
-        budget_setting: the setting that a transfer budget determines; empty if there is none.
-        sparse: True if the method skips keys, so that a model can run with it.
-        observes_prefill: True if the selection starts from the attention of a dense prefill.
-        pre_rope: True if the selection uses queries and keys before RoPE.
+        source: paper that introduced the method.
+        reads: description of the data that the method reads for each new token, or attends to in prefill.
+        plot_style: color and marker in plots. The colors are safe for color-blind readers.
+        presets: settings of each preset, by name.
+        budget_setting: name of the setting that is adjusted to reach a transfer budget; empty if there is none.
+        sparse: True if the method skips keys; False for dense attention.
+        observes_prefill: True if the selection uses the attention weights of a dense prefill.
+        pre_rope: True if the selection uses pre-RoPE queries and keys.
     """
 
     name: ClassVar[str]
@@ -88,14 +88,14 @@ class Method:
 
     @property
     def attended(self) -> int:
-        """Keys attended per step and KV head. Contexts of up to this many keys are attended densely."""
+        """Number of attended keys per decode step and KV head. Contexts of at most this many keys stay dense."""
         if not hasattr(self, "top_k"):
             raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
         return int(self.top_k)
 
     @property
     def unit(self) -> int:
-        """Number of consecutive keys that are selected together. If above 1, the last group is always selected."""
+        """Number of consecutive keys that are selected together. If it exceeds 1, the last group is always selected."""
         return 1
 
     @property
@@ -103,17 +103,17 @@ class Method:
         """Path of the artefact to load; None if the method or its settings need no artefact.
 
         Raises:
-            ConfigError: the settings need an artefact and name none.
+            ConfigError: the settings need an artefact, but do not name a file.
         """
         return None
 
     @property
     def fitted_buckets(self) -> int:
-        """Number of buckets that SAAP fits on the prompt if it has no artefact; 0 for other methods."""
+        """Number of buckets that SAAP fits to the prompt if it has no artefact; 0 for other methods."""
         return 0
 
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> Self:
-        """Return the method with every "auto" that depends on the model resolved. `parameters` resolves the rest.
+        """Return a copy of the method in which a value replaces each "auto" that depends on the model.
 
         Args:
             qk_norm: True if the model normalizes queries or keys.
@@ -125,16 +125,16 @@ class Method:
         """Raise `ConfigError` if a setting is too large for the head dim ``D``."""
 
     def supports_sinks(self, G: int) -> bool:
-        """Return True if attention sinks can be added with the log-sum-exp of the attended keys alone.
+        """Return True if the method supports attention sinks with ``G`` query heads per KV head.
 
-        ``G`` is the number of query heads per KV head.
+        Sinks rescale the output, which requires the log-sum-exp of the attended keys.
         """
         return True
 
     def parameters(self, G: int = 1) -> dict[str, Any]:
-        """Return the arguments of the backends' functions for layers of ``G`` query heads per KV head.
+        """Return the keyword arguments of the backend functions, for layers with ``G`` query heads per KV head.
 
-        No value is "auto": this resolves the settings that depend on the layer.
+        Every "auto" that depends on the layer is replaced by a value.
         """
         found = {name: getattr(self, name) for name in self.setting_names()}
         if "local_window" in found:
@@ -143,38 +143,39 @@ class Method:
 
     @classmethod
     def setting_names(cls) -> list[str]:
-        """Return the names of the settings that the backends' functions take."""
+        """Return the names of the settings that are arguments of the backend functions."""
         return [field.name for field in dataclasses.fields(cls) if field.name not in SWITCHES]
 
     @property
     def always_attended(self) -> tuple[int, int]:
-        """Number of first keys and number of last keys that every decode step attends."""
+        """Numbers of first keys and of last keys that every decode step attends to."""
         found = self.parameters()
         return found.get("sink_tokens", 0), found.get("recent_tokens", found.get("local_window", 0))
 
     def for_shard(self, size: int, recent: int) -> Self | None:
-        """Return the settings with which each of ``size`` context-parallel shards selects among its own keys.
+        """Return the method that one of ``size`` context-parallel shards applies to its own keys.
 
         Args:
-            recent: number of keys of this shard among the last keys, which every step attends (`always_attended`).
+            recent: number of last keys in this shard that every step attends to (`always_attended`).
 
         Returns:
-            None if the selection does not compare keys, so that each shard attends the same keys as one process would.
+            The method for one shard, or None if the selection does not compare keys. With None, the shards attend to
+            the same keys as without sharding.
         """
         return None
 
     @property
     def measurable(self) -> bool:
-        """True if a measurement on the machine may set `shortest_context`: ``dense_below`` is "auto"."""
+        """True if a measurement on this machine may replace `modeled_context`, because ``dense_below`` is "auto"."""
         return getattr(self, "dense_below", 0) == "auto" and not self.experiment
 
     @property
     def experiment(self) -> bool:
-        """True if the settings are for experiments on short texts, in which every possible step is sparse."""
+        """True if the settings are for experiments on short texts. Every step that can be sparse is then sparse."""
         return False
 
     def shortest_context(self, step: Step | None = None) -> int:
-        """Return the crossover length in keys. Shorter contexts are attended densely; `NEVER` means all contexts."""
+        """Return the crossover length in keys. Shorter contexts stay dense; at `NEVER`, all contexts stay dense."""
         below, exact = getattr(self, "dense_below", 0), self.attended + 1
         if not isinstance(below, str):
             return max(below, exact)
@@ -182,39 +183,40 @@ class Method:
             return exact
         if step is not None and step.measured is not None:
             return max(step.measured, exact)
-        return max(self.modelled_context(step), exact)
+        return max(self.modeled_context(step), exact)
 
-    def modelled_context(self, step: Step | None) -> int:
-        """Return `shortest_context` by a model of the machine, used before a measurement. It errs on the dense side."""
+    def modeled_context(self, step: Step | None) -> int:
+        """Return a conservative estimate of the crossover length in keys, for machines without a measurement."""
         return self.attended + 1
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Return the elements moved per KV head and decode step for ``S`` keys of head dim ``D``.
+        """Return the number of elements moved per KV head and decode step for ``S`` keys of head dim ``D``.
 
-        ``buckets`` is the number of buckets of the index, if the method has an index.
+        ``buckets`` is the number of buckets in SAAP's index; other methods ignore it.
         """
         raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
 
     def rows(self, S: int) -> int:
-        """Return the number of whole key and value rows that a decode step over ``S`` keys reads per KV head."""
+        """Return the number of complete key and value rows that a decode step over ``S`` keys reads per KV head."""
         return 2 * min(self.attended, S)
 
     def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int) -> int:
-        """Return the bytes moved per KV head and decode step, if a key or value row takes ``row_bytes``."""
+        """Return the bytes moved per KV head and decode step, if one key (or value) row has ``row_bytes`` bytes."""
         rows = self.rows(S)
         return itemsize * (self.elements(S, D) - rows * D) + rows * row_bytes
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[Self, str]:
-        """Return the method for a budget of ``share`` of the transfers of dense attention, and the free setting.
+        """Return the method, and the name of the setting that the caller adjusts to reach a transfer budget.
 
-        Settings in ``named`` stay unchanged. The free setting is the setting that a search varies, or an empty text.
+        The budget is ``share`` of the transfers of dense attention. Settings in ``named`` stay unchanged. The name is
+        empty if no setting can be adjusted.
         """
         own = {field.name for field in dataclasses.fields(self)}
         running: dict[str, Any] = {"dense_below": 0} if "dense_below" in own - set(named) else {}
         return dataclasses.replace(self, **running), "" if self.budget_setting in named else self.budget_setting
 
     def __str__(self) -> str:
-        """Return the text form with every key that differs from its default."""
+        """Return the text form with all settings that differ from their defaults."""
         pairs = [
             f"{field.name}={_print_value(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
@@ -225,7 +227,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Dense(Method):
-    """Attention as mlx-lm runs it: the baseline."""
+    """Dense attention of mlx-lm, the baseline for all methods."""
 
     name: ClassVar[str] = "dense"
     stage: ClassVar[str] = "prefill and decode"
@@ -243,24 +245,24 @@ class Prefill(Method):
 
     @property
     def block_size(self) -> int:
-        """Queries per row block and keys per key block; 1 for methods that select single keys for single queries."""
+        """Number of queries per row block and of keys per key block; 1 if each query selects single keys."""
         return 1
 
     def at(self, S: int) -> Prefill:
-        """Return the method with the settings for a context of ``S`` keys."""
+        """Return the method with its settings for a context of ``S`` keys."""
         return self
 
     def layout(self, L: int, S: int) -> Layout:
-        """Return the blocks of ``L`` queries over ``S`` keys, and the sampled rows if there is a sample."""
+        """Return the row blocks, key blocks and sampled rows for ``L`` queries over ``S`` keys."""
         return Layout(L, S, 1, self.block_size, rows=0)
 
     def shortest_context(self, step: Step | None = None) -> int:
         return 0
 
     def max_density(self, backend: str, measured: float | None = None) -> float:
-        """Return the density above which attention stays dense.
+        """Return the density of the selected blocks above which attention stays dense.
 
-        ``measured`` is the largest density at which sparse attention was faster on this machine, if measured.
+        ``measured`` is the largest density at which sparse attention was faster on this machine; None if unknown.
         """
         return 1.0
 
@@ -270,12 +272,12 @@ class Prefill(Method):
 
 
 def shard_top_k(top_k: int, size: int) -> int:
-    """Return the number of keys that one of ``size`` shards selects: `SLACK` times its share, at most ``top_k``."""
+    """Return the number of keys that each of ``size`` shards selects: ``SLACK * top_k / size``, at most ``top_k``."""
     return min(top_k, -(-SLACK * top_k // size))
 
 
 def read_value(text: str) -> str | int | float | bool | None:
-    """Parse the value of a setting: true, false, none, a number, or else a text."""
+    """Convert the text of a setting to a bool, None or a number. Any other text is returned unchanged."""
     words: dict[str, bool | None] = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]

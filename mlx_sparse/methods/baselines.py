@@ -1,4 +1,4 @@
-"""Baselines of the papers on SparQ, SAAP and SampleAttention."""
+"""Define the settings of the baselines in the papers on SparQ, SAAP and SampleAttention."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .block_layout import MINFERENCE_ROWS, Layout
 
 @dataclass(frozen=True)
 class Streaming(Method):
-    """First ``sink_tokens`` and last ``recent_tokens`` keys (StreamingLLM, LM-Infinite).
+    """Attend to the first ``sink_tokens`` and the last ``recent_tokens`` keys (StreamingLLM, LM-Infinite).
 
     Attributes:
-        sink_tokens: first keys that are attended.
-        recent_tokens: last keys that are attended, at least 1.
+        sink_tokens: number of sink keys.
+        recent_tokens: number of recent keys, at least 1.
     """
 
     name: ClassVar[str] = "streaming"
@@ -43,7 +43,7 @@ class Streaming(Method):
 
 @dataclass(frozen=True)
 class StreamingPrefill(Prefill):
-    """Prefill with the first keys and a window that is a share of the context (StreamingLLM)."""
+    """Attend to the first keys and a sliding window in prefill. The window is a share of the context (StreamingLLM)."""
 
     name: ClassVar[str] = "streaming_prefill"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
@@ -62,16 +62,16 @@ class StreamingPrefill(Prefill):
 
 @dataclass(frozen=True)
 class H2O(Method):
-    """Heavy hitters: the ``top_k`` keys with the largest attention so far. Other keys are evicted for good.
+    """Attend to the ``top_k`` keys that received the most attention so far (heavy hitters), and evict all other keys.
 
-    This baseline saves no time: the attention of the prefill is computed twice, and evicted keys stay in memory.
+    This baseline saves no time: attention in prefill is computed twice, and evicted keys stay in memory.
     """
 
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
     reads: ClassVar[str] = (
-        "the last keys and the keys that received most attention so far; all other keys are evicted. For comparison: "
-        "it counts the attention of dense prefill"
+        "the last keys and the keys that received the most attention so far; all other keys are evicted. "
+        "For comparison: it needs dense prefill"
     )
     plot_style: ClassVar[tuple[str, str]] = ("#D55E00", "s")
     budget_setting: ClassVar[str] = "top_k"
@@ -93,7 +93,7 @@ class H2O(Method):
 
 @dataclass(frozen=True)
 class FlexGen(Method):
-    """Exact softmax over all keys, values of the ``top_k`` largest weights, no renormalization."""
+    """Attend to the ``top_k`` keys with the largest exact softmax weights, without renormalization."""
 
     name: ClassVar[str] = "flexgen"
     source: ClassVar[str] = "FlexGen, arXiv 2303.06865"
@@ -118,7 +118,7 @@ class FlexGen(Method):
 
 @dataclass(frozen=True)
 class OracleTopK(Method):
-    """The ``top_k`` keys with the largest exact scores. A bound for SparQ that saves nothing."""
+    """Attend to the ``top_k`` keys with the largest exact scores, an upper bound for SparQ. This saves no transfers."""
 
     name: ClassVar[str] = "oracle_top_k"
     source: ClassVar[str] = "the bound in the SparQ paper"
@@ -139,11 +139,11 @@ class OracleTopK(Method):
 
 @dataclass(frozen=True)
 class MInference(Prefill):
-    """Vertical-slash attention with fixed budgets for prefill."""
+    """Attend to fixed numbers of key blocks and diagonals in prefill (vertical-slash attention)."""
 
     name: ClassVar[str] = "minference"
     source: ClassVar[str] = "MInference, arXiv 2407.02490"
-    reads: ClassVar[str] = "key blocks and distances with most of a sample's attention, a fixed number of them"
+    reads: ClassVar[str] = "a fixed number of key blocks and distances with most of a sample's attention"
     plot_style: ClassVar[tuple[str, str]] = ("#882255", "s")
 
     block_size: int = 64
@@ -161,7 +161,7 @@ class MInference(Prefill):
 
 @dataclass(frozen=True)
 class BigBird(Prefill):
-    """Prefill with a window, the first keys and random blocks. Window and first keys are shares of the context."""
+    """Attend to a window and to the first keys, which are shares of the context, and to random blocks in prefill."""
 
     name: ClassVar[str] = "bigbird"
     source: ClassVar[str] = "BigBird, arXiv 2007.14062"
@@ -182,13 +182,13 @@ class BigBird(Prefill):
 
 @dataclass(frozen=True)
 class HyperAttention(Prefill):
-    """Keys in the query's bucket of a sort by hash, and a weighted sample of the others (docs/spec/sample.md).
+    """Attend to keys with a similar hash and to a weighted sample of the other keys in prefill (docs/spec/sample.md).
 
     Attributes:
-        bucket_size: keys of a bucket.
-        sampled_keys: sampled keys that represent all other keys.
+        bucket_size: number of keys per bucket. Keys are sorted by hash and divided into buckets.
+        sampled_keys: number of sampled keys, which represent all keys outside the bucket.
         hash_bits: number of random directions whose signs form the hash, 1..16.
-        exact_rows: spans of up to this many queries attend each other in full.
+        exact_rows: largest number of consecutive tokens among which attention is exact.
     """
 
     name: ClassVar[str] = "hyperattention"
@@ -213,16 +213,16 @@ class HyperAttention(Prefill):
         check_int("exact_rows", self.exact_rows, 1)
 
     def supports_sinks(self, G: int) -> bool:
-        """Return False: the sampled keys represent keys that the log-sum-exp does not count."""
+        """Return False: the log-sum-exp that sinks need omits the keys that the sampled keys represent."""
         return False
 
 
 @dataclass(frozen=True)
 class HashSparse(Prefill):
-    """Every query attends the keys before it that have its hash (docs/spec/sample.md, "Baselines").
+    """Attend to the earlier keys with the same hash as the query (docs/spec/sample.md, "Baselines").
 
     Attributes:
-        buckets: number of hash values C, even: two per random direction.
+        buckets: number of hash values C, two per random direction; must be even.
     """
 
     name: ClassVar[str] = "hash_sparse"

@@ -1,4 +1,4 @@
-"""Blocks and regions of a prefill chunk: docs/spec/sample.md, section "Blocks and regions"."""
+"""Divide a prefill chunk into blocks and regions (docs/spec/sample.md, "Blocks and regions")."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ MINFERENCE_ROWS = 64  # query rows that MInference samples
 
 @dataclass(frozen=True)
 class Region:
-    """Row blocks that share one sample.
+    """Consecutive row blocks that share one sample of query rows.
 
     Attributes:
-        first, stop: absolute row blocks ``[first, stop)``.
-        sample: query rows ``[start, stop)`` whose attention represents the region.
+        first, stop: range ``[first, stop)`` of row blocks, counted from position 0.
+        sample: range ``[start, stop)`` of sampled query rows, counted from the first query of the chunk.
     """
 
     first: int
@@ -24,11 +24,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """Blocks and regions of ``L`` queries at positions ``S - L ..`` over ``S`` keys. Blocks count from position 0.
+    """Blocks and regions of a prefill chunk: the last ``L`` of ``S`` tokens. Blocks start at position 0.
 
     Attributes:
-        chunks: requested number of regions; at most one per row block is made.
-        rows: query rows sampled per region; None means ``block_size``.
+        chunks: requested number of regions. There is at most one region per row block.
+        rows: number of query rows to sample per region; None means ``block_size``.
     """
 
     L: int
@@ -39,12 +39,12 @@ class Layout:
 
     @property
     def first_block(self) -> int:
-        """The row block of the first query."""
+        """Index of the row block that contains the first query."""
         return (self.S - self.L) // self.block_size
 
     @property
     def row_blocks(self) -> int:
-        """Number of row blocks that contain a query."""
+        """Number of row blocks that contain at least one query."""
         return self.key_blocks - self.first_block
 
     @property
@@ -54,7 +54,7 @@ class Layout:
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """Regions of the chunk, each with its sample (sample.1), (sample.2)."""
+        """Regions of the chunk with their sampled query rows (sample.1), (sample.2)."""
         R = self.row_blocks
         rows = self.block_size if self.rows is None else self.rows
         chunks = min(self.chunks, R)
@@ -69,12 +69,12 @@ class Layout:
 
     @cached_property
     def region_of(self) -> tuple[int, ...]:
-        """Index of the region of each row block; ``row_blocks`` numbers."""
+        """Region index of each row block, as a tuple of length ``row_blocks``."""
         return tuple(c for c, region in enumerate(self.regions) for _ in range(region.first, region.stop))
 
     @cached_property
     def sampled_blocks(self) -> frozenset[int]:
-        """Absolute row blocks that contain a sampled row."""
+        """Indices of the row blocks with at least one sampled row, counted from position 0."""
         offset = self.S - self.L
         return frozenset(
             block
@@ -85,12 +85,12 @@ class Layout:
 
     @property
     def all_sampled(self) -> bool:
-        """True if every row block contains a sampled row, so that no block can be skipped."""
+        """True if every row block contains a sampled row. Then no key block can be skipped."""
         return len(self.sampled_blocks) == self.row_blocks
 
     @property
     def causal_pairs(self) -> int:
-        """Number of causal pairs of a row block and a key block."""
+        """Number of pairs (row block, key block) that causal attention computes."""
         return (self.first_block + 1 + self.key_blocks) * self.row_blocks // 2
 
     @property

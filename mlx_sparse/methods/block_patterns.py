@@ -1,4 +1,4 @@
-"""Block patterns that depend only on sizes: docs/spec/sample.md, section "Baselines"."""
+"""Build block masks that do not depend on the queries and keys (docs/spec/sample.md, "Baselines")."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Pattern = npt.NDArray[np.bool_]
 
 
 def bigbird_pattern(layout: Layout, *, window: float, global_share: float, random_blocks: int) -> Pattern:
-    """Return the window, the first blocks and some random blocks (sample.13): ``(R, Nk)`` bool, True = attend."""
+    """Return a bool mask ``(R, Nk)``, True for the window, the first key blocks and random key blocks (sample.13)."""
     pattern = _window(layout, first=_blocks_of(global_share * layout.S, layout.block_size), window=window)
     for index in range(layout.row_blocks):
-        # Random, but the same in every run and for every head: hashed from the row block (Knuth's multiplier).
+        # Hash the row block with Knuth's multiplier, to get the same random blocks in every run and for every head.
         row_block = layout.first_block + index
         hashes = [(row_block * 8191 + n) * 2654435761 % 2**32 >> 8 for n in range(random_blocks)]
         pattern[index, [number % (row_block + 1) for number in hashes]] = True
@@ -24,12 +24,12 @@ def bigbird_pattern(layout: Layout, *, window: float, global_share: float, rando
 
 
 def streaming_pattern(layout: Layout, *, sink_tokens: int, window: float) -> Pattern:
-    """Return the first blocks and the window (sample.14): ``(R, Nk)`` bool, True = attend."""
+    """Return a bool mask ``(R, Nk)``, True for the first key blocks and the window (sample.14)."""
     return _window(layout, first=_blocks_of(sink_tokens, layout.block_size), window=window)
 
 
 def _window(layout: Layout, *, first: int, window: float) -> Pattern:
-    """Return the first key blocks and the blocks less than a window away, up to the diagonal."""
+    """Return a bool mask ``(R, Nk)``, True for the ``first`` causal key blocks and for blocks inside the window."""
     row_block = np.arange(layout.first_block, layout.key_blocks)[:, None]
     block: Any = np.arange(layout.key_blocks)
     near = row_block - block < _blocks_of(window * layout.S, layout.block_size)
@@ -38,5 +38,5 @@ def _window(layout: Layout, *, first: int, window: float) -> Pattern:
 
 
 def _blocks_of(tokens: float, block_size: int) -> int:
-    """Return the number of whole blocks that contain ``tokens``, at least 1."""
+    """Return ``tokens / block_size`` rounded up, at least 1."""
     return max(-(-int(tokens) // block_size), 1)

@@ -1,4 +1,4 @@
-"""Spans and random numbers of the methods that hash queries and keys: docs/spec/sample.md, section "Baselines"."""
+"""Compute spans and random numbers for the baselines that hash queries and keys (docs/spec/sample.md)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Span:
-    """Queries at positions ``[start, stop)`` and the keys ``[first, last)`` before them.
+    """Queries at positions ``[start, stop)`` and the earlier keys at positions ``[first, last)``.
 
-    A span with few keys attends all of them. In other spans the keys are selected by hash.
+    If a span has few keys, its queries attend to all its keys. Otherwise the keys are selected by hash.
     """
 
     start: int
@@ -26,7 +26,7 @@ class Span:
 
 
 def random_words(count: int) -> Array:
-    """Return ``count`` uint64 words of SplitMix64 from seed 0, the same in every run and for every head."""
+    """Return ``count`` uint64 random numbers (SplitMix64 with seed 0), the same in every run and for every head."""
     words = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
@@ -34,23 +34,23 @@ def random_words(count: int) -> Array:
 
 
 def signs(D: int, count: int) -> Array:
-    """Return float32 ``(D, count)`` of 1 and -1: the directions along which vectors are hashed (sample.15)."""
+    """Return ``count`` random directions for hashing: float32 ``(D, count)`` with elements 1 and -1 (sample.15)."""
     high: Array = random_words(D * count) >> np.uint64(63)
     return (1 - 2 * high.astype(np.float32)).reshape(D, count)
 
 
 def sampled(first: int, last: int, count: int) -> Array:
-    """Return one random key of each of ``count`` equal parts of ``[first, last)``, ascending (sample.18)."""
+    """Divide the keys ``[first, last)`` into ``count`` equal ranges and return a random key from each (sample.18)."""
     borders = first + np.arange(count + 1) * (last - first) // count
     lengths = (borders[1:] - borders[:-1]).astype(np.uint64)
     return borders[:-1] + (random_words(count) % lengths).astype(np.int64)
 
 
 def pieces(L: int, S: int, exact_rows: int) -> Iterator[tuple[int, int, tuple[Span, ...]]]:
-    """Halve the positions of the last ``L`` of ``S`` tokens until each part has at most ``exact_rows`` (sample.16).
+    """Halve the positions ``[S - L, S)`` repeatedly, until each range has at most ``exact_rows`` queries (sample.16).
 
     Yields:
-        ``start`` and ``stop`` of a part, and the spans that contain its queries.
+        ``start`` and ``stop`` of a range, and the spans that contain its queries.
     """
 
     def cut(start: int, stop: int, before: tuple[Span, ...]) -> Iterator[tuple[int, int, tuple[Span, ...]]]:

@@ -1,4 +1,4 @@
-"""Quest."""
+"""Define the parameters of Quest."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .cost import ENOUGH_SAVED
 
 @dataclass(frozen=True)
 class Quest(Method):
-    """Quest decoding: whole pages of keys, selected by an upper bound of their scores (docs/spec/quest.md).
+    """Attend to the pages of keys with the largest upper bounds on their scores (docs/spec/quest.md).
 
     Attributes:
-        page_size: consecutive keys of a page, at least 1.
-        top_k: keys attended per KV head, in whole pages: rounded up to a multiple of ``page_size``. The current page is
-            one of them. The default is the budget at which the paper matches dense attention on LongBench.
-        dense_below: keys below which attention stays dense. "auto" is the length that was measured on this machine.
-            Before a measurement it is ``4 * top_k`` with the `ops` backend, where a listed row takes 2.5 times as long
-            as a row of dense attention (docs/results/speed.md). With GPU kernels it is the length that saves
-            `ENOUGH_SAVED` bytes. With a
-            ``top_k`` below the default, as in experiments on short texts, every possible step is sparse.
+        page_size: number of consecutive keys per page, at least 1.
+        top_k: number of attended keys per KV head, rounded up to whole pages. The current page is included. The
+            default is the budget at which Quest matches dense attention on LongBench in the paper.
+        dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
+            on this machine. Before a measurement it is ``4 * top_k`` with the `ops` backend, where a gathered row takes
+            2.5 times as long to read as a row in dense attention (docs/results/speed.md). With GPU kernels it is the
+            length at which a step saves `ENOUGH_SAVED` bytes. With a ``top_k`` below the default, for experiments on
+            short texts, every step that can be sparse is sparse.
     """
 
     name: ClassVar[str] = "quest"
@@ -62,10 +62,10 @@ class Quest(Method):
     def for_shard(self, size: int, recent: int) -> Quest:
         return dataclasses.replace(self, top_k=max(shard_top_k(self.top_k, size), self.page_size))
 
-    def modelled_context(self, step: Step | None) -> int:
+    def modeled_context(self, step: Step | None) -> int:
         if not step or not step.gpu:
             return 4 * self.attended
-        # The step skips rows. It reads the bounds (quest.6), and writes and reads the scores of pages.
+        # A sparse step skips rows, but it reads the page bounds (quest.6), and writes and reads the page scores.
         row = 2 * step.itemsize * step.D
         saved = row - (row + 8) / self.page_size
         if saved <= 0:

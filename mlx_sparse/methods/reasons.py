@@ -1,17 +1,17 @@
-"""Reasons why a call or a layer was dense. The report prints ``"12 " + reason`` after "dense calls:"."""
+"""List the reasons why calls or layers stay dense. The report prints, for example, "dense calls: 12 in prefill"."""
 
 from __future__ import annotations
 
-# More queries than this in one call are prefill. Fewer queries are a verification step or a short turn.
+# A call with more queries than this is prefill. A call with fewer queries is a verification step or a short prompt.
 VERIFY_QUERIES = 16
 
 # Properties of a layer.
 NO_CACHE = "without a KV cache"
 OTHER_HEAD_DIMS = "with key and value head dims that differ (MLA)"
-OTHER_ROWS = "with keys or values that are not the cache's (MLA)"
+OTHER_ROWS = "with keys or values that differ from the KV cache (MLA)"
 SINKS = "with attention sinks"
-OWN_ATTENTION = "that compute attention themselves or have none"
-KEEPS_A_STATE = "that keep a state of fixed size and no keys"  # in the table of models
+OWN_ATTENTION = "with custom attention code or without attention"
+KEEPS_A_STATE = "with a state of fixed size instead of keys"  # in the table of models
 NO_ATTENTION = "without attention"
 
 # Properties of a call.
@@ -19,39 +19,42 @@ ARRAY_MASK = "with an array mask"
 NOT_CAUSAL = "without a causal mask"
 A_FEW = "in multi-token decode (verification step or short prompt)"
 PROMPT = "in prefill"
-LAST_OF_PROMPT = "of the prompt's last token"
-NO_DECODE = "of a single query (no decode method)"
-CHECKED = "that verify drafts, or decode without drafts (lossless)"
+LAST_OF_PROMPT = "for the last token of a prompt"
+NO_DECODE = "with a single query (no decode method)"
+CHECKED = "in lossless mode (verification or decoding without drafts)"
 OWN_KERNEL = "in a kernel of the model"
-UNKNOWN_PADDING = "of a batch padded on the right by an unknown number"
-SHORT_SEQUENCES = "of the short sequences of a batch"
+UNKNOWN_PADDING = "on a batch with unknown right padding"
+SHORT_SEQUENCES = "for the short sequences of a batch"
 
 # Calls in which sparse attention would save nothing.
-NOTHING_SAVED = "whose selection of keys would cost more than it saves"
-TOO_FULL = "whose sample selects too many blocks"
-ALPHA_OF_ONE = "with an alpha of 1"
-ALL_SAMPLED = "with a sample in every row block"
-BETWEEN_RANKS = "that begins inside a block of a shard"
-LARGE_SAMPLE = "with a sample of more than an eighth of the queries"
+NOTHING_SAVED = "where selecting keys would cost more than it saves"
+TOO_FULL = "with too many selected key blocks"
+ALPHA_OF_ONE = "with alpha_column=1 or alpha_slash=1"
+ALL_SAMPLED = "with sampled queries in every row block"
+BETWEEN_RANKS = "that start inside a block of a context-parallel shard"
+LARGE_SAMPLE = "with more than an eighth of the queries sampled"
 
 # H2O.
 UNCOUNTED = "over keys with unknown attention scores"
 
-# SAAP: its layers and their pre-RoPE tensors.
-FIRST_LAYERS = "among the first (dense_layers)"
-NOT_IN_ARTEFACT = "that the artefact does not have"
-NOT_WRITTEN = "with keys that another layer wrote"
-ROPE_NOT_A_MODULE = "with a rope that is no module of its own"
-CHANGED_AFTER_ROPE = "with a norm or another change after RoPE"
-ROPE_BY_LENGTH = "with a rope that depends on the length (dynamic NTK), of keys that were not recorded"
-ROPE_NOT_INVERTIBLE = "with a rope that is not invertible, of keys that were not recorded"
+# Properties of layers that exclude SAAP.
+FIRST_LAYERS = "at the start of the model (dense_layers)"
+NOT_IN_ARTEFACT = "without centroids in the artefact"
+NOT_WRITTEN = "with keys written by another layer"
+ROPE_NOT_A_MODULE = "with RoPE outside of a separate module"
+CHANGED_AFTER_ROPE = "with a norm or another operation after RoPE"
+ROPE_BY_LENGTH = "with RoPE that depends on the length (dynamic NTK), and unrecorded pre-RoPE keys"
+ROPE_NOT_INVERTIBLE = "with RoPE that is not invertible, and unrecorded pre-RoPE keys"
+
+
+SHORTER = "over fewer than "  # start of the reason that `shorter_than` returns
 
 
 def shorter_than(keys: int) -> str:
-    """Return the reason why a context shorter than ``keys`` keys stays dense."""
-    return f"over fewer than {keys:,} keys"
+    """Return the reason for contexts with fewer than ``keys`` keys."""
+    return f"{SHORTER}{keys:,} keys"
 
 
 def other_cache(name: str) -> str:
-    """Return the reason for a cache of a class that no method supports."""
+    """Return the reason for layers with the unsupported cache class ``name``."""
     return f"with a sliding window ({name})" if "Rotating" in name else f"with a {name}"

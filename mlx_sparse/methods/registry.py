@@ -12,10 +12,10 @@ from ..checks import BackendUnavailable, ConfigError, did_you_mean
 from ..extras import not_installed
 from .table import BACKENDS, FOREIGN, FUNCTIONS, HOOKS, STATES
 
-# Registers and threadgroup memory limit the head dim and the query rows per KV head of the Metal kernels. A thread has
-# the sums of up to METAL_GROUP rows; `attend_rows`, the dense check, takes up to METAL_ROWS.
+# Registers and threadgroup memory limit the head dim and the query rows per KV head of the Metal kernels. A thread
+# accumulates up to METAL_GROUP rows; `attend_rows`, the dense verification step, supports up to METAL_ROWS.
 METAL_HEAD_DIM, METAL_GROUP, METAL_ROWS = 256, 16, 128
-# These functions run on the matrix units, in tiles of 16 components, and take any number of rows per head.
+# These functions use the matrix units in tiles of 16 components, and support any number of query rows per KV head.
 MATRIX_FUNCTIONS = frozenset({"sample", "sample_scores", "sample_select", "attend_blocks"})
 
 
@@ -36,11 +36,11 @@ def _no_metal() -> str | None:
     try:
         import mlx.core as mx
     except ImportError:
-        return "MLX does not work here; `mlx-sparse doctor` says more"
+        return "MLX cannot be imported; run `mlx-sparse doctor` for details"
     if not mx.metal.is_available():
         return "MLX finds no Metal GPU on this machine"
     if mx.default_device() != mx.gpu:
-        return "the default device is not the GPU; mx.set_default_device(mx.gpu) makes it so"
+        return "the default device is not the GPU; call mx.set_default_device(mx.gpu)"
     return None
 
 
@@ -50,14 +50,14 @@ def _no_onnx(backend: str) -> str | None:
 
 
 def _ask(module: str) -> str | None:
-    """Return the reason why `cuda_ref` or `onnx_export` cannot run a backend here, or None."""
+    """Return the reason why the backend in ``module`` cannot run here, or None."""
     reason: str | None = importlib.import_module(f"mlx_sparse.{module}").unavailable()
     return reason
 
 
 @functools.cache
 def gpu_kind() -> str:
-    """Return the kind of Apple GPU by MLX's letter: g (base and Pro), s (Max) or d (Ultra); g for any other."""
+    """Return the kind of Apple GPU: g (base, Pro and unknown), s (Max) or d (Ultra), as in MLX's architecture name."""
     import mlx.core as mx
 
     letter = str(mx.device_info().get("architecture", ""))[-1:]
@@ -65,12 +65,12 @@ def gpu_kind() -> str:
 
 
 def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = None) -> str | None:
-    """Return the reason why ``function`` of ``backend`` does not support a layer, or None.
+    """Return the reason why ``backend`` cannot run ``function`` for these sizes, or None.
 
     Args:
         D: head dim.
-        G: query heads per KV head.
-        bits: bits of a quantized KV cache; None for other caches.
+        G: number of query heads per KV head.
+        bits: number of bits of a quantized KV cache; None for other caches.
     """
     if backend == "metal" and function in MATRIX_FUNCTIONS and bits is not None:
         return "its prefill kernels do not read quantized KV caches"
@@ -85,33 +85,34 @@ def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = 
 
 
 def refusal(backend: str, function: str, reason: str | None = None) -> str | None:
-    """Return why a backend cannot run ``function`` on MLX arrays here, or ``reason`` if nothing prevents it."""
+    """Return ``reason`` or another reason why ``backend`` cannot run ``function`` on MLX arrays, or None."""
     reason = FOREIGN.get(backend) or unavailable(backend) or reason
     if reason is None and backend not in FUNCTIONS.get(function, {}):
-        return f"it does not have {function}; `mlx-sparse matrix` shows what it has"
+        return f"it does not support {function}; `mlx-sparse matrix` lists the methods of each backend"
     return reason
 
 
 def require(backend: str, function: str, reason: str | None = None) -> None:
-    """Raise unless a backend can run ``function`` on MLX arrays here. "auto" always can.
+    """Raise unless ``backend`` can run ``function`` on MLX arrays here. "auto" never raises.
 
     Args:
-        reason: a reason of the caller why the backend cannot run the function, or None.
+        reason: reason that the caller found, or None.
 
     Raises:
-        BackendUnavailable: the backend cannot run the function. No other backend is used silently.
+        BackendUnavailable: the backend cannot run the function. The call never falls back to another backend.
     """
     if backend != "auto" and (reason := refusal(backend, function, reason)) is not None:
         raise BackendUnavailable(f"backend: expected auto or ops, got {backend} ({reason}).")
 
 
 def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = None) -> str:
-    """Return the backend that runs ``function`` on MLX arrays of these sizes, or on a quantized KV cache of ``bits``.
+    """Return the backend that runs ``function`` for these sizes: head dim ``D``, ``G`` query heads per KV head.
 
-    "auto" selects metal if metal has the function and can run here, and ops otherwise.
+    "auto" selects metal if metal supports the function and can run here, and ops otherwise. ``bits`` is the number of
+    bits of a quantized KV cache, or None.
 
     Raises:
-        BackendUnavailable: a backend that was named cannot run here.
+        BackendUnavailable: ``backend`` is not "auto" and cannot run here.
     """
     if backend == "auto":
         served = "metal" in FUNCTIONS.get(function, {})
@@ -125,30 +126,30 @@ def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = N
 
 
 def load(function: str, backend: str) -> Callable[..., Any]:
-    """Import and return ``function`` of ``backend``.
+    """Import and return the implementation of ``function`` in ``backend``.
 
     Raises:
-        ConfigError: the table has no such entry.
+        ConfigError: ``backend`` does not support the function.
     """
     entry = FUNCTIONS.get(function, {}).get(backend)
     if entry is None:
-        raise ConfigError(f"backend: expected one that has {function}, got {backend}.")
+        raise ConfigError(f"backend: expected one that supports {function}, got {backend}.")
     loaded: Callable[..., Any] = _import(entry)
     return loaded
 
 
 def load_state(method: str) -> Callable[[], Any] | None:
-    """Return the class of the auxiliary cache state of ``method``; None if the method has no state."""
+    """Return the class of the auxiliary cache state of ``method``; None if the method needs no auxiliary state."""
     return _import(STATES[method]) if method in STATES else None
 
 
 def load_hooks(method: str) -> Any:
-    """Return the class of the model hooks of ``method``; None if the method has no hooks."""
+    """Return the class of the model hooks of ``method``; None if the method needs no hooks."""
     return _import(HOOKS[method]) if method in HOOKS else None
 
 
 @functools.cache
 def _import(entry: str) -> Any:
-    """Import the object that a string of the table names. Cached, because every layer calls this at every step."""
+    """Import the object that a table entry names. The result is cached, because every layer needs it in every step."""
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(f"mlx_sparse.{module}"), name)

@@ -1,4 +1,4 @@
-"""SAAP."""
+"""Define the parameters of SAAP."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ ONLINE_BUCKETS = 256
 
 @dataclass(frozen=True)
 class SAAP(Method):
-    """SAAP decoding (docs/spec/saap.md).
+    """Attend to the keys in the visited buckets, the first keys and the last keys (docs/spec/saap.md).
 
     Attributes:
-        artefact: file of `mlx-sparse train-saap`; None with mode "online".
-        mode: source of the visited buckets: the query networks of the artefact ("trained"), or centroids that are
-            fitted on the prompt ("online").
-        probes: buckets visited per KV head and decode step.
-        buckets: number of buckets for mode "online", 256 by default. With mode "trained" the artefact has the number.
-        sink_tokens: first keys that are always attended.
-        recent_tokens: last keys that are always attended.
-        dense_layers: attention layers, from the first on, that stay dense.
-        merge_every: keys that left the window are merged into the index in groups of this size. Until then they are
-            attended exactly.
-        dense_below: keys below which attention stays dense. With "auto" and GPU kernels a step has to save
-            `ENOUGH_SAVED` bytes. With the `ops` backend dense attention has to read `GATHERED_ROW` times the rows of a
-            step, the query network counted as rows. With fewer
-            ``recent_tokens`` than the default, as in experiments on short texts, every possible step is sparse. SAAP
-            is not measured on the machine, because its time depends on the sizes of the visited buckets.
+        artefact: path of a file from `mlx-sparse train-saap`; None with mode "online".
+        mode: "trained" to select buckets with the query networks of the artefact, or "online" to select them with
+            centroids that are fitted to the prompt.
+        probes: number of visited buckets per KV head and decode step.
+        buckets: number of buckets in mode "online", 256 by default. In mode "trained" the artefact sets the number.
+        sink_tokens: number of first keys that are always attended to.
+        recent_tokens: number of last keys that are always attended to.
+        dense_layers: number of first attention layers that stay dense.
+        merge_every: number of keys that are merged into the index at a time, after they leave the window of recent
+            keys. Until then these keys are always attended to.
+        dense_below: context length in keys below which attention stays dense. "auto" is a modeled length. With GPU
+            kernels, a step must save `ENOUGH_SAVED` bytes. With the `ops` backend, dense attention must read
+            `GATHERED_ROW` times as many rows as a sparse step. With fewer ``recent_tokens`` than the default, for
+            experiments on short texts, every step that can be sparse is sparse. The length is not measured, because
+            the time of SAAP depends on the sizes of the visited buckets.
     """
 
     name: ClassVar[str] = "saap"
     source: ClassVar[str] = "SAAP, arXiv 2502.08246"
     reads: ClassVar[str] = (
         "the weights of a small network, then the keys and values of the buckets that it selects, and the first and "
-        "last keys ([SAAP](docs/spec/saap.md)); for very long contexts, after training once per model"
+        "last keys ([SAAP](docs/spec/saap.md)); for very long contexts; needs training once per model"
     )
     plot_style: ClassVar[tuple[str, str]] = ("#56B4E9", "P")
     budget_setting: ClassVar[str] = "probes"
@@ -65,7 +65,7 @@ class SAAP(Method):
         if self.buckets is not None:
             check_int("buckets", self.buckets, 1, MAX_BUCKETS)
             if self.mode != "online":
-                raise ConfigError("buckets: expected none with mode=trained, whose artefact says, got one.")
+                raise ConfigError("buckets: expected none with mode=trained, got one. The artefact sets it.")
         check_int("probes", self.probes, 1, MAX_BUCKETS)
         if self.mode == "online" and self.probes > self.fitted_buckets:
             raise ConfigError(f"probes: expected at most buckets={self.fitted_buckets}, got {self.probes}.")
@@ -81,7 +81,7 @@ class SAAP(Method):
         if self.mode != "online" and self.artefact is None:
             raise ConfigError(
                 "artefact: expected a file that mlx-sparse train-saap wrote, got none. "
-                "Name it, saap:artefact=FILE, or use saap:mode=online, which needs none."
+                "Set saap:artefact=FILE, or use saap:mode=online, which needs no artefact."
             )
         return self.artefact
 
@@ -94,7 +94,7 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Return the elements that a decode step moves without the query network, for buckets of equal size."""
+        """Count the elements moved per KV head and decode step for buckets of equal size, without the query network."""
         outside = max(0, S - self.attended)
         attended = min(self.attended, S) + outside * self.probes / buckets
         return stats.saap_elements(D, round(attended))
@@ -107,10 +107,10 @@ class SAAP(Method):
     def experiment(self) -> bool:
         return self.recent_tokens < SAAP.recent_tokens
 
-    def modelled_context(self, step: Step | None) -> int:
+    def modeled_context(self, step: Step | None) -> int:
         if step and step.gpu:
-            # The step has to save `ENOUGH_SAVED` bytes. It reads the query network, and three int32 numbers per listed
-            # key: in the bucket, to write the list, and in the list.
+            # The step must save `ENOUGH_SAVED` bytes. It reads the query network, and moves three int32 numbers per
+            # listed key: one read from the bucket, one written to the list, and one read from the list.
             share = self._visited_share(step.buckets)
             row, listed = 2 * step.itemsize * step.D, 3 * 4
             per_key = row * (1 - share) - listed * share
@@ -126,5 +126,5 @@ class SAAP(Method):
         return math.ceil(GATHERED_ROW * (self.attended + self.merge_every // 2 + network) / per_key)
 
     def _visited_share(self, buckets: int) -> float:
-        """Return the assumed share of keys in visited buckets: twice the mean, because buckets are uneven."""
+        """Estimate the share of keys in the visited buckets: twice the mean share, because bucket sizes differ."""
         return min(2 * self.probes / buckets, 1.0)

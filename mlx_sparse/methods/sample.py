@@ -1,4 +1,4 @@
-"""SampleAttention."""
+"""Define the parameters of SampleAttention."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class SampleRange:
 
 @dataclass(frozen=True)
 class Sample(Prefill):
-    """SampleAttention for prefill (docs/spec/sample.md).
+    """Select key blocks in prefill from the attention of a few sampled queries (docs/spec/sample.md).
 
     Attributes:
-        block_size: queries per row block and keys per key block: 32, 64 or 128.
-        alpha_column: share of the sample's softmax mass that the selected key blocks must reach; above 0, at most 1.
-        alpha_slash: share of the sample's softmax mass that the selected diagonals must reach; above 0, at most 1.
-        chunks: regions of a prefill chunk, each with its own sample.
-        dense_below: keys below which attention stays dense without a sample. "auto" is `SAMPLE_DENSE_BELOW`.
-        dense_above: density of the sample's selection above which attention stays dense. "auto" is the density that was
+        block_size: number of queries per row block and of keys per key block: 32, 64 or 128.
+        alpha_column: share of the sample's attention that the selected key blocks must cover; above 0, at most 1.
+        alpha_slash: share of the sample's attention that the selected diagonals must cover; above 0, at most 1.
+        chunks: number of regions per prefill chunk, each with its own sample of queries.
+        dense_below: context length in keys below which attention stays dense, and no queries are sampled. "auto" is
+            `SAMPLE_DENSE_BELOW`.
+        dense_above: density of the selected blocks above which attention stays dense. "auto" is the density that was
             measured on this machine (`mlx-sparse calibrate`), and `SAMPLE_DENSE_ABOVE` before a measurement. If
-            ``dense_below`` is a number, "auto" is 1, and chunks that are short for their sample (`SAMPLE_SHARE`) are
-            sparse too.
-        ranges: settings by context length, ascending, that replace the single settings. Longer contexts use the last
+            ``dense_below`` is a number, "auto" is 1, and the limit of `SAMPLE_SHARE` does not apply.
+        ranges: settings by ascending context length, which replace the settings above. Longer contexts use the last
             range. `mlx-sparse tune-sample` finds the ranges for a model.
     """
 
@@ -113,7 +113,7 @@ class Sample(Prefill):
 
 
 def _read_ranges(ranges: object) -> tuple[SampleRange, ...]:
-    """Read ranges from Python, from a list of TOML tables, or from ``UP_TO:ALPHA_COLUMN:ALPHA_SLASH:CHUNKS/...``."""
+    """Convert `SampleRange` objects, tables or a string ``UP_TO:ALPHA_COLUMN:ALPHA_SLASH:CHUNKS/...`` to ranges."""
     fields = [field.name for field in dataclasses.fields(SampleRange)]
     entries: Any = ranges.split("/") if isinstance(ranges, str) else ranges
     found: list[SampleRange] = []

@@ -1,4 +1,4 @@
-"""Quantized scoring keys (int4), for arrays of any library: (sparq.17) to (sparq.20) in docs/spec/sparq.md."""
+"""Define the format of int4 scoring keys for any array library (docs/spec/sparq.md, sparq.17 to sparq.20)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from ..checks import ConfigError, Sizes, check_shape
 
-GROUP = 64  # consecutive keys that share a range
-KEY_BITS = (16, 4)  # per component; 16 means that keys are not quantized
+GROUP = 64  # number of consecutive keys that share ``lo`` and ``step``
+KEY_BITS = (16, 4)  # bits per component; 16 means that keys are not quantized
 CODE_BITS = 4
 LARGEST_CODE = 2**CODE_BITS - 1
 WORDS = GROUP * CODE_BITS // 32  # 32-bit words per component of a group
@@ -15,14 +15,14 @@ LARGEST = 65504.0  # largest finite float16
 
 
 class KeyCodes(NamedTuple):
-    """Quantized scoring keys (int4) of a cache, component-major. They replace ``keys_t``.
+    """Quantized scoring keys (int4) in component-major layout, for the argument ``keys_t``.
 
     Attributes:
-        codes: ``(B, Hkv, D, groups * 32)`` uint8, lowest bits first. In MLX ``(B, Hkv, D, groups * 8)`` uint32 with the
-            same bytes, as `mx.quantize` stores them.
-        lo: float16 ``(B, Hkv, D, groups)``.
-        step: float16 ``(B, Hkv, D, groups)``.
-        center: float32 ``(B, Hkv, D)``.
+        codes: ``(B, Hkv, D, groups * 32)`` uint8, lowest bits first. In MLX the same bytes are
+            ``(B, Hkv, D, groups * 8)`` uint32, as from `mx.quantize`.
+        lo: float16 ``(B, Hkv, D, groups)``, smallest centered component of each group.
+        step: float16 ``(B, Hkv, D, groups)``, difference between adjacent codes.
+        center: float32 ``(B, Hkv, D)``, vector that is subtracted from each key before quantization.
     """
 
     codes: Any
@@ -32,15 +32,15 @@ class KeyCodes(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Total size of the arrays in bytes."""
         return sum(int(array.nbytes) for array in self)
 
 
 def check_keys_t(keys_t: Any, sizes: Sizes, key_bits: int) -> None:
-    """Raise unless ``keys_t`` is None or fits ``key_bits``.
+    """Raise unless ``keys_t`` is None or has the type and the shapes for ``key_bits``.
 
     Raises:
-        ConfigError: ``keys_t`` is an array but `KeyCodes` are needed, or the other way round.
+        ConfigError: ``keys_t`` is an array but `KeyCodes` are needed, or vice versa.
         ShapeError: an array has the wrong shape.
     """
     if keys_t is None:

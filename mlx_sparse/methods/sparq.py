@@ -1,4 +1,4 @@
-"""SparQ."""
+"""Define the parameters of SparQ."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .scoring_keys import KEY_BITS
 
 
 class Selection(NamedTuple):
-    """Parameters by which a backend selects the keys of one decode step.
+    """Parameters for selecting the keys of one decode step.
 
     Attributes:
-        component_weight: float32 ``(B, Hkv, D)`` spread of the keys for ``component_score="query_key"``; None for
-            ``component_score="query"``.
-        left_padding: ``(B,)`` int, first valid key of each sequence.
-        keys_t: ``(B, Hkv, D, S)`` component-major keys, or their `KeyCodes`.
+        component_weight: float32 ``(B, Hkv, D)`` standard deviation of the keys for ``component_score="query_key"``;
+            None for ``component_score="query"``.
+        left_padding: ``(B,)`` int, index of the first valid key of each sequence.
+        keys_t: ``(B, Hkv, D, S)`` component-major keys or `KeyCodes`.
     """
 
     rank: int
@@ -37,28 +37,28 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True)
 class SparQ(Method):
-    """SparQ decoding (docs/spec/sparq.md).
+    """Attend to the ``top_k`` keys that score highest on a few query components (docs/spec/sparq.md).
 
     Attributes:
-        rank: number r of query components that score every key, 1..D.
-        top_k: keys attended per KV head, the local window included.
-        local_window: last valid keys that are always attended, 0..top_k; None is ``top_k // 4``.
-        reallocate: True mixes in the mean value for the softmax mass of the skipped keys. "auto" does so for one query
-            head per KV head, and never with "query_key", because its estimate of the attended mass is too low
-            (docs/results/quality.md).
-        component_score: rank components by |q| ("query", the paper) or by |q| times the spread of the keys
-            ("query_key"). "auto" is "query_key" for models with q/k-norm, because their channels learn their own
-            scales. With quantized scoring keys it is "query_key" for grouped query heads too. Otherwise it is "query".
-        key_bits: bits per component of the scoring keys: 16 (the paper) or 4. With 4, an int4 copy is read instead of
-            the keys, which takes a quarter of the bytes and of the memory (docs/spec/sparq.md). The loss of quality is
-            in docs/results/quality.md.
-        score: source of the scores of a quantized KV cache (``--kv-bits``). "rows" reads all components of the cache
-            and takes no additional memory, because users quantize the cache to save memory. "copy" reads scoring keys,
-            as with other caches (docs/spec/quantized.md).
-        dense_below: keys below which attention stays dense. "auto" is the length that was measured on this machine
-            (`mlx-sparse calibrate`). Before a measurement it is ``16 * top_k`` with the `ops` backend
-            (docs/results/speed.md), and the length that saves `ENOUGH_SAVED` bytes with kernels on a GPU. With a
-            ``top_k`` below the default, as in experiments on short texts, every possible step is sparse.
+        rank: number r of query components used to score each key, 1..D.
+        top_k: number of attended keys per KV head, including the local window.
+        local_window: number of last valid keys that are always attended to, 0..top_k; None means ``top_k // 4``.
+        reallocate: if True, add the mean value, weighted by the softmax mass of the skipped keys. "auto" is True for
+            one query head per KV head, except with "query_key", which underestimates the attention recall
+            (docs/spec/sparq.md).
+        component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation of the
+            keys ("query_key"). "auto" is "query_key" for models with q/k-norm, because their channels have learned
+            scales, and for grouped query heads with quantized scoring keys. Otherwise "auto" is "query".
+        key_bits: number of bits per component of the scoring keys: 16 (as in the paper) or 4. With 4, keys are scored
+            with an int4 copy, which needs about a quarter of the transfers and memory of a 16-bit copy
+            (docs/spec/sparq.md). docs/results/quality.md reports the loss of quality.
+        score: data used to score the keys of a quantized KV cache (``--kv-bits``). "rows" reads all components
+            of the cache and needs no additional memory. "copy" reads a copy of the keys, as with other caches
+            (docs/spec/quantized.md).
+        dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
+            on this machine (`mlx-sparse calibrate`). Before a measurement it is ``16 * top_k`` with the `ops` backend
+            (docs/results/speed.md), and with GPU kernels the length at which a step saves `ENOUGH_SAVED` bytes.
+            With a ``top_k`` below the default, for experiments on short texts, every step that can be sparse is sparse.
     """
 
     name: ClassVar[str] = "sparq"
@@ -71,7 +71,7 @@ class SparQ(Method):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         # Algorithm 1 with its GQA paragraph: the default of the functions.
         "paper": {"component_score": "query", "key_bits": 16},
-        # Ours: components ranked by |q| times the spread of the keys.
+        # Variant of this project: components ranked by |q| times the standard deviation of the keys.
         "robust": {"component_score": "query_key"},
     }
 
@@ -105,11 +105,11 @@ class SparQ(Method):
         check_rank(self.rank, D)
 
     def reallocates(self, G: int) -> bool:
-        """Return True if a layer of ``G`` query heads per KV head mixes in the mean value (sparq.9)."""
+        """Return True if a layer with ``G`` query heads per KV head adds the mean value (sparq.9)."""
         return G == 1 if self.reallocate == "auto" else bool(self.reallocate)
 
     def scores_rows(self, *, packed: bool) -> bool:
-        """Return True if the scores come from the rows of a quantized KV cache (``packed``)."""
+        """Return True if keys are scored without a copy; ``packed`` is True for a quantized KV cache."""
         return packed and self.score == "rows"
 
     def for_shard(self, size: int, recent: int) -> SparQ:
@@ -127,12 +127,12 @@ class SparQ(Method):
     def experiment(self) -> bool:
         return self.top_k < SparQ.top_k
 
-    def modelled_context(self, step: Step | None) -> int:
+    def modeled_context(self, step: Step | None) -> int:
         if not step or not step.gpu:
             return 16 * self.top_k
-        # The step has to save `ENOUGH_SAVED` bytes. It saves the elements of keys and values that it does not read,
-        # (sparq.11) less (sparq.12) or (sparq.23). It writes and reads the score buffer, one number per key and query
-        # head: float32, or 8 bits if those suffice.
+        # The step must save `ENOUGH_SAVED` bytes. It saves the elements of keys and values that it does not read,
+        # (sparq.11) minus (sparq.12) or (sparq.23). It writes and reads the score buffer, one number per key and query
+        # head: float32, or 8 bits if the precision suffices.
         packed = step.packed is not None
         by_rows = self.scores_rows(packed=packed)
         coded = self.key_bits < 16 and not by_rows
@@ -155,7 +155,7 @@ class SparQ(Method):
         return moved - S * (D * itemsize - row_bytes)  # the quantized rows are scored
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SparQ, str]:
-        """Give half of the budget to selecting keys and half to attending them, if neither setting is named."""
+        """Spend half of the budget on scores and half on attention, unless ``named`` contains ``rank`` or ``top_k``."""
         config = self if "dense_below" in named else dataclasses.replace(self, dense_below=0)
         if not {"rank", "top_k"} & set(named):
             rank = share * D if self.key_bits == 16 else share * D * 32 / (2 * self.key_bits + 1)

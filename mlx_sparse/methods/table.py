@@ -1,7 +1,7 @@
-"""The table method x backend: the function that runs each method on each backend.
+"""List the function that runs each method on each backend.
 
-Functions are import strings relative to mlx_sparse, so that the table imports no backend. `registry` reads the table.
-All lists of methods or backends (help, README, matrix, pictures) are derived from the table and from `METHODS`.
+Import strings relative to mlx_sparse name the functions, so this module imports no backend. `registry` reads the
+table. The help, the README, the matrix and the plots list the methods and backends of this table.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 BACKENDS: Mapping[str, str] = {
-    "oracle": "NumPy float64, everywhere: the specification that the tests compare with",
+    "oracle": "NumPy float64, everywhere: the reference that the tests compare with",
     "ops": "MLX array operations, everywhere MLX runs (CPU, Metal, CUDA)",
     "metal": "custom Metal kernels, on Apple GPUs; under test on any Linux machine (tests/msl)",
     "triton": "Triton kernels for torch tensors, on NVIDIA GPUs; slowly on any Linux machine with TRITON_INTERPRET=1",
@@ -17,27 +17,27 @@ BACKENDS: Mapping[str, str] = {
     "ort": "exported files on ONNX Runtime with native kernels for the CPU (AVX2, AVX-512, NEON)",
 }
 
-# Backends that take no MLX arrays, with the arrays that they take.
+# Backends that do not accept MLX arrays, with the reason.
 FOREIGN: Mapping[str, str] = {
     "oracle": "it takes NumPy arrays: call the same function in mlx_sparse.oracle",
     "triton": "it takes torch tensors: call the same function in mlx_sparse.cuda_ref",
     **dict.fromkeys(("onnx", "ort"), "it runs exported files: export-onnx, then mlx-sparse run-onnx"),
 }
 
-# Backends that read whole cache buffers and a `length`, because a slice would be copied on every call.
+# Backends that take whole cache buffers and a `length`, because MLX would copy a slice on every call.
 WHOLE_BUFFERS = frozenset({"metal"})
 
-# An exported file holds a method as a node. These functions build the node as a model, and run it in a session.
+# In an exported file each method is a node. These functions build a model with one node, and run a model.
 EXPORTED = {"onnx": "onnx_export:operator_model", "ort": "onnx_export:session_options"}
 
 
 def _row(name: str, ops: str, metal: str = "", triton: str = "", *, oracle: str = "oracle") -> dict[str, str]:
-    """Return the import string of function ``name`` on each backend. ``module:other`` is another name."""
+    """Return the import strings of the function ``name`` by backend. ``module:other`` overrides ``name``."""
     modules = {"oracle": oracle, "ops": ops, "metal": metal, "triton": triton}
     return {key: module if ":" in module else f"{module}:{name}" for key, module in modules.items() if module}
 
 
-# Function by method and backend, then the functions that methods share.
+# First the function of each method, then shared functions. "metal: ..." is the reason why `ops` suffices on Metal.
 FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "dense": _row("dense_attention", "ops.attend", "ops.attend", "cuda_ref.torch_functions") | EXPORTED,
     "sparq": _row("sparq_attention", "ops.sparq", "kernels.sparq", "cuda_ref.launchers.sparq") | EXPORTED,
@@ -69,19 +69,19 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     # metal: once every 64 tokens
     "code_keys": _row("code_keys", "ops.key_codes", "ops.key_codes", "cuda_ref.torch_functions"),
     "key_spread": _row("key_spread", "ops.key_codes", "ops.key_codes", "cuda_ref.torch_functions"),
-    # metal: once in as many steps as a page has keys
+    # metal: once every `page_size` tokens
     "page_bounds": _row("page_bounds", "ops.quest", "ops.quest"),
-    # metal: a few numbers per page
+    # metal: only a few numbers per page
     "page_keys": _row("page_keys", "ops.quest", "ops.quest", oracle=""),
     "quest_select": _row("quest_select", "ops.quest", "kernels.quest"),
     "sparq_select": _row("sparq_select", "ops.sparq"),
-    # Not on the path of a decode step: array operations suffice for every backend.
+    # Not part of a decode step, so array operations suffice on every backend.
     "dense_lse": _row("dense_lse", "ops.attend", "ops.attend", "cuda_ref.torch_functions", oracle=""),
     "deviation": _row("deviation", "ops.sparq", "ops.sparq", "cuda_ref.torch_functions", oracle=""),
     "masked_mean": _row("masked_mean", "ops.sparq", "ops.sparq", "cuda_ref.torch_functions", oracle=""),
 }
 
-# Class of a method's auxiliary cache state (`mlx_sparse.cache.state.State`), made at the first decode step.
+# Class of a method's auxiliary cache state (`mlx_sparse.cache.state.State`), created at the first decode step.
 STATES: Mapping[str, str] = {
     "sparq": "cache.sparq_state:SparQState",
     "h2o": "cache.h2o_state:H2OState",

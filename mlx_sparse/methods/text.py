@@ -1,4 +1,4 @@
-"""Methods by name, and their text and TOML forms."""
+"""Parse methods from text and TOML files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ METHODS: Mapping[str, type[Method]] = {
     method.name: method for method in (Dense, SparQ, SAAP, Quest, Sample, *BASELINES)
 }
 
-# Options of earlier versions by method or command, key and value ("*" is any), with their replacement.
+# Removed options by method or command, key and value ("*" matches any), with the advice for the error message.
 REMOVED: Mapping[tuple[str, str, object], str] = {
     ("*", "verify", "*"): "was removed: multi-token calls are dense",
     ("sparq", "preset", "appendix_b"): "was removed: write preset=paper,local_window=0,reallocate=true",
@@ -45,14 +45,14 @@ REMOVED: Mapping[tuple[str, str, object], str] = {
 
 
 def parse(text: str, base: Mapping[str, Method] | None = None) -> tuple[Method, ...]:
-    """Read the text form METHOD[:key=value,...][+METHOD...].
+    """Parse the text form METHOD[:key=value,...][+METHOD...] and return the methods.
 
     Args:
-        text: for example ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=paper"``. Other keys override a preset.
-        base: configurations by method name (from a TOML file), to which the keys in ``text`` are applied.
+        text: text form such as ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=paper"``. Other keys override a preset.
+        base: methods by name (from a TOML file). The keys in ``text`` override their settings.
 
     Raises:
-        ConfigError: unknown method, key or preset; a value of the wrong type or out of range; a method named twice.
+        ConfigError: a method, key or preset is unknown, a value is invalid, or a method is named twice.
     """
     configs: dict[str, Method] = {}
     for part in text.split("+"):
@@ -77,12 +77,12 @@ def parse(text: str, base: Mapping[str, Method] | None = None) -> tuple[Method, 
 
 
 def split_methods(text: str) -> list[str]:
-    """Split a list of methods at its commas. A comma before ``key=value`` does not split.
+    """Split a comma-separated list of methods. A comma before ``key=value`` does not start a new method.
 
     ``"sparq:rank=16,top_k=64,streaming"`` has two methods: ``sparq:rank=16,top_k=64`` and ``streaming``.
 
     Raises:
-        ConfigError: an entry is empty, or the list starts with ``key=value``.
+        ConfigError: the text between two commas is empty, or the list starts with ``key=value``.
     """
     methods: list[str] = []
     for piece in (piece.strip() for piece in text.split(",")):
@@ -97,7 +97,7 @@ def split_methods(text: str) -> list[str]:
 
 
 def load_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> dict[str, Method]:
-    """Read a TOML file and return its methods by name, without the other settings (`read_toml`)."""
+    """Read a TOML file with `read_toml`, and return only its methods by name."""
     return read_toml(path, base)[0]
 
 
@@ -105,13 +105,13 @@ def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tup
     """Read a TOML file with one table per method, for example ``[sparq]`` with ``rank = 16``.
 
     Args:
-        base: configurations by method name, to which the tables are applied.
+        base: methods by name. The tables override their settings.
 
     Returns:
-        The methods by name, and ``calibrate`` (default: True): whether ``--attn`` may measure crossover lengths.
+        The methods by name, and the key ``calibrate``: True (default) if ``--attn`` may measure crossover lengths.
 
     Raises:
-        ConfigError: the file is missing, too large, not TOML, or holds an unknown method, key or value.
+        ConfigError: the file is missing, too large, not TOML, or has an unknown method, key or value.
     """
     file = Path(path)
     try:
@@ -139,7 +139,7 @@ def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tup
 
 
 def _check_integers(value: object) -> None:
-    """Raise `ValueError` for an integer of more than 64 bits, which Python might refuse to print in a message."""
+    """Raise `ValueError` for an integer that needs more than 64 bits. Python may refuse to print long integers."""
     if isinstance(value, int) and value.bit_length() > 63:
         raise ValueError("an integer of more than 64 bits")
     for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -153,7 +153,7 @@ def _class(name: str) -> type[Method]:
 
 
 def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method:
-    """Build a method. Options replace the preset, the preset replaces ``base``, and ``base`` replaces the defaults."""
+    """Build a method. Options override the preset, which overrides ``base``, which overrides the defaults."""
     cls = _class(name)
     known = [field.name for field in dataclasses.fields(cls)]
     settings = dict(options)
@@ -177,7 +177,7 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
 
 
 def removed(name: str, key: str, value: object) -> str | None:
-    """Return the message about an option that was removed, with its replacement; None for other options."""
+    """Return the end of the error message for a removed option, with its replacement; None for other options."""
     for (owner, old, old_value), replacement in REMOVED.items():
         if owner in ("*", name) and old == key and old_value in ("*", value):
             return replacement

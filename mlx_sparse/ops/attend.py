@@ -1,4 +1,4 @@
-"""Exact softmax attention over all keys or over an index list, used by all methods."""
+"""Compute exact softmax attention over all keys or over a list of keys, for all methods."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .select import take_rows, valid_keys
 
 
 def group_queries(queries: mx.array, Hkv: int) -> mx.array:
-    """Convert ``(B, Hq, 1, D)`` to float32 ``(B, Hkv, G, D)``."""
+    """Reshape ``queries (B, Hq, 1, D)`` to ``(B, Hkv, G, D)`` and convert them to float32."""
     B, Hq, _, D = queries.shape
     return queries.reshape(B, Hkv, Hq // Hkv, D).astype(mx.float32)
 
@@ -18,8 +18,8 @@ def group_queries(queries: mx.array, Hkv: int) -> mx.array:
 def softmax_lse(scores: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.array]:
     """Return the softmax and log-sum-exp over the last axis, restricted to keys where ``mask`` is True.
 
-    A row without keys gets weights 0 and log-sum-exp -inf. In a row with NaN or +inf, the keys with NaN or +inf get
-    weight NaN and all other keys get weight 0.
+    In a row without keys, the weights are 0 and the log-sum-exp is -inf. In a row with NaN or +inf scores, the weights
+    of these scores are NaN and the other weights are 0.
     """
     if mask is not None:
         scores = mx.where(mask, scores, -mx.inf)
@@ -52,13 +52,13 @@ def attend_indices(
 
     Args:
         queries: ``(B, Hq, 1, D)``.
-        keys, values: ``(B, Hkv, S, D)``; of a quantized KV cache, only the listed rows are dequantized.
-        indices: ``(B, Hkv, N)`` int32; -1, or any number that is not the index of a key, is an empty slot.
+        keys, values: ``(B, Hkv, S, D)``. If they are quantized, only the listed rows are dequantized.
+        indices: ``(B, Hkv, N)`` int32; -1, or any number that is not a key index, is an empty slot.
         counts: ``(B, Hkv)`` number of slots in use in each list; later slots are ignored. None means all slots.
 
     Returns:
-        ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot
-        is empty.
+        ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. If all slots are empty, out is
+        0 and lse is -inf.
     """
     filled = (indices >= 0) & (indices < keys.shape[2])
     if counts is not None:
@@ -77,7 +77,7 @@ def attend_indices(
 def dense_attention(
     queries: mx.array, keys: Rows, values: Rows, *, scale: float, left_padding: mx.array | None
 ) -> mx.array:
-    """Compute dense causal attention of ``queries (B, Hq, L, D)`` at positions ``S - L ..`` with MLX's kernel."""
+    """Compute dense causal attention with MLX's kernel. The L queries are at the last L of S positions."""
     keys, values = keys[:], values[:]
     L, S, dtype = queries.shape[2], keys.shape[2], queries.dtype
     if left_padding is None:
@@ -92,7 +92,7 @@ def dense_attention(
 
 
 def dense_lse(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention, for computing attention recall."""
+    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention, for computing the attention recall."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale
@@ -112,12 +112,12 @@ def dense_lse(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.a
 def attend_rows(
     queries: mx.array, keys: Rows, values: Rows, *, scale: float, causal: bool
 ) -> tuple[mx.array, mx.array]:
-    """Compute exact attention over a part of the keys; `merge` combines the results of several parts.
+    """Compute exact attention over a part of the keys. `merge` combines the results of several parts.
 
     Args:
         queries: ``(B, Hq, L, D)``.
         keys, values: ``(B, Hkv, n, D)``; ``n`` may be 0.
-        causal: True if query i is at the position of key ``n - L + i``; False if each query attends all ``n`` keys.
+        causal: if True, query i attends to keys up to index ``n - L + i``; if False, to all ``n`` keys.
 
     Returns:
         float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``; 0 and -inf if ``n`` is 0.
@@ -144,13 +144,13 @@ def attend_rows(
 
 
 def merge(*parts: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
-    """Merge float32 ``out (..., D)`` and ``lse (...)`` of attention over disjoint parts of the keys."""
+    """Merge the float32 results ``out (..., D)`` and ``lse (...)`` of attention over disjoint parts of the keys."""
     outs, lses = (mx.stack(list(arrays)) for arrays in zip(*parts, strict=True))
     weights, lse = softmax_lse(mx.moveaxis(lses, 0, -1), None)
     return (mx.moveaxis(weights, -1, 0)[..., None] * outs).sum(axis=0), lse
 
 
 def causal_mask(L: int, S: int, left_padding: mx.array | None) -> mx.array:
-    """Return a causal mask ``(B or 1, L, S)``, True where a query attends a key."""
+    """Return a causal mask ``(B or 1, L, S)``, True where a query attends to a key. The mask excludes padding."""
     causal = mx.arange(S) <= mx.arange(S - L, S)[:, None]
     return causal[None] if left_padding is None else causal & valid_keys(S, left_padding)[:, None, :]

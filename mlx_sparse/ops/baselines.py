@@ -1,4 +1,4 @@
-"""Decode baselines: docs/spec/sparq.md, section "Baselines"."""
+"""Run the decode baselines (docs/spec/sparq.md, "Baselines")."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def streaming_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Attend the first ``sink_tokens`` and last ``recent_tokens`` valid keys; S must exceed their sum."""
+    """Attend to the first ``sink_tokens`` and last ``recent_tokens`` valid keys. S must exceed their sum."""
     B, Hkv, S, _ = keys.shape
     first = mx.zeros((B, 1), mx.int32) if left_padding is None else left_padding[:, None].astype(mx.int32)
     slots = mx.concatenate([first + mx.arange(sink_tokens), mx.arange(S - recent_tokens, S) + 0 * first], axis=1)
@@ -43,7 +43,7 @@ def oracle_top_k_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Attend the keys that SparQ would select if its scores were exact."""
+    """Attend to the keys that SparQ would select if the scores were exact."""
     weights, _ = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
     indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=local_window, left_padding=left_padding)
     return attend_indices(queries, keys, values, indices, scale=scale)
@@ -58,9 +58,9 @@ def flexgen_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Attend the ``top_k`` keys with the largest dense softmax weights, summed over the group, without renormalization.
+    """Attend to the ``top_k`` keys with the largest softmax weights, summed over the group, without renormalization.
 
-    The returned log-sum-exp covers the selected keys, as for the other methods.
+    As for the other methods, the returned log-sum-exp is over the selected keys.
     """
     weights, lse = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
     indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
@@ -84,7 +84,7 @@ def h2o_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run one decode step of H2O: return ``out``, ``lse`` and the new scores, which are -inf for evicted keys."""
+    """Run one decode step of H2O and return ``out``, ``lse`` and the new scores (-inf for evicted keys)."""
     B, Hkv, S = scores.shape
     scores = scores.astype(mx.float32)
     indices = top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
@@ -101,7 +101,7 @@ def h2o_attention(
 
 
 def h2o_scores(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Return the softmax weight of each key, summed over ``L`` causal queries: the group mean, float32 (B, Hkv, S)."""
+    """Return causal softmax weights, summed over queries and averaged over the group: float32 ``(B, Hkv, S)``."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale

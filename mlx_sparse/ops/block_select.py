@@ -1,6 +1,6 @@
-"""Selection of key blocks from the scores of SampleAttention: docs/spec/sample.md, (sample.6), (sample.7).
+"""Select key blocks from the sample scores of SampleAttention (docs/spec/sample.md, sample.6, sample.7).
 
-The `ops` and `metal` backends share this module. The arrays in this module are much smaller than the keys.
+The `ops` and `metal` backends share this module. Its arrays are much smaller than the keys.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ..methods.block_layout import Layout
 
 
 def select_share(scores: mx.array, alpha: float) -> mx.array:
-    """Select the fewest largest ``scores (..., Nk)`` whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
+    """Select the largest ``scores (..., Nk)`` until their share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
     Returns:
         Bool mask with the shape of ``scores``; ties go to the lower index. If a score is NaN, all scores are selected.
@@ -25,13 +25,13 @@ def select_share(scores: mx.array, alpha: float) -> mx.array:
 
 
 def select_largest(scores: mx.array, count: int) -> mx.array:
-    """Return a mask of the ``count`` largest ``scores (..., Nk)``. Ties go to the lower index; a NaN selects all."""
+    """Return a mask of the ``count`` largest ``scores (..., Nk)`` (all if one is NaN). Ties go to the lower index."""
     ordered = -mx.sort(-scores, axis=-1)
     return _largest(scores, ordered, mx.full((*scores.shape[:-1], 1), min(count, scores.shape[-1]), mx.int32))
 
 
 def _largest(scores: mx.array, ordered: mx.array, count: mx.array) -> mx.array:
-    """Return a mask of the ``count (..., 1)`` largest scores, given the scores in descending order as ``ordered``."""
+    """Return a mask of the ``count (..., 1)`` largest scores. ``ordered`` contains the scores in descending order."""
     last = mx.take_along_axis(ordered, count - 1, axis=-1)
     above, level = scores > last, scores == last
     room = count - mx.sum(above, axis=-1, keepdims=True)
@@ -45,12 +45,12 @@ def merge(column_kept: mx.array, slash_kept: mx.array, layout: Layout, *, sample
     Args:
         column_kept: bool ``(B, Hq, C, Nk)``, selected key blocks of each region.
         slash_kept: bool ``(B, Hq, C, Nk)``, selected offset bins of each region.
-        sampled_in_full: if True, row blocks with a sampled row attend every causal block, as in SampleAttention.
+        sampled_in_full: if True, row blocks with a sampled row attend to every causal block, as in SampleAttention.
 
     Returns:
-        Bool mask ``(B, Hq, R, Nk)``, True where a row block attends a key block.
+        Bool mask ``(B, Hq, R, Nk)``, True where a row block attends to a key block.
     """
-    # A bin covers two block diagonals: in most rows of a block, the offsets of a bin belong to two key blocks.
+    # A bin covers two block diagonals, because for most rows the offsets of a bin belong to two key blocks.
     slash_kept = slash_kept | mx.pad(slash_kept, [*[(0, 0)] * 3, (1, 0)])[..., :-1]
     region = mx.array(layout.region_of)
     row = mx.arange(layout.first_block, layout.key_blocks)[:, None]
@@ -68,8 +68,8 @@ def block_lists(mask: mx.array, width: int | None = None) -> mx.array:
     """Convert a mask ``(B, Hq, R, Nk)`` to ascending int32 lists ``(B, Hq, R, width)``, padded with -1.
 
     Args:
-        width: number of slots per list, at least the length of the longest list. None means the length of the longest
-            list, which must be computed before this function returns.
+        width: number of slots per list, at least the length of the longest list. If None, the function evaluates
+            ``mask`` and uses the length of the longest list.
     """
     if width is None:
         longest = mx.max(mx.sum(mask, axis=-1)).item()
@@ -91,6 +91,6 @@ def select(
     alpha_slash: float,
     width: int | None = None,
 ) -> mx.array:
-    """Select the key blocks ``(B, Hq, R, width)`` of each row block from the two results of `sample_scores`."""
+    """Select each row block's key blocks from the results of `sample_scores`: int32 ``(B, Hq, R, width)``."""
     kept = select_share(column, alpha_column), select_share(slash, alpha_slash)
     return block_lists(merge(*kept, layout, sampled_in_full=True), width)

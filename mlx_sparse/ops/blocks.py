@@ -1,7 +1,7 @@
-"""Attention over lists of key blocks, shared by all block-sparse prefill methods: docs/spec/sample.md, (sample.8).
+"""Compute attention over lists of key blocks for all block-sparse prefill methods (docs/spec/sample.md, sample.8).
 
-Row blocks with lists of equal length are processed in one batch. Lists then need no padding, and only the diagonal
-block needs a mask.
+Row blocks whose lists have the same length are processed in one batch. Thus the lists need no padding, and only the
+diagonal block needs a mask.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..methods.block_layout import Layout
 Array = npt.NDArray[Any]
 
 # Maximum number of scores per batch. On a CPU the scores of a batch fit into the cache; on a GPU they occupy all cores.
-# A single row block may have more scores than this maximum.
+# If a single row block has more scores, the batch has one row block.
 MAX_SCORES = {mx.cpu: 1 << 20, mx.gpu: 1 << 24}
 
 
@@ -27,16 +27,16 @@ def attend_blocks(
 ) -> tuple[mx.array, mx.array]:
     """Compute exact causal attention of every query over the listed key blocks of its row block.
 
-    This function evaluates ``blocks``.
+    ``blocks`` is evaluated, so this function does not work inside `mx.compile`.
 
     Args:
         queries: ``(B, Hq, L, D)``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int32; -1, or any number that is not the index of a block, is an empty slot.
+        blocks: ``(B, Hq, R, N)`` int32; -1, or any number that is not a block index, is an empty slot.
 
     Returns:
-        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries that
-        attend no key.
+        ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries that
+        attend to no key.
     """
     B, Hq, L, D = queries.shape
     S = keys.shape[2]
@@ -70,17 +70,17 @@ def attend_blocks(
 
 
 def wait_for(done: list[mx.array], array: mx.array) -> mx.array:
-    """Make ``array`` depend on the last array in ``done``, so that MLX does not hold all batches in memory at once."""
+    """Make ``array`` depend on the last array in ``done``, to keep only one batch at a time in memory."""
     return mx.depends(array, done[-1]) if done else array
 
 
 def batch_size(scores: int) -> int:
-    """Return the number of items per batch if each item has ``scores`` scores."""
+    """Return the number of items, with ``scores`` scores each, that fit into one batch; at least 1."""
     return max(1, MAX_SCORES[mx.default_device().type] // scores)
 
 
 def causal_scores(queries: mx.array, keys: mx.array) -> mx.array:
-    """Return causal scores ``queries @ keys^T (..., n, N)`` of the last n of N positions; -inf above the diagonal."""
+    """Return causal scores ``queries @ keys^T (..., n, N)`` for the last n of N positions; -inf above the diagonal."""
     n, N = queries.shape[-2], keys.shape[-2]
     causal = mx.arange(n) <= mx.arange(n)[:, None]
     edge = mx.where(causal, queries @ keys[..., N - n :, :].swapaxes(-1, -2), -mx.inf)
@@ -90,7 +90,7 @@ def causal_scores(queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _in_blocks(array: mx.array, lead: int, tail: int, block_size: int) -> mx.array:
-    """Split ``(B, H, length, D)`` into blocks ``(B, H, blocks, block_size, D)``, padded with zeros at both ends."""
+    """Pad ``array (B, H, length, D)`` with ``lead`` and ``tail`` zero rows, and split it into blocks of rows."""
     B, H, _, D = array.shape
     if lead or tail:
         array = mx.pad(array, [(0, 0), (0, 0), (lead, tail), (0, 0)])
@@ -98,10 +98,10 @@ def _in_blocks(array: mx.array, lead: int, tail: int, block_size: int) -> mx.arr
 
 
 def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool]]:
-    """Group row blocks whose lists have the same length and either all or none contain the diagonal block.
+    """Group the row blocks by the length of their lists, and by whether their lists contain the diagonal block.
 
     Yields:
-        Indices ``(M,)`` of row blocks, counted over all sequences and heads; their key blocks ``(M, n)``, ascending;
+        Row block indices ``(M,)``, counted over all sequences and heads; ascending key block indices ``(M, n)``; and
         True if the last key block is the diagonal block.
     """
     row_block = np.tile(np.arange(layout.first_block, layout.key_blocks), blocks.shape[0] * blocks.shape[1])
@@ -121,19 +121,19 @@ def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool
 
 
 def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """Attend a batch with MLX's fused kernel, whose causal mask aligns the last query with the last key."""
+    """Compute attention for one batch with MLX's kernel. Its causal mask aligns the last query with the last key."""
     q, k, v = (array[:, None] for array in (queries, keys, values))
     mask = "causal" if diagonal else None
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)[:, 0]
 
 
 def _plain(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """Attend a batch with float32 products, which are faster on a CPU than 16-bit products."""
+    """Compute attention for one batch with float32 matrix products. On a CPU they are faster than 16-bit products."""
     return mx.softmax(_scores(queries, keys, scale, diagonal), axis=-1) @ values.astype(mx.float32)
 
 
 def _lse(queries: mx.array, keys: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """Return the log-sum-exp of a batch. The scores are computed again, so that an unused result costs nothing."""
+    """Return the log-sum-exp for one batch. The scores are recomputed only if MLX evaluates the result."""
     return mx.logsumexp(_scores(queries, keys, scale, diagonal), axis=-1)
 
 

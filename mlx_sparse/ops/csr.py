@@ -1,4 +1,4 @@
-"""Index of the keys of each SAAP bucket in CSR format: docs/spec/saap.md, (saap.9).
+"""Build the CSR index that lists the keys of each SAAP bucket (docs/spec/saap.md, saap.9).
 
 The `ops` and `metal` backends share this module. Caches rebuild the index every few hundred tokens.
 """
@@ -14,11 +14,11 @@ def saap_index(
     """Sort the keys after the sinks by bucket, in ascending order within each bucket (saap.9).
 
     Args:
-        bucket_ids: ``(B, Hkv, n)`` int bucket of each key; keys with a number outside ``0 .. buckets - 1`` are omitted.
+        bucket_ids: ``(B, Hkv, n)`` int bucket of each key. Keys with a bucket outside ``0 .. buckets - 1`` are omitted.
 
     Returns:
-        int32 ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)``. Bucket c consists of the keys
-        ``key_ids[offsets[c] : offsets[c + 1]]``; entries from ``offsets[buckets]`` on are undefined.
+        int32 ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)``. Bucket c has the keys
+        ``key_ids[offsets[c] : offsets[c + 1]]``. Slots at ``offsets[buckets]`` and above are undefined.
     """
     B, Hkv, n = bucket_ids.shape
     if n == 0:
@@ -30,7 +30,7 @@ def saap_index(
     counts = mx.zeros((B, Hkv, buckets + 1), mx.int32)
     counts = counts.at[mx.arange(B)[:, None, None], mx.arange(Hkv)[:, None], ids].add(1)[..., :buckets]
     offsets = mx.pad(mx.cumsum(counts, axis=-1), [(0, 0), (0, 0), (1, 0)])
-    # Sort by bucket * n + key: all numbers differ, so the result does not depend on whether the sort is stable.
+    # Sort by bucket * n + key. These numbers are unique, so the sort need not be stable.
     wide = mx.uint32 if (buckets + 1) * n <= 2**32 else mx.int64
     order = mx.sort(ids.astype(wide) * n + mx.arange(n).astype(wide), axis=-1)
     return offsets, (order % n).astype(mx.int32)

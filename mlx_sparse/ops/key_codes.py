@@ -1,4 +1,4 @@
-"""Quantized scoring keys (int4): docs/spec/sparq.md, equations (sparq.17) to (sparq.22)."""
+"""Implement int4 scoring keys with MLX array operations (docs/spec/sparq.md, sparq.17 to sparq.22)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .select import take_rows
 
 
 def code_keys(keys: Rows, left_padding: mx.array | None) -> KeyCodes:
-    """Quantize the full groups of each sequence of ``keys (B, Hkv, S, D)`` to int4; slots after them are 0.
+    """Quantize the full groups of each sequence of ``keys (B, Hkv, S, D)`` to int4. Unused slots are 0.
 
     Args:
         left_padding: ``(B,)`` index of the first valid key of each sequence, where the first group begins.
@@ -28,11 +28,11 @@ def code_keys(keys: Rows, left_padding: mx.array | None) -> KeyCodes:
 
 
 def code_groups(keys: mx.array, center: mx.array | None = None) -> KeyCodes:
-    """Quantize the full groups of ``keys (B, Hkv, S, D)`` without padding; the first group begins with key 0.
+    """Quantize the full groups of ``keys (B, Hkv, S, D)`` without padding. The first group begins with key 0.
 
     Args:
-        center: float32 ``(B, Hkv, D)`` center of the earlier groups of the sequence; None to compute the center from
-            the first group.
+        center: float32 ``(B, Hkv, D)`` center of earlier groups of the same sequences. If None, the center is computed
+            from the first group.
     """
     B, Hkv, S, D = keys.shape
     groups = S // GROUP
@@ -89,9 +89,9 @@ def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None) -> mx
 
 
 def group_statistics(coded: KeyCodes) -> mx.array:
-    """Return statistics of the groups in ``coded`` for (sparq.22), float32 ``(3, B, Hkv, D)``.
+    """Return the statistics of all groups in ``coded`` for (sparq.22), float32 ``(3, B, Hkv, D)``.
 
-    The three statistics are the mean of the group middles, the sum of squared deviations from this mean, and the sum of
+    The statistics are the mean of the group middles, the sum of squared deviations from this mean, and the sum of
     squared group widths.
     """
     middle, width = _middles(coded)
@@ -100,7 +100,7 @@ def group_statistics(coded: KeyCodes) -> mx.array:
 
 
 def _middles(coded: KeyCodes) -> tuple[mx.array, mx.array]:
-    """Return the middle and the width of each group's value range: float32 ``(B, Hkv, D, groups)``."""
+    """Return the middle and the width of the value range of each group, both float32 ``(B, Hkv, D, groups)``."""
     width = coded.step.astype(mx.float32) * LARGEST_CODE
     return coded.lo.astype(mx.float32) + width / 2, width
 

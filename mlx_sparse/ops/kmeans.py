@@ -1,4 +1,4 @@
-"""Spherical k-means in MLX array operations: docs/spec/saap.md, (saap.1), (saap.2)."""
+"""Run spherical k-means with MLX array operations (docs/spec/saap.md, saap.1 and saap.2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK = 1 << 25  # maximum number of key-centroid products in memory at once: 12
 def assign(keys: mx.array, centroids: mx.array) -> mx.array:
     """Assign each key ``(..., n, D)`` to the centroid ``(..., C, D)`` with the largest inner product (saap.1).
 
-    Returns int32 bucket ids ``(..., n)``. Ties go to the lower bucket. Keys with NaN or inf are assigned to bucket 0.
+    Returns int32 bucket ids ``(..., n)``. Ties go to the lower bucket. Keys with NaN or inf get bucket 0.
     """
     *heads, n, _ = keys.shape
     if n == 0:
@@ -29,12 +29,12 @@ def assign(keys: mx.array, centroids: mx.array) -> mx.array:
         best = mx.argmax(rows @ directions, axis=-1).astype(mx.int32)
         ids.append(mx.where(mx.isfinite(rows).all(axis=-1), best, 0))
         if n > step:
-            mx.eval(ids[-1])  # hold the products of one chunk in memory at a time
+            mx.eval(ids[-1])  # keep the products of only one chunk in memory
     return ids[0] if len(ids) == 1 else mx.concatenate(ids, axis=-1)
 
 
 def fit(keys: mx.array, buckets: int, *, seed: int = 0, iterations: int = ITERATIONS) -> mx.array:
-    """Fit float32 unit centroids ``(..., C, D)`` to keys ``(..., n, D)``, starting from random keys.
+    """Fit ``buckets`` float32 unit centroids ``(..., C, D)`` to keys ``(..., n, D)``, starting from random keys.
 
     Raises:
         ConfigError: there are more buckets than keys.
@@ -48,9 +48,9 @@ def fit(keys: mx.array, buckets: int, *, seed: int = 0, iterations: int = ITERAT
 
 
 def move(keys: mx.array, centroids: mx.array) -> mx.array:
-    """Run one iteration: each centroid becomes the normalized sum of the keys in its bucket (saap.2).
+    """Run one k-means iteration: set each centroid to the normalized sum of the keys in its bucket (saap.2).
 
-    An empty bucket keeps its centroid, and so does a bucket whose sum is not finite.
+    If a bucket is empty or its sum is not finite, its centroid stays the same.
     """
     *heads, C, D = centroids.shape
     ids = assign(keys, centroids).reshape(-1, keys.shape[-2])
@@ -60,7 +60,7 @@ def move(keys: mx.array, centroids: mx.array) -> mx.array:
 
 
 def start_points(n: int, buckets: int, seed: int) -> np.ndarray:
-    """Draw ``buckets`` random key indices below ``n`` without replacement, in ascending order.
+    """Return ``buckets`` random key indices below ``n``, without duplicates and in ascending order.
 
     Raises:
         ConfigError: there are more buckets than keys.

@@ -1,7 +1,7 @@
-"""Prefill baselines that hash queries and keys: docs/spec/sample.md, section "Baselines".
+"""Run the prefill baselines that hash queries and keys (docs/spec/sample.md, "Baselines").
 
-These baselines are for quality comparisons only. They are slow, because they score all pairs of queries and keys, in
-batches of query rows, and then mask the scores.
+These baselines are for quality comparisons only. They are slow, because they compute the scores of all query-key pairs
+and then mask the scores.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Result = tuple[mx.array, mx.array, mx.array]
 
 
 def hash_codes(vectors: mx.array, buckets: int) -> mx.array:
-    """Hash ``vectors (..., D)`` to 0..buckets - 1, the nearest of ``buckets / 2`` random directions +-r (sample.15)."""
+    """Hash ``vectors (..., D)`` to the index, 0..buckets - 1, of the nearest random direction r or -r (sample.15)."""
     along = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], buckets // 2))
     return mx.argmax(mx.concatenate([along, -along], axis=-1), axis=-1)
 
 
 def hash_sparse_attention(queries: mx.array, keys: mx.array, values: mx.array, *, buckets: int, scale: float) -> Result:
-    """Attend keys with the same hash as the query (sample.15).
+    """Attend to the earlier keys with the same hash as the query (sample.15).
 
     Returns:
         ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` and int32 indices of the attended keys ``(B, Hq, L, N)``.
@@ -43,7 +43,7 @@ def hash_sparse_attention(queries: mx.array, keys: mx.array, values: mx.array, *
 
 
 def sort_ranks(vectors: mx.array, hash_bits: int) -> mx.array:
-    """Return the rank, 0..M - 1, of each row of ``vectors (..., M, D)`` in the order of the row hashes (sample.17)."""
+    """Sort ``vectors (..., M, D)`` by hash, and return the rank of each vector, 0..M - 1 (sample.17)."""
     positive = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], hash_bits)) > 0
     # Convert the Gray code to a number: each binary digit is the parity of the signs up to this digit.
     digits = mx.cumsum(positive.astype(mx.int32), axis=-1) % 2
@@ -65,7 +65,7 @@ def hyperattention_attention(
     exact_rows: int,
     scale: float,
 ) -> Result:
-    """Run HyperAttention (sample.16) to (sample.18).
+    """Run HyperAttention, (sample.16) to (sample.18): attend to a bucket and to a weighted sample of other keys.
 
     Returns:
         ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` without sampling weights, and int32 indices of the attended
@@ -99,9 +99,9 @@ def hyperattention_attention(
 def _span_pairs(
     queries: mx.array, keys: mx.array, span: Span, bucket_size: int, sampled_keys: int, hash_bits: int
 ) -> Callable[[int, int], tuple[mx.array, mx.array]]:
-    """Return a function that maps a range of query rows to two masks over the keys of a span (sample.18).
+    """Return a function that computes two masks over the keys of a span for a range of query rows (sample.18).
 
-    The first mask is True for keys in the bucket of the query, the second for sampled keys.
+    The first mask is True for keys in the bucket of the query. The second mask is True for sampled keys.
     """
     P, M, offset = span.stop - span.start, span.last - span.first, keys.shape[2] - queries.shape[2]
     if bucket_size + sampled_keys >= M:
@@ -120,12 +120,12 @@ def _by_head(array: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _nan_keys(queries: mx.array, keys: mx.array) -> mx.array:
-    """Return a mask ``(B, Hq, 1, S)`` of keys with NaN, which have no hash and are attended by every query."""
+    """Return a mask ``(B, Hq, 1, S)``, True for keys with NaN. They have no hash, so every query attends to them."""
     return _by_head(mx.isnan(keys.astype(mx.float32).sum(axis=-1)), queries, keys)[:, :, None]
 
 
 def _steps(queries: mx.array, keys: mx.array, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Split the query positions ``[start, stop)`` into ranges whose scores fit into one batch."""
+    """Split the query positions ``[start, stop)`` into ranges. The scores of each range fit into one batch."""
     rows = batch_size(queries.shape[0] * queries.shape[1] * keys.shape[2])
     for first in range(start, stop, rows):
         yield first, min(first + rows, stop)
@@ -139,11 +139,11 @@ def _attend(
     choose: Callable[[int, int], tuple[mx.array, mx.array | None]],
     scale: float,
 ) -> Result:
-    """Attend the causal keys selected by ``choose``, with weights multiplied by ``exp(weight)``.
+    """Attend to the causal keys that ``choose`` selects, and add its ``weight`` to the logits.
 
     Args:
         steps: ranges ``(start, stop)`` of query positions.
-        choose: function of ``start`` and ``stop`` that returns a mask of selected keys and ``weight``; None means 0.
+        choose: function of ``start`` and ``stop`` that returns a mask of selected keys and ``weight`` (None means 0).
     """
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]

@@ -1,4 +1,4 @@
-"""Quantized keys or values in the format of mlx-lm's quantized caches: docs/spec/quantized.md."""
+"""Define quantized keys and values in the format of mlx-lm's quantized KV caches (docs/spec/quantized.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BITS = (2, 3, 4, 5, 6, 8)  # bits per component
 class PackedRows:
     """Keys or values ``(B, Hkv, S, D)`` quantized by `mx.quantize` (quantized.1).
 
-    A `PackedRows` can replace an array of keys or values. Indexing returns dequantized rows in ``dtype``.
+    Functions accept a `PackedRows` in place of an array of keys or values. Indexing returns dequantized rows.
 
     Attributes:
         codes: uint32 ``(B, Hkv, S, D * bits / 32)``, lowest bits first.
@@ -31,12 +31,12 @@ class PackedRows:
 
     @classmethod
     def of(cls, rows: mx.array, *, bits: int, group_size: int = 64) -> PackedRows:
-        """Quantize ``rows (B, Hkv, S, D)``; ``group_size`` is 32, 64 or 128 and must divide D."""
+        """Quantize ``rows (B, Hkv, S, D)``. ``group_size`` must be 32, 64 or 128 and divide D."""
         return cls.from_parts(mx.quantize(rows, group_size=group_size, bits=bits), bits)
 
     @classmethod
     def from_parts(cls, parts: Sequence[mx.array], bits: int) -> PackedRows:
-        """Wrap the codes, scales and biases that `mx.quantize` returned."""
+        """Build a `PackedRows` from the codes, scales and biases that `mx.quantize` returns."""
         codes, scales, biases = parts
         return cls(codes, scales, biases, bits)
 
@@ -70,15 +70,15 @@ class PackedRows:
 
     @property
     def parts(self) -> tuple[mx.array, mx.array, mx.array]:
-        """Codes, scales and biases."""
+        """The codes, scales and biases, as `mx.quantize` returns them."""
         return self.codes, self.scales, self.biases
 
     def after(self, done: mx.array) -> PackedRows:
-        """Return rows that depend on ``done``: MLX reads the rows only after ``done`` is computed."""
+        """Return the same rows with a dependency on ``done``. MLX then computes ``done`` before it reads the rows."""
         return PackedRows(mx.depends(self.codes, done), self.scales, self.biases, self.bits)
 
     def __getitem__(self, at: Any) -> mx.array:
-        """Dequantize the rows at index ``at`` in float32 and round the result to ``dtype`` (quantized.1)."""
+        """Dequantize the rows at index ``at`` in float32, and return them in ``dtype`` (quantized.1)."""
         codes, scales, biases = (part[at] for part in self.parts)
         if codes.size == 0:  # `mx.dequantize` rejects empty arrays
             return mx.zeros((*codes.shape[:-1], self.shape[3]), self.dtype)

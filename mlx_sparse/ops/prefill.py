@@ -1,4 +1,4 @@
-"""Prefill baselines: docs/spec/sample.md, section "Baselines". Each returns ``out``, ``lse`` and the key blocks."""
+"""Run the prefill baselines that use no hash (docs/spec/sample.md). They return ``out``, ``lse`` and key blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def minference_attention(
     block_size: int,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run MInference: attend the key blocks and offset bins with the most attention from the last rows (sample.12)."""
+    """Run MInference on the key blocks and offset bins with the most attention from the last 64 queries (sample.12)."""
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, MINFERENCE_ROWS)
     scores = sample_scores(queries, keys, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
     budgets = (-(-tokens // block_size) for tokens in (vertical_tokens, slash_tokens))
@@ -44,7 +44,7 @@ def bigbird_attention(
     block_size: int,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run BigBird: attend a window, the first key blocks and random key blocks (sample.13)."""
+    """Run BigBird: attend to a window, the first key blocks and random key blocks (sample.13)."""
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, rows=0)
     pattern = bigbird_pattern(layout, window=window, global_share=global_share, random_blocks=random_blocks)
     return _static(queries, keys, values, pattern, block_size, scale)
@@ -60,7 +60,7 @@ def streaming_prefill_attention(
     block_size: int,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run StreamingLLM: attend the first key blocks and a window (sample.14)."""
+    """Run StreamingLLM in prefill: attend to the first key blocks and a window (sample.14)."""
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, rows=0)
     pattern = streaming_pattern(layout, sink_tokens=sink_tokens, window=window)
     return _static(queries, keys, values, pattern, block_size, scale)
@@ -69,7 +69,7 @@ def streaming_prefill_attention(
 def _static(
     queries: mx.array, keys: mx.array, values: mx.array, pattern: Pattern, block_size: int, scale: float
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Attend the key blocks of ``pattern``, a mask ``(R, Nk)``, in every head."""
+    """Attend to the key blocks in ``pattern (R, Nk)`` in every head; return ``out``, ``lse`` and block lists."""
     mask = mx.array(np.broadcast_to(pattern, (*queries.shape[:2], *pattern.shape)))
     blocks = block_select.block_lists(mask)
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks

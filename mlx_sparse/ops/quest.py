@@ -1,4 +1,4 @@
-"""Quest: docs/spec/quest.md, equations (quest.1) to (quest.5)."""
+"""Run Quest with MLX array operations (docs/spec/quest.md, quest.1 to quest.5)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .attend import attend_indices, group_queries
 from .packed_rows import Rows
 from .select import top_k_select
 
-# Second largest float32: limit of other pages' scores. `top_k_select` clips the current page's +inf to the largest.
+# Second largest float32. Scores of earlier pages are clipped to it, because `top_k_select` clips +inf to the largest.
 SECOND_LARGEST = 3.4028232635611926e38
 
 
@@ -22,7 +22,7 @@ def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) ->
         left_padding: ``(B,)`` index of the first valid key of each sequence, where the first page begins.
 
     Returns:
-        Minimum and maximum, each ``(B, Hkv, P, D)`` in the type of ``keys``; +inf and -inf for pages without keys.
+        Minimum and maximum, each ``(B, Hkv, P, D)`` in the dtype of ``keys``; +inf and -inf for pages without keys.
     """
     keys = keys[:]
     B, Hkv, S, D = keys.shape
@@ -40,7 +40,7 @@ def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) ->
 
 
 def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
-    """Add the page bounds to the parameters of `quest_select` if they are absent."""
+    """Return ``selection`` with ``page_min`` and ``page_max``. Compute these bounds if they are absent."""
     if "page_min" in selection:
         return selection
     bounds = page_bounds(keys, selection["left_padding"], page_size=selection["page_size"])
@@ -48,9 +48,9 @@ def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
 
 
 def page_scores(queries: mx.array, page_min: mx.array, page_max: mx.array) -> mx.array:
-    """Return an upper bound of q.k for each page, over all query heads of the group: float32 ``(B, Hkv, P)``.
+    """Return an upper bound on q.k for each page, over all query heads of the group: float32 ``(B, Hkv, P)``.
 
-    A NaN becomes +inf (quest.2), (quest.3).
+    NaN is replaced with +inf (quest.2), (quest.3).
     """
     q = group_queries(queries, page_min.shape[1])
     # (quest.2)
@@ -78,7 +78,10 @@ def quest_select(
     page_min: mx.array,
     page_max: mx.array,
 ) -> mx.array:
-    """Select the keys of one decode step with more than K pages (quest.5): int32 ``(B, Hkv, K * page_size)``."""
+    """Select the best ``K = ceil(top_k / page_size)`` pages, and return their keys, int32 ``(B, Hkv, K * page_size)``.
+
+    There must be more than K pages (quest.5).
+    """
     S = keys.shape[2]
     before = (S - 1) // page_size
     scores = page_scores(queries, page_min[:, :, :before], page_max[:, :, :before])
@@ -94,10 +97,10 @@ def quest_select(
 def quest_attention(
     queries: mx.array, keys: Rows, values: Rows, *, scale: float, **selection: Any
 ) -> tuple[mx.array, mx.array]:
-    """Run one decode step of Quest: ``out (B, Hq, 1, D)`` in the type of ``queries``, float32 ``lse (B, Hq, 1)``.
+    """Run one decode step of Quest and return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
     Args:
-        selection: the other parameters of `quest_select`. If the page bounds are absent, they are computed.
+        selection: the other parameters of `quest_select`. Page bounds are computed if they are absent.
     """
     selection = with_bounds(keys, selection)
     return attend_indices(queries, keys, values, quest_select(queries, keys, **selection), scale=scale)

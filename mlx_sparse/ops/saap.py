@@ -1,4 +1,4 @@
-"""SAAP in MLX array operations: docs/spec/saap.md."""
+"""Run SAAP with MLX array operations (docs/spec/saap.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def saap_route(
     hidden_bias: mx.array | None = None,
     probes: int,
 ) -> mx.array:
-    """Select ``probes`` buckets per KV head, shared by its query heads (saap.5), (saap.8).
+    """Select ``probes`` buckets per KV head. All query heads of a KV head share the buckets (saap.5), (saap.8).
 
     Args:
         queries: ``(B, Hq, 1, D)`` before RoPE.
@@ -56,7 +56,7 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys of a decode step: sinks, keys that are not in the index, keys of the visited buckets (saap.10).
+    """List the keys to attend to: sinks, keys outside the index, and keys of the visited buckets (saap.10).
 
     Args:
         visited: ``(B, Hkv, n)`` int bucket ids without duplicates; a number that is not a bucket is an empty slot.
@@ -65,7 +65,7 @@ def saap_indices(
         capacity: length of each list; keys beyond it are omitted.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)`` in this order, -1 after the last key, and the number of keys
+        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and the list lengths
         ``counts (B, Hkv)``.
     """
     B, Hkv, n = visited.shape
@@ -108,7 +108,7 @@ def saap_attention(
         visit: the other arguments of `list_keys`.
 
     Returns:
-        ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)`` of the attended keys.
+        ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and the numbers of attended keys ``counts (B, Hkv)``.
     """
     indices, counts = list_keys(saap_indices, keys.shape[2], **visit)
     return *attend_indices(queries, keys, values, indices, scale=scale, counts=counts), counts
@@ -129,9 +129,9 @@ def list_keys(
 
     Args:
         expand: `saap_indices` of a backend.
-        S: number of keys in use.
-        bucket_ids: ``(B, Hkv, S or more)`` int bucket of each key; a key with a number that is not a bucket is attended
-            only as a sink or recent key.
+        S: number of keys in the KV cache.
+        bucket_ids: ``(B, Hkv, S or more)`` int bucket of each key. A key without a valid bucket is attended to only if
+            it is a sink or a recent key.
         visited: ``(B, Hkv, n)`` int bucket ids without duplicates.
     """
     window: dict[str, Any] = {"sink_tokens": sink_tokens, "left_padding": left_padding}

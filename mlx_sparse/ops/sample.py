@@ -1,4 +1,4 @@
-"""SampleAttention: docs/spec/sample.md, equations (sample.1) to (sample.9)."""
+"""Run SampleAttention with MLX array operations (docs/spec/sample.md, sample.1 to sample.9)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .blocks import attend_blocks, batch_size, causal_scores, wait_for
 def sample_scores(
     queries: mx.array, keys: mx.array, *, chunks: int, block_size: int, scale: float, rows: int | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Sum the attention mass of each region's sampled rows by key block and by offset bin: float32 ``(B, Hq, C, Nk)``.
+    """Sum the softmax weights of each region's sample by key block and by offset bin, each float32 ``(B, Hq, C, Nk)``.
 
     Args:
         rows: number of query rows sampled per region; None means ``block_size``.
@@ -45,10 +45,10 @@ def sample_select(
     block_size: int,
     scale: float,
 ) -> mx.array:
-    """Select the key blocks that each row block attends: int32 ``(B, Hq, R, Nk)``, ascending, padded with -1."""
+    """Select the key blocks that each row block attends to: int32 ``(B, Hq, R, Nk)``, ascending, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale)
-    # Row blocks with sampled rows attend every causal block, so the longest list usually has Nk blocks.
+    # Row blocks with sampled rows attend to every causal block, so the longest list usually has Nk blocks.
     return block_select.select(
         column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, width=layout.key_blocks
     )
@@ -69,24 +69,24 @@ def sample_attention(
         selection: the other parameters of `sample_select`.
 
     Returns:
-        ``out (B, Hq, L, D)`` in the type of ``queries``, float32 ``lse (B, Hq, L)`` and the result of `sample_select`.
+        ``out (B, Hq, L, D)`` in the dtype of ``queries``, float32 ``lse (B, Hq, L)`` and the selected key blocks.
     """
     blocks = sample_select(queries, keys, block_size=block_size, scale=scale, **selection)
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
 
 
 def _masses(queries: mx.array, keys: mx.array, layout: Layout, scale: float) -> mx.array:
-    """Compute `masses_of` the attention of ``queries (B, H, n, D)`` at the last n positions of ``keys``."""
+    """Compute the softmax weights of ``queries (B, H, n, D)`` at the last n positions. Sum them with `masses_of`."""
     # (sample.3)
     scores = causal_scores(queries.astype(mx.float32) * scale, keys.astype(mx.float32))
     return masses_of(mx.softmax(scores, axis=-1), layout)
 
 
 def masses_of(weights: mx.array, layout: Layout) -> mx.array:
-    """Sum attention weights ``(B, H, n, N)`` of the last n of N positions by key block and by offset bin.
+    """Sum softmax weights ``(B, H, n, N)`` of the last n of N positions by key block and by offset bin.
 
     Returns:
-        float32 ``(B, H, 2, Nk)``: mass by key block, then mass by offset bin.
+        float32 ``(B, H, 2, Nk)``: the third axis contains the sums by key block and the sums by offset bin.
     """
     B, H, n, end = weights.shape
     first = end - n
@@ -107,7 +107,7 @@ def masses_of(weights: mx.array, layout: Layout) -> mx.array:
 def _by_block(weights: mx.array, first: int, size: int) -> tuple[mx.array, mx.array]:
     """Sum ``weights (B, H, n, N)`` of one row block by key block, separately for near and far keys.
 
-    Near keys have an offset in their block up to the row's offset in its own block; far keys have a larger offset.
+    A key is near if its offset in the key block is at most the offset of the row in the row block, and far otherwise.
 
     Args:
         first: position of the first row; the last row is at position N - 1.

@@ -1,4 +1,4 @@
-"""SparQ attention: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21)."""
+"""Run SparQ with MLX array operations (docs/spec/sparq.md, sparq.1 to sparq.10 and sparq.21)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .select import take_rows, top_k_select, valid_keys
 def sparq_logits(queries: mx.array, keys: Rows, selection: Selection) -> mx.array:
     """Return approximate logits of all keys from ``rank`` components, float32 ``(B, Hkv, G, S)``.
 
-    Logits of padding are undefined. If ``selection.keys_t`` is None, ``keys`` are scored. If in addition ``rank`` is D,
-    a quantized KV cache is scored without being dequantized.
+    The logits of padding are undefined. If ``selection.keys_t`` is None, the logits are computed from ``keys``.
+    If also ``rank`` is D, a quantized KV cache is not dequantized.
     """
     rank, keys_t = selection.rank, selection.keys_t
     B = queries.shape[0]
@@ -50,23 +50,32 @@ def sparq_logits(queries: mx.array, keys: Rows, selection: Selection) -> mx.arra
     return exact_logits(q_r * factor, mx.take_along_axis(keys[:], i1[:, :, None], axis=3))
 
 
-def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[mx.array, mx.array]:
-    """Select the keys of one decode step by `sparq_logits`.
+def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[mx.array, mx.array, mx.array]:
+    """Select the keys of one decode step with `sparq_logits`.
 
     Returns:
-        int32 key ``indices (B, Hkv, min(top_k, S))`` and ``alpha (B, Hq)``, the approximate softmax mass of these keys.
+        int32 key ``indices (B, Hkv, min(top_k, S))``; the approximate attention recall ``alpha (B, Hq)``; and
+        ``recall (B, Hkv)``, the mean of ``alpha`` over the query heads of a KV head (sparq.24).
     """
     logits, padding = sparq_logits(queries, keys, selection), selection.left_padding
     # (sparq.4) approximate attention, (sparq.5) sum over the group, (sparq.6) selection of the keys
     valid = None if padding is None else valid_keys(keys.shape[2], padding)[:, None, None, :]
     s_hat, _ = softmax_lse(logits, valid)
-    window = selection.local_window
-    indices = top_k_select(s_hat.sum(axis=2), top_k=selection.top_k, local_window=window, left_padding=padding)
+    window, scores = selection.local_window, s_hat.sum(axis=2)
+    indices = top_k_select(scores, top_k=selection.top_k, local_window=window, left_padding=padding)
 
     # (sparq.8) approximate softmax mass of the selected keys
     chosen = mx.take_along_axis(s_hat, mx.maximum(indices, 0)[:, :, None, :], axis=-1)
     alpha = mx.where((indices >= 0)[:, :, None, :], chosen, 0.0).sum(axis=-1)
-    return indices, alpha.reshape(queries.shape[:2])
+    return indices, alpha.reshape(queries.shape[:2]), selected_share(scores, indices, s_hat.shape[2], padding)
+
+
+def selected_share(scores: mx.array, indices: mx.array, G: int, left_padding: mx.array | None) -> mx.array:
+    """Return the selected keys' share ``(B, Hkv)`` of the sum of the group scores ``(B, Hkv, S)`` (sparq.24)."""
+    if left_padding is None:  # without padding, no slot is empty
+        return mx.take_along_axis(scores, indices, axis=-1).sum(axis=-1) / G
+    chosen = mx.take_along_axis(scores, mx.maximum(indices, 0), axis=-1)
+    return mx.where(indices >= 0, chosen, 0.0).sum(axis=-1) / G
 
 
 def sparq_attention(
@@ -77,16 +86,20 @@ def sparq_attention(
     reallocate: bool,
     value_mean: mx.array | None,
     **parameters: Any,
-) -> tuple[mx.array, mx.array]:
-    """Run one decode step of SparQ: ``out (B, Hq, 1, D)`` in the type of ``queries``, float32 ``lse (B, Hq, 1)``.
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Run one decode step of SparQ.
 
     Args:
-        reallocate: mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
-        value_mean: ``(B, Hkv, D)`` mean of the valid values; needed if ``reallocate``.
+        reallocate: if True, add ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
+        value_mean: ``(B, Hkv, D)`` mean of the valid values; required if ``reallocate`` is True.
         parameters: the fields of `Selection`.
+
+    Returns:
+        ``out (B, Hq, 1, D)`` in the dtype of ``queries``, float32 ``lse (B, Hq, 1)``, and the estimated attention
+        ``recall (B, Hkv)`` (sparq.24).
     """
     selection = Selection(**parameters)
-    indices, alpha = sparq_select(queries, keys, selection)
+    indices, alpha, recall = sparq_select(queries, keys, selection)
     out, lse = attend_indices(queries, keys, values, indices, scale=selection.scale)
     if reallocate:
         assert value_mean is not None
@@ -95,7 +108,7 @@ def sparq_attention(
         mean = mx.repeat(value_mean.astype(mx.float32), queries.shape[1] // keys.shape[1], axis=1)[:, :, None, :]
         mixed = alpha * out.astype(mx.float32) + (1.0 - alpha) * mean
         out = mx.where(lse[..., None] == -mx.inf, 0.0, mixed).astype(queries.dtype)
-    return out, lse
+    return out, lse, recall
 
 
 def masked_mean(rows: Rows, left_padding: mx.array | None) -> mx.array:
@@ -110,5 +123,5 @@ def masked_mean(rows: Rows, left_padding: mx.array | None) -> mx.array:
 
 def deviation(keys: Rows, left_padding: mx.array | None) -> mx.array:
     """Return the float32 standard deviation ``(B, Hkv, D)`` of each component over the valid keys (sparq.1)."""
-    centred = keys[:].astype(mx.float32) - masked_mean(keys, left_padding)[:, :, None, :]
-    return mx.sqrt(masked_mean(centred**2, left_padding))
+    centered = keys[:].astype(mx.float32) - masked_mean(keys, left_padding)[:, :, None, :]
+    return mx.sqrt(masked_mean(centered**2, left_padding))

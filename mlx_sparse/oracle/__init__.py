@@ -1,7 +1,7 @@
-"""The executable specification: every method in NumPy float64, with the equation numbers of docs/spec.
+"""Implement every method in NumPy as a reference. Comments refer to the equations in docs/spec.
 
-Inputs of any float type are promoted to float64, and results are float64. The code prefers clarity to speed. Only the
-tests, the evaluation and the benchmarks import this package.
+Inputs of any float dtype are converted to float64, and results are float64. The code is written for clarity, not for
+speed. Only the tests, the evaluation and the benchmarks import this package.
 """
 
 from .attend import attend_indices, dense_attention

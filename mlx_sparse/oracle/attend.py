@@ -1,4 +1,4 @@
-"""Attend: exact softmax attention over all keys or over an index list, shared by every method."""
+"""Compute exact softmax attention over all keys or over a list of keys, for all methods."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def float64(array: npt.ArrayLike) -> Array:
 def checked(
     queries: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike, backend: str
 ) -> tuple[Array, Array, Array, Sizes]:
-    """Return queries, keys and values in float64 and their sizes.
+    """Convert queries, keys and values to float64, and return the arrays and their sizes.
 
     Raises:
         BackendUnavailable: ``backend`` is neither "auto" nor "oracle".
-        ShapeError: the shapes do not fit each other.
+        ShapeError: the shapes do not fit together.
     """
     if backend not in ("auto", "oracle"):
         raise BackendUnavailable(f"backend: expected auto or oracle for mlx_sparse.oracle, got {backend!r}.")
@@ -36,7 +36,7 @@ def checked(
 
 
 def logits(queries: Array, keys: Array, scale: float) -> Array:
-    """Return the logits ``(B, Hkv, G, L, S)`` of every query of a group with the keys of its KV head."""
+    """Return the scaled dot products ``(B, Hkv, G, L, S)`` of each query with the keys of its KV head."""
     B, Hq, L, D = queries.shape
     Hkv = keys.shape[1]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D)
@@ -47,7 +47,7 @@ def logits(queries: Array, keys: Array, scale: float) -> Array:
 def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
     """Return the masked softmax over the last axis and its log-sum-exp; 0 and -inf for a row without valid keys.
 
-    A row that holds NaN or +inf has no softmax: it is NaN there and 0 elsewhere.
+    In a row with NaN or +inf scores, the weights of these scores are NaN and the other weights are 0.
     """
     masked = np.where(mask, scores, -np.inf)
     top = np.max(np.where(np.isnan(masked), np.inf, masked), axis=-1, keepdims=True, initial=-np.inf)
@@ -61,14 +61,14 @@ def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
 
 
 def attention_recall(lse: Array, dense_lse: Array) -> Array:
-    """Return the share of the softmax mass on the attended keys of ``lse``; 1 for a row without valid keys."""
+    """Return the attention recall ``exp(lse - dense_lse)`` of each row; 1 for a row without valid keys."""
     some = dense_lse != -np.inf
     recall: Array = np.exp(np.where(some, lse, 0.0) - np.where(some, dense_lse, 0.0))
     return recall
 
 
 def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
-    """Multiply ``weights (B, Hkv, G, L, N)`` by ``values (B, Hkv, N, D)``. Rows of weight 0 may contain NaN or inf."""
+    """Multiply ``weights (B, Hkv, G, L, N)`` by ``values (B, Hkv, N, D)``. Masked values may contain NaN or inf."""
     attended = np.any(mask, axis=(2, 3))[..., None]
     out: Array = np.einsum("bhgln,bhnd->bhgld", weights, np.where(attended, values, 0.0))
     return out
@@ -82,11 +82,11 @@ def attend_indices(
     Args:
         queries: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``.
-        indices: ``(B, Hkv, N)`` int32, ascending. -1, or any other number without a key, is an empty slot.
-        scale: factor of the logits.
+        indices: ``(B, Hkv, N)`` int32, ascending. -1, or any number that is not a key index, is an empty slot.
+        scale: factor by which the dot products are multiplied.
 
     Returns:
-        ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``; 0 and -inf where every slot is empty.
+        ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``. If all slots are empty, out is 0 and lse is -inf.
 
     Raises:
         ShapeError: ``indices`` does not fit the keys.
@@ -115,15 +115,15 @@ def dense_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Compute causal attention of ``L`` queries at positions ``S - L ..`` over all valid keys.
+    """Compute dense causal attention. The ``L`` queries are at the last ``L`` of ``S`` positions.
 
     Args:
         queries: ``(B, Hq, L, D)``.
-        keys, values: ``(B, Hkv, S, D)``, the current tokens included.
-        left_padding: ``(B,)`` first valid key of each row.
+        keys, values: ``(B, Hkv, S, D)``, including the current tokens.
+        left_padding: ``(B,)`` index of the first valid key of each sequence.
 
     Returns:
-        ``out (B, Hq, L, D)``; with ``return_stats`` also a `Stats`.
+        ``out (B, Hq, L, D)``, and a `Stats` if ``return_stats`` is set.
     """
     q, k, v, _ = checked(queries, keys, values, backend)
     out, lse = dense_with_lse(q, k, v, scale=scale, left_padding=left_padding)
@@ -142,7 +142,7 @@ def dense_with_lse(
     scale: float | None,
     left_padding: npt.ArrayLike | None,
 ) -> tuple[Array, Array]:
-    """Compute `dense_attention` and return it with its ``lse (B, Hq, L)``."""
+    """Return the output ``(B, Hq, L, D)`` of `dense_attention` and its log-sum-exp ``(B, Hq, L)``."""
     q, k, v = float64(queries), float64(keys), float64(values)
     n = check_qkv(q, k, v)
     check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))
@@ -150,7 +150,7 @@ def dense_with_lse(
     causal: Array = np.less_equal(np.arange(n.S), positions[:, None])
     mask: Array = np.logical_and(valid_keys(n.B, n.S, left_padding)[:, None, None, None, :], causal)
     attended: Array = np.logical_or.reduce(mask, axis=(2, 3))
-    k = np.where(attended[..., None], k, 0.0)  # poison in padded rows must not reach the logits
+    k = np.where(attended[..., None], k, 0.0)  # NaN or inf in padding must not reach the logits
     mask = np.broadcast_to(mask, (n.B, n.Hkv, n.G, n.L, n.S))
     weights, lse = softmax_lse(logits(q, k, n.D**-0.5 if scale is None else scale), mask)
     out = weighted_values(weights, v, mask)
@@ -167,7 +167,7 @@ def with_stats(
     top_k: int,
     return_stats: bool | str,
 ) -> Any:
-    """Build the return value of a public function for a step over ``top_k`` keys that moved ``moved`` elements."""
+    """Return ``out``. If ``return_stats`` is set, also return the step's `Stats` with ``moved`` elements."""
     if not return_stats:
         return out
     S, D = qkv[1].shape[2:]

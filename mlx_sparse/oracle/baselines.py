@@ -1,4 +1,4 @@
-"""The decode baselines of the SparQ paper: docs/spec/sparq.md, section "Baselines"."""
+"""Run the decode baselines of the SparQ paper (docs/spec/sparq.md, "Baselines")."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def streaming_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend the first ``sink_tokens`` and the last ``recent_tokens`` valid keys; positions are not changed."""
+    """Attend to the first ``sink_tokens`` and last ``recent_tokens`` valid keys, without changing RoPE positions."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("sink_tokens", sink_tokens, 0)
     check_int("recent_tokens", recent_tokens, 1)
@@ -73,7 +73,7 @@ def oracle_top_k_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend the keys that SparQ selects from exact scores (``rank = D``), without reallocation."""
+    """Attend to the ``top_k`` keys with the largest exact scores: SparQ with ``rank = D`` and no reallocation."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)
     window = check_local_window(local_window, top_k)
@@ -98,7 +98,7 @@ def flexgen_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Sum the values of the ``top_k`` largest group-summed softmax weights, without renormalization."""
+    """Attend to the ``top_k`` keys with the largest softmax weights, summed over the group, without renormalization."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)
     if n.L > 1:
@@ -125,10 +125,10 @@ def h2o_scores(
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
 ) -> Array:
-    """Return the attention that each key received from ``L`` causal queries (group mean): ``(B, Hkv, S)``.
+    """Return causal softmax weights of the keys, summed over queries and averaged over the group: ``(B, Hkv, S)``.
 
-    `h2o_attention` starts from these scores after dense prefill. Invalid keys have -inf; queries at padded positions do
-    not count.
+    After dense prefill, these are the initial ``scores`` of `h2o_attention`. The score of an invalid key is -inf.
+    Queries at padded positions are not counted.
     """
     q, k = float64(queries), float64(keys)
     n = check_qkv(q, k, k)
@@ -155,13 +155,13 @@ def h2o_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend the last ``local_window`` keys and the heavy hitters, ``top_k`` in total; evict the other keys.
+    """Attend to the last ``local_window`` keys and the keys with the best scores, ``top_k`` in total. Evict the rest.
 
     Args:
-        scores: ``(B, Hkv, S)`` attention received so far, 0 for the current key, -inf for evicted keys.
+        scores: ``(B, Hkv, S)`` sum of softmax weights per key so far; 0 for the current key, -inf for evicted keys.
 
     Returns:
-        ``out, scores``; with ``return_stats`` also a `Stats`. The new scores are -inf for keys that this step evicted.
+        ``out``, the new ``scores`` (-inf for evicted keys), and a `Stats` if ``return_stats`` is set.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     check_decode_step(n, "h2o")
@@ -182,7 +182,7 @@ def h2o_attention(
 
 
 def listed(indices: Array, S: int) -> Array:
-    """Convert index lists to a bool mask ``(B, Hkv, S)``, True for the listed keys."""
+    """Convert ``indices (B, Hkv, N)`` to a bool mask ``(B, Hkv, S)``, True for the listed keys."""
     mask = np.zeros((*indices.shape[:2], S), dtype=bool)
     for b, h in np.ndindex(indices.shape[:2]):
         mask[b, h, indices[b, h][indices[b, h] >= 0]] = True
@@ -190,7 +190,7 @@ def listed(indices: Array, S: int) -> Array:
 
 
 def _exact(q: Array, k: Array, scale: float, left_padding: npt.ArrayLike | None) -> tuple[Array, Array]:
-    """Return exact logits and softmax weights of one decode step, ``(B, Hkv, G, S)``."""
+    """Return the exact logits and softmax weights of one decode step, each ``(B, Hkv, G, S)``."""
     valid = valid_keys(k.shape[0], k.shape[2], left_padding)
     k = np.where(valid[:, None, :, None], k, 0.0)
     exact = logits(q, k, scale)[:, :, :, 0, :]

@@ -1,4 +1,4 @@
-"""Attention over lists of key blocks, shared by every prefill method: docs/spec/sample.md, (sample.8)."""
+"""Compute attention over lists of key blocks, for all prefill methods (docs/spec/sample.md, sample.8)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def attend_blocks(
     """Compute exact causal attention of every query over the listed key blocks of its row block.
 
     Args:
-        queries: ``(B, Hq, L, D)``; query i sits at position ``S - L + i``, in row block ``(S - L + i) // block_size``.
+        queries: ``(B, Hq, L, D)``; query i is at position ``S - L + i``, in row block ``(S - L + i) // block_size``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int32, R row blocks with a query. -1, or a number without a block, is an empty slot.
+        blocks: ``(B, Hq, R, N)`` int32 block indices for R row blocks. Any other number, such as -1, is an empty slot.
 
     Returns:
-        ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``; 0 and -inf for queries without a key.
+        ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``; 0 and -inf for queries that attend to no key.
 
     Raises:
         ShapeError: ``blocks`` does not fit the queries.
@@ -61,7 +61,7 @@ def block_mask(blocks: Array, key_blocks: int) -> Array:
 
 
 def block_lists(mask: Array) -> Array:
-    """Convert a mask ``(B, Hq, R, key_blocks)`` to ascending int32 lists, padded with -1 to the longest."""
+    """Convert a mask ``(B, Hq, R, key_blocks)`` to ascending int32 lists, padded with -1 to equal lengths."""
     key_blocks = mask.shape[-1]
     listed = np.sort(np.where(mask, np.arange(key_blocks), key_blocks), axis=-1)[..., : mask.sum(axis=-1).max()]
     return np.where(listed < key_blocks, listed, -1).astype(np.int32)
@@ -70,7 +70,7 @@ def block_lists(mask: Array) -> Array:
 def prefill_result(
     qkv: tuple[Array, Array, Array], blocks: Array, layout: Layout, *, scale: float | None, return_stats: bool | str
 ) -> Any:
-    """Attend the block lists and return ``out``; with ``return_stats`` also a `Stats`."""
+    """Run `attend_blocks`. Return ``out``, and a `Stats` if ``return_stats`` is set."""
     out, lse = attend_blocks(*qkv, blocks, block_size=layout.block_size, scale=scale)
     return prefill_stats(qkv, out, lse, blocks, layout, scale=scale, return_stats=return_stats)
 
@@ -85,7 +85,7 @@ def prefill_stats(
     scale: float | None,
     return_stats: bool | str,
 ) -> Any:
-    """Return ``out``; with ``return_stats`` also the `Stats` of a call that attended ``blocks``."""
+    """Return ``out``. If ``return_stats`` is set, also return the `Stats` of a call that attended to ``blocks``."""
     if not return_stats:
         return out
     q, k, v = qkv

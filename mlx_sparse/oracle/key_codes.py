@@ -1,4 +1,4 @@
-"""Quantized scoring keys (int4): docs/spec/sparq.md, equations (sparq.17) to (sparq.22)."""
+"""Implement int4 scoring keys in NumPy (docs/spec/sparq.md, sparq.17 to sparq.22)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 
 
 def code_keys(keys: npt.ArrayLike, *, left_padding: npt.ArrayLike | None = None) -> KeyCodes:
-    """Code the full groups of ``keys (B, Hkv, S, D)``; invalid keys may hold any number."""
+    """Quantize the full groups of ``keys (B, Hkv, S, D)`` to int4. Invalid keys may contain any number."""
     rows = np.asarray(keys, np.float32)
     B, Hkv, S, D = rows.shape
     groups, largest = S // GROUP, np.float32(LARGEST_CODE)
@@ -43,17 +43,17 @@ def code_keys(keys: npt.ArrayLike, *, left_padding: npt.ArrayLike | None = None)
 
 
 def coded_groups(B: int, S: int, left_padding: npt.ArrayLike | None) -> list[tuple[int, int]]:
-    """Return the first valid key and the number of full groups of each sequence."""
+    """Return the index of the first valid key and the number of full groups for each of ``B`` sequences."""
     return [(S - int(count), int(count) // GROUP) for count in valid_keys(B, S, left_padding).sum(axis=1)]
 
 
 def unpack(codes: Array) -> Array:
-    """Unpack two codes per byte: uint8 ``(..., groups * GROUP)``."""
+    """Unpack the two int4 codes of each byte to uint8 ``(..., groups * GROUP)``."""
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
 def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLike | None = None) -> Array:
-    """Return the keys that (sparq.21) scores, float64 ``(B, Hkv, S, D)``: decoded groups and the exact tail."""
+    """Return centered scoring keys, float64 ``(B, Hkv, S, D)`` (sparq.21). Only keys in full groups are approximate."""
     lo, step = (np.repeat(array.astype(np.float64), GROUP, axis=-1) for array in (coded.lo, coded.step))
     decoded = (lo + step * unpack(coded.codes)).swapaxes(-1, -2)
     found: Array = keys - coded.center[:, :, None]
@@ -64,7 +64,7 @@ def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLik
 
 
 def key_spread(coded: KeyCodes, keys: Array, *, left_padding: npt.ArrayLike | None = None) -> Array:
-    """Return the deviation of each component of ``keys`` (sparq.22): float64 ``(B, Hkv, D)``."""
+    """Estimate the standard deviation of each component from its int4 codes (sparq.22): float64 ``(B, Hkv, D)``."""
     from .sparq import deviation
 
     B, _, S, _ = keys.shape

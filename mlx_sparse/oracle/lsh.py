@@ -1,4 +1,4 @@
-"""Prefill baselines that hash queries and keys: docs/spec/sample.md, section "Baselines"."""
+"""Run the prefill baselines that hash queries and keys (docs/spec/sample.md, "Baselines")."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 def hash_codes(vectors: Array, buckets: int) -> Array:
-    """Hash ``vectors (..., D)`` to the nearest end of ``buckets / 2`` random directions, 0..buckets - 1 (sample.15)."""
+    """Hash ``vectors (..., D)`` to the index, 0..buckets - 1, of the nearest random direction r or -r (sample.15)."""
     along = vectors @ signs(vectors.shape[-1], buckets // 2)
     codes: Array = np.argmax(np.concatenate([along, -along], axis=-1), axis=-1)
     return codes
@@ -33,7 +33,7 @@ def hash_sparse_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend the key of the query itself and the earlier keys with the hash of the query (sample.15)."""
+    """Attend to the key at the query's position and to the earlier keys with the same hash (sample.15)."""
     q, k, v, n = checked(queries, keys, values, backend)
     code_q, code_k = hash_codes(q, buckets), np.repeat(hash_codes(k, buckets), n.G, axis=1)
     same = code_q[..., :, None] == code_k[..., None, :]
@@ -43,9 +43,9 @@ def hash_sparse_attention(
 
 
 def sort_ranks(vectors: Array, hash_bits: int) -> Array:
-    """Return the rank of each of ``vectors (..., M, D)`` in the order of their hashes, 0..M - 1 (sample.17).
+    """Sort ``vectors (..., M, D)`` by hash, and return the rank of each vector, 0..M - 1 (sample.17).
 
-    The signs along random directions are a Gray code: adjacent codes differ in one sign.
+    The signs along random directions form a Gray code: adjacent hashes differ in one sign.
     """
     positive = vectors @ signs(vectors.shape[-1], hash_bits) > 0
     bits = np.logical_xor.accumulate(positive, axis=-1)
@@ -66,7 +66,7 @@ def hyperattention_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run HyperAttention: buckets of a sort by hash and a weighted sample of keys (sample.16) to (sample.18)."""
+    """Run HyperAttention: attend to a bucket and to a weighted sample of other keys (sample.16) to (sample.18)."""
     q, k, v, n = checked(queries, keys, values, backend)
     offset = n.S - n.L
     mask, weight = np.zeros((n.B, n.Hq, n.L, n.S), dtype=bool), np.zeros((n.B, n.Hq, n.L, n.S))
@@ -86,7 +86,7 @@ def hyperattention_attention(
 def _span_pairs(
     q: Array, k: Array, span: Span, offset: int, bucket_size: int, sampled_keys: int, hash_bits: int
 ) -> tuple[Array, Array]:
-    """Return the attended query-key pairs of a span, bool ``(B, Hq, P, M)``, and their log weights (sample.18)."""
+    """Return a mask ``(B, Hq, P, M)`` of the attended query-key pairs of a span, and their log weights (sample.18)."""
     P, M, G = span.stop - span.start, span.last - span.first, q.shape[1] // k.shape[1]
     if bucket_size + sampled_keys >= M:
         return np.ones((*q.shape[:2], P, M), dtype=bool), np.zeros((*q.shape[:2], P, M))
@@ -99,14 +99,14 @@ def _span_pairs(
 
 
 def _nan_keys(k: Array, G: int) -> Array:
-    """Return True for keys with NaN, which have no hash: every query attends them. Bool ``(B, Hq, 1, S)``."""
+    """Return a mask ``(B, Hq, 1, S)``, True for keys with NaN. They have no hash, so every query attends to them."""
     return np.repeat(np.isnan(k.sum(axis=-1)), G, axis=1)[:, :, None]
 
 
 def _attend(
     qkv: tuple[Array, Array, Array], mask: Array, weight: Array, *, scale: float | None, return_stats: bool | str
 ) -> Any:
-    """Attend the pairs of ``mask (B, Hq, L, S)``, weighted by ``exp(weight)``."""
+    """Compute attention over the query-key pairs in ``mask (B, Hq, L, S)``, with ``weight`` added to the logits."""
     q, k, v = qkv
     n = check_qkv(q, k, v)
     grouped = (n.B, n.Hkv, n.G, n.L, n.S)

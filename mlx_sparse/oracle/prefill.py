@@ -1,4 +1,4 @@
-"""The prefill baselines: docs/spec/sample.md, section "Baselines"."""
+"""Run the prefill baselines that do not hash queries and keys (docs/spec/sample.md, "Baselines")."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def minference_select(
     block_size: int = 64,
     scale: float | None = None,
 ) -> Array:
-    """Select the best columns and bins of the last 64 rows within the budgets (sample.12); return block lists."""
+    """Select the key blocks and offset bins with the most attention from the last 64 queries (sample.12)."""
     q, k = float64(queries), float64(keys)
     layout = Layout(q.shape[2], k.shape[2], 1, block_size, MINFERENCE_ROWS)
     column, slash = sample_scores(q, k, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
@@ -36,7 +36,7 @@ def minference_select(
 
 
 def select_largest(scores: Array, count: int) -> Array:
-    """Select the ``count`` largest of ``scores (..., Nk)``; ties go to the lower index. With a NaN, select all."""
+    """Return a mask of the ``count`` largest ``scores (..., Nk)`` (all if one is NaN). Ties go to the lower index."""
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
     kept = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(kept, order, True, axis=-1)
@@ -55,7 +55,7 @@ def minference_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run vertical-slash attention with fixed budgets (MInference) at block granularity."""
+    """Run MInference: vertical-slash attention over key blocks with fixed budgets."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("vertical_tokens", vertical_tokens, 1)
     check_int("slash_tokens", slash_tokens, 1)
@@ -80,7 +80,7 @@ def bigbird_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend a window and the first keys, both shares of S, and random blocks (BigBird, sample.13)."""
+    """Run BigBird on ``window * S`` recent keys, ``global_share * S`` first keys and random blocks (sample.13)."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_share("window", window)
     check_share("global_share", global_share)
@@ -104,7 +104,7 @@ def streaming_prefill_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend the first tokens and a window that is a share of S (StreamingLLM for prefill, sample.14)."""
+    """Run StreamingLLM in prefill: attend to the first key blocks and a window of ``window * S`` keys (sample.14)."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("sink_tokens", sink_tokens, 0)
     check_share("window", window)

@@ -1,4 +1,4 @@
-"""Quest: docs/spec/quest.md, equations (quest.1) to (quest.5)."""
+"""Implement Quest in NumPy (docs/spec/quest.md, quest.1 to quest.5)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Array = npt.NDArray[Any]
 def page_bounds(
     keys: npt.ArrayLike, left_padding: npt.ArrayLike | None = None, *, page_size: int = 16
 ) -> tuple[Array, Array]:
-    """Return the minimum and maximum of each component over the keys of each page (quest.1): two ``(B, Hkv, P, D)``.
+    """Return the minimum and maximum of each component over the keys of each page (quest.1), each ``(B, Hkv, P, D)``.
 
-    A page without a key has +inf and -inf. A component in which a key is NaN has NaN.
+    The bounds of a page without keys are +inf and -inf. If a component of a key is NaN, both bounds of this component
+    are NaN.
     """
     k = float64(keys)
     B, Hkv, S, D = k.shape
@@ -34,7 +35,7 @@ def page_bounds(
 
 
 def first_keys(B: int, left_padding: npt.ArrayLike | None) -> Array:
-    """Return the first valid key of each row, ``(B,)`` int."""
+    """Return the index of the first valid key of each sequence, int ``(B,)``."""
     return np.zeros(B, int) if left_padding is None else np.asarray(left_padding).astype(int)
 
 
@@ -49,8 +50,8 @@ def quest_select(
     """Select the pages of one decode step for ``queries (B, Hq, 1, D)`` and ``keys (B, Hkv, S, D)``.
 
     Returns:
-        ``(B, Hkv, K * page_size)`` int32 keys (quest.5), -1 in empty slots, and the scores of all pages (quest.3). The
-        current page has +inf, and pages behind it have -inf.
+        int32 key indices ``(B, Hkv, K * page_size)``, -1 in empty slots (quest.5), and page scores ``(B, Hkv, P)``
+        (quest.3). The score of the current page is +inf; scores of later pages are -inf.
     """
     q, k = float64(queries), float64(keys)
     B, Hkv, S, D = k.shape
@@ -85,7 +86,7 @@ def quest_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Compute `mlx_sparse.quest_attention` in float64."""
+    """Run one decode step of Quest. The arguments are the same as for `mlx_sparse.quest_attention`."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("page_size", page_size, 1)
     check_int("top_k", top_k, 1)

@@ -1,4 +1,4 @@
-"""SAAP: docs/spec/saap.md, equations (saap.1) to (saap.14)."""
+"""Implement SAAP in NumPy (docs/spec/saap.md, saap.1 to saap.14)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def saap_assign(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
         centroids: ``(Hkv, C, D)``.
 
     Returns:
-        ``(B, Hkv, n)`` int32; ties go to the lower bucket, and keys with NaN or inf to bucket 0.
+        int32 bucket ids ``(B, Hkv, n)``. Ties go to the lower bucket. Keys with NaN or inf get bucket 0.
     """
     k = float64(keys)
     products = np.einsum("bhnd,hcd->bhnc", k, float64(centroids))
@@ -40,8 +40,8 @@ def kmeans_step(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
         centroids: ``(C, D)``.
 
     Returns:
-        ``(C, D)``: the sum of the keys of each bucket, scaled to length 1. A bucket keeps its centroid if it is empty
-        or its sum is not finite.
+        New centroids ``(C, D)``: the sum of the keys of each bucket, normalized to length 1. If a bucket is empty or
+        its sum is not finite, its centroid stays the same.
     """
     k, c = float64(keys), float64(centroids)
     bucket = saap_assign(k[None, None], c[None])[0, 0]
@@ -54,12 +54,12 @@ def kmeans_step(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
 
 
 class Target(NamedTuple):
-    """Training targets of a query network.
+    """Training targets for a query network.
 
     Attributes:
-        mass: ``(n, C)`` share of the long-range attention of a query in each bucket (saap.4); rows add up to 1.
+        mass: ``(n, C)`` share of each bucket in the long-range attention of a query (saap.4). Each row sums to 1.
         rows: ``(n,)`` positions of the queries with long-range attention.
-        far: ``(n,)`` share of the attention of a query that is long-range.
+        far: ``(n,)`` share of long-range keys in the attention of a query.
     """
 
     mass: Array
@@ -79,15 +79,15 @@ def saap_target(
     scale: float | None = None,
     causal: bool = True,
 ) -> Target:
-    """Compute the attention mass per bucket over long-range keys (saap.3), (saap.4).
+    """Compute the share of each bucket in the attention to long-range keys (saap.3), (saap.4).
 
     Args:
         queries: ``(S, D)`` of one query head, after RoPE, at positions 0..S-1.
-        keys: ``(S, D)`` of its KV head, after RoPE.
+        keys: ``(S, D)`` of the KV head of this query head, after RoPE.
         bucket_ids: ``(S,)`` bucket of each key.
         recent_tokens: minimum distance between a query and its long-range keys.
-        farthest_top: a query is used if its best key, except sinks, is more than this many positions away.
-        causal: True = queries attend earlier keys only, as in decoding; False = all keys of the text, as in the paper.
+        farthest_top: distance in positions. A query is used only if its best key, excluding sinks, is farther away.
+        causal: if True, queries attend only to earlier keys, as in decoding; if False, to all keys, as in the paper.
     """
     q, k = float64(queries), float64(keys)
     S, D = q.shape
@@ -119,7 +119,7 @@ def query_network(
     hidden_weight: npt.ArrayLike | None = None,
     hidden_bias: npt.ArrayLike | None = None,
 ) -> Array:
-    """Compute the probability of each bucket for pre-RoPE queries (saap.5).
+    """Run the query network on pre-RoPE queries, and return the probability of each bucket (saap.5).
 
     Args:
         queries: ``(B, Hq, 1, D)``.
@@ -127,7 +127,7 @@ def query_network(
         out_bias: ``(Hkv, C)``; hidden_weight: ``(Hkv, D, H)``; hidden_bias: ``(Hkv, H)``.
 
     Returns:
-        ``(B, Hkv, G, C)``; rows add up to 1.
+        ``(B, Hkv, G, C)``; the probabilities of each query sum to 1.
     """
     q, w2 = float64(queries), float64(out_weight)
     B, Hq, _, D = q.shape
@@ -153,21 +153,21 @@ def fold_batch_norm(
     shift: npt.ArrayLike,
     eps: float = 1e-5,
 ) -> tuple[Array, Array]:
-    """Return weight ``(D, H)`` and bias ``(H,)`` of a layer merged with the batch norm after it (saap.6)."""
+    """Merge the batch norm after a linear layer into its weight ``(D, H)`` and bias ``(H,)`` (saap.6)."""
     factor = float64(gain) / np.sqrt(float64(variance) + eps)
     folded: Array = (float64(bias) - float64(mean)) * factor + float64(shift)
     return float64(weight) * factor, folded
 
 
 def saap_route(queries: npt.ArrayLike, *, probes: int, **network: npt.ArrayLike | None) -> Array:
-    """Select the ``probes`` buckets that the group of each KV head visits (saap.8).
+    """Select ``probes`` buckets per KV head. All query heads of a KV head share the buckets (saap.8).
 
     Args:
         queries: ``(B, Hq, 1, D)`` before RoPE.
         network: the arguments of `query_network`.
 
     Returns:
-        ``(B, Hkv, probes)`` int32, ascending; ties go to the lower bucket, NaN counts as +inf.
+        int32 bucket ids ``(B, Hkv, probes)``, ascending. Ties go to the lower bucket; NaN counts as +inf.
     """
     scores = route_scores(queries, **network)
     order = np.argsort(-ranked(scores), axis=-1, kind="stable")[..., :probes]
@@ -176,7 +176,7 @@ def saap_route(queries: npt.ArrayLike, *, probes: int, **network: npt.ArrayLike 
 
 
 def route_scores(queries: npt.ArrayLike, **network: Any) -> Array:
-    """Return the probabilities of each bucket summed over the group, ``(B, Hkv, C)``."""
+    """Return the probability of each bucket, summed over the query heads of a KV head: ``(B, Hkv, C)``."""
     scores: Array = query_network(queries, **network).sum(axis=2)
     return scores
 
@@ -184,14 +184,14 @@ def route_scores(queries: npt.ArrayLike, **network: Any) -> Array:
 def saap_index(
     bucket_ids: npt.ArrayLike, *, buckets: int, sink_tokens: int, left_padding: npt.ArrayLike | None = None
 ) -> tuple[Array, Array]:
-    """List the keys by bucket (saap.9).
+    """Build the index that lists the keys of each bucket (saap.9).
 
     Args:
-        bucket_ids: ``(B, Hkv, n)`` of keys 0..n-1; sinks, padding and keys without a bucket are not listed.
+        bucket_ids: ``(B, Hkv, n)`` bucket of each key. The index omits sinks, padding and keys without a bucket.
 
     Returns:
-        ``offsets (B, Hkv, C + 1)`` and ``key_ids (B, Hkv, n)`` int32: the keys of bucket c are
-        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending. Slots at ``offsets[C]`` and behind are -1.
+        int32 ``offsets (B, Hkv, C + 1)`` and ``key_ids (B, Hkv, n)``. Bucket c has the keys
+        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending. Slots at ``offsets[C]`` and above are -1.
     """
     ids = np.asarray(bucket_ids)
     B, Hkv, n = ids.shape
@@ -219,16 +219,16 @@ def saap_indices(
     capacity: int,
     left_padding: npt.ArrayLike | None = None,
 ) -> tuple[Array, Array]:
-    """List the keys of one step: sinks, keys at ``covered`` and behind, keys of the visited buckets (saap.10).
+    """List the keys to attend to: sinks, keys outside the index, and keys of the visited buckets (saap.10).
 
     Args:
-        visited: ``(B, Hkv, n)`` buckets without duplicates; a number that is not a bucket = empty slot.
-        offsets, key_ids: results of `saap_index` for keys 0..covered-1.
-        covered: one number, or ``(B,)``.
+        visited: ``(B, Hkv, n)`` bucket ids without duplicates; a number that is not a bucket is an empty slot.
+        offsets, key_ids: index of the first ``covered`` keys, from `saap_index`.
+        covered: number of keys in the index, as an int or as ``(B,)``.
 
     Returns:
-        ``indices (B, Hkv, capacity)`` int32, in this order without gaps, then -1; ``counts (B, Hkv)`` of
-        the keys.
+        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and the list lengths
+        ``counts (B, Hkv)``.
     """
     chosen, starts, ids = (np.asarray(array) for array in (visited, offsets, key_ids))
     B, Hkv, _ = chosen.shape
@@ -262,12 +262,12 @@ def saap_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run one decode step over sinks, recent keys and the keys of the visited buckets.
+    """Run one decode step of SAAP: attend to sinks, recent keys and the keys in the visited buckets.
 
     The arguments are the same as for `mlx_sparse.saap_attention`.
 
     Returns:
-        ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.
+        float64 ``out (B, Hq, L, D)``, and a `Stats` if ``return_stats`` is set.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     ids, chosen = np.asarray(bucket_ids), np.asarray(visited)
@@ -295,7 +295,7 @@ def saap_attention(
 def saap_keys(
     bucket_ids: Array, visited: Array, sink_tokens: int, recent_tokens: int, left_padding: npt.ArrayLike | None = None
 ) -> Array:
-    """Return a bool mask ``(B, Hkv, S)`` of the attended keys: (saap.9) and (saap.10) for each key."""
+    """Return a bool mask ``(B, Hkv, S)``, True for the keys that a decode step attends to (saap.9), (saap.10)."""
     exact, valid = _exact(bucket_ids.shape[0], bucket_ids.shape[2], sink_tokens, recent_tokens, left_padding)
     in_visited = (bucket_ids[..., None] == np.where(visited >= 0, visited, -1)[:, :, None, :]) & (
         bucket_ids[..., None] >= 0
@@ -311,7 +311,7 @@ def selectivity(
     recent_tokens: int,
     left_padding: npt.ArrayLike | None = None,
 ) -> float:
-    """Return keys in visited buckets / keys outside the exact part (saap.12), averaged over heads; 0 without keys."""
+    """Return the mean share of keys in visited buckets, excluding sinks and recent keys (saap.12); 0 if none exist."""
     exact, valid = _exact(bucket_ids.shape[0], bucket_ids.shape[2], sink_tokens, recent_tokens, left_padding)
     outside = (valid & ~exact)[:, None, :]
     keys = saap_keys(bucket_ids, visited, sink_tokens, recent_tokens, left_padding)
@@ -327,7 +327,7 @@ def _first(B: int, left_padding: npt.ArrayLike | None) -> list[int]:
 def _exact(
     B: int, S: int, sink_tokens: int, recent_tokens: int, left_padding: npt.ArrayLike | None
 ) -> tuple[Array, Array]:
-    """Return two bool masks ``(B, S)``: the keys that are always attended, and the valid keys."""
+    """Return two bool masks ``(B, S)``: the keys that are always attended to, and the valid keys."""
     valid = valid_keys(B, S, left_padding)
     first = np.argmax(valid, axis=1)[:, None]
     position = np.arange(S)
@@ -335,7 +335,7 @@ def _exact(
 
 
 def imbalance(bucket_ids: npt.ArrayLike, buckets: int) -> float:
-    """Return C * sum(sizes^2) / sum(sizes)^2 of the bucket sizes (saap.13); 1 for equal buckets."""
+    """Return ``C * sum(sizes^2) / sum(sizes)^2`` for the bucket sizes (saap.13); 1 if all buckets are equally large."""
     check_int("buckets", buckets, 1)
     ids = np.asarray(bucket_ids).ravel()
     sizes = np.bincount(ids[(ids >= 0) & (ids < buckets)], minlength=buckets).astype(np.float64)

@@ -1,4 +1,4 @@
-"""SampleAttention: docs/spec/sample.md, equations (sample.1) to (sample.9)."""
+"""Implement SampleAttention in NumPy (docs/spec/sample.md, sample.1 to sample.9)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Array = npt.NDArray[Any]
 
 
 class SampleSelection(NamedTuple):
-    """Result of the two stages of SampleAttention for C regions, R row blocks and Nk key blocks.
+    """Selected key blocks and sample scores of SampleAttention, for C regions, R row blocks and Nk key blocks.
 
     Attributes:
-        blocks: ``(B, Hq, R, N)`` int32 key blocks that each row block attends.
-        column, slash: ``(B, Hq, C, Nk)`` attention mass of the sample by key block and by offset bin.
-        column_kept, slash_kept: the same shape, bool.
+        blocks: ``(B, Hq, R, N)`` int32 key blocks that each row block attends to.
+        column, slash: ``(B, Hq, C, Nk)`` softmax weights of the sample, summed by key block and by offset bin.
+        column_kept, slash_kept: bool ``(B, Hq, C, Nk)``, True for the selected key blocks and offset bins.
     """
 
     blocks: Array
@@ -42,7 +42,7 @@ def sample_select(
     block_size: int = 128,
     scale: float | None = None,
 ) -> SampleSelection:
-    """Select the key blocks of every row block from the attention of a few query rows per region."""
+    """Select the key blocks that each row block attends to, from the attention of sampled queries in each region."""
     q, k = float64(queries), float64(keys)
     n = check_qkv(q, k, k)
     check_sample(alpha_column, alpha_slash, chunks, block_size)
@@ -50,7 +50,7 @@ def sample_select(
     column, slash = sample_scores(q, k, chunks=chunks, block_size=block_size, scale=scale)
     column_kept, slash_kept = select_share(column, alpha_column), select_share(slash, alpha_slash)
     mask = merge(column_kept, slash_kept, layout)
-    # (sample.7) sampled rows are attended in full
+    # (sample.7) sampled rows attend to every causal block
     for block in layout.sampled_blocks:
         mask[:, :, block - layout.first_block, : block + 1] = True
     return SampleSelection(block_lists(mask), column, slash, column_kept, slash_kept)
@@ -65,10 +65,10 @@ def sample_scores(
     scale: float | None = None,
     rows: int | None = None,
 ) -> tuple[Array, Array]:
-    """Compute the attention mass of each region's sample by key block and by offset bin: two ``(B, Hq, C, Nk)``.
+    """Sum the softmax weights of each region's sample by key block and by offset bin, each ``(B, Hq, C, Nk)``.
 
     Args:
-        rows: query rows sampled per region; None means ``block_size``.
+        rows: number of query rows sampled per region; None means ``block_size``.
     """
     q, k = float64(queries), float64(keys)
     B, Hq, L, D = q.shape
@@ -91,9 +91,9 @@ def sample_scores(
 
 
 def select_share(scores: Array, alpha: float) -> Array:
-    """Select the fewest largest ``scores (..., Nk)`` whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
+    """Select the largest ``scores (..., Nk)`` until their share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
-    If a share is NaN, every score is selected.
+    If a score is NaN, all scores are selected.
     """
     order = np.argsort(-scores, axis=-1, kind="stable")
     share = np.cumsum(np.take_along_axis(scores, order, axis=-1), axis=-1) / scores.sum(axis=-1, keepdims=True)
@@ -105,7 +105,7 @@ def select_share(scores: Array, alpha: float) -> Array:
 
 
 def merge(column_kept: Array, slash_kept: Array, layout: Layout) -> Array:
-    """Extend kept columns and bins over the row blocks of each region (sample.7): bool ``(B, Hq, R, Nk)``."""
+    """Convert the selected key blocks and offset bins of each region to a mask ``(B, Hq, R, Nk)`` (sample.7)."""
     B, Hq, _, key_blocks = column_kept.shape
     mask = np.zeros((B, Hq, layout.row_blocks, key_blocks), dtype=bool)
     for index, c in enumerate(layout.region_of):
@@ -132,10 +132,10 @@ def sample_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run prefill of ``L`` queries by SampleAttention; dense if an alpha is 1 or every row block has a sampled row.
+    """Run SampleAttention in prefill. Attention is dense if an alpha is 1 or every row block has a sampled row.
 
     Returns:
-        ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.
+        float64 ``out (B, Hq, L, D)``, and a `Stats` if ``return_stats`` is set.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     check_sample(alpha_column, alpha_slash, chunks, block_size)

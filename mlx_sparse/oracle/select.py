@@ -1,4 +1,4 @@
-"""Top-k selection: index lists from one score per key, shared by every top-k method."""
+"""Select the top-k keys by score, for all top-k methods."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Array = npt.NDArray[Any]
 
 
 def valid_keys(B: int, S: int, left_padding: npt.ArrayLike | None) -> Array:
-    """Return a bool mask ``(B, S)``: True for key j of row b if ``j >= left_padding[b]``."""
+    """Return a bool mask ``(B, S)``, True for key j of sequence b if ``j >= left_padding[b]``."""
     first = np.zeros(B, dtype=np.int64) if left_padding is None else np.asarray(left_padding)
     check_shape("left_padding", first, (B,))
     return np.arange(S) >= first[:, None]
 
 
 def ranked(scores: Array) -> Array:
-    """Replace NaN by +inf, which is how every selection ranks scores."""
+    """Replace NaN with +inf, so that every selection ranks NaN first."""
     return np.where(np.isnan(scores), np.inf, scores)
 
 
@@ -31,10 +31,10 @@ def top_k_select(
 
     Args:
         scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never selected, NaN counts as +inf.
-        left_padding: ``(B,)`` first valid key of each row.
+        left_padding: ``(B,)`` index of the first valid key of each sequence.
 
     Returns:
-        ``(B, Hkv, min(top_k, S))`` int32, ascending, -1 in empty slots. Ties go to the lower index.
+        int32 key indices ``(B, Hkv, min(top_k, S))``, ascending, -1 in empty slots. Ties go to the lower index.
     """
     score = ranked(np.asarray(scores, dtype=np.float64))
     B, Hkv, S = score.shape

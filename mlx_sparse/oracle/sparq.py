@@ -1,7 +1,8 @@
-"""SparQ attention: docs/spec/sparq.md, equations (sparq.1) to (sparq.10), (sparq.21)."""
+"""Implement SparQ attention in NumPy (docs/spec/sparq.md, sparq.1 to sparq.10 and sparq.21)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +19,13 @@ Array = npt.NDArray[Any]
 
 
 class SparQSelection(NamedTuple):
-    """Result of steps 1 and 2 of SparQ.
+    """Selected keys and intermediate results of steps 1 and 2 of SparQ.
 
     Attributes:
-        indices: ``(B, Hkv, min(top_k, S))`` int32 keys to attend.
-        alpha: ``(B, Hq)`` approximate attention mass of these keys (sparq.8).
-        scores: ``(B, Hkv, S)`` group scores by which the keys are selected (sparq.5).
-        s_hat: ``(B, Hq, S)`` approximate attention (sparq.4).
+        indices: ``(B, Hkv, min(top_k, S))`` int32 indices of the keys to attend to.
+        alpha: ``(B, Hq)`` approximate attention recall, the softmax mass of the selected keys (sparq.8).
+        scores: ``(B, Hkv, S)`` score of each key, summed over the group (sparq.5).
+        s_hat: ``(B, Hq, S)`` approximate softmax weights (sparq.4).
     """
 
     indices: Array
@@ -81,10 +82,10 @@ def sparq_select(
     # (sparq.4) approximate attention, (sparq.5) summed over the group
     s_hat, _ = softmax_lse(logits, np.broadcast_to(valid[:, None, None, :], logits.shape))
     scores = s_hat.sum(axis=2)
-    # (sparq.6) the keys
+    # (sparq.6) selection of the keys
     window = check_local_window(local_window, top_k)
     indices = top_k_select(scores, top_k=top_k, local_window=window, left_padding=left_padding)
-    # (sparq.8) their approximate mass
+    # (sparq.8) approximate softmax mass of the selected keys
     filled = indices >= 0
     chosen = np.take_along_axis(s_hat, np.where(filled, indices, 0)[:, :, None, :], axis=-1)
     alpha = np.where(filled[:, :, None, :], chosen, 0.0).sum(axis=-1).reshape(B, Hq)
@@ -109,13 +110,13 @@ def sparq_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run one decode step of SparQ attention; calls with several queries are dense.
+    """Run one decode step of SparQ attention. Calls with several queries are dense.
 
     The arguments are the same as for `mlx_sparse.sparq_attention`. ``keys_t`` repeats the data of ``keys``, so only its
     shape is checked.
 
     Returns:
-        ``out (B, Hq, L, D)`` float64; with ``return_stats`` also a `Stats`.
+        float64 ``out (B, Hq, L, D)``, and a `Stats` if ``return_stats`` is set.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     check_rank(rank, n.D)
@@ -145,19 +146,24 @@ def sparq_attention(
     )
     out, lse = attend_indices(q, k, v, selection.indices, scale=scale)
     if (n.G == 1 if reallocate == "auto" else reallocate) and n.S > top_k:
-        # (sparq.9), (sparq.10); with S <= top_k every key is attended and alpha is 1
+        # (sparq.9), (sparq.10); with S <= top_k every key is attended to and alpha is 1
         mean = masked_mean(v, valid_keys(n.B, n.S, left_padding)) if value_mean is None else float64(value_mean)
         alpha = selection.alpha[..., None, None]
         mixed = alpha * out + (1.0 - alpha) * np.repeat(mean, n.G, axis=1)[:, :, None, :]
-        out = np.where(lse[..., None] == -np.inf, 0.0, mixed)  # no key was attended
+        out = np.where(lse[..., None] == -np.inf, 0.0, mixed)  # no key was attended to
     moved = dense_elements(n.S, n.D)
     if n.S > top_k:
         moved = sparq_elements(n.S, n.D, rank=rank, top_k=top_k, key_bits=key_bits)
-    return with_stats(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
+    found = with_stats(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
+    if not return_stats or n.S <= top_k:
+        return found
+    # (sparq.24)
+    recall = selection.alpha.reshape(n.B, n.Hkv, n.G).mean(axis=2)
+    return found[0], replace(found[1], estimated_recall=recall)
 
 
 def masked_mean(rows: Array, valid: Array) -> Array:
-    """Return the mean ``(B, Hkv, D)`` of ``rows (B, Hkv, S, D)`` over the valid keys (sparq.9); 0 without one."""
+    """Return the mean ``(B, Hkv, D)`` of ``rows (B, Hkv, S, D)`` over valid keys (sparq.9); 0 if no key is valid."""
     count = np.maximum(valid.sum(axis=1), 1)[:, None, None]
     mean: Array = np.where(valid[:, None, :, None], rows, 0.0).sum(axis=2) / count
     return mean
@@ -165,5 +171,5 @@ def masked_mean(rows: Array, valid: Array) -> Array:
 
 def deviation(keys: Array, valid: Array) -> Array:
     """Return the standard deviation ``(B, Hkv, D)`` of each component over the valid keys (sparq.1)."""
-    centred = np.where(valid[:, None, :, None], keys - masked_mean(keys, valid)[:, :, None, :], 0.0)
-    return np.sqrt(masked_mean(centred**2, valid))
+    centered = np.where(valid[:, None, :, None], keys - masked_mean(keys, valid)[:, :, None, :], 0.0)
+    return np.sqrt(masked_mean(centered**2, valid))

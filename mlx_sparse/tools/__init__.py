@@ -1,1 +1,1 @@
-"""Commands around the library: evaluate, bench, train, tune, advise, try, doctor. Only cli.py imports them."""
+"""Implement the commands evaluate, bench, train, tune, advise, try and doctor. Only cli.py imports them."""

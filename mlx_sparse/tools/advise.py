@@ -1,4 +1,4 @@
-"""``mlx-sparse advise``: recommend settings of sparse attention for a model, a text and this machine."""
+"""Implement ``mlx-sparse advise``: recommend sparse attention settings for a model, a text and this machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -51,12 +52,12 @@ ORACLE = "oracle_top_k"  # the best selection of keys; if it fails, every select
 
 @dataclass(frozen=True)
 class Attempt:
-    """A variant and its rows, one for each task.
+    """A variant and its results.
 
     Attributes:
         variant: the method with its settings.
-        share: elements that the variant moves over dense attention's, by its formula.
-        rows: one row for each task.
+        share: share of dense attention's elements that the variant moves; None if the method has no formula.
+        rows: one row of results for each task.
     """
 
     variant: Variant
@@ -75,7 +76,7 @@ class Attempt:
 
 
 def passes(row: Row) -> bool:
-    """Return True if the KL is at most `MAX_KL` and the agreement is not clearly below `MIN_AGREEMENT`."""
+    """Return True if the KL divergence is at most `MAX_KL` and the agreement is not clearly below `MIN_AGREEMENT`."""
     tokens = row.examples * STEPS
     error = (row.mean.agreement * (1 - row.mean.agreement) / tokens) ** 0.5
     return row.mean.kl <= MAX_KL and row.mean.agreement + SLACK * error >= MIN_AGREEMENT[row.task]
@@ -83,13 +84,13 @@ def passes(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class Quality:
-    """Quality of dense attention and of all attempts.
+    """Quality of dense attention and all attempts.
 
     Attributes:
-        dense: rows of dense attention.
-        oracle: attempts with the best selection of keys.
+        dense: results of dense attention, one row for each task.
+        oracle: attempts with `ORACLE`, the best selection of keys.
         attempts: attempts with the methods.
-        left_out: reasons why methods could not run at a budget.
+        left_out: reasons why a method could not run at a budget.
     """
 
     dense: list[Row]
@@ -121,16 +122,16 @@ def measure(
     seed: int,
     D: int,
 ) -> Quality:
-    """Run the best selection of keys and then the methods, each from the largest budget down until it fails.
+    """Run `ORACLE`, then the methods. Try each method with smaller and smaller budgets until the method fails.
 
     Args:
         model, tokenizer: the model and its tokenizer.
         tokens: tokens of the text.
-        methods: decode methods as text.
+        methods: texts of the decode methods.
         budgets: shares of dense attention's transfers.
-        context: tokens of each prompt.
-        limit: examples of each task.
-        seed: seed of the examples.
+        context: number of tokens in each prompt.
+        limit: number of examples per task.
+        seed: random seed for the examples.
         D: head dim of the layers.
 
     Raises:
@@ -170,7 +171,7 @@ class Candidate:
         method: the method as text.
         served: the layers that can be sparse.
         layers: number of attention layers.
-        dense: number of dense layers by reason.
+        dense: number of dense layers for each reason.
         keys: crossover length in keys.
         how: source of the crossover length.
     """
@@ -185,18 +186,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Page:
-    """The result of the command.
+    """The output of ``mlx-sparse advise``.
 
     Attributes:
         model: name of the model.
-        family: mlx-lm's name of the model's family.
-        machine: chip and device.
+        family: mlx-lm's name for the model family.
+        machine: chip and MLX device.
         date: date of the run.
         context: the value of ``--context``.
-        made_for: context length in the model's config, or None.
-        traffic: bytes of a decode step.
+        made_for: maximum context length in the model's config, or None.
+        traffic: bytes that a decode step reads.
         candidates: the methods that can run.
-        refused: reasons why the other methods cannot run.
+        refused: one sentence for each other method, with the reason why it cannot run.
         text: description of the examples.
         quality: measured quality; None if it was not measured.
     """
@@ -215,7 +216,7 @@ class Page:
 
     @property
     def chosen(self) -> Method | None:
-        """The recommended method, or None if no attempt passed or nothing ran."""
+        """The recommended method; None if no attempt passed or quality was not measured."""
         best = self.quality and self.quality.best
         return for_everyday_use(best) if best else None
 
@@ -299,7 +300,7 @@ class Page:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Return the output as a dict for JSON."""
         found = {name: getattr(self, name) for name in ("model", "family", "machine", "date", "context", "made_for")}
         traffic = self.traffic
         found |= {"weights": traffic.weights, "layers": list(map(asdict, traffic.caches)), "refused": self.refused}
@@ -320,9 +321,9 @@ class Page:
 
 
 def for_everyday_use(best: Attempt) -> Method:
-    """Return an attempt's method with the default ``dense_below`` and, for experiments, the default number of keys.
+    """Return the attempt's method with the user's ``dense_below``. Experimental methods also get the default budget.
 
-    An attempt uses short prompts, so its method has few keys and ``dense_below`` = 0.
+    Attempts use short prompts, so they select few keys and set ``dense_below`` to 0.
     """
     config = best.variant.stages[1]
     assert config is not None
@@ -337,7 +338,7 @@ def for_everyday_use(best: Attempt) -> Method:
 
 
 def toml(config: Method, model: str, day: str, text: str) -> str:
-    """Return a file for ``--attn-config``."""
+    """Return TOML text for ``--attn-config``."""
     fields = [field for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
     # JSON values are TOML values. JSON text has no line breaks, so a name cannot end the comment.
     settings = [f"{field.name} = {json.dumps(getattr(config, field.name))}" for field in fields]
@@ -346,7 +347,7 @@ def toml(config: Method, model: str, day: str, text: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the page. Return 0 if a method is recommended or quality was not measured, 1 otherwise."""
+    """Print the `Page`. Return 0 if a method is recommended (with ``--no-quality``: if a method can run), else 1."""
     args = _parser().parse_args(argv)
     _check(args)
     found = _page(args)
@@ -360,9 +361,12 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse advise",
-        description="Recommend settings for your model. The page lists the layers that each method serves, the bytes "
-        "of a decode step with the largest possible speed-up, and the difference to dense attention on your text. It "
-        "ends with the recommended --attn, or advises against sparse attention.",
+        description=textwrap.fill(
+            "Recommend settings for your model. The page lists the layers that each method serves, the bytes of a "
+            "decode step with the largest possible speed-up, and the difference to dense attention on your text. It "
+            "ends with the recommended --attn, or advises against sparse attention.",
+            78,
+        ),
         epilog="Example:\n  mlx-sparse advise MODEL --text notes.txt --context 32k --save attn.toml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -383,7 +387,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Read the lists, and raise an error for wrong options before anything is fetched or loaded."""
+    """Parse the options in ``args``, and raise an error for invalid options before anything is fetched or loaded."""
     args.methods = read_methods([args.methods])
     for method in args.methods:
         if any(isinstance(config, Prefill) for config in parse(method)):
@@ -432,7 +436,7 @@ def _page(args: argparse.Namespace) -> Page:
 
 
 def _candidates(model: Any, methods: Sequence[str]) -> tuple[list[Candidate], list[str]]:
-    """Return the methods that can serve a layer of ``model``, and a line for each other method."""
+    """Return the methods that can serve a layer of ``model``, and an error message for each other method."""
     calibration = Calibration()
     found, refused = [], []
     for method in methods:

@@ -37,7 +37,7 @@ class Prompt:
     """Tokens of a chat prompt with a long document.
 
     Attributes:
-        document: the start of the chat template and the document. A shorter context cuts the end of the document.
+        document: tokens of the chat template's start and the document. A shorter context omits the last tokens.
         end: tokens after the document: the question and the end of the chat template.
     """
 
@@ -46,7 +46,7 @@ class Prompt:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the whole prompt."""
+        """Number of tokens in the whole prompt."""
         return len(self.document) + len(self.end)
 
 
@@ -65,13 +65,13 @@ def encode_prompt(tokenizer: Any, document: str, end: str) -> Prompt:
 
 @dataclass(frozen=True)
 class Decoded:
-    """An answer that was decoded from a prompt cache.
+    """An answer that was decoded from a saved prompt cache.
 
     Attributes:
         text: the answer.
-        tokens: its token ids.
-        steps: seconds of each decode step. The first sparse step also builds the auxiliary cache state.
-        peak_memory: bytes, by MLX's counter.
+        tokens: token ids of the answer.
+        steps: time of each decode step in seconds. The first sparse step also builds the auxiliary cache state.
+        peak_memory: peak memory in bytes, as reported by MLX.
     """
 
     text: str
@@ -81,7 +81,7 @@ class Decoded:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decode speed: the inverse of the median time of a step after the first one."""
+        """Decode speed: the inverse of the median time of all steps except the first."""
         return 1 / median(self.steps[1:] or self.steps)
 
 
@@ -91,13 +91,13 @@ class Comparison:
 
     Attributes:
         attn: the sparse method as text.
-        crossovers: the crossover lengths of the layers, as lines of the report.
-        crossover: the longest of them in keys; `NEVER` if sparse attention is not faster at any length.
-        context: tokens of the prompt.
-        target: tokens that the prompt should have had.
-        forced: True if the method was sparse below its crossover length, because no longer context was possible.
-        prefill_seconds: time of the prefill.
-        dense, sparse: the answers.
+        crossovers: descriptions of the layers' crossover lengths.
+        crossover: largest crossover length in keys; `NEVER` if sparse attention is not faster at any length.
+        context: number of tokens in the prompt.
+        target: intended number of tokens, which is larger than ``context`` if the prefill ran out of time.
+        forced: True if the method was sparse below its crossover length, because a longer context was impossible.
+        prefill_seconds: time of the prefill in seconds.
+        dense, sparse: the decoded answers.
         report: the report of the sparse run.
     """
 
@@ -114,27 +114,27 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Tokens per second of sparse decoding over those of dense decoding."""
+        """Ratio of sparse to dense decode speed."""
         return self.sparse.tokens_per_second / self.dense.tokens_per_second
 
     @property
     def same_tokens(self) -> int:
-        """Number of equal tokens before the first difference of the answers."""
+        """Number of tokens before the first difference between the answers."""
         pairs = list(zip(self.dense.tokens, self.sparse.tokens, strict=False))
         return next((i for i, (dense, sparse) in enumerate(pairs) if dense != sparse), len(pairs))
 
     @property
     def identical(self) -> bool:
-        """True if both answers have the same tokens."""
+        """True if the answers have the same tokens."""
         return self.dense.tokens == self.sparse.tokens
 
     def bytes_per_token(self, kind: str) -> float | None:
-        """Return the bytes of keys and values for a token by formula, of kind "dense" or "sparse"; None without any."""
+        """Return the bytes of K and V per token for ``kind``, "dense" or "sparse"; None if no step was sparse."""
         calls = self.report["sparse_calls"]
         return self.report[f"{kind}_bytes"] / calls * self.report["served_layers"] if calls else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Return the comparison as a dict for JSON."""
         return (
             asdict(self)
             | {name: getattr(self, name) for name in ("speedup", "same_tokens", "identical")}
@@ -157,18 +157,18 @@ def compare(
 ) -> Comparison:
     """Prefill a prompt once, and decode densely and sparsely from the saved prompt cache.
 
-    The prompt has ``context`` tokens, or ``margin`` times the crossover length. It is shorter if the document, the
-    model or ``seconds`` allow no more. A method is sparse below its crossover length only if no longer context is
-    possible.
+    The prompt has ``context`` tokens, by default ``margin`` times the crossover length. The prompt is shorter if the
+    document, the model or ``seconds`` limits its length. If ``context`` is None and the crossover length exceeds this
+    limit, the method is sparse below its crossover length.
 
     Args:
-        model, tokenizer: a loaded model, which is not enabled.
+        model, tokenizer: a loaded model, on which `enable` was not called, and its tokenizer.
         prompt: the document and the question.
         config: a decode method.
-        context: tokens of the prompt; None for the default.
-        margin: the default context over the crossover length.
-        seconds: longest time of the prefill.
-        max_tokens: largest number of tokens of an answer.
+        context: number of tokens in the prompt; None for the default.
+        margin: ratio of the default context to the crossover length.
+        seconds: time limit of the prefill.
+        max_tokens: maximum number of tokens in an answer.
         calibration: source of the crossover lengths.
         console: terminal for the progress bars.
 
@@ -188,7 +188,7 @@ def compare(
     cache, last = make_prompt_cache(model), prompt.end[-1:]
     start = time.perf_counter()
     with token_bar(console, "prefill", target - 1) as update:
-        done = prefill(model, cache, tokens, seconds, update)
+        done = prefill(model, cache, tokens, seconds, update, later=len(prompt.end))
         prefill(model, cache, prompt.end[:-1], math.inf, lambda more: update(done + more))
     took = time.perf_counter() - start
     reached = done + len(prompt.end)
@@ -218,7 +218,7 @@ def compare(
 
 
 def measure_crossover(model: Any, config: Method, calibration: Calibration) -> tuple[list[str], int]:
-    """Return the crossover lengths of the layers as lines, and the longest in keys. Measure them first if necessary."""
+    """Return descriptions of the layers' crossover lengths, and the largest length in keys. Measure unknown lengths."""
     enable(model, config, calibration=calibration)
     try:
         plan = plan_of(model)
@@ -229,14 +229,24 @@ def measure_crossover(model: Any, config: Method, calibration: Calibration) -> t
     return list(dict.fromkeys(describe(*one) for one in found)), max(int(one.value) for _, one in found)
 
 
-def prefill(model: Any, cache: list[Any], tokens: Sequence[int], seconds: float, update: Update) -> int:
-    """Prefill in chunks until all tokens are done, or until the next chunk would exceed ``seconds``.
+def prefill(
+    model: Any, cache: list[Any], tokens: Sequence[int], seconds: float, update: Update, *, later: int = 0
+) -> int:
+    """Prefill ``tokens`` in chunks. Stop before a chunk that would exceed ``seconds``, but always run the first chunk.
+
+    Args:
+        model: an mlx-lm model.
+        cache: prompt cache, which is extended in place.
+        tokens: tokens to prefill.
+        seconds: time limit, which includes the estimated time of the ``later`` tokens.
+        update: callback for progress.
+        later: number of tokens that the caller prefills afterwards.
 
     Returns:
         The number of tokens that were added to the cache.
     """
     start, took, done = time.perf_counter(), 0.0, 0
-    while done < len(tokens) and (not done or time.perf_counter() - start + took < seconds):
+    while done < len(tokens) and (not done or time.perf_counter() - start + took * (1 + later / CHUNK) < seconds):
         before = time.perf_counter()
         model(mx.array([tokens[done : done + CHUNK]]), cache=cache)
         mx.eval([layer.state for layer in cache])
@@ -248,7 +258,7 @@ def prefill(model: Any, cache: list[Any], tokens: Sequence[int], seconds: float,
 
 
 def decode(model: Any, tokenizer: Any, cache: str, tokens: list[int], max_tokens: int, update: Update) -> Decoded:
-    """Decode an answer greedily after the tokens of a saved prompt cache and ``tokens``."""
+    """Load the prompt cache from the file ``cache``, append ``tokens``, and decode an answer greedily."""
     loaded, greedy = load_prompt_cache(cache), make_sampler(temp=0.0)
     mx.reset_peak_memory()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Count the bytes that a decode step of a model reads, the memory of its caches, and bounds on the speed-up."""
+"""Compute the bytes that a decode step reads, the memory of the caches, and the largest possible speed-up."""
 
 from __future__ import annotations
 
@@ -8,30 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..calibrate import Layer
 from ..lm import seam
 from ..methods import Method
 from ..methods.stats import dense_elements
-from ..model_info import config_of, leaves
+from ..model_info import leaves, weights_read
 
 FULL, WINDOW, LINEAR, LATENT = "full", "window", "linear", "latent"
-ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The cache of one layer, for one sequence.
+    """Size of one layer's cache, for one sequence.
 
     Attributes:
         kind: `FULL`, `WINDOW`, `LINEAR` (a state of fixed size) or `LATENT` (a latent for keys and values).
-        per_token: bytes of one token in the cache.
+        per_token: bytes per token in the cache.
         fixed: bytes that do not depend on the number of tokens.
-        window: largest number of tokens; None for no limit.
+        window: maximum number of tokens; None if there is no limit.
         readers: number of layers that read the cache in a decode step.
     """
 
@@ -42,7 +39,7 @@ class LayerCache:
     readers: int = 1
 
     def nbytes(self, S: int) -> int:
-        """Return the bytes of the cache at ``S`` tokens."""
+        """Return the size of the cache in bytes at ``S`` tokens."""
         return self.fixed + self.per_token * (S if self.window is None else min(S, self.window))
 
     def __str__(self) -> str:
@@ -51,7 +48,7 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Served:
-    """Layers of equal shape that a method serves, and the method with its resolved settings."""
+    """A method with resolved settings, a layer shape, and the number of layers of this shape that use the method."""
 
     config: Method
     layer: Layer
@@ -63,7 +60,7 @@ class Served:
         return self.layers * step.heads * step.itemsize * dense_elements(S, step.D)
 
     def saved(self, S: int) -> int:
-        """Return the bytes that the method saves, by its formula; 0 if it attends every key."""
+        """Return the bytes that the method saves at ``S`` keys, by its formula; 0 if the method attends to all keys."""
         if S <= self.config.attended:
             return 0
         step = self.layer.step
@@ -73,62 +70,32 @@ class Served:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of weights that a decode step of one sequence reads, and the caches of its layers."""
+    """The number of weight bytes that a decode step reads for one sequence, and the caches of all layers."""
 
     weights: int
     caches: tuple[LayerCache, ...]
 
     def kv(self, S: int) -> int:
-        """Return the bytes of caches that a decode step reads at ``S`` tokens."""
+        """Return the bytes that a decode step reads from the caches at ``S`` tokens."""
         return sum(cache.readers * cache.nbytes(S) for cache in self.caches)
 
     def nbytes(self, S: int) -> int:
-        """Return the memory of the caches at ``S`` tokens."""
+        """Return the total size of the caches in bytes at ``S`` tokens."""
         return sum(cache.nbytes(S) for cache in self.caches)
 
     def share(self, S: int) -> float:
-        """Return the fraction of a decode step's bytes that it reads from the caches."""
+        """Return the share of a decode step's bytes that are read from the caches, at ``S`` tokens."""
         return self.kv(S) / (self.weights + self.kv(S))
 
     def bound(self, S: int, served: Iterable[Served]) -> float:
-        """Return the upper bound, by bytes, of the speed-up of a decode step if a method serves ``served`` layers."""
+        """Return an upper bound on a decode step's speed-up, from the bytes read. ``served`` are the sparse layers."""
         total = self.weights + self.kv(S)
         return total / max(1, total - sum(one.saved(S) for one in served))
 
 
 def traffic_of(model: Any) -> Traffic:
-    """Count the bytes of a decode step of a loaded model that is not enabled. No array is evaluated."""
+    """Return the traffic of a loaded model on which `enable` was not called. No array is evaluated."""
     return Traffic(weights_read(model), layer_caches(model))
-
-
-def weights_read(model: Any) -> int:
-    """Return the bytes of weights that a decode step reads.
-
-    If the config has the number of active experts, only these experts count. An embedding counts only if it is also the
-    output matrix.
-    """
-    modules = [module for _, module in model.named_modules()]
-    config = config_of(model)
-    head = {len(module.weight) for module in modules if isinstance(module, (nn.Linear, nn.QuantizedLinear))}
-    active = next((config[name] for name in ACTIVE if isinstance(config.get(name), int) and config[name] > 0), None)
-    found = 0
-    for module in modules:
-        own = sum(array.nbytes for array in module.values() if isinstance(array, mx.array))
-        if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
-            experts = len(module.weight)
-            own = own * min(active or experts, experts) // experts
-        elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)) and not _is_output(module, config, head):
-            own = 0
-        found += own
-    return found
-
-
-def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
-    """Return True if an embedding is the only matrix with the sizes of the output matrix."""
-    rows, columns = module.weight.shape
-    columns = columns * 32 // module.bits if hasattr(module, "bits") else columns
-    sizes = rows == config.get("vocab_size", rows) and columns == config.get("hidden_size", columns)
-    return sizes and rows not in head
 
 
 class _Readers:
@@ -151,7 +118,7 @@ class _Readers:
 
 
 def layer_caches(model: Any) -> tuple[LayerCache, ...]:
-    """Return the caches of all layers of a model."""
+    """Return the size of each layer's cache in a model."""
     caches = make_prompt_cache(model)
     readers = _Readers(leaves(caches))
     names, token = seam.bind(model), seam.active.set(readers)
@@ -164,7 +131,7 @@ def layer_caches(model: Any) -> tuple[LayerCache, ...]:
 
 
 def _layer_cache(leaf: Any, readers: int) -> LayerCache:
-    """Describe one cache that holds one token."""
+    """Return the kind and size of a cache. ``leaf`` must contain one token."""
     keys, values = getattr(leaf, "keys", None), getattr(leaf, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array) or keys.ndim != 4:
         state: Any = tree_flatten(leaf.state)

@@ -1,6 +1,6 @@
-"""`mlx-sparse doctor`: report the installation, the backends that run here, and problems.
+"""Implement ``mlx-sparse doctor``: report the installation, the available backends and any problems.
 
-An error in one probe becomes a problem in the report, so the command always prints.
+An error in one check is reported as a problem, so that the command always prints a report.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ATTN = "sample+sparq"
 
 
 def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto", *, variable: str = "") -> dict[str, Any]:
-    """Return facts by name. ``problems`` lists the problems of the installation, one sentence each.
+    """Return versions, backends and other findings by name. The entry ``problems`` is a list of sentences.
 
     Args:
-        model: a model that mlx-lm or mlx-vlm can load. If given, report the effect of ``--attn`` on it.
+        model: a model that mlx-lm or mlx-vlm can load. If given, also report how ``--attn`` affects the model.
         attn, backend: values of ``--attn`` and ``--attn-backend``.
         variable: value of ``MLX_SPARSE_ATTN``.
     """
@@ -55,7 +55,7 @@ def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto", *
 
 
 def text(findings: dict[str, Any]) -> str:
-    """Return the findings of `examine` as text."""
+    """Format the findings of `examine` as text."""
     packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in findings["packages"].items())
     lines = [
         f"mlx-sparse-attention {findings['version']}, Python {findings['python']}, {findings['platform']}",
@@ -71,8 +71,8 @@ def text(findings: dict[str, Any]) -> str:
     if found := findings.get("model"):
         first, *more = found["lines"]
         lines += [first, *(f"  {line}" for line in more)]
-        if any(row["how"] == "modelled" for row in found["thresholds"]):
-            lines.append("  `mlx-sparse calibrate` and `--attn` replace modelled values by measurements")
+        if any(row["how"] == "modeled" for row in found["thresholds"]):
+            lines.append("  `mlx-sparse calibrate` and `--attn` replace modeled values by measurements")
     lines += [f"problem: {problem}" for problem in findings["problems"]] or ["no problems found"]
     return "\n".join(lines)
 
@@ -86,7 +86,7 @@ def _guarded(probe: Any, problems: list[str], package: str) -> Any:
 
 
 def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dict[str, Any] | None:
-    """Return the lines that ``--attn`` prints before the first token. The model is loaded and not run."""
+    """Load a model without running it. Return the settings, layers and crossover lengths of ``--attn``."""
     try:
         from ..calibrate import Calibration
         from .measure import planned, rows_of
@@ -141,7 +141,7 @@ def _hook(problems: list[str]) -> str:
 
 
 def _other_owners() -> list[str]:
-    """Return a problem for each other distribution with our import name, such as `mlx-sparse` on PyPI."""
+    """Return a problem for each other distribution that installs `mlx_sparse`, such as `mlx-sparse` on PyPI."""
     owners = {
         distribution.metadata["Name"]
         for distribution in metadata.distributions()

@@ -1,4 +1,4 @@
-"""Describe the machine of a measurement, without serial numbers and names."""
+"""Describe the machine on which a measurement runs, without serial numbers or host names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PACKAGES = ("mlx", "mlx-lm", "numpy", "mlx-sparse-attention")
 
 
 def machine() -> dict[str, Any]:
-    """Return the facts of the machine and the versions of the packages."""
+    """Return the hardware of this machine, and the versions of Python and of `PACKAGES`."""
     return hardware() | versions()
 
 
 def hardware() -> dict[str, Any]:
-    """Return the facts of the machine and MLX's default device."""
+    """Return the platform, the chip, its architecture, MLX's default device, and the memory size in bytes."""
     import mlx.core as mx
 
     info = mx.device_info()
@@ -30,7 +30,7 @@ def hardware() -> dict[str, Any]:
 
 
 def memory() -> int:
-    """Return the memory of this machine in bytes."""
+    """Return the memory size of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -40,7 +40,7 @@ def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the installed version of a package, or None."""
+    """Return the installed version of a package, or None if the package is missing."""
     try:
         return version(package)
     except PackageNotFoundError:

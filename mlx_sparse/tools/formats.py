@@ -1,4 +1,4 @@
-"""Print results: Markdown for people; JSON or JSON lines for programs."""
+"""Print results as Markdown for people, or as JSON or JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_options(args: argparse.Namespace) -> None:
     """Check the options of `add_options` before anything runs.
 
     Raises:
-        ConfigError: the form is unknown, or the folder does not exist.
+        ConfigError: the output format is unknown, or the folder of ``--out`` does not exist or is not writable.
     """
     if args.output not in FORMS:
         raise ConfigError(f"-o: expected one of {', '.join(FORMS)}, got {args.output!r}. --out names a file.")
@@ -36,7 +36,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Raise `ConfigError` unless ``path`` is None or a writable file in an existing folder."""
+    """Raise `ConfigError` unless ``path`` is None or a file path in a writable folder."""
     if path is None:
         return
     if path.is_dir() or not path.parent.is_dir():
@@ -46,22 +46,22 @@ def check_folder(option: str, path: Path | None) -> None:
 
 
 def check_own(option: str, path: Path | None, first_line: str) -> None:
-    """Raise an error for an existing file that does not begin with ``first_line``, to protect files of the user.
+    """Check that ``path`` is a new TOML file, or that this command wrote the file: it begins with ``first_line``.
 
     Raises:
-        ConfigError: ``path`` begins with another line, does not end in .toml, or its folder does not exist.
+        ConfigError: the folder does not exist, the name does not end in .toml, or the first line is different.
     """
     if path is None:
         return
     check_folder(option, path)
     if path.suffix != ".toml":
-        raise ConfigError(f"{option}: expected a file name in .toml, got {path}.")
+        raise ConfigError(f"{option}: expected a name ending in .toml, got {path}.")
     if path.exists() and path.read_bytes()[: len(first_line)] != first_line.encode():
         raise ConfigError(f"{option}: expected a new file or a file of this command, got {path}. Choose another name.")
 
 
 def write_toml(path: Path, text: str) -> None:
-    """Write a file for ``--attn-config`` atomically, after a test that it can be read."""
+    """Check that ``text`` is valid for ``--attn-config``, and write the TOML file atomically."""
 
     def write(new: Path) -> None:
         new.write_text(text, encoding="utf-8")
@@ -71,14 +71,14 @@ def write_toml(path: Path, text: str) -> None:
 
 
 class Printer:
-    """Print the results of a command in the requested format. JSON lines are printed immediately.
+    """Printer of a command's results in the requested format. JSON lines are printed immediately.
 
     Args:
-        args: options of `add_options`.
-        facts: facts of the run. Its ``command`` is printed above the Markdown. Each JSON line repeats the facts.
+        args: parsed options, including the options of `add_options`.
+        facts: command, date and machine of the run. Markdown starts with the command. Each JSON line repeats all facts.
 
     Attributes:
-        lines: results so far.
+        lines: the results so far.
     """
 
     def __init__(self, args: argparse.Namespace, facts: Mapping[str, Any]) -> None:
@@ -88,17 +88,17 @@ class Printer:
 
     @property
     def at_once(self) -> bool:
-        """True if each line is printed immediately and not at the end."""
+        """True if each result is printed immediately and not at the end."""
         return bool(self._form == "jsonl")
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """Add a line, and print it if `at_once`."""
+        """Add a result, and print it if `at_once`."""
         self.lines.append(line)
         if self.at_once:
             self._print(json.dumps({**line, "run": self._facts}, default=str))
 
     def end(self, text: str, right: bool) -> None:
-        """Print the remaining output. ``text`` is the Markdown of all lines."""
+        """Print the remaining output. ``text`` has all results as Markdown; ``right`` is True if they are correct."""
         if self.at_once:
             self.line({"kind": "end", "right": right, "text": text})
         elif self._form == "md":
@@ -114,11 +114,11 @@ class Printer:
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """Return a Markdown table of ``rows`` under a ``header``."""
+    """Return a Markdown table with a ``header`` and ``rows``."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file atomically."""
+    """Write ``text`` and a final line break to a file atomically."""
     replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))

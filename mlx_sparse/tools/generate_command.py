@@ -1,4 +1,4 @@
-"""Run ``mlx_lm.generate`` as a user does, and read its output."""
+"""Run ``mlx_lm.generate`` in a child process and parse its output."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..checks import ArtefactError
 
 
 def generate_command(model: str, max_tokens: int) -> list[str]:
-    """Return the command line of this Python's ``mlx_lm.generate``, greedy, with the prompt on standard input.
+    """Return the command that runs this environment's ``mlx_lm.generate`` greedily on a prompt from standard input.
 
-    The command is the short name if the PATH finds the same script.
+    The command begins with the script's name if the script is on PATH, else with the script's path or with Python.
     """
     script = Path(sysconfig.get_path("scripts")) / "mlx_lm.generate"
     command = [sys.executable, "-m", "mlx_lm", "generate"]
@@ -29,10 +29,10 @@ def generate_command(model: str, max_tokens: int) -> list[str]:
 
 
 def run_command(name: str, command: list[str], prompt: str, environment: dict[str, str]) -> tuple[str, str]:
-    """Run one command with the prompt on standard input; return its standard output and error.
+    """Run a command with the prompt on standard input. Return its standard output and standard error.
 
     Raises:
-        ArtefactError: the command fails. The message has the last line of its standard error.
+        ArtefactError: the command fails. The message contains the last line of standard error.
     """
     print(f"{name} is running", file=sys.stderr, flush=True)
     done = subprocess.run(command, input=prompt.encode(), env=environment, capture_output=True, check=False)
@@ -51,7 +51,10 @@ COUNTS = {"attn", "dense_calls", "layers", "served_layers", "sparse_calls", "spa
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one run: the answer, mlx-lm's speeds, and the report of sparse attention (None if dense)."""
+    """Result of a run: the answer, numbers of tokens, mlx-lm's speeds in tokens per second, and the report.
+
+    The report is None for a dense run.
+    """
 
     text: str
     prompt_tokens: int
@@ -63,7 +66,7 @@ class Outcome:
 
 
 def parse_outcome(output: tuple[str, str]) -> Outcome:
-    """Read the standard output and standard error of ``mlx_lm.generate``."""
+    """Parse the standard output and standard error of ``mlx_lm.generate``."""
     out, err = output
     head, _, tail = out.rpartition(f"\n{RULE}\n")
     _, found, text = head.partition(f"{RULE}\n")
@@ -76,7 +79,7 @@ def parse_outcome(output: tuple[str, str]) -> Outcome:
 
 
 def parse_report(err: str) -> dict[str, Any] | None:
-    """Return the first model's entry of the last report on standard error, or None."""
+    """Return the first model's entry in the last report on standard error, or None if there is no report."""
     lines = [line for line in err.splitlines() if line.startswith(REPORT_START)]
     if not lines:
         return None

@@ -1,4 +1,4 @@
-"""The support matrix: a table of all methods and backends of the registry."""
+"""Build the support matrix, a table of all methods and backends in the registry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..methods.table import BACKENDS, FUNCTIONS
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return one entry per method. Each of its backends has "yes" or the reason why it cannot run here."""
+    """Return one row per method. ``backends`` maps each backend to "yes" or to the reason why it cannot run here."""
     return [
         {
             "method": name,
@@ -23,7 +23,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def markdown() -> str:
-    """Return the table of the README, the same on every machine. Baselines with two backends are left out."""
+    """Return the README's table, which is the same on every machine. It omits methods that only two backends have."""
     lines = [f"| method | {' | '.join(BACKENDS)} |", f"|---|{'---|' * len(BACKENDS)}"]
     for name in METHODS:
         if len(FUNCTIONS[name]) == 2:
@@ -34,7 +34,7 @@ def markdown() -> str:
 
 
 def text() -> str:
-    """Return the table for a terminal, with the reasons why backends cannot run here."""
+    """Return the table as text for a terminal, with the reasons why backends cannot run here."""
     lines = [f"{'method':<19}{'stage':<20}" + "".join(f"{backend:<10}" for backend in BACKENDS)]
     for row in rows():
         cells = [row["backends"].get(backend, "no") for backend in BACKENDS]

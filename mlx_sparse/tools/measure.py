@@ -1,4 +1,4 @@
-"""``mlx-sparse calibrate``: measure the crossover length of methods for a model on this machine."""
+"""Implement ``mlx-sparse calibrate``: measure each method's crossover length for a model on this machine."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..calibrate import MODELLED, SECONDS, Calibration, Layer, describe, device_kind
+from ..calibrate import MODELED, SECONDS, Calibration, Layer, describe, device_kind
 from ..checks import ConfigError, Parser, check_int
 from ..lm.loading import loading
 from ..lm.model import disable, enable, plan_of
 from ..methods import Method
 from .bench.core import log
 
-Served = dict[tuple[Method, Layer], int]  # number of layers of each kind
+Served = dict[tuple[Method, Layer], int]  # number of layers for each method and layer shape
 
 if TYPE_CHECKING:
     from ..lm.plan import Plan
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Return 0 if every threshold was measured or set by the user, 1 if one is modelled."""
+    """Run ``mlx-sparse calibrate``. Return 1 if a threshold is estimated, 0 if all are measured or set by the user."""
     parser = Parser(
         prog="mlx-sparse calibrate",
         description="Time dense and sparse attention with the shapes of a model's layers, and store the crossover "
-        "length of each method on this machine: the context length at which sparse attention becomes faster. --attn "
-        "does the same when a context is long enough for the first time.",
+        "length of each method on this machine: the context length at which sparse attention becomes faster. Without "
+        "this command, --attn measures at the first context that is long enough.",
     )
     parser.add_argument("--model", metavar="DIR_OR_REPO", required=True, help="a model that mlx-lm can load")
-    parser.add_argument("--attn", metavar="METHOD", default="sample+sparq", help="as for --attn (default: %(default)s)")
-    parser.add_argument("--attn-backend", default="auto", metavar="NAME", help="as for --attn-backend (default: auto)")
+    about = "as for mlx_lm.generate (default: %(default)s)"
+    parser.add_argument("--attn", metavar="METHOD", default="sample+sparq", help=about)
+    parser.add_argument("--attn-backend", metavar="NAME", default="auto", help=about)
     parser.add_argument(
-        "--seconds", type=float, metavar="N", help="per method and shape (default: 3 on a GPU, 10 on a CPU)"
+        "--seconds", type=float, metavar="N", help="time per method and shape (default: 3 on a GPU, 10 on a CPU)"
     )
     parser.add_argument(
         "--prefill-step-size", type=int, default=2048, metavar="N", help="tokens of a prefill chunk (default: 2048)"
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     seconds = SECONDS[device_kind()] if args.seconds is None else args.seconds
     if not 0 < seconds <= 3600:
-        raise ConfigError(f"--seconds: expected a number from 0 to 3600, got {args.seconds:g}.")
+        raise ConfigError(f"--seconds: expected a number above 0 and at most 3600, got {args.seconds:g}.")
     check_int("--prefill-step-size", args.prefill_step_size, 1)
     calibration = Calibration(seconds=seconds, chunk=args.prefill_step_size, progress=log)
     with planned(args.model, args.attn, args.attn_backend, calibration) as plan:
@@ -53,12 +54,12 @@ def main(argv: Sequence[str]) -> int:
     else:
         for row in rows:
             print(f"{row['layers']} layers, {row['shape']}: {row['attn']} {row['crossovers']}")
-    return 0 if all(row["how"] != MODELLED for row in rows) else 1
+    return 0 if all(row["how"] != MODELED for row in rows) else 1
 
 
 @contextlib.contextmanager
 def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Iterator[Plan]:
-    """Load a model without running it, and yield its plan."""
+    """Load a model without running it, enable sparse attention, and yield the plan. At the end, disable it again."""
     from mlx_lm import load
 
     with loading(name):
@@ -80,7 +81,7 @@ def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Ite
 
 
 def rows_of(served: Served, calibration: Calibration, *, measures: bool = False) -> list[dict[str, Any]]:
-    """Return the crossover length of each kind of layer. With ``measures``, measure all measurable methods."""
+    """Return a row with the crossover length for each method and layer shape. With ``measures``, measure it first."""
     rows = []
     for (config, layer), count in served.items():
         found = calibration.measure(config, layer) if measures and config.measurable else None

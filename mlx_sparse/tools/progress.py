@@ -1,4 +1,4 @@
-"""Progress of a long command: a spinner or a bar in a terminal, and one line for each stage in a log."""
+"""Show the progress of a long command: a spinner or a bar in a terminal, or one line for each stage in a log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Update = Callable[[int], object]  # called with the number of finished tokens
 
 @contextlib.contextmanager
 def stage(console: Console, name: str) -> Iterator[None]:
-    """Show that a stage runs, inside the ``with`` block."""
+    """Show that the stage ``name`` is in progress while the ``with`` block runs."""
     if console.is_terminal:
         with console.status(name):
             yield
@@ -24,7 +24,7 @@ def stage(console: Console, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def token_bar(console: Console, name: str, total: int) -> Iterator[Update]:
-    """Show a progress bar over ``total`` tokens, and yield the function that moves it."""
+    """Show a progress bar for ``total`` tokens, and yield a function that sets the number of finished tokens."""
     if not console.is_terminal:
         console.print(f"{name}: {total:,} tokens ...")
         yield lambda done: None

@@ -1,4 +1,4 @@
-"""``mlx-sparse try``: decode an answer about a long text densely and sparsely, and compare speed, bytes and answers."""
+"""Implement ``mlx-sparse try``: answer a question about a long text densely and sparsely, and compare."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ KEY = "71853"
 NOTE = f"A note to the reader: the pass key of this text is {KEY}. Please remember that the pass key is {KEY}."
 QUESTION = "That was the text. What is the pass key? Answer with: The pass key is, and its five digits."
 AFTER_KEY = 4000  # characters between the pass key and the question
-MARGIN = 2  # the default context is this many times the crossover length
+MARGIN = 3  # the default context is this many times the crossover length
 SECONDS = 90.0  # longest time of the prefill
 WIDTH = 80
 BAR = 40  # characters of the longer bar
@@ -91,11 +92,14 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse try",
-        description="Ask a model about a long text. The text is prefilled once; then the answer is decoded with dense "
-        "and with sparse attention. The result compares speed, bytes, memory and answers, and ends with the --attn "
-        f"text to copy. The prompt is {MARGIN} times as long as the crossover length, the context length at which "
-        f"the method is faster on this machine, or as long as {SECONDS:.0f} s of prefill allow. The default model is "
-        "small: 93 MB to download, and 540 MB on disk.",
+        description=textwrap.fill(
+            "Ask a model about a long text. The text is prefilled once; then the answer is decoded with dense and with "
+            "sparse attention. The result compares speed, bytes, memory and answers, and ends with the --attn text to "
+            f"copy. The prompt is {MARGIN} times as long as the crossover length, the context length at which the "
+            f"method is faster on this machine, or as long as {SECONDS:.0f} s of prefill allow. The default model is "
+            "small: 93 MB to download, and 540 MB on disk.",
+            78,
+        ),
         epilog="Example:\n  mlx-sparse try MODEL --text notes.txt --question 'Who is Ann?' --context 32k",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -108,14 +112,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attn", metavar="METHOD", default="sparq", help="a decode method (default: %(default)s)")
     parser.add_argument("--context", metavar="N", help="tokens of the prompt, such as 8192 or 32k")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=48, help="tokens to generate (default: 48)")
-    parser.add_argument("--cache-dir", metavar="DIR", help="folder of the default model (default: user's cache)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="folder for downloads (default: the user's cache folder)")
     blas.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     return parser
 
 
 def split_text(text: str, question: str | None) -> tuple[str, str]:
-    """Return the part of a text that a shorter context cuts, and the part after it with the question.
+    """Split a text into the part that may be cut to fit the context, and the rest with the question.
 
     Without a question, state `KEY` before the last `AFTER_KEY` characters, and ask for it.
     """
@@ -126,7 +130,7 @@ def split_text(text: str, question: str | None) -> tuple[str, str]:
 
 
 def show(found: Comparison, name: str, warning: str | None, console: Console) -> None:
-    """Print the answers, the figures and the advice."""
+    """Print both answers, the measurements and the advice."""
     for line in found.crossovers:
         console.print(f"{found.attn}: {line}")
     console.print(f"Prompt: {found.context:,} tokens, prefilled in {found.prefill_seconds:.0f} s{_reason(found)}.\n")
@@ -146,7 +150,7 @@ def show(found: Comparison, name: str, warning: str | None, console: Console) ->
 
 
 def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
-    """Return what the comparison shows, and the ``--attn`` text to use, as sentences."""
+    """Return sentences about the speed-up, the agreement of the answers, and the command to use."""
     same = "are identical" if found.identical else f"agree in the first {found.same_tokens} tokens"
     lines = [f"Warning: {warning}."] if warning else []
     lines.append(f"{found.attn} is {found.speedup:.2f} x as fast as dense attention here. The answers {same}.")
@@ -160,9 +164,9 @@ def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
 
 
 def _reason(found: Comparison) -> str:
-    """Return the reason for the length of the prompt, if it was not given."""
+    """Return the reason for the prompt length; "" if neither the time limit nor the default set the length."""
     if found.context < found.target:
-        return f", the longest that {SECONDS:.0f} s allow"
+        return f", the longest that fits into about {SECONDS:.0f} s"
     if found.crossover < NEVER and found.target == MARGIN * found.crossover:
         return f", {MARGIN} times the crossover length"
     return ""

@@ -1,4 +1,4 @@
-"""``mlx-sparse tune-sample``: tune SampleAttention for a model, by range of context length.
+"""Implement ``mlx-sparse tune-sample``: tune SampleAttention for a model and each range of context lengths.
 
 The command runs every setting on retrieval tasks inside a sparse prefill and selects two settings, as in section 4.4
 of the SampleAttention paper.
@@ -88,11 +88,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of one passage under one setting.
+    """Result of one passage with one setting.
 
     Attributes:
-        right, scored: number of correct tokens and of scored tokens.
-        density: share of the causal block pairs attended, averaged over layers and heads.
+        right, scored: number of correct tokens and number of scored tokens.
+        density: share of the causal block pairs that were attended to, averaged over layers and heads.
         sampled: share of the query rows that were scored for the selection.
         seconds: time of the whole prefill.
     """
@@ -109,7 +109,7 @@ class Measured:
     """Results of one setting over all passages of a range.
 
     Attributes:
-        setting: the setting; None for dense attention.
+        setting: the setting that was run; None for dense attention.
         tasks: accuracy by task.
         density, sampled: means of the trials.
         seconds: time of the fastest prefill, averaged over the lengths.
@@ -123,16 +123,16 @@ class Measured:
 
     @property
     def accuracy(self) -> float:
-        """The mean of the tasks' accuracies."""
+        """Mean accuracy over all tasks."""
         return mean(self.tasks.values())
 
     @property
     def work(self) -> float:
-        """Share of dense attention's multiply-adds. Sampled rows count half, because they need no values."""
+        """Share of dense attention's multiply-adds. Sampled rows count half, because they use only keys."""
         return self.density + self.sampled / 2
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the setting and its figures as plain data for JSON."""
+        """Return the setting and its measurements as plain data for JSON."""
         found = asdict(self)
         return (found.pop("setting") or {}) | found | {"accuracy": self.accuracy, "work": self.work}
 
@@ -156,7 +156,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Search:
-    """Inputs of a search. ``journal`` stores the trials, ``args`` has the options of the command."""
+    """Inputs of the search for settings. ``journal`` stores the trials; ``args`` contains the command's options."""
 
     model: Any
     tokenizer: Any
@@ -222,10 +222,10 @@ class Search:
 def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Measured]:
     """Return the accuracy-first and the speed-first setting.
 
-    Accuracy first is the setting with the least work among all settings that are as accurate as dense attention. If
-    there is none, it is the most accurate setting. Speed first is the setting with the least work that keeps
-    `SPEED_FIRST_SHARE` of dense attention's accuracy, or else the accuracy-first setting. Settings are ranked by work
-    and not by time, because times are reproducible only on an idle machine. Ties go to the smaller numbers.
+    The accuracy-first setting has the least work of all settings that are as accurate as dense attention. If there is
+    no such setting, it is the most accurate setting. The speed-first setting has the least work of all settings that
+    keep `SPEED_FIRST_SHARE` of dense attention's accuracy. If there is none, it is the accuracy-first setting. Settings
+    are ranked by work, because times are reproducible only on an idle machine. Ties go to the smaller parameters.
     """
 
     def cheapest(candidates: Sequence[Measured]) -> Measured:
@@ -244,7 +244,7 @@ def settings_grid(*values: Sequence[Any]) -> list[Setting]:
 
 
 def group_by_range(lengths: Sequence[int], context: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Group ``lengths`` by range; return each upper limit and its lengths. The last range ends at ``context``."""
+    """Group ``lengths`` by range; return each range's upper limit and lengths. The last range ends at ``context``."""
     ends = {length: next(end for end in RANGES if length < end) for length in sorted(set(lengths))}
     return [
         (int(end) if math.isfinite(end) else context + 1, tuple(length for length in ends if ends[length] == end))
@@ -304,10 +304,10 @@ def _parser() -> argparse.ArgumentParser:
         ("--alpha-slash", "A", float, ALPHAS),
         ("--chunks", "N", int, CHUNKS),
     ):
-        text = f"(default: {' '.join(map(str, values))})"
+        text = f"values to try (default: {' '.join(map(str, values))})"
         parser.add_argument(name, metavar=metavar, nargs="+", type=kind, default=values, help=text)
-    parser.add_argument("--block-size", metavar="N", type=int, default=128, help="(default: 128)")
-    parser.add_argument("--examples", metavar="N", type=int, default=2, help="for each task and length (default: 2)")
+    parser.add_argument("--block-size", metavar="N", type=int, default=128, help="tokens per block (default: 128)")
+    parser.add_argument("--examples", metavar="N", type=int, default=2, help="per task and length (default: 2)")
     parser.add_argument(
         "--prefill-step-size", metavar="N", type=int, default=2048, help="tokens of a prefill chunk (default: 2048)"
     )
@@ -322,7 +322,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise an error for wrong options before anything is fetched or loaded."""
+    """Raise an error for invalid options before anything is fetched or loaded."""
     check_own("--out", args.out, FIRST_LINE)
     for setting in settings_grid(args.alpha_column, args.alpha_slash, args.chunks):
         check_sample(setting.alpha_column, setting.alpha_slash, setting.chunks, args.block_size)
@@ -368,7 +368,7 @@ def _lengths(wanted: Sequence[int] | None, bounds: dict[str, int]) -> Sequence[i
 
 
 def toml(tuned: Sequence[Tuned], prefer: str, model: str, block_size: int) -> str:
-    """Return a file for ``--attn-config`` with the preferred setting of each range. Measurements are comments."""
+    """Return TOML for ``--attn-config`` with the preferred setting of each range. The measurements are comments."""
     # JSON text has no line breaks, so the name cannot end the comment.
     lines = [
         f"{FIRST_LINE} for {json.dumps(model)}: {prefer} first.",
@@ -383,9 +383,9 @@ def toml(tuned: Sequence[Tuned], prefer: str, model: str, block_size: int) -> st
         lines += [
             "",
             f"# Tuned at {', '.join(f'{length:,}' for length in found.lengths)} keys.",
-            f"# dense: {_figures(found.dense)}",
-            f"# this: {_figures(first)}",
-            f"# {other_name} first: {_figures(other)} with {other.setting}",
+            f"# dense: {_summary(found.dense)}",
+            f"# this: {_summary(first)}",
+            f"# {other_name} first: {_summary(other)} with {other.setting}",
             *([] if found.lossless else [f"# {NOT_LOSSLESS}"]),
             "[[sample.ranges]]",
             f"up_to = {found.up_to}",
@@ -394,7 +394,7 @@ def toml(tuned: Sequence[Tuned], prefer: str, model: str, block_size: int) -> st
     return "\n".join(lines) + "\n"
 
 
-def _figures(row: Measured) -> str:
+def _summary(row: Measured) -> str:
     shares = f"accuracy {row.accuracy:.3f}, density {row.density:.3f}, sampled {row.sampled:.3f}"
     return f"{shares}, {row.seconds:.2f} s per prompt"
 
@@ -414,7 +414,7 @@ def table(tuned: Sequence[Tuned]) -> str:
     lines = [
         formats.table(header, rows),
         "",
-        "work = density + sampled / 2: multiply-adds over dense attention's. Settings are ranked by work.",
+        "work = density + sampled / 2: multiply-adds relative to dense attention. Settings are ranked by work.",
         f"Speed first keeps at least {SPEED_FIRST_SHARE:.0%} of dense attention's accuracy.",
     ]
     return "\n".join(lines + [f"Below {one.up_to:,} keys: {NOT_LOSSLESS}" for one in tuned if not one.lossless])

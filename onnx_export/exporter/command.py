@@ -25,7 +25,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status. An error is one line on standard error and status 2."""
+    """Run the command and return its exit status. After an error, print one line and exit with status 2."""
     parser = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if instead := _removed(given):
@@ -77,7 +77,7 @@ def _export(args: argparse.Namespace) -> Exported:
 
 
 def _removed(arguments: Sequence[str]) -> str | None:
-    """Return an error message for the first option that a newer version removed, or None."""
+    """Return an error message for the first option that was removed from the command, or None."""
     words = [part for word in arguments for part in word.split("=", 1)]
     for option, value in zip(words, [*words[1:], ""], strict=True):
         if replacement := removed("export-onnx", option, value):
@@ -88,8 +88,8 @@ def _removed(arguments: Sequence[str]) -> str | None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="export-onnx",
-        description="Export a model that mlx-lm loads to ONNX. The file runs on a stock onnxruntime and on "
-        "onnxruntime-genai, and faster if the native kernels of this package are registered.",
+        description="Export an mlx-lm model to ONNX. The file runs on stock onnxruntime and onnxruntime-genai, and "
+        "faster with the native kernels of this package.",
     )
     parser.add_argument(
         "--model", required=True, metavar="DIR_OR_REPO", help="Model folder or Hugging Face repository."
@@ -101,9 +101,9 @@ def _parser() -> argparse.ArgumentParser:
         "--method",
         default="sparq",
         metavar="METHOD[:KEY=VALUE,...]",
-        help="'dense'; 'sparq' or 'saap' for decoding, 'sample' for prefill, or both, such as 'sample+sparq', with "
-        "parameters such as 'sparq:rank=16,top_k=256' or 'saap:artefact=FILE,probes=32' (default: sparq, with a "
-        "second copy of the keys; 'sparq:key_bits=4' with --native stores int4 scoring keys instead).",
+        help="'dense'; 'sparq' or 'saap' for decoding; 'sample' for prefill; or both, such as 'sample+sparq'. "
+        "Parameters follow a colon: 'sparq:rank=16,top_k=256' or 'saap:artefact=FILE,probes=32' (default: sparq, which "
+        "stores a second copy of the keys; 'sparq:key_bits=4' with --native stores int4 scoring keys instead).",
     )
     parser.add_argument(
         "--attn-config",
@@ -114,21 +114,21 @@ def _parser() -> argparse.ArgumentParser:
         "--dense-below",
         type=int,
         metavar="N",
-        help="Number of keys below which decode steps are dense, as dense_below=N in --method (default: computed from "
-        "the head dim, the same on every machine: docs/onnx.md).",
+        help="Decode steps with fewer than N keys are dense. Same as dense_below=N in --method (default: computed from "
+        "the head dim, see docs/onnx.md).",
     )
     parser.add_argument(
         "--max-length",
         type=int,
         metavar="N",
-        help="Maximum number of tokens of prompt and answer together. The caches are allocated for all of them, "
+        help="Maximum number of prompt and generated tokens together. The caches have space for N tokens, "
         "rounded up to whole chunks (default: the limit of the model, at most 4096).",
     )
     parser.add_argument(
         "--dtype",
         metavar="TYPE",
         help="float32, float16 or bfloat16: type of the caches and of unquantized weights (default: the type of the "
-        "model). 'float32' also dequantizes. Arithmetic is always float32.",
+        "model). 'float32' also dequantizes weights. Arithmetic is always float32.",
     )
     parser.add_argument(
         "--compat",
@@ -136,16 +136,15 @@ def _parser() -> argparse.ArgumentParser:
         help="Write opset 18 and IR 8, for older runtimes, instead of opset 24 and IR 11.",
     )
     parser.add_argument(
-        "--inline", action="store_true", help="Write no local functions, for runtimes other than onnxruntime."
+        "--inline", action="store_true", help="Replace local functions by nodes, for runtimes other than onnxruntime."
     )
     parser.add_argument(
         "--native",
         action="store_true",
-        help="Allow operators that need the native kernels of this package where the file runs. Required for "
-        "key_bits=4.",
+        help="Allow operators that only the native kernels of this package run. Required for key_bits=4.",
     )
     parser.add_argument(
-        "--no-genai", action="store_true", help="Omit genai_config.json and the states that onnxruntime-genai needs."
+        "--no-genai", action="store_true", help="Omit genai_config.json and unused states for onnxruntime-genai."
     )
     return parser
 

@@ -1,7 +1,7 @@
 """Build the ONNX graph of a decoder-only language model from mlx-lm's modules.
 
-Arithmetic is float32, but the inputs of attention nodes are rounded to the type of the caches. A row of the batch is a
-left-padded sequence. The caches contain ``past_length`` tokens of each row, padding included.
+The graph computes in float32, but rounds the inputs of attention nodes to the type of the caches. Each row of the batch
+is a left-padded sequence. ``past_length`` is the number of tokens of each row in the caches, padding included.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Target:
     """Settings of an exported file.
 
     Attributes:
-        decode: method of decode steps.
-        prompts: method of prefill with every "auto" resolved; None if prefill is dense.
-        max_length: number of tokens that the caches must have space for.
+        decode: method for decode steps.
+        prompts: prefill method, with every "auto" resolved; None if prefill is dense.
+        max_length: maximum number of tokens in a sequence.
         lanes: number of keys per chunk of component-major keys.
         dtype: type of the caches and of unquantized weights.
         dequantize: True to store quantized weights in ``dtype`` too.
@@ -63,7 +63,7 @@ class Target:
         return {**decode.attributes(self.lanes), **prompts}
 
     def shortened(self) -> Target:
-        """Return a copy of the settings with methods that are sparse on short prompts, for verification."""
+        """Return a copy of the settings for verification. Its attention is sparse even for short prompts."""
         prompts = self.prompts and sample.shortened(self.prompts)
         decode = self.decode.shortened()
         return replace(self, decode=decode, prompts=prompts)
@@ -75,7 +75,7 @@ class Target:
 
 
 def output_of(layer: int) -> str:
-    """Return the name of the graph value that a layer outputs."""
+    """Return the name of a layer's output in the graph."""
     return f"layers.{layer}/output"
 
 
@@ -83,11 +83,11 @@ class Decoder:
     """Builder of the graph of one model. `add` adds the whole graph.
 
     Args:
-        model: model of mlx-lm.
-        family: properties that the modules of the model do not show.
+        model: the mlx-lm model.
+        family: properties that cannot be read from the modules of the model.
         target: settings of the file.
         graph: graph that receives the nodes and weights.
-        written: callback with the name of each mlx-lm parameter, called after the parameter was written.
+        written: callback that receives the name of each mlx-lm parameter after the parameter was written.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Decoder:
         g.op("Identity", logits, output="logits")
 
     def _add_positions(self, ids: str) -> None:
-        """Add nodes for the padding and past length of each row, and for positions of new tokens, float32 (B, L, 1)."""
+        """Add nodes that compute each row's padding and past length, and the new positions as float32 (B, L, 1)."""
         g = self.g
         mask = g.input("attention_mask", INT64, ["batch", "total"])
         ones = g.op("Cast", mask, to=FLOAT)  # some runtimes have no ArgMax of int64
@@ -156,7 +156,7 @@ class Decoder:
         return self.g.op("Add", h, normed(family.after_mlp, made), output=output_of(i))
 
     def _norm(self, name: str, module: Any, x: str) -> str:
-        """Add RMSNorm over the last axis, as nodes that ONNX Runtime fuses into one."""
+        """Add RMSNorm over the last axis, in a form that ONNX Runtime fuses into one node."""
         g = self.g
         square = g.op("Pow", x, g.constant(2.0, np.float32))
         mean = g.op("ReduceMean", square, g.constant([-1]), keepdims=1)
@@ -248,7 +248,7 @@ class Decoder:
         return g.op("Concat", *rotated, *kept, axis=3) if len(rotated + kept) > 1 else rotated[0]
 
     def _angle(self, rope: Rope) -> tuple[str, str]:
-        """Return the cosine and sine (B, L, 1, pairs) of the RoPE angles. Layers with equal RoPE share these nodes."""
+        """Return the names of RoPE's cosine and sine (B, L, 1, pairs). Layers with equal RoPE share these nodes."""
         if rope not in self._angles:
             g = self.g
             scope, g.scope = g.scope, f"rope.{len(self._angles)}/"
@@ -267,9 +267,9 @@ class Decoder:
     def _attend(
         self, i: int, decode: Decoding, values: dict[str, str], sizes: tuple[int, int], scale: float, window: int
     ) -> str:
-        """Add the attention node of layer ``i`` with its caches. Return the node's output (B, Hq, L, D).
+        """Add the attention node of layer ``i`` with its caches. Return the name of its output (B, Hq, L, D).
 
-        ``values`` are the inputs that the layer computes. ``sizes`` are the number of KV heads and the head dim.
+        ``values`` maps input names to names of values. ``sizes`` are the number of KV heads and the head dim.
         """
         g, capacity = self.g, self.target.capacity
         sampled = self.target.prompts is not None and not window
@@ -297,7 +297,7 @@ class Decoder:
     def _state(self, i: int, name: str, state: Tensor) -> tuple[str, str]:
         """Add the graph input and output of one state (cache) of layer ``i`` and return their names.
 
-        onnxruntime-genai supports keys and values only. Other states of the same shape are therefore stored as keys
+        onnxruntime-genai supports keys and values only. Other states of the same shape are therefore named as keys
         and values of virtual layers after the last layer.
         """
         past, present, place = f"past_{name}", f"present_{name}", str(i)

@@ -1,4 +1,4 @@
-"""Export an mlx-lm model to a folder for ONNX Runtime: check, write, and verify the logits."""
+"""Export an mlx-lm model to a folder for ONNX Runtime: check the model, write the files, and verify the logits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Exported:
 
     Attributes:
         folder: the output folder.
-        method: text of the method with every "auto" resolved.
+        method: the method and its settings as text, with every "auto" resolved.
         max_length: maximum number of tokens.
         nbytes: size of model.onnx and its data in bytes.
         agreement: differences between the logits of the file and of MLX.
@@ -97,13 +97,13 @@ def export(
         out: a folder that does not exist or is empty. It is created after all files were written and verified.
         method: one of `EXPORTED` with optional settings, such as "sparq:rank=16".
         attn_config: TOML file with a table for each method, such as [sparq]; ``method`` overrides it.
-        dense_below: number of keys below which decode steps are dense, as the setting in ``method``. The default comes
-            from the cost model in `defaults`, which does not depend on the machine.
+        dense_below: number of keys below which decode steps are dense; set it here or in ``method``. The default
+            comes from the cost model in `defaults`, which does not depend on the machine.
         max_length: maximum number of tokens; by default the limit of the model, at most `MAX_LENGTH`.
-        dtype: float32, float16 or bfloat16: type of caches and unquantized weights; by default the type of the
+        dtype: type of caches and unquantized weights: float32, float16 or bfloat16. The default is the type of the
             model. If you set float32, quantized weights are dequantized.
-        compat: write opset 18 and IR 8 instead of 24 and 11.
-        inline: replace the operators by their function bodies, for runtimes without local functions.
+        compat: write opset 18 and IR 8 instead of opset 24 and IR 11.
+        inline: replace the operators with their function bodies, for runtimes without local functions.
         native: allow operators that only the native kernels run, which ``key_bits=4`` needs.
         genai: write genai_config.json. This has no effect with ``inline``.
 
@@ -159,7 +159,7 @@ def export(
 
 
 def _with_dense_below(config: Method, given: int) -> Method:
-    """Return the decode method with the value of ``--dense-below``.
+    """Return ``config`` with ``dense_below`` set to ``given``, the value of ``--dense-below``.
 
     Raises:
         ConfigError: the method has no setting dense_below, or ``--method`` sets it too.
@@ -175,7 +175,7 @@ def _with_dense_below(config: Method, given: int) -> Method:
 
 
 def _check_native(config: Method, *, native: bool, inline: bool) -> None:
-    """Check that a file with int4 scoring keys can run. It needs native kernels, because it has no function bodies.
+    """Check that the options and this machine allow int4 scoring keys, which only the native kernels support.
 
     Raises:
         ConfigError: the options do not allow native kernels.
@@ -198,7 +198,7 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
     """Parse ``--method`` and ``--attn-config``. Return the prefill method (None if dense) and the decode method.
 
     Raises:
-        ConfigError: a method cannot be exported, or a key or value is invalid.
+        ConfigError: a method cannot be exported, or a parameter is unknown or invalid.
     """
     base = {**IN_FILES, **(load_toml(attn_config, IN_FILES) if attn_config is not None else {})}
     names = [part.partition(":")[0].strip() for part in text.split("+")]
@@ -237,14 +237,14 @@ def _check_tokens(settings: Mapping[str, Any]) -> None:
         value = settings.get(key)
         ids = value if isinstance(value, list) and key.startswith("eos") else [] if value is None else [value]
         if not all(type(token) is int for token in ids):
-            raise ConfigError(f"--model: expected {key} to be the number of a token, got {shorten(repr(value), 80)}.")
+            raise ConfigError(f"--model: expected {key} to be a token id, got {shorten(repr(value), 80)}.")
 
 
 def length_of(settings: Mapping[str, Any], requested: int | None) -> int:
     """Return the maximum number of tokens: ``requested``, or the default for a model with these ``settings``.
 
     Raises:
-        ConfigError: ``requested`` exceeds the positions of the model.
+        ConfigError: ``requested`` exceeds ``max_position_embeddings``.
     """
     limit = settings.get("max_position_embeddings")
     limit = limit if isinstance(limit, int) and limit > 0 else None
@@ -258,7 +258,7 @@ def length_of(settings: Mapping[str, Any], requested: int | None) -> int:
 
 
 def weight_dtype(model: Any) -> str:
-    """Return the dtype of the model's unquantized matrices; if there are none, the dtype of the quantization scales."""
+    """Return the dtype name of the embedding weights. If they are quantized, return the dtype name of their scales."""
     embedding = model.model.embed_tokens
     dtype = (embedding.scales if isinstance(embedding, QUANTIZED) else embedding.weight).dtype
     name = str(dtype).removeprefix("mlx.core.")

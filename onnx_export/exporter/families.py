@@ -25,12 +25,12 @@ from .quantized import BITS, REMAKE, REMEDY
 
 @dataclass(frozen=True)
 class Family:
-    """Properties of a family that its modules do not show.
+    """Properties of a model family that cannot be read from mlx-lm's modules.
 
     Attributes:
         activation: activation of the gate: silu, gelu or gelu_tanh.
         norm_shift: number added to the weights of all norms.
-        embedding_scale: factor of the embeddings as a function of the model's arguments.
+        embedding_scale: function from the model's arguments to the factor that multiplies the embeddings.
         after_attention: name of the norm of the attention output, or None.
         before_mlp: name of the norm of the MLP input.
         after_mlp: name of the norm of the MLP output, or None.
@@ -93,8 +93,8 @@ class Rope:
 
     Attributes:
         frequencies: float32 (pairs,); the first ``2 * pairs`` components of a head are rotated.
-        scale: factor of the positions.
-        factor: factor of the rotated components.
+        scale: factor by which positions are multiplied.
+        factor: factor by which rotated components are multiplied.
         traditional: True if the components of a pair are adjacent, False if they are half a head apart.
     """
 
@@ -121,8 +121,8 @@ def rope_of(module: Any) -> Rope | None:
                 f"{module.base} and {module.dims}."
             )
         # Compute in float32 like MLX, because other rounding would change the angles of distant positions.
-        turned = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(module.base) / half))
-        return Rope(tuple(np.array(turned).tolist()), module.scale, 1.0, module.traditional)
+        frequencies = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(module.base) / half))
+        return Rope(tuple(np.array(frequencies).tolist()), module.scale, 1.0, module.traditional)
     factors: dict[type, Callable[[], tuple[float, bool]]] = {
         rope_utils.Llama3RoPE: lambda: (1.0, module.traditional),
         rope_utils.ProportionalRoPE: lambda: (1.0, module.traditional),
@@ -139,7 +139,7 @@ def rope_of(module: Any) -> Rope | None:
 
 
 def window_of(layer: Any, model: Any) -> int:
-    """Return the sliding window of a layer in keys, or 0 if the layer attends to all keys."""
+    """Return the number of keys in a layer's sliding window, or 0 if the layer attends to all keys."""
     if getattr(layer, "use_sliding", False):
         window = model.model.sliding_window
     elif getattr(layer.self_attn, "is_sliding", False):

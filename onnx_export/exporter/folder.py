@@ -14,7 +14,7 @@ from mlx_sparse.checks import ConfigError
 
 
 def check_free(folder: Path) -> None:
-    """Raise `ConfigError` unless ``folder`` can be created, or is empty and can be replaced."""
+    """Raise `ConfigError` unless ``folder`` can be created, or is an empty folder that can be replaced."""
     if not folder.exists() and not folder.is_symlink():
         return
     if folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()):
@@ -36,7 +36,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         _remove_leftovers(folder)
         made = Path(tempfile.mkdtemp(".partial", f".{folder.name}.", folder.parent))
         with _opened(made) as handle:
-            with suppress(OSError):  # some network drives have no locks, and leftovers stay there
+            with suppress(OSError):  # not supported on some network drives, where leftovers stay
                 fcntl.flock(handle, fcntl.LOCK_EX)
             yield made
             made.chmod(0o777 & ~_umask())  # mkdtemp grants access to the user only
@@ -52,7 +52,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """Open a folder that is not a link, and yield its file descriptor. Locks on it end with this process."""
+    """Open ``folder``, unless it is a link, and yield its file descriptor. Its locks end when this process ends."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield handle
@@ -61,7 +61,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove temporary folders of killed exports to ``folder``: unlocked folders that belong to this user."""
+    """Remove the temporary folders that killed exports to ``folder`` left: this user's unlocked folders."""
     start = f".{folder.name}."
     for left in folder.parent.iterdir():
         if left.name.startswith(start) and left.name.endswith(".partial"):

@@ -57,7 +57,7 @@ class Graph:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
 
     def op(self, kind: str, *inputs: str, domain: str = "", output: str = "", **attributes: Any) -> str:
-        """Add a node with one output and return the name of the output, which is ``output`` if given."""
+        """Add a node with one output. Return the name of the output: ``output`` if set, else a new name."""
         name = f"{self.scope}{kind}_{len(self.nodes)}"
         self.add(helper.make_node(kind, inputs, [output or name], name, domain=domain or None, **attributes))
         return output or name
@@ -73,7 +73,7 @@ class Graph:
         self.nodes.append(node)
 
     def constant(self, value: Any, dtype: type = np.int64) -> str:
-        """Return the name of a small constant. Equal constants are added only once."""
+        """Add a small constant, unless the graph already has an equal one, and return its name."""
         array: np.ndarray = np.asarray(value, dtype)
         key = array.dtype.name, array.shape, array.tobytes()
         if key not in self._constants:
@@ -82,7 +82,7 @@ class Graph:
         return self._constants[key]
 
     def weight(self, name: str, array: np.ndarray, dtype: str | None = None) -> str:
-        """Write a weight to the data file and return its name. For bfloat16, pass bits in uint16 and ``dtype``."""
+        """Write a weight to the data file and return its name. For uint16 bits of bfloat16, set ``dtype``."""
         element = TYPES[dtype] if dtype else helper.np_dtype_to_tensor_dtype(array.dtype)
         self._initializers.append(self._data.add(name, array, element))
         return name

@@ -1,11 +1,11 @@
 """Convert MLX's affine-quantized weights to inputs of ``com.microsoft`` ``MatMulNBits`` and ``GatherBlockQuantized``.
 
 MLX stores ``w = scale * code + bias`` for groups along the last axis. The two operators compute
-``w = scale * (code - zero)`` with an integer ``zero`` in the range of the codes, and allow negative scales. Both are
-equal for the same codes if ``-bias / scale`` is an integer in this range. `mlx.core.quantize` selects an integer
-quotient, but then rounds scale and bias to their type. In float16 and bfloat16 the quotient is therefore off by some
-hundredths of a step, which changes logits as much as rounding to these types. The exporter stores the remaining part
-of the biases as offsets, and the graph adds these.
+``w = scale * (code - zero)`` with an integer ``zero`` in the range of the codes, and allow negative scales. The two
+formulas are equal if ``-bias / scale`` is an integer in this range. `mlx.core.quantize` makes this quotient an integer,
+but then rounds scale and bias to float16 or bfloat16. After rounding, the quotient differs from an integer by some
+hundredths. If the exporter ignored this difference, the logits would change as much as if it rounded the weights. The
+exporter therefore stores the difference as offsets, which the graph adds.
 
 Arrays are NumPy arrays. Bfloat16 is ``ml_dtypes.bfloat16`` or its bits in uint16.
 """
@@ -27,7 +27,7 @@ REMAKE = "Run mlx_lm.convert --dequantize on the model and export the result."
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """A quantized weight of N rows and K columns, in groups of ``block_size`` along K.
+    """A weight of N rows and K columns, quantized in groups of ``block_size`` elements along K.
 
     Attributes:
         codes: uint8 (N, K / block_size, block_size * bits / 8); the low half of a byte is the first of two 4-bit codes.
@@ -72,9 +72,9 @@ class Blocks:
         return {"data": self.codes, "scales": self.scales[..., None], "zero_points": self.zeros[..., None]}, attributes
 
     def halves(self) -> tuple[Blocks, Blocks]:
-        """Split an 8-bit weight into the 4-bit weights of the high and low half bytes, whose sum is exactly equal.
+        """Split an 8-bit weight into two 4-bit weights: the high and the low half of each byte. Their sum is exact.
 
-        With an 8-bit weight, ONNX Runtime 1.31 is 30 times slower, or rounds the input to 8 bits.
+        With an 8-bit weight, ONNX Runtime 1.31 is 30 times slower or rounds the input to 8 bits.
         """
 
         def half(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Blocks:
@@ -88,10 +88,10 @@ class Blocks:
 def blocks(
     name: str, weight: np.ndarray, scales: np.ndarray, biases: np.ndarray, *, group_size: int, bits: int
 ) -> Blocks:
-    """Convert one weight of `BITS` bits in "affine" mode, without the bias of its linear layer.
+    """Convert an MLX weight of 4 or 8 bits in "affine" mode. The bias of the linear layer is not included.
 
     Raises:
-        ArtefactError: the weight called ``name`` is not finite.
+        ArtefactError: the weight is not finite. The message contains ``name``.
     """
     _check_finite(name, scales, biases, bits)
     step, bias = _float32(scales), _float32(biases)
@@ -116,7 +116,7 @@ def _float32(array: np.ndarray) -> np.ndarray:
 
 
 def _check_finite(name: str, scales: np.ndarray, biases: np.ndarray, bits: int) -> None:
-    """Raise `ArtefactError` if scales or biases are not finite, or the largest weight exceeds float32."""
+    """Raise `ArtefactError` if scales or biases are not finite, or the largest weight overflows float32."""
     reach = np.abs(_float32(scales)) * np.float64(2**bits - 1) + np.abs(_float32(biases))
     if not np.max(reach) <= np.finfo(np.float32).max:
         raise ArtefactError(f"{name}: expected finite weights, got scales or biases that are NaN or too large.")

@@ -1,4 +1,4 @@
-"""Add linear layers, embeddings and norms to a graph: their stored weights and their nodes."""
+"""Add the weights and nodes of linear layers, embeddings and norms to a graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def numpy_of(array: mx.array) -> np.ndarray:
-    """Convert an MLX array to NumPy, without a copy if possible. Bfloat16 becomes bits in uint16."""
+    """Convert an MLX array to NumPy, without a copy if possible. Bfloat16 is converted to its bits in uint16."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=None)
 
 
@@ -34,8 +34,8 @@ class Weights:
     Args:
         graph: graph that receives weights and nodes.
         dtype: type of unquantized matrices; vectors are stored in float32.
-        dequantize: True to store quantized matrices unquantized.
-        written: callback with the name of each mlx-lm parameter, called after the parameter was written.
+        dequantize: True to dequantize matrices before they are stored.
+        written: callback that receives the name of each mlx-lm parameter after the parameter was written.
     """
 
     def __init__(self, graph: Graph, dtype: str, *, dequantize: bool, written: Callable[[str], None]) -> None:
@@ -64,7 +64,7 @@ class Weights:
         return y
 
     def embedding(self, name: str, module: Any, ids: str) -> tuple[str, Callable[[str], str]]:
-        """Add an embedding of ids (B, L). Return its float32 output and a function that adds the tied output head."""
+        """Add an embedding of ids (B, L). Return its float32 output, and a function that adds the tied output head."""
         g = self._graph
         if not self._stays_quantized(module):
             stored = self._matrix(name, module)
@@ -107,7 +107,7 @@ class Weights:
         return isinstance(module, QUANTIZED) and not self._dequantize
 
     def _matrix(self, name: str, module: Any, *, transposed: bool = False) -> str:
-        """Store a matrix (N, K) or its transpose unquantized, and return its name."""
+        """Store an unquantized matrix (N, K) or its transpose, and return the name of the weight."""
         weight = f"{name}.weight"
         if isinstance(module, QUANTIZED):
             weights, *ranges = self._parts(name, module)
@@ -131,7 +131,7 @@ class Weights:
         return [module.weight, module.scales, module.biases]
 
     def _halves(self, name: str, module: Any) -> tuple[list[Blocks], str | None]:
-        """Return a quantized matrix as one or two 4-bit weights, and the name of its offsets (N, blocks), or None."""
+        """Return a quantized matrix as one or two 4-bit weights, and the name of its offsets (N, blocks) or None."""
         arrays = map(numpy_of, self._parts(name, module))
         made = blocks(f"{name}.weight", *arrays, group_size=module.group_size, bits=module.bits)
         offsets = None if made.offsets is None else self._graph.weight(f"{name}.offsets", made.offsets)

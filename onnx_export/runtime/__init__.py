@@ -1,1 +1,1 @@
-"""Run exported files on onnxruntime or onnxruntime-genai, with or without the native kernels."""
+"""Run exported models on onnxruntime or onnxruntime-genai, with or without the native kernels."""

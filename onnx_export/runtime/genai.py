@@ -82,7 +82,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def eos_tokens(config: Mapping[str, Any]) -> list[int]:
-    """Return the ids of the end-of-sequence tokens of a config.json, which has a list, a number or null."""
+    """Return the end-of-sequence token ids in a config.json: an empty list for null, one id for a number."""
     eos = config.get("eos_token_id")
     return [int(token) for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])]
 
@@ -90,8 +90,8 @@ def eos_tokens(config: Mapping[str, Any]) -> list[int]:
 def add_native_library(folder: Path) -> Path:
     """Copy the library of native kernels into an exported folder and register it in genai_config.json.
 
-    onnxruntime-genai loads libraries only from the folder of the model. The folder then requires the operating system
-    and processor type of this machine.
+    onnxruntime-genai loads libraries only from the folder of the model. The exported model then runs only on
+    machines with the same operating system and processor type.
 
     Returns:
         The path of the copy.

@@ -1,4 +1,4 @@
-"""Allocate arrays that runtimes read and write in place."""
+"""Allocate arrays that ONNX Runtime reads and writes in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
     """Allocate a C-ordered array of zeros, aligned for vector loads, in huge pages if the platform has them.
 
-    The system allocates each page at its first write.
+    The operating system allocates each page when it is first written.
 
     Raises:
         MemoryError: the array does not fit into memory.

@@ -25,7 +25,7 @@ def library_path() -> Path:
     """Return the path of the library for ONNX Runtime's ``SessionOptions.register_custom_ops_library``.
 
     Raises:
-        BackendUnavailable: the library was not built, does not load, or has another version than this package.
+        BackendUnavailable: the library was not built, does not load, or has a different version than this package.
     """
     found = _found()
     reason = unavailable()
@@ -35,7 +35,7 @@ def library_path() -> Path:
 
 
 def unavailable() -> str | None:
-    """Return the reason why the native kernels cannot run here, or None."""
+    """Return the reason why the native kernels cannot run on this machine, or None."""
     found = _found()
     if found is not None:
         return _mismatch(found)
@@ -51,7 +51,7 @@ def session_options(native: str = "auto") -> onnxruntime.SessionOptions:
 
     Raises:
         ConfigError: ``native`` is neither "auto" nor "off".
-        BackendUnavailable: the library does not load, or has another version than this package.
+        BackendUnavailable: the library does not load, or has a different version than this package.
     """
     check_choice("native", native, ("auto", "off"))
     import onnxruntime

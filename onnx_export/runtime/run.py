@@ -64,26 +64,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="OUT", type=Path, help="the folder that export-onnx wrote")
     parser.add_argument("--prompt", "-p", metavar="TEXT", required=True, help="the prompt; - reads standard input")
     parser.add_argument(
-        "--max-tokens", "-m", metavar="N", type=int, help=f"tokens to generate (default: {MAX_TOKENS}, or what fits)"
+        "--max-tokens", "-m", metavar="N", type=int, help=f"maximum number of new tokens (default: {MAX_TOKENS})"
     )
     parser.add_argument("--temp", type=float, default=0.0, help="temperature (default: 0, the most likely token)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from")
-    parser.add_argument("--seed", type=int, help="random seed of the sampling")
+    parser.add_argument("--top-p", type=float, default=1.0, help="total probability of the sampled tokens")
+    parser.add_argument("--seed", type=int, help="random seed for sampling")
     parser.add_argument(
         "--native",
         choices=("auto", "off"),
         default="auto",
         help="auto: native kernels if they were built; off: function bodies (default: auto)",
     )
-    parser.add_argument("--threads", metavar="N", type=int, help="threads (default: onnxruntime's choice)")
+    parser.add_argument("--threads", metavar="N", type=int, help="number of CPU threads (default: set by onnxruntime)")
     parser.add_argument("--ignore-chat-template", action="store_true", help="do not apply the chat template")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of a stream")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
     return parser
 
 
 @dataclass(frozen=True)
 class Result:
-    """A generated text with token counts and times."""
+    """Generated text, token counts, speeds in tokens per second, attention method and kernels."""
 
     text: str
     prompt_tokens: int
@@ -96,7 +96,7 @@ class Result:
     kernels: str
 
     def summary(self) -> str:
-        """Return the statistics that are printed after the text, in mlx-lm's format."""
+        """Return the statistics to print after the text, in mlx-lm's format."""
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {self.generation_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
@@ -105,7 +105,7 @@ class Result:
 
 
 def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pick: Pick, *, quiet: bool) -> Result:
-    """Generate text, and print it as a stream unless ``quiet``.
+    """Generate text, and print each piece immediately unless ``quiet`` is True.
 
     As in mlx-lm, the prompt time includes the first token.
     """
@@ -148,7 +148,7 @@ def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pi
 
 
 def _all_steps_dense(method: str, keys: int) -> bool:
-    """Return True if ``method`` has a decode method that no decode step over at most ``keys`` keys used."""
+    """Return True if ``method`` is sparse only in decode steps with more than ``keys`` keys."""
     try:
         configs = [config for config in parse(method) if config.sparse and config.stage != "prefill"]
     except ConfigError:  # the metadata can contain any text
@@ -157,7 +157,7 @@ def _all_steps_dense(method: str, keys: int) -> bool:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of an exported folder, without downloads and without code from the folder.
+    """Load the tokenizer of an exported folder. Download nothing, and run no code from the folder.
 
     Raises:
         ArtefactError: the folder has no valid tokenizer.
@@ -191,12 +191,12 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
 
 
 class Detokenizer:
-    """Incremental detokenizer, which returns text when all bytes of its characters are there."""
+    """Incremental detokenizer. It returns a character when all bytes of the character have been generated."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []  # pending tokens, after the last returned tokens, which decide about spaces
-        self._said = 0
+        self._tokens: list[int] = []  # the last returned tokens, which determine spaces, and pending tokens
+        self._returned = 0
 
     def add(self, token: int) -> str:
         """Add a token and return the new complete characters."""
@@ -204,8 +204,8 @@ class Detokenizer:
         text = self._new()
         if text.endswith("\ufffd"):  # an incomplete character
             return ""
-        self._tokens = self._tokens[self._said :]
-        self._said = len(self._tokens)
+        self._tokens = self._tokens[self._returned :]
+        self._returned = len(self._tokens)
         return text
 
     def rest(self) -> str:
@@ -213,7 +213,7 @@ class Detokenizer:
         return self._new()
 
     def _new(self) -> str:
-        before = self._decode(self._tokens[: self._said])
+        before = self._decode(self._tokens[: self._returned])
         return self._decode(self._tokens)[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:

@@ -34,20 +34,20 @@ State = tuple[np.dtype[Any] | None, list[int]]
 
 
 class Runner:
-    """An exported model with its caches, which decodes one batch of sequences.
+    """An exported model and its caches, for decoding one batch of sequences.
 
     Args:
         path: the folder that export-onnx wrote, or its model.onnx.
-        native: "auto" runs the native kernels if they were built, "off" the function bodies of the operators.
+        native: "auto" to run the native kernels if they were built, "off" to run the function bodies.
         threads: number of threads of onnxruntime; None selects its default.
         batch: number of sequences that are decoded together.
 
     Attributes:
-        length: number of tokens so far, padding included.
-        caches: arrays by input name of the graph. The runtime reads these arrays and appends to them in place.
+        length: number of tokens in the caches, padding included.
+        caches: arrays by graph input name. The runtime reads these arrays and appends to them in place.
         max_length: maximum number of tokens.
         native: True if the native kernels run.
-        eos: tokens that end a text.
+        eos: ids of end-of-sequence tokens.
         metadata: metadata that the exporter wrote about the model.
 
     Raises:
@@ -66,8 +66,9 @@ class Runner:
         states, vocabulary = _states(self.path, proto.graph)
         self._capacity = states["past_key_values.0.key"][1][2]
         self.max_length = _number(self.path, self.metadata, "max_length", self._capacity)
-        recorded = "mlx_sparse.prefill_chunk" in self.metadata  # files of older versions have no such entry
-        self._chunk = _number(self.path, self.metadata, "prefill_chunk", MAX_CHUNK) if recorded else CHUNK
+        # Older files call this entry prompt_piece, or do not have it.
+        name = next((one for one in ("prefill_chunk", "prompt_piece") if f"mlx_sparse.{one}" in self.metadata), None)
+        self._chunk = CHUNK if name is None else _number(self.path, self.metadata, name, MAX_CHUNK)
         ours = any(opset.domain == DOMAIN for opset in proto.opset_import)  # False for files exported with --inline
         self._session = self._open(_options(native, threads))
         self.native = ours and native == "auto" and kernels.unavailable() is None
@@ -96,13 +97,13 @@ class Runner:
                 array[:] = 0
 
     def resume_at(self, length: int) -> None:
-        """Continue from ``length`` tokens that you wrote into `caches`, without padding.
+        """Set the number of tokens to ``length``. First write unpadded keys and values into `caches`.
 
-        Also write ``past_sums`` and ``past_summary``, which summarize all tokens. This method therefore cannot remove
-        tokens.
+        Also write ``past_sums`` and ``past_summary``, which summarize all tokens. You therefore cannot remove tokens
+        with this method.
 
         Raises:
-            ConfigError: the tokens exceed ``max_length``.
+            ConfigError: ``length`` is not from 1 to ``max_length``.
         """
         check_int("length", length, 1, self.max_length)
         wanted = min(-(-length // MASK_STEP) * MASK_STEP, self._capacity)
@@ -119,9 +120,9 @@ class Runner:
             left_padding: number of padding tokens of each row, below L. Allowed only in the first step.
 
         Raises:
-            ShapeError: the shape of the tokens is not (batch, L), or they exceed ``max_length``.
+            ShapeError: the shape of the tokens is not (batch, L), or the tokens exceed ``max_length``.
             ConfigError: the padding is too long, or this is not the first step.
-            ArtefactError: onnxruntime raised an error. Then, and after Ctrl-C, all tokens are removed.
+            ArtefactError: onnxruntime raised an error. After an error or Ctrl-C, all tokens are removed.
         """
         wanted = (self.batch, "L")
         try:
@@ -158,7 +159,7 @@ class Runner:
         return self._logits[:, 0]
 
     def prefill(self, prompt: Sequence[int]) -> Array:
-        """Append a prompt in chunks and return the logits of its last token. The batch must be 1.
+        """Append a prompt in chunks and return the logits of its last token. The batch size must be 1.
 
         As in mlx-lm, the last token is a separate decode step.
         """
@@ -183,7 +184,7 @@ class Runner:
             pick: function that selects a token from its logits ``(vocabulary,)``; None selects the argmax.
 
         Raises:
-            ShapeError: prompt and new tokens exceed ``max_length``. This is raised before anything runs.
+            ShapeError: the prompt and the new tokens exceed ``max_length``. The error is raised before anything runs.
             ArtefactError: onnxruntime raised an error, or the logits are NaN.
         """
         if self.batch != 1:
@@ -286,7 +287,7 @@ def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _states(path: Path, graph: onnx.GraphProto) -> tuple[dict[str, State], int]:
-    """Validate the inputs and outputs of a file, which may be malicious.
+    """Validate the inputs and outputs of a file from an untrusted source.
 
     Return the type and shape of every cache, and the size of the vocabulary.
     """
@@ -315,7 +316,7 @@ def _states(path: Path, graph: onnx.GraphProto) -> tuple[dict[str, State], int]:
 
 
 def _state(info: onnx.ValueInfoProto) -> State:
-    """Return the dtype of a cache, or None if unsupported, and its axis lengths, with 0 for symbolic axes."""
+    """Return the dtype of a cache (None if it is unsupported) and its axis lengths (0 for a symbolic axis)."""
     tensor = info.type.tensor_type
     kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type) if tensor.elem_type in TYPES else None
     return kind, [dim.dim_value for dim in tensor.shape.dim]

@@ -130,16 +130,16 @@ MLX: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 ]
 TORCH: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("sparq_attention", {"keys_t": Filled((1, 2, 64, 50), "f16")}, ConfigError, "keys_t: expected the type"),
-    ("sparq_attention", {"keys_t": [1]}, ConfigError, "keys_t: expected a tensor of torch, got list"),
+    ("sparq_attention", {"keys_t": [1]}, ConfigError, "keys_t: expected a torch tensor, got list"),
     ("sparq_attention", {"left_padding": [None]}, ShapeError, r"left_padding: expected 1 integers, got \[None\]"),
     ("sparq_attention", {"backend": "ops"}, BackendUnavailable, "expected auto or triton for mlx_sparse.cuda_ref"),
-    ("saap_attention", {"visited": [1]}, ConfigError, "visited: expected a tensor of torch, got list"),
+    ("saap_attention", {"visited": [1]}, ConfigError, "visited: expected a torch tensor, got list"),
     ("saap_attention", {"backend": "ops"}, BackendUnavailable, "backend: expected auto or triton"),
     ("saap_route", {"out_weight": i32(2, 32, 20)}, ConfigError, "out_weight: expected float32, float16"),
     ("saap_route", {"hidden_weight": i32(2, 64, 32)}, ConfigError, "hidden_weight: expected float32, float16"),
     ("saap_route", {"out_weight": f32(2, 32, 5000)}, ConfigError, "buckets: expected .* at most 4096, got"),
     ("saap_route", {"backend": "metal"}, BackendUnavailable, "backend: expected auto or triton"),
-    ("attend_blocks", {"blocks": [[1]]}, ConfigError, "blocks: expected a tensor of torch, got list"),
+    ("attend_blocks", {"blocks": [[1]]}, ConfigError, "blocks: expected a torch tensor, got list"),
 ]
 ROWS = [
     pytest.param(name, *row, id=f"{name}-{n}-{row[0]}-{'-'.join(row[1])}")

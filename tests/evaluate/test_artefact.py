@@ -217,7 +217,7 @@ def test_full_disk_leaves_the_old_file(path: Path) -> None:
 
 
 def test_other_suffixes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArtefactError, match=r"expected a name in \.safetensors"):
+    with pytest.raises(ArtefactError, match=r"expected a file name that ends in \.safetensors"):
         artefact().save(tmp_path / "model.saap")
     assert not list(tmp_path.iterdir())
 

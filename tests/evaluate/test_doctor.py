@@ -62,9 +62,9 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
     assert [line for line in out.splitlines() if "interfaces of mlx-vlm" not in line][7:] == [
         f"sample+{attn} on ops: 2 of 4 layers (gemma3_text, tiny)",
         "  dense layers: 2 with a sliding window (RotatingKVCache)",
-        "  prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modelled)",
-        "  sparse at 2,048 keys and longer (modelled)",
-        "  `mlx-sparse calibrate` and `--attn` replace modelled values by measurements",
+        "  prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modeled)",
+        "  sparse at 2,048 keys and longer (modeled)",
+        "  `mlx-sparse calibrate` and `--attn` replace modeled values by measurements",
         "no problems found",
     ]
     with measure.planned(model, "sparq:rank=4", "auto", calibrate.Calibration()) as plan:

@@ -87,10 +87,10 @@ def test_only_scored_tokens_count() -> None:
     model, tokens = build(), TOKENS[:120]
     whole = Steps(model, WordTokenizer(), [Example(tokens[:100], tokens[100:])], 512)
     part = Steps(model, WordTokenizer(), [Example(tokens[:100], tokens[100:], scored=[3, 7])], 512)
-    figures = runner.figures_of(whole.reference, whole.reference, whole.targets)[0]
+    scores = runner.position_scores(whole.reference, whole.reference, whole.targets)[0]
     (found,) = part.trials(DENSE)
-    assert found.outcome.bits == pytest.approx(figures[[3, 7], 0].sum() / math.log(2) / 4, rel=1e-6)
-    assert found.outcome.accuracy == figures[[3, 7], 1].mean()
+    assert found.outcome.bits == pytest.approx(scores[[3, 7], 0].sum() / math.log(2) / 4, rel=1e-6)
+    assert found.outcome.accuracy == scores[[3, 7], 1].mean()
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
     for S in (300, 301, 4000, 4097):
         q, k, v = (to_mlx(array, "f16") for array in Case(1, 4, 2, S, 64, "f16").inputs())
         keys, values = (mx.pad(rows, [(0, 0), (0, 0), (0, 4160 - S), (0, 0)]) for rows in (k, v))
-        out, _ = sparq.sparq_attention(
+        out, *_ = sparq.sparq_attention(
             q,
             keys,
             values,
@@ -122,7 +122,7 @@ def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal, make: Callable[[], Any
 
 
 def test_kernels_receive_the_whole_buffers_of_a_cache(metal: Metal, launched: list[Launched]) -> None:
-    """Test whole buffers, because MLX copies a slice on every call. Aligned rows of keys_t load four keys at a time."""
+    """Test that kernels receive cache buffers and not slices, which MLX would copy. Rows of keys_t must be aligned."""
     cache = SparseKVCache()
     for L in (301, 1, 1001, 1):  # mlx-lm's buffers have odd lengths
         row = mx.ones((1, 2, L, 64), mx.float16)
@@ -166,7 +166,7 @@ def test_auto_is_metal_if_it_runs_and_supports_the_shape(metal: Metal) -> None:
         assert registry.resolve("auto", "sparq", D=D, G=4) == "ops"
     with pytest.raises(mlx_sparse.BackendUnavailable, match="up to 16 query heads per KV head, not 17"):
         registry.resolve("metal", "sparq", D=64, G=17)
-    with pytest.raises(mlx_sparse.BackendUnavailable, match="it does not have streaming"):
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="it does not support streaming"):
         registry.resolve("metal", "streaming", D=64, G=2)
 
 

@@ -28,7 +28,7 @@ def test_the_smallest_quantized_rows_are_dequantized_in_their_type(metal: Metal)
     keys, values = (PackedRows.of(to_mlx(rows, "f16"), bits=4, group_size=32) for rows in KEY_AND_VALUE)
     how = {"rank": 32, "top_k": 1, "local_window": 0, "component_weight": None}
     how |= {"reallocate": False, "value_mean": None, "left_padding": None, "keys_t": None, "scale": 0.1, "length": 1}
-    out, lse = sparq.sparq_attention(mx.ones((1, 2, 1, 32)), keys, values, **how)
+    out, lse, _ = sparq.sparq_attention(mx.ones((1, 2, 1, 32)), keys, values, **how)
     np.testing.assert_array_equal(np.array(out)[:, 1:], unpacked(values))  # float32 of float16
     np.testing.assert_allclose(np.array(lse), 0.1 * unpacked(keys).sum(), rtol=0, atol=1e-6)
 

@@ -97,7 +97,7 @@ def random_program(rng: random.Random) -> np.ndarray:
 
 
 def ordered(program: np.ndarray, a: Access, b: Access, memory: str) -> bool:
-    """Return True if a barrier orders this memory between two accesses of one threadgroup."""
+    """Return True if a barrier for ``memory`` is between two accesses of one threadgroup."""
     first, last = sorted((a.step, b.step))
     for step in program[a.group, first + 1 : last]:
         barrier = int(step[a.thread, 0])

@@ -201,7 +201,7 @@ def test_torch_operators_pass_opcheck_and_compile(name: str) -> None:
 
 def test_wrong_tensors_are_refused() -> None:
     arrays = [torch.zeros(1, 2, 1, 64, device=DEVICE)] * 2
-    with pytest.raises(ConfigError, match="queries: expected a tensor of torch, got ndarray"):
+    with pytest.raises(ConfigError, match="queries: expected a torch tensor, got ndarray"):
         cuda_ref.sparq_attention(np.zeros((1, 2, 1, 64)), *arrays)
     with pytest.raises(BackendUnavailable, match="the tensors are on meta; move them to the GPU"):
         cuda_ref.dense_attention(*[torch.zeros(1, 2, 1, 64, device="meta")] * 3)
@@ -215,7 +215,7 @@ def test_wrong_tensors_are_refused() -> None:
 @pytest.mark.parametrize(
     ("part", "dtype", "message"),
     [
-        ("codes", torch.int32, "keys_t.codes: expected uint8, got int32. Take what code_keys returns."),
+        ("codes", torch.int32, "keys_t.codes: expected uint8, got int32. Pass the result of code_keys."),
         ("lo", torch.float32, "keys_t.lo: expected float16, got float32."),
         ("step", torch.bfloat16, "keys_t.step: expected float16, got bfloat16."),
         ("center", torch.float16, "keys_t.center: expected float32, got float16."),

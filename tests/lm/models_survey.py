@@ -187,7 +187,7 @@ def _has_keys(cache: Any) -> bool:
 
 
 def _state(model: Any) -> str:
-    """Return the name of the state of layers without keys."""
+    """Return a phrase for the state that layers without a KV cache store, such as Mamba's."""
     names = {type(module).__name__ for module in model.modules()}
     return next((what for part, what in STATES.items() if any(part in name for name in names)), "a state")
 

@@ -32,10 +32,10 @@ HEADER = ["family of mlx-lm", "models", "`sparq`", "stays dense", "seen"]
 # The table's short form of each reason in the report.
 SHORT = {
     "with a sliding window (RotatingKVCache)": "sliding window",
-    "that keep a state of fixed size and no keys": "state of fixed size",
-    "with keys or values that are not the cache's (MLA)": "MLA",
+    "with a state of fixed size instead of keys": "state of fixed size",
+    "with keys or values that differ from the KV cache (MLA)": "MLA",
     "with key and value head dims that differ (MLA)": "MLA",
-    "that compute attention themselves or have none": "own attention",
+    "with custom attention code or without attention": "own attention",
 }
 
 

@@ -19,7 +19,7 @@ from mlx_sparse import calibrate, cli
 from mlx_sparse.calibrate import (
     GIVEN,
     MEASURED,
-    MODELLED,
+    MODELED,
     Calibration,
     Layer,
     Threshold,
@@ -44,8 +44,8 @@ def save_measurement(config: Method, layer: Layer, keys: int | None, up_to: int 
     write_measurement(measurement_key(config, layer), {"points": points, "time": 1})
 
 
-def test_without_measurement_the_threshold_is_modelled() -> None:
-    assert Calibration().threshold(SparQ(), OPS, LONG) == Threshold(2048, MODELLED)
+def test_without_measurement_the_threshold_is_modeled() -> None:
+    assert Calibration().threshold(SparQ(), OPS, LONG) == Threshold(2048, MODELED)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_given_thresholds_are_neither_measured_nor_looked_up(attn: str, keys: in
     assert Calibration(measures=True, seconds=0.01).threshold(config, OPS, LONG) == Threshold(keys, GIVEN)
 
 
-def test_saap_is_modelled() -> None:
+def test_saap_is_modeled() -> None:
     config = SAAP(mode="online")
-    assert Calibration(measures=True, seconds=0.01).threshold(config, OPS, LONG).how == MODELLED
+    assert Calibration(measures=True, seconds=0.01).threshold(config, OPS, LONG).how == MODELED
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_saap_is_modelled() -> None:
         "earlier",
         "later",
         "not before it can",
-        "modelled beyond the measured lengths",
+        "modeled beyond the measured lengths",
         "no win within the measured lengths",
     ],
 )
-def test_measurement_replaces_the_modelled_threshold(keys: int | None, up_to: int, expected: int) -> None:
+def test_measurement_replaces_the_modeled_threshold(keys: int | None, up_to: int, expected: int) -> None:
     save_measurement(SparQ(), OPS, keys, up_to)
     assert Calibration().threshold(SparQ(), OPS) == Threshold(expected, MEASURED)
 
@@ -97,9 +97,9 @@ def test_settings_without_effect_on_time_share_a_measurement() -> None:
 )
 def test_measurement_of_one_layer_does_not_apply_to_another(other: Layer) -> None:
     save_measurement(SparQ(), OPS, 700)
-    assert Calibration().threshold(SparQ(), other).how == MODELLED
-    assert Calibration().threshold(SparQ(rank=16), OPS).how == MODELLED
-    assert Calibration().threshold(SparQ(component_score="query"), OPS).how == MODELLED
+    assert Calibration().threshold(SparQ(), other).how == MODELED
+    assert Calibration().threshold(SparQ(rank=16), OPS).how == MODELED
+    assert Calibration().threshold(SparQ(component_score="query"), OPS).how == MODELED
 
 
 @pytest.mark.parametrize("config", [SparQ(), Quest(), Sample(block_size=32)], ids=str)
@@ -108,7 +108,7 @@ def test_first_long_context_is_measured_once_and_saved(config: Method) -> None:
     layer = PROMPT if isinstance(config, Sample) else OPS
     calibration = Calibration(measures=True, seconds=0.2, progress=messages.append)
     enough = calibration.shortest_measured(config)
-    assert calibration.threshold(config, layer, enough - 1).how == MODELLED
+    assert calibration.threshold(config, layer, enough - 1).how == MODELED
     assert not messages
     found = calibration.threshold(config, layer, enough)
     assert len(messages) == 2
@@ -140,12 +140,12 @@ def test_timed_rows_are_all_different() -> None:
 
 
 @pytest.mark.parametrize(("config", "layer"), [(SparQ(), OPS), (Sample(), PROMPT)], ids=["steps", "prompts"])
-def test_too_little_free_memory_keeps_the_modelled_threshold(
+def test_too_little_free_memory_keeps_the_modeled_threshold(
     config: Method, layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrate, "free_memory", lambda: 1 << 20)
     messages: list[str] = []
-    assert Calibration(measures=True, progress=messages.append).threshold(config, layer, LONG).how == MODELLED
+    assert Calibration(measures=True, progress=messages.append).threshold(config, layer, LONG).how == MODELED
     assert "MB of free memory are too few" in messages[1]
 
 
@@ -155,7 +155,7 @@ def test_damaged_file_is_reported_once_and_replaced() -> None:
     path.write_text("{")
     messages: list[str] = []
     calibration = Calibration(progress=messages.append)
-    assert [calibration.threshold(SparQ(), OPS).how for _ in range(3)] == [MODELLED] * 3
+    assert [calibration.threshold(SparQ(), OPS).how for _ in range(3)] == [MODELED] * 3
     assert len(messages) == 1
     assert str(path) in messages[0]
     save_measurement(SparQ(), OPS, 800)
@@ -163,7 +163,7 @@ def test_damaged_file_is_reported_once_and_replaced() -> None:
 
 
 def test_measurement_of_another_process_is_used() -> None:
-    assert Calibration().threshold(SparQ(), OPS).how == MODELLED
+    assert Calibration().threshold(SparQ(), OPS).how == MODELED
     save_measurement(SparQ(), OPS, 700)
     assert Calibration(measures=True, seconds=0.2).threshold(SparQ(), OPS, LONG) == Threshold(700, MEASURED)
 
@@ -205,7 +205,7 @@ def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "layer", "answer"),
+    ("config", "layer", "result"),
     [
         (SparQ(), OPS, {"points": [], "time": 1}),
         (SparQ(), OPS, {"points": [[10**400, 1, 1, 1]], "time": 1}),
@@ -218,11 +218,11 @@ def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
     ],
     ids=str,
 )
-def test_hostile_answer_is_reported_in_one_line_and_ignored(config: Method, layer: Layer, answer: Any) -> None:
-    write_measurement(measurement_key(config, layer), answer)
+def test_hostile_result_is_reported_in_one_line_and_ignored(config: Method, layer: Layer, result: Any) -> None:
+    write_measurement(measurement_key(config, layer), result)
     messages: list[str] = []
     calibration = Calibration(progress=messages.append)
-    assert calibration.threshold(config, layer).how == MODELLED
+    assert calibration.threshold(config, layer).how == MODELED
     assert [message.startswith("a measurement is ignored, and replaced by the next: ") for message in messages] == [
         True
     ]
@@ -232,7 +232,7 @@ def test_unwritable_folder_limits_a_measurement_to_this_run(calibration_folder: 
     calibration_folder.write_text("not a folder")
     messages: list[str] = []
     found = Calibration(measures=True, seconds=0.2, progress=messages.append).threshold(SparQ(), OPS, LONG)
-    assert found.how == MODELLED or "It is used for this run only." in messages[-1]
+    assert found.how == MODELED or "It is used for this run only." in messages[-1]
 
 
 def test_interrupted_measurement_writes_no_file(calibration_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,9 +293,9 @@ def test_metal_kernels_are_measured_and_saved_by_the_same_code(metal: Metal, mon
 
 def test_prefill_on_metal_kernels_is_timed_by_the_same_code(metal: Metal) -> None:
     layer = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32, 64)
-    answer = calibrate.measure_prefill(Sample(block_size=32, dense_below=512), layer, 0.01)
-    assert 0 <= answer["share"] <= answer["best"] <= 1
-    assert answer["S"] == 512
+    result = calibrate.measure_prefill(Sample(block_size=32, dense_below=512), layer, 0.01)
+    assert 0 <= result["share"] <= result["best"] <= 1
+    assert result["S"] == 512
 
 
 @pytest.fixture(scope="module")
@@ -335,8 +335,8 @@ def test_command_succeeds_if_nothing_has_to_be_measured(folder: Path) -> None:
     ("options", "error"),
     [
         (["--model", "nowhere"], "--model: expected a model that mlx-lm can load, got nowhere"),
-        (["--model", "llama", "--seconds", "0"], "--seconds: expected a number from 0 to 3600, got 0."),
-        (["--model", "llama", "--seconds", "nan"], "--seconds: expected a number from 0 to 3600, got nan."),
+        (["--model", "llama", "--seconds", "0"], "--seconds: expected a number above 0 and at most 3600, got 0."),
+        (["--model", "llama", "--seconds", "nan"], "--seconds: expected a number above 0 and at most 3600, got nan."),
         (["--model", "llama", "--attn", "sparc"], "attn: expected one of"),
         (["--model", "llama", "--prefill-step-size", "0"], "--prefill-step-size: expected"),
     ],

@@ -65,7 +65,9 @@ def test_crossover_is_found_within_ten_percent_from_any_start(device: Device, fi
     assert won == possible
     assert wanted <= (won or 0) <= PRECISION * wanted + 1
     assert all(one.S < other.S for one, other in pairwise(points))
-    assert len(lengths) == len(set(lengths)) < 12
+    assert len(set(lengths)) < 12
+    # A length wins after two timings, with arrays at other places, and loses after one.
+    assert all(lengths.count(point.S) == 1 + (point.low >= MIN_SPEEDUP) for point in points)
 
 
 def test_more_pairs_of_a_length_narrow_the_interval_of_its_median() -> None:
@@ -163,15 +165,15 @@ def test_file_under_the_name_of_another_measurement_is_refused() -> None:
 
 DAMAGED = {
     "empty": b"",
-    "cut": b'{"question": {"back',
+    "cut": b'{"key": {"back',
     "binary": bytes(range(256)),
     "a number": b"7",
     "deep": b"[" * 60_000,
     "deep and closed": b"[" * 30_000 + b"]" * 30_000,
     "huge": b" " * 70_000 + b"{}",
-    "many digits": b'{"question": ' + b"9" * 5000 + b"}",
-    "another question": b'{"question": {}, "answer": {}}',
-    "no answer": json.dumps({"question": KEY, "answer": 7}).encode(),
+    "many digits": b'{"key": ' + b"9" * 5000 + b"}",
+    "another key": b'{"key": {}, "result": {}}',
+    "no result": json.dumps({"key": KEY, "result": 7}).encode(),
     "infinite": b'{"format": 1e999}',
 }
 

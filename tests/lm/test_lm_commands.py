@@ -59,7 +59,8 @@ GOOD: dict[str, list[list[str]]] = {
     "--attn dense": [["mlx_lm.generate", *GENERATE, "--attn", "dense"]],
     "no such model": [["mlx_lm.generate", "--model", "nowhere/at/all"]],
     "text report": [["mlx_lm.generate", *GENERATE, *SPARSE]],
-    "short, modelled": [["mlx_lm.generate", *GENERATE, "--attn", "sparq:rank=4", "--no-calibrate"]],
+    "full report": [["mlx_lm.generate", *GENERATE, *SPARSE, "--attn-report", "full"]],
+    "short, modeled": [["mlx_lm.generate", *GENERATE, "--attn", "sparq:rank=4", "--no-calibrate"]],
     "short, measured": [["mlx_lm.generate", *GENERATE, "--attn", "sample+sparq:rank=4"]],
     "short, prompts": [["mlx_lm.generate", *GENERATE, "--attn", "sample"]],
     "windows": [["mlx_lm.generate", "--model", "gemma3", *GENERATE[2:], *SPARSE]],
@@ -218,17 +219,25 @@ def test_text_report_is_printed_on_standard_error(finished: Runs):
     assert re.fullmatch(
         rf"  sparse calls: {LAYERS * STEPS}, [\d.]+% of the dense bytes by formula \(.* per step\)", rest[0]
     )
-    assert re.fullmatch(r"  estimated saving: \d+% of the bytes of a decode step, with the weights", rest[1])
-    assert rest[2] == f"  dense calls: {LAYERS} in prefill"
+    assert re.fullmatch(r"  estimated attention recall: median .*; lowest in layer [01], median [\d.]+", rest[1])
+    assert re.fullmatch(r"  estimated saving: \d+% of the bytes of a decode step, with the weights", rest[2])
+    assert rest[3] == f"  dense calls: {LAYERS} in prefill"
     assert len(rest) <= 7
     assert finished("text report").text == finished("mlx_lm.generate sparse").text
 
 
+def test_full_report_also_lists_the_crossover_lengths(finished: Runs):
+    _, first, crossover, *rest = finished("full report").err.splitlines()
+    assert first == finished("text report").err.splitlines()[1]
+    assert crossover == "  sparse at 5 keys and longer (given)"
+    assert rest[-1] == f"  dense calls: {LAYERS} in prefill"
+
+
 def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished: Runs):
-    first, second, *_ = finished("short, modelled").err.splitlines()
+    first, second, *_ = finished("short, modeled").err.splitlines()
     assert first == (
         "[mlx-sparse] sparq:rank=4,reallocate=false,component_score=query_key on ops: 2 of 2 layers (llama, llama); "
-        "sparse at 2,048 keys and longer (modelled); dense_below=N in --attn sets another length"
+        "sparse at 2,048 keys and longer (modeled); dense_below=N in --attn sets another length"
     )
     longest = PROMPT + TOKENS
     assert second == (
@@ -237,8 +246,8 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
     )
     first, second, *_ = finished("short, measured").err.splitlines()
     assert (
-        "; prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modelled; will be "
-        "measured at 8,192 keys); sparse at 2,048 keys and longer (modelled; will be measured at 1,024 keys); "
+        "; prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modeled; will be "
+        "measured at 8,192 keys); sparse at 2,048 keys and longer (modeled; will be measured at 1,024 keys); "
     ) in first
     assert second.endswith(f"this run has at most {longest} keys, and decode steps are sparse from 1,024 keys")
 
@@ -246,7 +255,7 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
 def test_warning_names_the_reasons_of_dense_calls(finished: Runs):
     _, second, *_ = finished("short, prompts").err.splitlines()
     assert second == (
-        "[mlx-sparse] no call will be sparse: calls so far: 2 over fewer than 8,192 keys, 2 of a single query "
+        "[mlx-sparse] no call will be sparse: calls so far: 2 over fewer than 8,192 keys, 2 with a single query "
         "(no decode method)"
     )
 
@@ -382,7 +391,7 @@ def test_prefill_method_works_alone_and_with_a_decode_method(finished: Runs):
     assert (sample.code, both.code) == (0, 0)
     assert len({finished("long").text, sample.text, both.text}) == 3
     (alone,), (together,) = sample.reports, both.reports
-    assert alone["dense_calls"] == {"of a single query (no decode method)": LAYERS * STEPS}
+    assert alone["dense_calls"] == {"with a single query (no decode method)": LAYERS * STEPS}
     assert together["dense_calls"] == {}
     assert together["sparse_calls"] == LAYERS * STEPS
     figures = together["prefill"]
@@ -400,6 +409,7 @@ def test_text_report_describes_prefill(finished: Runs):
     assert [line.split(":")[0] for line in rest] == [
         *("  prefill sparse at 0 keys and longer (given)", "  sparse at 5 keys and longer (given)"),
         *("  sparse prefill calls", "  density", "  attention recall", "  sparse calls"),
+        "  estimated attention recall",
     ]
 
 
@@ -427,7 +437,7 @@ def test_dense_attention_over_a_quantized_cache_gives_mlx_lms_text(finished: Run
     assert result.reports[0]["attn"] == "dense"
     assert result.reports[0]["dense_calls"] == {
         "in prefill": LAYERS,
-        "of a single query (no decode method)": LAYERS * STEPS,
+        "with a single query (no decode method)": LAYERS * STEPS,
     }
 
 

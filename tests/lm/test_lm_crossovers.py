@@ -12,7 +12,7 @@ from tiny_models import build
 
 import mlx_sparse
 from mlx_sparse.api.call_report import Report
-from mlx_sparse.calibrate import GIVEN, MODELLED, Calibration, Threshold, describe
+from mlx_sparse.calibrate import GIVEN, MODELED, Calibration, Threshold, describe
 from mlx_sparse.lm.model import enable, plan_of
 from mlx_sparse.methods import NEVER, Sample, SparQ
 
@@ -31,8 +31,8 @@ def plan(attn: str, **options: Any) -> Any:
 
 
 def test_describe_names_thresholds() -> None:
-    assert describe(SparQ(), Threshold(NEVER, MODELLED)) == "never sparse (modelled)"
-    assert describe(Sample(), Threshold(0, MODELLED)) == "prefill never sparse (modelled)"
+    assert describe(SparQ(), Threshold(NEVER, MODELED)) == "never sparse (modeled)"
+    assert describe(Sample(), Threshold(0, MODELED)) == "prefill never sparse (modeled)"
     assert describe(Sample(dense_below=9), Threshold(1, GIVEN)) == "prefill sparse at 9 keys and longer (given)"
 
 
@@ -52,11 +52,11 @@ def test_smallest_sparse_context(attn: str, measures: bool, starts: int) -> None
 
 def test_finished_measurement_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan("sparq:rank=4", measures=True, seconds=0.01)
-    assert found.crossovers() == ["sparse at 2,048 keys and longer (modelled; will be measured at 1,024 keys)"]
+    assert found.crossovers() == ["sparse at 2,048 keys and longer (modeled; will be measured at 1,024 keys)"]
     monkeypatch.setattr(Calibration, "measure", lambda *_: None)  # as on a machine that is too noisy
     ((config, layer),) = found.layers
-    assert found.calibration.threshold(config, layer, 1024).how == MODELLED
-    assert found.crossovers() == ["sparse at 2,048 keys and longer (modelled)"]
+    assert found.calibration.threshold(config, layer, 1024).how == MODELED
+    assert found.crossovers() == ["sparse at 2,048 keys and longer (modeled)"]
     assert found.sparse_from() == 2048
 
 
@@ -65,7 +65,7 @@ def test_prefill_command_prints_no_decode_threshold() -> None:
     assert len(found.crossovers()) == 2
     found.decodes = False
     assert found.crossovers() == [
-        "prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modelled)"
+        "prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modeled)"
     ]
 
 

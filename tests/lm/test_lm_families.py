@@ -128,4 +128,4 @@ def test_layers_with_their_own_attention_stay_dense():
     # Every second layer of phi3small has its own block-sparse attention in mlx-lm.
     with mlx_sparse.sparse(build("phi3small", dense_attention_every_n_layers=2), "sparq:rank=4") as report:
         assert report.served_layers == 1
-        assert report.dense_layers == {"that compute attention themselves or have none": 1}
+        assert report.dense_layers == {"with custom attention code or without attention": 1}

@@ -25,7 +25,7 @@ from mlx_sparse.lm.model import plan_of
 
 pytestmark = pytest.mark.slow  # many requests at once
 
-SHORT = "of the short sequences of a batch"
+SHORT = "for the short sequences of a batch"
 JOINING = {"prefill_step_size": 96, "prefill_batch_size": 2, "completion_batch_size": 4}
 
 

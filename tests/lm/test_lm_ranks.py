@@ -102,7 +102,7 @@ def test_artefact_with_indivisible_heads_is_refused(tmp_path: Path):
     artefact = load(write_artefact(tmp_path / "one", build(num_attention_heads=3, num_key_value_heads=3)))
     model.model.layers[0].self_attn.q_proj = shard_of(model.model.layers[0].self_attn.q_proj)
     assert part_of(model) == Part(0, None, 1, 2)
-    with pytest.raises(ArtefactError, match=r"^artefact: expected 3 KV heads of 16 for layer 0 to be cut into 2 parts"):
+    with pytest.raises(ArtefactError, match=r"^artefact: expected the 3 KV heads of 16 of layer 0 to be split into 2"):
         artefact.part_for(model)
 
 

@@ -24,8 +24,8 @@ from mlx_sparse.lm.model import select_methods
 from mlx_sparse.methods import MInference, Sample, SampleRange, SparQ
 
 A_FEW = "in multi-token decode (verification step or short prompt)"
-NO_DECODE = "of a single query (no decode method)"
-ALL_SAMPLED = "with a sample in every row block"
+NO_DECODE = "with a single query (no decode method)"
+ALL_SAMPLED = "with sampled queries in every row block"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,7 +68,7 @@ def test_alpha_of_1_is_bitwise_dense(attn: str, model: Any):
     dense = last_logits(model, process(model, prompt, 300))
     with mlx_sparse.sparse(model, attn) as report:
         assert mx.array_equal(last_logits(model, process(model, prompt, 300)), dense)
-    assert report.dense_calls == {"with an alpha of 1": LAYERS, NO_DECODE: LAYERS}
+    assert report.dense_calls == {"with alpha_column=1 or alpha_slash=1": LAYERS, NO_DECODE: LAYERS}
     assert report.prefill.calls == 0
     assert "sparse prefill calls: none" in str(report)
 
@@ -112,7 +112,7 @@ def test_each_context_uses_the_settings_of_its_range(model: Any, prefill_calls: 
     ranges = "ranges=301:0.2:0.3:2/501:1:1:1/901:0.6:0.7:3"
     with mlx_sparse.sparse(model, f"sample:block_size=32,dense_below=0,{ranges}") as report:
         process(model, prompt_of(1200), 200)
-    assert report.dense_calls == {"with an alpha of 1": LAYERS}
+    assert report.dense_calls == {"with alpha_column=1 or alpha_slash=1": LAYERS}
     used = {call.S: (call.config.alpha_column, call.config.alpha_slash, call.config.chunks) for call in prefill_calls}
     late = (0.6, 0.7, 3)
     assert used == {200: (0.2, 0.3, 2), 600: late, 800: late, 1000: late, 1200: late}

@@ -23,7 +23,7 @@ from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.methods.reasons import UNKNOWN_PADDING
 
-TOO_FULL = "whose sample selects too many blocks"
+TOO_FULL = "with too many selected key blocks"
 
 
 def alone(model: Any, tokenizer: TokenizerWrapper, lengths: list[int], **options: Any) -> list[str]:

@@ -15,7 +15,7 @@ import mlx_sparse
 from mlx_sparse.methods import SAMPLE_DENSE_ABOVE, registry
 
 STEP = 256
-TOO_FULL = "whose sample selects too many blocks"
+TOO_FULL = "with too many selected key blocks"
 
 
 @pytest.fixture
@@ -171,6 +171,6 @@ def test_short_chunks_are_dense_by_default(
     with mlx_sparse.sparse(model, f"sample:block_size=32,chunks={chunks},dense_above=1") as report:
         for step in steps:
             model(mx.array(prompt_of(step))[None], cache=cache)
-    short = {"with a sample of more than an eighth of the queries": LAYERS * (len(steps) - sparse)}
+    short = {"with more than an eighth of the queries sampled": LAYERS * (len(steps) - sparse)}
     assert report.dense_calls == {reason: count for reason, count in short.items() if count}
     assert report.prefill.calls == LAYERS * sparse

@@ -2,12 +2,15 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
-from mlx_sparse.lm.statistics import DraftStatistics, PrefillStatistics
+from mlx_sparse.lm.recall import RECALL_STEPS, RecallStatistics
+from mlx_sparse.lm.statistics import DraftStatistics, LayerStatistics, PrefillStatistics
+from mlx_sparse.methods.reasons import shorter_than
 
-SHORT = "over fewer than 4,096 keys"
+SHORT = shorter_than(4096)
 
 
 def report(counts: Counts | None = None, **attributes) -> Report:
@@ -16,11 +19,21 @@ def report(counts: Counts | None = None, **attributes) -> Report:
     return found
 
 
-def test_summary_has_at_most_eight_lines_and_the_full_report_has_all_reasons():
+@pytest.mark.parametrize(
+    "statistics",
+    [  # --lossless refuses prefill methods
+        {"prefill": PrefillStatistics(1, 64, 32.0, {0: LayerStatistics(4, (2,))})},
+        {"drafts": DraftStatistics(checks=1, drafted=2, timed=1)},
+    ],
+    ids=["prefill", "lossless"],
+)
+def test_summary_has_at_most_eight_lines_and_the_full_report_has_all_reasons(statistics):
     reasons = Counter({"in prefill": 4, SHORT: 3, "with an array mask": 2, "without a causal mask": 1})
-    counts = Counts(20, reasons, 100, 1000, PrefillStatistics(), drafts=DraftStatistics(checks=1, drafted=2, timed=1))
+    counts = Counts(20, reasons, 100, 1000, **statistics)
     found = report(counts, weight_bytes=100, dense_layers=Counter({"a": 2, "b": 1}))
+    found.recalls = RecallStatistics(np.ones((1, RECALL_STEPS + 1), np.int64))
     lines = found.summary().splitlines()
+
     assert len(lines) <= 8
     assert lines[0].endswith("; dense layers: 2 a, 1 for other reasons")
     assert f"  dense calls: 4 in prefill, 3 {SHORT}, 3 for other reasons" in lines

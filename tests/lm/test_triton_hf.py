@@ -283,12 +283,12 @@ def test_changed_keys_are_not_the_cached_keys() -> None:
         attention.attention(module, query, *changed, None)
     assert cache.report.sparse_calls == 2
     attention.attention(module, query, keys, values + 0, None)
-    assert only(cache.report) == {"with keys or values that are not the cache's": 1}
+    assert only(cache.report) == {"with keys or values that differ from the KV cache": 1}
     attention.attention(module, query, keys, values, None)
     assert cache.report.sparse_calls == 3
     cache.update(*states(1, 2, 1, D=64), 1)  # keys and values are now one token short
     attention.attention(module, query, keys, values, None)
-    assert only(cache.report) == {"with keys or values that are not the cache's": 2}
+    assert only(cache.report) == {"with keys or values that differ from the KV cache": 2}
 
 
 @pytest.mark.parametrize(("D", "reason"), [(32, "32, less than the rank"), (72, "72"), (20, "20"), (264, "264")])
@@ -333,12 +333,12 @@ def test_threshold_comes_from_the_user_or_the_model(monkeypatch: pytest.MonkeyPa
         return cache.report.crossovers()
 
     assert crossovers("sparq:rank=16,dense_below=300") == ["sparse at 300 keys and longer (given)"]
-    assert crossovers("sparq:rank=16") == ["sparse at 2,048 keys and longer (modelled)"]
+    assert crossovers("sparq:rank=16") == ["sparse at 2,048 keys and longer (modeled)"]
     monkeypatch.setattr(attention, "gpu_kind", lambda device: "sm_90")
     step = Step(2, 2, 64, 4, "sm_90")
     config = SparQ(rank=16, component_score="query_key", reallocate=False)
-    assert crossovers("sparq:rank=16") == [f"sparse at {config.shortest_context(step):,} keys and longer (modelled)"]
-    assert crossovers("sparq:rank=16,key_bits=16", G=16, D=16) == ["never sparse (modelled)"]
+    assert crossovers("sparq:rank=16") == [f"sparse at {config.shortest_context(step):,} keys and longer (modeled)"]
+    assert crossovers("sparq:rank=16,key_bits=16", G=16, D=16) == ["never sparse (modeled)"]
 
 
 def _config(name: str = "llama", **changes: Any) -> Any:
@@ -363,7 +363,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "config: expected a model with a full-attention layer, got mistral: 2 with a sliding window",
     ),
     "crop": (lambda: hf.SparQLayer().crop(3), "tokens_to_remove: expected 0 or less, got 3"),
-    "offload": (lambda: hf.SparQLayer().offload(), "offloading: expected none"),
+    "offload": (lambda: hf.SparQLayer().offload(), "offloading: expected no call"),
     "gradients": (
         lambda: model("llama")(tokens(1, 4), past_key_values=sparq_cache("llama", "sparq")),
         "past_key_values: expected a call without gradients, .* torch.no_grad",

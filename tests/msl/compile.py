@@ -119,7 +119,7 @@ def preprocess(source: str, include: Sequence[Path] = (), flags: Sequence[str] =
 
 @functools.cache
 def build(source: str, name: str, constants: tuple[tuple[int | str, object], ...], include: tuple[Path, ...]) -> Path:
-    """Build the shared library of a kernel. Return its path, beside which the translated text is stored."""
+    """Build the shared library of a kernel and return its path. The translated text is stored in the same folder."""
     text = translate(preprocess(source, include), name, dict(constants))
     text = '#include "msl.h"\n' + text
     key = hashlib.sha256((_key() + text).encode()).hexdigest()[:24]

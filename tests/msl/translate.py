@@ -50,7 +50,7 @@ def translate(text: str, name: str | None, constants: Mapping[int | str, object]
     text = re.sub(r"\bkernel(?=\s+void\b)|\[\[(?:[^\[\]]|\[[^\[\]]*\])*\]\]", _keep_newlines, text)
     text = _threadgroup_objects(text)
     if wide := re.search(r"\b(?:device|constant|threadgroup)\s+(?:const\s+)?u?long[34]\b", text):
-        _fail(text, wide.start(), "vectors of 32 bytes in memory are not modelled: no callback sees them")
+        _fail(text, wide.start(), "vectors of 32 bytes in memory are not modeled: no callback sees them")
     # Write array parameters as pointers, because clang rejects address spaces on arrays.
     text = re.sub(
         rf"\b((?:device|constant|threadgroup)\s+(?:const\s+)?{TYPE})\s+(\w+)\s*\[[^\[\]]*\](?=\s*[,)])", r"\1* \2", text
@@ -122,7 +122,7 @@ def _parameters(text: str, kernel: str) -> list[Parameter]:
         attribute = "".join(re.findall(r"^\s*(\w+)", attributes))
         in_memory = bool(re.search(r"[*&]", declaration)) and attribute in ("", "buffer", "function_constant")
         if in_memory == (attribute in ATTRIBUTES) or "threadgroup" in declaration.split():
-            raise TranslationError(f"kernel {kernel}: parameter `{' '.join(parameter.split())}` is not modelled")
+            raise TranslationError(f"kernel {kernel}: parameter `{' '.join(parameter.split())}` is not modeled")
         index = int(buffer[1]) if buffer else next(free) if in_memory else None
         constant, optional = bool(re.search(r"\bconstant\b", declaration)), "function_constant" in attributes
         found.append(Parameter(name, index, attribute, constant, optional))

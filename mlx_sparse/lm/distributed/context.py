@@ -1,4 +1,4 @@
-"""Forward passes and prompt caches of a model whose context is sharded over ranks."""
+"""Run forward passes and save prompt caches of a model whose context is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...cache.sharded_cache import BLOCK, Shard, ShardedKVCache, shard_caches
 from ...cache.sparse_cache import DecodeStep
 from ...checks import ConfigError
 from ...files import replace_file
-from ...methods import NEVER, SAAP, Sample, reasons
+from ...methods import NEVER, SAAP, Method, Sample, reasons
 from ...methods.stats import dense_elements
 from ..call import Call
 from ..options import SHARDS
@@ -57,7 +57,7 @@ def share_context(plan: Plan, shard: str) -> None:
 
 
 def _share_random_seed(exchange: Exchange) -> None:
-    """Seed all ranks from rank 0 if their random states differ, so that all ranks sample the same tokens."""
+    """Set the same random seed on all ranks if their random states differ, so that they sample the same tokens."""
     state: Any = mx.random.state
     states: Any = exchange.gather(state[0]).tolist()
     if any(one != states[0] for one in states):
@@ -67,11 +67,11 @@ def _share_random_seed(exchange: Exchange) -> None:
 class ContextCall(Call):
     """Context manager for one forward pass of a model over sharded caches.
 
-    This class also runs dense calls, because mlx-lm's attention would only have the keys of the current tokens.
+    This class also runs dense attention, because mlx-lm's attention would receive only the keys of the current tokens.
 
     Args:
         exchange: collectives over the ranks.
-        exact: True to select the same keys as one process; False to select on each rank among the keys it stores.
+        exact: True to select the same keys as without sharding; False to select separately on each rank.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ContextCall(Call):
             cache.calls += 1
 
     def __exit__(self, error: type[BaseException] | None, *about: object) -> None:
-        missed = [one for one in self._sharded if one.chunk is not None and id(one) not in self._attended_caches]
+        missed = [c for c in self._sharded if c.chunk is not None and id(c) not in self._attended_caches]
         for cache in self._sharded:
             cache.chunk, cache.agreed = None, cache.position
             cache.calls -= 1
@@ -102,9 +102,9 @@ class ContextCall(Call):
             )
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the model call with the tokens of rank 0.
+        """Return ``inputs``, the arguments of the model call, with the tokens of rank 0.
 
-        Tokens can differ between ranks, because other machines may round differently.
+        Sampled tokens can differ between ranks, because machines may round differently.
 
         Raises:
             ConfigError: the ranks have prompts of different lengths.
@@ -126,7 +126,7 @@ class ContextCall(Call):
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        # A layer that shares keys with another layer passes no cache or a different one. Find the cache of the keys.
+        # A layer that shares keys with another layer passes no cache or a different cache. Find the cache of the keys.
         owner = next((one for one in (cache, *self._sharded) if _wrote(one, keys, values)), None)
         if owner is None:
             # This cache is not sharded. Sparse attention would depend on measurements that differ between ranks.
@@ -158,7 +158,7 @@ class ContextCall(Call):
     def _attend_step(
         self, queries: mx.array, keys: mx.array, cache: ShardedKVCache, scale: float, sinks: mx.array | None
     ) -> rank_attention.Attended:
-        """Attend a decode step over the keys of all ranks, and count the call."""
+        """Run a decode step over the keys of all ranks, and count the call."""
         config, exchange = self.plan.decode, self._exchange
         reason = self.step_reason(queries, keys, cache, None, sinks) or self._length_reason(queries, keys, cache)
         self._steps = 0 if reason else cache.position
@@ -174,6 +174,14 @@ class ContextCall(Call):
         hooks, position = self.hooks, cache.position
         moved = cache.step_bytes(config, position) if hooks is None else hooks.formula_bytes(cache, position)
         self.counts.formula_bytes += moved
+        attended = self._sparse_step(queries, cache, config, scale, backend)
+        self.count_recall(cache, self.layer_index(cache), list(range(B)))
+        return attended
+
+    def _sparse_step(
+        self, queries: mx.array, cache: ShardedKVCache, config: Method, scale: float, backend: str
+    ) -> rank_attention.Attended:
+        exchange, hooks = self._exchange, self.hooks
         given: dict[str, Any] = {"scale": scale, "backend": backend, "exchange": exchange}
         if not self._exact and config.for_shard(exchange.size, 0) is not None:
             return rank_attention.local_step(queries, cache, config, **given)
@@ -181,7 +189,7 @@ class ContextCall(Call):
             return step(queries, cache, config, **given)
         if cache.length == 0:
             return exchange.merge(*rank_attention.no_attention(queries))
-        bound = DecodeStep.bind(config, queries.shape[1] // Hkv, backend)
+        bound = DecodeStep.bind(config, queries.shape[1] // cache.key_rows.shape[1], backend)
         if hooks is None:
             out, lse = cache.take_step(queries, bound, scale)
         else:
@@ -189,7 +197,7 @@ class ContextCall(Call):
         return exchange.merge(out.astype(mx.float32), lse)
 
     def _length_reason(self, queries: mx.array, keys: mx.array, cache: ShardedKVCache) -> str | None:
-        """Return the reason why decode steps at this length are dense, or None. The result is equal on all ranks."""
+        """Return the reason why decode steps at this context length are dense, or None. All ranks agree on it."""
         plan, config = self.plan, self.plan.decode
         assert config is not None
         layer = plan.sizes(config, queries, keys, cache, plan.resolve(config, queries, keys), self.hooks)
@@ -205,7 +213,7 @@ class ContextCall(Call):
     def _attend_chunk(
         self, queries: mx.array, keys: mx.array, cache: ShardedKVCache, scale: float, sinks: mx.array | None
     ) -> rank_attention.Attended:
-        """Attend a prefill chunk over the keys of all ranks, and count the call."""
+        """Run a prefill chunk over the keys of all ranks, and count the call."""
         L, S = queries.shape[2], cache.position
         plan = self.plan
         reason = self.chunk_reason(L, S, "causal")
@@ -239,15 +247,15 @@ def _wrote(cache: Any, keys: Any, values: Any) -> bool:
 
 
 def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Combine sharded caches on rank 0, which writes the file. All ranks must call this.
+    """Combine sharded caches on rank 0, which writes the file. All ranks must call this function.
 
-    Rank 0 has the whole cache in memory during this call.
+    During this call, rank 0 has the whole cache in memory.
 
     Args:
-        write: mlx-lm's ``save_prompt_cache``, which also gets the further arguments.
+        write: mlx-lm's ``save_prompt_cache``, which also receives ``args`` and ``kwargs``.
 
     Raises:
-        ConfigError: rank 0 cannot write the file. All ranks raise this, and an existing file does not change.
+        ConfigError: rank 0 cannot write the file. All ranks raise this error. An existing file stays unchanged.
     """
     exchange = Exchange()
     whole = [_whole(one, exchange) if isinstance(one, ShardedKVCache) else one for one in cache]
@@ -266,7 +274,7 @@ def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any
 
 
 def _whole(cache: ShardedKVCache, exchange: Exchange) -> Any:
-    """Return a `KVCache` with the rows of all ranks in order of position. It stays empty except on rank 0."""
+    """Return a `KVCache` with the rows of all ranks in order of position. On ranks above 0, return an empty cache."""
     found: Any = KVCache()
     if not cache.position:
         return found

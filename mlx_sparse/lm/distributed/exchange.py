@@ -1,4 +1,4 @@
-"""Ordered collectives over the ranks of a sharded context, with a count of the bytes that they send."""
+"""Run collectives over the ranks of a sharded context in a fixed order, and count the bytes that this rank sends."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ...checks import ConfigError
 class Exchange:
     """Collectives over the ranks that share a context.
 
-    All ranks call the same methods in the same order with arrays of the same shapes. The results are bitwise equal on
-    all ranks.
+    All ranks must call the same methods in the same order with arrays of the same shapes. The results are bitwise equal
+    on all ranks.
 
     Attributes:
         rank: rank of this process.
         size: number of ranks.
-        sent: bytes that this rank has sent in the current forward pass, counted once for each receiver.
+        sent: number of bytes that this rank has sent in the current forward pass, counted once for each receiver.
         messages: number of collectives in the current forward pass.
 
     Raises:
@@ -37,14 +37,14 @@ class Exchange:
         self._agreed: dict[Any, float] = {}
 
     def begin(self) -> None:
-        """Reset the counts at the start of a forward pass. Messages of earlier passes still precede new messages."""
+        """Reset the counts at the start of a forward pass. New messages still wait for messages of earlier passes."""
         self.sent = self.messages = 0
 
     def _in_turn(self, array: mx.array, collective: Callable[..., mx.array], sent: int) -> mx.array:
-        """Send ``array`` after all earlier messages have arrived.
+        """Run ``collective`` on ``array`` after all earlier messages have arrived, and return the result.
 
-        MLX evaluates arrays on demand and in its own order. Without this dependency, a rank that does not use a result
-        would not send its message, and the other ranks would wait.
+        MLX evaluates only the arrays that are used, in any order. Without `mx.depends`, a rank that does not use a
+        result would not send its message, and the other ranks would wait.
         """
         self.sent += sent
         self.messages += 1
@@ -54,39 +54,39 @@ class Exchange:
         return self._last
 
     def so_far(self) -> mx.array:
-        """Return an array whose evaluation waits for all messages so far."""
+        """Return an array whose evaluation waits for all messages sent so far."""
         number = mx.array(0)
         return number if self._last is None else mx.depends(number, self._last)
 
     def gather(self, array: mx.array) -> mx.array:
-        """Return the arrays of all ranks, stacked to ``(size, *shape)``."""
+        """Return the arrays of all ranks, stacked into shape ``(size, *shape)``."""
         return self._in_turn(array[None], mx.distributed.all_gather, array.nbytes * (self.size - 1))
 
     def add(self, array: mx.array) -> mx.array:
-        """Return the sum of the arrays of all ranks. A ring sends ``2 (size - 1) / size`` times the bytes of one."""
+        """Return the sum of all ranks' arrays. In a ring, a rank sends ``2 (size - 1) / size`` times its bytes."""
         return self._in_turn(array, mx.distributed.all_sum, 2 * array.nbytes * (self.size - 1) // self.size)
 
     def from_first(self, array: mx.array) -> mx.array:
-        """Return the array of rank 0. The other ranks pass an array of the same shape."""
+        """Return the array of rank 0. The other ranks must pass an array of the same shape."""
         return self.add(array if self.rank == 0 else mx.zeros_like(array))
 
     def agree(self, key: Any, number: float) -> float:
-        """Return rank 0's ``number`` for ``key``, sent once. Other ranks may have measured another number."""
+        """Return rank 0's ``number`` for ``key``, even if this rank passes another number. Communicate once per key."""
         if key not in self._agreed:
             first: Any = self.from_first(mx.array(float(number))).item()
             self._agreed[key] = first
         return self._agreed[key]
 
     def logsumexp(self, lse: mx.array) -> mx.array:
-        """Return the log-sum-exp of ``lse`` over ranks, -inf where no rank has a key."""
+        """Return the log-sum-exp of ``lse`` over all ranks; -inf where no rank has a key."""
         return mx.logsumexp(self.gather(lse), axis=0)
 
     def merge(self, out: mx.array, lse: mx.array) -> tuple[mx.array, mx.array]:
-        """Combine the attention over the keys of each rank into attention over the keys of all ranks.
+        """Merge each rank's attention over its own keys into attention over the keys of all ranks.
 
         Args:
-            out: float32 ``(B, Hq, L, D)``.
-            lse: float32 ``(B, Hq, L)``, -inf where the rank has no key.
+            out: this rank's output, float32 ``(B, Hq, L, D)``.
+            lse: this rank's log-sum-exp, float32 ``(B, Hq, L)``, -inf where the rank has no key.
         """
         if out.shape[2] > 1:
             # For several queries, a sum over ranks sends fewer bytes than a gather.
@@ -97,7 +97,7 @@ class Exchange:
 
 
 def join(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
-    """Combine ``(out, lse)`` over disjoint sets of keys on this rank, without communication."""
+    """Merge the ``(out, lse)`` pairs of disjoint sets of keys on this rank, without communication."""
     outs, lses = (mx.stack(list(arrays)) for arrays in zip(*parts, strict=True))
     return _merged(outs, lses)
 

@@ -1,10 +1,10 @@
-"""Attention of decode steps and prefill chunks over the keys of all ranks.
+"""Run decode steps and prefill chunks over the keys of all ranks.
 
-Decode steps: each function takes ``queries (B, Hq, 1, D)`` and returns float32 ``out (B, Hq, 1, D)`` and
-``lse (B, Hq, 1)``. Write the key and value of the token to the cache first.
+In a decode step, each function takes ``queries (B, Hq, 1, D)`` and returns float32 ``out (B, Hq, 1, D)`` and
+``lse (B, Hq, 1)``. Write the token's key and value to the cache before the call.
 
-Prefill chunks: each rank has all queries, keys and values of the chunk. All queries attend the older keys that the rank
-stores. A part of the queries, different on each rank, attends the keys of the chunk.
+In a prefill chunk, each rank has all queries, keys and values of the chunk. All queries attend to the older keys that
+the rank stores. Each rank also attends to the keys of the chunk, with a different part of the queries.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Attended = tuple[mx.array, mx.array]
 
 
 def dense_step(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchange: Exchange) -> Attended:
-    """Attend all keys of all ranks in a decode step."""
+    """Run a dense decode step over the keys of all ranks."""
     return exchange.merge(*attend_rows(queries, *cache.own_rows(), scale=scale, causal=False))
 
 
 def local_step(
     queries: mx.array, cache: ShardedKVCache, config: Method, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Select keys on each rank separately and attend all selected keys (`Method.for_shard`)."""
+    """Run a decode step that selects keys separately on each rank, with the parameters of `Method.for_shard`."""
     own = config.for_shard(exchange.size, forced_rows(cache, config.always_attended[1]))
     assert own is not None
     if cache.length <= own.attended:
@@ -52,7 +52,7 @@ def local_step(
 def sparq(
     queries: mx.array, cache: ShardedKVCache, config: SparQ, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Attend a SparQ decode step. Select the same keys as one process, by approximate weights over all ranks."""
+    """Run a SparQ decode step. Select the same keys as without sharding, from approximate weights of all keys."""
     B, Hkv, _, D = cache.key_rows.shape
     G = queries.shape[1] // Hkv
     parameters = config.parameters(G)
@@ -71,6 +71,10 @@ def sparq(
     s_hat = weights * mx.exp(lse - exchange.logsumexp(lse))[..., None]
     forced = forced_rows(cache, parameters["local_window"])
     indices, counts = select(s_hat.sum(axis=2), exchange, top_k=config.top_k, forced=forced)
+    if cache.length and indices.shape[2]:
+        # (sparq.24) among the keys on this rank, because the share of all keys would need one more message per layer
+        chosen = mx.take_along_axis(weights.sum(axis=2), mx.minimum(indices, cache.length - 1), axis=-1)
+        state.recall = mx.where(indices < cache.length, chosen, 0.0).sum(axis=-1) / G
     out, lse = exchange.merge(*_attend(queries, cache, indices, counts, scale=scale, backend=backend))
     if parameters["reallocate"]:
         # (sparq.8) to (sparq.10)
@@ -88,7 +92,7 @@ def sparq(
 def quest(
     queries: mx.array, cache: ShardedKVCache, config: Quest, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Attend a Quest decode step. Select the same pages as one process. Each page is on one rank."""
+    """Run a Quest decode step. Select the same pages as without sharding. No page spans two ranks."""
     B, Hkv, _, _ = cache.key_rows.shape
     page, S = config.page_size, cache.length
     current = forced_rows(cache, 1)  # 1 if this rank stores the last position, else 0
@@ -112,7 +116,7 @@ def quest(
 def streaming(
     queries: mx.array, cache: ShardedKVCache, config: Streaming, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Attend the first and last positions in a decode step of StreamingLLM. No scores are exchanged."""
+    """Run a StreamingLLM decode step, which attends to the first and last positions. The ranks exchange no scores."""
     B, Hkv, _, _ = cache.key_rows.shape
     sinks = cache.shard.before(min(config.sink_tokens, cache.position))
     recent = max(cache.length - forced_rows(cache, config.recent_tokens), sinks)
@@ -122,15 +126,15 @@ def streaming(
 
 
 def select(scores: mx.array, exchange: Exchange, *, top_k: int, forced: int) -> tuple[mx.array, mx.array]:
-    """Select the ``top_k`` best keys of all ranks in the same way as `top_k_select`.
+    """Select the best ``top_k`` of all ranks' keys, as `top_k_select` does on one device.
 
     Args:
-        scores: float32 ``(B, Hkv, n)``, scores of the keys on this rank, on the same scale on all ranks.
-        forced: number of last keys on this rank that are always selected.
+        scores: float32 ``(B, Hkv, n)`` scores of the keys on this rank, comparable between ranks.
+        forced: number of keys at the end of this rank's rows that are always selected.
 
     Returns:
         int32 ``indices (B, Hkv, top_k)`` of the selected keys on this rank, ascending, with ``n`` in empty slots; and
-        their number, int32 ``(B, Hkv)``.
+        the number of selected keys on this rank, int32 ``(B, Hkv)``.
     """
     B, Hkv, n = scores.shape
     width = min(top_k, n)
@@ -149,7 +153,7 @@ def select(scores: mx.array, exchange: Exchange, *, top_k: int, forced: int) -> 
 
 
 def forced_rows(cache: ShardedKVCache, last: int) -> int:
-    """Return the number of rows on this rank among the ``last`` positions of the sequence."""
+    """Return how many of the ``last`` positions of the sequence are stored on this rank."""
     return cache.length - cache.shard.before(max(cache.position - last, 0))
 
 
@@ -161,7 +165,7 @@ def _padded(array: mx.array, length: int, value: float) -> mx.array:
 def _attend(
     queries: mx.array, cache: ShardedKVCache, indices: mx.array, counts: mx.array | None, *, scale: float, backend: str
 ) -> Attended:
-    """Attend the rows ``indices`` on this rank; return float32 ``out`` and ``lse``."""
+    """Attend to this rank's rows ``indices``, and return float32 ``out`` and ``lse``."""
     if cache.length == 0 or indices.shape[2] == 0:
         return no_attention(queries)
     keys, values, length = cache.rows(backend)
@@ -171,16 +175,16 @@ def _attend(
 
 
 def no_attention(queries: mx.array) -> Attended:
-    """Return the attention over no keys: ``out`` of zeros and ``lse`` of -inf."""
+    """Return the result of attention over no keys: zeros for ``out``, and -inf for ``lse``."""
     return mx.zeros(queries.shape), mx.full(queries.shape[:3], -mx.inf)
 
 
-# Decode step by method, with the same selection as one process. SAAP needs no entry: it selects by the query only.
+# Decode steps that select the same keys as without sharding. SAAP needs no such function: it only uses the query.
 STEPS: Mapping[str, Callable[..., Attended]] = {"sparq": sparq, "quest": quest, "streaming": streaming}
 
 
 def dense_chunk(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchange: Exchange) -> Attended:
-    """Attend a prefill chunk densely and causally; return float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``."""
+    """Run dense causal attention for a chunk. Return float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``."""
     keys, values = cache.keys_and_values()
     L = queries.shape[2]
     before = cache.shard.before(cache.position - L)
@@ -194,7 +198,7 @@ def dense_chunk(queries: mx.array, cache: ShardedKVCache, *, scale: float, excha
 def sample_select(
     queries: mx.array, cache: ShardedKVCache, config: Sample, *, scale: float, exchange: Exchange
 ) -> mx.array:
-    """Select the same blocks ``(B, Hq, R, Nk)`` as one process, by block scores summed over all ranks."""
+    """Select the same blocks ``(B, Hq, R, Nk)`` as without sharding, from block scores summed over all ranks."""
     B, Hq, L, _ = queries.shape
     S, keys = cache.position, cache.own_rows()[0]
     G = Hq // keys.shape[1]
@@ -233,7 +237,10 @@ def attend_blocks(
     backend: str,
     exchange: Exchange,
 ) -> Attended:
-    """Attend the selected ``blocks`` of a chunk that begins at a block boundary. Return as `dense_chunk` does."""
+    """Attend to the selected ``blocks``. Return the same arrays as `dense_chunk`.
+
+    The chunk must begin at a block boundary.
+    """
     keys, values = cache.keys_and_values()
     B, Hq, L, _ = queries.shape
     S, R = cache.position, blocks.shape[2]
@@ -242,7 +249,7 @@ def attend_blocks(
     parts: list[Attended] = []
     if before:
         # Append the keys of the chunk, so that row blocks have the same numbers as in the whole sequence. The block
-        # lists do not contain them.
+        # lists do not contain the appended keys.
         places = np.full((S - L) // block_size + R + 1, -1, np.int32)
         own = cache.shard.positions(0, before)[::block_size] // block_size
         places[own] = np.arange(len(own))
@@ -264,12 +271,12 @@ def attend_blocks(
 
 
 def fits(config: Prefill, L: int, S: int) -> bool:
-    """Return True if every block of the chunk is completely on one rank."""
+    """Return True if each block of the chunk belongs to a single rank."""
     return BLOCK % config.block_size == 0 and (S - L) % BLOCK == 0
 
 
 def _within(part: Attended, place: slice, L: int) -> Attended:
-    """Pad ``(out, lse)`` of the queries in ``place`` to all ``L`` queries, as if the others attended no keys."""
+    """Pad results for the queries in ``place`` to all ``L`` queries, as if the other queries attended to no keys."""
     out, lse = part
     around = [(0, 0), (0, 0), (place.start, L - place.stop)]
     return mx.pad(out, [*around, (0, 0)]), mx.pad(lse, around, constant_values=-mx.inf)

@@ -1,4 +1,4 @@
-"""Ranks of MLX's distributed runtime, and the check that all ranks run the same command."""
+"""Start MLX's distributed runtime, and check that all ranks run the same command."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ranks:
 
     @classmethod
     def start(cls) -> Ranks:
-        """Start MLX's distributed runtime if there is a launcher, and wait until all ranks have started it.
+        """Start MLX's distributed runtime if a launcher started this process, and wait for all ranks.
 
         Raises:
             ConfigError: MLX cannot reach a rank.
@@ -54,7 +54,7 @@ class Ranks:
         return cls(group.rank(), group.size())
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks in rank order. All ranks must call this. JSON must support the values.
+        """Return the values of all ranks in rank order. All ranks must call this method with JSON-serializable values.
 
         Raises:
             ConfigError: a rank runs another program, or has exited.
@@ -84,7 +84,7 @@ class Ranks:
 
 
 def connection_error(error: RuntimeError) -> str | None:
-    """Return a one-line message if ``error`` is a connection error of MLX, or None for other errors."""
+    """Return a one-line message if ``error`` is a connection error from MLX, or None for other errors."""
     text = str(error).strip().partition("\n")[0].rstrip(".")
     return f"ranks: expected all ranks to run this command to the end, got: {text}." if LOST.match(text) else None
 
@@ -102,7 +102,7 @@ Facts = dict[str, tuple[str, str]]  # for each name: text that must be equal on 
 
 
 def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
-    """Return the package versions, option values and file contents that must be equal on all ranks.
+    """Return the package versions, option values and file digests that must be equal on all ranks.
 
     Args:
         args: parsed arguments of the command.
@@ -119,7 +119,7 @@ def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
 
 
 def _fact(value: Any, path: bool) -> tuple[str, str]:
-    """Return an option value as two texts, one to compare and one for messages. Read files if ``path`` is True."""
+    """Return ``value`` as a text to compare and a text to print. If ``path`` is True, use a digest of the file."""
     if value is None:
         return "none", "none"
     if isinstance(value, bool):
@@ -134,7 +134,7 @@ def _fact(value: Any, path: bool) -> tuple[str, str]:
 
 
 def _digest(path: Path) -> str | None:
-    """Return a digest of a file, or of the files that identify the model in a folder; None for other paths."""
+    """Return a digest of the file ``path``, or of the files that identify a model folder; None for other paths."""
     found = hashlib.sha256()
     try:
         if path.is_file():
@@ -155,7 +155,7 @@ def _digest(path: Path) -> str | None:
 
 
 def difference(facts: list[Mapping[str, tuple[str, str]] | None], refused: list[bool]) -> str | None:
-    """Return a message about the first fact that differs between ranks, or None if all are equal.
+    """Return a message about the first fact that differs between ranks, or None if all facts are equal.
 
     Args:
         facts: facts of each rank; None for a rank that could not parse its arguments.
@@ -177,10 +177,10 @@ def difference(facts: list[Mapping[str, tuple[str, str]] | None], refused: list[
 
 
 def _named(ranks: list[int]) -> str:
-    """Return rank numbers as text, for example "rank 0" or "ranks 0, 1 and 2"."""
+    """Return ``ranks`` as text, for example "rank 0" or "ranks 0, 1 and 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {_joined([str(rank) for rank in ranks])}"
 
 
 def _joined(parts: list[str]) -> str:
-    """Return parts as text, for example "a, b and c"."""
+    """Return ``parts`` as text, for example "a, b and c"."""
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))

@@ -1,4 +1,4 @@
-"""SparQ's auxiliary cache state for one context-parallel shard, with statistics over the keys of all ranks."""
+"""Define SparQ's auxiliary cache state for one context-parallel shard, with statistics over all ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .exchange import Exchange
 class ShardedSparQ(SparQState):
     """SparQ's state for the keys on one rank, and statistics over the keys on all ranks.
 
-    Collectives depend on positions only, so that all ranks run them in the same decode step.
+    The position alone determines which collectives a decode step runs, so all ranks run the same collectives.
 
     Attributes:
-        center: float32 ``(B, Hkv, D)``, center of the key codes (sparq.17) from rank 0; None before the first full
+        center: float32 ``(B, Hkv, D)`` center of the key codes (sparq.17), from rank 0; None before the first full
             group.
-        spread: ``(B, Hkv, D)``, key spread (sparq.22) over the groups on all ranks; None before it is needed.
-        groups: number of groups in ``spread``.
+        spread: ``(B, Hkv, D)`` key spread (sparq.22) over the groups on all ranks; None before the first use.
+        groups: number of quantization groups that ``spread`` covers.
     """
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class ShardedSparQ(SparQState):
         self.groups = 0
 
     def shared(self, cache: ShardedKVCache, config: SparQ, exchange: Exchange) -> dict[str, Any]:
-        """Return the arguments of `sparq_logits` for the keys on this rank.
+        """Return keyword arguments for a `Selection` among the keys on this rank.
 
-        ``keys_t`` is None if the rank stores no key.
+        ``keys_t`` is None if the rank stores no keys.
         """
         lowest = cache.take_lowest()
         if lowest < GROUP:
@@ -105,7 +105,7 @@ class ShardedSparQ(SparQState):
         return mx.sqrt(_squares(means, squares, cache.counts()) / cache.position)
 
     def value_mean(self, cache: ShardedKVCache) -> mx.array:
-        """Return this rank's term ``(B, Hkv, D)`` of the mean value (sparq.9). The sum over ranks is the mean."""
+        """Return this rank's term ``(B, Hkv, D)`` of the mean value (sparq.9). The sum over all ranks is the mean."""
         B, Hkv, _, D = cache.key_rows.shape
         if not cache.length:
             return mx.zeros((B, Hkv, D))
@@ -115,9 +115,9 @@ class ShardedSparQ(SparQState):
 
 
 def _squares(means: mx.array, squares: mx.array, counts: list[int]) -> mx.array:
-    """Return the sum of squared distances from the common mean, given the statistics of each rank.
+    """Return the sum of squared distances from the common mean, computed from the statistics of each rank.
 
-    ``means (N, ...)`` and ``squares (N, ...)`` are the mean and the sum of squared distances on each of N ranks.
+    ``means (N, ...)`` and ``squares (N, ...)`` are the mean and the sum of squared distances for each of N ranks.
     """
     n = mx.array(counts, mx.float32).reshape(-1, *[1] * (means.ndim - 1))
     between = means - (n * means).sum(axis=0) / n.sum()

@@ -1,4 +1,4 @@
-"""Selection of the draft length by measured times and the acceptance rate of drafts."""
+"""Select the draft length, the number of draft tokens per check, from measured times and the acceptance rate."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 from ..chunks import QUERIES
 
 MAX_DRAFTS = QUERIES - 1  # largest number of drafts for one check
-TIMED_FIRST, TIMED_EVERY = 4, 8  # which checks are timed; a timed check waits for the device once more
+TIMED_FIRST, TIMED_EVERY = 4, 8  # checks 2 to 5 and then every 8th are timed; timing waits for the device once more
 DENSE_EVERY = 128  # tokens between timed dense steps, which get slower as the context grows
 PAUSE, LONGEST_PAUSE = 64, 1024  # tokens without drafts after drafting was slower than dense steps
 MEMORY = 64  # time constant of the acceptance rate, in examined drafts
 
 
 class DraftPlan(NamedTuple):
-    """Number of tokens to draft next, and True if drafting and checking are to be timed."""
+    """Number of tokens to draft next. ``timed`` is True if drafting and checking must be timed."""
 
     drafts: int
     timed: bool
@@ -25,13 +25,13 @@ class DraftPlan(NamedTuple):
 class DraftLength:
     """Select the draft length with the most tokens per second, or 0 if dense steps are faster.
 
-    If a draft is accepted with probability ``a``, ``n`` drafts and a check return ``1 + a + ... + a ** n`` tokens. The
-    cost is ``n`` sparse steps and one dense call with ``n + 1`` queries. The estimated time of the dense call is the
-    time of a dense step plus a constant for each further query.
+    If a draft token is accepted with probability ``a``, a check of ``n`` draft tokens yields ``1 + a + ... + a ** n``
+    tokens on average. The cost is ``n`` sparse steps and one dense call with ``n + 1`` queries. The estimated time of
+    the dense call is the time of a dense step plus a constant for each further query.
 
     Args:
-        fixed: draft length to use always; None to select by speed.
-        most: largest draft length to select.
+        fixed: fixed draft length; None to select by speed.
+        most: largest draft length that may be selected.
     """
 
     def __init__(self, fixed: int | None = None, most: int = MAX_DRAFTS) -> None:
@@ -46,7 +46,7 @@ class DraftLength:
         self._left, self._pause = 0, PAUSE
 
     def next_draft(self, most: int) -> DraftPlan:
-        """Return the draft length for the next check, at most ``most``, or 0 for a dense step."""
+        """Return the plan for the next check, with at most ``most`` draft tokens. A plan of 0 is a dense step."""
         if most < 1 or self._left > 0:
             return DraftPlan(0, timed=False)
         timed = 0 < self._rounds <= TIMED_FIRST or self._rounds % TIMED_EVERY == TIMED_EVERY - 1
@@ -57,7 +57,7 @@ class DraftLength:
         return DraftPlan(min(self._best(), most), timed)
 
     def note_step(self, seconds: float | None) -> None:
-        """Record a dense step without drafts. ``seconds`` is its time, or None if it was not timed."""
+        """Record a dense step without draft tokens. ``seconds`` is its time, or None if it was not timed."""
         self._left = max(self._left - 1, 0)
         self._since_dense += 1
         if seconds is not None:
@@ -65,7 +65,7 @@ class DraftLength:
             self._since_dense = 0 if len(self._dense) > 1 else DENSE_EVERY
 
     def note_check(self, drafts: int, accepted: int, seconds: tuple[float, float] | None) -> None:
-        """Record a check. ``seconds`` has the times of drafting and of checking, or is None if not timed."""
+        """Record a check of ``drafts`` tokens. ``seconds`` is ``(drafting, checking)``; None if it was not timed."""
         if self._rounds == 0:  # discard old times at the first check after a pause
             self._checks.clear()
             self._draft.clear()
@@ -90,11 +90,11 @@ class DraftLength:
 
     @property
     def acceptance(self) -> float:
-        """Estimated probability that a draft is accepted; 1 before the first check."""
+        """Estimated probability that a draft token is accepted; 1 before the first check."""
         return (self._accepted + 1) / (self._examined + 1)
 
     def rate(self, drafts: int) -> float:
-        """Return the estimated tokens per second with ``drafts`` drafts for each check."""
+        """Return the estimated number of tokens per second with ``drafts`` draft tokens per check."""
         dense = max(median(self._dense), 1e-9)  # a coarse clock may measure 0
         if not drafts:
             return 1 / dense

@@ -1,8 +1,8 @@
-"""Replace mlx-lm's `generate_step` by self-speculative decoding with the same tokens.
+"""Replace mlx-lm's `generate_step` with self-speculative decoding, which generates the same tokens.
 
 A check samples tokens from the logits of dense attention, with the random numbers that dense decoding would use. A
-draft is accepted if it equals the sampled token. So the result equals dense decoding for every sampler and
-seed. Drafts are sampled with the same random numbers, which increases the acceptance rate.
+draft token is accepted if it equals the sampled token. So dense decoding generates the same tokens, for every sampler
+and seed. Draft tokens are sampled with the same random numbers, which increases the acceptance rate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ greedy = make_sampler(0.0)
 
 
 def generate_step(prompt: mx.array, model: Any, *stream: Any, **options: Any) -> Iterator[tuple[int, mx.array]]:
-    """Generate tokens with mlx-lm's `generate_step`, or with drafts if the model is enabled with ``lossless``."""
+    """Generate tokens by self-speculative decoding for a ``lossless`` model, else by mlx-lm's `generate_step`."""
     state = getattr(model, "_mlx_sparse", None)
     if state is None or state[0].lossless is None:
         steps: Iterator[tuple[int, mx.array]] = original(prompt, model, *stream, **options)
@@ -60,7 +60,7 @@ _wraps: list[Callable[..., Any]] = []  # one entry for each lossless model
 def wrap() -> Callable[[], None]:
     """Replace mlx-lm's `generate_step`, and return a function that undoes this call.
 
-    After as many undo calls as `wrap` calls, mlx-lm's function is restored.
+    mlx-lm's function is restored once every call to `wrap` has been undone.
     """
     _wraps.append(generate_step)
     generate.generate_step = generate_step
@@ -78,13 +78,13 @@ Sampled = tuple[mx.array, mx.array]  # token (1,) and log-probabilities (1, voca
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a check, or of a dense step without drafts.
+    """Result of a check, or of a dense step without draft tokens.
 
     Attributes:
-        accepted: accepted drafts with the log-probabilities of dense attention; empty after a dense step.
-        following: next token after the accepted drafts, which is not in the caches yet.
-        settle: function that takes a number of tokens, counted from the token before the drafts. It resets the caches
-            and the random state to the state after these tokens.
+        accepted: accepted draft tokens with the log-probabilities of dense attention; empty after a dense step.
+        following: next token after the accepted draft tokens, which is not in the caches yet.
+        settle: function that takes a number n, and resets the caches and the random state to the state after n
+            tokens. The first of these tokens precedes the draft tokens.
     """
 
     accepted: list[Sampled]
@@ -128,7 +128,7 @@ class Run:
         self.processors = logits_processors or []
         self.cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
         if any(getattr(cache, "keep", 0) for cache in leaves(self.cache)):
-            # In such a cache, several queries in one call would not attend the first keys, but a single query would.
+            # In such a cache, several queries in one call would not attend to the first keys, but a single query would.
             raise ConfigError("lossless: expected a cache that stores all keys, got a rotating one (--max-kv-size).")
         self.chunk = prefill_step_size
         self.quantize = functools.partial(
@@ -145,7 +145,7 @@ class Run:
         self.length = 0  # number of tokens in the caches
 
     def _longest_draft(self) -> int:
-        """Return the largest draft length. On a GPU, one kernel per layer must be able to check all drafts."""
+        """Return the largest draft length. On a GPU, one kernel per layer must be able to check all draft tokens."""
         if mx.default_device().type != mx.gpu:
             return MAX_DRAFTS
         found = [MAX_DRAFTS]
@@ -155,7 +155,7 @@ class Run:
         return min(found)
 
     def tokens(self, prompt: mx.array) -> Iterator[tuple[int, mx.array]]:
-        """Yield generated tokens, each with its log-probabilities ``(vocabulary,)``.
+        """Yield each generated token with its log-probabilities ``(vocabulary,)``.
 
         At the end, or when the generator is closed, the caches and the random state are the same as after dense
         decoding of the same tokens.
@@ -196,7 +196,7 @@ class Run:
                 mx.clear_cache()
 
     def _prompt(self, prompt: mx.array) -> Sampled:
-        """Run prefill in the same chunks as mlx-lm, report the progress, and sample the first token."""
+        """Run prefill in the same chunks as mlx-lm, report progress, and sample the first token."""
         total = len(prompt)
         self.progress(0, total)
         while len(prompt) > 1:
@@ -215,14 +215,14 @@ class Run:
         return found
 
     def _useful_drafts(self, yielded: int) -> int:
-        """Return the largest useful draft length; 0 if drafts would be dense or a cache is yet to be quantized."""
+        """Return the largest useful draft length; 0 if drafting would be dense or a cache is not quantized yet."""
         left = self.max_tokens - yielded - 1 if self.max_tokens >= 0 else self.length
         if self.quantizes and any(isinstance(cache, KVCache) for cache in leaves(self.cache)):
             return 0
         return left if self.length + 1 >= self.plan.sparse_from() else 0
 
     def _step(self, y: mx.array, *, timed: bool) -> Result:
-        """Start a dense decode step for token ``y``. Unless ``timed``, do not wait for the result."""
+        """Start a dense decode step for token ``y``. If ``timed``, wait for the result."""
         if timed:
             mx.eval(y)
         began = time.perf_counter()
@@ -235,7 +235,7 @@ class Run:
         return Result([], following, lambda count: self._count_tokens([y]))
 
     def _check(self, y: mx.array, n: int, *, timed: bool) -> Result:
-        """Draft ``n`` tokens after token ``y``, and check all drafts with one dense call."""
+        """Draft ``n`` tokens after token ``y``, and check all of them with one dense call."""
         undo = Undo(self.cache)
         random = Random(self.sampler is not greedy or bool(self.processors))  # processors may draw numbers too
         inputs = [y]
@@ -282,7 +282,7 @@ class Run:
         return Result(sampled[:accepted], sampled[accepted], settle)
 
     def _count(self, n: int, accepted: int, seconds: tuple[float, float] | None) -> None:
-        """Record a check of ``n`` drafts in the report and in the draft length selection."""
+        """Record a check of ``n`` draft tokens in the report and in ``draft_length``."""
         pauses = self.draft_length.pauses
         self.draft_length.note_check(n, accepted, seconds)
         drafting, checking = seconds or (0.0, 0.0)
@@ -304,7 +304,7 @@ class Run:
         return logits
 
     def _sample(self, logits: mx.array, inputs: list[mx.array]) -> Sampled:
-        """Sample a token from ``logits``. ``inputs`` are the tokens that are not in ``history`` yet."""
+        """Sample a token from ``logits``. ``inputs`` are the preceding tokens that are not in ``history`` yet."""
         if self.processors:
             before = [] if self.history is None else [self.history]
             tokens = mx.concatenate([*before, *inputs])
@@ -322,7 +322,7 @@ class Run:
 
 
 def check_drafts(prefill: Prefill | None, decode: Method | None, draft_tokens: int | None) -> None:
-    """Raise `ConfigError` if the methods cannot draft, or if ``draft_tokens`` is out of range."""
+    """Raise `ConfigError` if the methods cannot draft tokens, or if ``draft_tokens`` is out of range."""
     if draft_tokens is not None and not 1 <= draft_tokens <= MAX_DRAFTS:
         raise ConfigError(f"lossless: expected 1 to {MAX_DRAFTS} drafts for each check, got {draft_tokens}.")
     if prefill is not None:
@@ -344,11 +344,11 @@ def check_options(args: argparse.Namespace, command: str, *, generates: bool) ->
 
 
 def make_lossless(plan: Any, model: Any, draft_tokens: int | None) -> None:
-    """Configure a `Plan` for self-speculative decoding: the decode method drafts tokens.
+    """Configure a `Plan` for self-speculative decoding, in which the decode method drafts tokens.
 
     Raises:
-        ConfigError: the method or the model cannot draft, or this process has only a part of the model.
-        BackendUnavailable: mlx-lm's `generate_step` lacks a parameter.
+        ConfigError: the method or the model cannot draft tokens, or this process has only a part of the model.
+        BackendUnavailable: mlx-lm's `generate_step` lacks a required parameter.
     """
     check_drafts(plan.prefill, plan.decode, draft_tokens)
     if not part_of(model).whole or plan.shards > 1:

@@ -1,4 +1,4 @@
-"""Snapshots of caches and of the random state, to remove drafts."""
+"""Take snapshots of caches and of the random state, to remove rejected draft tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ROWS = (KVCache, QuantizedKVCache)
 class Undo:
     """Snapshot of the caches of a model.
 
-    `restore` trims KV caches. Sliding-window caches and the states of linear layers overwrite old contents, so the
-    snapshot keeps the arrays of these caches, and the next write to such a cache makes a copy.
+    `restore` trims KV caches. Other caches (sliding window, linear attention) overwrite old contents. Therefore the
+    snapshot keeps references to the arrays of these caches, and the next write to such a cache makes a copy.
     """
 
     def __init__(self, caches: list[Any]) -> None:
@@ -27,11 +27,11 @@ class Undo:
 
     @property
     def keeps_tokens(self) -> bool:
-        """True if `restore` supports ``kept`` above 0: all caches can be trimmed."""
+        """True if all caches can be trimmed. Only then does `restore` support ``kept`` above 0."""
         return not self._others
 
     def restore(self, kept: int = 0) -> None:
-        """Remove all tokens that were added after the snapshot, except the first ``kept`` tokens."""
+        """Remove all tokens that were added after the snapshot, except the first ``kept`` of them."""
         for cache, offset in self._rows:
             cache.trim(max(cache.offset - offset - kept, 0))
         for cache, attributes in self._others:
@@ -39,7 +39,7 @@ class Undo:
 
 
 def _references(value: Any) -> Any:
-    """Return new references to the arrays in ``value``, which in-place writes to the old references do not change."""
+    """Return new references to the arrays in ``value``. In-place writes to the old ones do not change the new ones."""
     if isinstance(value, mx.array):
         return value[...]
     if isinstance(value, dict):
@@ -64,7 +64,7 @@ class Random:
         return key[...]
 
     def restore(self) -> None:
-        """Restore the random state of the snapshot."""
+        """Restore the random state from the time of the snapshot."""
         self._set(self._start)
 
     def note(self) -> None:
@@ -73,7 +73,7 @@ class Random:
             self.noted.append(self._now())
 
     def resume(self, index: int) -> None:
-        """Set the random state to state number ``index`` of the states that `note` stored."""
+        """Restore the random state from call number ``index`` to `note`, counted from 0."""
         self._set(self.noted[index] if self._drawn else None)
 
     def _set(self, key: mx.array | None) -> None:

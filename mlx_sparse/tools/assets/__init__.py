@@ -1,1 +1,1 @@
-"""Fetch models, texts and libraries as data: pinned by hash, never installed or imported."""
+"""Fetch models, texts and libraries. Files are pinned by hash and read as data, never installed or imported."""

@@ -1,4 +1,4 @@
-"""``mlx-sparse try --fast-blas``: use a fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
+"""Implement ``--fast-blas``: use a fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
 
 MLX's Linux wheel contains the slow reference BLAS. SciPy's wheel contains OpenBLAS with the standard symbol names. In a
 child process that preloads OpenBLAS, OpenBLAS replaces the reference BLAS. The wheel is read as data, never installed.
@@ -27,7 +27,7 @@ OFFER = f"MLX's BLAS is slow in float32 on this machine. --fast-blas fetches Ope
 
 @dataclass(frozen=True)
 class Build:
-    """SHA-256 of the wheel of one architecture and of its libraries, in the order of their dependencies."""
+    """SHA-256 hashes of SciPy's wheel for one architecture and of the libraries in it, dependencies first."""
 
     sha256: str
     libraries: Mapping[str, str]
@@ -53,17 +53,20 @@ BUILDS = {
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--fast-blas``."""
+    """Add the option ``--fast-blas`` to ``parser``."""
     parser.add_argument(
         "--fast-blas",
         action="store_true",
-        help=f"on a Linux CPU, where MLX's BLAS is slow in float32: fetch OpenBLAS once ({SIZE}) and use it; no effect "
-        "elsewhere",
+        help=f"on a Linux CPU, fetch OpenBLAS once ({SIZE}) and use it instead of MLX's BLAS, which is slow in "
+        "float32; no effect elsewhere",
     )
 
 
 def child_environment(requested: bool, cache: Path) -> dict[str, str]:
-    """Return `environment` if ``requested``; otherwise this process's environment, and print `OFFER` if it helps."""
+    """Return the environment variables for a child process. If ``requested``, add variables that preload OpenBLAS.
+
+    If OpenBLAS is not requested but would make MLX faster, print a hint.
+    """
     if requested:
         return environment(cache)
     if wanted():
@@ -71,8 +74,15 @@ def child_environment(requested: bool, cache: Path) -> dict[str, str]:
     return dict(os.environ)
 
 
+def restart_script(requested: bool) -> None:
+    """Restart the running script with OpenBLAS preloaded, if ``requested`` and if OpenBLAS makes MLX faster."""
+    variables = child_environment(requested, cache_directory())
+    if variables != dict(os.environ):  # a library can be preloaded only when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], variables)
+
+
 def environment(cache: Path | None = None) -> dict[str, str]:
-    """Return this process's environment for a child process, with OpenBLAS if it makes MLX faster."""
+    """Return this process's environment variables. If OpenBLAS makes MLX faster, add variables that preload it."""
     inherited = dict(os.environ)
     if not wanted():
         return inherited
@@ -81,8 +91,8 @@ def environment(cache: Path | None = None) -> dict[str, str]:
     except (ArtefactError, OSError) as error:
         print(f"OpenBLAS is not available, so the run is slower: {error}", file=sys.stderr)
         return inherited
-    # MLX runs the rest of a step on one core. A second BLAS thread saves 10 % on an idle machine, but if other programs
-    # run, the threads wait for each other and a step takes several times as long.
+    # MLX runs all other operations of a step on one core. A second BLAS thread saves 10 % on an idle machine. If other
+    # programs run, the threads wait for each other and a step takes several times as long.
     return {
         "OPENBLAS_NUM_THREADS": "1",
         **inherited,
@@ -102,18 +112,18 @@ def wanted() -> bool:
 
 
 def preloaded() -> list[str]:
-    """Return the libraries that this process preloads."""
+    """Return the libraries in this process's LD_PRELOAD variable."""
     return [library for library in re.split("[: ]", os.environ.get("LD_PRELOAD", "")) if library]
 
 
 def fetch_libraries(cache: Path) -> list[Path]:
-    """Return OpenBLAS and its dependencies. The first call unpacks them into the cache."""
+    """Return the paths of OpenBLAS and its dependencies. The first call fetches and unpacks the files."""
     machine = platform.machine()
     build, target = BUILDS[machine], cache / f"openblas-0.3.27-{machine}"
     if re.search("[: ]", str(target)):
         raise ArtefactError(f"{target}: expected a path without spaces or colons. Choose another --cache-dir.")
     if not target.exists():
-        # This version of SciPy supports Python up to 3.12. As data, its wheel works with every Python.
+        # SciPy 1.13.1 has no wheels for Python 3.13 and later. The libraries in this wheel do not depend on Python.
         options = ["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311"]
         try:
             wheel = fetch(WHEEL, build.sha256, cache, [*options, "--platform", f"manylinux2014_{machine}"])
@@ -126,7 +136,7 @@ def fetch_libraries(cache: Path) -> list[Path]:
     for name, sha256 in build.libraries.items():
         library = target / name
         if not library.is_file() or file_hash(library) != sha256:
-            raise ArtefactError(f"{library}: expected the library of {WHEEL}, got another. Delete its folder.")
+            raise ArtefactError(f"{library}: expected the library of {WHEEL}, got another file. Delete its folder.")
     return [target / name for name in build.libraries]
 
 

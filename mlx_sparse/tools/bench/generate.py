@@ -1,6 +1,6 @@
-"""``mlx-sparse bench generate``: time ``mlx_lm.generate`` or an exported model, in turns with dense attention.
+"""Implement ``mlx-sparse bench generate``: alternate sparse and dense runs of ``mlx_lm.generate`` or an exported model.
 
-The MLX variants run the command on real text. The variants for ONNX Runtime are in `onnx_export.bench_generate`.
+The MLX variants run ``mlx_lm.generate`` on real text. `onnx_export.bench_generate` has the ONNX Runtime variants.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Context:
-    """A context of ``S`` tokens. ``text`` is the prompt, or empty if the prompt is not a text."""
+    """A prompt of ``S`` tokens. ``text`` is empty if the prompt is given as token ids."""
 
     S: int
     text: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the columns that the context adds to a row."""
+        """Return the columns of a result row that describe the prompt."""
         return {"S": self.S}
 
 
@@ -53,8 +53,8 @@ class Generation(Variant):
     """A model that generates tokens with one method.
 
     Attributes:
-        speeds: tokens per second of each turn, by stage.
-        remark: a note on a correct result.
+        speeds: tokens per second in each turn, by stage ("prompt" or "generation").
+        remark: a note on a correct result, or None.
     """
 
     remark: str | None = None
@@ -65,7 +65,7 @@ class Generation(Variant):
         self.speeds: dict[str, list[float]] = {"prompt": [], "generation": []}
 
     def finish(self, dense: Generation) -> None:
-        """Store the speeds in the row, and their ratios to dense attention in the same turns."""
+        """Store the speeds in the row, and their ratios to the speeds of dense attention in the same turns."""
         for name, ours in ((name, speeds) for name, speeds in self.speeds.items() if speeds):
             ratios = [own / other for own, other in zip(ours, dense.speeds[name], strict=True)]
             self.row.spreads |= {name: Spread.of(ours), f"{name}_ratio": Spread.of(ratios)}
@@ -73,7 +73,7 @@ class Generation(Variant):
 
 
 def measure(variants: Sequence[Generation], repeat: int) -> Iterator[Row]:
-    """Check the variants of one context, run the correct variants in turns, and yield their rows."""
+    """Check the variants for one prompt, run the correct variants alternately, and yield all rows."""
     ready = [variant for variant in variants if prepare_and_check(variant)]
     take_turns(ready, repeat)
     dense = {variant.row.backend: variant for variant in ready if variant.role == "dense"}
@@ -84,14 +84,14 @@ def measure(variants: Sequence[Generation], repeat: int) -> Iterator[Row]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark. Return the exit code, 1 if a result is wrong."""
+    """Run the benchmark. Return the exit code: 1 if a result is wrong, else 0."""
     from ...lm.model import select_methods
 
     methods = [text for text in split_methods(args.attn) if text != DENSE]
     for text in methods:
         select_methods(parse(text))
-    for option, value, engine in (("--threads", args.threads, "onnx"), ("--text", args.text, "mlx")):
-        if value is not None and args.runtime != engine:
+    for option, value, runtime in (("--threads", args.threads, "onnx"), ("--text", args.text, "mlx")):
+        if value is not None and args.runtime != runtime:
             raise ConfigError(f"{option}: expected none with --runtime {args.runtime}, got {value}.")
     check_int("--repeat", args.repeat, 1)
     tokens = check_int("--max-tokens", args.max_tokens, 1)
@@ -118,22 +118,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the description and the options of ``mlx-sparse bench generate``."""
     parser.description = (
-        "Run mlx_lm.generate on real text, densely and with each method in turns, and print the speed of prefill and "
-        "of generation. With --runtime onnx, decode with the model that export-onnx makes of it in float32."
+        "Run mlx_lm.generate on real text, alternately with dense attention and each method, and print the speeds of "
+        "prefill and generation. With --runtime onnx, decode with the model as export-onnx writes it in float32."
     )
     add_model_options(parser)
-    parser.add_argument("--runtime", choices=RUNTIMES, default="mlx", help="backend library (default: mlx)")
+    parser.add_argument("--runtime", choices=RUNTIMES, default="mlx", help="library to time (default: mlx)")
     parser.add_argument("--attn", metavar="METHOD,...", default="sparq", help="such as sparq,sample+sparq")
     parser.add_argument("--lengths", metavar="S,...", default=LENGTHS, help=f"prompt lengths (default: {LENGTHS})")
-    about = f"tokens to generate in each turn (default: {MAX_TOKENS})"
+    about = f"tokens to generate in each run (default: {MAX_TOKENS})"
     parser.add_argument("--max-tokens", metavar="N", type=int, default=MAX_TOKENS, help=about)
-    parser.add_argument("--repeat", metavar="N", type=int, default=REPEAT, help=f"turns (default: {REPEAT})")
+    parser.add_argument("--repeat", metavar="N", type=int, default=REPEAT, help=f"timed runs (default: {REPEAT})")
     names = f"a file or one of {', '.join(texts.NAMES)} (default: {texts.DEFAULT})"
     parser.add_argument("--text", metavar="TEXT", help=f"with mlx: the prompts are the start of {names}")
-    parser.add_argument("--cache-dir", metavar="DIR", help="folder of a named model (default: user's cache)")
-    parser.add_argument("--threads", metavar="N", type=int, help="with onnx: threads (default: 1)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="folder for fetched files (default: user's cache)")
+    parser.add_argument("--threads", metavar="N", type=int, help="with onnx: threads of ONNX Runtime (default: 1)")
     formats.add_options(parser)
 
 
@@ -143,10 +143,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def commands(
     model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, text: texts.Text
 ) -> Iterator[list[Generation]]:
-    """Yield the variants of each prompt length.
+    """Yield the variants for each prompt length.
 
     Raises:
-        ConfigError: the text is too short, or no prefix has exactly this number of tokens.
+        ConfigError: the text is too short, or no prefix of the text has exactly ``S`` tokens.
     """
     encode = _encoder(model)
     for context in [Context(S, prompt_of(text.text, S, encode)) for S in lengths]:
@@ -154,7 +154,7 @@ def commands(
 
 
 class Command(Generation):
-    """``mlx_lm.generate`` with one method. Every turn runs the command."""
+    """A run of ``mlx_lm.generate`` with one method. Each turn starts a new process."""
 
     def __init__(self, context: Context, method: str, model: str, tokens: int, encode: Encode) -> None:
         super().__init__(context, method, "mlx", peak_memory=0.0)
@@ -189,7 +189,7 @@ def prompt_of(text: str, S: int, encode: Encode) -> str:
     """Return a prefix of ``text`` with exactly ``S`` tokens.
 
     Raises:
-        ConfigError: there is no such prefix.
+        ConfigError: no prefix has ``S`` tokens.
     """
     enough = range(min(len(text), LONG_TOKEN * S) + 1)
     shortest = bisect.bisect_left(enough, S, key=lambda n: len(encode(text[:n])))
@@ -203,10 +203,10 @@ def prompt_of(text: str, S: int, encode: Encode) -> str:
 
 
 def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
-    """Return a note if a stage of a method was never sparse in the report of a run, or None.
+    """Return a note if a sparse method for prefill or decoding made only dense calls, else None.
 
     Raises:
-        ArtefactError: a run with a method has no report.
+        ArtefactError: ``method`` is not "dense", but ``report`` is None.
     """
     if method == DENSE:
         return None
@@ -222,7 +222,7 @@ def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
 
 
 def _encoder(model: str) -> Encode:
-    """Return the encoder of ``mlx_lm.generate`` for a text without a chat template."""
+    """Return a function that encodes text like ``mlx_lm.generate --ignore-chat-template``."""
     from mlx_lm import utils
 
     from ...lm.loading import loading
@@ -233,16 +233,8 @@ def _encoder(model: str) -> Encode:
     return lambda text: list(tokenizer.encode(text, add_special_tokens=True))
 
 
-HEADER = (
-    "prompt",
-    "method",
-    "backend",
-    "prefill, tokens/s",
-    "over dense",
-    "generation, tokens/s",
-    "over dense",
-    "about",
-)
+SPEEDS = ("prefill, tokens/s", "speed-up", "generation, tokens/s", "speed-up")
+HEADER = ("prompt", "method", "backend", *SPEEDS, "note")
 
 
 def table(rows: Sequence[Row]) -> str:

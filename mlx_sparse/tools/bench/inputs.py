@@ -1,6 +1,6 @@
-"""Make the inputs of a case in NumPy and the expected result in float64, for all values of ``--runtime``.
+"""Generate NumPy inputs for a case, and the expected result in float64. All runtimes share them.
 
-A problem has one sequence. For a batch, each variant repeats the sequence.
+A problem has one sequence. For a larger batch, each variant repeats this sequence.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Array = npt.NDArray[Any]
 
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 DISTINCT = 4096  # distinct random keys; longer contexts repeat them
-NOISE = 1 / 32  # scale of the keys that are not planted, so small that even few components rank them lower
-# Difference in logits between planted and other keys. With GAP, few components find the planted keys, and the other
-# keys have a measurable softmax mass. With LARGE_GAP their mass is nearly 0, for methods that estimate this mass.
+NOISE = 1 / 32  # scale of the keys that are not planted; small enough that a few components rank them lower
+# Difference in logits between planted and other keys. With GAP, a few components find the planted keys, and the other
+# keys have a measurable softmax mass. LARGE_GAP, for methods that estimate this mass, makes the mass nearly 0.
 GAP, LARGE_GAP = 3.0, 60.0
 SHARED_METHODS = ("sparq", "saap", "sample")  # methods on ONNX Runtime and CUDA
 BUCKETS = 1024  # default number of buckets of SAAP's index
-LOAD_FACTOR = 2  # keys per visited bucket, divided by the average of all buckets
+LOAD_FACTOR = 2  # average size of a visited bucket, divided by the average size of all buckets
 VISIT_LOGIT = 100.0  # bias of the visited buckets, large enough to determine the routing
 PEAK = 14.0  # logit of the important keys of a prompt
 PATTERNS: dict[str, Any] = {"bigbird": bigbird_pattern, "streaming_prefill": streaming_pattern}
@@ -41,7 +41,7 @@ SHARE_DIFFERENT, MAX_DIFFERENCE = 1 / 16, 0.1
 
 
 def rounded(array: Array, dtype: str) -> Array:
-    """Round float32 numbers to float16 or bfloat16. With another ``dtype``, return the array unchanged."""
+    """Round a float32 array to float16 or bfloat16. For any other ``dtype``, return the array unchanged."""
     if dtype == "float16":
         return array.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":
@@ -53,8 +53,8 @@ def rounded(array: Array, dtype: str) -> Array:
 def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask: Array | None = None) -> Array:
     """Compute the attention of ``queries (n, D)`` to ``keys (N, D)`` where ``mask (n, N)`` is True.
 
-    Without ``dtype``, compute in float64. With ``dtype``, compute in float32 and round scores, weights and result to
-    the type.
+    Without ``dtype``, compute in float64. With ``dtype``, compute in float32, and round scores, weights and the
+    result to ``dtype``.
     """
     q, k, v = (array if dtype else array.astype(np.float64) for array in (queries, keys, values))
     scores = rounded(q @ k.swapaxes(-1, -2) * np.asarray(k.shape[-1] ** -0.5, k.dtype), dtype)
@@ -65,25 +65,25 @@ def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask:
 
 
 def allowed_error(exact: Array, plain: Array, values: Array, dtype: str) -> float:
-    """Return the tolerance: twice the error of ``plain``, one unit in the last place, and the error of float32 sums."""
+    """Return the tolerance: twice the error of ``plain``, plus one unit in the last place, plus the float32 error."""
     units = EPSILON[dtype] * float(np.abs(exact).max()) + 8 * EPSILON["float32"] * float(np.abs(values).max())
     return 2 * float(np.abs(plain - exact).max()) + units
 
 
 def wrong(error: float, allowed: float) -> str | None:
-    """Return a description of an error above ``allowed`` or NaN, or None."""
+    """Return a message if ``error`` is larger than ``allowed`` or NaN, else None."""
     return None if error <= allowed else f"wrong result: error {error:.1e}, allowed {allowed:.1e}"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A decode step with known selected keys. Numbers are rounded to the type of the case.
+    """Inputs for a decode step, and the keys that it must select. All numbers are rounded to ``dtype``.
 
     Attributes:
-        dtype: name of the type.
+        dtype: name of the data type.
         queries: float32 ``(1, Hq, 1, D)``.
         keys, values: float32 ``(1, Hkv, S, D)``.
-        selected: indices of the attended keys of each KV head; None for all keys.
+        selected: indices of the attended keys for each KV head; None for all keys.
     """
 
     dtype: str
@@ -94,7 +94,7 @@ class Problem:
 
     @cached_property
     def expected(self) -> tuple[Array, float]:
-        """Attention in float64, ``(1, Hq, 1, D)``, and the tolerance."""
+        """Attention output in float64, ``(1, Hq, 1, D)``, and its tolerance."""
         grouped = self.queries.reshape(self.keys.shape[1], -1, self.keys.shape[3])
         exact, plain = [], []
         for h, q in enumerate(grouped):
@@ -106,19 +106,19 @@ class Problem:
         return both[0], allowed_error(both[0], both[1], self.values, self.dtype)
 
     def wrong(self, out: Array) -> str | None:
-        """Return a description of a wrong output ``(B, Hq, 1, D)``, or None."""
+        """Return a message if the output ``(B, Hq, 1, D)`` is wrong, else None."""
         exact, allowed = self.expected
         return wrong(float(np.abs(out.astype(np.float64) - exact).max()), allowed)
 
 
 def normal(case: Case, heads: int, length: int, seed: int = 0) -> Array:
-    """Return normal random rows ``(1, heads, length, D)``, of which `DISTINCT` are distinct."""
+    """Draw standard normal numbers ``(1, heads, length, D)``. The rows repeat after `DISTINCT` rows."""
     drawn = np.random.default_rng(seed).standard_normal((1, heads, min(length, DISTINCT), case.shape.D), np.float32)
     return np.take(drawn, np.arange(length) % DISTINCT, axis=2)
 
 
 def random_problem(case: Case) -> Problem:
-    """Make a problem for dense attention."""
+    """Generate a random problem for dense attention."""
     shape = case.shape
     keys, values = (normal(case, shape.Hkv, case.S, seed=seed) for seed in (1, 2))
     q, k, v = (rounded(array, case.dtype) for array in (normal(case, shape.Hq, 1), keys, values))
@@ -126,7 +126,7 @@ def random_problem(case: Case) -> Problem:
 
 
 def planted_problem(case: Case, config: Method) -> Problem:
-    """Make a problem with one large key for each key that a method selects in addition to the keys always attended."""
+    """Generate a problem with large logits for the keys that the method must select and small logits for all others."""
     S, Hkv, D = case.S, case.shape.Hkv, case.shape.D
     base = normal(case, Hkv, 1, seed=3)
     queries = base + 0.5 * normal(case, case.shape.Hq, 1).reshape(1, Hkv, -1, D)
@@ -148,10 +148,10 @@ def planted_problem(case: Case, config: Method) -> Problem:
 
 @dataclass(frozen=True)
 class Index:
-    """SAAP's index over the keys of a problem, with a router whose biases determine the visited buckets.
+    """SAAP's index over the keys of a problem, and a router whose biases determine the visited buckets.
 
     Attributes:
-        visited: ascending int64 buckets ``(Hkv, probes)``.
+        visited: int64 ids of the visited buckets ``(Hkv, probes)``, ascending.
         bucket_ids: int16 ``(Hkv, S)``.
         network: float16 ``hidden_weight (Hkv, D, H)``, ``hidden_bias``, ``out_weight (Hkv, H, C)``, ``out_bias``. With
             H = 0 there is no hidden layer, and the output layer reads the query.
@@ -163,7 +163,7 @@ class Index:
 
     @classmethod
     def of(cls, case: Case, config: Any, hidden: int) -> Index:
-        """Make an index whose visited buckets have `LOAD_FACTOR` times the average number of keys."""
+        """Generate an index whose visited buckets have `LOAD_FACTOR` times the average number of keys."""
         C, (Hkv, D), rng = buckets_of(config), (case.shape.Hkv, case.shape.D), np.random.default_rng(4)
         visited = np.stack([np.sort(rng.permutation(C)[: config.probes]) for _ in range(Hkv)])
         every, key = max(C // (LOAD_FACTOR * config.probes), 2), np.arange(case.S)
@@ -181,7 +181,10 @@ class Index:
         return cls(visited, ids, network)
 
     def problem(self, case: Case, config: Any, merge_every: int = 1) -> Problem:
-        """Make a step that attends the visited buckets and the exact part. Lists grow by ``merge_every`` keys."""
+        """Generate a problem whose query attends to sinks, to keys in visited buckets and to keys newer than the lists.
+
+        The number of keys in the lists is a multiple of ``merge_every``.
+        """
         key = np.arange(case.S)
         covered = (case.S - config.recent_tokens) // merge_every * merge_every
         exact = (key < config.sink_tokens) | (key >= covered)
@@ -191,7 +194,7 @@ class Index:
         return Problem(case.dtype, random.queries, random.keys, random.values, selected)
 
     def bytes(self, problem: Problem, case: Case) -> int:
-        """Return the bytes of one step: the network and the attended keys."""
+        """Return the number of bytes that one step moves for the network and the attended keys and values."""
         assert problem.selected is not None
         attended = sum(map(len, problem.selected)) // case.shape.Hkv
         network = sum(array.nbytes for array in self.network.values())
@@ -199,17 +202,17 @@ class Index:
 
 
 def buckets_of(config: Any) -> int:
-    """Return the number of buckets of SAAP's index. The benchmark reads no artefact."""
+    """Return the number of buckets of SAAP's index: `BUCKETS`, or the configured number in online mode."""
     return config.fitted_buckets if config.mode == "online" else BUCKETS
 
 
 def check_request(request: Request, backends: tuple[str, ...], shared_only: bool = True) -> None:
-    """Check backends, methods and shapes of a request.
+    """Check the backends, methods and shapes of a request.
 
     Args:
-        request: the request.
-        backends: the known backends.
-        shared_only: True if only the methods of `SHARED_METHODS` are available.
+        request: the checked options of the benchmark.
+        backends: names of the backends that the runtime has.
+        shared_only: True if only the methods in `SHARED_METHODS` are available.
 
     Raises:
         ConfigError: a backend is unknown, or a method is not available or does not support a shape.
@@ -229,14 +232,14 @@ def check_request(request: Request, backends: tuple[str, ...], shared_only: bool
 
 
 def prompt(case: Case) -> tuple[Array, Array, Array]:
-    """Make a prompt whose heads attend to the first keys, to a few random keys, and to keys at a fixed distance.
+    """Generate a prompt whose heads attend to the first keys, to a few random keys, and to keys at a fixed distance.
 
-    Half of the components are waves of the position. In the queries, the waves are shifted by a distance of each head,
-    so that the logits peak at this distance. In the other half, the first keys and a few random keys are large along
-    one direction.
+    One half of the head dim encodes the position as sines and cosines. Each query head shifts the position by a
+    distance, so that its logits peak at that distance. In the other half, all queries of a head share one direction,
+    and the first keys and a few random keys are large along this direction.
 
     Returns:
-        Queries ``(1, Hq, S, D)``, keys and values ``(1, Hkv, S, D)``: float32, rounded to the type of the case.
+        Queries ``(1, Hq, S, D)``, keys and values ``(1, Hkv, S, D)``, all float32 rounded to the type of the case.
     """
     (Hq, Hkv, D), S = (case.shape.Hq, case.shape.Hkv, case.shape.D), case.S
     rng = np.random.default_rng(0)
@@ -263,7 +266,7 @@ def prompt(case: Case) -> tuple[Array, Array, Array]:
 
 
 class Prompt:
-    """A prompt in chunks of ``case.step`` tokens, and the check of its last chunk."""
+    """A prompt in chunks of ``case.step`` tokens. The output of the last chunk is checked."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -271,12 +274,12 @@ class Prompt:
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """Start and stop of each chunk."""
+        """Range ``(start, stop)`` of each chunk's token positions."""
         step = self.case.step or self.case.S
         return [(start, min(start + step, self.case.S)) for start in range(0, self.case.S, step)]
 
     def density(self, config: Any) -> float:
-        """Return the share of the causal block pairs that the oracle selects, over all chunks and heads."""
+        """Return the share of causal block pairs that the oracle selects, over all chunks and heads."""
         attended = causal = 0
         for start, stop in self.chunks:
             for mask, layout in self._masks(config.at(stop), start, stop):
@@ -285,7 +288,7 @@ class Prompt:
         return attended / causal
 
     def _masks(self, config: Any, start: int, stop: int) -> Iterator[tuple[Array, Any]]:
-        """Yield the oracle's selection of each KV head: bool ``(G, row blocks, key blocks)`` and the layout."""
+        """Yield the oracle's block mask ``(G, row blocks, key blocks)`` for each KV head, and the block layout."""
         layout, G, settings = config.layout(stop - start, stop), self.case.shape.G, config.parameters()
         if config.name in PATTERNS:  # the same blocks for every head
             del settings["block_size"]
@@ -302,10 +305,10 @@ class Prompt:
             yield mask[..., :-1], layout
 
     def wrong(self, out: Array, config: Any = None) -> str | None:
-        """Return a description of a wrong output ``(B, Hq, L, D)`` of the last chunk, or None.
+        """Return a message if the output ``(B, Hq, L, D)`` of the last chunk is wrong, else None.
 
-        `CHECKED` queries of each head are compared with float64 attention to the blocks that the oracle selects.
-        Without ``config``, all blocks are attended.
+        For `CHECKED` queries of each head, compare with float64 attention to the blocks that the oracle selects.
+        Without ``config``, compare with attention to all blocks.
         """
         start, S = self.chunks[-1]
         row = np.unique(np.linspace(start, S - 1, CHECKED).astype(int))

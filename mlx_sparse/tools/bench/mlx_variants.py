@@ -1,8 +1,8 @@
-"""MLX's variants: every decode and prefill method on every backend, dense attention, and a read of keys and values.
+"""Time MLX variants: all decode and prefill methods on all backends, dense attention, and a read of keys and values.
 
-A decode step runs several layers with separate caches, as in a model. On a GPU, `mx.eval` would take longer than a
-single small attention, and a single KV cache would stay in the last-level cache. A prompt is processed in chunks, as in
-mlx-lm.
+A decode step runs several layers with separate caches, as in a model. With a single layer, attention over few keys
+would take less time on a GPU than `mx.eval`, and the KV cache would stay in the last-level cache. A prompt is
+processed in chunks, as in mlx-lm.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .inputs import Index, Problem, Prompt, buckets_of, check_request, planted_p
 Attend = Callable[[mx.array, SparseKVCache], mx.array]
 
 LARGEST_SHARE = 0.6  # share of the machine's memory for one case
-WORKING_SET = 256 << 20  # bytes of keys and values per step, more than a last-level cache
+WORKING_SET = 256 << 20  # bytes of keys and values per step, larger than a last-level cache
 MAX_LAYERS = 32
 GROUP = 64  # group size of quantized KV caches, as in mlx-lm
 REBUILDS = 3  # timed rebuilds of SAAP's lists
@@ -43,13 +43,13 @@ def check(request: Request) -> None:
     """Check a request before anything runs.
 
     Raises:
-        ConfigError: a method does not support a shape, or has no benchmark.
+        ConfigError: a method has no benchmark, or does not support a shape or a quantized cache.
         BackendUnavailable: no backend can run any of the methods.
     """
     check_request(request, ("auto", *table.BACKENDS), shared_only=False)
     for config, case, bits in product(request.methods, request.cases, request.kv_bits):
         if bits not in BITS or case.shape.D % GROUP or config.pre_rope:
-            sizes = f"{', '.join(map(str, BITS))} with head dims that are multiples of {GROUP} and methods but saap"
+            sizes = f"{', '.join(map(str, BITS))} with a head dim divisible by {GROUP} and a method except saap"
             raise ConfigError(f"--kv-bits: expected some of {sizes}, got {bits} for {case.shape} and {config.name}.")
     every = [found for case in request.cases for found in serving(request, case)]
     if all(why for _, _, why in every):
@@ -58,7 +58,7 @@ def check(request: Request) -> None:
 
 
 def serving(request: Request, case: Case) -> Iterator[tuple[Method, str, str | None]]:
-    """Yield each method, each backend, and the reason why the backend cannot run the method, or None."""
+    """Yield each pair of a method and a backend, with the reason why the backend cannot run the method, or None."""
     D, G = case.shape.D, case.shape.G
     for config in request.methods:
         found: dict[str, str | None] = {}
@@ -69,7 +69,7 @@ def serving(request: Request, case: Case) -> Iterator[tuple[Method, str, str | N
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the variants of a case.
+    """Yield the variants to time on a case: dense attention, a read of all keys and values, and all methods.
 
     Raises:
         MemoryError: the case is too large for this machine.
@@ -99,25 +99,25 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """Evaluate a step; return its time in seconds."""
+    """Evaluate the result of ``run`` and return the time in seconds."""
     start = time.perf_counter()
     mx.eval(run())
     return time.perf_counter() - start
 
 
 def to_mlx(array: Any, dtype: str) -> mx.array:
-    """Convert a NumPy array to MLX."""
+    """Convert a NumPy array to an MLX array of type ``dtype``."""
     found: mx.array = mx.array(array).astype(getattr(mx, dtype))
     return found
 
 
 def to_numpy(array: mx.array) -> Any:
-    """Convert an MLX array to float32 in NumPy."""
+    """Convert an MLX array to a float32 NumPy array."""
     return np.array(array.astype(mx.float32))
 
 
 def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> SparseKVCache:
-    """Return a cache with the first ``length`` keys and values, or with all of them."""
+    """Return a cache with the first ``length`` keys and values. Without ``length``, use all of them."""
     cache = SparseKVCache()  # type: ignore[no-untyped-call]
     cache.keys, cache.values, cache.offset = keys, values, length or keys.shape[2]
     mx.eval(keys, values)
@@ -128,9 +128,9 @@ def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> Spa
 
 
 def dense_implementations(case: Case, on_cpu: bool) -> dict[str, Attend]:
-    """Return the implementations of dense attention on this device. The fastest one is the baseline.
+    """Return the implementations of dense attention for this device. The fastest implementation is the baseline.
 
-    On a CPU, plain matrix products are faster than MLX's attention for one query.
+    On a CPU, plain matrix products are faster than MLX's attention kernel for one query.
     """
     implementations: dict[str, Attend] = {"mlx": fused}
     if on_cpu and case.step is None:
@@ -141,14 +141,14 @@ def dense_implementations(case: Case, on_cpu: bool) -> dict[str, Attend]:
 
 
 def fused(queries: mx.array, cache: SparseKVCache) -> mx.array:
-    """Compute attention as mlx-lm does."""
+    """Compute attention with MLX's fused kernel, as mlx-lm does."""
     keys, values, _ = cache.rows("ops")
     mask = "causal" if queries.shape[2] > 1 else None
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
 
 
 def products(queries: mx.array, cache: SparseKVCache, dtype: mx.Dtype | None = None) -> mx.array:
-    """Compute attention by two matrix products and a softmax, for one query per head."""
+    """Compute attention with two matrix products and a softmax, for one query per head."""
     B, _, _, D = queries.shape
     q, k, v = (array.astype(dtype or array.dtype) for array in (queries, *cache.rows("ops")[:2]))
     scores = (q.reshape(B, k.shape[1], -1, D) * D**-0.5) @ k.swapaxes(-1, -2)
@@ -156,7 +156,7 @@ def products(queries: mx.array, cache: SparseKVCache, dtype: mx.Dtype | None = N
 
 
 def read(queries: mx.array, cache: SparseKVCache) -> mx.array:
-    """Read every byte of the keys and values in use, and return the sum of their words."""
+    """Read all cached keys and values as unsigned integers, and return the sum."""
     kind = mx.uint32 if cache.keys.shape[-1] * cache.keys.itemsize % 4 == 0 else mx.uint16
     keys, values = (array.view(kind)[:, :, : cache.length].sum() for array in (cache.keys, cache.values))
     return mx.add(keys, values)
@@ -166,12 +166,12 @@ def read(queries: mx.array, cache: SparseKVCache) -> mx.array:
 
 
 def layers_of(case: Case) -> int:
-    """Return the number of layers of a step."""
+    """Return the number of layers in a timed decode step."""
     return max(1, min(MAX_LAYERS, WORKING_SET // (2 * case.keys)))
 
 
 class Layers:
-    """The query ``(B, Hq, 1, D)`` and the KV caches of all layers. They are generated on first use."""
+    """The query ``(B, Hq, 1, D)`` and the KV caches of all layers, generated on first use."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -191,7 +191,7 @@ class Layers:
 
 
 class MlxVariant(Variant):
-    """A method on a backend or, without a method, an implementation of dense attention."""
+    """A method on one backend. Without ``config``, a baseline: dense attention or a read of keys and values."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class MlxVariant(Variant):
 
 
 class MlxStep(MlxVariant):
-    """A decode step through all layers. With ``bits``, the KV caches are quantized."""
+    """A decode step through all layers. If ``bits`` is not 0, the KV caches are quantized."""
 
     def __init__(
         self, case: Case, layers: Layers, config: Any = None, backend: str = "", bits: int = 0, **implementation: Any
@@ -244,15 +244,15 @@ class MlxStep(MlxVariant):
         return problem.wrong(out)
 
     def problem(self) -> Problem:
-        """Return the inputs and the expected output of the check."""
+        """Return the inputs and the expected output for the check."""
         return random_problem(self.case) if self.config is None else planted_problem(self.case, self.config)
 
     def batch(self, array: Any) -> mx.array:
-        """Repeat an array of a problem for each sequence of the batch."""
+        """Convert an array of a problem to MLX, and repeat it for each sequence of the batch."""
         return mx.contiguous(mx.repeat(to_mlx(array, self.case.dtype), self.case.B, axis=0))
 
     def cache(self, keys: mx.array, values: mx.array) -> SparseKVCache:
-        """Return a cache with these keys and values, and with the auxiliary state that exists before a step."""
+        """Return a cache with these keys and values, quantized if the variant has ``bits``."""
         if not self.bits:
             return cache_of(keys, values)
         cache: SparseKVCache = cache_of(keys, values).to_quantized(group_size=GROUP, bits=self.bits)
@@ -275,17 +275,17 @@ class MlxStep(MlxVariant):
         return cache.attend(queries, self.config, scale=self.case.shape.D**-0.5, backend=self.backend)[0]
 
     def bytes(self) -> int:
-        """Return the bytes that a step moves in one layer, by the method's formula."""
+        """Return the number of bytes that a step moves in one layer, from the method's formula."""
         case, D = self.case, self.case.shape.D
         row = Step(case.rows, case.shape.G, D, case.item, packed=(self.bits, GROUP) if self.bits else None).row_bytes
         return int(case.rows * self.config.step_bytes(case.S, D, itemsize=case.item, row_bytes=row))
 
 
 class SaapStep(MlxStep):
-    """A decode step of SAAP with random router weights: route, list keys and attend in every layer.
+    """A SAAP decode step with random router weights. Each layer selects buckets and attends to the keys in them.
 
-    The router is a network with 2 D hidden units, the default of `mlx-sparse train-saap`. In online mode it uses
-    centroids. ``upkeep`` is the time of one rebuild of the lists, divided by the steps between two rebuilds.
+    The router is a network with 2 D hidden units, the default of `mlx-sparse train-saap`. In online mode, the
+    router uses centroids. ``upkeep`` is the time to rebuild the lists, divided by the number of steps per rebuild.
     """
 
     def __init__(self, case: Case, layers: Layers, config: Any, backend: str) -> None:
@@ -332,11 +332,11 @@ class SaapStep(MlxStep):
 
 
 class Chunks(Prompt):
-    """The chunks of a prompt: the queries of each chunk, and a cache with all keys up to the end of the chunk."""
+    """The chunks of a prompt as MLX arrays."""
 
     @cached_property
     def all(self) -> list[tuple[mx.array, SparseKVCache]]:
-        """Every chunk, for all sequences."""
+        """Queries of each chunk, and a cache with all keys up to the end of the chunk, for the whole batch."""
         repeated = [
             mx.repeat(to_mlx(array, self.case.dtype), self.case.B, axis=0)
             for array in (self.queries, self.keys, self.values)
@@ -346,7 +346,7 @@ class Chunks(Prompt):
 
 
 class MlxPrefill(MlxVariant):
-    """Attention of all chunks of a prompt in order."""
+    """The attention calls of one layer in a prefill, one call per chunk."""
 
     def prepare(self) -> None:
         self.row.details["density"] = self.shared.density(self.config) if self.config else None

@@ -1,1 +1,1 @@
-"""Evaluate the quality of methods on a real model: tasks, runner and report, behind ``mlx-sparse eval``."""
+"""Implement ``mlx-sparse eval`` and ``mlx-sparse report``: measure the quality of methods on a real model."""

@@ -20,7 +20,7 @@ from .tasks import encode
 
 
 def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """Add the options of all commands with examples. With ``positional``, the model is a positional argument."""
+    """Add the options that all commands with examples share (with a positional MODEL if ``positional``)."""
     add_model_options(parser, positional=positional)
     parser.add_argument(
         "--text",
@@ -28,8 +28,8 @@ def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) ->
         nargs="+",
         help=f"files, or {', '.join(texts.NAMES)} (default: {texts.DEFAULT}, its language reference)",
     )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of positions and names (default: 0)")
-    parser.add_argument("--cache-dir", metavar="DIR", help="folder of the default model (default: user's cache)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="folder for fetched files (default: user's cache)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -44,7 +44,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def load_model(name: str | None, cache: str | None, license: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
-    """Load a model (default: SmolLM2), its tokenizer and ``config.json``. The user accepts the license ``license``."""
+    """Return a model (default: SmolLM2), its tokenizer and its config. ``license`` names the accepted license."""
     from mlx_lm import load
 
     path = find_model(name, cache_directory(cache), license)
@@ -54,20 +54,20 @@ def load_model(name: str | None, cache: str | None, license: str | None = None) 
 
 
 def encode_texts(tokenizer: Any, read: Sequence[texts.Text]) -> list[list[int]]:
-    """Return the tokens of each text, without opening tokens. Each text after the first begins with an empty line."""
+    """Return the tokens of each text, without BOS. Each text after the first begins with an empty line."""
     # Suppress the warning of transformers about long texts, because only parts of the texts are used.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return [encode(tokenizer, ("\n\n" if i else "") + text.text) for i, text in enumerate(read)]
 
 
 def read_tokens(tokenizer: Any, names: list[str] | None, cache: str | None, option: str = "--text") -> list[int]:
-    """Return the concatenated tokens of the texts ``names``, the values of ``option``."""
+    """Return the concatenated tokens of the texts ``names``. Error messages begin with ``option``."""
     found = texts.read(names, option, cache_directory(cache))
     return [token for tokens in encode_texts(tokenizer, found) for token in tokens]
 
 
 def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
-    """Return a hash of all inputs of the results: model, text, options, versions and device."""
+    """Return a hash of everything that affects the results: model, text, options, versions and chip."""
     import numpy as np
 
     chip = environment.hardware()["chip"]

@@ -1,4 +1,4 @@
-"""Store results as JSON lines. Reading checks all types, and an interrupted run resumes from the file."""
+"""Store results as JSON lines, and check their types when an interrupted run resumes from the file."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ...files import naming, replace_file
 T = TypeVar("T")
 FORMAT = 2
 LARGEST = 1 << 63  # limit for numbers; Python cannot convert much larger integers to floats
-# Errors of code that reads a damaged line.
+# Errors that a damaged line can raise.
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 def as_json(record: Any) -> dict[str, Any]:
-    """Return a dataclass as plain data for JSON, with null for NaN. `from_json` is the inverse."""
+    """Return a dataclass as plain data for JSON. NaN becomes None. `from_json` is the inverse."""
     data: dict[str, Any] = _without_nan(asdict(record))
     return data
 
@@ -66,14 +66,14 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: str, first: int = 1) -> list[T]:
-    """Return the results of ``read`` for the JSON data of each line.
+    """Parse each line as JSON, and return the results of ``read``.
 
     Args:
         content: the lines.
-        read: converts the data of one line.
-        path: file of the lines, for the message.
-        command: the command that writes such files, for the message.
-        first: number of the first line, for the message.
+        read: function that converts the JSON data of one line.
+        path: the file that contains the lines, for the error message.
+        command: the command that writes such files, for the error message.
+        first: number of the first line, for the error message.
 
     Raises:
         ArtefactError: a line is damaged.
@@ -91,9 +91,9 @@ def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: st
 
 
 class Journal(Generic[T]):
-    """Results by name, in memory and, if there is a path, in a file of JSON lines.
+    """Results by name, in memory and optionally in a file of JSON lines.
 
-    An incomplete last line is dropped. A file of another command or of other inputs raises an error.
+    An incomplete last line is removed. A file from another command or with other inputs raises an error.
     """
 
     def __init__(self, path: Path | None, command: str, key: str, kind: type[T]) -> None:

@@ -40,7 +40,7 @@ OTHERS = ("accuracy", "accuracy: share of correct tokens")
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Use only the settings `RC`, so that a user's matplotlibrc has no effect (context manager and decorator)."""
+    """Apply the settings `RC` and ignore the user's matplotlibrc (context manager and decorator)."""
     from matplotlib import style
 
     with style.context(RC, after_reset=True), warnings.catch_warnings():
@@ -50,10 +50,10 @@ def styled() -> Iterator[None]:
 
 @styled()
 def draw(rows: Sequence[Row]) -> Figure | None:
-    """Draw the rows of one task. Return None if no row ran sparsely.
+    """Draw the rows of one task. Return None if no row has sparse calls.
 
-    A line connects the budgets of one method. A point is hollow if some calls were dense. Error bars are one
-    standard error of the paired difference to dense attention.
+    A line connects the budgets of one method. A point is hollow if some calls were dense. An error bar
+    shows one standard error of the paired difference from dense attention.
     """
     from matplotlib.figure import Figure
 
@@ -86,7 +86,7 @@ def draw(rows: Sequence[Row]) -> Figure | None:
 
 
 def svg(figure: Figure) -> str:
-    """Return the figure as reproducible SVG."""
+    """Return the figure as SVG text. The same figure always gives the same text."""
     file = io.StringIO()
     with styled():
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
@@ -94,7 +94,7 @@ def svg(figure: Figure) -> str:
 
 
 def share(row: Row) -> float:
-    """Return the share of dense attention's bytes or, for a prefill method, of its block pairs."""
+    """Return the share of dense attention's bytes (for prefill methods, of its block pairs) that a method reads."""
     return max(mean(row.density) if row.of_prompt and row.density else row.compression, SMALLEST)
 
 

@@ -1,4 +1,4 @@
-"""``mlx-sparse report``: write an HTML page with the results of ``mlx-sparse eval --out``."""
+"""Implement ``mlx-sparse report``: write an HTML page with the results of ``mlx-sparse eval --out``."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def check() -> None:
 
 
 def read(path: Path) -> tuple[list[Row], Facts]:
-    """Read the rows and the facts of the run from a file of ``mlx-sparse eval --out``.
+    """Read the rows and the facts of the run from a file that ``mlx-sparse eval --out`` wrote.
 
     Raises:
-        ArtefactError: the file is missing, damaged, of another version, or has the results of several runs.
+        ArtefactError: the file is missing, damaged or from another version, or contains the results of several runs.
     """
 
     def read_line(line: dict[str, Any]) -> tuple[Facts, Row]:
@@ -65,7 +65,7 @@ def read(path: Path) -> tuple[list[Row], Facts]:
 
 
 def write(folder: Path, rows: Sequence[Row], facts: Facts) -> None:
-    """Write the page into ``folder``. The same arguments give the same bytes."""
+    """Write the HTML report into ``folder``. The same arguments give the same bytes."""
     sections = []
     for task in dict.fromkeys(row.task for row in rows):
         figure = draw([row for row in rows if row.task == task])

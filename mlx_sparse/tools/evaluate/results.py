@@ -1,4 +1,4 @@
-"""Results of an evaluation: trials of one method on one example, rows over all examples, and facts of the run."""
+"""Define the results of an evaluation: trials for single examples, rows over all examples, and facts of the run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Outcome:
         accuracy: share of the scored target tokens that are the most likely tokens.
         agreement: share of the scored positions at which dense attention has the same most likely token.
         kl: mean Kullback-Leibler divergence from dense attention's distribution, in nats.
-        matched: characters of the target before the first token that is not the most likely token, which greedy
-            decoding would reproduce (SparQ paper, section 5).
+        matched: number of characters of the target that greedy decoding would reproduce, up to the first token that is
+            not the most likely token (SparQ paper, section 5).
         exact: 1 if every scored token is the most likely token, else 0.
     """
 
@@ -39,16 +39,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trial:
-    """An outcome, and counts of the method's attention calls.
+    """Outcome of one method on one example, and statistics of the method's attention calls.
 
     Attributes:
         outcome: quality of the method on the example.
         attn: the method as text, with all automatic settings resolved.
         sparse_calls, dense_calls: number of attention calls. A call on a batch counts for each example.
-        sparse_bytes, dense_bytes: bytes of K and V moved by the sparse calls, and by dense attention in their place.
+        sparse_bytes, dense_bytes: bytes of K and V that the sparse calls moved, and that dense attention would move.
         dense_reasons: number of dense calls by reason.
-        selectivity: share of the keys outside the exact part that were attended (saap.12); None except for SAAP.
-        density: share of a prompt's causal block pairs attended, for each served layer, averaged over query heads.
+        selectivity: for SAAP, the share of attended keys among all keys except sinks and recent keys (saap.12).
+        density: share of a prompt's causal block pairs that each served layer attends to, averaged over query heads.
         sampled: share of a prompt's query rows that were scored for the selection.
         recall: minimum, 1st percentile and mean of the attention recall over all layers, heads and rows of a prompt;
             empty if it was not measured.
@@ -75,12 +75,12 @@ class Row:
         task: name of the task.
         method: the method as the user wrote it.
         attn: the method with all automatic settings resolved.
-        budget: the share of dense attention's transfers that determined the settings, such as "1/8", or None.
-        context: tokens of the prompt.
+        budget: the share of dense attention's transfers that the settings had to meet, such as "1/8", or None.
+        context: number of tokens in the prompt.
         examples: number of examples.
         mean, mean_error: means and their standard errors.
-        delta, error: means and standard errors of the differences to dense attention on the same examples.
-        formula: elements that the method moves by its formula at this context, divided by dense attention's elements.
+        delta, error: means and standard errors of the differences from dense attention on the same examples.
+        formula: elements that a decode step moves by the method's formula, divided by dense attention's elements.
         compression: bytes that the sparse calls of the run moved, divided by the bytes of dense attention.
         sparse_calls, dense_calls, dense_reasons: sums over the examples.
         prefill: True if tokens inside the prompt were scored, False for decode steps after it.
@@ -113,7 +113,7 @@ class Row:
 
     @property
     def served(self) -> str:
-        """Kind of run: "dense" (baseline), "sparse", "partly" (some dense calls) or "fell back" (all dense)."""
+        """Kind of run: "dense" (baseline), "sparse", "partly" (some calls dense) or "fell back" (all calls dense)."""
         if self.method == "dense":
             return "dense"
         if not self.sparse_calls:
@@ -122,7 +122,7 @@ class Row:
 
     @property
     def of_prompt(self) -> bool:
-        """True if the method is sparse in the prefill only."""
+        """True if the method is sparse only in the prefill."""
         return self.prefill or (bool(self.density) and self.compression == 1)
 
     @property
@@ -131,7 +131,7 @@ class Row:
         return self.sparse_calls / max(1, self.sparse_calls + self.dense_calls)
 
 
-FIGURES = tuple(Outcome.__annotations__)
+METRICS = tuple(Outcome.__annotations__)
 
 
 def row_of(trials: Sequence[Trial], dense: Sequence[Trial], depths: Sequence[float | None], **about: Any) -> Row:
@@ -172,13 +172,13 @@ def row_of(trials: Sequence[Trial], dense: Sequence[Trial], depths: Sequence[flo
 
 
 def _means(outcomes: Sequence[Mapping[str, float]]) -> Outcome:
-    return Outcome(*(mean(outcome[name] for outcome in outcomes) for name in FIGURES))
+    return Outcome(*(mean(outcome[name] for outcome in outcomes) for name in METRICS))
 
 
 def _errors(outcomes: Sequence[Mapping[str, float]]) -> Outcome:
     if len(outcomes) < 2:
-        return Outcome(*(math.nan for _ in FIGURES))
-    return Outcome(*(stdev(outcome[name] for outcome in outcomes) / math.sqrt(len(outcomes)) for name in FIGURES))
+        return Outcome(*(math.nan for _ in METRICS))
+    return Outcome(*(stdev(outcome[name] for outcome in outcomes) / math.sqrt(len(outcomes)) for name in METRICS))
 
 
 def _depths(trials: Sequence[Trial], depths: Iterable[float | None]) -> dict[str, float]:
@@ -191,7 +191,7 @@ def _depths(trials: Sequence[Trial], depths: Iterable[float | None]) -> dict[str
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of the model. KV heads and head dims are lists if they differ between layers."""
+    """Name, type, hash and sizes of the model. KV heads and head dims are lists if they differ between layers."""
 
     name: str
     type: str
@@ -204,7 +204,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class TextFacts:
-    """Name, SHA-256, number of bytes and number of tokens of a text."""
+    """Name, SHA-256 hash, number of bytes and number of tokens of a text."""
 
     name: str
     sha256: str
@@ -214,7 +214,7 @@ class TextFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Inputs and machine of a run. Paths are as the user typed them. Environment variables are not stored."""
+    """Inputs and machine of a run, with paths as the user typed them and without environment variables."""
 
     command: str
     date: str

@@ -1,4 +1,4 @@
-"""``mlx-sparse eval``: measure the quality of methods on the user's model and text."""
+"""Implement ``mlx-sparse eval``: measure the quality of methods on the user's model and text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ DEFAULT_TASKS = ("repetition", "bits_per_byte")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the evaluation; return the exit code."""
+    """Run ``mlx-sparse eval`` with these arguments; return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
     args.command = shlex.join(["mlx-sparse", "eval", *argv])
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(folder: Path, rows: list[Row], facts: Facts) -> None:
-    """Write the results file with rows and facts of the run, and the HTML report."""
+    """Write the results file, whose lines repeat the facts of the run, and the HTML report."""
     run_of = {"run": as_json(facts)}
     lines = [json.dumps(as_json(row) | run_of, allow_nan=False) for row in rows]
     replace_file(folder / report.RESULTS, lambda new: new.write_text("\n".join(lines) + "\n", encoding="utf-8"))
@@ -62,10 +63,13 @@ def _write(folder: Path, rows: list[Row], facts: Facts) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse eval",
-        description="Compare methods with dense attention on real text, teacher-forced. A decode method runs the "
-        "decode steps after a dense prefill. A prefill method runs the prefill. Then bits_per_byte, repetition and "
-        "attention_recall score tokens inside the prompt, and the other tasks score the answer after it. METHOD+METHOD "
-        "is sparse in prefill and decode. Lists are separated by commas or spaces, --text by spaces.",
+        description=textwrap.fill(
+            "Compare methods with dense attention on real text, teacher-forced. A decode method runs the decode steps "
+            "after a dense prefill. A prefill method runs the prefill: bits_per_byte, repetition and attention_recall "
+            "then score tokens inside the prompt, and the other tasks score the answer after the prompt. METHOD+METHOD "
+            "is sparse in prefill and decode. Separate list items by commas or spaces, and texts by spaces.",
+            78,
+        ),
         epilog="Example:\n  mlx-sparse eval --methods sparq,h2o,streaming --tasks repetition --budget 1/2,1/8 "
         "--limit 50 --out results",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -84,8 +88,8 @@ def _parser() -> argparse.ArgumentParser:
         "--budget",
         "SHARE,...",
         [],
-        "shares of dense attention's transfers, such as 1/2,1/8; the formulas of the papers determine the parameters "
-        "that METHOD omits (default: the settings of METHOD)",
+        "shares of the bytes that dense attention moves, such as 1/2,1/8; the formulas of the papers determine the "
+        "parameters that METHOD omits (default: the settings of METHOD)",
     )
     add_list(
         "--kv-bits",
@@ -93,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         [],
         "after a dense prefill, also decode from KV caches quantized to N bits, densely and with each decode method",
     )
-    add_list("--context", "N,...", ["2k"], "prompt tokens (default: 2k)")
+    add_list("--context", "N,...", ["2k"], "prompt lengths in tokens (default: 2k)")
     add_number("--limit", 6, "examples per task")
     add_number("--batch", 8, "examples per batch")
     add_number("--prefill-step-size", 2048, "tokens per chunk of a sparse prefill")
@@ -101,14 +105,14 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         metavar="DIR",
         type=Path,
-        help="write results.jsonl and report.html there, and every trial immediately, so that the same command resumes "
-        "after an interruption",
+        help="folder for results.jsonl, report.html and all trials; the same command resumes from the trials after an "
+        "interruption",
     )
     return parser
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Read the lists, and raise an error for wrong options before anything is fetched or loaded."""
+    """Split the lists, and raise an error for invalid options before anything is fetched or loaded."""
     args.methods = read_methods(args.methods)
     args.tasks = _split_lists(args.tasks)
     args.budget = [read_budget(share) for share in _split_lists(args.budget)]
@@ -170,7 +174,7 @@ class _Evaluation:
         self.key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size, args.batch)
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows of all context lengths and tasks. A row follows when its examples have run."""
+        """Run all tasks at all context lengths. Yield each task's rows as soon as the task has run."""
         from tqdm import tqdm
 
         args, step = self.args, self.args.prefill_step_size
@@ -187,7 +191,7 @@ class _Evaluation:
                 yield from run(plan.task, subjects, plan.variants, progress, journal, **about)
 
     def plans(self) -> list[_Plan]:
-        """Make the examples of all tasks before anything runs, so that an unsuitable text raises an error early."""
+        """Generate the examples for all tasks before any task runs, so that unsuitable texts raise an error early."""
         args, plans = self.args, []
         for context in args.context:
             variants, left_out = variants_of(args.methods, args.budget, context, self.D)

@@ -1,4 +1,4 @@
-"""Run examples with dense attention and with methods, and score the predictions of the model."""
+"""Run examples with dense attention and with each method, and score the model's predictions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .tasks import Example, Passage, digest
 from .variants import DENSE, Variant
 
 Array = npt.NDArray[np.float64]
-SLICE = 128  # positions compared at once
+SLICE = 128  # positions to compare at once
 
 
 def log_softmax(logits: mx.array) -> mx.array:
@@ -36,7 +36,7 @@ def log_softmax(logits: mx.array) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def figures_of(logp: mx.array, dense: mx.array, targets: mx.array) -> Array:
+def position_scores(logp: mx.array, dense: mx.array, targets: mx.array) -> Array:
     """Compare the predictions of a method and of dense attention at each position.
 
     Args:
@@ -44,9 +44,9 @@ def figures_of(logp: mx.array, dense: mx.array, targets: mx.array) -> Array:
         targets: tokens ``(...)``.
 
     Returns:
-        float64 ``(..., 4)`` with four figures of each position. The first is the negative log-likelihood of the target
-        in nats. The next two are 0 or 1: the target is the most likely token; dense attention has the same most likely
-        token. The last is the KL divergence from dense attention in nats.
+        float64 ``(..., 4)``. Column 0 is the negative log-likelihood of the target in nats. Column 1 is 1 if the target
+        is the most likely token, else 0. Column 2 is 1 if dense attention has the same most likely token, else 0.
+        Column 3 is the KL divergence from dense attention in nats.
     """
     best = logp.argmax(axis=-1)
     nats = -mx.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
@@ -56,32 +56,32 @@ def figures_of(logp: mx.array, dense: mx.array, targets: mx.array) -> Array:
     return np.array(mx.stack([column.astype(mx.float32) for column in columns], axis=-1), np.float64)
 
 
-def outcome(figures: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
-    """Average ``figures (scored, 4)`` over the scored positions. Their text has ``n_bytes`` bytes.
+def outcome(scores: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
+    """Average the `position_scores` ``(scored, 4)`` of a text with ``n_bytes`` bytes.
 
     Raises:
         ConfigError: the model's logits are not finite.
     """
-    if not np.isfinite(figures).all():
+    if not np.isfinite(scores).all():
         raise ConfigError("--model: expected finite logits, got infinity or NaN. Use a copy in bfloat16 or float32.")
-    nats, right, agreed, kl = figures.sum(axis=0).tolist()
-    n = len(figures)
+    nats, right, agreed, kl = scores.sum(axis=0).tolist()
+    n = len(scores)
     return Outcome(nats / (math.log(2) * n_bytes), right / n, agreed / n, kl / n, matched, float(right == n))
 
 
-def step_outcome(figures: Array, example: Example, tokenizer: Any) -> Outcome:
-    """Return the outcome of an example from ``figures (len(target), 4)`` of its target tokens."""
+def step_outcome(scores: Array, example: Example, tokenizer: Any) -> Outcome:
+    """Return the outcome of an example from the `position_scores` ``(len(target), 4)`` of its target tokens."""
     scored = range(len(example.target)) if example.scored is None else example.scored
-    wrong = next((position for position in scored if not figures[position, 1]), len(example.target))
+    wrong = next((position for position in scored if not scores[position, 1]), len(example.target))
     text: str = tokenizer.decode([example.target[position] for position in scored])
     matched = len(tokenizer.decode([example.target[position] for position in scored if position < wrong]))
-    return outcome(figures[list(scored)], len(text.encode()), matched)
+    return outcome(scores[list(scored)], len(text.encode()), matched)
 
 
 def prompt_outcome(logits: mx.array, dense: mx.array, targets: Sequence[int], n_bytes: float) -> Outcome:
     """Compare ``logits (scored, vocabulary)`` of a prefill with the logits ``dense`` of dense attention."""
     rows = [slice(start, start + SLICE) for start in range(0, len(targets), SLICE)]
-    parts = [figures_of(log_softmax(logits[r]), log_softmax(dense[r]), mx.array(list(targets[r]))) for r in rows]
+    parts = [position_scores(log_softmax(logits[r]), log_softmax(dense[r]), mx.array(list(targets[r]))) for r in rows]
     return outcome(np.concatenate(parts), n_bytes)
 
 
@@ -89,11 +89,11 @@ DENSE_STEP = 512  # tokens per chunk of a dense prefill
 
 
 class Steps:
-    """A batch of prompts of one length and the teacher-forced decode steps after them.
+    """A batch of prompts of equal length, with teacher-forced decode steps after the prompts.
 
     Attributes:
-        depths: depth of each example's answer in the prompt; None for tasks without a depth.
-        digests: hash of each example (`tasks.digest`).
+        depths: depth of the answer in each example's prompt; None for tasks without a depth.
+        digests: hash of each example, from `tasks.digest`.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class Steps:
 
         Args:
             model, tokenizer: the model and its tokenizer.
-            examples: examples with prompts of one length.
-            step: tokens per chunk of a sparse prefill.
-            observed: a method that must observe the dense prefill. All methods decode from copies of its caches.
+            examples: examples with prompts of equal length.
+            step: number of tokens per chunk in a sparse prefill.
+            observed: a method that must observe the dense prefill. All methods decode from copies of these caches.
         """
         self.model, self.tokenizer, self.examples, self.step = model, tokenizer, examples, step
         self.observed = observed
@@ -132,11 +132,12 @@ class Steps:
         return logp
 
     def trials(self, variant: Variant) -> list[Trial]:
-        """Return the trial of a variant on each example. `DENSE` is the reference."""
+        """Return the trial of a variant on each example. For `DENSE`, compare `reference` with itself."""
         if variant == DENSE:
             each = zip(self.reference, self.targets, strict=True)  # one example at a time, to limit memory
-            return [Trial(found) for found in self._outcomes([figures_of(logp, logp, tokens) for logp, tokens in each])]
-        reference, figures = self.reference, []
+            scores = [position_scores(logp, logp, tokens) for logp, tokens in each]
+            return [Trial(found) for found in self._outcomes(scores)]
+        reference, scores = self.reference, []
         with_prompt = variant.stages[0] is not None
         cache = None if with_prompt else copy.deepcopy(self.cache)
         if cache is not None and variant.kv_bits is not None:
@@ -145,16 +146,16 @@ class Steps:
             cache = cache or prefill(self.model, self.prompts[:, :-1], self.step)
             for position in range(self.inputs.shape[1]):
                 logp = log_softmax(self.model(self.inputs[:, position : position + 1], cache=cache)[:, 0])
-                figures.append(figures_of(logp, reference[:, position], self.targets[:, position]))
-        return [trial_of(found, report, len(self.examples)) for found in self._outcomes(np.stack(figures, axis=1))]
+                scores.append(position_scores(logp, reference[:, position], self.targets[:, position]))
+        return [trial_of(found, report, len(self.examples)) for found in self._outcomes(np.stack(scores, axis=1))]
 
-    def _outcomes(self, figures: Iterable[Array]) -> list[Outcome]:
-        rows = zip(figures, self.examples, strict=True)
+    def _outcomes(self, scores: Iterable[Array]) -> list[Outcome]:
+        rows = zip(scores, self.examples, strict=True)
         return [step_outcome(of_one, example, self.tokenizer) for of_one, example in rows]
 
 
 class Prompt:
-    """A passage that a method processes in its prefill. This class has the attributes of `Steps` for one example."""
+    """A passage that a method processes in its prefill. The class has the same interface as `Steps`."""
 
     def __init__(self, model: Any, tokenizer: Any, passage: Passage, step: int, *, recall: bool = False) -> None:
         """Store a passage. With ``recall``, also measure attention recall, which needs all attention scores."""
@@ -192,7 +193,7 @@ def run(
     D: int,
     prefill: bool = False,
 ) -> list[Row]:
-    """Run every subject with dense attention and every variant, except for trials in the journal.
+    """Run every subject with dense attention and with every variant. Skip the trials that are in the journal.
 
     Args:
         task: name of the task.
@@ -200,12 +201,12 @@ def run(
         variants: the variants to run.
         progress: a progress bar that counts trials.
         journal: stored trials.
-        context: tokens of the prompt.
-        D: head dim for the formulas.
+        context: number of tokens in the prompt.
+        D: head dim that the formulas use.
         prefill: True if the subjects are passages.
 
     Returns:
-        the row of dense attention and one row for each variant.
+        The row of dense attention and one row for each variant.
     """
     found: dict[Variant, list[Trial]] = {variant: [] for variant in (DENSE, *variants)}
     keys = {variant: variant.key for variant in found}
@@ -247,7 +248,7 @@ def prefill(model: Any, tokens: mx.array, step: int) -> list[Any]:
 
 
 def passage_logits(model: Any, passage: Passage, step: int) -> tuple[mx.array, float]:
-    """Return float32 logits ``(scored, vocabulary)`` at the scored positions, and the seconds of the prefill."""
+    """Return float32 logits ``(scored, vocabulary)`` at the scored positions, and the prefill time in seconds."""
     cache: list[Any] = make_prompt_cache(model)
     rows = []
     began = time.perf_counter()
@@ -262,16 +263,16 @@ def passage_logits(model: Any, passage: Passage, step: int) -> tuple[mx.array, f
 
 def trial_of(outcome: Outcome, report: Report, examples: int = 1) -> Trial:
     """Combine an outcome and the report of its run into a trial. ``examples`` is the batch size."""
-    figures = report.prefill
+    stats = report.prefill
     prompt: dict[str, Any] = {}
-    if figures is not None and figures.calls:
-        prompt = {"density": [mean(heads) for heads in figures.density.values()], "sampled": figures.sampled}
-        if (recall := figures.recall) is not None:
+    if stats is not None and stats.calls:
+        prompt = {"density": [mean(heads) for heads in stats.density.values()], "sampled": stats.sampled}
+        if (recall := stats.recall) is not None:
             prompt["recall"] = [recall["min"], recall["low"], recall["mean"]]
     # Calls of layers that the method cannot serve, and of a stage without a method, do not count as fallbacks.
     reasons = Counter({reason: n for reason, n in report.dense_calls.items() if reason not in report.dense_layers})
     del reasons[NO_DECODE]
-    calls = report.sparse_calls + (figures.calls if figures is not None else 0)
+    calls = report.sparse_calls + (stats.calls if stats is not None else 0)
     moved, full = report.sparse_bytes / examples, report.dense_bytes / examples
     selectivity = report.buckets.selectivity if report.buckets is not None and report.sparse_calls else None
     counts = (calls, reasons.total(), moved, full)

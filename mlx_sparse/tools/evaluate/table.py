@@ -17,7 +17,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text. ``kinds`` has the kind of run of each row (`Row.served`)."""
+    """A table of strings. ``kinds`` contains `Row.served` for each row."""
 
     caption: str
     header: list[str]
@@ -34,7 +34,7 @@ def all_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def tables(rows: Sequence[Row], task: str) -> list[Table]:
-    """Return the tables of ``task``: decode steps after the prompt, and tokens inside a sparse prompt."""
+    """Return the tables of ``task``: for decode steps after the prompt, and for tokens inside a sparse prompt."""
     found = []
     for prefill, caption in ((False, "decode steps after the prompt"), (True, "tokens inside a sparse prompt")):
         chosen = [row for row in rows if row.task == task and row.prefill == prefill]
@@ -91,7 +91,7 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def _calls(row: Row) -> str:
-    """Return the number of sparse calls and the reasons of the dense calls."""
+    """Return the number of sparse calls and the reasons for the dense calls."""
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(row.dense_reasons.items()))
     return {
         "dense": "the baseline",

@@ -1,4 +1,4 @@
-"""Make teacher-forced tasks from real text: a prompt with the tokens after it, or one passage."""
+"""Generate teacher-forced tasks from real text: prompts with target tokens, or single passages."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Passage:
 
     @property
     def targets(self) -> list[int]:
-        """The next tokens of the scored positions."""
+        """The tokens that follow the scored positions."""
         return [self.tokens[position + 1] for position in self.scored]
 
 
 def digest(example: Example | Passage) -> str:
-    """Return a hash of the tokens and the scored positions, the key of stored results."""
+    """Return a hash of the tokens and the scored positions, which identifies stored results."""
     return hashlib.sha256(json.dumps(vars(example)).encode()).hexdigest()[:16]
 
 
@@ -73,13 +73,13 @@ def opening(tokenizer: Any) -> list[int]:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a part of a text, without opening tokens."""
+    """Return the tokens of a text, without the tokens of `opening`."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
 
 def starts(tokens: list[int], length: int, limit: int, rng: random.Random) -> list[int]:
-    """Return ``limit`` random start positions of ``length`` tokens in different parts of the text."""
+    """Return random start positions of ``limit`` excerpts with ``length`` tokens, from different parts of the text."""
     part = len(tokens) // limit
     if part < length:
         raise ConfigError(
@@ -98,7 +98,7 @@ COPY_EVERY, MAX_COPIES = 512, 4  # tokens of the second half of a passage per co
 
 
 def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Continue the text: the prompt starts at a random position, and the next `BITS_TOKENS` tokens are scored."""
+    """Yield continuations: the prompt starts at a random position, and the next `BITS_TOKENS` tokens are scored."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     length = context - len(first) + BITS_TOKENS
@@ -108,7 +108,7 @@ def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int
 
 
 def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Predict the second half of a text, at up to `MAX_SCORED` equidistant positions."""
+    """Predict the second half of a text, and score up to `MAX_SCORED` evenly spaced positions."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     for start in starts(tokens, context - len(first), limit, rng):
@@ -130,7 +130,7 @@ def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, s
 
 
 def copy_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Repeat excerpts of the first half at random positions in the second half. The starts of copies are not scored."""
+    """Repeat excerpts of the first half at random positions in the second half. The start of a copy is not scored."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     half, length = context // 2, COPY_PROMPT + COPY_TARGET
@@ -191,7 +191,7 @@ def insert_statements(
     context: int,
     depth: float,
 ) -> Example:
-    """Make an example of ``context`` tokens: the start of ``text`` with statements at their depths, and a question.
+    """Build a prompt of ``context`` tokens from the start of ``text``, statements at their depths and a question.
 
     Raises:
         ConfigError: ``context`` is too small for the statements.
@@ -209,7 +209,7 @@ def insert_statements(
 
 
 def numbers(rng: random.Random, count: int, text: str) -> list[str]:
-    """Return ``count`` different numbers of five digits that ``text`` does not contain."""
+    """Return ``count`` different five-digit numbers that ``text`` does not contain."""
     found: list[str] = []
     while len(found) < count:
         drawn = str(rng.randrange(10_000, 100_000))
@@ -239,7 +239,7 @@ def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed:
 
 
 def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Insert the pass keys of eight cities, and ask for one of them (multi-key needles of RULER)."""
+    """Insert the pass keys of eight cities, and ask for one of them (like RULER's multi-key needles)."""
 
     def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
         wanted = rng.choice(CITIES)
@@ -304,7 +304,7 @@ class Cloze:
 
 
 def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Complete a sentence of one of eight passages, like SQuAD with confusion contexts.
+    """Complete a sentence from one of eight passages, as in SQuAD with confusion contexts.
 
     The prompt quotes a sentence up to the answer. The answer is the first number in the sentence, else its first word
     with a capital letter, else its longest word. At least six words precede it, and it occurs only once in the prompt.
@@ -332,7 +332,7 @@ def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, see
 
 
 def _clozes(tokens: list[int], tokenizer: Any, start: int, least: int, most: int) -> Iterator[tuple[int, Cloze]]:
-    """Yield the start positions of passages after ``start``, each with a cloze of the passage."""
+    """Yield start positions of passages, beginning at ``start``, each with a cloze from the passage."""
     places = len(tokens) - most + 1
     for step in range(0, places, least):
         place = (start + step) % places
@@ -359,7 +359,7 @@ def _count(word: str, text: str) -> int:
 def _distractors(
     tokens: list[int], tokenizer: Any, cloze: Cloze, length: int, place: int, rng: random.Random
 ) -> list[int]:
-    """Return the start positions of at most `PARTS` - 1 distractors."""
+    """Return start positions of at most `PARTS` - 1 passages that share words with the cloze but omit its answer."""
     quoted = {token for token in encode(tokenizer, cloze.words) if WORD.search(tokenizer.decode([token]))}
     drawn = rng.sample(range(len(tokens) - length + 1), min(CANDIDATES, len(tokens) - length + 1))
     drawn.sort(key=lambda other: -len(quoted.intersection(tokens[other : other + length])))

@@ -1,4 +1,4 @@
-"""Read real texts: files, and named texts from Python or from pinned packages, which are read as data."""
+"""Read real texts: files, and named texts from Python's documentation or from pinned packages."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def read(names: list[str] | None, option: str = "--text", cache: Path | None = N
     """Read the texts ``names``: files, or names in `NAMES`. The default is Python's language reference.
 
     Raises:
-        ConfigError: a name, a value of ``option``, is neither a readable file nor a known name.
+        ConfigError: a name is neither a readable file nor in `NAMES`. The message begins with ``option``.
         ArtefactError: the text of a package is not available.
     """
     return [_read(name, option, cache or cache_directory()) for name in names or [DEFAULT]]
 
 
 def check(names: list[str] | None, option: str = "--text") -> None:
-    """Check that the files among ``names`` are readable, except for pipes. Nothing is fetched.
+    """Check that all files in ``names``, except for pipes, are readable. Nothing is fetched.
 
     Raises:
         ConfigError: as in `read`.

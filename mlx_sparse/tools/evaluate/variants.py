@@ -1,4 +1,4 @@
-"""Variants of an evaluation: methods with the settings that a budget determines."""
+"""Parse the methods of an evaluation, and fit their settings to a budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BudgetTooSmall(ConfigError):
 
 
 def read_budget(text: str) -> Fraction:
-    """Read a share of dense attention's transfers: ``"1/8"`` or ``"0.125"``.
+    """Parse a share of dense attention's transfers: ``"1/8"`` or ``"0.125"``.
 
     Raises:
         ConfigError: ``text`` is not a number above 0 and below 1.
@@ -35,7 +35,7 @@ def read_budget(text: str) -> Fraction:
 
 
 def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
-    """Return the share of dense attention's elements that a decode step moves, at ``S`` keys of head dim ``D``.
+    """Return the share of dense attention's elements that a decode step moves at ``S`` keys with head dim ``D``.
 
     If ``buckets`` is 0, use the buckets of the method's artefact. Return None for a prefill method, because its density
     is measured.
@@ -46,12 +46,12 @@ def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
 
 
 def fit_budget(method: str, budget: Fraction, S: int, D: int) -> str | None:
-    """Select the settings that ``method`` omits, so that it meets ``budget`` at ``S`` keys of head dim ``D``.
+    """Select the settings that ``method`` omits, so that it meets ``budget`` at ``S`` keys with head dim ``D``.
 
     Settings in the text of ``method`` are kept. ``dense_below`` becomes 0 unless set, so that the method is sparse.
 
     Returns:
-        The method as text, or None if the text of ``method`` sets everything.
+        The method as text, or None if the text of ``method`` omits no setting.
 
     Raises:
         BudgetTooSmall: no setting meets the budget.
@@ -66,14 +66,14 @@ def fit_budget(method: str, budget: Fraction, S: int, D: int) -> str | None:
 
 
 def _named(part: str, config: Method) -> set[str]:
-    """Return the names of the settings in the text of a method and in its preset."""
+    """Return the names of the settings that the text of a method sets, directly or with a preset."""
     pairs = [pair.partition("=") for pair in part.partition(":")[2].split(",") if pair]
     values = {key.strip(): value.strip() for key, _, value in pairs}
     return set(values) | set(config.presets.get(values.get("preset", ""), {}))
 
 
 def _largest(config: Method, size: str, budget: Fraction, S: int, D: int) -> Method:
-    """Return the method with the largest value of the setting ``size`` within the budget, by bisection."""
+    """Find the largest value of the setting ``size`` within the budget by bisection, and return the method with it."""
     buckets = buckets_of(config)
 
     def moves(value: int) -> float:
@@ -93,13 +93,13 @@ def _largest(config: Method, size: str, budget: Fraction, S: int, D: int) -> Met
 
 
 def buckets_of(config: Method) -> int:
-    """Return the number of buckets of a method with probes; 0 for other methods."""
+    """Return the number of buckets that a method has; 0 for methods without buckets."""
     return config.fitted_buckets if config.file is None else artefact.load(config.file).buckets
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A method to run.
+    """A method and the settings of its run.
 
     Attributes:
         method: the method as the user wrote it.
@@ -118,7 +118,7 @@ class Variant:
 
     @property
     def stages(self) -> tuple[Prefill | None, Method | None]:
-        """The prefill and the decode method; neither for dense attention."""
+        """The prefill method and the decode method; None for a stage with dense attention."""
         return (None, None) if self.attn == "dense" else select_methods(parse(self.attn))
 
     @property
@@ -129,7 +129,7 @@ class Variant:
         return self.attn + file + ("" if self.kv_bits is None else f" --kv-bits {self.kv_bits}")
 
     def formula(self, S: int, D: int) -> float | None:
-        """Return the share of dense attention's elements that a decode step moves, or None without a decode method."""
+        """Return the elements moved per decode step, relative to dense attention, or None if all steps are dense."""
         decode = self.stages[1]
         return None if decode is None else transfers(decode, S, D)
 
@@ -138,7 +138,7 @@ DENSE = Variant("dense", "dense")
 
 
 def read_methods(texts: Sequence[str]) -> list[str]:
-    """Read and check the methods of a command line. Dense attention is left out, because it always runs.
+    """Parse and check methods from the command line. Omit dense attention, which always runs.
 
     Raises:
         ConfigError, ArtefactError: a method, a setting or an artefact is invalid.
@@ -153,13 +153,13 @@ def read_methods(texts: Sequence[str]) -> list[str]:
 
 
 def quantized_variants(variants: Sequence[Variant], bits: Sequence[int]) -> list[Variant]:
-    """Return variants with KV caches quantized after a dense prefill: of dense attention and of each decode method."""
+    """Return dense attention and each decode method with KV caches that are quantized after a dense prefill."""
     steps = [variant for variant in (DENSE, *variants) if variant.stages[0] is None]
     return [replace(variant, kv_bits=each) for each in bits for variant in steps]
 
 
 def variants_of(methods: Sequence[str], budgets: Sequence[Fraction], S: int, D: int) -> tuple[list[Variant], list[str]]:
-    """Return every method at every budget, and a line for each budget that a method cannot meet."""
+    """Return a variant of every method at every budget, and a message for each budget that a method cannot meet."""
     variants, left_out = [], []
     for method in methods:
         if not budgets:

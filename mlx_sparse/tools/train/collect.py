@@ -28,19 +28,19 @@ STEP = 512  # tokens of a prefill chunk
 
 
 class _CollectionComplete(Exception):
-    """Signal that the last collected layer has attended to the chunk."""
+    """Signal that the last layer to collect has processed the chunk."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """A journal entry for a text whose ``tokens`` were all collected."""
+    """A journal entry for a text of ``tokens`` tokens that was completely collected."""
 
     tokens: int
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Index of a layer in the model's list of caches, and the sizes of its attention."""
+    """Index of a layer in the model's list of caches, and its attention parameters."""
 
     layer: int
     Hq: int
@@ -54,13 +54,13 @@ class Collection:
     """A folder with float16 arrays of each layer: all keys and sampled queries of each text, before and after RoPE.
 
     Attributes:
-        folder: the folder of the files.
+        folder: the folder that contains the files.
         layer_shapes: the collected layers by index.
         windows: number of texts.
-        length: tokens of each text.
-        queries: sampled queries of each text.
+        length: number of tokens in each text.
+        queries: number of sampled queries per text.
         first: lowest position of a sampled query.
-        seed: seed of the sample.
+        seed: random seed for sampling the queries.
     """
 
     folder: Path
@@ -82,12 +82,12 @@ class Collection:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the complete folder."""
+        """Size of the complete folder in bytes."""
         shapes = [shape for layer in self.layer_shapes.values() for shape in self._shapes(layer).values()]
         return sum(2 * math.prod(shape) for shape in shapes)
 
     def texts(self, layer: int) -> Texts:
-        """Map the collected tensors of one layer from disk.
+        """Memory-map the collected tensors of one layer.
 
         Raises:
             ArtefactError: the files are missing or damaged.
@@ -113,7 +113,7 @@ class Collection:
         return self.folder / f"layer-{layer:03}.{name}.f16"
 
     def _write(self, seen: Seen, window: int, before: tuple[mx.array, mx.array]) -> None:
-        """Write all keys and the sampled queries of one chunk and layer."""
+        """Write all keys and the sampled queries of one chunk in one layer."""
         start, stop = seen.position, seen.position + seen.queries.shape[2]
         inside = np.flatnonzero((self.positions[window] >= start) & (self.positions[window] < stop))
         chunk_rows = mx.array(self.positions[window][inside] - start)
@@ -158,17 +158,17 @@ def collect(
 ) -> Collection:
     """Run ``model`` on texts of equal length, and store the queries and keys of its attention layers.
 
-    The files take `Collection.bytes`. Memory contains the model, its cache of one text, and one chunk of one layer.
-    Texts that an interrupted run with the same ``key`` completed are skipped.
+    The files take `Collection.bytes` on disk. The model, the KV caches of one text, and one chunk of one layer are in
+    memory. Texts that an interrupted run with the same ``key`` completed are skipped.
 
     Args:
-        model: an mlx-lm model that is not enabled.
+        model: an mlx-lm model without sparse attention.
         layer_shapes: the layers to collect, from `find_layer_shapes`.
         windows: tokens of each text.
         folder: an existing folder for the files.
         queries: number of queries to sample from each text.
         first: lowest position of a sampled query.
-        seed: seed of the sample.
+        seed: seed for sampling the queries.
         key: hash of the inputs of the run.
         progress: a progress bar that counts tokens.
 
@@ -285,10 +285,10 @@ def find_layer_shapes(model: Any, dense_layers: int) -> dict[int, LayerShape]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create ``folder`` and lock it for this run. The lock ends with the process.
+    """Create ``folder``, and lock it while the ``with`` block runs.
 
     Raises:
-        ConfigError: another run holds the lock.
+        ConfigError: another run has locked the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:

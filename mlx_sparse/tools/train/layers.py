@@ -26,16 +26,16 @@ FEW = 16  # queries; the mean of fewer queries is too noisy
 
 @dataclass(frozen=True)
 class HeadReport:
-    """Report of one KV head.
+    """Training and held-out statistics of one KV head.
 
     Attributes:
         layer, head: index of the layer and of its KV head.
-        rows: number of training rows (long-range queries). With too few rows the head keeps the k-means router.
+        rows: number of training rows (long-range queries). If there are too few, the head keeps the k-means router.
         long_range: share of the held-out queries that are long-range.
-        loss: KL divergence in nats of each router from the targets of the long-range held-out queries; empty if there
-            are none.
-        recall: recall of each router at `SELECTIVITIES`.
-        imbalance: imbalance of the held-out keys (saap.13).
+        loss: KL(target || router) in nats for each router, averaged over the long-range held-out queries; empty if
+            there are no such queries.
+        recall: attention recall of each router at `SELECTIVITIES`.
+        imbalance: imbalance of the buckets of the held-out keys (saap.13).
     """
 
     layer: int
@@ -48,7 +48,7 @@ class HeadReport:
 
 
 def table(heads: Sequence[HeadReport]) -> str:
-    """Return a Markdown table with a line for each head and a line of means."""
+    """Return a Markdown table with one line per head and a line with the means."""
     at = [f"{share:.0%}" for share in SELECTIVITIES]
     header = ["layer", "head", "rows", *(f"loss {name}" for name in ROUTERS)]
     header += [f"{name} {share}" for name in ROUTERS for share in at] + ["imbalance"]
@@ -64,8 +64,8 @@ def table(heads: Sequence[HeadReport]) -> str:
     notes = [
         f"rows: long-range queries used for training; a head with fewer than {MIN_ROWS} routes by its centroids.",
         "The other columns use held-out text. loss: KL divergence from the long-range attention per bucket.",
-        "ROUTER N%: share of the long-range attention on the visited keys, if N% of the keys outside the exact part",
-        "are visited. kmeans is the baseline that routes by centroids. imbalance: 1 if all buckets are equal.",
+        "ROUTER N%: share of the long-range attention on the visited keys, if N% of the keys that are not always",
+        "attended are visited. kmeans: baseline that routes by centroids. imbalance: 1 if all buckets have equal size.",
     ]
     return "\n".join([formats.table(header, [*lines, [*cells, ""]]), "", *notes])
 
@@ -89,8 +89,8 @@ def as_dict(heads: Sequence[HeadReport]) -> dict[str, Any]:
 
 
 POINTS = 256  # keys per bucket for k-means, as in Faiss
-MAX_HELD_OUT = 1024  # queries used of one held-out text
-MAX_REPORTED = 2048  # queries used of all held-out texts, to limit memory
+MAX_HELD_OUT = 1024  # largest number of queries from one held-out text
+MAX_REPORTED = 2048  # largest number of queries from all held-out texts, to limit memory
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class Recipe:
     Attributes:
         buckets: number of clusters per KV head.
         distances: distances that define long-range keys and queries.
-        training: parameters of the query networks.
-        max_rows: largest number of training rows of a head. The targets take ``2 * max_rows * buckets`` bytes per head.
+        training: hyperparameters of the query networks.
+        max_rows: largest number of training rows per head. The targets take ``2 * max_rows * buckets`` bytes per head.
         seed: seed of k-means and of the sampled rows.
     """
 
@@ -153,7 +153,7 @@ def fit_centroids(keys: Array, buckets: int, *, seed: int = 0) -> Array:
 
 
 def bucket_ids(keys: Array, centroids: Array) -> Array:
-    """Return the int32 buckets ``(W, Hkv, S)`` of ``keys (W, Hkv, S, D)``, one head of one text in memory at a time."""
+    """Return int32 bucket ids ``(W, Hkv, S)`` of ``keys (W, Hkv, S, D)``. Load one head of one text at a time."""
     ids = np.empty(keys.shape[:3], np.int32)
     for window, head in np.ndindex(*keys.shape[:2]):
         rows = mx.array(np.asarray(keys[window, head], np.float32))
@@ -162,7 +162,7 @@ def bucket_ids(keys: Array, centroids: Array) -> Array:
 
 
 def head_rows(texts: Texts, ids: Array, head: int, recipe: Recipe) -> Rows:
-    """Return the training rows of one head."""
+    """Return the long-range queries of one head with their targets, for training or for the report."""
     options: dict[str, Any] = {"buckets": recipe.buckets, "distances": recipe.distances, "seed": recipe.seed}
     return long_range_rows(texts, ids, head, max_rows=recipe.max_rows, **options)
 
@@ -202,12 +202,12 @@ def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], 
 
 @dataclass(frozen=True)
 class Indexed:
-    """Queries of one KV head and their attention by bucket.
+    """Attention per bucket for the queries of one KV head's group.
 
     Attributes:
         mass: ``(n, G, C)`` share of each query's softmax mass on the far keys of each bucket.
         keys: ``(n, C)`` number of far keys in each bucket at the query's position.
-        distance: ``(n, G)`` distance from each query to its best key.
+        distance: ``(n, G)`` distance from each query to its highest-scoring key, from `best_distance`.
     """
 
     mass: Array
@@ -216,7 +216,7 @@ class Indexed:
 
 
 def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Distances) -> Indexed:
-    """Compute the attention by bucket of one KV head. ``ids (W, Hkv, S)`` are the buckets of the keys."""
+    """Compute the attention per bucket for one KV head's queries. ``ids (W, Hkv, S)`` are the buckets of the keys."""
     G = texts.rope_queries.shape[1] // texts.heads
     mass, keys, distance = [], [], []
     for window, positions in enumerate(texts.positions):
@@ -243,11 +243,11 @@ def keys_per_bucket(ids: Array, positions: Array, buckets: int, distances: Dista
 
 
 def curve(indexed: Indexed, scores: Array, distances: Distances) -> tuple[Array, Array]:
-    """Compute recall by selectivity if the buckets are visited in descending order of ``scores (n, C)``.
+    """Compute the recall at each selectivity. Buckets are visited in descending order of ``scores (n, C)``.
 
     Returns:
         Selectivity and recall, both ``(C + 1,)``. Selectivity is the share of the far keys in the visited buckets,
-        averaged over positions. Recall is the share of the far attention on these keys. It is averaged over the
+        averaged over positions. Recall is these keys' share of the far attention. It is averaged over the
         long-range queries, or over all queries if fewer than `FEW` are long-range.
     """
     order = np.argsort(-scores, axis=1, kind="stable")
@@ -267,7 +267,7 @@ def router_scores(queries: Array, layer: Layer, head: int) -> Array:
 
 
 def centroid_scores(queries: Array, layer: Layer, head: int, *, scale: float) -> Array:
-    """Return the `router_scores` of the k-means baseline. Its logits are ``scale`` times query-centroid products."""
+    """Return the `router_scores` of the k-means baseline. Its logits are inner products, scaled by ``scale``."""
     rows = mx.array(queries.reshape(1, -1, queries.shape[-1]))
     return _summed(scale * rows @ layer.centroids[head].astype(mx.float32).T, queries)
 
@@ -278,13 +278,13 @@ def _summed(logits: mx.array, queries: Array) -> Array:
 
 
 def grouped_queries(texts: Texts, head: int) -> Array:
-    """Return the pre-RoPE queries ``(G, n, D)`` of all texts, in the order of `Indexed`."""
+    """Return the pre-RoPE queries ``(G, n, D)`` of all texts, in the same order as in `Indexed`."""
     source = texts.pre_rope_queries
     return np.concatenate([texts.group(source, window, head) for window in range(len(source))], axis=1)
 
 
 def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) -> dict[str, float]:
-    """Return KL(target || router) in nats of both routers, averaged over ``rows``; empty if there are no rows.
+    """Return KL(target || router) in nats for both routers, averaged over ``rows``; empty if there are no rows.
 
     Args:
         rows: held-out rows.
@@ -309,6 +309,6 @@ def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) 
 
 
 def imbalance(ids: Array, recipe: Recipe) -> float:
-    """Return the imbalance of the buckets ``ids (W, S)`` of all keys after the sinks (saap.13)."""
+    """Return the imbalance (saap.13) of the buckets ``ids (W, S)``. Sinks are excluded."""
     sizes = np.bincount(ids[:, recipe.distances.sink_tokens :].ravel(), minlength=recipe.buckets).astype(np.float64)
     return float(recipe.buckets * (sizes**2).sum() / sizes.sum() ** 2)

@@ -1,8 +1,8 @@
-"""Train the query networks of a layer's KV heads: docs/spec/saap.md, (saap.5), (saap.6).
+"""Train the query networks of a layer's KV heads. See docs/spec/saap.md, (saap.5) and (saap.6).
 
-A network is ``D -> hidden -> batch norm, ReLU -> buckets, softmax``. All heads share batched products. Batch
-norm replaces the first bias. After training, batch norm is folded into the weight and bias of the hidden layer, with
-the statistics of all training rows.
+A network is ``D -> hidden -> batch norm, ReLU -> buckets, softmax``. All heads of a layer are trained at
+once. The shift of batch norm is the bias of the hidden layer. After training, batch norm is folded into the weight
+and bias of the hidden layer, with the statistics of all training rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Spread:
 
     @classmethod
     def of(cls, queries: Sequence[npt.NDArray[Any]]) -> Spread:
-        """Compute the mean and covariance of the ``(N, D)`` queries of each head."""
+        """Compute the mean and covariance of each head's queries ``(N, D)``."""
         means = np.stack([rows.mean(axis=0, keepdims=True, dtype=np.float64) for rows in queries])
         spread = [(rows - mean).T @ (rows - mean) / len(rows) for rows, mean in zip(queries, means, strict=True)]
         return cls(mx.array(means.astype(np.float32)), mx.array(np.stack(spread).astype(np.float32)))
@@ -49,10 +49,10 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
     The first ``2 D`` hidden units are ``[I, -I]``. The others are random, and their output weights are 0.
 
     Args:
-        centroids: ``(Hkv, C, D)``.
-        spread: mean and covariance of the queries. Gain and shift are set such that batch norm is the identity.
+        centroids: k-means centroids ``(Hkv, C, D)``.
+        spread: mean and covariance of the queries. The initial gain and shift make batch norm the identity.
         hidden: number of hidden units.
-        scale: scale of the inner products.
+        scale: scale of the inner products of queries and centroids.
         seed: seed of the random hidden units.
     """
     Hkv, _, D = centroids.shape
@@ -70,7 +70,10 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
 
 
 def router(centroids: mx.array, hidden: int, scale: float) -> Params:
-    """Return the k-means router ``scale * <query, centroid>`` of ``centroids (Hkv, C, D)`` as a folded network."""
+    """Return a folded network that computes the k-means logits ``scale * <query, centroid>``.
+
+    ``centroids`` is ``(Hkv, C, D)``.
+    """
     Hkv, C, D = centroids.shape
     assert hidden >= 2 * D
     identity = mx.broadcast_to(mx.eye(D), (Hkv, D, D))
@@ -88,7 +91,7 @@ def router(centroids: mx.array, hidden: int, scale: float) -> Params:
 def loss(params: Params, rows: mx.array, target: mx.array) -> mx.array:
     """Return the cross-entropy between ``target (Hkv, n, C)`` and the predictions for queries ``rows (Hkv, n, D)``.
 
-    The result is a mean over rows and a sum over heads. It differs from KL(target || f) by the entropy of the target.
+    The result is a mean over rows and a sum over heads. It is KL(target || predictions) plus the entropy of the target.
     """
     x = rows @ params["hidden_weight"]
     mean, variance = x.mean(axis=1, keepdims=True), x.var(axis=1, keepdims=True)
@@ -98,7 +101,7 @@ def loss(params: Params, rows: mx.array, target: mx.array) -> mx.array:
 
 
 def cross_entropy(logits: mx.array, target: mx.array) -> mx.array:
-    """Return the cross-entropy ``(Hkv,)`` of targets and logits ``(Hkv, n, C)``, averaged over the ``n`` rows."""
+    """Return the cross-entropy ``(Hkv,)`` between targets and logits ``(Hkv, n, C)``, averaged over the ``n`` rows."""
     total = target.sum(axis=-1)
     return (mx.logsumexp(logits, axis=-1) * total - (logits * target).sum(axis=-1)).mean(axis=-1)
 
@@ -136,12 +139,12 @@ MIN_ROWS = 64  # a head with fewer long-range queries keeps the k-means router
 
 @dataclass(frozen=True)
 class Training:
-    """Parameters of the training.
+    """Hyperparameters of the query networks.
 
     Attributes:
         hidden: number of hidden units.
-        steps: steps of Adam.
-        batch: rows per step and head.
+        steps: number of Adam steps.
+        batch: number of rows per step and head.
         rate: learning rate of the first step.
         seed: seed of the initial networks and of the batches.
     """
@@ -153,12 +156,12 @@ class Training:
     seed: int = 0
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate of a step. It falls from ``rate`` to 0 as half a period of a cosine."""
+        """Return the learning rate of a step. It decays from ``rate`` to 0 along a cosine."""
         return self.rate * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
 
 def has_enough_rows(rows: Rows) -> bool:
-    """Return True if a head has enough rows for training."""
+    """Return True if a head has at least `MIN_ROWS` training rows."""
     return len(rows.queries) >= MIN_ROWS
 
 
@@ -174,8 +177,8 @@ def train_layer(
 
     Args:
         rows: training rows of each KV head.
-        centroids: ``(Hkv, C, D)``.
-        training: parameters of the training.
+        centroids: k-means centroids ``(Hkv, C, D)``.
+        training: hyperparameters of the networks.
         scale: scale of the attention scores and of the k-means router.
         progress: a progress bar that counts steps.
     """
@@ -214,7 +217,7 @@ def _train(
 
 
 def _batch(rows: Sequence[Rows], training: Training, step: int) -> tuple[mx.array, mx.array]:
-    """Draw queries ``(heads, batch, D)`` and targets ``(heads, batch, C)``. They depend only on seed and step."""
+    """Draw queries ``(heads, batch, D)`` and targets ``(heads, batch, C)``. Seed and step determine the draw."""
     random = np.random.default_rng([training.seed, step])
     chosen = [random.integers(0, len(found.queries), training.batch) for found in rows]
     queries = np.stack([found.queries[rows] for found, rows in zip(rows, chosen, strict=True)])

@@ -1,6 +1,6 @@
-"""Make the training rows of a layer's query networks: long-range queries and their attention by bucket.
+"""Build training rows for a layer's query networks: long-range queries and their attention per bucket.
 
-docs/spec/saap.md, (saap.3), (saap.4).
+See docs/spec/saap.md, (saap.3) and (saap.4).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Distances:
     """Distances in tokens that define far keys and long-range queries.
 
     Attributes:
-        sink_tokens, recent_tokens: sizes of the exact part. A key is far from a query if it is not a sink and at
-            least ``recent_tokens`` positions away.
-        farthest_top: a query is long-range if its best key without sinks is more than ``farthest_top`` positions away.
+        sink_tokens, recent_tokens: numbers of first and last keys that every query attends to. A key is far from a
+            query if it is not a sink and at least ``recent_tokens`` positions away.
+        farthest_top: a query is long-range if its highest-scoring key (except sinks) is farther away than this.
     """
 
     sink_tokens: int = 1
@@ -40,7 +40,7 @@ class Distances:
 
     @property
     def exact(self) -> int:
-        """Number of tokens in the exact part."""
+        """Number of sink and recent tokens, which every query attends to."""
         return self.sink_tokens + self.recent_tokens
 
 
@@ -52,7 +52,7 @@ class Texts:
         pre_rope_keys, rope_keys: keys ``(W, Hkv, S, D)`` before and after RoPE.
         pre_rope_queries, rope_queries: sampled queries ``(W, Hq, n, D)`` before and after RoPE.
         positions: ascending positions ``(W, n)`` of the queries in their text.
-        scale: scale of the scores.
+        scale: scale of the attention scores.
     """
 
     pre_rope_keys: Array
@@ -68,25 +68,25 @@ class Texts:
         return int(self.pre_rope_keys.shape[1])
 
     def thinned(self, max_rows: int) -> Texts:
-        """Return the same texts with at most ``max_rows`` equidistant queries of each text."""
+        """Return the same texts with at most ``max_rows`` evenly spaced queries per text."""
         every = slice(None, None, -(-self.positions.shape[1] // max_rows))
         before, after = (array[:, :, every] for array in (self.pre_rope_queries, self.rope_queries))
         return replace(self, pre_rope_queries=before, rope_queries=after, positions=self.positions[:, every])
 
     def group(self, array: Array, window: int, head: int) -> Array:
-        """Return the queries of one KV head as float32 ``(G, n, D)``."""
+        """Return the queries of one text and KV head in ``array`` as float32 ``(G, n, D)``."""
         G = array.shape[1] // self.heads
         return np.asarray(array[window, head * G : (head + 1) * G], np.float32)
 
 
 def best_distance(queries: Array, keys: Array, positions: Array, *, distances: Distances) -> Array:
-    """Return the int32 distance ``(n,)`` of each query to its best key without sinks, or -1 if there is no such key.
+    """Return the int32 distance ``(n,)`` from each query to its highest-scoring key except sinks; -1 if all are sinks.
 
     Args:
         queries: ``(n, D)`` after RoPE, at ``positions (n,)``. Each query attends to the keys up to its position.
         keys: ``(S, D)`` of a whole text, after RoPE.
-        positions: ``(n,)``.
-        distances: definition of sinks.
+        positions: ``(n,)`` positions of the queries in the text.
+        distances: distances that define the sinks.
     """
 
     def distance(at: mx.array, behind: mx.array, logits: mx.array) -> mx.array:
@@ -184,7 +184,7 @@ def long_range_rows(
         buckets: number of buckets.
         distances: definition of long-range keys and queries.
         max_rows: largest number of rows.
-        seed: seed of the sample.
+        seed: seed for sampling the rows.
     """
     windows, G = len(texts.rope_keys), texts.rope_queries.shape[1] // texts.heads
     share = -(-max_rows // windows)

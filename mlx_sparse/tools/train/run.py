@@ -1,4 +1,4 @@
-"""``mlx-sparse train-saap``: train the centroids and query networks of SAAP for a model on text."""
+"""Implement ``mlx-sparse train-saap``: train the centroids and query networks of SAAP for a model on text."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _advice(args: argparse.Namespace) -> str:
-    """Return the ``--attn`` text for the file, with all settings that differ from the defaults."""
+    """Return the ``--attn`` text for the trained file, with all settings that differ from the defaults."""
     usual = SAAP()
     own: dict[str, Any] = {"probes": min(usual.probes, max(args.buckets // 16, 1))}
     own |= {"sink_tokens": args.sink_tokens, "recent_tokens": args.recent_tokens, "dense_layers": args.dense_layers}
@@ -108,9 +108,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise an error for wrong options before anything is fetched or loaded."""
+    """Raise an error for invalid options before anything is fetched or loaded."""
     if args.out.suffix != ".safetensors" or not args.out.parent.is_dir():
-        raise ConfigError(f"--out: expected a name in .safetensors in a folder that exists, got {args.out}.")
+        raise ConfigError(f"--out: expected a name ending in .safetensors in a folder that exists, got {args.out}.")
     if args.out.exists():
         load(args.out)  # raises an error for a file of another program
     for name, limits in LIMITS.items():
@@ -135,7 +135,7 @@ def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
     model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_license)
     of_model = identity(model)
     if args.out.exists() and dict(load(args.out).model) != of_model:
-        raise ConfigError(f"--out: expected a new file or a file for this model, got {args.out} for another.")
+        raise ConfigError(f"--out: expected a new file or a file for this model, got {args.out} for another model.")
     texts = _texts(args, tokenizer, config)
     layer_shapes = _select_layers(args, model)
     recipe = _recipe(args, layer_shapes, texts[0])
@@ -156,7 +156,7 @@ def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
 
 
 def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the training texts and the held-out texts, each of ``--context`` tokens."""
+    """Return the training texts and the held-out texts. Each text has ``--context`` tokens."""
     limit = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
     context: int = min(limit or LONGEST, LONGEST) if args.context is None else args.context
     _check_context(context, args.distances.exact, limit)
@@ -179,7 +179,7 @@ def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> 
 
 
 def _cut(tokens: list[int], length: int, most: int, opening: list[int]) -> list[list[int]]:
-    """Cut ``tokens`` into at most ``most`` equidistant texts of ``length`` tokens, and prepend ``opening`` to each."""
+    """Cut at most ``most`` evenly spaced texts of ``length`` tokens from ``tokens``; prepend ``opening`` to each."""
     count = min(len(tokens) // length, most)
     starts = [i * (len(tokens) - length) // max(count - 1, 1) for i in range(count)]
     return [opening + tokens[start : start + length] for start in starts]

@@ -1,4 +1,4 @@
-"""Describe how each attention method is exported: one module per method, and the table of decode methods."""
+"""Export the attention methods, one module per method, and define the table of decode methods."""
 
 from __future__ import annotations
 

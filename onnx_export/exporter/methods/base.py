@@ -13,8 +13,8 @@ from mlx_sparse.methods import Method
 from ...operators import OPERATORS
 from ..graph import Graph
 
-# For verification: number of prompt tokens, and maximum number of keys that a sparse step attends to. This number is
-# small, so that a step after the short prompt is already sparse.
+# For verification: number of prompt tokens, and maximum number of keys that a sparse step attends to. KEYS is less than
+# PROMPT, so that a step after the prompt is sparse.
 PROMPT, KEYS = 8, 4
 
 
@@ -26,8 +26,8 @@ class Step:
         layer: layer number.
         query: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``, the new token included.
-        before: the query and all keys before RoPE, in the shapes above.
-        scale: factor of the logits.
+        before: ``query`` and ``keys`` before RoPE is applied.
+        scale: factor by which the logits are multiplied.
     """
 
     layer: int
@@ -43,9 +43,9 @@ class Decoding:
     """Decode method of an exported file. This class decodes densely; subclasses are sparse.
 
     Attributes:
-        operator: name of the operator that appends to the caches and attends. Its states (``past_*`` and
+        operator: name of the operator that appends to the caches and computes attention. Its states (``past_*`` and
             ``present_*``) become inputs and outputs of the file.
-        method: settings with every "auto" resolved.
+        method: settings, with every "auto" resolved.
         group: number of consecutive keys that are quantized together; 0 if the method quantizes no keys.
     """
 
@@ -55,7 +55,7 @@ class Decoding:
 
     @classmethod
     def resolve(cls, config: Any, model: Any) -> Decoding:
-        """Return the decode method for the settings ``config``, with every "auto" resolved for mlx-lm's ``model``.
+        """Return the decode method for ``config``, with every "auto" resolved for mlx-lm's ``model``.
 
         Raises:
             ConfigError: a setting does not fit the model, or cannot be exported.
@@ -80,7 +80,7 @@ class Decoding:
         return str(self.method)
 
     def supports(self, layer: int) -> bool:
-        """Return True if the method supports this layer, which has no sliding window."""
+        """Return True if ``layer`` can use the method. The caller excludes layers with a sliding window."""
         return True
 
     def attributes(self, lanes: int) -> dict[str, float]:
@@ -91,15 +91,15 @@ class Decoding:
         return {}
 
     def axes(self, capacity: int) -> dict[str, int]:
-        """Return the lengths of the axes that only states of this operator have, for caches of ``capacity`` tokens."""
+        """Return the lengths of the axes that only this operator has, for caches of ``capacity`` tokens."""
         return {}
 
     def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
-        """Return inputs of only this operator by name: queries or keys (B, L, H, D) ``before`` or ``after`` RoPE."""
+        """Return additional inputs by name, made from queries and keys (B, L, H, D) ``before`` or ``after`` RoPE."""
         return {}
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
-        """Add the weights of the operator to the graph. Return the name of each weight by input."""
+        """Add the weights of the operator to the graph. Return a dict from input names to weight names."""
         return {}
 
     def attend(self, call: Step) -> mx.array:
@@ -107,5 +107,5 @@ class Decoding:
         raise NotImplementedError
 
     def shortened(self) -> Decoding:
-        """Return the method with other settings: steps after `PROMPT` tokens are sparse, over at most `KEYS` keys."""
+        """Return a copy for verification. It is sparse after `PROMPT` tokens and attends to at most `KEYS` keys."""
         return self

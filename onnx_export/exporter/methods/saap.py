@@ -44,7 +44,7 @@ class SaapDecoding(Decoding):
 
     @property
     def text(self) -> str:
-        """Return the method as text, with the file name of the artefact in place of its path, which may be private."""
+        """Return the method as text, with only the file name of the artefact, because its path may be private."""
         assert self.method.artefact is not None  # resolve() raises otherwise
         return str(dataclasses.replace(self.method, artefact=Path(self.method.artefact).name))
 
@@ -95,7 +95,7 @@ class SaapDecoding(Decoding):
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
-        """Head dim, number of buckets, and number of network weights that a step reads per KV head."""
+        """Head dim, number of buckets, and number of query network weights per KV head."""
         layer = next(iter(self.layers.values()))
         heads, buckets, D = layer.centroids.shape
         network = layer.arrays()
@@ -103,7 +103,7 @@ class SaapDecoding(Decoding):
 
 
 def _saap_layers(config: SAAP, model: Any) -> Mapping[int, artefact.Layer]:
-    """Load the artefact of ``config`` and return its layers, by number, that use SAAP in ``model``.
+    """Load the artefact of ``config``. Return the layers that use SAAP in ``model``, by layer number.
 
     Raises:
         ArtefactError: the file is damaged, or was trained for another model.

@@ -12,11 +12,11 @@ from mlx_sparse.methods import Sample
 
 from ...defaults import SAMPLE_BELOW
 
-SHORT_PROMPT, SHORT_BLOCK = 160, 32  # tokens: a `shortened` method skips blocks in a prompt of this length
+SHORT_PROMPT, SHORT_BLOCK = 160, 32  # prompt length and block size of `shortened`, in tokens
 
 
 def resolve(config: Sample, max_length: int) -> Sample:
-    """Return SampleAttention with one setting for all context lengths, because operator attributes are constant.
+    """Return SampleAttention with the same settings for all context lengths, because operator attributes are constant.
 
     Raises:
         ConfigError: context ranges within ``max_length`` have different settings, or ``dense_above`` is set.
@@ -50,7 +50,7 @@ def attend(config: Sample, queries: mx.array, keys: mx.array, values: mx.array, 
 
 
 def shortened(config: Sample) -> Sample:
-    """Return settings with which prefill of `SHORT_PROMPT` random tokens skips blocks, for verification."""
+    """Return settings for verification, with which a prefill of `SHORT_PROMPT` random tokens skips blocks."""
     return dataclasses.replace(
         config,
         alpha_column=config.alpha_column / 2,

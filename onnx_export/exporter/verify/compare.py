@@ -1,4 +1,4 @@
-"""Compare the logits of an exported file with the logits of MLX."""
+"""Compare the logits of an exported file with MLX's logits."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Agreement:
     """Differences between the logits of a file and of MLX.
 
     Attributes:
-        dense: largest difference with dense attention.
-        sparse: largest difference in the median row after a sparse step; None if decoding is dense.
+        dense: largest absolute difference with dense attention.
+        sparse: median over rows of the largest difference after a sparse step; None if decoding is dense.
         largest: largest absolute logit of MLX.
-        sampled: largest difference in the median row after sampled prefill, or None.
-        coded: largest difference in the median row after a step over int4 scoring keys, or None.
+        sampled: the same median after prefill with SampleAttention; None if prefill is dense.
+        coded: the same median after a decode step with int4 scoring keys; None without such keys.
     """
 
     dense: float
@@ -50,16 +50,16 @@ class Agreement:
 
 
 def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Target, lower: Lower) -> Agreement:
-    """Compare the file, and a copy with float32 caches that shares its data, with MLX on ONNX Runtime.
+    """Run the file and a copy with float32 caches on ONNX Runtime, and compare their logits with MLX.
 
     Native kernels are used only if the operators have no function body.
 
     Args:
-        model: the model without the transformation ``lower``.
+        model: the model before the transformation ``lower``.
         folder: the folder of model.onnx and its data.
-        expected: logits and tolerances of MLX.
+        expected: logits that MLX computed, and tolerances.
         target: settings of the file.
-        lower: last transformation of the file, such as `inline`, which is applied to the copy too.
+        lower: last transformation of the file, such as `inline`; it is applied to the copy too.
 
     Raises:
         ArtefactError: the logits differ by more than the tolerance.
@@ -87,7 +87,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
     of_long: list[float | None] = []
     longer = (
         (expected.sampled, "a sampled prompt"),
-        (expected.coded, "coded keys"),
+        (expected.coded, "int4 scoring keys"),
     )
     for long, where in longer:
         if long is None:
@@ -104,10 +104,10 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
 
 
 def _median_error(got: Array, wanted: Array, dense: Array, allowed: float, *, where: str) -> float:
-    """Return the largest difference in the median row, or raise `ArtefactError` if it exceeds the tolerance.
+    """Return the median over rows of the largest difference. Raise `ArtefactError` if the median exceeds ``allowed``.
 
-    Rounding may swap keys or blocks with almost equal scores. A swap is rare and changes the logits less than missing
-    keys would. The median over the rows ignores it.
+    Rounding may swap keys or blocks with almost equal scores. Swaps are rare, so they do not change the median. In each
+    row, the difference may exceed ``allowed`` by the difference between sparse and dense logits.
     """
     error = np.abs(got - wanted).max(axis=1)
     median = float(np.median(error))
@@ -124,7 +124,7 @@ def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
 
 
 def _steps(file: File, tokens: Array) -> list[Array]:
-    """Return the logits after prefill of `PROMPT` tokens and the logits after one more token."""
+    """Return the logits after a prefill of `PROMPT` tokens, and the logits after one more token."""
     return [file.step(tokens[:, begin:end]).copy() for begin, end in ((0, PROMPT), (PROMPT, PROMPT + 1))]
 
 

@@ -1,4 +1,4 @@
-"""Copy an exported model with other settings, so that its methods are sparse on short prompts."""
+"""Copy an exported model for verification, with settings that make attention to short prompts sparse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
-    """Return a copy of the model with float32 caches and with methods that are sparse on short prompts."""
+    """Return a copy of the model that has float32 caches and sparse attention even for short prompts."""
     made = onnx.ModelProto()
     made.CopyFrom(model)
     for tensor in (*made.graph.input, *made.graph.output):

@@ -29,21 +29,21 @@ from ..weights import QUANTIZED
 Array = npt.NDArray[Any]
 Attention = Callable[..., mx.array]
 
-ATTENTION = "scaled_dot_product_attention"  # name under which models import mlx-lm's function
+ATTENTION = "scaled_dot_product_attention"  # name of mlx-lm's attention function in model modules
 ROWS = 3  # number of prompts
-SLACK = 2  # factor of the tolerance, because rounding errors can be larger than the noise, which has a typical size
+SLACK = 2  # tolerance per measured difference, because rounding errors can exceed the noise
 
 
 @dataclass(frozen=True)
 class FirstLayers:
-    """Logits of a model with only the first layers, computed in MLX for a longer prompt with a sparse method.
+    """MLX's logits for a longer prompt, computed with only the first layers of a model and a sparse method.
 
     Attributes:
         layers: number of layers before the norm and the head.
-        chunks: tokens of successive calls, each (rows, number of tokens).
+        chunks: token ids for successive calls, each of shape (rows, number of tokens).
         logits: logits (rows, vocabulary) with the sparse method.
         dense: logits (rows, vocabulary) with dense attention.
-        error: tolerance of the largest difference in the median row.
+        error: tolerance for the median over rows of the largest difference.
     """
 
     layers: int
@@ -59,13 +59,13 @@ class Expected:
 
     Attributes:
         tokens: token ids (rows, PROMPT + 1).
-        logits: (rows, vocabulary) after prefill, after a dense step with one more token, and after a sparse step with
-            the same token. The last array is missing if the method is dense.
-        rounded: tolerance of the file's dense logits.
-        dense: tolerance of dense logits with float32 caches.
-        sparse: tolerance of the sparse logits of the median row with float32 caches.
-        sampled: logits after a prompt of several blocks; None if prefill is dense.
-        coded: logits after a prompt and a step that each fill a group of keys; None if no keys are quantized.
+        logits: arrays (rows, vocabulary): after prefill, after a dense step with one more token, and after a sparse
+            step with the same token. The last array is missing if the method is dense.
+        rounded: tolerance for the dense logits of the file.
+        dense: tolerance for dense logits with float32 caches.
+        sparse: tolerance, with float32 caches, for the median over rows of each row's largest sparse-logit difference.
+        sampled: results of the first layers for a prompt of several blocks; None if prefill is dense.
+        coded: results of the first layers for a prompt and a step that each fill a group; None without int4 keys.
     """
 
     tokens: Array
@@ -78,9 +78,9 @@ class Expected:
 
 
 def reference(model: Any, target: Target) -> Expected:
-    """Compute the logits and tolerances on the CPU, because Metal's matrix products may be less exact than float32.
+    """Compute logits and tolerances on the CPU, because Metal's matrix products may be less exact than float32.
 
-    This replaces the parameters of ``model`` by the rounded parameters of the file.
+    This function rounds the parameters of ``model`` in place, as the exporter does for the file.
 
     Raises:
         ArtefactError: the logits are not finite.
@@ -130,7 +130,7 @@ def _reference(model: Any, target: Target) -> Expected:
 
 
 def _run_first_layers(model: Any, short: Target, count: int, last: int, noise: float) -> FirstLayers:
-    """Compute logits with the first layers for ``count`` tokens. The ``last`` tokens are a separate call."""
+    """Run the first layers on ``count`` random tokens. The last ``last`` tokens get a separate call."""
     embedding = model.model.embed_tokens
     tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], (ROWS, count))
     chunks = np.split(tokens, [count - last], axis=1) if last else [tokens]
@@ -138,7 +138,7 @@ def _run_first_layers(model: Any, short: Target, count: int, last: int, noise: f
     unbounded = [i for i, layer in enumerate(model.layers) if not window_of(layer, model)]
     layers = min(len(model.layers), (unbounded[:2] or [0])[-1] + 2)
     runs = []
-    caches = [make_prompt_cache(model) for _ in range(3)]  # of all layers, from which models read their layer types
+    caches = [make_prompt_cache(model) for _ in range(3)]  # for all layers, because models read layer types here
     with _replaced((model.model, "layers", model.model.layers[:layers])):  # skip the other layers
         with _sparse(model, short):
             for embedding.noise in (noise, 0.0):
@@ -170,7 +170,7 @@ def _columns(module: Any) -> int:
 
 
 def largest(found: Sequence[Array], wanted: Sequence[Array]) -> float:
-    """Return the largest absolute difference of two lists of arrays, or NaN if any difference is NaN."""
+    """Return the largest absolute difference between two lists of arrays, or NaN if any difference is NaN."""
     return float(np.max([np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)]))
 
 
@@ -189,7 +189,7 @@ def _as_stored(model: Any, dtype: str) -> None:
 
 
 class _Float32Embedding(nn.Module):
-    """Embedding with float32 output and relative ``noise``, so that all later activations are float32."""
+    """Embedding with float32 output, so that all later activations are float32, and with relative ``noise``."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -218,7 +218,7 @@ class _LastTokenHead(nn.Module):
 
 
 def _layer_by_layer(model: Any) -> AbstractContextManager[None]:
-    """Evaluate the model layer by layer, so that only one layer has float32 weights in memory at a time."""
+    """Return a context that evaluates layers one by one, so that only one layer has float32 weights in memory."""
     layer = type(model.layers[0])
     original = layer.__call__
 
@@ -243,7 +243,7 @@ class _RecordedRope:
 
 
 def _sparse(model: Any, short: Target) -> AbstractContextManager[None]:
-    """Patch the attention of mlx-lm: use sparse functions of `mlx_sparse` in the layers that are sparse in the file.
+    """Return a context in which the layers that are sparse in the file call `mlx_sparse` instead of mlx-lm's attention.
 
     The prompt before a decode step must be a single call.
     """
@@ -273,7 +273,7 @@ def _sparse(model: Any, short: Target) -> AbstractContextManager[None]:
 
 
 def _rounding(model: Any, dtype: str) -> AbstractContextManager[None]:
-    """Patch the attention of mlx-lm to round queries, keys, values and output to the type of the caches."""
+    """Return a context in which mlx-lm's attention rounds its inputs and outputs to the type of the caches."""
     kind = getattr(mx, dtype)
 
     def rounded(array: mx.array) -> mx.array:
