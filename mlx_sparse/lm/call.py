@@ -181,7 +181,7 @@ class Call:
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Run a prefill chunk, or a decode step without a valid plan. Return None if the library must attend densely."""
+        """Run a prefill chunk, or a decode step without a valid plan. Return None if the library must attend."""
         if isinstance(cache, SparseQuantized) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)
