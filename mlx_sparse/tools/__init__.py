@@ -1,1 +1,1 @@
-"""Implement the commands evaluate, bench, train, tune, advise, try and doctor. Only cli.py imports them."""
+"""Implement the ``mlx-sparse`` commands, such as evaluate, bench and try. The library itself imports none of them."""

@@ -41,7 +41,7 @@ CONTEXTS = (4096, 32_768, 131_072)  # context lengths in the table, in addition 
 FIRST_LINE = "# Written by mlx-sparse advise"
 MIN_COPIED = 0.5  # smallest copying accuracy of dense attention that allows a comparison
 MIN_SPEEDUP = 1.1  # smallest speed-up that is worthwhile
-# The thresholds are the effect of rounding the weights of two models to 5 bits (docs/results/quality.md).
+# The thresholds are as large as the effect of rounding model weights to 5 bits (docs/results/quality.md).
 COPY, TEXT = "repetition", "bits_per_byte"  # tasks: copy an excerpt of the prompt, continue the text
 STEPS = 20  # predicted tokens of an example
 MAX_KL = 0.05  # nats, in both tasks
@@ -52,11 +52,12 @@ ORACLE = "oracle_top_k"  # the best selection of keys; if it fails, every select
 
 @dataclass(frozen=True)
 class Attempt:
-    """A variant and its results.
+    """A method with its settings, and its results in both tasks.
 
     Attributes:
         variant: the method with its settings.
-        share: share of dense attention's elements that the variant moves; None if the method has no formula.
+        share: elements that the variant moves, divided by the elements that dense attention moves; None if the method
+            has no formula.
         rows: one row of results for each task.
     """
 
@@ -66,7 +67,7 @@ class Attempt:
 
     @property
     def sparse(self) -> bool:
-        """True if any call was sparse."""
+        """True if at least one attention call was sparse."""
         return any(row.sparse_calls for row in self.rows)
 
     @property
@@ -76,7 +77,10 @@ class Attempt:
 
 
 def passes(row: Row) -> bool:
-    """Return True if the KL divergence is at most `MAX_KL` and the agreement is not clearly below `MIN_AGREEMENT`."""
+    """Return True if the results in ``row`` are within the thresholds `MAX_KL` and `MIN_AGREEMENT`.
+
+    The agreement may be up to `SLACK` standard errors below its threshold.
+    """
     tokens = row.examples * STEPS
     error = (row.mean.agreement * (1 - row.mean.agreement) / tokens) ** 0.5
     return row.mean.kl <= MAX_KL and row.mean.agreement + SLACK * error >= MIN_AGREEMENT[row.task]
@@ -84,13 +88,13 @@ def passes(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class Quality:
-    """Quality of dense attention and all attempts.
+    """Measured quality of dense attention and of all attempts.
 
     Attributes:
         dense: results of dense attention, one row for each task.
         oracle: attempts with `ORACLE`, the best selection of keys.
-        attempts: attempts with the methods.
-        left_out: reasons why a method could not run at a budget.
+        attempts: attempts with the requested methods.
+        left_out: one message for each method and budget that could not run.
     """
 
     dense: list[Row]
@@ -105,7 +109,7 @@ class Quality:
 
     @property
     def best(self) -> Attempt | None:
-        """The passing attempt that moves the fewest elements, or None. `ORACLE` is only a bound and is left out."""
+        """The passing attempt that moves the fewest elements, or None. `ORACLE` does not count: it is only a bound."""
         passing = [one for one in self.attempts if one.passes and one.share and one.variant.method != ORACLE]
         return None if self.oracle_fails else min(passing, key=lambda one: one.share or 0, default=None)
 
@@ -122,20 +126,22 @@ def measure(
     seed: int,
     D: int,
 ) -> Quality:
-    """Run `ORACLE`, then the methods. Try each method with smaller and smaller budgets until the method fails.
+    """Measure the quality of `ORACLE`, and then of each method, from the largest budget down until the method fails.
+
+    If `ORACLE` fails at every budget, the methods are skipped.
 
     Args:
         model, tokenizer: the model and its tokenizer.
         tokens: tokens of the text.
-        methods: texts of the decode methods.
-        budgets: shares of dense attention's transfers.
+        methods: decode methods as text.
+        budgets: shares of dense attention's transfers that a method may use.
         context: number of tokens in each prompt.
         limit: number of examples per task.
         seed: random seed for the examples.
         D: head dim of the layers.
 
     Raises:
-        ConfigError: the text is too short, or no budget can be met.
+        ConfigError: the text is too short, or `ORACLE` cannot meet any of the budgets.
     """
     wanted = [ORACLE, *(method for method in methods if method != ORACLE)]
     variants, left_out = variants_of(wanted, sorted(budgets, reverse=True), context, D)
@@ -146,7 +152,7 @@ def measure(
         made = TASKS[task](tokens, tokenizer, context=context, limit=limit, seed=seed)
         examples = [dataclasses.replace(example, target=example.target[:STEPS]) for example in made]
         subjects[task] = Steps(model, tokenizer, examples, DENSE_STEP, observed=observed)
-    journal: Journal[Trial] = Journal(None, "", "", Trial)  # dense attention runs only once
+    journal: Journal[Trial] = Journal(None, "", "", Trial)  # stores dense results, so that dense attention runs once
     found: dict[str, list[Attempt]] = {ORACLE: []}
     dense: list[Row] = []
     with tqdm(variants, unit="run", desc="quality", disable=None) as progress:
@@ -170,10 +176,10 @@ class Candidate:
     Attributes:
         method: the method as text.
         served: the layers that can be sparse.
-        layers: number of attention layers.
-        dense: number of dense layers for each reason.
-        keys: crossover length in keys.
-        how: source of the crossover length.
+        layers: number of attention layers in the model.
+        dense: number of layers that always stay dense, for each reason.
+        keys: largest crossover length of the served layers, in keys.
+        how: source of this crossover length.
     """
 
     method: str
@@ -197,9 +203,9 @@ class Page:
         made_for: maximum context length in the model's config, or None.
         traffic: bytes that a decode step reads.
         candidates: the methods that can run.
-        refused: one sentence for each other method, with the reason why it cannot run.
-        text: description of the examples.
-        quality: measured quality; None if it was not measured.
+        refused: one sentence for each method that cannot run, with the reason.
+        text: description of the examples on which quality was measured.
+        quality: the measured quality; None if quality was not measured.
     """
 
     model: str
@@ -321,9 +327,10 @@ class Page:
 
 
 def for_everyday_use(best: Attempt) -> Method:
-    """Return the attempt's method with the user's ``dense_below``. Experimental methods also get the default budget.
+    """Return the method of the attempt ``best`` with settings for long contexts.
 
-    Attempts use short prompts, so they select few keys and set ``dense_below`` to 0.
+    An attempt has short prompts, so its method selects few keys and sets ``dense_below`` to 0. The returned method has
+    the requested ``dense_below``. It also has the default budget if the budget of ``best`` is only for short texts.
     """
     config = best.variant.stages[1]
     assert config is not None
@@ -338,7 +345,7 @@ def for_everyday_use(best: Attempt) -> Method:
 
 
 def toml(config: Method, model: str, day: str, text: str) -> str:
-    """Return TOML text for ``--attn-config``."""
+    """Return TOML text for ``--attn-config``. A comment contains ``model``, ``day`` and ``text``."""
     fields = [field for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
     # JSON values are TOML values. JSON text has no line breaks, so a name cannot end the comment.
     settings = [f"{field.name} = {json.dumps(getattr(config, field.name))}" for field in fields]
@@ -387,7 +394,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Parse the options in ``args``, and raise an error for invalid options before anything is fetched or loaded."""
     args.methods = read_methods([args.methods])
     for method in args.methods:
         if any(isinstance(config, Prefill) for config in parse(method)):

@@ -28,8 +28,8 @@ from ..model_info import config_of
 from .evaluate.tasks import encode
 from .progress import Update, stage, token_bar
 
-CHUNK = 512  # tokens of a prefill chunk, so that the progress bar moves on a CPU
-TURNS = 2  # runs of each kind, one after the other; the steps of both count
+CHUNK = 512  # tokens of a prefill chunk; small, so that the progress bar also moves on a CPU
+TURNS = 2  # number of dense runs and of sparse runs, which alternate; the steps of all runs count
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Prompt:
     """Tokens of a chat prompt with a long document.
 
     Attributes:
-        document: tokens of the chat template's start and the document. A shorter context omits the last tokens.
-        end: tokens after the document: the question and the end of the chat template.
+        document: tokens of the chat template's start and of the document. For a short context, the last tokens are cut.
+        end: tokens of the question and of the chat template's end.
     """
 
     document: list[int]
@@ -87,7 +87,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Dense and sparse decoding of the same prompt.
+    """Results of decoding the same prompt with dense and with sparse attention.
 
     Attributes:
         attn: the sparse method as text.
@@ -98,7 +98,7 @@ class Comparison:
         forced: True if the method was sparse below its crossover length, because a longer context was impossible.
         prefill_seconds: time of the prefill in seconds.
         dense, sparse: the decoded answers.
-        report: the report of the sparse run.
+        report: counts of the last sparse run, from `Report.as_dict`.
     """
 
     attn: str
@@ -129,7 +129,10 @@ class Comparison:
         return self.dense.tokens == self.sparse.tokens
 
     def bytes_per_token(self, kind: str) -> float | None:
-        """Return the bytes of K and V per token for ``kind``, "dense" or "sparse"; None if no step was sparse."""
+        """Return the bytes of K and V that ``kind`` attention ("dense" or "sparse") moves per token in a sparse run.
+
+        If no step was sparse, return None.
+        """
         calls = self.report["sparse_calls"]
         return self.report[f"{kind}_bytes"] / calls * self.report["served_layers"] if calls else None
 
@@ -158,8 +161,8 @@ def compare(
     """Prefill a prompt once, and decode densely and sparsely from the saved prompt cache.
 
     The prompt has ``context`` tokens, by default ``margin`` times the crossover length. The prompt is shorter if the
-    document, the model or ``seconds`` limits its length. If ``context`` is None and the crossover length exceeds this
-    limit, the method is sparse below its crossover length.
+    document, the model or ``seconds`` limits its length. If ``context`` is None and the prompt is shorter than the
+    crossover length, the method is sparse below its crossover length.
 
     Args:
         model, tokenizer: a loaded model, on which `enable` was not called, and its tokenizer.
@@ -218,7 +221,10 @@ def compare(
 
 
 def measure_crossover(model: Any, config: Method, calibration: Calibration) -> tuple[list[str], int]:
-    """Return descriptions of the layers' crossover lengths, and the largest length in keys. Measure unknown lengths."""
+    """Return descriptions of the layers' crossover lengths, and the largest of these lengths in keys.
+
+    If ``calibration.measures`` is True, unknown lengths are measured first.
+    """
     enable(model, config, calibration=calibration)
     try:
         plan = plan_of(model)

@@ -25,7 +25,7 @@ class LayerCache:
     """Size of one layer's cache, for one sequence.
 
     Attributes:
-        kind: `FULL`, `WINDOW`, `LINEAR` (a state of fixed size) or `LATENT` (a latent for keys and values).
+        kind: `FULL`, `WINDOW`, `LINEAR` (a state of fixed size) or `LATENT` (compressed keys and values).
         per_token: bytes per token in the cache.
         fixed: bytes that do not depend on the number of tokens.
         window: maximum number of tokens; None if there is no limit.
@@ -55,12 +55,15 @@ class Served:
     layers: int
 
     def dense_bytes(self, S: int) -> int:
-        """Return the bytes that dense attention reads in these layers at ``S`` keys."""
+        """Return the bytes that dense attention moves in all ``layers`` at ``S`` keys."""
         step = self.layer.step
         return self.layers * step.heads * step.itemsize * dense_elements(S, step.D)
 
     def saved(self, S: int) -> int:
-        """Return the bytes that the method saves at ``S`` keys, by its formula; 0 if the method attends to all keys."""
+        """Return the bytes that the method saves over dense attention at ``S`` keys, according to its formula.
+
+        If the method attends to all keys, return 0.
+        """
         if S <= self.config.attended:
             return 0
         step = self.layer.step
@@ -84,11 +87,11 @@ class Traffic:
         return sum(cache.nbytes(S) for cache in self.caches)
 
     def share(self, S: int) -> float:
-        """Return the share of a decode step's bytes that are read from the caches, at ``S`` tokens."""
+        """Return the caches' share of all bytes that a decode step reads at ``S`` tokens."""
         return self.kv(S) / (self.weights + self.kv(S))
 
     def bound(self, S: int, served: Iterable[Served]) -> float:
-        """Return an upper bound on a decode step's speed-up, from the bytes read. ``served`` are the sparse layers."""
+        """Return an upper bound on a decode step's speed-up at ``S`` tokens if the layers in ``served`` are sparse."""
         total = self.weights + self.kv(S)
         return total / max(1, total - sum(one.saved(S) for one in served))
 
@@ -99,9 +102,10 @@ def traffic_of(model: Any) -> Traffic:
 
 
 class _Readers:
-    """Count the attention calls that read each cache. All calls stay dense.
+    """Counter of the attention calls that read each cache. All calls stay dense.
 
-    A layer that shares the cache of another layer passes the keys of that layer to `attend`, and may omit the cache.
+    A layer that shares another layer's cache passes that layer's keys to `attend`, possibly without the cache. Then
+    the key array identifies the cache.
     """
 
     def __init__(self, caches: list[Any]) -> None:
@@ -118,7 +122,7 @@ class _Readers:
 
 
 def layer_caches(model: Any) -> tuple[LayerCache, ...]:
-    """Return the size of each layer's cache in a model."""
+    """Run ``model`` on one token, and return the kind and size of each layer's cache."""
     caches = make_prompt_cache(model)
     readers = _Readers(leaves(caches))
     names, token = seam.bind(model), seam.active.set(readers)
@@ -131,7 +135,7 @@ def layer_caches(model: Any) -> tuple[LayerCache, ...]:
 
 
 def _layer_cache(leaf: Any, readers: int) -> LayerCache:
-    """Return the kind and size of a cache. ``leaf`` must contain one token."""
+    """Return the kind and size of the cache ``leaf``, which must contain exactly one token."""
     keys, values = getattr(leaf, "keys", None), getattr(leaf, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array) or keys.ndim != 4:
         state: Any = tree_flatten(leaf.state)

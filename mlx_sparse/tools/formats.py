@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Check the options of `add_options` before anything runs.
+    """Check the options -o and --out before anything runs.
 
     Raises:
         ConfigError: the output format is unknown, or the folder of ``--out`` does not exist or is not writable.
@@ -46,10 +46,10 @@ def check_folder(option: str, path: Path | None) -> None:
 
 
 def check_own(option: str, path: Path | None, first_line: str) -> None:
-    """Check that ``path`` is a new TOML file, or that this command wrote the file: it begins with ``first_line``.
+    """Check that ``path`` names a new TOML file, or an earlier output of the command, which begins with ``first_line``.
 
     Raises:
-        ConfigError: the folder does not exist, the name does not end in .toml, or the first line is different.
+        ConfigError: the folder does not exist, the name does not end in .toml, or another file has this name.
     """
     if path is None:
         return
@@ -92,13 +92,13 @@ class Printer:
         return bool(self._form == "jsonl")
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """Add a result, and print it if `at_once`."""
+        """Add the result ``line``. If the output format is JSON lines, also print the result."""
         self.lines.append(line)
         if self.at_once:
             self._print(json.dumps({**line, "run": self._facts}, default=str))
 
     def end(self, text: str, right: bool) -> None:
-        """Print the remaining output. ``text`` has all results as Markdown; ``right`` is True if they are correct."""
+        """Print the remaining output. ``text`` is the Markdown output; ``right`` is True if all results are correct."""
         if self.at_once:
             self.line({"kind": "end", "right": right, "text": text})
         elif self._form == "md":
@@ -120,5 +120,5 @@ def table(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write ``text`` and a final line break to a file atomically."""
+    """Write ``text`` and a final line break to the file ``path`` atomically."""
     replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))

@@ -18,7 +18,8 @@ from ..checks import ArtefactError
 def generate_command(model: str, max_tokens: int) -> list[str]:
     """Return the command that runs this environment's ``mlx_lm.generate`` greedily on a prompt from standard input.
 
-    The command begins with the script's name if the script is on PATH, else with the script's path or with Python.
+    The command begins with the script's name if the script is on PATH, otherwise with the script's path. If there is
+    no script, the command begins with ``python -m mlx_lm generate``.
     """
     script = Path(sysconfig.get_path("scripts")) / "mlx_lm.generate"
     command = [sys.executable, "-m", "mlx_lm", "generate"]
@@ -29,7 +30,9 @@ def generate_command(model: str, max_tokens: int) -> list[str]:
 
 
 def run_command(name: str, command: list[str], prompt: str, environment: dict[str, str]) -> tuple[str, str]:
-    """Run a command with the prompt on standard input. Return its standard output and standard error.
+    """Run ``command`` with ``prompt`` on standard input, and return its standard output and standard error.
+
+    ``name`` describes the run in messages.
 
     Raises:
         ArtefactError: the command fails. The message contains the last line of standard error.
@@ -51,9 +54,9 @@ COUNTS = {"attn", "dense_calls", "layers", "served_layers", "sparse_calls", "spa
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a run: the answer, numbers of tokens, mlx-lm's speeds in tokens per second, and the report.
+    """Result of an ``mlx_lm.generate`` run: the answer, token counts, speeds in tokens per second, and the report.
 
-    The report is None for a dense run.
+    ``report`` contains the entry for the model in ``--attn-report json``. A dense run has no report.
     """
 
     text: str
@@ -62,7 +65,7 @@ class Outcome:
     generation_tokens: int
     generation_tps: float
     report: dict[str, Any] | None = None
-    peak_memory: float | None = None  # GB, by MLX's counter
+    peak_memory: float | None = None  # GB, as reported by MLX
 
 
 def parse_outcome(output: tuple[str, str]) -> Outcome:
@@ -79,7 +82,7 @@ def parse_outcome(output: tuple[str, str]) -> Outcome:
 
 
 def parse_report(err: str) -> dict[str, Any] | None:
-    """Return the first model's entry in the last report on standard error, or None if there is no report."""
+    """Return the first model's entry in the last report in ``err``, or None if ``err`` contains no report."""
     lines = [line for line in err.splitlines() if line.startswith(REPORT_START)]
     if not lines:
         return None

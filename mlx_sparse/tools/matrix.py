@@ -10,7 +10,7 @@ from ..methods.table import BACKENDS, FUNCTIONS
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return one row per method. ``backends`` maps each backend to "yes" or to the reason why it cannot run here."""
+    """Return one row per method. ``backends`` maps each backend name to "yes" or the reason why it cannot run here."""
     return [
         {
             "method": name,
@@ -23,7 +23,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def markdown() -> str:
-    """Return the README's table, which is the same on every machine. It omits methods that only two backends have."""
+    """Return the README's table, which is the same on every machine and omits methods that only two backends have."""
     lines = [f"| method | {' | '.join(BACKENDS)} |", f"|---|{'---|' * len(BACKENDS)}"]
     for name in METHODS:
         if len(FUNCTIONS[name]) == 2:
@@ -34,7 +34,7 @@ def markdown() -> str:
 
 
 def text() -> str:
-    """Return the table as text for a terminal, with the reasons why backends cannot run here."""
+    """Return the support matrix as text for a terminal, with the reason for each backend that cannot run here."""
     lines = [f"{'method':<19}{'stage':<20}" + "".join(f"{backend:<10}" for backend in BACKENDS)]
     for row in rows():
         cells = [row["backends"].get(backend, "no") for backend in BACKENDS]

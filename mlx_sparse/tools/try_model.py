@@ -1,4 +1,4 @@
-"""Implement ``mlx-sparse try``: answer a question about a long text densely and sparsely, and compare."""
+"""Implement ``mlx-sparse try``: answer a question about a long text with dense and with sparse attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEY = "71853"
 NOTE = f"A note to the reader: the pass key of this text is {KEY}. Please remember that the pass key is {KEY}."
 QUESTION = "That was the text. What is the pass key? Answer with: The pass key is, and its five digits."
 AFTER_KEY = 4000  # characters between the pass key and the question
-MARGIN = 3  # the default context is this many times the crossover length
+MARGIN = 3  # ratio of the default context to the crossover length
 SECONDS = 90.0  # longest time of the prefill
 WIDTH = 80
 BAR = 40  # characters of the longer bar
@@ -119,9 +119,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def split_text(text: str, question: str | None) -> tuple[str, str]:
-    """Split a text into the part that may be cut to fit the context, and the rest with the question.
+    """Return the part of the prompt that may be cut to fit the context, and the rest, which ends with the question.
 
-    Without a question, state `KEY` before the last `AFTER_KEY` characters, and ask for it.
+    If ``question`` is None, insert a pass key `AFTER_KEY` characters before the end of ``text``, and ask for the key.
     """
     if question is not None:
         return text, f"\n\n{question}"
@@ -164,7 +164,7 @@ def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
 
 
 def _reason(found: Comparison) -> str:
-    """Return the reason for the prompt length; "" if neither the time limit nor the default set the length."""
+    """Explain a prompt length that the time limit or the default determined. Return "" for any other length."""
     if found.context < found.target:
         return f", the longest that fits into about {SECONDS:.0f} s"
     if found.crossover < NEVER and found.target == MARGIN * found.crossover:

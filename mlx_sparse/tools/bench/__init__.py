@@ -1,1 +1,1 @@
-"""Benchmark MLX, ONNX Runtime and CUDA. core.py and command.py do not import mlx, torch or onnx."""
+"""Benchmark sparse attention on MLX, ONNX Runtime and CUDA. core.py and command.py do not import mlx, torch or onnx."""

@@ -64,7 +64,7 @@ def run(request: Request, runtime: object, printer: formats.Printer) -> bool:
     for number, case in enumerate(request.cases):
         log(f"[{number + 1}/{len(request.cases)}] {case}")
         now = time.monotonic()
-        # Later cases take longer, so share the remaining time only with the next case.
+        # Later cases take longer, so each case except the last gets only half of the remaining time.
         until = now + (end - now) / min(2, len(request.cases) - number)
         found = [Row(case, "", note=f"skipped: the time budget of {request.budget:g} s was used up")]
         if now < end:

@@ -88,7 +88,7 @@ class Request:
         methods, backends, cases: methods, backends and cases to time, in all combinations.
         repeat: number of timed turns. Each variant runs once per turn.
         budget: time budget in seconds.
-        kv_bits: also time each method with KV caches quantized to these numbers of bits (MLX only).
+        kv_bits: bits per element of the quantized KV caches with which each method is also timed (MLX only).
         threads: number of ONNX Runtime threads.
     """
 
@@ -112,7 +112,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float], unit: float = 1.0) -> Spread:
-        """Return the quartiles of the samples, divided by ``unit``."""
+        """Return the quartiles of ``samples``, divided by ``unit``."""
         some = samples if len(samples) > 1 else [*samples, *samples]
         return cls(*(value / unit for value in quantiles(some, method="inclusive")))
 
@@ -122,7 +122,7 @@ class Spread:
         return f"{middle} ({low} to {high})"
 
 
-ENDS = {"": "median", "_low": "low", "_high": "high"}  # suffixes of a row's fields
+ENDS = {"": "median", "_low": "low", "_high": "high"}  # suffix of a JSON field: attribute of `Spread`
 SIDES = ("dense_us", "sparse_us", "plain_read_us", "ratio")
 
 
@@ -187,7 +187,7 @@ class Variant(ABC):
 
     @abstractmethod
     def check(self) -> str | None:
-        """Return a description of a wrong result, or None."""
+        """Check the result. Return a description of the error, or None if the result is correct."""
 
     @abstractmethod
     def run(self, turn: int) -> float:
@@ -197,9 +197,9 @@ class Variant(ABC):
 def measure(
     case: Any, variants: Iterable[Variant], repeat: int, warm_up: int = 0, until: float = float("inf")
 ) -> list[Row]:
-    """Check every variant, then time the correct variants alternately.
+    """Check every variant, time the correct variants alternately, and return the rows to print.
 
-    If the iterator ``variants`` raises an error, add a row with the error, and time the variants before the error.
+    If the iterator ``variants`` raises an error, add a row with the error, and time only the variants that came before.
     """
     every: list[Variant] = []
     rows: list[Row] = []
@@ -232,7 +232,10 @@ def prepare_and_check(variant: Variant) -> bool:
 def take_turns(
     variants: Sequence[Variant], repeat: int, warm_up: int = 0, until: float = float("inf")
 ) -> dict[Variant, list[float]]:
-    """Run every variant once per turn. Return each variant's times in seconds, without the first ``warm_up`` turns."""
+    """Run every variant once per turn. Return each variant's times in seconds, without the first ``warm_up`` turns.
+
+    After the time ``until``, stop as soon as `MIN_TURNS` turns are timed.
+    """
     samples: dict[Variant, list[float]] = {variant: [] for variant in variants}
     for turn in range(warm_up + repeat):
         for variant, seconds in samples.items():
@@ -243,9 +246,10 @@ def take_turns(
 
 
 def compare(variant: Variant, samples: Mapping[Variant, Sequence[float]]) -> None:
-    """Store a variant's times and its speed-ups over the fastest baseline in its row.
+    """Store a variant's times and its speed-ups over the fastest baseline in ``variant.row``.
 
-    A speed-up is the ratio of two times in the same turn. A baseline with a backend applies only to that backend.
+    A speed-up is the ratio of two times in the same turn. If a baseline has a backend, only variants with the same
+    backend are compared with the baseline.
     """
     row, unit = variant.row, MICRO * variant.row.details["layers"]
     ours = [seconds + variant.upkeep for seconds in samples[variant]]
@@ -302,7 +306,7 @@ HEADER = ("method", "backend", "type", "heads", "batch", "keys", "dense", "faste
 
 
 def text(rows: Sequence[Row]) -> str:
-    """Return the rows for decode steps or prefill as a Markdown table."""
+    """Return ``rows`` as a Markdown table. All rows are for decode steps, or all are for prefill."""
     prefill = any(row.case.step is not None for row in rows)
     unit, factor = ("ms", 1e-3) if prefill else ("µs", 1.0)
     lines = []

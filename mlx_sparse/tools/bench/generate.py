@@ -50,7 +50,7 @@ class Context:
 
 
 class Generation(Variant):
-    """A model that generates tokens with one method.
+    """Benchmark variant that generates tokens from a prompt with one method.
 
     Attributes:
         speeds: tokens per second in each turn, by stage ("prompt" or "generation").
@@ -65,7 +65,7 @@ class Generation(Variant):
         self.speeds: dict[str, list[float]] = {"prompt": [], "generation": []}
 
     def finish(self, dense: Generation) -> None:
-        """Store the speeds in the row, and their ratios to the speeds of dense attention in the same turns."""
+        """Store the speeds in the row, and the ratio of each speed to the speed of ``dense`` in the same turn."""
         for name, ours in ((name, speeds) for name, speeds in self.speeds.items() if speeds):
             ratios = [own / other for own, other in zip(ours, dense.speeds[name], strict=True)]
             self.row.spreads |= {name: Spread.of(ours), f"{name}_ratio": Spread.of(ratios)}

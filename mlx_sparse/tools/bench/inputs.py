@@ -1,6 +1,6 @@
-"""Generate NumPy inputs for a case, and the expected result in float64. All runtimes share them.
+"""Generate the NumPy inputs of a benchmark case, and the expected result in float64, for all runtimes.
 
-A problem has one sequence. For a larger batch, each variant repeats this sequence.
+The inputs have one sequence. For a larger batch, each variant repeats this sequence.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ VISIT_LOGIT = 100.0  # bias of the visited buckets, large enough to determine th
 PEAK = 14.0  # logit of the important keys of a prompt
 PATTERNS: dict[str, Any] = {"bigbird": bigbird_pattern, "streaming_prefill": streaming_pattern}
 CHECKED = 8  # queries of a prompt that are compared with float64
-# Rounding of a float32 sum may change the selection of a block. Limits: share of the checked rows, relative error.
+# Rounding a float32 sum may change which blocks are selected. At most SHARE_DIFFERENT of the checked rows may therefore
+# differ, with a relative error of at most MAX_DIFFERENCE.
 SHARE_DIFFERENT, MAX_DIFFERENCE = 1 / 16, 0.1
 
 
 def rounded(array: Array, dtype: str) -> Array:
-    """Round a float32 array to float16 or bfloat16. For any other ``dtype``, return the array unchanged."""
+    """Round the numbers in a float32 array to float16 or bfloat16. For any other ``dtype``, return the array itself."""
     if dtype == "float16":
         return array.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":
@@ -65,7 +66,11 @@ def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask:
 
 
 def allowed_error(exact: Array, plain: Array, values: Array, dtype: str) -> float:
-    """Return the tolerance: twice the error of ``plain``, plus one unit in the last place, plus the float32 error."""
+    """Return the largest error that is allowed in an attention output of type ``dtype``.
+
+    ``exact`` is the output in float64, and ``plain`` is the output in ``dtype``. The tolerance is twice the error of
+    ``plain``, plus rounding errors of ``dtype`` and of float32 sums.
+    """
     units = EPSILON[dtype] * float(np.abs(exact).max()) + 8 * EPSILON["float32"] * float(np.abs(values).max())
     return 2 * float(np.abs(plain - exact).max()) + units
 
@@ -77,7 +82,7 @@ def wrong(error: float, allowed: float) -> str | None:
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs for a decode step, and the keys that it must select. All numbers are rounded to ``dtype``.
+    """Inputs for a decode step, and the keys that the step must attend to. All numbers are rounded to ``dtype``.
 
     Attributes:
         dtype: name of the data type.
@@ -106,7 +111,7 @@ class Problem:
         return both[0], allowed_error(both[0], both[1], self.values, self.dtype)
 
     def wrong(self, out: Array) -> str | None:
-        """Return a message if the output ``(B, Hq, 1, D)`` is wrong, else None."""
+        """Return a message if the output ``out (B, Hq, 1, D)`` is wrong, else None."""
         exact, allowed = self.expected
         return wrong(float(np.abs(out.astype(np.float64) - exact).max()), allowed)
 
@@ -126,7 +131,7 @@ def random_problem(case: Case) -> Problem:
 
 
 def planted_problem(case: Case, config: Method) -> Problem:
-    """Generate a problem with large logits for the keys that the method must select and small logits for all others."""
+    """Generate a problem with large logits for the keys that ``config`` must select and small logits for all others."""
     S, Hkv, D = case.S, case.shape.Hkv, case.shape.D
     base = normal(case, Hkv, 1, seed=3)
     queries = base + 0.5 * normal(case, case.shape.Hq, 1).reshape(1, Hkv, -1, D)
@@ -151,10 +156,11 @@ class Index:
     """SAAP's index over the keys of a problem, and a router whose biases determine the visited buckets.
 
     Attributes:
-        visited: int64 ids of the visited buckets ``(Hkv, probes)``, ascending.
-        bucket_ids: int16 ``(Hkv, S)``.
-        network: float16 ``hidden_weight (Hkv, D, H)``, ``hidden_bias``, ``out_weight (Hkv, H, C)``, ``out_bias``. With
-            H = 0 there is no hidden layer, and the output layer reads the query.
+        visited: ids of the visited buckets in ascending order, int64 ``(Hkv, probes)``.
+        bucket_ids: bucket of each key, int16 ``(Hkv, S)``.
+        network: the router's float16 weights: ``hidden_weight (Hkv, D, H)``, ``hidden_bias``,
+            ``out_weight (Hkv, H, C)`` and ``out_bias``. With H = 0 there is no hidden layer, and the output layer reads
+            the query.
     """
 
     visited: Array
@@ -163,7 +169,10 @@ class Index:
 
     @classmethod
     def of(cls, case: Case, config: Any, hidden: int) -> Index:
-        """Generate an index whose visited buckets have `LOAD_FACTOR` times the average number of keys."""
+        """Generate an index whose visited buckets have `LOAD_FACTOR` times the average number of keys.
+
+        The router has ``hidden`` hidden units.
+        """
         C, (Hkv, D), rng = buckets_of(config), (case.shape.Hkv, case.shape.D), np.random.default_rng(4)
         visited = np.stack([np.sort(rng.permutation(C)[: config.probes]) for _ in range(Hkv)])
         every, key = max(C // (LOAD_FACTOR * config.probes), 2), np.arange(case.S)
@@ -181,9 +190,9 @@ class Index:
         return cls(visited, ids, network)
 
     def problem(self, case: Case, config: Any, merge_every: int = 1) -> Problem:
-        """Generate a problem whose query attends to sinks, to keys in visited buckets and to keys newer than the lists.
+        """Generate a problem whose query attends to sinks, to keys in visited buckets and to the most recent keys.
 
-        The number of keys in the lists is a multiple of ``merge_every``.
+        The most recent keys are not yet in the bucket lists. The lists cover a multiple of ``merge_every`` keys.
         """
         key = np.arange(case.S)
         covered = (case.S - config.recent_tokens) // merge_every * merge_every
@@ -194,7 +203,7 @@ class Index:
         return Problem(case.dtype, random.queries, random.keys, random.values, selected)
 
     def bytes(self, problem: Problem, case: Case) -> int:
-        """Return the number of bytes that one step moves for the network and the attended keys and values."""
+        """Return the number of bytes that one step moves for the router network and the attended keys and values."""
         assert problem.selected is not None
         attended = sum(map(len, problem.selected)) // case.shape.Hkv
         network = sum(array.nbytes for array in self.network.values())
@@ -202,7 +211,7 @@ class Index:
 
 
 def buckets_of(config: Any) -> int:
-    """Return the number of buckets of SAAP's index: `BUCKETS`, or the configured number in online mode."""
+    """Return the number of buckets in SAAP's index: `BUCKETS`, or the configured number in online mode."""
     return config.fitted_buckets if config.mode == "online" else BUCKETS
 
 
@@ -266,7 +275,7 @@ def prompt(case: Case) -> tuple[Array, Array, Array]:
 
 
 class Prompt:
-    """A prompt in chunks of ``case.step`` tokens. The output of the last chunk is checked."""
+    """Inputs for a prefill in chunks of ``case.step`` tokens. Only the output of the last chunk is checked."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -279,7 +288,7 @@ class Prompt:
         return [(start, min(start + step, self.case.S)) for start in range(0, self.case.S, step)]
 
     def density(self, config: Any) -> float:
-        """Return the share of causal block pairs that the oracle selects, over all chunks and heads."""
+        """Return the share of the causal block pairs that the oracle selects in all chunks and heads."""
         attended = causal = 0
         for start, stop in self.chunks:
             for mask, layout in self._masks(config.at(stop), start, stop):
@@ -305,7 +314,7 @@ class Prompt:
             yield mask[..., :-1], layout
 
     def wrong(self, out: Array, config: Any = None) -> str | None:
-        """Return a message if the output ``(B, Hq, L, D)`` of the last chunk is wrong, else None.
+        """Return a message if the output ``out (B, Hq, L, D)`` of the last chunk is wrong, else None.
 
         For `CHECKED` queries of each head, compare with float64 attention to the blocks that the oracle selects.
         Without ``config``, compare with attention to all blocks.

@@ -1,8 +1,8 @@
 """Time MLX variants: all decode and prefill methods on all backends, dense attention, and a read of keys and values.
 
 A decode step runs several layers with separate caches, as in a model. With a single layer, attention over few keys
-would take less time on a GPU than `mx.eval`, and the KV cache would stay in the last-level cache. A prompt is
-processed in chunks, as in mlx-lm.
+would take less time on a GPU than the overhead of `mx.eval`, and the KV cache would stay in the last-level cache. A
+prompt is processed in chunks, as in mlx-lm.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """Evaluate the result of ``run`` and return the time in seconds."""
+    """Call ``run``, evaluate its result, and return the time in seconds."""
     start = time.perf_counter()
     mx.eval(run())
     return time.perf_counter() - start
@@ -117,7 +117,7 @@ def to_numpy(array: mx.array) -> Any:
 
 
 def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> SparseKVCache:
-    """Return a cache with the first ``length`` keys and values. Without ``length``, use all of them."""
+    """Return a cache with the first ``length`` rows of ``keys`` and ``values``; by default, with all rows."""
     cache = SparseKVCache()  # type: ignore[no-untyped-call]
     cache.keys, cache.values, cache.offset = keys, values, length or keys.shape[2]
     mx.eval(keys, values)
@@ -156,7 +156,7 @@ def products(queries: mx.array, cache: SparseKVCache, dtype: mx.Dtype | None = N
 
 
 def read(queries: mx.array, cache: SparseKVCache) -> mx.array:
-    """Read all cached keys and values as unsigned integers, and return the sum."""
+    """Sum all cached keys and values as unsigned integers, to measure the time of reading them once."""
     kind = mx.uint32 if cache.keys.shape[-1] * cache.keys.itemsize % 4 == 0 else mx.uint16
     keys, values = (array.view(kind)[:, :, : cache.length].sum() for array in (cache.keys, cache.values))
     return mx.add(keys, values)
@@ -191,7 +191,7 @@ class Layers:
 
 
 class MlxVariant(Variant):
-    """A method on one backend. Without ``config``, a baseline: dense attention or a read of keys and values."""
+    """A method on one backend, or a baseline (dense attention or a read of keys and values) if ``config`` is None."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class MlxStep(MlxVariant):
         return problem.wrong(out)
 
     def problem(self) -> Problem:
-        """Return the inputs and the expected output for the check."""
+        """Return the inputs and the expected output for `check`."""
         return random_problem(self.case) if self.config is None else planted_problem(self.case, self.config)
 
     def batch(self, array: Any) -> mx.array:
@@ -252,7 +252,7 @@ class MlxStep(MlxVariant):
         return mx.contiguous(mx.repeat(to_mlx(array, self.case.dtype), self.case.B, axis=0))
 
     def cache(self, keys: mx.array, values: mx.array) -> SparseKVCache:
-        """Return a cache with these keys and values, quantized if the variant has ``bits``."""
+        """Return a cache with ``keys`` and ``values``. If ``bits`` is not 0, the cache is quantized."""
         if not self.bits:
             return cache_of(keys, values)
         cache: SparseKVCache = cache_of(keys, values).to_quantized(group_size=GROUP, bits=self.bits)
@@ -275,7 +275,7 @@ class MlxStep(MlxVariant):
         return cache.attend(queries, self.config, scale=self.case.shape.D**-0.5, backend=self.backend)[0]
 
     def bytes(self) -> int:
-        """Return the number of bytes that a step moves in one layer, from the method's formula."""
+        """Return the number of bytes that a step moves in one layer, according to the method's formula."""
         case, D = self.case, self.case.shape.D
         row = Step(case.rows, case.shape.G, D, case.item, packed=(self.bits, GROUP) if self.bits else None).row_bytes
         return int(case.rows * self.config.step_bytes(case.S, D, itemsize=case.item, row_bytes=row))
@@ -285,7 +285,8 @@ class SaapStep(MlxStep):
     """A SAAP decode step with random router weights. Each layer selects buckets and attends to the keys in them.
 
     The router is a network with 2 D hidden units, the default of `mlx-sparse train-saap`. In online mode, the
-    router uses centroids. ``upkeep`` is the time to rebuild the lists, divided by the number of steps per rebuild.
+    router uses centroids instead. ``upkeep`` is the time to rebuild the bucket lists, divided by the number of steps
+    between two rebuilds.
     """
 
     def __init__(self, case: Case, layers: Layers, config: Any, backend: str) -> None:
@@ -314,7 +315,7 @@ class SaapStep(MlxStep):
         return cache
 
     def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
-        """Compute attention as an enabled model does between two rebuilds of the lists."""
+        """Compute attention as an enabled model does between two rebuilds of the bucket lists."""
         index = index_of(cache)
         assert index is not None
         indices, counts = attended_keys(index, queries, cache.length, self.config, None, self.backend)
