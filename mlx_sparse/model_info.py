@@ -29,6 +29,7 @@ VALUES = 16  # values of each vector that are hashed
 SMALLEST = 2.0**-14  # smallest normal float16
 ENDS = 64  # values at each end of each weight that are hashed
 NOTE = "_mlx_sparse_whole"
+EXPERTS = ("SwitchLinear", "QuantizedSwitchLinear")  # classes of both libraries with the weights of all experts
 ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 
 
@@ -112,6 +113,13 @@ def text_model(model: Any) -> Any:
     return language if inner is None or package_of(inner) != "mlx_lm" else inner
 
 
+def logits_of(model: Any, tokens: mx.array, caches: list[Any]) -> mx.array:
+    """Call a model of mlx-lm, or a text model of mlx-vlm, and return the logits ``(B, L, vocabulary)``."""
+    out = model(tokens, cache=caches)
+    logits: mx.array = getattr(out, "logits", out)
+    return logits
+
+
 def new_caches(model: Any) -> list[Any]:
     """Return empty caches for the layers of ``model``, made by the library that loaded the model."""
     caches: list[Any] = import_module(f"{package_of(model)}.models.cache").make_prompt_cache(model)
@@ -130,7 +138,6 @@ def weights_read(model: Any) -> int:
     the output matrix.
     """
     from mlx import nn
-    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
     modules = [module for _, module in model.named_modules()]
     config = config_of(model)
@@ -139,7 +146,7 @@ def weights_read(model: Any) -> int:
     found = 0
     for module in modules:
         own = sum(array.nbytes for array in module.values() if isinstance(array, mx.array))
-        if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
+        if type(module).__name__ in EXPERTS:
             experts = len(module.weight)
             own = own * min(active or experts, experts) // experts
         elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)) and not _is_output(module, config, head):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..checks import ConfigError, SparseAttentionError
+from ..model_info import leaves, new_caches, text_model
 
 
 @contextlib.contextmanager
@@ -25,6 +28,34 @@ def loading(model: object) -> Iterator[None]:
     except (OSError, ValueError, RecursionError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).") from None
+
+
+def load_text_model(name: str | Path, *, lazy: bool = False, only_mlx_lm: bool = False) -> tuple[Any, Any, Any]:
+    """Load a model with mlx-lm, or with mlx-vlm if mlx-lm does not have the family and mlx-vlm is installed.
+
+    Args:
+        name: folder or Hugging Face name of the model.
+        lazy: do not read the weights yet.
+        only_mlx_lm: do not try mlx-vlm.
+
+    Returns:
+        The model (of mlx-vlm: its language model), the tokenizer as mlx-lm wraps it, and the config.
+
+    Raises:
+        ConfigError: no library can load the model.
+    """
+    from mlx_lm import load, tokenizer_utils
+
+    with loading(name):
+        try:
+            return load(str(name), lazy=lazy, return_config=True)  # type: ignore[return-value]
+        except ValueError:
+            if only_mlx_lm or find_spec("mlx_vlm") is None:
+                raise
+        utils: Any = import_module("mlx_vlm.utils")
+        folder = utils.get_model_path(str(name))
+        model = text_model(utils.load_model(folder, lazy=lazy))
+        return model, tokenizer_utils.load(folder), utils.load_config(folder)
 
 
 def has_all_weights(folder: Path) -> bool:
@@ -55,8 +86,6 @@ def refuse_unquantizable(model: Any, form: Mapping[str, int]) -> None:
         form: keyword arguments for ``to_quantized``: bits and group size.
     """
     import mlx.core as mx
-
-    from ..model_info import leaves, new_caches
 
     caches = new_caches(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)  # not evaluated

@@ -9,13 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 
 from ..calibrate import Layer
 from ..lm import seam
 from ..methods import Method
 from ..methods.stats import dense_elements
-from ..model_info import leaves, weights_read
+from ..model_info import leaves, new_caches, weights_read
 
 FULL, WINDOW, LINEAR, LATENT = "full", "window", "linear", "latent"
 
@@ -123,7 +122,7 @@ class _Readers:
 
 def layer_caches(model: Any) -> tuple[LayerCache, ...]:
     """Run ``model`` on one token, and return the kind and size of each layer's cache."""
-    caches = make_prompt_cache(model)
+    caches = new_caches(model)
     readers = _Readers(leaves(caches))
     names, token = seam.bind(model), seam.active.set(readers)
     try:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..calibrate import MODELED, SECONDS, Calibration, Layer, describe, device_kind
 from ..checks import ConfigError, Parser, check_int
-from ..lm.loading import loading
+from ..lm.loading import load_text_model
 from ..lm.model import disable, enable, plan_of
 from ..methods import Method
 from .bench.core import log
@@ -60,16 +59,7 @@ def main(argv: Sequence[str]) -> int:
 @contextlib.contextmanager
 def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Iterator[Plan]:
     """Load a model without running it, enable sparse attention, and yield the plan. At the end, disable it again."""
-    from mlx_lm import load
-
-    with loading(name):
-        try:
-            model: Any = load(name, lazy=True)[0]
-        except ValueError:  # mlx-lm does not have the family
-            if util.find_spec("mlx_vlm") is None:
-                raise
-            utils: Any = import_module("mlx_vlm.utils")
-            model = utils.load_model(utils.get_model_path(name), lazy=True)
+    model = load_text_model(name, lazy=True)[0]
     enable(model, attn, backend=backend, calibration=calibration)
     plan = plan_of(model)
     assert plan is not None

@@ -21,6 +21,7 @@ from require import absent
 from test_lm_server import free_port
 from tiny_models import prompt_of, words
 
+from mlx_sparse import cli
 from mlx_sparse.api.call_report import JSON_KEY
 
 pytestmark = pytest.mark.slow  # commands
@@ -52,6 +53,21 @@ def command(name: str, *options: object, variable: str = "", given: str = "") ->
 def generate(folder: Path, *options: object, variable: str = "") -> subprocess.CompletedProcess[str]:
     asked = ["--model", folder, "--prompt", PROMPT, "--max-tokens", TOKENS, "--temperature", 0]
     return command("generate", *asked, *options, variable=variable)
+
+
+def test_advise_and_doctor_load_a_family_that_only_mlx_vlm_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, text = str(vlm_models.write_glm4v(tmp_path / "glm4v")), tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{1 + token % 80}" for token in prompt_of(6000)))
+    short = ["--text", str(text), "--passage", "512", "--limit", "1", "--budget", "1/2", "--methods", "sparq:rank=4"]
+    assert cli.main(["advise", model, *short, "--json"]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert found["family"].startswith("glm4v") and found["methods"][0]["served"] == LAYERS and found["attempts"]
+    assert cli.main(["doctor", "--model", model, "--attn", SPARSE]) == 0
+    assert "2 of 2 layers" in capsys.readouterr().out
+    assert cli.main(["try", "--model", model]) == 2
+    assert "glm4v not supported" in capsys.readouterr().err.splitlines()[-1]
 
 
 def reports(stderr: str) -> list[dict[str, Any]]:
