@@ -74,7 +74,7 @@ class Session:
 
         self.report_format = args.attn_report
         self.shard, self.lossless = args.shard, args.lossless
-        if self.library != "mlx_lm" and not self.shard is self.lossless is None:
+        if self.library != "mlx_lm" and (self.shard is not None or self.lossless is not None):
             fail(parser, f"{'--lossless' if self.shard is None else '--shard'}: expected mlx-lm, got {self.command}.")
         if args.attn is args.attn_config is self.shard is None:
             if self.lossless is not None:
