@@ -1,4 +1,4 @@
-"""Identify the model that an artefact was trained on, and the weights that a result was measured with."""
+"""Read the identity, the config and the cache shapes of a model, and hash its weights."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ SPARSE_CLASSES: dict[type, type] = {
 
 
 class _OfVlm:
-    """Mixin for mlx-vlm's caches, which its prefix cache copies, compares by class and merges."""
+    """Mixin for KV caches of mlx-vlm, whose prefix cache copies caches, compares their classes and merges them."""
 
     @classmethod
     def from_state(cls, state: Any, meta_state: Any) -> Any:
@@ -237,7 +237,7 @@ class _OfVlm:
 
 
 class _BatchOfVlm(_OfVlm):
-    """Mixin for mlx-vlm's batches."""
+    """Mixin for mlx-vlm's cache of a left-padded batch."""
 
     padding_mask: mx.array | None
     other_mask = False

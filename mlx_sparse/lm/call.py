@@ -104,7 +104,7 @@ class Call:
                 watch(self._step_keys, counts)
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return ``inputs``, the arguments of the model call. If the context is sharded, take rank 0's tokens."""
+        """Return the arguments of a model call. If ranks share the context, replace the tokens with rank 0's tokens."""
         return inputs
 
     @property
@@ -166,7 +166,7 @@ class Call:
         return out
 
     def count_recall(self, cache: SparseCache, index: int, served: list[int]) -> None:
-        """Record the recall that the method estimated for the sequences ``served`` in the last decode step.
+        """Record the attention recall that the method estimated in the last decode step for the sequences ``served``.
 
         MLX computes only the estimates that are recorded.
         """

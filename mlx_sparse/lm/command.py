@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """Options, models and reports of one run of an mlx-lm command.
+    """Options, models and reports of one run of a command of mlx-lm or mlx-vlm.
 
     Attributes:
         report_format: value of ``--attn-report``.
@@ -350,7 +350,7 @@ class Session:
                 print(f"[mlx-sparse] {text}", file=sys.stderr)
 
     def calls(self) -> Counts:
-        """Return the current call counts of all models. ``prefill`` is the number of sparse prefill calls, or None."""
+        """Return the call counts of all models. Its ``prefill`` is the number of sparse prefill calls, or None."""
         found = [report.calls() for report in list(self.reports.values())]
         return Counts(
             sum(counts.sparse_calls for counts in found),
@@ -360,7 +360,7 @@ class Session:
 
 
 def run(main: Callable[..., Any], command: str) -> Any:
-    """Run ``main``, the entry point of mlx-lm's ``command``, with the sparse attention options."""
+    """Run ``main``, the entry point of a ``command`` of mlx-lm or mlx-vlm, with the sparse attention options."""
     session = Session(command)
     try:
         with _options_in_first_parser(session), _enabled_on_load(session, main), session.exit_stack:

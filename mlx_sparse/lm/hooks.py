@@ -74,7 +74,7 @@ class CallHooks:
         """Process a dense attention call of a layer that can use sparse attention in other calls."""
 
     def submit(self) -> DeviceCounts | None:
-        """Start evaluating pending arrays at the end of a forward pass. Return counts still on the device, or None."""
+        """Start evaluating pending arrays at the end of a forward pass. Return the device's counts, or None."""
         return None
 
     def end(self) -> None:

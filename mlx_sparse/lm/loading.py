@@ -1,4 +1,4 @@
-"""Check a model before and after a command loads it. Failed checks print a one-line error or warning."""
+"""Load a model, and check it before and after. Failed checks raise a one-line error or return a warning."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def load_text_model(name: str | Path, *, lazy: bool = False, only_mlx_lm: bool =
 
     Args:
         name: folder or Hugging Face name of the model.
-        lazy: do not read the weights yet.
-        only_mlx_lm: do not try mlx-vlm.
+        lazy: True to read the weights only when they are used.
+        only_mlx_lm: True to never use mlx-vlm.
 
     Returns:
-        The model (of mlx-vlm: its language model), the tokenizer as mlx-lm wraps it, and the config.
+        The model, its tokenizer in mlx-lm's wrapper, and its config. From mlx-vlm, the model is the language model.
 
     Raises:
-        ConfigError: no library can load the model.
+        ConfigError: neither library can load the model.
     """
     from mlx_lm import load, tokenizer_utils
 

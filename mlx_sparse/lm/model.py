@@ -1,4 +1,4 @@
-"""Enable and disable sparse attention for a model loaded by mlx-lm."""
+"""Enable and disable sparse attention for a model of mlx-lm or mlx-vlm."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class NothingServed(ConfigError):
     """Error for a model in which no layer can use sparse attention.
 
     Attributes:
-        report: report with the number of dense layers by reason. If the model never calls mlx-lm's attention function,
-            the report has no layers.
+        report: report with the number of dense layers by reason. If the model never calls the library's attention
+            function, the report has no layers.
     """
 
     def __init__(self, message: str, report: Report) -> None:
@@ -155,7 +155,7 @@ def disable(model: Any) -> None:
 
 
 def _release(names: list[str], unwrap: Callable[[], None] | None) -> None:
-    """Restore mlx-lm's functions in the modules ``names``, unless another enabled model uses these modules."""
+    """Restore the library's functions in the modules ``names``, unless another enabled model uses these modules."""
     seam.unbind(names)
     if unwrap is not None:
         unwrap()
@@ -290,7 +290,7 @@ def _probe(model: Any, plan: Plan) -> None:
 
 @contextlib.contextmanager
 def _unchanged(model: Any) -> Iterator[None]:
-    """Restore the attributes of all modules at the end. Models of mlx-vlm store the positions of the last prompt."""
+    """Restore the attributes of all modules at the end, because mlx-vlm's models store the last prompt's positions."""
     modules = [(module, dict(module), dict(vars(module))) for module in model.modules()]
     try:
         yield
