@@ -229,7 +229,7 @@ class Decoder:
         return value if dtype == "float32" else self.g.op("Cast", value, to=build.TYPES[dtype])
 
     def _rotated(self, rope: Rope, x: str, D: int) -> str:
-        """Add nodes that apply RoPE to queries or keys (B, L, H, D)."""
+        """Add nodes that apply RoPE to queries or keys ``x`` (B, L, H, D)."""
         g = self.g
         cos, sin = self._angle(rope)
         pairs = len(rope.frequencies)

@@ -290,7 +290,7 @@ def _write(
 
 
 def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata that `Runner` reads from model.onnx: method, lengths, and end-of-sequence tokens."""
+    """Return the metadata of model.onnx as a dict, such as the method, the maximum length and the versions."""
     metadata = {
         "spec": SPEC,
         "version": mlx_sparse.__version__,

@@ -92,7 +92,7 @@ class Rope:
     """A rotary position encoding, which rotates component pair i by ``position * scale * frequencies[i]``.
 
     Attributes:
-        frequencies: float32 (pairs,); the first ``2 * pairs`` components of a head are rotated.
+        frequencies: one number per pair. Only the first ``2 * pairs`` components of a head are rotated.
         scale: factor by which positions are multiplied.
         factor: factor by which rotated components are multiplied.
         traditional: True if the two components of a pair are adjacent, False if their distance is ``pairs``.

@@ -82,7 +82,7 @@ class Graph:
         return self._constants[key]
 
     def weight(self, name: str, array: np.ndarray, dtype: str | None = None) -> str:
-        """Write a weight to the data file and return its name. Set ``dtype`` if uint16 values are bfloat16 bits."""
+        """Write a weight to the data file and return its name. If ``array`` contains bfloat16 bits, set ``dtype``."""
         element = TYPES[dtype] if dtype else helper.np_dtype_to_tensor_dtype(array.dtype)
         self._initializers.append(self._data.add(name, array, element))
         return name

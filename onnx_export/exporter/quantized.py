@@ -4,10 +4,10 @@ MLX stores ``w = scale * code + bias`` for groups along the last axis. The two o
 ``w = scale * (code - zero)`` with an integer ``zero`` in the range of the codes, and allow negative scales. The two
 formulas are equal if ``-bias / scale`` is an integer in this range. `mlx.core.quantize` makes this quotient an integer,
 but then rounds scale and bias to float16 or bfloat16. After rounding, the quotient differs from an integer by some
-hundredths. If the exporter ignored this difference, the logits would change as much as if it rounded the weights. The
-exporter therefore stores the difference as offsets, which the graph adds.
+hundredths. Ignoring this difference would change the logits as much as rounding the weights does. The exporter
+therefore stores the difference as offsets, which the graph adds.
 
-All arrays are NumPy arrays. A bfloat16 array has the dtype ``ml_dtypes.bfloat16``, or contains its bits as uint16.
+All arrays are NumPy arrays. Bfloat16 numbers have the dtype ``ml_dtypes.bfloat16``, or uint16 with the same bits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Blocks:
         return self.scales.shape[0], self.scales.shape[1] * self.block_size
 
     def matmul(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Return the inputs ``B``, ``scales`` and ``zero_points`` of MatMulNBits, and its attributes.
+        """Return inputs (``B``, ``scales`` and ``zero_points``) and attributes of MatMulNBits as two dicts.
 
         If `offsets` is not None, the caller adds ``S @ offsets.T`` to the output, where ``S`` is the input summed over
         each block.
@@ -65,7 +65,7 @@ class Blocks:
         return inputs, {"K": K, "N": N, "bits": self.bits, "block_size": self.block_size}
 
     def gather(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Return the inputs ``data``, ``scales`` and ``zero_points`` of GatherBlockQuantized, and its attributes.
+        """Return inputs (``data``, ``scales`` and ``zero_points``) and attributes of GatherBlockQuantized as two dicts.
 
         ``data`` equals ``B`` of `matmul`, so a tied embedding is stored once. The last axes of the output are (blocks,
         block_size). The caller adds the gathered rows of `offsets` if `offsets` is not None, and then merges the axes.

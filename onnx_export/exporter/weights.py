@@ -134,7 +134,7 @@ class Weights:
         return [module.weight, module.scales, module.biases]
 
     def _halves(self, name: str, module: Any) -> tuple[list[Blocks], str | None]:
-        """Return a quantized matrix as one or two 4-bit weights, and the name of its offsets (N, blocks) or None."""
+        """Return a quantized matrix as one or two 4-bit weights, and the name of its offsets (N, blocks), if any."""
         arrays = map(numpy_of, self._parts(name, module))
         made = blocks(f"{name}.weight", *arrays, group_size=module.group_size, bits=module.bits)
         offsets = None if made.offsets is None else self._graph.weight(f"{name}.offsets", made.offsets)

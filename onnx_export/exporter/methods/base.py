@@ -26,7 +26,7 @@ class Step:
         layer: layer number.
         query: query of the new token, ``(B, Hq, 1, D)``.
         keys, values: keys and values of all tokens, the new token included, ``(B, Hkv, S, D)``.
-        before: ``query`` and ``keys`` before RoPE is applied.
+        before: pre-RoPE ``query`` and ``keys``.
         scale: factor by which the logits are multiplied.
     """
 
@@ -91,7 +91,7 @@ class Decoding:
         return {}
 
     def axes(self, capacity: int) -> dict[str, int]:
-        """Return the lengths of the axes that only this operator has, for caches of ``capacity`` tokens."""
+        """Return the lengths of the axes that only this operator has, as a dict, for caches of ``capacity`` tokens."""
         return {}
 
     def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:

@@ -59,7 +59,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
         folder: the folder of model.onnx and its data.
         expected: logits that MLX computed, and tolerances.
         target: settings of the file.
-        lower: function that made the final model from ``model``, such as `inline`. The copy also needs this function.
+        lower: last transformation of the file, such as `inline`. `compare` applies this transformation to the copy too.
 
     Raises:
         ArtefactError: the logits differ by more than the tolerance.

@@ -229,7 +229,7 @@ def _layer_by_layer(model: Any) -> AbstractContextManager[None]:
 
 
 class _RecordedRope:
-    """RoPE module that records its layer number and each input in ``seen``."""
+    """RoPE module that appends its layer number and each input to ``seen``."""
 
     def __init__(self, inner: Any, layer: int, seen: deque[tuple[int, mx.array]]) -> None:
         self._inner, self._layer, self._seen = inner, layer, seen
