@@ -33,8 +33,8 @@ def dense_below(config: SparQ, D: int) -> int:
     """Return the number of keys below which SparQ decode steps are dense: the setting, or an estimate for "auto".
 
     The estimate is the length at which SparQ's function body becomes faster than dense attention for head dim ``D``.
-    Native kernels are faster at 500 keys and longer, but use the same estimate, so that a file gives the same result
-    with and without native kernels.
+    Native kernels are faster at about 500 keys and longer, but use the same estimate, so that a file computes the same
+    result with and without native kernels.
     """
     shortest = config.shortest_context()
     if config.dense_below != "auto" or config.top_k < SparQ.top_k:
