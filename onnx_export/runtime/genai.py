@@ -82,7 +82,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def eos_tokens(config: Mapping[str, Any]) -> list[int]:
-    """Return the end-of-sequence token ids of a config.json, or an empty list if ``eos_token_id`` is missing or null."""
+    """Return the end-of-sequence token ids of config.json, or an empty list if ``eos_token_id`` is missing or null."""
     eos = config.get("eos_token_id")
     return [int(token) for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])]
 
