@@ -1,7 +1,8 @@
 """Time torch's attention and the public functions of this package on an NVIDIA GPU, without mlx.
 
-Steps are captured in CUDA graphs and timed with CUDA events. The steps of a graph rotate through copies of the KV cache
-that together exceed the L2 cache. In Triton's interpreter, the steps are plain calls and the times are meaningless.
+Steps are captured in CUDA graphs and timed with CUDA events. The steps of a graph rotate through copies of the KV
+cache, which are together larger than the L2 cache. In Triton's interpreter, the steps are plain calls and the times are
+meaningless.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def to_numpy(tensor: torch.Tensor) -> Any:
 
 
 class TorchVariant(Variant):
-    """Base class for attention variants on torch tensors. `Timer` times them."""
+    """Base class for attention variants that run on torch tensors and are timed with a `Timer`."""
 
     copies = 1
 
@@ -158,12 +159,12 @@ class TorchVariant(Variant):
         self.role, self.ours = ("dense" if name else "sparse"), not (name or "").startswith("torch")
 
     def batch(self, array: Any, dtype: str | None = None) -> torch.Tensor:
-        """Copy the array of one sequence to the device and repeat it for all sequences of the batch."""
+        """Copy ``array (1, ...)`` to the device as ``dtype``, and repeat the array for each sequence of the batch."""
         found = to_torch(array, dtype)
         return found.expand(self.case.B, *found.shape[1:]).contiguous()
 
     def time(self, step: Step) -> None:
-        """Create a timer for ``step``. The timer captures the CUDA graph."""
+        """Create the `Timer` for `run`. The timer captures calls of ``step`` in a CUDA graph."""
         self._timer = Timer(step, self.copies, self.row.details["bytes_formula"] or 2 * self.case.keys)
 
     def run(self, turn: int) -> float:
@@ -174,12 +175,12 @@ class TorchVariant(Variant):
 
 
 class Caches:
-    """Copies of a KV cache with random keys and values. Together they exceed the L2 cache."""
+    """Copies of a KV cache with random keys and values. All copies together are larger than the L2 cache."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         l2 = 0 if interpreted() else torch.cuda.get_device_properties(0).L2_cache_size
-        # A sparse step reads a fraction of the keys and values.
+        # The factor 8 allows for sparse steps, which read only a fraction of the keys and values.
         self.count = min(MOST_COPIES, max(1, math.ceil(8 * ROTATIONS * l2 / (2 * case.keys))))
 
     def normal(self, *shape: int) -> torch.Tensor:
@@ -209,7 +210,7 @@ class DenseStep(TorchVariant):
             self.row.note = f"dense: all of {case.S:,} keys are attended"
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
-        """Run the decode step with the auxiliary cache state that `state` returned."""
+        """Return the attention output of a decode step. ``state`` is the result of the method `state`."""
         out: torch.Tensor = cuda_ref.dense_attention(queries, keys, values)
         return out
 
@@ -302,7 +303,7 @@ class Inputs(Prompt):
 
     @cached_property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Queries, keys and values of all sequences."""
+        """Queries, keys and values of all sequences in the batch, on the device."""
         made = (to_torch(array, self.case.dtype) for array in (self.queries, self.keys, self.values))
         return [array.expand(self.case.B, *array.shape[1:]).contiguous() for array in made]
 
@@ -315,7 +316,7 @@ class DensePrefill(TorchVariant):
         self.prompt, self.config = prompt, config
 
     def attend(self, *rows: torch.Tensor) -> torch.Tensor:
-        """Run the prefill."""
+        """Return the attention output of the prefill. ``rows`` are the queries, keys and values."""
         out: torch.Tensor = cuda_ref.dense_attention(*rows)
         return out
 

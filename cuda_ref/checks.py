@@ -56,7 +56,7 @@ def check_type(name: str, array: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def check_code_type(name: str, array: torch.Tensor) -> None:
-    """Raise `ConfigError` if ``array`` has the wrong dtype for the array ``name`` of int4 scoring keys."""
+    """Raise `ConfigError` if ``name`` is in `CODE_TYPES` and ``array`` does not have the dtype listed there."""
     wanted = CODE_TYPES.get(name, array.dtype)
     if array.dtype != wanted:
         raise ConfigError(
@@ -83,7 +83,10 @@ def check_integers(name: str, array: torch.Tensor) -> None:
 
 
 def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tensor | None:
-    """Validate ``left_padding`` and return it as int32 on ``device``, clamped to 0..S. None stays None."""
+    """Validate ``left_padding`` and return an int32 tensor on ``device`` with values clamped to 0..S.
+
+    If ``left_padding`` is None, return None.
+    """
     if left_padding is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Compute dense prefill, key and value statistics and int4 scoring keys with torch operations, without Triton.
+"""Compute dense attention, statistics of keys and values, and int4 scoring keys with torch operations.
 
 Each group of 64 scoring keys is quantized once (docs/spec/sparq.md, sparq.17 to sparq.20 and sparq.22).
 """
@@ -25,7 +25,7 @@ def dense_attention(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute dense attention, for one query with our split-KV kernel and for several with torch's attention."""
+    """Compute dense attention. Our split-KV kernel runs a single query, and torch's attention runs several queries."""
     if queries.shape[2] > 1:
         return _prompt(queries, keys, values, scale, left_padding)
     out: torch.Tensor = dense_decode(queries, keys, values, scale, left_padding)[0]
@@ -39,7 +39,7 @@ def _prompt(
     scale: float,
     padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute dense causal attention of several queries with torch, whose fast causal kernel requires L = S."""
+    """Compute dense causal attention of several queries with torch. The fast causal kernel of torch requires L = S."""
     L, S, grouped = queries.shape[2], keys.shape[2], queries.shape[1] > keys.shape[1]
     if padding is None and L == S:
         return functional.scaled_dot_product_attention(
@@ -80,7 +80,7 @@ def dense_lse(
 
 
 def saap_assign(keys: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Assign each key to a bucket (saap.1) with torch's matrix product. Return int32 ``(B, Hkv, S)``."""
+    """Return the bucket number of each key (saap.1), int32 ``(B, Hkv, S)``, computed with torch's matrix product."""
     columns = centroids.float().mT
     step = max(1, ASSIGNED_AT_ONCE // (keys.shape[0] * columns.shape[0] * columns.shape[2]))
     ids = torch.empty(keys.shape[:3], dtype=torch.int32, device=keys.device)
@@ -108,10 +108,10 @@ def deviation(keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Te
 
 
 def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None) -> KeyCodes:
-    """Quantize the full groups of each row of ``keys (B, Hkv, S, D)``. Slots after the last full group are 0.
+    """Quantize the full groups of each sequence in ``keys (B, Hkv, S, D)``. Slots after its last full group are 0.
 
     Args:
-        left_padding: ``(B,)`` index of the first valid key of each row, where the row's first group starts.
+        left_padding: ``(B,)`` index of the first valid key of each sequence, where the first group starts.
     """
     if left_padding is None:
         return code_groups(keys)
@@ -130,10 +130,10 @@ def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None) -> KeyCodes
 
 
 def code_groups(keys: torch.Tensor, center: torch.Tensor | None = None) -> KeyCodes:
-    """Quantize the full groups of ``keys (B, Hkv, S, D)``, which are all valid. The first group starts at key 0.
+    """Quantize the full groups of ``keys (B, Hkv, S, D)``. All keys must be valid. The first group starts at key 0.
 
     Args:
-        center: float32 ``(B, Hkv, D)`` center of earlier groups; None if there are no earlier groups.
+        center: float32 ``(B, Hkv, D)`` center from earlier groups; None to compute the center from the first group.
     """
     B, Hkv, S, D = keys.shape
     groups = S // GROUP
@@ -159,7 +159,7 @@ def code_groups(keys: torch.Tensor, center: torch.Tensor | None = None) -> KeyCo
 
 
 def _center(least: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-    """Return the center (sparq.17) ``(B, Hkv, D)`` from the minima and maxima ``(B, Hkv, groups, D)`` of the groups."""
+    """Return the first group's center (sparq.17) ``(B, Hkv, D)``, given the ``least`` and ``most`` of all groups."""
     B, Hkv, groups, D = least.shape
     if groups == 0:
         return least.new_zeros(B, Hkv, D)
@@ -168,13 +168,16 @@ def _center(least: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
 
 
 def _full(groups: int, S: int, left_padding: torch.Tensor) -> torch.Tensor:
-    """Return a bool mask ``(B, 1, 1, groups)`` that is True for the full groups of each row."""
+    """Return a bool mask ``(B, 1, 1, groups)`` that is True for the full groups of each sequence."""
     full = (S - left_padding) // GROUP
     return torch.arange(groups, device=left_padding.device) < full[:, None, None, None]
 
 
 def key_spread(coded: KeyCodes, keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
-    """Return the spread (sparq.22) of each component over the valid ``keys``: float32 ``(B, Hkv, D)``."""
+    """Return the spread (sparq.22) of each component, float32 ``(B, Hkv, D)``, computed from ``coded``.
+
+    For a sequence without a full group, the spread is the `deviation` of the valid ``keys``.
+    """
     S, groups = keys.shape[2], coded.lo.shape[-1]
     if groups == 0:
         return deviation(keys, left_padding)

@@ -38,7 +38,6 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.s
 
 
 def _attention() -> list[str]:
-    """Return the names of all attention functions, such as ``sparq_attention``."""
     from .methods import METHODS
 
     return [f"{method}_attention" for method in METHODS]

@@ -30,12 +30,12 @@ from .methods import NEVER, Method, Prefill, Step
 SECONDS = {"gpu": 3.0, "cpu": 10.0}  # longest time of a measurement
 SHORT = 1024  # keys; a shorter context does not trigger a measurement
 LONGEST = 65_536  # keys that are timed
-MIN_SPEEDUP = 1.05  # dense over sparse time that counts as faster; above 1, so that noise enables no slower method
-PRECISION = 1.1  # largest ratio, at the end, of the shortest length that won to the longest length that lost
-BUSY, BUSY_SHARE = 1.5, 0.25  # on a busy machine the crossover (a factor) or density (a difference) spreads more
+MIN_SPEEDUP = 1.05  # dense over sparse time at which sparse attention wins; above 1 because of noise
+PRECISION = 1.1  # the search ends if the shortest win is at most this factor above the longest loss
+BUSY, BUSY_SHARE = 1.5, 0.25  # a larger spread of the crossover (factor) or density (difference): busy machine
 PAIRS = (5, 15)  # minimum and maximum number of dense and sparse steps of one timing of a length
-TIMINGS = 4  # timings of a length whose steps do not show which side is faster
-CONFIDENCE = 0.9  # of the interval that holds the median ratio of a length
+TIMINGS = 4  # maximum number of timings of a length, if it is unclear which side is faster
+CONFIDENCE = 0.9  # confidence level of the interval around the median ratio of a length
 PROMPT_TURNS = 3
 DENSITIES = (0.125, 0.5)  # densities at which a prefill chunk is timed
 ROOM = 256  # free rows of a cache for the keys of the timed steps, as in mlx-lm's caches
@@ -123,12 +123,12 @@ def folder() -> Path:
 
 
 def path_of(key: MeasurementKey) -> Path:
-    """Return the path of the calibration file of a measurement."""
+    """Return the path of the calibration file for the measurement with this ``key``."""
     return folder() / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
 
 
 def read_measurement(key: MeasurementKey) -> dict[str, Any] | None:
-    """Read a stored measurement. Return None if there is no file.
+    """Read the stored measurement with this ``key``, or return None if there is no file.
 
     Raises:
         ArtefactError: the file is not a valid measurement. The next measurement replaces it.
@@ -147,7 +147,7 @@ def read_measurement(key: MeasurementKey) -> dict[str, Any] | None:
 
 
 def write_measurement(key: MeasurementKey, result: Mapping[str, Any]) -> None:
-    """Store a measurement in its calibration file.
+    """Store ``result`` in the calibration file for ``key``.
 
     Raises:
         OSError: the file cannot be written.
@@ -210,7 +210,8 @@ def read_points(result: Mapping[str, Any]) -> list[Point]:
 def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
     """Return the shortest length at which sparse attention may win, and the shortest at which it clearly wins.
 
-    All longer measured lengths must qualify too. A result is None if no length qualifies.
+    Sparse attention may win if its confidence interval ends at `MIN_SPEEDUP` or above. It clearly wins if the interval
+    begins there. All longer measured lengths must qualify too. A result is None if no length qualifies.
     """
     return _shortest(points, lambda point: point.high >= MIN_SPEEDUP), _shortest(
         points, lambda point: point.low >= MIN_SPEEDUP
@@ -285,7 +286,10 @@ class Calibration:
         self._tried: set[tuple[Method, Layer]] = set()  # measured in this process, or failed
 
     def threshold(self, config: Method, layer: Layer, S: int = 0) -> Threshold:
-        """Return the threshold of ``config`` for a layer. First measure it if needed and if ``S`` is large enough."""
+        """Return the threshold of ``config`` for ``layer``.
+
+        If `needs_measurement` is True and the context length ``S`` is large enough, measure the threshold first.
+        """
         key = config, layer
         if key not in self._known:
             kept = self.look_up(config, layer) if config.measurable else None
@@ -304,14 +308,14 @@ class Calibration:
 
     @staticmethod
     def shortest_measured(config: Method) -> int:
-        """Return the shortest context length that triggers a measurement. Below it, sparse attention rarely wins."""
+        """Return the minimum context length for a measurement. In shorter contexts, sparse attention rarely wins."""
         if isinstance(config, Prefill):
             return max(SHORT, config.shortest_context())
         return max(SHORT, 2 * config.attended)
 
     @staticmethod
     def modeled(config: Method, layer: Layer) -> Threshold:
-        """Return the threshold that is set or estimated, without a measurement."""
+        """Return the threshold that ``config`` sets or estimates, without a measurement."""
         how = MODELED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
         if isinstance(config, Prefill):
             return Threshold(config.max_density(layer.backend), how)
@@ -358,7 +362,7 @@ class Calibration:
             return []  # `look_up` reports damaged files
 
     def measure(self, config: Method, layer: Layer) -> Threshold | None:
-        """Time dense and sparse attention and store the result. Return the threshold, or None without enough memory."""
+        """Time dense and sparse attention, store the result and return the threshold, or None if memory is short."""
         seconds = self._seconds or SECONDS[device_kind()]
         limit = f"{layer}; up to {seconds:g} s, once"
         self._progress(f"calibrating: finding the context length at which {config.name} is faster ({limit}) ...")
@@ -394,7 +398,7 @@ class Calibration:
         return {"points": points}
 
     def pairs(self, config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
-        """Time dense and sparse decode steps over ``S`` keys alternately.
+        """Time dense and sparse decode steps over ``S`` keys alternately, for about ``seconds``.
 
         A timed step evaluates several layers together. Each layer writes a row into its own cache, and the output of a
         layer is the query of the next layer.
@@ -428,7 +432,7 @@ class Calibration:
         pairs: list[tuple[float, float]] = []
         end = time.perf_counter() + seconds
         while len(pairs) < PAIRS[0] or (len(pairs) < PAIRS[1] and time.perf_counter() < end):
-            first = len(pairs) % 2  # the kinds alternate in running first
+            first = len(pairs) % 2  # dense and sparse steps alternate in running first
             took = {which: _seconds(steps[which]) / layers for which in (first, 1 - first)}
             pairs.append((took[0], took[1]))
         return pairs
@@ -453,7 +457,7 @@ def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
 
 
 def _settings(config: Method, G: int) -> str:
-    """Return the text form of the settings that influence the time of a step."""
+    """Format the settings that influence the time of a step as text."""
     settled = config.for_model(qk_norm=False)  # settings from models are already resolved
     # The alphas change the density, but not the time at a given density.
     settings = {name: value for name, value in settled.parameters(G).items() if not name.startswith("alpha")}
@@ -462,12 +466,12 @@ def _settings(config: Method, G: int) -> str:
 
 
 def device_kind() -> str:
-    """Return the key of `SECONDS` for MLX's default device."""
+    """Return "cpu" or "gpu", the type of MLX's default device."""
     return "cpu" if mx.default_device().type == mx.cpu else "gpu"
 
 
 def free_memory() -> int:
-    """Return the number of free bytes in the memory of MLX's device."""
+    """Return how many bytes of memory are free on MLX's default device."""
     free = int(psutil.virtual_memory().available)
     if device_kind() == "gpu":
         most = int(mx.device_info().get("max_recommended_working_set_size", free))
@@ -509,7 +513,7 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
     The time of attention is assumed to be linear in the number of blocks. On a CPU, one head represents all heads.
 
     Raises:
-        MemoryError: too little memory is free.
+        MemoryError: not enough memory is free.
     """
     step, L = layer.step, layer.L
     heads, G = (1, 1) if device_kind() == "cpu" else (step.heads, step.G)
@@ -545,7 +549,10 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
 
 
 def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
-    """Compute the largest density at which sparse attention is faster, from one timing of each of the four runs."""
+    """Compute the largest density at which sparse attention is faster, from the times of the four runs in seconds.
+
+    ``kept`` contains the densities of the runs ``few`` and ``many``.
+    """
     slope = (many - few) / (kept[1] - kept[0])
     left = dense / MIN_SPEEDUP - select - few
     return min(max(kept[0] + left / slope, 0.0), 1.0) if slope > 0 else float(left > 0)

@@ -1,4 +1,4 @@
-"""Find missing optional packages, and build the command that installs them in the same way as this package."""
+"""Find missing optional packages, and build the command that installs the missing packages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | None:
-    """Return the pip argument that reinstalls ``mine`` with ``extra``; None if the source was deleted."""
+    """Return the pip argument that reinstalls ``mine`` with ``extra``, or None if the source was deleted."""
     extra = f"[{extra}]" if extra else ""
     recorded = mine.read_text("direct_url.json")
     if recorded is None:
@@ -97,7 +97,7 @@ def _installer(mine: importlib.metadata.Distribution) -> str:
 
 
 def not_installed(*packages: str) -> str | None:
-    """Return a message with the missing ``packages`` and the command to install them; None if none is missing."""
+    """Return a message with the missing ``packages`` and the install command, or None if all are installed."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     return f"{' and '.join(missing)} not installed: run {install_hint(EXTRAS[missing[0]])}" if missing else None
 

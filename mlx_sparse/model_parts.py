@@ -19,7 +19,7 @@ class Part:
         first_layer: index of the part's first layer in the whole model.
         layers: number of layers in the part; None for all layers.
         rank, size: the heads of every layer are split into ``size`` equal parts, and this part has index ``rank``.
-        shards: number of context-parallel shards of the keys and values of one context.
+        shards: number of ranks that share the keys and values of a context.
     """
 
     first_layer: int = 0

@@ -30,7 +30,7 @@ MOST_FAILURES = 20  # failures in the Markdown file; the JSON lines have all
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report of FOLDER, or check one file; return 0 if everything ran and nothing failed, else 1."""
+    """Write the report of FOLDER, or check one file. Return 1 if something failed or is missing, otherwise 0."""
     kind, *paths = argv
     if kind in ("passed", "validation"):
         path = Path(paths[0])
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def mac(folder: Path, target: Path) -> int:
-    """Write the report of a Mac as one JSON file."""
+    """Write the results in ``folder``, from a Mac, to the JSON file ``target``. Return the exit code."""
     found = {
         "machine": machine() | facts(folder / "machine.txt"),
         "tests": {run: junit(folder / f"{run}.xml") for run in RUNS},
@@ -59,7 +59,7 @@ def mac(folder: Path, target: Path) -> int:
 
 
 def mac_problems(found: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each missing or wrong result."""
+    """Return one sentence for each missing or wrong result of a Mac."""
     wrong = tests_failed(found)
     if found["validation"]:
         wrong.append(f"Metal's validation reports {len(found['validation'])} lines")
@@ -72,7 +72,7 @@ def mac_problems(found: Mapping[str, Any]) -> list[str]:
 
 
 def tests_failed(found: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each test run on a Mac that is missing, failed or ran no test."""
+    """Return one sentence for each pytest run of a Mac's report that is missing, has failures or ran no test."""
     wrong = []
     for run in RUNS:
         tests = found.get("tests", {}).get(run)
@@ -81,7 +81,10 @@ def tests_failed(found: Mapping[str, Any]) -> list[str]:
 
 
 def gpu(folder: Path, target: Path) -> int:
-    """Write a GPU report as FILE.jsonl and, for people, as FILE.md. This function does not need mlx."""
+    """Write the results in ``folder``, from a GPU, to the JSON lines file ``target`` and as Markdown for people.
+
+    Return the exit code. This function does not need mlx.
+    """
     untested = text(folder / "no_tests").strip()
     tests = None if untested else junit(folder / "tests.xml")
     if tests is not None:
@@ -102,7 +105,7 @@ def gpu(folder: Path, target: Path) -> int:
 def gpu_problems(
     tests: Mapping[str, Any] | None, untested: str, benchmarks: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[str]:
-    """Return one sentence for each missing or wrong result."""
+    """Return one sentence for each missing or wrong result of a GPU."""
     wrong = _failures(tests) if tests else [] if untested else ["the tests did not finish"]
     if tests and tests["status"] > 1:  # 1: tests failed
         wrong.append(f"the tests were ended after {tests['tests']} of them (status {tests['status']})")
@@ -118,7 +121,7 @@ def gpu_problems(
 
 
 def _failures(tests: Mapping[str, Any], which: str = "") -> list[str]:
-    """Return a list with one sentence if a completed pytest run has a problem, else an empty list."""
+    """Return a list with one sentence if a completed pytest run has a problem, and otherwise an empty list."""
     if failed := len(tests["failed"]):
         return [f"{failed} of {tests['tests']} tests{which} failed"]
     return [f"no test{which} ran"] if tests["tests"] == tests["skipped"] else []
@@ -130,7 +133,7 @@ def _rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the command and the table of a finished benchmark, else an empty text."""
+    """Return the command and the table of a benchmark, or an empty text if the benchmark did not finish."""
     return next((f"    {row['run']['command']}\n\n{row['text']}" for row in rows if row["kind"] == "end"), "")
 
 
@@ -144,7 +147,7 @@ def _head(check: Mapping[str, Any], summary: str) -> str:
 
 
 def junit(path: Path) -> dict[str, Any] | None:
-    """Return the counts and failures of a pytest run, or None if the run did not finish."""
+    """Return the counts and failures of a pytest run from its JUnit XML file, or None if the run did not finish."""
     try:
         suite = ElementTree.parse(path).getroot().find("testsuite")
     except (OSError, ElementTree.ParseError):
@@ -161,7 +164,7 @@ def junit(path: Path) -> dict[str, Any] | None:
 
 
 def messages(log: str) -> list[str]:
-    """Return the messages from Metal's validation layers, without the lines that announce the layers."""
+    """Return the messages of Metal's validation layers in ``log``, without the lines that announce the layers."""
     lines = [line for line in log.splitlines() if "validation" in line.lower() or "invalid" in line.lower()]
     return [line for line in lines if "Validation Enabled" not in line][:MOST_MESSAGES]
 

@@ -4,7 +4,7 @@
 python scripts/crossover_trials.py [--trials 50] [--fast-blas] [--attn sparq] > trials.jsonl
 
 Each trial measures the crossover length again and then independently times steps at this length. The trials
-are printed to standard output, and the table to standard error. 50 trials take about 6 minutes on two cores.
+are printed to standard output, and a summary table to standard error. 50 trials take about 6 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlx_sparse.tools.assets import blas
 from mlx_sparse.tools.formats import table
 
 SHAPES = {"9x3x64": (3, 3, 64), "4x1x256": (1, 4, 256), "16x8x128": (8, 2, 128)}  # KV heads, G, D
-SECONDS = 4.0  # of independent timing
+SECONDS = 4.0  # seconds of independent timing per trial
 SLOWER = 0.97  # dense over sparse time: below this ratio a trial counts as slower
 
 
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def trial(attn: str, shape: str) -> dict[str, object]:
-    """Measure the crossover length of a layer of ``shape``, and time steps at this length."""
+    """Measure the crossover length of a layer of ``shape``, and time dense and sparse decode steps at this length."""
     heads, G, D = SHAPES[shape]
     (config,) = parse(attn)
     config = config.for_model(qk_norm=False, grouped=G > 1)
@@ -68,7 +68,7 @@ def is_slower(row: dict[str, object]) -> bool:
 
 
 def summary(rows: list[dict[str, object]]) -> str:
-    """Return a table with one row for each shape."""
+    """Return a table with one row for each layer shape."""
     cells = []
     for shape in SHAPES:
         own = [row for row in rows if row["shape"] == shape]

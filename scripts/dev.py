@@ -102,7 +102,7 @@ def lint():
 
 
 def tests(args):
-    """Return the arguments for pytest: the fast tier by default, all tests with --all, or the given arguments."""
+    """Return ``args`` for pytest, but replace [] by options for the fast tests, and --all by options for all tests."""
     if args not in ([], ["--all"]):
         return args
     # Distribute whole files, so that the fixtures of a file are made once. Slow files come first.
@@ -136,7 +136,7 @@ def imported_by(path, root=ROOT, *, everything=False):
 
 
 def lazy_modules(package):
-    """Return the table _HOMES of a package. It maps each name that the package imports on first use to its module."""
+    """Return the module of each name that a package imports on first use, from _HOMES in its __init__.py."""
     init = package / "__init__.py"
     for node in ast.parse(init.read_text(encoding="utf-8")).body if init.is_file() else []:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":

@@ -37,7 +37,7 @@ class Text:
     """An MSL source and the launches that use it.
 
     Attributes:
-        name: file name without the suffix: kernel and template instance.
+        name: file name without the suffix. The name consists of the kernel and the template instance.
         kernel: name of the kernel in metal/.
         host_name: name of the function in a Metal library.
         sha256: hash of mlx_utils.h and the source together.
@@ -63,7 +63,7 @@ class Text:
 
 
 def utils() -> str:
-    """Return the header of every custom kernel: utils.h of the installed MLX and its includes, each once."""
+    """Return the header of every custom kernel: utils.h of the installed MLX, with each included file once."""
     root = Path(mx.__file__).parent / "include"
     parts: dict[str, str] = {}
 

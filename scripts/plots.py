@@ -36,7 +36,7 @@ TOKENS = 48  # generated per run
 
 
 def main() -> int:
-    """Draw the requested picture, or measure; return the exit code."""
+    """Draw the requested picture or run the measurement, and return the exit code."""
     actions = {"bytes": draw_bytes, "speed": draw_speed, "measure": measure}
     if len(sys.argv) != 2 or sys.argv[1] not in actions:
         sys.exit(f"usage: plots.py {'|'.join(actions)}")
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def draw_bytes() -> Path:
-    """Draw the bytes of keys and values of a decode step, by context and by layer."""
+    """Draw the bytes of keys and values that a decode step reads, by context length and by layer."""
 
     def gigabytes(elements: int) -> float:
         return LAYERS * KV_HEADS * ITEM * elements / 1e9
@@ -75,7 +75,7 @@ def draw_bytes() -> Path:
 
 
 def draw_speed() -> Path:
-    """Draw the tokens per second of dense and sparse decoding by context."""
+    """Draw the tokens per second of dense and sparse decoding by context length."""
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     figure, panels = plt.subplots(1, len(NAMES), figsize=(9.6, 3.4), layout="constrained")
     for axes, (library, name) in zip(panels, NAMES.items(), strict=True):
@@ -89,7 +89,7 @@ def draw_speed() -> Path:
 
 
 def measure() -> Path:
-    """Measure the speed by context on this machine, and write `ROWS`."""
+    """Measure the decode speed at several context lengths on this machine, and write the results to `ROWS`."""
     rows = []
     command = Path(sys.executable).parent / "mlx-sparse"
     options = ["bench", "generate", "--runtime", "onnx", "--lengths", MEASURED["onnx"], "--max-tokens", str(TOKENS)]

@@ -4,7 +4,8 @@
 python scripts/recall.py [--attn ATTN ...] [--context N] [--json | --cost]
 
 The script decodes text teacher-forced after a dense prefill. At each decode step it also computes the exact attention
-recall, which takes a dense pass over the keys. Both are averaged over the query heads of a KV head. Columns:
+recall, which takes a dense pass over the keys. The estimated and the exact recall are averaged over the query heads of
+a KV head. Columns:
 
 bias  mean of the estimate minus the exact recall
 corr  correlation over all decode steps, sequences and KV heads
@@ -39,7 +40,8 @@ from mlx_sparse.tools.evaluate.tasks import TASKS, encode
 from mlx_sparse.tools.formats import table
 
 HIGH = 0.02  # an estimate that exceeds the exact recall by more counts as too high
-MODES = {"never": 1 << 40, "every fourth step": 4, "every step": 1}  # steps per counted step
+# Number of decode steps for each step that counts the estimate.
+MODES = {"never": 1 << 40, "every fourth step": 4, "every step": 1}
 TURNS = 6
 HEADER = ("layer", "estimated", "exact", "bias", "corr", "over")
 
@@ -70,9 +72,10 @@ def main() -> int:
 
 
 def cost(subject: Steps, attn: str) -> dict[str, float]:
-    """Time decode steps that count the estimate. Return the median ratio to the time of steps that never count it.
+    """Time decode steps in each of the `MODES`. Return the median ratio of their times to the times of mode "never".
 
-    Each ratio compares the same four consecutive steps of two runs in the same turn.
+    In this mode, no step counts the estimate. Each ratio compares the same four consecutive steps of two runs in the
+    same turn.
     """
     times: dict[str, list[Any]] = {mode: [] for mode in MODES}
     for turn in range(TURNS):
@@ -90,7 +93,7 @@ def cost(subject: Steps, attn: str) -> dict[str, float]:
 
 
 def measure(subject: Steps, attn: str) -> dict[Any, Any]:
-    """Decode the targets with ``attn``. Return the estimated and the exact recall ``(2, n)`` of each layer."""
+    """Decode the targets of ``subject`` with ``attn``. Return the estimated and exact recall ``(2, n)`` by layer."""
     found: dict[int, list[Any]] = {}
     caches = copy.deepcopy(subject.cache)
     with mlx_sparse.sparse(subject.model, attn), recording(caches, found):
@@ -101,7 +104,7 @@ def measure(subject: Steps, attn: str) -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def recording(caches: list[Any], found: dict[int, list[Any]]) -> Iterator[None]:
-    """Append the estimated and the exact recall ``(2, n)`` of each decode step to ``found[layer]``."""
+    """Append the estimated and exact recall ``(2, n)`` of every decode step inside the block to ``found[layer]``."""
     take_step = SparseCache.take_step
 
     def recorded(cache: SparseCache, queries: mx.array, step: DecodeStep, scale: float) -> tuple[mx.array, mx.array]:
@@ -122,7 +125,7 @@ def recording(caches: list[Any], found: dict[int, list[Any]]) -> Iterator[None]:
 
 
 def compare(pair: Any) -> dict[str, float]:
-    """Return the means of the recalls in ``pair (2, n)``, estimated and exact, and the other columns of the table."""
+    """Return the values of the table columns by name. ``pair (2, n)`` contains the estimated and the exact recall."""
     estimate, exact = pair.astype(np.float64)
     values = {
         "estimated": estimate.mean(),

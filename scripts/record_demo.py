@@ -19,7 +19,7 @@ TARGET = Path(__file__).parents[1] / "docs" / "demo.svg"
 
 
 def main() -> int:
-    """Run the command, and write its output as a picture. Return the exit code of the command."""
+    """Run ``mlx-sparse try``, and write its output as a picture. Return the exit code of the command."""
     blas.restart_script(True)
     console = Console(record=True, width=try_model.WIDTH, highlight=False, markup=False)
     arguments = ["--fast-blas", *sys.argv[1:]]

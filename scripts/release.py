@@ -24,13 +24,13 @@ def version(root=ROOT):
 
 
 def notes(changelog, name):
-    """Return the section under the heading ``## [name]``, with or without a date, or None."""
+    """Return the section of ``changelog`` under the heading ``## [name]``, which may contain a date, or None."""
     found = re.search(rf"^## \[{re.escape(name)}\][^\n]*\n(.*?)(?=^## \[|\Z)", changelog, re.MULTILINE | re.DOTALL)
     return found and found[1].strip()
 
 
 def problem(root, tag):
-    """Return the reason why this tree or tag cannot be released, or None."""
+    """Return the reason why ``tag`` or the source tree in ``root`` cannot be released, or None."""
     wanted = version(root)
     if tag is not None and tag != f"v{wanted}":
         return f"tag: expected v{wanted}, as in pyproject.toml, got {tag}."

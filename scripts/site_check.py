@@ -16,7 +16,7 @@ SHOWN = {"stylesheet", "icon", "preload", "preconnect"}
 
 
 class Html(HTMLParser):
-    """Anchors, links, loaded files and canonical address of a page."""
+    """An HTML page with its anchors, links, loaded files and canonical address."""
 
     def __init__(self, text):
         super().__init__()
@@ -36,7 +36,7 @@ class Html(HTMLParser):
 
 
 def check(site):
-    """Return the problems, the number of pages and the number of internal links of the site in a folder."""
+    """Check the site in the folder ``site``. Return the problems and the numbers of pages and internal links."""
     pages = {path: Html(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     home = pages[site / "index.html"].address or "http://site/"
     wrong, count = [], 0

@@ -31,7 +31,7 @@ HOMES = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the navigation that are not in docs/: files of the project and the pages of the API."""
+    """Add project files and generated API pages to the site, if the navigation lists them and docs/ lacks them."""
     made = {"api/mlx_sparse.md": _api(), "api/methods.md": _methods(), "api/cuda_ref.md": _cuda_ref()}
     for path in _paths(config.nav):
         if path in made:
@@ -42,9 +42,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links to files. They point to the pages of the site or, for files without a page, to the repository.
+    """Rewrite each link to a file, so that it points to the file's page on the site or, without one, to the repository.
 
-    Without a `repo_url`, a link to another file becomes the name of the file.
+    Without a `repo_url`, a link to a file without a page becomes the name of the file.
     """
     if page.file.abs_src_path is None:
         return markdown
@@ -73,7 +73,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, files: Files, **kwargs: Any) -> str:
-    """Prevent line breaks in options and before ±, and link the pages that docstrings name."""
+    """Prevent line breaks in options and before ±, and link page names in docstrings to their pages."""
     html = html.replace(" ± ", "&nbsp;±&nbsp;")
     html = re.sub(r"(?<=[>\s])([\w.]*-[\w.-]{1,24})(?=(?:\s[^<]*)?</code>)", r'<span class="whole">\1</span>', html)
     if not page.file.src_uri.startswith("api/"):

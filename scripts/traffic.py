@@ -76,7 +76,7 @@ METHODS: dict[str, Callable[[], Any]] = {
 
 
 def count(method: str) -> dict[str, Any]:
-    """Call a method once in the harness. Return its launches, the bytes per buffer and the bytes of the formula."""
+    """Call ``method`` once in the harness. Return its kernels, the bytes moved per buffer and the bytes by formula."""
     mx.random.seed(0)
     with msl.emulated(strict=False) as metal:
         out, stats = METHODS[method]()

@@ -1,4 +1,4 @@
-"""Provide the single steps of the methods as functions for caches and benchmarks. Only this backend exports them."""
+"""Provide single steps of SparQ, SampleAttention and SAAP as functions for caches and benchmarks on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ def sample_scores(
     scale: float | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the softmax weights of each region's sampled queries per key block (sample.4) and offset bin (sample.5).
+    """Sum the softmax weights of the sampled queries in each region, per key block and per offset bin.
 
     Returns:
-        The sums ``column`` (per key block) and ``slash`` (per offset bin), float32 ``(B, Hq, C, Nk)``.
+        The sums ``column`` per key block (sample.4) and ``slash`` per offset bin (sample.5), both float32
+        ``(B, Hq, C, Nk)``.
     """
     call = Call(Torch(), "sample_scores", (queries, keys, keys), scale=scale, backend=backend)
     check_sample(1.0, 1.0, chunks, block_size)
@@ -62,7 +63,7 @@ def sample_scores(
 def saap_index(
     bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort the keys by bucket with torch.sort (saap.9).
+    """Sort all keys except the sink tokens by bucket (saap.9), with torch.sort.
 
     Args:
         bucket_ids: ``(B, Hkv, n)`` int, bucket number of each key. A number outside 0..buckets-1 means no bucket.
@@ -92,7 +93,8 @@ def saap_indices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """List the keys that a decode step attends to (saap.10).
 
-    These are the sink tokens, the keys from index ``covered`` on, and the keys in the visited buckets.
+    Each list starts with the sink tokens. The keys from index ``covered`` on follow, then the keys in the visited
+    buckets.
 
     Args:
         visited: ``(B, Hkv, n)`` int, distinct bucket numbers. Numbers outside 0..buckets-1 are empty slots.
@@ -100,7 +102,8 @@ def saap_indices(
         capacity: number of slots in each list. Keys that do not fit are omitted.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and int32 ``counts (B, Hkv)`` of used slots.
+        int32 ``indices (B, Hkv, capacity)``, padded with -1, and int32 ``counts (B, Hkv)``, the number of used slots in
+        each list.
     """
     B, Hkv, _ = _check_rows("visited", visited)
     check_backend(backend, visited.device)

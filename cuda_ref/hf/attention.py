@@ -91,14 +91,13 @@ def attention(
 
 
 def _counts(config: SparQ, key: torch.Tensor) -> Counts:
-    """Return the counts of one sparse decode step: one call, and the bytes that sparse and dense attention read."""
     B, Hkv, S, D = key.shape
     size = B * Hkv * key.element_size()
     return Counts(1, formula_bytes=size * config.elements(S, D), dense_bytes=size * dense_elements(S, D))
 
 
 def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
-    """Resolve "auto" in the SparQ settings of the cache for this model, and return the settings."""
+    """Replace "auto" in the SparQ settings of ``cache`` by values for this model, and return the settings."""
     attn = cache.attn
     if attn.component_score == "auto" or (attn.component_score == "query_key" and attn.reallocate == "auto"):
         grouped = getattr(module, "num_key_value_groups", 1) > 1
@@ -207,7 +206,7 @@ def _dense(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run dense attention with transformers' sdpa, or with the model's eager attention for soft caps and sinks."""
+    """Run transformers' sdpa, or the model's eager attention if the model uses soft caps or attention sinks."""
     given = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if not given:
         dense: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

@@ -130,9 +130,10 @@ class Buffers:
     def statistics(
         self, *, mean: bool, spread: bool, padding: Padding | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the mean of the valid values and the standard deviation of the valid keys.
+        """Return the mean of the valid values if ``mean``, and the standard deviation of the valid keys if ``spread``.
 
-        Both are float32 ``(B, Hkv, D)``, or None if not requested. Later calls update the mean in place.
+        Each result is a float32 tensor ``(B, Hkv, D)``, or None if it was not requested. Later calls update the mean in
+        place.
         """
         if not mean and not spread:
             return None, None
@@ -174,7 +175,8 @@ class Padding:
     """
 
     def __init__(self, mask: torch.Tensor) -> None:
-        # The mask refers to this Padding. A reference back to the same object would be a cycle, which keeps the memory.
+        # The mask refers to this Padding. A reference back to the mask would be a cycle, which delays the release of
+        # its memory, so refer to a detached view of the mask.
         self._mask = mask.detach()
         self._compared: tuple[torch.Tensor, bool] | None = None
 
@@ -203,6 +205,6 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 
 def padding_of(attention_mask: torch.Tensor) -> Padding | None:
-    """Return the `Padding` of an attention mask, or None if `mask` did not build this tensor."""
+    """Return the `Padding` that `mask` attached to ``attention_mask``, or None if no `Padding` is attached."""
     found: Padding | None = getattr(attention_mask, _NAME, None)
     return found

@@ -79,7 +79,7 @@ class SparQLayer(DynamicLayer):
             )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the sequences that ``indices`` selects, by index in the new order or by one bool per sequence."""
+        """Keep only the sequences with the numbers ``indices``, in this order. ``indices`` may also be a bool mask."""
         if self.buffers is not None:
             sequences = indices.to(self.device)
             self.buffers.select(sequences.nonzero()[:, 0] if sequences.dtype == torch.bool else sequences)
@@ -123,9 +123,10 @@ class SparQLayer(DynamicLayer):
         padding: Padding | None,
         coded: bool = False,
     ) -> tuple[torch.Tensor | KeyCodes, torch.Tensor | None, torch.Tensor | None]:
-        """Return the scoring keys and the results of `Buffers.statistics` for all rows.
+        """Return the scoring keys, the mean value and the spread of the key components for all rows in the cache.
 
-        The scoring keys are ``keys_t (B, Hkv, D, S)``, or `KeyCodes` if ``coded`` is True.
+        The scoring keys are ``keys_t (B, Hkv, D, S)``, or `KeyCodes` if ``coded`` is True. The mean value is
+        None unless ``mean`` is True, and the spread is None unless ``spread`` is True.
         """
         assert self.buffers is not None
         if coded:
@@ -137,7 +138,7 @@ class SparQLayer(DynamicLayer):
 
 
 class Origin(NamedTuple):
-    """The cache and the cache layer that the keys of an attention call come from."""
+    """Cache and cache layer that returned the keys of an attention call."""
 
     cache: SparQCache
     layer: Any
@@ -150,7 +151,7 @@ class Origin(NamedTuple):
 
 
 def origin_of(keys: torch.Tensor) -> Origin | None:
-    """Return the cache and layer of ``keys``, or None if the keys do not come from a `SparQCache`."""
+    """Return the `Origin` of ``keys``, or None if the keys do not come from a `SparQCache`."""
     found: Origin | None = getattr(keys, _NAME, None)
     return found
 
@@ -212,13 +213,13 @@ class SparQCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values to a layer. Return all keys and values of the layer. The keys refer to the layer.
+        """Append keys and values to layer ``layer_idx``, and return all keys and values of this layer.
 
         An attention function receives keys and values, but neither the cache nor the layer. The layer number of a
         module does not identify the cache, and some models pass the keys of one layer to other layers. Therefore the
-        reference is an attribute of the returned tensor. Derived tensors, even slices, have no reference. Attention
-        to them is dense. The attribute is set on a view that the cache does not store, because a copy of the cache
-        would otherwise copy a reference to the original.
+        returned keys have an `Origin` attribute, which refers to the cache and the layer. Tensors derived from the
+        keys, even slices, have no `Origin`, so attention to these tensors is dense. The attribute is set on a view
+        that the cache does not store. Otherwise a copy of the cache would refer to the original cache.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ConfigError(
@@ -233,7 +234,7 @@ class SparQCache(DynamicCache):
 
 # This is not a method, because the report would then keep the cache alive.
 def _crossovers(thresholds: dict[Step, int], how: str) -> list[str]:
-    """Return the lines of the report that list the crossover lengths."""
+    """Return report lines with the crossover lengths, each followed by ``how`` ("modeled" or "given")."""
     lengths = (
         "never sparse" if keys >= NEVER else f"sparse at {keys:,} keys and longer" for keys in thresholds.values()
     )

@@ -91,7 +91,7 @@ class Codes:
 
     @outside_inference_mode
     def spread(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the spread (sparq.22) of each component of ``keys``, cached until another group becomes full."""
+        """Return the spread (sparq.22) of each component of ``keys``. The result is reused until a group fills up."""
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(), keys, self.padding)

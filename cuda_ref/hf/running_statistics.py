@@ -24,7 +24,7 @@ class State:
 
     Attributes:
         count: number of valid rows; a tensor ``(B, 1, 1)`` if sequences are padded.
-        mean: float32 ``(B, Hkv, D)``; 0 if there is no valid row.
+        mean: float32 ``(B, Hkv, D)`` mean of the valid rows; 0 if there is no valid row.
         squares: float32 ``(B, Hkv, D)`` sum of squared deviations, or None.
     """
 
@@ -72,7 +72,7 @@ class RunningStatistics:
     """Running mean and, optionally, sum of squared deviations of each component over the cache rows.
 
     Each chunk of rows is reduced to its mean and sum of squared deviations before the merge. The result is accurate
-    even if the mean is much larger than the spread. Plain sums of squares would then cancel.
+    even if the mean is much larger than the spread. In this case, a difference of plain sums would lose most digits.
 
     Removed rows are not subtracted, because a NaN or a rounding error would remain. After a crop, the statistics
     restart from the last remaining mark, or from zero, and the rows after the mark are merged again. When a block is

@@ -1,9 +1,9 @@
 """Compute exact attention of one query per head to listed keys or to all keys. All methods share this kernel.
 
 A row is a pair of a sequence and a KV head. The grid is (splits, Hkv, B), or (programs,) if list lengths differ. A
-program reads `share` keys and values, D * itemsize bytes each, once for the whole group, and updates a running
-softmax. If there are several splits, each program writes G * (D + 3) float32 numbers. The last program of a row merges
-the splits. The merge is exact, because every split stores its largest logit and its sum of exponentials.
+program reads `share` keys and values, D * itemsize bytes each, once for the query group, and updates a running softmax.
+If there are several splits, each program writes G * (D + 3) float32 numbers. The last program of a row merges the
+splits. The merge is exact, because every split stores its largest logit and its sum of exponentials.
 """
 
 import triton
@@ -25,13 +25,16 @@ def times_values(weights, values, total):
 
 @triton.jit
 def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
-    """Return ``mean`` after reallocation (sparq.10), which gives ``value_mean`` the weight of unselected keys."""
+    """Reallocate the softmax mass of unselected keys: return ``alpha * mean + (1 - alpha) * value_mean`` (sparq.10)."""
     return alpha * mean + (1.0 - alpha) * tl.load(value_mean + d, mask=d < D, other=0.0)
 
 
 @triton.jit
 def write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D: tl.constexpr, G: tl.constexpr):
-    """Normalize and reallocate the output, and store it with its log-sum-exp. Rows without keys get 0 and -inf."""
+    """Normalize the output, reallocate if ``value_mean`` is given, and store the output and its log-sum-exp.
+
+    A query head without keys gets the output 0 and the log-sum-exp -inf.
+    """
     some = total != 0  # True for NaN, so that NaN reaches the output
     result = weighted / tl.where(some, total, 1.0)[:, None]
     if value_mean is not None:

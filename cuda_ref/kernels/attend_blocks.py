@@ -15,7 +15,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def listed_end(blocks, row_block, width, BLOCK: tl.constexpr):
-    """Return the number of list entries up to the last entry that is a key block on or before the diagonal."""
+    """Return the length of the list ``blocks`` up to its last entry that is a key block at or before ``row_block``."""
     end = 0
     for first in range(0, width, BLOCK):
         place = first + tl.arange(0, BLOCK)
@@ -27,13 +27,13 @@ def listed_end(blocks, row_block, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, place, stride, there, d, D: tl.constexpr):
-    """Load the rows with the indices ``place``, of ``D`` numbers each. Return zeros where ``there`` is False."""
+    """Return the rows with the indices ``place``, each with ``D`` numbers. Rows are 0 where ``there`` is False."""
     return tl.load(rows + place[:, None] * stride + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
 def write_rows(out, lse, place, there, d, largest, total, weighted, D: tl.constexpr):
-    """Normalize and store the output rows and their log-sum-exp. Rows without keys get 0 and -inf."""
+    """Normalize and store the output rows and their log-sum-exp, which are 0 and -inf for rows without keys."""
     some = total != 0  # True for NaN, so that NaN reaches the output
     safe = tl.where(some, total, 1.0)
     result = weighted * (1.0 / safe)[:, None]

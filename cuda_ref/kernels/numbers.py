@@ -17,7 +17,7 @@ def finite(largest):
 
 @triton.jit
 def widen(loaded, UPCAST: tl.constexpr):
-    """Convert the loaded numbers to float32 if ``UPCAST`` is True: Triton's interpreter cannot compute in bfloat16."""
+    """Convert ``loaded`` to float32 if ``UPCAST`` is True, because Triton's interpreter cannot compute in bfloat16."""
     return loaded.to(tl.float32) if UPCAST else loaded
 
 
@@ -35,7 +35,7 @@ def rounded_down(first):
 
 @triton.jit
 def encode_logit(logit, largest):
-    """Encode a logit in 8 bits: its distance from the ``largest`` logit of the tile, in units of 1/16 nat."""
+    """Encode a logit in 8 bits, as its distance from the ``largest`` logit of the tile in units of 1/16 nat."""
     below = (largest - logit) * 16.0  # +inf, or NaN for a key without weight
     code = tl.where(below < NO_WEIGHT - 0.5, tl.floor(below + 0.5), NO_WEIGHT)
     return tl.where(logit < float("inf"), code, NO_SOFTMAX).to(tl.uint8)

@@ -127,7 +127,7 @@ def sample_scores(
 
 @triton.jit
 def row_logarithms(statistics, splits, m, BLOCK_SIZE: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
-    """Return log2 of each sampled query's sum of exponentials. Missing queries get +inf and thus add no weight."""
+    """Return log2 of each sampled query's sum of exponentials, or +inf for a sum of 0, so that no weight is added."""
     largest = tl.full(m.shape, float("-inf"), tl.float32)
     total = tl.zeros(m.shape, tl.float32)
     for first in range(0, splits, BLOCK_SPLITS):
@@ -145,7 +145,7 @@ def row_logarithms(statistics, splits, m, BLOCK_SIZE: tl.constexpr, BLOCK_SPLITS
 
 @triton.jit
 def bin_weight(parts, block, which: tl.constexpr, m, seen, logarithm, BLOCK_SIZE: tl.constexpr):
-    """Return the softmax weight of one offset bin in each key block, summed over the sampled queries ``m``."""
+    """Return the softmax weight of each key block's near (``which`` 0) or far (1) keys, summed over queries ``m``."""
     place = (block * 2 + which) * BLOCK_SIZE + m[None, :]
     part = tl.load(parts + place, mask=(block >= 0) & (block < seen), other=float("-inf"))
     return tl.sum(tl.exp2(part - logarithm[None, :]), axis=1)

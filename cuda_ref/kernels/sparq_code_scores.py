@@ -1,12 +1,12 @@
 """Compute SparQ's approximate logits of all keys from the selected components of int4 scoring keys.
 
 The grid is (splits of the quantized keys plus one program for the tail, Hkv, B). A program reads RANK components of
-`blocks` tiles of BLOCK_S keys, RANK * 9 / 16 bytes per key, once for the whole group. The program for the tail scores
+`blocks` tiles of BLOCK_S keys, RANK * 9 / 16 bytes per key, once for the query group. The program for the tail scores
 the keys after the last full group, RANK * itemsize bytes per key. A program writes G logits per key (float32 or uint8),
 and the largest logit and the sum of exponentials of each tile and query head.
 
 Tiles are counted from a row's first valid key, so that reads of codes are aligned. All rows have as many tiles as the
-longest row. Tiles after the last group of a row are not read and are written as tiles without a valid key.
+longest row. Programs do not read tiles after the last group of a row, and write them as tiles without a valid key.
 """
 
 import triton
@@ -36,7 +36,7 @@ def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tile
 
 @triton.jit
 def write_margin(logits, first, end, heads, there, stride_l):
-    """Write "no weight" to the columns from ``first`` to ``end``, which aligned loads of 16 columns also read."""
+    """Write "no weight" to the columns ``first`` to ``end - 1``, at most 16, which aligned loads also read."""
     column = first + tl.arange(0, 16)
     weight = tl.full([16], NO_WEIGHT if logits.dtype.element_ty == tl.uint8 else float("-inf"), tl.float32)
     weight = weight.to(logits.dtype.element_ty)

@@ -2,7 +2,7 @@
 
 The grid is (splits of the keys, Hkv, B). Every program repeats the selection of components of its KV head. The
 selection is cheap: it reads D numbers per query head, but a program reads thousands of keys. Each program reads RANK
-components of `blocks * BLOCK_S` keys, RANK * itemsize bytes per key, once for the whole group. It writes G float32
+components of `blocks * BLOCK_S` keys, RANK * itemsize bytes per key, once for the query group. It writes G float32
 logits per key, and the largest logit and the sum of exponentials of each query head.
 """
 
@@ -33,7 +33,10 @@ def component_keys(queries, component_weight, d, D: tl.constexpr, G: tl.constexp
 def component_ranks(
     queries, component_weight, D: tl.constexpr, G: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Return the rank of each component (sparq.2), 0 for the highest score. A thread sums a column of comparisons."""
+    """Return the rank of each component (sparq.2). The highest score has rank 0.
+
+    If all components are selected, the rank is the index of the component.
+    """
     before = tl.arange(0, BLOCK_D)
     if RANK < D:
         keys = component_keys(queries, component_weight, before, D, G, BLOCK_D)

@@ -1,7 +1,8 @@
 """Select exactly the k largest scores of a row without sorting. All methods share this kernel.
 
-Scores are converted to unsigned integers in the same order. Four histograms of 256 bins, one per 8 bits, find the
-k-th largest score. The kernel writes the indices of all larger scores and of the first equal scores, ascending.
+Scores are converted to unsigned integers that keep the order of the scores. Four histograms of 256 bins, one per 8
+bits, find the k-th largest score. The kernel writes the indices of all larger scores and of the first equal scores in
+ascending order.
 
 The grid is (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, as float32 or uint8, sums their
 softmax over the group and stores the best k of its tile, eight bytes each. The last program of a row reads the
@@ -21,7 +22,7 @@ ALWAYS = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def ordered_bits(score):
-    """Map scores to unsigned integers in the same order. NaN counts as +inf."""
+    """Map scores to unsigned integers that keep the order of the scores. NaN counts as +inf."""
     score = tl.where(score < float("inf"), score, float("inf"))
     score = tl.where(score == 0.0, 0.0, score)  # -0 equals 0
     bits = score.to(tl.uint32, bitcast=True)
@@ -38,7 +39,7 @@ def digit_counts(bits, threshold, there, shift):
 
 @triton.jit
 def next_digit(counts, wanted):
-    """Return the largest digit that at least ``wanted`` items reach, and how many items with this digit to select."""
+    """Return the largest digit that ``wanted`` items reach or exceed, and how many items with this digit to select."""
     digits = tl.arange(0, 256)
     reaching = tl.cumsum(counts, 0, reverse=True)
     digit = tl.max(tl.where(reaching >= wanted, digits, 0), axis=0)
@@ -47,20 +48,23 @@ def next_digit(counts, wanted):
 
 @triton.jit
 def is_tie(bits, threshold):
-    """Return a mask of the selectable items that equal the threshold."""
+    """Return a mask of the items that equal ``threshold``. Items with the bits `NEVER` cannot be selected."""
     return (bits == threshold) & (bits != NEVER)
 
 
 @triton.jit
 def is_best(bits, threshold, ties, ties_before):
-    """Return a mask of the selected items: items above the threshold, and the first ``ties`` items equal to it."""
+    """Return a mask of the items above ``threshold`` and of the first ``ties`` items equal to it.
+
+    The equal items in earlier blocks, ``ties_before`` in total, count toward ``ties``.
+    """
     tie = is_tie(bits, threshold)
     return (bits > threshold) | (tie & (ties_before + tl.cumsum(tie.to(tl.int32), 0) <= ties))
 
 
 @triton.jit
 def kth_largest(bits, there, wanted):
-    """Return the bits of the ``wanted``-th largest item and the number of ties to select.
+    """Return the bits of the ``wanted``-th largest item and the number of items with these bits to select.
 
     If fewer than ``wanted`` items can be selected, the bits are `NEVER`.
     """
@@ -74,7 +78,7 @@ def kth_largest(bits, there, wanted):
 
 @triton.jit
 def kth_largest_of_many(candidate_bits, count, wanted, BLOCK: tl.constexpr):
-    """Compute `kth_largest` of ``count`` items that are loaded from memory in blocks."""
+    """Return the results of `kth_largest` for ``count`` items, which are loaded from memory in blocks."""
     threshold = tl.full([], NEVER, tl.uint32)
     for step in range(4):
         shift = 24 - 8 * step

@@ -25,7 +25,8 @@ class Listed:
         indices: ``(B, Hkv, N)`` int32, contiguous; numbers that are not key indices are empty slots.
         counts: ``(B, Hkv)`` int32, contiguous: number of used entries per row. The used entries of all rows are divided
             equally among the programs. None: all entries are used.
-        tickets: int32 ``(B, Hkv, 2)`` counters of finished programs; ``[..., 1]`` must be 0. None: allocated.
+        tickets: int32 ``(B, Hkv, 2)`` counters of finished programs, where ``[..., 1]`` must be 0; None to allocate
+            new counters.
     """
 
     indices: torch.Tensor
@@ -35,7 +36,10 @@ class Listed:
 
 @dataclass(frozen=True)
 class Reallocation:
-    """Inputs of the reallocation, (sparq.8) and (sparq.10): two fields of `GroupScores`, and float32 ``value_mean``."""
+    """Inputs for reallocation (sparq.8, sparq.10). ``logits`` and ``softmax`` are fields of `GroupScores`.
+
+    ``value_mean`` is the float32 mean ``(B, Hkv, D)`` of the values.
+    """
 
     logits: torch.Tensor
     softmax: torch.Tensor | None
@@ -63,7 +67,7 @@ def attend_indices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the listed keys (sparq.7). Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
-    The int32 ``counts (B, Hkv)`` are the numbers of used entries of the lists.
+    ``counts (B, Hkv)`` int32 is the number of used entries of each list. None: all entries are used.
     """
     if indices.dtype != torch.int32:  # an int64 number must not wrap to a valid key
         indices = torch.where((indices >= 0) & (indices < keys.shape[2]), indices, -1).to(torch.int32)
@@ -93,10 +97,11 @@ def attend(
         queries: ``(B, Hq, 1, D)``, contiguous.
         keys, values: ``(B, Hkv, S, D)``, last stride 1.
         listed: the keys to attend to; None for all valid keys.
+        reallocation: inputs for mixing in the mean value (sparq.10); None to skip reallocation.
 
     Returns:
-        ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. Rows without keys get 0 and
-        -inf.
+        ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. For queries without keys,
+        ``out`` is 0 and ``lse`` is -inf.
     """
     B, Hq, _, D = queries.shape
     Hkv, S = keys.shape[1:3]
@@ -166,6 +171,6 @@ def attend(
 
 
 def programs_for_counts(rows: int, entries: int, block: int, device: torch.device) -> int:
-    """Return the number of programs: enough for all processors, at least two per row, at most one per block."""
+    """Return the number of programs that fills all processors, with two or more per row and at most one per block."""
     wanted = max(PROGRAMS_PER_PROCESSOR * configs.processors(device), 2 * rows)
     return min(wanted, rows * max(1, -(-entries // block)))

@@ -33,8 +33,8 @@ def attend_blocks(
             selects all key blocks.
 
     Returns:
-        ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``. Queries without keys get 0 and
-        -inf.
+        ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``. For queries without keys,
+        ``out`` is 0 and ``lse`` is -inf.
     """
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size)
     if blocks is not None:

@@ -115,7 +115,7 @@ def config(device: torch.device) -> Config:
 
 
 def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> BlockTile:
-    """Return the tile of `attend_blocks` for head dim ``D`` on ``device``."""
+    """Return the tile of `attend_blocks` for head dim ``D`` and blocks of ``block_size`` queries on ``device``."""
     if itemsize > 2:
         return WITHOUT_MATRIX_UNITS
     tiles = BLOCK_TILES[nearest(device)]
@@ -130,7 +130,7 @@ def sample_tile(block_size: int, itemsize: int) -> BlockTile:
 
 
 def columns(N: int, itemsize: int, queries: int, programs: int, device: torch.device) -> ColumnTile:
-    """Return the widest tile of a query network layer with ``N`` outputs that keeps all processors busy.
+    """Return the tile for a query network layer with ``N`` outputs: the widest tile that keeps all processors busy.
 
     Args:
         queries: number of queries per program. With more queries, fewer weight rows fit into registers.
@@ -177,9 +177,9 @@ def warps(tiles: Tiles, width: int, itemsize: int) -> int:
 
 
 def score_warps(tiles: Tiles, width: int) -> int:
-    """Return the number of warps of the score kernels, with one thread for each component.
+    """Return the number of warps of the score kernels, with at least one thread for each of ``width`` components.
 
-    Two components per thread need too many registers. Two threads per component would load the component twice.
+    With two components per thread, the kernels would need too many registers.
     """
     return max(tiles.warps, width // 32)
 
@@ -190,6 +190,9 @@ def splits(items: int, rows: int, per_processor: int, device: torch.device) -> i
 
 
 def share(items: int, block: int, rows: int, per_processor: int, device: torch.device) -> int:
-    """Return the number of items per program, a multiple of ``block``, that keeps all processors busy."""
+    """Return how many of a row's ``items`` each program processes, so that ``rows`` rows keep all processors busy.
+
+    The number is a multiple of ``block``.
+    """
     programs = max(1, per_processor * processors(device) // rows)
     return -(-max(1, -(-items // programs)) // block) * block

@@ -38,7 +38,7 @@ class Launch:
 
 
 def rows(array: torch.Tensor) -> torch.Tensor:
-    """Return ``array`` with last stride 1. An array that already has it, such as a cache slice, is not copied."""
+    """Return ``array`` with last stride 1. An array with this stride, such as a cache slice, is not copied."""
     return array if array.stride(-1) == 1 else array.contiguous()
 
 

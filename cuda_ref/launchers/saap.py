@@ -1,4 +1,4 @@
-"""Launch the SAAP kernels (docs/spec/saap.md): four launches per decode step, or three without a hidden layer."""
+"""Launch the SAAP kernels (docs/spec/saap.md). A decode step has four launches, or three without a hidden layer."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def saap_decode(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run one decode step over visited buckets. Return ``out``, ``lse`` and the attended key counts ``(B, Hkv)``."""
+    """Run one decode step over visited buckets. Return ``out``, ``lse`` and counts ``(B, Hkv)`` of attended keys."""
     index = Index(offsets, key_ids, covered, sink_tokens, capacity)
     listed = expand(visited, index, keys.shape[2], left_padding)
     assert listed.counts is not None
@@ -249,7 +249,7 @@ def saap_attention(
 
 
 def _as_slots(bucket_ids: torch.Tensor, visited: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Renumber the visited buckets as 0, 1, 2, ..., so that bucket numbers may be any integers.
+    """Replace the numbers of the visited buckets, which may be any integers, by 0, 1, 2, ...
 
     Returns:
         The new bucket number of each key (-1 for keys of other buckets) and the new ``visited`` (int32).

@@ -74,7 +74,7 @@ def sample_select(
     block_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """Return each row block's key blocks (sample.1 to sample.7) as int32 ``(B, Hq, R, Nk)``, padded with -1."""
+    """Select key blocks for each row block (sample.1 to sample.7). Return int32 ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     counts = torch.empty(*queries.shape[:2], layout.row_blocks, dtype=torch.int32, device=queries.device)
     alphas = {"alpha_column": alpha_column, "alpha_slash": alpha_slash}
@@ -92,7 +92,7 @@ def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> torch.Tensor:
 def sample_scores(
     queries: torch.Tensor, keys: torch.Tensor, chunks: int, block_size: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Create the `Layout` of a prefill, and compute its sample scores with `score`."""
+    """Create the `Layout` of a prefill, and return the sums ``column`` and ``slash`` that `score` computes."""
     return score(rows(queries), rows(keys), Layout(queries.shape[2], keys.shape[2], chunks, block_size), scale=scale)
 
 
@@ -107,13 +107,14 @@ def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> tuple[torch.Ten
 def score(
     queries: torch.Tensor, keys: torch.Tensor, layout: Layout, *, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the softmax weights of each region's sampled queries per key block (sample.4) and offset bin (sample.5).
+    """Sum the softmax weights of the sampled queries in each region, per key block and per offset bin.
 
     Args:
         queries, keys: ``(B, Hq, L, D)`` and ``(B, Hkv, S, D)``, last stride 1.
 
     Returns:
-        The sums ``column`` (per key block) and ``slash`` (per offset bin), float32 ``(B, Hq, C, Nk)``.
+        The sums ``column`` per key block (sample.4) and ``slash`` per offset bin (sample.5), both float32
+        ``(B, Hq, C, Nk)``.
     """
     queries, scale = positive(queries, scale)
     B, Hq, _, D = queries.shape
@@ -174,10 +175,10 @@ def score(
 
 
 def select_share(scores: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Select the largest ``scores (..., Nk)``: the fewest whose share of the sum reaches ``alpha - 1e-6`` (sample.6).
+    """Select the largest of ``scores (..., Nk)`` until their share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
     Returns:
-        uint8 mask of the same shape, 1 = selected. Of equal scores, the score with the lower index is selected first.
+        uint8 mask with the shape of ``scores``, 1 = selected. Of equal scores, the first is selected first.
         If the shares are NaN, all scores are selected.
     """
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
@@ -197,7 +198,7 @@ def select_masks(
     alpha_slash: float,
     scale: float,
 ) -> SampleMasks:
-    """Score the sampled queries, and select the columns and offset bins of each region."""
+    """Score the sampled queries of each region, and select key blocks (columns) and offset bins by these scores."""
     column, slash = score(queries, keys, layout, scale=scale)
     return SampleMasks(select_share(column, alpha_column), select_share(slash, alpha_slash))
 
@@ -207,7 +208,7 @@ def merge(kept: SampleMasks, layout: Layout, first: int, stop: int, width: int, 
 
     Args:
         width: number of slots per list; at least the number of key blocks up to the diagonal of the last row block.
-        counts: output, int32 ``(B, Hq, R)``; receives the lengths of these lists.
+        counts: int32 ``(B, Hq, R)``; the call writes the number of key blocks in each list to this array.
 
     Returns:
         ``(B, Hq, stop - first, width)`` int32, ascending, padded with -1.
@@ -235,7 +236,10 @@ def merge(kept: SampleMasks, layout: Layout, first: int, stop: int, width: int, 
 
 
 def portions(layout: Layout, entry: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of row blocks, last range first, whose lists fit into `LIST_BYTES`. An entry has ``entry`` bytes."""
+    """Yield ranges ``(first, stop)`` of row blocks whose lists fit into `LIST_BYTES`. The last range comes first.
+
+    ``entry`` is the number of bytes of one list entry for all query heads of the batch.
+    """
     stop = layout.row_blocks
     while stop > 0:
         width = layout.first_block + stop

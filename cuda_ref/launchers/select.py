@@ -53,7 +53,7 @@ class GroupScores:
 def top_k_select(
     scores: torch.Tensor, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Select keys by float32 ``scores (B, Hkv, S)`` (sparq.6), except keys with score -inf. NaN counts as +inf."""
+    """Run `select` for float32 ``scores (B, Hkv, S)``. A score of -inf is never selected, and NaN counts as +inf."""
     B, Hkv, S = scores.shape
     tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=scores.device)
     given = GroupScores(scores.contiguous()[:, :, None], None, None, tickets)

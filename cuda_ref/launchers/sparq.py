@@ -1,4 +1,4 @@
-"""Launch the SparQ kernels (docs/spec/sparq.md): three launches per decode step."""
+"""Launch the SparQ kernels (docs/spec/sparq.md). A decode step has three launches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def sparq_attention(
     value_mean: torch.Tensor | None,
     **selection: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `sparq_decode` with the arguments that all backends share. `KeyCodes` are passed on as a list."""
+    """Call `sparq_decode` with the arguments that all backends share.
+
+    `KeyCodes` are converted to a list of tensors, because `sparq_decode` is a torch operator.
+    """
     scored = [keys.mT] if keys_t is None else list(keys_t) if isinstance(keys_t, KeyCodes) else [keys_t]
     mean = value_mean if reallocate else None
     result: tuple[torch.Tensor, torch.Tensor] = sparq_decode(
@@ -84,7 +87,7 @@ def sparq_select(
     """Select the keys of one decode step. Return ``indices (B, Hkv, min(top_k, S))`` int32 and the approximate logits.
 
     Args:
-        exact: True if reallocation reads the logits. Int4 scoring keys then also give float32 logits.
+        exact: True if reallocation needs float32 logits. If False, logits from int4 scoring keys have 8 bits.
     """
     if isinstance(selection.keys_t, KeyCodes):
         scores = sparq_code_scores(queries, keys, selection, narrow=not exact)

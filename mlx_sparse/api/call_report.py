@@ -184,7 +184,7 @@ class Report(Totals):
         return lines + self.crossovers()
 
     def _held(self) -> str:
-        """Return a text about the layers, shards or KV heads that this process runs; empty for a whole model."""
+        """Describe the layers, shards or KV heads that this process runs. The text is empty for a whole model."""
         if self.part.layers is not None:
             last = self.part.first_layer + self.part.layers - 1
             return f", layers {self.part.first_layer} to {last} of the model on this rank"
@@ -222,7 +222,6 @@ class Report(Totals):
         return (dense - self.sparse_bytes * per_step) / max(self.weight_bytes + dense, 1)
 
     def _hint(self) -> str | None:
-        """Return a hint about the change that would help most, or None."""
         if not self.sparse_calls and any(reason.startswith(SHORTER) for reason in self.dense_calls):
             return "shorter contexts are dense because they are faster so; dense_below=N in --attn changes the length"
         if self.drafts is not None and self.drafts.pauses and not self.drafts.checks:
@@ -239,7 +238,6 @@ class Report(Totals):
             return "\n".join(self._lines())
 
     def _decode_lines(self) -> list[str]:
-        """Return lines of text with the number of sparse decode calls and the bytes that they moved."""
         per_step = self.served_layers / max(self.sparse_calls, 1)
         if self.sparse_calls:
             share = self.sparse_bytes / self.dense_bytes
@@ -275,7 +273,6 @@ class Report(Totals):
 
 
 def _sum(known: Any, more: Any) -> Any:
-    """Add two values; None counts as zero."""
     return more if known is None else known if more is None else known + more
 
 

@@ -38,7 +38,7 @@ class Library(Protocol):
         """
 
     def load(self, function: str, backend: str) -> Callable[..., Any]:
-        """Return the implementation of ``function`` in a backend. The implementation does not check its arguments.
+        """Return the implementation of ``function`` in ``backend``. The implementation does not check its arguments.
 
         The first two results of most implementations are ``out`` and the float32 ``lse``.
         """

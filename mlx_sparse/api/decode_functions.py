@@ -137,7 +137,7 @@ class DecodeFunctions:
         )
 
     def code_keys(self, keys: Array, *, left_padding: Array | None = None, backend: str = "auto") -> KeyCodes:
-        """Quantize keys to int4 scoring keys (sparq.17) to (sparq.20). Pass them as ``keys_t``, with ``key_bits=4``."""
+        """Quantize ``keys`` to int4 (sparq.17 to sparq.20), for ``keys_t`` of `sparq_attention` with ``key_bits=4``."""
         call = Call(self._library, "code_keys", (keys, keys, keys), left_padding=left_padding, backend=backend)
         coded: KeyCodes = call.load("code_keys")(keys, call.left_padding)
         return coded
@@ -154,7 +154,7 @@ class DecodeFunctions:
         """Compute the initial ``scores`` for `h2o_attention`: the causal softmax weights, summed over ``queries``.
 
         Returns:
-            float32 ``(B, Hkv, S)``, averaged over the query heads of a group; -inf for invalid keys.
+            float32 scores ``(B, Hkv, S)``, averaged over the query heads of a group. Invalid keys have the score -inf.
         """
         call = Call(self._library, "h2o_scores", (queries, keys, keys), scale, left_padding, backend)
         run = call.load("h2o_scores")
@@ -175,7 +175,7 @@ class DecodeFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """Run one decode step of H2O: attend to the last keys and the keys with the largest scores, and evict the rest.
+        """Run one decode step of H2O: attend to the last keys and the keys with the largest scores. Evict the others.
 
         Args:
             scores: ``(B, Hkv, S)`` sum of softmax weights per key so far; 0 for the current key, -inf for evicted keys.

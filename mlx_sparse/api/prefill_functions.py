@@ -32,14 +32,15 @@ class PrefillFunctions:
         scale: float | None = None,
         backend: str = "auto",
     ) -> tuple[Array, Array]:
-        """Compute exact causal attention of each row block over its listed key blocks (sample.8).
+        """Compute exact causal attention of each query over the key blocks listed for its row block (sample.8).
 
         Args:
             blocks: ``(B, Hq, R, N)`` int32 indices of key blocks, ascending, for the R row blocks that contain a query.
                 ``-1``, or any number that is not a block index, marks an empty slot.
 
         Returns:
-            ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries that attend to no key.
+            ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``. If a query attends to no key, its out is 0 and its lse
+            is -inf.
         """
         call = Call(self._library, "attend_blocks", (queries, keys, values), scale=scale, backend=backend)
         n = call.sizes

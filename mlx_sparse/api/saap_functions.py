@@ -22,7 +22,7 @@ class SaapFunctions:
 
         Args:
             keys: ``(B, Hkv, n, D)`` before RoPE.
-            centroids: ``(Hkv, C, D)``.
+            centroids: ``(Hkv, C, D)``, one centroid per bucket.
 
         Returns:
             int32 bucket ids ``(B, Hkv, n)``. Keys with NaN or inf get bucket 0.
@@ -52,11 +52,11 @@ class SaapFunctions:
 
         Args:
             queries: ``(B, Hq, 1, D)`` before RoPE.
-            out_weight: ``(Hkv, H, C)``, or ``(Hkv, D, C)`` without a hidden layer. To route without a trained
-                network, pass ``scale`` times the transposed centroids.
-            out_bias: ``(Hkv, C)``.
-            hidden_weight: ``(Hkv, D, H)``.
-            hidden_bias: ``(Hkv, H)``.
+            out_weight: ``(Hkv, H, C)`` weight of the output layer. Without a hidden layer, H is D. To route without a
+                trained network, pass ``scale`` times the transposed centroids.
+            out_bias: ``(Hkv, C)`` bias of the output layer; None means 0.
+            hidden_weight: ``(Hkv, D, H)`` weight of the hidden layer; None means no hidden layer.
+            hidden_bias: ``(Hkv, H)`` bias of the hidden layer; None means 0.
             probes: number of buckets to visit, 1..C.
 
         Returns:
@@ -100,7 +100,7 @@ class SaapFunctions:
         Args:
             bucket_ids: ``(B, Hkv, S)`` int bucket of each key. -1, or any number that is not a bucket index, means that
                 the key is in no bucket.
-            visited: ``(B, Hkv, n)`` int bucket ids. Negative numbers mark empty slots; duplicates are ignored.
+            visited: ``(B, Hkv, n)`` int ids of the visited buckets. Negative ids and duplicates are ignored.
         """
         call = Call(self._library, "saap", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes

@@ -31,8 +31,8 @@ MAX_HIDDEN = 1024  # largest hidden size that the kernels support
 class Layer:
     """Centroids and query networks of one layer, with batch norm merged into the network weights.
 
-    Shapes: centroids ``(Hkv, C, D)``, hidden_weight ``(Hkv, D, H)``, hidden_bias ``(Hkv, H)``, out_weight
-    ``(Hkv, H, C)``, out_bias ``(Hkv, C)``.
+    Shapes for C buckets and H hidden units: centroids ``(Hkv, C, D)``, hidden_weight ``(Hkv, D, H)``, hidden_bias
+    ``(Hkv, H)``, out_weight ``(Hkv, H, C)``, out_bias ``(Hkv, C)``.
     """
 
     centroids: mx.array
@@ -54,8 +54,8 @@ class Artefact:
         layers: centroids and query networks of each layer, by the index of its KV cache in the model.
         buckets: number of buckets C of every layer.
         hidden: number of hidden units H of every layer.
-        sink_tokens, recent_tokens: numbers of first and last keys that every step attends to. The training targets
-            exclude these keys.
+        sink_tokens, recent_tokens: numbers of first and last keys that every decode step attends to. The training
+            targets exclude these keys.
         model: ``model_type`` and ``hash`` of the model that was used for training.
         training: training options and results, for information only.
         versions: package versions at training time.
@@ -98,10 +98,10 @@ class Artefact:
             )
 
     def part_for(self, model: Any) -> Artefact:
-        """Return the centroids and query networks for ``model``, which may have a subset of the layers and KV heads.
+        """Return the part of this artefact for ``model``, which may have only some of the trained layers and KV heads.
 
         The artefact is checked as in `check_model`. If the model is split across processes and
-        `model_info.record_facts` did not record the whole model, only the family and the shapes are checked.
+        `model_info.record_facts` did not record the whole model, only the family and the KV head shapes are checked.
 
         Raises:
             ArtefactError: the artefact is for another model, or cannot be split in the same way as ``model``.

@@ -34,11 +34,11 @@ class Scores:
 class H2OState(State):
     """Accumulated attention scores for the keys of a cache.
 
-    The scores cannot be rebuilt from keys and values. They become unknown if the queries of a row were not added, or
-    if the cache is trimmed to fewer rows than the oldest stored scores include.
+    The scores cannot be rebuilt from keys and values. The scores become unknown if the queries of a row were not
+    added, or if the cache is trimmed to fewer rows than the oldest stored scores include.
 
     Attributes:
-        states: scores after the last `STATES` updates, in ascending order of length; empty before the first row.
+        states: `Scores` after each of the last `STATES` updates, in ascending order of length.
     """
 
     def __init__(self, states: list[Scores] | None = None) -> None:
@@ -112,7 +112,7 @@ class H2OState(State):
             self._submitted = True
 
     def _grown(self, shape: tuple[int, ...]) -> mx.array:
-        """Return the last scores, padded with zeros to ``shape``, which is ``(B, Hkv, S)``."""
+        """Return the latest scores ``(B, Hkv, length)``, padded with zeros to ``shape``, which is ``(B, Hkv, S)``."""
         if not self.states:
             return mx.zeros(shape)
         return mx.pad(self.states[-1].scores, [(0, 0), (0, 0), (0, shape[2] - self.length)])

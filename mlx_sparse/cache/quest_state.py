@@ -1,4 +1,4 @@
-"""Define Quest's auxiliary cache state, the elementwise bounds of each page of keys."""
+"""Define Quest's auxiliary cache state, the elementwise minimum and maximum of each page of keys."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class QuestState(State):
-    """Bounds (quest.1) of all pages of each sequence except its current page.
+    """Elementwise bounds (quest.1) of the keys in each page, except the page that contains the newest key.
 
     The bounds can be rebuilt from the keys.
 
     Attributes:
-        bounds: elementwise minimum and maximum of each page's keys, two arrays ``(B, Hkv, pages, D)``. Page p of a
-            sequence begins p * ``page_size`` rows after the first valid key. Both are empty before the first step.
+        bounds: two arrays ``(B, Hkv, pages, D)``, the minimum and the maximum of each page's keys. Page p of a
+            sequence begins p * ``page_size`` rows after its first valid key. Before the first step the list is empty.
         page_size: number of keys in a page.
         rows: number of cache rows that have been processed; all full pages in these rows have bounds.
     """
@@ -41,7 +41,7 @@ class QuestState(State):
         if config.page_size != self.page_size:
             self.bounds, self.page_size, self.rows = [], config.page_size, 0
         self._make_room(cache)
-        before = cache.length - 1  # the current page is always attended and needs no bounds
+        before = cache.length - 1  # every step attends to the current page, which needs no bounds
         for sequence, first in enumerate(cache.first_rows()):
             known, full = ((max(rows - first, 0)) // self.page_size for rows in (self.rows, before))
             if full > known:
@@ -59,7 +59,7 @@ class QuestState(State):
             self.bounds = [mx.pad(bound, [(0, 0), (0, 0), (0, missing), (0, 0)]) for bound in self.bounds]
 
     def _add(self, cache: SparseCache, sequence: int, first: int, known: int, full: int) -> None:
-        """Compute the bounds of pages ``[known, full)`` in a sequence whose first valid row is ``first``."""
+        """Compute the bounds of pages ``[known, full)`` of ``sequence``, whose first valid row is ``first``."""
         keys = cache.key_rows if len(self.bounds[0]) == 1 else cache.key_rows[sequence : sequence + 1]
         rows = keys[..., first + known * self.page_size : first + full * self.page_size, :]
         for bound, new in zip(

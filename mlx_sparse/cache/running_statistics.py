@@ -1,4 +1,4 @@
-"""Compute running means and standard deviations of the rows of a KV cache. A trim leaves no rounding errors."""
+"""Track the mean and the standard deviation of the rows in a KV cache. Trimming rows adds no rounding errors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class State:
 
     Attributes:
         length: number of cache rows that the sums cover.
-        sums: float32 ``(B, Hkv, 1 or 2, D)``: the sum of the rows and, with ``spread``, the sum of squared distances
-            from the mean. The shape is ``(1, 1, 1 or 2, 1)`` before the first row.
+        sums: float32 ``(B, Hkv, 1, D)`` sum of the rows. To compute the standard deviation, axis 2 has a second entry:
+            the sum of squared distances from the mean. Before the first row, axes 0, 1 and 3 have length 1.
         count: number of valid rows, at least 1: a float32 scalar, or ``(B, 1, 1, 1)`` with padding.
     """
 
@@ -51,7 +51,7 @@ class RunningStatistics:
 
     Attributes:
         blocks: states at the ends of the last two blocks.
-        steps: states after the latest decode steps that follow these blocks.
+        steps: up to `STEPS` later states, one for each call of `extend` after the last block.
     """
 
     def __init__(self, padding: mx.array | None, *, spread: bool) -> None:
@@ -62,7 +62,7 @@ class RunningStatistics:
 
     @property
     def state(self) -> State:
-        """Sums over all rows that have been added, and the number of valid rows."""
+        """Latest state, which covers all rows that have been added."""
         return (self.steps or self.blocks)[-1]
 
     @property
@@ -89,7 +89,7 @@ class RunningStatistics:
             self.steps = [*self.steps, add(buffer, S)][-STEPS:]
 
     def _with_row(self, buffer: Rows, stop: int) -> State:
-        """Return the state that also includes row ``stop - 1``, which a decode step wrote."""
+        """Return a copy of `state` extended with row ``stop - 1``, which a decode step wrote."""
         start, sums = self.state.length, self.state.sums
         row = buffer[..., start:stop, :]
         if self._padding is None:
@@ -103,7 +103,7 @@ class RunningStatistics:
         return State(stop, added, count)
 
     def _with_rows(self, buffer: Rows, stop: int) -> State:
-        """Return the state that also includes rows ``[state.length, stop)``."""
+        """Return a copy of `state` extended with rows ``[state.length, stop)``."""
         start, sums = self.state.length, self.state.sums
         valid = None if self._padding is None else valid_keys(stop, self._padding)[:, None, start:, None]
 
@@ -163,7 +163,7 @@ def _add_key(
 
 @partial(mx.compile, shapeless=True)
 def _unpadded(row: mx.array, padding: mx.array, position: mx.array) -> tuple[mx.array, mx.array]:
-    """Return ``row`` with padding set to zero, and the number of valid rows up to ``position``, at least 1."""
+    """Return ``row``, with zeros where it is padding, and the number of valid rows up to ``position``, at least 1."""
     count = (position + 1 - padding).astype(mx.float32)
     return mx.where(count > 0, row, 0.0), mx.maximum(count, 1)
 

@@ -22,8 +22,8 @@ class KeyLists:
     Attributes:
         offsets: ``(B, Hkv, buckets + 1)`` start of each bucket in ``key_ids``.
         key_ids: ``(B, Hkv, n)`` key indices, sorted by bucket.
-        covered: for each sequence, the row where the listed rows end. Keys from this row on are in no list.
-        bounds: ``covered`` as a kernel input: an int if all sequences have the same value, else int32 ``(B,)``.
+        covered: for each sequence, the number of rows up to which keys are listed. Later keys are in no list.
+        bounds: ``covered`` for kernels: an int if all sequences have the same value, and int32 ``(B,)`` otherwise.
         listed: for each sequence, the number of listed keys, summed over KV heads.
         capacity: largest number of keys that a decode step can attend to before the next `rebuild_lists`.
     """
@@ -48,7 +48,10 @@ def needs_rebuild(index: BucketIndex, cache: SparseCache, first_rows: list[int],
 def attended_keys(
     index: BucketIndex, pre_rope_queries: mx.array, S: int, config: SAAP, padding: mx.array | None, backend: str
 ) -> tuple[mx.array, mx.array]:
-    """Return the ``indices`` of the keys that a decode step attends to and their ``counts`` (saap.8), (saap.10)."""
+    """Select the keys that a decode step at position ``S`` attends to (saap.8), (saap.10).
+
+    Return int32 key indices ``(B, Hkv, capacity)``, padded with -1, and the number of valid indices ``(B, Hkv)``.
+    """
     assert index.lists is not None
     route, expand = (registry.load(function, backend) for function in ("saap_route", "saap_indices"))
     network = dict(index.network or {})
@@ -73,9 +76,10 @@ def attended_keys(
 
 
 def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> list[int]:
-    """Return the row where each sequence's listed rows end in a decode step at position ``S``.
+    """Return the row before which the keys of each sequence are listed, for a decode step at position ``S``.
 
-    The distance from the first key of the sequence to this row is a multiple of ``merge_every``.
+    Keys in the recent window are not listed. The number of positions from the sequence's first key to the returned row
+    is a multiple of ``merge_every``.
     """
     every = config.merge_every
     return [
@@ -88,7 +92,7 @@ def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: It
 
     Args:
         caches: one cache per layer, with an index of at least ``S - 1`` rows.
-        sequences: indices of the sequences that get centroids, as in `BucketIndex.complete`.
+        sequences: indices of the sequences that get centroids; None means all sequences with keys.
     """
     first_rows = caches[0].first_rows(caches)
     covered = covered_rows(caches[0], first_rows, S, config)

@@ -22,13 +22,13 @@ KEYS_PER_BUCKET = 64
 # Number of rows that are converted to pre-RoPE keys and assigned to buckets at a time.
 CHUNK = 4096
 # Number of decode steps whose keys are assigned to buckets together, with one read of the centroids. Pending keys are
-# slices of other arrays, for example of a joint QKV projection. They keep this number of rows of such arrays in memory.
+# slices of larger arrays, such as a joint QKV projection, and keep up to this number of rows of these arrays in memory.
 PENDING_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Router:
-    """Key centroids and query network of one layer, shared by all caches of a model.
+    """Key centroids and query network of one layer. All caches for this layer share one router.
 
     Attributes:
         source: object that returns pre-RoPE keys (`mlx_sparse.lm.rope.Source`).
@@ -49,7 +49,7 @@ class Router:
 
 
 def kmeans_network(centroids: mx.array, scale: float) -> dict[str, mx.array]:
-    """Return a linear query network whose logits are the attention scores of ``centroids (..., C, D)``."""
+    """Return weights of a linear query network, whose logits are the attention scores of ``centroids (..., C, D)``."""
     return {"out_weight": mx.contiguous((centroids * scale).swapaxes(-1, -2))}
 
 
@@ -64,11 +64,12 @@ class BucketIndex(State):
     Attributes:
         centroids: ``(Hkv, C, D)`` from the router, or ``(B, Hkv, C, D)`` in online mode; None before the first fit.
         network: weights for `saap_route`, shared by all sequences or with a batch axis like ``centroids``.
-        fitted: in online mode, the end of the rows to which each sequence's centroids were fitted, by index of the
-            sequence. Sequences without an entry have zeros for centroids.
+        fitted: in online mode, a dict from the index of a sequence to the end of the rows to which its centroids were
+            fitted. The centroids of sequences without an entry are zeros.
         ids: int16 ``(B, Hkv, n)`` bucket ids of rows ``[0, n)``; None if n is 0.
         pending: pre-RoPE keys of the rows after the first n, as a list of arrays ``(B, Hkv, m, D)``.
-        lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`; None before the first call and after rows moved.
+        lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`. None before the first call, and again after rows
+            have moved.
     """
 
     def __init__(self, router: Router) -> None:
@@ -115,9 +116,10 @@ class BucketIndex(State):
             self.lists = None
 
     def write(self, start: int, keys: mx.array) -> mx.array | None:
-        """Add pre-RoPE ``keys (B, Hkv, n, D)`` at row ``start``. Return all ``ids`` if this call adds ids, else None.
+        """Add pre-RoPE ``keys (B, Hkv, n, D)`` at row ``start``.
 
-        The keys are ignored if earlier rows are unknown, or if there are no centroids yet.
+        Return ``ids`` if this call assigned pending rows to buckets, and None otherwise. The new keys are ignored if
+        earlier rows are unknown, or if there are no centroids yet.
         """
         if start != self.length or self.centroids is None:
             return None
@@ -188,7 +190,7 @@ class BucketIndex(State):
             mx.eval(self.network)
 
     def _fit_one(self, cache: SparseCache, sequence: int, start: int, first_row: int) -> mx.array:
-        """Fit centroids ``(Hkv, C, D)`` to a sequence's rows from ``start`` on. Its first row is ``first_row``."""
+        """Fit centroids ``(Hkv, C, D)`` to the rows of ``sequence`` from ``start`` on."""
         C, count = self.router.buckets, cache.length - start
         # Evenly spaced rows. If there are fewer rows than buckets, some rows occur more than once.
         chosen = start + np.linspace(0, count - 1, min(max(count, C), KEYS_PER_BUCKET * C)).astype(np.int32)
@@ -287,7 +289,8 @@ class BucketIndex(State):
     def insert(self, sequence: int, one: BucketIndex, first: int, sequences: int) -> None:
         """Copy a sequence's missing centroids and bucket ids from ``one``, an index that `extract` returned.
 
-        ``sequence`` is the index of the sequence in the batch, and ``first`` is its first valid row.
+        In this batch of ``sequences`` sequences, ``sequence`` is the index of the sequence, and ``first`` is its first
+        valid row. If the sequence already has centroids, nothing is copied.
         """
         if sequence in self.fitted or not one.fitted:
             return
@@ -310,7 +313,7 @@ class BucketIndex(State):
 
 
 def _nearest(keys: mx.array, centroids: mx.array) -> mx.array:
-    """Return the int16 bucket ids ``(B, Hkv, n)`` of pre-RoPE ``keys (B, Hkv, n, D)``."""
+    """Return the int16 ids ``(B, Hkv, n)`` of the buckets nearest to pre-RoPE ``keys (B, Hkv, n, D)``."""
     ids: mx.array = registry.load("saap_assign", "ops")(keys, centroids)
     return ids.astype(mx.int16)  # int16 is enough for MAX_BUCKETS
 

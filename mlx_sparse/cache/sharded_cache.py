@@ -46,7 +46,7 @@ class Shard:
         return (rows // BLOCK * self.size + self.rank) * BLOCK + rows % BLOCK
 
     def span(self, length: int) -> slice:
-        """Return the slice of ``length`` items, such as the queries of a chunk, that this rank processes."""
+        """Divide ``length`` items, such as the queries of a chunk, among the ranks. Return the slice for this rank."""
         return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
 
 
@@ -59,8 +59,8 @@ class ShardedKVCache(SparseCache, KVCache):
     Attributes:
         sent: array that depends on all messages of the last forward pass. mlx-lm evaluates this array with the cache,
             so that a rank sends its messages even if it stores none of the new keys.
-        calls: number of forward passes in progress. If it is 0, writes raise an error, because attention over only the
-            rows of this rank would be wrong.
+        calls: number of forward passes in progress. If ``calls`` is 0, writes raise an error, because attention over
+            only the rows of this rank would be wrong.
         agreed: position up to which the ranks have checked that their tokens agree; -1 before the first forward pass.
         chunk: keys and values of all tokens of the current forward pass; None outside a forward pass.
     """
@@ -121,15 +121,15 @@ class ShardedKVCache(SparseCache, KVCache):
         return [Shard(rank, self.shard.size).before(self.position) for rank in range(self.shard.size)]
 
     def take_lowest(self) -> int:
-        """Return the lowest position that the cache has had since the last call. Rows before it are unchanged."""
+        """Return the lowest `position` since the last call. The tokens before this position are unchanged."""
         lowest, self._lowest = self._lowest, self.position
         return lowest
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store this rank's rows. Return only the new keys and values, because the ranks share the older rows.
+        """Store this rank's rows. Return only the new keys and values, because older rows are spread over the ranks.
 
         Raises:
-            ConfigError: no forward pass of a model that is enabled with ``shard`` is in progress.
+            ConfigError: the call is not part of a forward pass of a model that is enabled with ``shard``.
         """
         if not self.calls:
             raise ConfigError(
@@ -143,7 +143,7 @@ class ShardedKVCache(SparseCache, KVCache):
         return self.chunk
 
     def take(self, keys: mx.array, values: mx.array) -> None:
-        """Store this rank's rows from the keys and values ``(B, Hkv, n, D)`` of the next n positions."""
+        """Store this rank's part of ``keys`` and ``values``, which are ``(B, Hkv, n, D)`` for the next n positions."""
         start, stop = self.position, self.position + keys.shape[2]
         first = self.length
         own = self.shard.own(start, stop)
@@ -193,7 +193,7 @@ class ShardedKVCache(SparseCache, KVCache):
 
 
 def shard_caches(caches: Any, shard: Shard) -> Any:
-    """Replace each `KVCache` in the list ``caches`` with a `ShardedKVCache` that stores this rank's rows."""
+    """Return a copy of the list ``caches`` in which each `KVCache` is replaced by a `ShardedKVCache` for ``shard``."""
     return [_sharded(cache, shard) for cache in caches]
 
 

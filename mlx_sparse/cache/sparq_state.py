@@ -133,7 +133,7 @@ class Columns:
         self.covered = S
 
     def read(self, S: int, *, whole: bool) -> mx.array:
-        """Return all of ``keys_t`` if ``whole``, else only its first ``S`` columns."""
+        """Return ``keys_t``. Unless ``whole`` is True, return only its first ``S`` columns."""
         assert self.keys_t is not None
         return self.keys_t if whole else self.keys_t[..., :S]
 
@@ -150,7 +150,7 @@ class Codes:
     """
 
     def __init__(self, padding: mx.array | None, first_rows: list[int]) -> None:
-        """Create an empty state for sequences that begin at ``first_rows``, which ``padding`` repeats as an array."""
+        """Create an empty state. ``padding`` is ``first_rows`` as an array ``(B,)``, or None without padding."""
         self.center: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0
@@ -236,7 +236,7 @@ class Codes:
         self.coded = KeyCodes(codes, lo, step, old.center)
 
     def read(self, keys: Rows, *, whole: bool) -> KeyCodes:
-        """Return the whole code buffers if ``whole``, else the codes of the groups in the first ``covered`` rows."""
+        """Return the code buffers. Unless ``whole`` is True, return only the groups in the first ``covered`` rows."""
         if self.coded is None:
             self._grow(keys)
         assert self.coded is not None
@@ -247,7 +247,7 @@ class Codes:
         return KeyCodes(codes[..., : groups * WORDS], lo[..., :groups], step[..., :groups], center)
 
     def spread(self, keys: Rows, S: int) -> mx.array:
-        """Return the key spread (sparq.22) over rows ``[0, S)``. Recompute it only when a group becomes full."""
+        """Return the key spread (sparq.22) over rows ``[0, S)``, which is cached until another group becomes full."""
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(keys, whole=False), keys[..., :S, :], self._padding)

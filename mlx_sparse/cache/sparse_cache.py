@@ -24,14 +24,14 @@ Run = Callable[[slice, mx.array, Any, Any, dict[str, int]], tuple[mx.array, ...]
 
 @dataclass(frozen=True)
 class FullSample:
-    """Record that a selection by the method ``config`` exceeded the limit ``max_density`` at ``keys`` keys."""
+    """Record of a selection by ``config`` at ``keys`` keys, whose blocks exceeded the density limit ``max_density``."""
 
     config: Prefill
     max_density: float
     keys: int
 
     def covers(self, config: Prefill, max_density: float, S: int) -> bool:
-        """Return True if a selection at ``S`` keys is likely to exceed the limit too: ``keys <= S < 2 * keys``."""
+        """Return True if a selection at ``S`` keys is likely to exceed the same limit (``keys <= S < 2 * keys``)."""
         return (self.config, self.max_density) == (config, max_density) and self.keys <= S < 2 * self.keys
 
 
@@ -52,12 +52,12 @@ class DecodeStep:
 
     @classmethod
     def bind(cls, config: Method, G: int, backend: str) -> DecodeStep:
-        """Load the backend's function for ``config``. Call `Method.for_model` first to replace "auto" values."""
+        """Load the function for ``config`` on ``backend``. Call `Method.for_model` first to replace "auto" values."""
         return cls(config, G, backend, registry.load(config.name, backend), config.parameters(G))
 
 
 class SparseCache:
-    """Mixin that adds sparse attention to mlx-lm's caches: `attend` for decode steps, `attend_prefill` for chunks.
+    """Mixin that adds sparse attention (`attend` for decode steps, `attend_prefill` for chunks) to mlx-lm's caches.
 
     Attributes:
         aux_states: auxiliary cache states by method name.
@@ -106,14 +106,14 @@ class SparseCache:
         return position
 
     def own(self, start: int, rows: mx.array) -> tuple[int, mx.array]:
-        """Return the part of ``rows`` that this cache stores: the index of its first row in the cache, and the rows.
+        """Select the rows that this cache stores. Return the cache index of the first selected row, and the rows.
 
-        ``rows`` has the rows of all positions from ``start`` on.
+        ``rows (B, H, n, D)`` are the keys or values of n consecutive positions from ``start`` on.
         """
         return start, rows
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Split rows ``[start, stop)`` into runs of consecutive positions, each ``(first row, end row, position)``."""
+        """Split rows ``[start, stop)`` into runs ``(first row, end row, first position)`` of consecutive positions."""
         return [(start, stop, start)]
 
     @property
@@ -149,7 +149,7 @@ class SparseCache:
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
-        """Return the first valid row of each sequence. Wait for the device once for this cache and ``others``."""
+        """Return the first valid row of each sequence. Wait for the device only once for this cache and ``others``."""
         return [0] * (1 if self.keys is None else self.key_rows.shape[0])
 
     def add_state(self, method: str, state: State) -> State:
@@ -158,20 +158,20 @@ class SparseCache:
         return state
 
     def state_of(self, method: str) -> State | None:
-        """Return the auxiliary state of ``method``, or None if the method has none. If needed, create the state."""
+        """Return the auxiliary state of ``method``, or None if the method needs none. Create the state on first use."""
         state = self.aux_states.get(method)
         if state is None and (begin := registry.load_state(method)) is not None:
             state = self.add_state(method, begin())
         return state
 
     def _moved(self, follow: Callable[[str, State], State | None]) -> None:
-        """Replace each auxiliary state with ``follow(method, state)``, or drop the state if this is None."""
+        """Replace each auxiliary state with ``follow(method, state)``. If ``follow`` returns None, drop the state."""
         self.layer_plan = None
         followed = {method: follow(method, state) for method, state in self.aux_states.items()}
         self.aux_states = {method: state for method, state in followed.items() if state is not None}
 
     def step_bytes(self, config: Method, position: int) -> int:
-        """Return the bytes that a decode step at ``position`` moves on each shard, from `Method.step_bytes`."""
+        """Return the number of bytes that a decode step at ``position`` moves on each shard, for all KV heads."""
         keys = self.key_rows
         B, Hkv, _, D = keys.shape
         moved = config.step_bytes(position, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)
@@ -206,7 +206,10 @@ class SparseCache:
     def select_prefill(
         self, queries: mx.array, config: Prefill, *, scale: float, backend: str, max_density: float
     ) -> mx.array | None:
-        """Select blocks for `attend_prefill`, or return None if they exceed ``max_density``. Wait for the device."""
+        """Select blocks for `attend_prefill`, and wait for the device.
+
+        Return None if the density of the blocks exceeds ``max_density``, or is likely to exceed it (`FullSample`).
+        """
         S = self.length
         if any(full is not None and full.covers(config, max_density, S) for full in self._full_samples):
             return None
@@ -251,7 +254,10 @@ class SparseCache:
         return out, lse, chosen[0] if blocks is None else blocks
 
     def rows(self, backend: str) -> tuple[Any, Any, dict[str, int]]:
-        """Return the arguments that ``backend`` takes: keys, values, and ``length`` if they are whole buffers."""
+        """Return keys, values and keyword arguments for a function of ``backend``.
+
+        The keyword arguments contain the ``length`` in use if ``backend`` takes whole buffers, and are empty otherwise.
+        """
         S = self.length
         if backend in WHOLE_BUFFERS:
             return self.key_rows, self.value_rows, {"length": S}

@@ -18,14 +18,14 @@ class State(ABC):
     A cache creates the state without arguments in the first decode step of the method. If a state can be rebuilt from
     keys and values, its class must implement only `nbytes`, `rewind` and `read`. mlx-lm also quantizes the rows of a
     cache (`pack`) and changes the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
-    override these methods to return the updated state. In the base class they return None: the cache drops the state,
-    and the next decode step rebuilds it.
+    override these methods to return the updated state. The base class returns None, which tells the cache to drop
+    the state. The next decode step then creates a new state.
 
     Attributes:
         listening: True during a forward pass in which the cache stores the keys that it writes in ``received``.
         received: start row and keys ``(B, Hkv, n, D)`` of the last write; None after the method has read them.
-        recall: estimated attention recall ``(B, Hkv)`` of the last decode step, until the report takes it; None if
-            the method makes no estimate.
+        recall: estimated attention recall ``(B, Hkv)`` of the last decode step; None if the method makes no estimate,
+            or after the call has read the estimate.
     """
 
     listening: bool = False
@@ -72,8 +72,8 @@ class State(ABC):
     def roll(self, padding: mx.array | None, length: int) -> State | None:
         """Return the state after mlx-lm converts right padding to left padding, or None to drop the state.
 
-        The last ``padding (B,)`` of the ``length`` rows move to the front. If ``padding`` is None, no rows move: mlx-lm
-        is about to pad on the right, or there was no padding.
+        The last ``padding (B,)`` of the ``length`` rows move to the front. If ``padding`` is None, no rows move: either
+        mlx-lm is about to pad on the right, or there was no padding.
         """
         return None
 
@@ -89,5 +89,5 @@ class State(ABC):
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> State | None:
-        """Return a new state for the left-padded batch of all caches, or None. Leave the arguments unchanged."""
+        """Return a new state for a left-padded batch of the caches in ``parts``, or None to create no state."""
         return None

@@ -69,7 +69,7 @@ def splits_of(N: int, lists: int) -> int:
 
 @cache
 def heads_of(D: int, G: int) -> tuple[int, int]:
-    """Return how many query heads and SIMD groups per threadgroup let the sums of a lane fit into registers.
+    """Return how many query heads and how many SIMD groups a threadgroup gets, so that a lane's sums fit in registers.
 
     For each chunk of 128 components, a lane holds four float32 sums per head and loads four rows at once. With 512
     threads, each thread has about 100 registers, and Metal refuses to launch a kernel that needs more. If a query group
@@ -110,8 +110,8 @@ def attend_indices(
         counts: ``(B, Hkv)`` number of slots in use in each list; later slots are ignored. None uses all slots.
 
     Returns:
-        ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``; 0 and -inf where every slot
-        is empty.
+        ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``. Where every slot is empty,
+        ``out`` is 0 and ``lse`` is -inf.
     """
     B, Hq, _, _ = queries.shape
     if indices.shape[2] == 0:
@@ -137,7 +137,7 @@ def attend_listed(
         reallocation: inputs for mixing in the mean value (sparq.10); cannot be combined with ``counts``.
 
     Returns:
-        ``out``, ``lse`` and, with ``reallocation``, float32 ``alpha (B, Hq, 1)`` (sparq.8).
+        ``out`` and ``lse``. If ``reallocation`` is given, also float32 ``alpha (B, Hq, 1)`` (sparq.8).
     """
     B, Hq, _, D = queries.shape
     (Hkv, capacity), N = keys.shape[1:3], indices.shape[2]
@@ -164,8 +164,8 @@ def attend_listed(
 def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
     """Build the launch of `attend_indices` for lists of ``N`` entries, each divided among ``splits`` threadgroups.
 
-    The outputs are float32 ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``; if ``mixed``, also ``alpha``
-    with the shape of ``lse``. A single split writes the final results of `attend_indices`.
+    The outputs are float32 ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``. If ``mixed``, the third
+    output is ``alpha`` with the shape of ``lse``. If there is only one split, the outputs are those of `attend_listed`.
     """
     B, Hq, Hkv, D, dtype, length, scale, row_format = n
     G, splits = Hq // Hkv, splits_of(N, B * Hkv)
@@ -184,7 +184,7 @@ def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
 
 
 def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
-    """Return True if one threadgroup of `attend_candidates` can hold all candidates and attend to ``top_k`` keys."""
+    """Return True if one threadgroup of `attend_candidates` can load all candidates and attend to ``top_k`` keys."""
     return top_k <= UNSPLIT and candidates <= ITEMS * LANES * heads_of(D, G)[1]
 
 

@@ -61,8 +61,8 @@ def attend_rows(
         left_padding: ``(B,)`` index of the first valid key of each sequence.
 
     Returns:
-        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries before
-        the first valid key.
+        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``. For queries before the first
+        valid key, ``out`` is 0 and ``lse`` is -inf.
     """
     B, Hq, L, D = queries.shape
     Hkv, capacity = keys.shape[1:3]

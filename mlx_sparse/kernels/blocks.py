@@ -18,7 +18,10 @@ ATTEND = Kernel(
 
 
 def tile_of(D: int, itemsize: int) -> tuple[int, int]:
-    """Return how many query rows and keys a threadgroup stages: as many as MLX's prefill kernel, or fewer."""
+    """Return how many query rows and how many keys a threadgroup stages.
+
+    The numbers are those of MLX's prefill kernel, or smaller if the rows do not fit into threadgroup memory.
+    """
 
     def fits(rows: int, keys: int) -> bool:
         padding = 16 // itemsize
@@ -49,8 +52,8 @@ def attend_blocks(
             index of a block, is an empty slot.
 
     Returns:
-        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries that
-        attend to no key.
+        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``. For queries that attend to no
+        key, ``out`` is 0 and ``lse`` is -inf.
     """
     S = keys.shape[2] if length is None else length
     lists = _sorted_lists(blocks, Layout(queries.shape[2], S, 1, block_size))
@@ -102,7 +105,6 @@ def _attend(
     scale: float,
     length: int,
 ) -> tuple[mx.array, mx.array]:
-    """Compute ``out`` and ``lse`` of `attend_blocks` in one kernel launch."""
     B, Hq, L, D = queries.shape
     rows, staged = tile_of(D, keys.itemsize)
     inputs = {

@@ -138,12 +138,12 @@ def parts_of(rows: Rows) -> tuple[tuple[mx.array, ...], RowFormat]:
 
 
 def row_template(row_format: RowFormat) -> dict[str, int]:
-    """Return the template parameters for quantized rows; empty for rows that are not quantized."""
+    """Return the template parameters for quantized rows, or an empty dict if ``row_format`` is None."""
     return {} if row_format is None else {"ROW_BITS": row_format[0], "ROW_GROUP": row_format[1]}
 
 
 def padding_or_zeros(left_padding: mx.array | None, B: int) -> mx.array:
-    """Return the index of each sequence's first valid key as int32 ``(B,)``; zeros without padding."""
+    """Return ``left_padding (B,)`` as int32, or an array of zeros if ``left_padding`` is None."""
     return _zeros(B) if left_padding is None else left_padding.astype(mx.int32)
 
 

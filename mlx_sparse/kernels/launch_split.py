@@ -28,7 +28,10 @@ def launch_rows(heads: int, S: int, D: int) -> int:
 
 
 def query_ranges(L: int, S: int, rows: int) -> list[tuple[int, int]]:
-    """Split ``L`` queries at all positions that are divisible by ``rows``. Return ranges ``[start, stop)``."""
+    """Split the ``L`` queries at all positions divisible by ``rows``. Return ranges ``[start, stop)`` of query indices.
+
+    The queries are at the last positions of ``S`` keys.
+    """
     first = S - L
     cuts = [0, *(position - first for position in range((first // rows + 1) * rows, S, rows)), L]
     return list(pairwise(cuts))

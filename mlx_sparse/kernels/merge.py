@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from .launch import LAUNCH_CACHE_SIZE, Kernel, Launch
 
-UNSPLIT = 512  # maximum length of a list that one threadgroup attends, so that no merge is needed
+UNSPLIT = 512  # maximum length of a list that one threadgroup attends to, so that no merge is needed
 GROUPS = 512  # number of threadgroups that fills the largest GPU several times
 
 MERGE = Kernel("merge_parts", "merge.h", ("part_out", "part_lse"), ("out", "lse"))

@@ -102,7 +102,7 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys for a decode step: sinks, keys outside the index, and keys in the visited buckets (saap.10).
+    """List the keys for a decode step: sink tokens, keys outside the index, and keys in the visited buckets (saap.10).
 
     Args:
         visited: ``(B, Hkv, n)`` int bucket ids without duplicates. Any number that is not a bucket id is an empty slot.
@@ -142,11 +142,14 @@ def saap_indices(
 def saap_attention(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, length: int | None = None, **visit: Any
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run a SAAP decode step. Return ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)``.
+    """Run a SAAP decode step.
 
     Args:
         keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied.
         visit: the other arguments of `ops.saap.list_keys`.
+
+    Returns:
+        ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)``, the number of attended keys.
     """
     S = keys.shape[2] if length is None else length
     indices, counts = list_keys(saap_indices, S, **visit)

@@ -32,7 +32,7 @@ SUMS = Kernel(
 
 
 def shape_of(rows: int, D: int, itemsize: int) -> dict[str, int]:
-    """Return template parameters for ``rows`` sampled rows: how many SIMD groups, matrices per group and staged keys.
+    """Return template parameters for ``rows`` sampled rows: matrices per SIMD group, SIMD groups and staged keys.
 
     A lane holds a part of the queries in registers: two float32 numbers per 8x8 matrix, at most 64 in total.
     """
@@ -52,7 +52,7 @@ def sample_scores(
     rows: int | None = None,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Sum the attention of each region's sampled rows by key block and by offset bin, (sample.3) to (sample.5).
+    """Sum the softmax weights of the sampled rows in each region, per key block and per offset bin.
 
     Args:
         queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
@@ -61,7 +61,8 @@ def sample_scores(
         rows: number of query rows sampled per region; None uses ``block_size``.
 
     Returns:
-        ``column``, the sums by key block, and ``slash``, the sums by offset bin, each float32 ``(B, Hq, C, Nk)``.
+        The sums ``column`` per key block (sample.4) and ``slash`` per offset bin (sample.5), both float32
+        ``(B, Hq, C, Nk)``.
     """
     queries, keys = of_one_type(queries, keys)
     B, Hq, L, D = queries.shape

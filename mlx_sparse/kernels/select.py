@@ -55,8 +55,9 @@ def top_k_launch(
 ) -> Launch:
     """Build the launch that selects the best ``top_k`` items in each tile of a row with ``items`` items.
 
-    The outputs are ``bits (B, Hkv, tiles * slots)``, the scores as ordered integers; ``indices`` of the same
-    shape, and the outputs in ``more``. With one tile, ``slots`` is ``min(top_k, items)`` and the selection is complete.
+    The outputs are uint32 ``bits (B, Hkv, tiles * slots)``, which are the scores as ordered integers, int32 ``indices``
+    of the same shape, and the outputs in ``more``. If a row has only one tile, the selection is complete and ``slots``
+    is ``min(top_k, items)``.
     """
     tiles, threads, slots = tiles_of(items, top_k)
     listed = (B, Hkv, tiles * slots)

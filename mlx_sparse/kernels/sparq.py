@@ -35,7 +35,7 @@ THREADS = 256
 
 CODE_TILE = 1024  # int4 keys per threadgroup: SCORE_TILE
 
-# Bits of selected keys, as in metal/group_scores.h and metal/top_k_select.h.
+# Constants for the bits of selected keys, as in metal/group_scores.h and metal/top_k_select.h.
 LOCAL, LOCAL_SHARES, ALWAYS = 0xFF800001, 8388605.0, 0xFFFFFFFF
 
 SCORES = Kernel(
@@ -194,7 +194,10 @@ class Launches(NamedTuple):
     """Launches of a decode step.
 
     Attributes:
-        attend: launch that selects the best keys of all tiles and attends to them; None if this needs several launches.
+        scores: launch that computes approximate logits of all keys.
+        candidates: launch that lists the best keys of each tile.
+        attend: launch that selects the best keys of all tiles and attends to these keys; None if these operations need
+            several launches.
     """
 
     scores: Launch
@@ -279,7 +282,7 @@ def _not_empty(coded: KeyCodes) -> KeyCodes:
 def sparq_select(
     queries: mx.array, keys: Rows, selection: Selection, *, exact: bool = False, length: int | None = None
 ) -> mx.array:
-    """Select the keys of a decode step: ascending int32 indices ``(B, Hkv, min(top_k, S))``, -1 in empty slots."""
+    """Select the keys of a decode step. Return ascending int32 indices ``(B, Hkv, min(top_k, S))``, padded with -1."""
     found = find_candidates(queries, keys, selection, exact=exact, length=length)
     return merge(found.bits, found.indices, selection.top_k)[1]
 

@@ -1,4 +1,4 @@
-"""Define the base classes of the methods."""
+"""Define `Method` and `Prefill`, the base classes of all decode and prefill methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Names of submodules that normalize queries or keys in the model files of mlx-lm and transformers.
 QK_NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm"})
 QK_NORMS |= {"query_layernorm", "key_layernorm", "qk_norm"}
-NEVER = 1 << 40  # value of `shortest_context` in keys; attention is dense at every length
+NEVER = 1 << 40  # crossover length in keys for methods that stay dense at every context length
 SLACK = 2  # factor for the keys that a shard selects; the best keys are not evenly distributed over the shards
 # Settings that decide whether a backend is called. They are not arguments of the backend functions.
 SWITCHES = frozenset({"dense_below", "dense_above", "ranges"})
@@ -95,7 +95,7 @@ class Method:
 
     @property
     def unit(self) -> int:
-        """Number of consecutive keys that are selected together. If it exceeds 1, the last group is always selected."""
+        """Number of consecutive keys selected together. If the number exceeds 1, the last group is always selected."""
         return 1
 
     @property
@@ -113,7 +113,7 @@ class Method:
         return 0
 
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> Self:
-        """Return a copy of the method in which a value replaces each "auto" that depends on the model.
+        """Return a copy of the method. Each "auto" that depends on the model is replaced by a value.
 
         Args:
             qk_norm: True if the model normalizes queries or keys.
@@ -148,7 +148,7 @@ class Method:
 
     @property
     def always_attended(self) -> tuple[int, int]:
-        """Numbers of first keys and of last keys that every decode step attends to."""
+        """Number of first keys and number of last keys that every decode step attends to."""
         found = self.parameters()
         return found.get("sink_tokens", 0), found.get("recent_tokens", found.get("local_window", 0))
 
@@ -175,7 +175,7 @@ class Method:
         return False
 
     def shortest_context(self, step: Step | None = None) -> int:
-        """Return the crossover length in keys. Shorter contexts stay dense; at `NEVER`, all contexts stay dense."""
+        """Return the crossover length in keys. Shorter contexts stay dense. With `NEVER`, all contexts stay dense."""
         below, exact = getattr(self, "dense_below", 0), self.attended + 1
         if not isinstance(below, str):
             return max(below, exact)
@@ -201,7 +201,10 @@ class Method:
         return 2 * min(self.attended, S)
 
     def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int) -> int:
-        """Return the bytes moved per KV head and decode step, if one key (or value) row has ``row_bytes`` bytes."""
+        """Return the number of bytes that a decode step over ``S`` keys of head dim ``D`` moves per KV head.
+
+        ``itemsize`` is the size of an element in bytes. ``row_bytes`` is the size of one key (or value) row in bytes.
+        """
         rows = self.rows(S)
         return itemsize * (self.elements(S, D) - rows * D) + rows * row_bytes
 
@@ -260,7 +263,7 @@ class Prefill(Method):
         return 0
 
     def max_density(self, backend: str, measured: float | None = None) -> float:
-        """Return the density of the selected blocks above which attention stays dense.
+        """Return the density of the selected blocks above which attention on ``backend`` stays dense.
 
         ``measured`` is the largest density at which sparse attention was faster on this machine; None if unknown.
         """

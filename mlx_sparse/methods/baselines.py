@@ -43,7 +43,7 @@ class Streaming(Method):
 
 @dataclass(frozen=True)
 class StreamingPrefill(Prefill):
-    """Attend to the first keys and a sliding window in prefill. The window is a share of the context (StreamingLLM)."""
+    """Attend in prefill to the first keys and to a window of ``window`` times the context length (StreamingLLM)."""
 
     name: ClassVar[str] = "streaming_prefill"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
@@ -64,7 +64,7 @@ class StreamingPrefill(Prefill):
 class H2O(Method):
     """Attend to the ``top_k`` keys that received the most attention so far (heavy hitters), and evict all other keys.
 
-    This baseline saves no time: attention in prefill is computed twice, and evicted keys stay in memory.
+    This baseline saves no time, because attention in prefill is computed twice, and evicted keys stay in memory.
     """
 
     name: ClassVar[str] = "h2o"
@@ -118,7 +118,7 @@ class FlexGen(Method):
 
 @dataclass(frozen=True)
 class OracleTopK(Method):
-    """Attend to the ``top_k`` keys with the largest exact scores, an upper bound for SparQ. This saves no transfers."""
+    """Attend to the ``top_k`` keys with the largest exact scores. This upper bound for SparQ saves no transfers."""
 
     name: ClassVar[str] = "oracle_top_k"
     source: ClassVar[str] = "the bound in the SparQ paper"
@@ -161,7 +161,10 @@ class MInference(Prefill):
 
 @dataclass(frozen=True)
 class BigBird(Prefill):
-    """Attend to a window and to the first keys, which are shares of the context, and to random blocks in prefill."""
+    """Attend to a sliding window, the first keys and random blocks in prefill.
+
+    The window covers the share ``window`` of the context, and the first keys cover the share ``global_share``.
+    """
 
     name: ClassVar[str] = "bigbird"
     source: ClassVar[str] = "BigBird, arXiv 2007.14062"
@@ -182,7 +185,7 @@ class BigBird(Prefill):
 
 @dataclass(frozen=True)
 class HyperAttention(Prefill):
-    """Attend to keys with a similar hash and to a weighted sample of the other keys in prefill (docs/spec/sample.md).
+    """Attend in prefill to keys with hashes similar to the query's, and to a weighted sample (docs/spec/sample.md).
 
     Attributes:
         bucket_size: number of keys per bucket. Keys are sorted by hash and divided into buckets.
@@ -213,13 +216,13 @@ class HyperAttention(Prefill):
         check_int("exact_rows", self.exact_rows, 1)
 
     def supports_sinks(self, G: int) -> bool:
-        """Return False: the log-sum-exp that sinks need omits the keys that the sampled keys represent."""
+        """Return False. Sinks need the log-sum-exp, which omits the keys that the sampled keys represent."""
         return False
 
 
 @dataclass(frozen=True)
 class HashSparse(Prefill):
-    """Attend to the earlier keys with the same hash as the query (docs/spec/sample.md, "Baselines").
+    """Attend in prefill to earlier keys with the same hash as the query (docs/spec/sample.md, "Baselines").
 
     Attributes:
         buckets: number of hash values C, two per random direction; must be even.

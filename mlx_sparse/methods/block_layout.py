@@ -24,7 +24,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """Blocks and regions of a prefill chunk: the last ``L`` of ``S`` tokens. Blocks start at position 0.
+    """Blocks and regions of a prefill chunk (the last ``L`` of ``S`` tokens). The first block begins at position 0.
 
     Attributes:
         chunks: requested number of regions. There is at most one region per row block.
@@ -74,7 +74,7 @@ class Layout:
 
     @cached_property
     def sampled_blocks(self) -> frozenset[int]:
-        """Indices of the row blocks with at least one sampled row, counted from position 0."""
+        """Indices of the row blocks, counted from position 0, that contain at least one sampled row."""
         offset = self.S - self.L
         return frozenset(
             block

@@ -38,5 +38,4 @@ def _window(layout: Layout, *, first: int, window: float) -> Pattern:
 
 
 def _blocks_of(tokens: float, block_size: int) -> int:
-    """Return ``tokens / block_size`` rounded up, at least 1."""
     return max(-(-int(tokens) // block_size), 1)

@@ -1,4 +1,4 @@
-"""Define the constants that estimate crossover lengths. They do not change a method's results."""
+"""Define constants for estimating when sparse attention is faster than dense attention."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ SAMPLE_SHARE = 8
 
 
 def nvidia_kind(capability: int) -> str:
-    """Return the `ENOUGH_SAVED` key of the highest compute capability up to ``capability``, else of the lowest."""
+    """Return the `ENOUGH_SAVED` key with the highest compute capability up to ``capability``.
+
+    If every key has a higher compute capability, return the lowest key.
+    """
     known = sorted(int(kind[3:]) for kind in ENOUGH_SAVED if kind.startswith("sm_"))
     return f"sm_{max((lower for lower in known if lower <= capability), default=known[0])}"

@@ -1,4 +1,4 @@
-"""Find the function that runs a method on a backend, and the reason why a backend cannot run here."""
+"""Find the function that runs a method on a backend, or the reason why the backend cannot run on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MATRIX_FUNCTIONS = frozenset({"sample", "sample_scores", "sample_select", "atten
 
 
 def unavailable(backend: str) -> str | None:
-    """Return the reason why ``backend`` cannot run here, or None."""
+    """Return the reason why ``backend`` cannot run on this machine, or None."""
     if backend not in BACKENDS:
         return f"unknown; this version has {', '.join(BACKENDS)}.{did_you_mean(backend, BACKENDS)}".removesuffix(".")
     if backend == "metal":
@@ -50,7 +50,7 @@ def _no_onnx(backend: str) -> str | None:
 
 
 def _ask(module: str) -> str | None:
-    """Return the reason why the backend in ``module`` cannot run here, or None."""
+    """Return the reason why the backend in ``module`` cannot run on this machine, or None."""
     reason: str | None = importlib.import_module(f"mlx_sparse.{module}").unavailable()
     return reason
 
@@ -85,7 +85,11 @@ def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = 
 
 
 def refusal(backend: str, function: str, reason: str | None = None) -> str | None:
-    """Return ``reason`` or another reason why ``backend`` cannot run ``function`` on MLX arrays, or None."""
+    """Return the reason why ``backend`` cannot run ``function`` on MLX arrays, or None.
+
+    ``reason`` is a reason that the caller found, or None. A reason that rules out ``backend`` for all
+    functions replaces ``reason``.
+    """
     reason = FOREIGN.get(backend) or unavailable(backend) or reason
     if reason is None and backend not in FUNCTIONS.get(function, {}):
         return f"it does not support {function}; `mlx-sparse matrix` lists the methods of each backend"
@@ -93,7 +97,7 @@ def refusal(backend: str, function: str, reason: str | None = None) -> str | Non
 
 
 def require(backend: str, function: str, reason: str | None = None) -> None:
-    """Raise unless ``backend`` can run ``function`` on MLX arrays here. "auto" never raises.
+    """Raise an error if ``backend`` cannot run ``function`` on MLX arrays on this machine. "auto" never raises.
 
     Args:
         reason: reason that the caller found, or None.
@@ -112,7 +116,7 @@ def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = N
     bits of a quantized KV cache, or None.
 
     Raises:
-        BackendUnavailable: ``backend`` is not "auto" and cannot run here.
+        BackendUnavailable: ``backend`` is not "auto" and cannot run the function on this machine.
     """
     if backend == "auto":
         served = "metal" in FUNCTIONS.get(function, {})
@@ -139,17 +143,17 @@ def load(function: str, backend: str) -> Callable[..., Any]:
 
 
 def load_state(method: str) -> Callable[[], Any] | None:
-    """Return the class of the auxiliary cache state of ``method``; None if the method needs no auxiliary state."""
+    """Return the class for the auxiliary cache state of ``method``, or None if the method needs no state."""
     return _import(STATES[method]) if method in STATES else None
 
 
 def load_hooks(method: str) -> Any:
-    """Return the class of the model hooks of ``method``; None if the method needs no hooks."""
+    """Return the class for the model hooks of ``method``, or None if the method needs no hooks."""
     return _import(HOOKS[method]) if method in HOOKS else None
 
 
 @functools.cache
 def _import(entry: str) -> Any:
-    """Import the object that a table entry names. The result is cached, because every layer needs it in every step."""
+    """Import the object ``entry`` ("module:name"). The result is cached, because every decode step needs the object."""
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(f"mlx_sparse.{module}"), name)

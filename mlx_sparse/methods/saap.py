@@ -1,4 +1,4 @@
-"""Define the parameters of SAAP."""
+"""Define the parameters of SAAP, and estimate its transfers and crossover length."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Count the elements moved per KV head and decode step for buckets of equal size, without the query network."""
+        """Count the elements moved per KV head and decode step if ``buckets`` buckets have the same number of keys.
+
+        The weights of the query network are not counted.
+        """
         outside = max(0, S - self.attended)
         attended = min(self.attended, S) + outside * self.probes / buckets
         return stats.saap_elements(D, round(attended))
@@ -126,5 +129,5 @@ class SAAP(Method):
         return math.ceil(GATHERED_ROW * (self.attended + self.merge_every // 2 + network) / per_key)
 
     def _visited_share(self, buckets: int) -> float:
-        """Estimate the share of keys in the visited buckets: twice the mean share, because bucket sizes differ."""
+        """Estimate the share of keys in visited buckets. Assume twice the average share, because sizes differ."""
         return min(2 * self.probes / buckets, 1.0)

@@ -1,4 +1,4 @@
-"""Define the parameters of SampleAttention."""
+"""Define the parameters of SampleAttention, and decide which prefill chunks stay dense."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Sample(Prefill):
 
 
 def _read_ranges(ranges: object) -> tuple[SampleRange, ...]:
-    """Convert `SampleRange` objects, tables or a string ``UP_TO:ALPHA_COLUMN:ALPHA_SLASH:CHUNKS/...`` to ranges."""
+    """Convert the text ``UP_TO:ALPHA_COLUMN:ALPHA_SLASH:CHUNKS/...``, or TOML tables, to `SampleRange` objects."""
     fields = [field.name for field in dataclasses.fields(SampleRange)]
     entries: Any = ranges.split("/") if isinstance(ranges, str) else ranges
     found: list[SampleRange] = []

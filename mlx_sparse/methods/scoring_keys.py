@@ -37,7 +37,7 @@ class KeyCodes(NamedTuple):
 
 
 def check_keys_t(keys_t: Any, sizes: Sizes, key_bits: int) -> None:
-    """Raise unless ``keys_t`` is None or has the type and the shapes for ``key_bits``.
+    """Raise an error unless ``keys_t`` is None or has the type and the shapes that ``key_bits`` requires.
 
     Raises:
         ConfigError: ``keys_t`` is an array but `KeyCodes` are needed, or vice versa.

@@ -1,4 +1,4 @@
-"""Define the parameters of SparQ."""
+"""Define the parameters of SparQ, and estimate its transfers and crossover length."""
 
 from __future__ import annotations
 
@@ -56,9 +56,10 @@ class SparQ(Method):
             of the cache and needs no additional memory. "copy" reads a copy of the keys, as with other caches
             (docs/spec/quantized.md).
         dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
-            on this machine (`mlx-sparse calibrate`). Before a measurement it is ``16 * top_k`` with the `ops` backend
-            (docs/results/speed.md), and with GPU kernels the length at which a step saves `ENOUGH_SAVED` bytes.
-            With a ``top_k`` below the default, for experiments on short texts, every step that can be sparse is sparse.
+            on this machine (`mlx-sparse calibrate`). Before a measurement, "auto" is ``16 * top_k`` with the `ops`
+            backend (docs/results/speed.md). With GPU kernels, "auto" is the length at which a step saves `ENOUGH_SAVED`
+            bytes. With a ``top_k`` below the default, for experiments on short texts, every step that can be sparse is
+            sparse.
     """
 
     name: ClassVar[str] = "sparq"
@@ -109,7 +110,7 @@ class SparQ(Method):
         return G == 1 if self.reallocate == "auto" else bool(self.reallocate)
 
     def scores_rows(self, *, packed: bool) -> bool:
-        """Return True if keys are scored without a copy; ``packed`` is True for a quantized KV cache."""
+        """Return True if the cache's own keys are scored, not a copy. ``packed`` is True for a quantized KV cache."""
         return packed and self.score == "rows"
 
     def for_shard(self, size: int, recent: int) -> SparQ:

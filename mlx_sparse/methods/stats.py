@@ -1,7 +1,8 @@
 """Count the elements that each method moves, with the formulas from the papers, and define `Stats`.
 
-All counts are elements for S keys of head dim D: per KV head in a decode step, per query head in prefill. Multiply by
-the item size to get bytes. Equation numbers refer to docs/spec/sparq.md, sample.md, saap.md and quest.md.
+The functions count elements for S keys of head dim D, per KV head in a decode step and per query head in prefill.
+Multiply a count by the item size to get bytes. Equation numbers refer to docs/spec/sparq.md, sample.md, saap.md and
+quest.md.
 """
 
 from __future__ import annotations
@@ -45,42 +46,43 @@ class Stats:
 
 
 def dense_elements(S: int, D: int) -> int:
-    """Return ``2 S D + 2 D`` (sparq.11): all keys and values are read; one key and one value are written."""
+    """Return ``2 S D + 2 D`` (sparq.11). All S keys and values are read, and one key and one value are written."""
     return 2 * S * D + 2 * D
 
 
 def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16) -> int:
-    """Return ``S r + 2 k D + 4 D`` (sparq.12): r components of S keys, k keys and values, the new row, a mean row.
+    """Return ``S r + 2 k D + 4 D`` (sparq.12) for r = ``rank`` and k = ``top_k``.
 
-    If ``key_bits`` is below 16, the first term is ``S r (bits + 1/2) / 16`` (sparq.23). It counts the codes and their
-    share of ``lo`` and ``step``, in elements of 16 bits.
+    A decode step moves r components of S keys, k keys and values, the new key and value, and the mean value.
+    If ``key_bits`` is below 16, the first term is ``S r (key_bits + 1/2) / 16`` (sparq.23). This term counts the codes
+    with their ``lo`` and ``step``, in elements of 16 bits.
     """
     scored = S * rank if key_bits == 16 else -(-S * rank * (2 * key_bits + 1) // 32)
     return scored + 2 * min(top_k, S) * D + 4 * D
 
 
 def streaming_elements(S: int, D: int, *, top_k: int) -> int:
-    """Return ``2 k D + 2 D`` (sparq.13): ``top_k`` keys and values. The selection is not counted."""
+    """Return ``2 k D + 2 D`` (sparq.13) for k = ``top_k`` keys and values. The selection is not counted."""
     return 2 * min(top_k, S) * D + 2 * D
 
 
 def h2o_elements(S: int, D: int, *, top_k: int) -> int:
-    """Return ``2 k D + 2 D + 2 S`` (sparq.14): ``top_k`` keys and values; S scores are read and written."""
+    """Return ``2 k D + 2 D + 2 S`` (sparq.14) for k = ``top_k`` keys and values. S scores are read and written."""
     return 2 * min(top_k, S) * D + 2 * D + 2 * S
 
 
 def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
-    """Return ``S D + k D + 2 D`` (sparq.15): all keys and ``top_k`` values."""
+    """Return ``S D + k D + 2 D`` (sparq.15) for all S keys and k = ``top_k`` values."""
     return S * D + min(top_k, S) * D + 2 * D
 
 
 def quest_elements(S: int, D: int, *, top_k: int, page_size: int) -> int:
-    """Return ``2 P D + 2 k D + 2 D`` (quest.6): the bounds of P pages, k keys and values, and the new row."""
+    """Return ``2 P D + 2 k D + 2 D`` (quest.6) for P page bounds, k = ``top_k`` keys and values, and the new row."""
     return 2 * -(-S // page_size) * D + 2 * min(top_k, S) * D + 2 * D
 
 
 def saap_elements(D: int, attended: int, *, network: int = 0) -> int:
-    """Return ``2 n D + n + 2 D + w`` (saap.14): n keys and values, n indices, the new row and the query network."""
+    """Return ``2 n D + n + 2 D + w`` (saap.14) for n = ``attended`` keys, and w = ``network`` weights."""
     return 2 * attended * D + attended + 2 * D + network
 
 

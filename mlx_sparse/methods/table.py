@@ -1,7 +1,7 @@
 """List the function that runs each method on each backend.
 
-Import strings relative to mlx_sparse name the functions, so this module imports no backend. `registry` reads the
-table. The help, the README, the matrix and the plots list the methods and backends of this table.
+The table contains import strings relative to mlx_sparse, because this module must not import a backend. `registry`
+reads the table. The help, the README, the matrix and the plots list the methods and backends of this table.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ EXPORTED = {"onnx": "onnx_export:operator_model", "ort": "onnx_export:session_op
 
 
 def _row(name: str, ops: str, metal: str = "", triton: str = "", *, oracle: str = "oracle") -> dict[str, str]:
-    """Return the import strings of the function ``name`` by backend. ``module:other`` overrides ``name``."""
+    """Return the import strings of the function ``name`` by backend.
+
+    The other arguments are modules, or ``module:function`` if the function has a different name in this module.
+    """
     modules = {"oracle": oracle, "ops": ops, "metal": metal, "triton": triton}
     return {key: module if ":" in module else f"{module}:{name}" for key, module in modules.items() if module}
 
 
-# First the function of each method, then shared functions. "metal: ..." is the reason why `ops` suffices on Metal.
+# The methods come first, then shared functions. A comment "metal: ..." gives the reason why Metal uses `ops`.
 FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "dense": _row("dense_attention", "ops.attend", "ops.attend", "cuda_ref.torch_functions") | EXPORTED,
     "sparq": _row("sparq_attention", "ops.sparq", "kernels.sparq", "cuda_ref.launchers.sparq") | EXPORTED,

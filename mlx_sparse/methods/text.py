@@ -22,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:  # Python 3.10
     import tomli as tomllib
 
-MAX_TOML_BYTES = 1 << 20  # a configuration has a few lines; this refuses a model file that was named by mistake
+MAX_TOML_BYTES = 1 << 20  # a larger file is probably a model file that was named by mistake
 
 METHODS: Mapping[str, type[Method]] = {
     method.name: method for method in (Dense, SparQ, SAAP, Quest, Sample, *BASELINES)
@@ -49,7 +49,7 @@ def parse(text: str, base: Mapping[str, Method] | None = None) -> tuple[Method, 
 
     Args:
         text: text form such as ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=paper"``. Other keys override a preset.
-        base: methods by name (from a TOML file). The keys in ``text`` override their settings.
+        base: methods by name (from a TOML file). The keys in ``text`` override the settings of these methods.
 
     Raises:
         ConfigError: a method, key or preset is unknown, a value is invalid, or a method is named twice.
@@ -105,10 +105,11 @@ def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tup
     """Read a TOML file with one table per method, for example ``[sparq]`` with ``rank = 16``.
 
     Args:
-        base: methods by name. The tables override their settings.
+        base: methods by name. The tables override the settings of these methods.
 
     Returns:
-        The methods by name, and the key ``calibrate``: True (default) if ``--attn`` may measure crossover lengths.
+        The methods by name, and the value of the key ``calibrate``, which is True (default) if ``--attn`` may measure
+        crossover lengths.
 
     Raises:
         ConfigError: the file is missing, too large, not TOML, or has an unknown method, key or value.
@@ -153,7 +154,7 @@ def _class(name: str) -> type[Method]:
 
 
 def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method:
-    """Build a method. Options override the preset, which overrides ``base``, which overrides the defaults."""
+    """Build a method. ``options`` override the preset, which overrides ``base``, which overrides the defaults."""
     cls = _class(name)
     known = [field.name for field in dataclasses.fields(cls)]
     settings = dict(options)
@@ -177,7 +178,7 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
 
 
 def removed(name: str, key: str, value: object) -> str | None:
-    """Return the end of the error message for a removed option, with its replacement; None for other options."""
+    """Return the end of the error message for a removed option, which names the replacement, or None."""
     for (owner, old, old_value), replacement in REMOVED.items():
         if owner in ("*", name) and old == key and old_value in ("*", value):
             return replacement

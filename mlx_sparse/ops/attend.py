@@ -77,7 +77,7 @@ def attend_indices(
 def dense_attention(
     queries: mx.array, keys: Rows, values: Rows, *, scale: float, left_padding: mx.array | None
 ) -> mx.array:
-    """Compute dense causal attention with MLX's kernel. The L queries are at the last L of S positions."""
+    """Compute dense causal attention with MLX's kernel. The queries are at the last L of the S positions."""
     keys, values = keys[:], values[:]
     L, S, dtype = queries.shape[2], keys.shape[2], queries.dtype
     if left_padding is None:
@@ -120,7 +120,7 @@ def attend_rows(
         causal: if True, query i attends to keys up to index ``n - L + i``; if False, to all ``n`` keys.
 
     Returns:
-        float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``; 0 and -inf if ``n`` is 0.
+        float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``. If ``n`` is 0, out is 0 and lse is -inf.
     """
     B, Hq, L, D = queries.shape
     Hkv, n = keys.shape[1:3]

@@ -20,7 +20,10 @@ def streaming_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Attend to the first ``sink_tokens`` and last ``recent_tokens`` valid keys. S must exceed their sum."""
+    """Attend to the first ``sink_tokens`` and the last ``recent_tokens`` valid keys.
+
+    S must be larger than ``sink_tokens + recent_tokens``.
+    """
     B, Hkv, S, _ = keys.shape
     first = mx.zeros((B, 1), mx.int32) if left_padding is None else left_padding[:, None].astype(mx.int32)
     slots = mx.concatenate([first + mx.arange(sink_tokens), mx.arange(S - recent_tokens, S) + 0 * first], axis=1)
@@ -58,9 +61,9 @@ def flexgen_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Attend to the ``top_k`` keys with the largest softmax weights, summed over the group, without renormalization.
+    """Attend to the ``top_k`` keys with the largest softmax weights, summed over the query heads of a group.
 
-    As for the other methods, the returned log-sum-exp is over the selected keys.
+    The weights of the selected keys are not renormalized. The returned log-sum-exp is over the selected keys only.
     """
     weights, lse = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
     indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
@@ -101,7 +104,10 @@ def h2o_attention(
 
 
 def h2o_scores(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Return causal softmax weights, summed over queries and averaged over the group: float32 ``(B, Hkv, S)``."""
+    """Return the initial ``scores`` for `h2o_attention`, float32 ``(B, Hkv, S)``. Invalid keys have the score -inf.
+
+    The score of a key is the sum of its causal softmax weights over queries, averaged over the query heads of a group.
+    """
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale

@@ -1,6 +1,6 @@
 """Select key blocks from the sample scores of SampleAttention (docs/spec/sample.md, sample.6, sample.7).
 
-The `ops` and `metal` backends share this module. Its arrays are much smaller than the keys.
+The `ops` and `metal` backends share this module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def select_share(scores: mx.array, alpha: float) -> mx.array:
 
 
 def select_largest(scores: mx.array, count: int) -> mx.array:
-    """Return a mask of the ``count`` largest ``scores (..., Nk)`` (all if one is NaN). Ties go to the lower index."""
+    """Return a mask of the ``count`` largest ``scores (..., Nk)``. Ties go to the lower index.
+
+    If a score is NaN, all scores are selected.
+    """
     ordered = -mx.sort(-scores, axis=-1)
     return _largest(scores, ordered, mx.full((*scores.shape[:-1], 1), min(count, scores.shape[-1]), mx.int32))
 

@@ -25,7 +25,7 @@ MAX_SCORES = {mx.cpu: 1 << 20, mx.gpu: 1 << 24}
 def attend_blocks(
     queries: mx.array, keys: mx.array, values: mx.array, blocks: mx.array, *, block_size: int, scale: float
 ) -> tuple[mx.array, mx.array]:
-    """Compute exact causal attention of every query over the listed key blocks of its row block.
+    """Compute exact causal attention of each query over the key blocks that are listed for its row block.
 
     ``blocks`` is evaluated, so this function does not work inside `mx.compile`.
 
@@ -35,8 +35,8 @@ def attend_blocks(
         blocks: ``(B, Hq, R, N)`` int32; -1, or any number that is not a block index, is an empty slot.
 
     Returns:
-        ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``; 0 and -inf for queries that
-        attend to no key.
+        ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``. If a query attends to no key,
+        its out is 0 and its lse is -inf.
     """
     B, Hq, L, D = queries.shape
     S = keys.shape[2]
@@ -80,7 +80,7 @@ def batch_size(scores: int) -> int:
 
 
 def causal_scores(queries: mx.array, keys: mx.array) -> mx.array:
-    """Return causal scores ``queries @ keys^T (..., n, N)`` for the last n of N positions; -inf above the diagonal."""
+    """Return ``queries @ keys^T (..., n, N)`` for queries at the last n of N positions, with -inf for later keys."""
     n, N = queries.shape[-2], keys.shape[-2]
     causal = mx.arange(n) <= mx.arange(n)[:, None]
     edge = mx.where(causal, queries @ keys[..., N - n :, :].swapaxes(-1, -2), -mx.inf)
@@ -101,8 +101,8 @@ def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool
     """Group the row blocks by the length of their lists, and by whether their lists contain the diagonal block.
 
     Yields:
-        Row block indices ``(M,)``, counted over all sequences and heads; ascending key block indices ``(M, n)``; and
-        True if the last key block is the diagonal block.
+        The indices ``(M,)`` of row blocks among those of all sequences and heads; the ascending indices ``(M, n)`` of
+        their key blocks; and True if the last key block of each list is the diagonal block.
     """
     row_block = np.tile(np.arange(layout.first_block, layout.key_blocks), blocks.shape[0] * blocks.shape[1])
     lists = blocks.reshape(len(row_block), -1)
@@ -121,14 +121,14 @@ def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool
 
 
 def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """Compute attention for one batch with MLX's kernel. Its causal mask aligns the last query with the last key."""
+    """Compute attention for one batch with MLX's kernel, whose causal mask aligns the last query with the last key."""
     q, k, v = (array[:, None] for array in (queries, keys, values))
     mask = "causal" if diagonal else None
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)[:, 0]
 
 
 def _plain(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:
-    """Compute attention for one batch with float32 matrix products. On a CPU they are faster than 16-bit products."""
+    """Compute attention for one batch with float32 matrix products. On a CPU, 16-bit products are slower."""
     return mx.softmax(_scores(queries, keys, scale, diagonal), axis=-1) @ values.astype(mx.float32)
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 def saap_index(
     bucket_ids: mx.array, *, buckets: int, sink_tokens: int, left_padding: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Sort the keys after the sinks by bucket, in ascending order within each bucket (saap.9).
+    """List the keys of each bucket in ascending order, without sinks and padding (saap.9).
 
     Args:
         bucket_ids: ``(B, Hkv, n)`` int bucket of each key. Keys with a bucket outside ``0 .. buckets - 1`` are omitted.

@@ -10,7 +10,9 @@ from .select import take_rows
 
 
 def code_keys(keys: Rows, left_padding: mx.array | None) -> KeyCodes:
-    """Quantize the full groups of each sequence of ``keys (B, Hkv, S, D)`` to int4. Unused slots are 0.
+    """Quantize ``keys (B, Hkv, S, D)`` to int4 in groups of `GROUP` keys. Keys after the last full group are omitted.
+
+    A sequence with padding may have fewer full groups than ``S // GROUP``. Its unused groups are 0.
 
     Args:
         left_padding: ``(B,)`` index of the first valid key of each sequence, where the first group begins.

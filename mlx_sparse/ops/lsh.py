@@ -19,7 +19,7 @@ Result = tuple[mx.array, mx.array, mx.array]
 
 
 def hash_codes(vectors: mx.array, buckets: int) -> mx.array:
-    """Hash ``vectors (..., D)`` to the index, 0..buckets - 1, of the nearest random direction r or -r (sample.15)."""
+    """Hash each of ``vectors (..., D)`` to the index of the nearest of ``buckets`` random directions (sample.15)."""
     along = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], buckets // 2))
     return mx.argmax(mx.concatenate([along, -along], axis=-1), axis=-1)
 
@@ -43,7 +43,7 @@ def hash_sparse_attention(queries: mx.array, keys: mx.array, values: mx.array, *
 
 
 def sort_ranks(vectors: mx.array, hash_bits: int) -> mx.array:
-    """Sort ``vectors (..., M, D)`` by hash, and return the rank of each vector, 0..M - 1 (sample.17)."""
+    """Sort ``vectors (..., M, D)`` by a hash of ``hash_bits`` bits, and return their ranks, 0..M - 1 (sample.17)."""
     positive = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], hash_bits)) > 0
     # Convert the Gray code to a number: each binary digit is the parity of the signs up to this digit.
     digits = mx.cumsum(positive.astype(mx.int32), axis=-1) % 2
@@ -65,7 +65,9 @@ def hyperattention_attention(
     exact_rows: int,
     scale: float,
 ) -> Result:
-    """Run HyperAttention, (sample.16) to (sample.18): attend to a bucket and to a weighted sample of other keys.
+    """Run HyperAttention, (sample.16) to (sample.18).
+
+    A query attends to the keys in its bucket and to a weighted sample of the other keys.
 
     Returns:
         ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` without sampling weights, and int32 indices of the attended
@@ -120,12 +122,12 @@ def _by_head(array: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _nan_keys(queries: mx.array, keys: mx.array) -> mx.array:
-    """Return a mask ``(B, Hq, 1, S)``, True for keys with NaN. They have no hash, so every query attends to them."""
+    """Return a mask ``(B, Hq, 1, S)``, True for NaN keys. NaN keys have no hash, so every query attends to them."""
     return _by_head(mx.isnan(keys.astype(mx.float32).sum(axis=-1)), queries, keys)[:, :, None]
 
 
 def _steps(queries: mx.array, keys: mx.array, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Split the query positions ``[start, stop)`` into ranges. The scores of each range fit into one batch."""
+    """Split the query positions ``[start, stop)`` into ranges whose scores fit into one batch."""
     rows = batch_size(queries.shape[0] * queries.shape[1] * keys.shape[2])
     for first in range(start, stop, rows):
         yield first, min(first + rows, stop)
@@ -139,11 +141,12 @@ def _attend(
     choose: Callable[[int, int], tuple[mx.array, mx.array | None]],
     scale: float,
 ) -> Result:
-    """Attend to the causal keys that ``choose`` selects, and add its ``weight`` to the logits.
+    """Compute attention over the causal keys that ``choose`` selects.
 
     Args:
         steps: ranges ``(start, stop)`` of query positions.
-        choose: function of ``start`` and ``stop`` that returns a mask of selected keys and ``weight`` (None means 0).
+        choose: function of ``start`` and ``stop`` that returns a mask of the selected keys, and an array to add to the
+            logits (None means 0).
     """
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]

@@ -1,4 +1,7 @@
-"""Run the prefill baselines that use no hash (docs/spec/sample.md). They return ``out``, ``lse`` and key blocks."""
+"""Run the prefill baselines that do not hash queries and keys (docs/spec/sample.md, "Baselines").
+
+The functions return ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` and int32 lists of key blocks ``(B, Hq, R, N)``.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def bigbird_attention(
     block_size: int,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run BigBird: attend to a window, the first key blocks and random key blocks (sample.13)."""
+    """Run BigBird: attend to a window of recent keys, the first key blocks and random key blocks (sample.13)."""
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, rows=0)
     pattern = bigbird_pattern(layout, window=window, global_share=global_share, random_blocks=random_blocks)
     return _static(queries, keys, values, pattern, block_size, scale)
@@ -60,7 +63,7 @@ def streaming_prefill_attention(
     block_size: int,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run StreamingLLM in prefill: attend to the first key blocks and a window (sample.14)."""
+    """Run StreamingLLM in prefill: attend to the first key blocks and a window of recent keys (sample.14)."""
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, rows=0)
     pattern = streaming_pattern(layout, sink_tokens=sink_tokens, window=window)
     return _static(queries, keys, values, pattern, block_size, scale)
@@ -69,7 +72,7 @@ def streaming_prefill_attention(
 def _static(
     queries: mx.array, keys: mx.array, values: mx.array, pattern: Pattern, block_size: int, scale: float
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Attend to the key blocks in ``pattern (R, Nk)`` in every head; return ``out``, ``lse`` and block lists."""
+    """Attend to the key blocks in ``pattern (R, Nk)``, which is the same for all heads and sequences."""
     mask = mx.array(np.broadcast_to(pattern, (*queries.shape[:2], *pattern.shape)))
     blocks = block_select.block_lists(mask)
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks

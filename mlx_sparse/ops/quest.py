@@ -15,14 +15,14 @@ SECOND_LARGEST = 3.4028232635611926e38
 
 
 def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) -> tuple[mx.array, mx.array]:
-    """Return the minimum and maximum of each component over the keys of each page (quest.1).
+    """Return the component-wise minimum and maximum of the keys in each page (quest.1).
 
     Args:
         keys: ``(B, Hkv, S, D)``.
         left_padding: ``(B,)`` index of the first valid key of each sequence, where the first page begins.
 
     Returns:
-        Minimum and maximum, each ``(B, Hkv, P, D)`` in the dtype of ``keys``; +inf and -inf for pages without keys.
+        Minimum and maximum, both ``(B, Hkv, P, D)`` in the dtype of ``keys``. An empty page has +inf and -inf.
     """
     keys = keys[:]
     B, Hkv, S, D = keys.shape
@@ -48,9 +48,9 @@ def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
 
 
 def page_scores(queries: mx.array, page_min: mx.array, page_max: mx.array) -> mx.array:
-    """Return an upper bound on q.k for each page, over all query heads of the group: float32 ``(B, Hkv, P)``.
+    """Return the score of each page, float32 ``(B, Hkv, P)`` (quest.2), (quest.3).
 
-    NaN is replaced with +inf (quest.2), (quest.3).
+    The score is an upper bound on q.k for all keys of the page and all query heads of the group. NaN becomes +inf.
     """
     q = group_queries(queries, page_min.shape[1])
     # (quest.2)

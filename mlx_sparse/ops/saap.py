@@ -24,8 +24,8 @@ def saap_route(
 
     Args:
         queries: ``(B, Hq, 1, D)`` before RoPE.
-        out_weight: ``(Hkv, H, C)``, or ``(Hkv, D, C)`` without a hidden layer.
-        out_bias: ``(Hkv, C)``; hidden_weight: ``(Hkv, D, H)``; hidden_bias: ``(Hkv, H)``.
+        out_weight, out_bias: output layer, ``(Hkv, H, C)`` and ``(Hkv, C)``. Without a hidden layer, H is D.
+        hidden_weight, hidden_bias: hidden layer, ``(Hkv, D, H)`` and ``(Hkv, H)``; None without a hidden layer.
 
     Returns:
         int32 bucket ids ``(B, Hkv, probes)``, ascending; a NaN score counts as +inf.
@@ -65,8 +65,8 @@ def saap_indices(
         capacity: length of each list; keys beyond it are omitted.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and the list lengths
-        ``counts (B, Hkv)``.
+        int32 ``indices (B, Hkv, capacity)``: the sinks, then the keys outside the index, then the keys of the buckets.
+        The lists are padded with -1; ``counts (B, Hkv)`` contains their lengths without padding.
     """
     B, Hkv, n = visited.shape
     C = offsets.shape[2] - 1
@@ -132,7 +132,7 @@ def list_keys(
         S: number of keys in the KV cache.
         bucket_ids: ``(B, Hkv, S or more)`` int bucket of each key. A key without a valid bucket is attended to only if
             it is a sink or a recent key.
-        visited: ``(B, Hkv, n)`` int bucket ids without duplicates.
+        visited: ``(B, Hkv, n)`` int ids of the visited buckets, without duplicates.
     """
     window: dict[str, Any] = {"sink_tokens": sink_tokens, "left_padding": left_padding}
     covered = max(S - recent_tokens, 0)

@@ -14,7 +14,9 @@ from .blocks import attend_blocks, batch_size, causal_scores, wait_for
 def sample_scores(
     queries: mx.array, keys: mx.array, *, chunks: int, block_size: int, scale: float, rows: int | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Sum the softmax weights of each region's sample by key block and by offset bin, each float32 ``(B, Hq, C, Nk)``.
+    """Sum the softmax weights of each region's sample by key block and by offset bin.
+
+    Both sums are float32 ``(B, Hq, C, Nk)``.
 
     Args:
         rows: number of query rows sampled per region; None means ``block_size``.
@@ -76,14 +78,14 @@ def sample_attention(
 
 
 def _masses(queries: mx.array, keys: mx.array, layout: Layout, scale: float) -> mx.array:
-    """Compute the softmax weights of ``queries (B, H, n, D)`` at the last n positions. Sum them with `masses_of`."""
+    """Compute softmax weights of ``queries (B, H, n, D)`` at the last n positions, and sum them with `masses_of`."""
     # (sample.3)
     scores = causal_scores(queries.astype(mx.float32) * scale, keys.astype(mx.float32))
     return masses_of(mx.softmax(scores, axis=-1), layout)
 
 
 def masses_of(weights: mx.array, layout: Layout) -> mx.array:
-    """Sum softmax weights ``(B, H, n, N)`` of the last n of N positions by key block and by offset bin.
+    """Sum the softmax weights ``(B, H, n, N)`` of queries at the last n of N positions by key block and by offset bin.
 
     Returns:
         float32 ``(B, H, 2, Nk)``: the third axis contains the sums by key block and the sums by offset bin.
@@ -121,5 +123,4 @@ def _by_block(weights: mx.array, first: int, size: int) -> tuple[mx.array, mx.ar
 
 
 def _pad(array: mx.array, behind: int) -> mx.array:
-    """Append ``behind`` zeros along the last axis."""
     return mx.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, behind)]) if behind else array

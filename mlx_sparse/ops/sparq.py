@@ -17,8 +17,8 @@ from .select import take_rows, top_k_select, valid_keys
 def sparq_logits(queries: mx.array, keys: Rows, selection: Selection) -> mx.array:
     """Return approximate logits of all keys from ``rank`` components, float32 ``(B, Hkv, G, S)``.
 
-    The logits of padding are undefined. If ``selection.keys_t`` is None, the logits are computed from ``keys``.
-    If also ``rank`` is D, a quantized KV cache is not dequantized.
+    The logits of padding are undefined. If ``selection.keys_t`` is None, the logits are computed from ``keys``. In this
+    case, a quantized KV cache is dequantized unless ``rank`` is D.
     """
     rank, keys_t = selection.rank, selection.keys_t
     B = queries.shape[0]
@@ -71,7 +71,7 @@ def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[m
 
 
 def selected_share(scores: mx.array, indices: mx.array, G: int, left_padding: mx.array | None) -> mx.array:
-    """Return the selected keys' share ``(B, Hkv)`` of the sum of the group scores ``(B, Hkv, S)`` (sparq.24)."""
+    """Return the share ``(B, Hkv)`` of the group ``scores (B, Hkv, S)`` that the selected keys have (sparq.24)."""
     if left_padding is None:  # without padding, no slot is empty
         return mx.take_along_axis(scores, indices, axis=-1).sum(axis=-1) / G
     chosen = mx.take_along_axis(scores, mx.maximum(indices, 0), axis=-1)

@@ -45,9 +45,10 @@ def logits(queries: Array, keys: Array, scale: float) -> Array:
 
 
 def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
-    """Return the masked softmax over the last axis and its log-sum-exp; 0 and -inf for a row without valid keys.
+    """Return the softmax and log-sum-exp over the last axis, restricted to scores where ``mask`` is True.
 
-    In a row with NaN or +inf scores, the weights of these scores are NaN and the other weights are 0.
+    In a row without such scores, the weights are 0 and the log-sum-exp is -inf. In a row with NaN or +inf scores, the
+    weights of these scores are NaN and the other weights are 0.
     """
     masked = np.where(mask, scores, -np.inf)
     top = np.max(np.where(np.isnan(masked), np.inf, masked), axis=-1, keepdims=True, initial=-np.inf)
@@ -61,14 +62,17 @@ def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
 
 
 def attention_recall(lse: Array, dense_lse: Array) -> Array:
-    """Return the attention recall ``exp(lse - dense_lse)`` of each row; 1 for a row without valid keys."""
+    """Return the attention recall ``exp(lse - dense_lse)`` of each row. A row without valid keys has recall 1."""
     some = dense_lse != -np.inf
     recall: Array = np.exp(np.where(some, lse, 0.0) - np.where(some, dense_lse, 0.0))
     return recall
 
 
 def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
-    """Multiply ``weights (B, Hkv, G, L, N)`` by ``values (B, Hkv, N, D)``. Masked values may contain NaN or inf."""
+    """Multiply ``weights (B, Hkv, G, L, N)`` by ``values (B, Hkv, N, D)``.
+
+    Values may be NaN or inf where ``mask`` is False for every query.
+    """
     attended = np.any(mask, axis=(2, 3))[..., None]
     out: Array = np.einsum("bhgln,bhnd->bhgld", weights, np.where(attended, values, 0.0))
     return out
@@ -115,7 +119,7 @@ def dense_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Compute dense causal attention. The ``L`` queries are at the last ``L`` of ``S`` positions.
+    """Compute dense causal attention. The queries are at the last ``L`` of the ``S`` positions.
 
     Args:
         queries: ``(B, Hq, L, D)``.
@@ -167,7 +171,7 @@ def with_stats(
     top_k: int,
     return_stats: bool | str,
 ) -> Any:
-    """Return ``out``. If ``return_stats`` is set, also return the step's `Stats` with ``moved`` elements."""
+    """Return ``out``. If ``return_stats`` is set, also return the `Stats` of a step that moved ``moved`` elements."""
     if not return_stats:
         return out
     S, D = qkv[1].shape[2:]

@@ -42,7 +42,7 @@ def streaming_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the first ``sink_tokens`` and last ``recent_tokens`` valid keys, without changing RoPE positions."""
+    """Attend to the first ``sink_tokens`` and the last ``recent_tokens`` valid keys. RoPE positions do not change."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("sink_tokens", sink_tokens, 0)
     check_int("recent_tokens", recent_tokens, 1)
@@ -73,7 +73,7 @@ def oracle_top_k_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the ``top_k`` keys with the largest exact scores: SparQ with ``rank = D`` and no reallocation."""
+    """Attend to the ``top_k`` keys with the largest exact scores, as SparQ with ``rank=D`` and ``reallocate=False``."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)
     window = check_local_window(local_window, top_k)
@@ -98,7 +98,10 @@ def flexgen_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the ``top_k`` keys with the largest softmax weights, summed over the group, without renormalization."""
+    """Attend to the ``top_k`` keys with the largest softmax weights, summed over the query heads of a group.
+
+    The weights of the selected keys are not renormalized.
+    """
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)
     if n.L > 1:
@@ -125,10 +128,10 @@ def h2o_scores(
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
 ) -> Array:
-    """Return causal softmax weights of the keys, summed over queries and averaged over the group: ``(B, Hkv, S)``.
+    """Return the initial ``scores (B, Hkv, S)`` for `h2o_attention` after dense prefill.
 
-    After dense prefill, these are the initial ``scores`` of `h2o_attention`. The score of an invalid key is -inf.
-    Queries at padded positions are not counted.
+    The score of a key is the sum of its causal softmax weights over the queries, averaged over the query heads of a
+    group. Queries at padded positions are not counted. The score of an invalid key is -inf.
     """
     q, k = float64(queries), float64(keys)
     n = check_qkv(q, k, k)
@@ -155,13 +158,14 @@ def h2o_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the last ``local_window`` keys and the keys with the best scores, ``top_k`` in total. Evict the rest.
+    """Attend to the last ``local_window`` keys and the keys with the best ``scores``, ``top_k`` in total.
 
     Args:
         scores: ``(B, Hkv, S)`` sum of softmax weights per key so far; 0 for the current key, -inf for evicted keys.
 
     Returns:
-        ``out``, the new ``scores`` (-inf for evicted keys), and a `Stats` if ``return_stats`` is set.
+        ``out``, the new ``scores``, and a `Stats` if ``return_stats`` is set. The step evicts all keys that it does not
+        attend to: their new scores are -inf.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     check_decode_step(n, "h2o")

@@ -24,7 +24,7 @@ def attend_blocks(
     block_size: int,
     scale: float | None = None,
 ) -> tuple[Array, Array]:
-    """Compute exact causal attention of every query over the listed key blocks of its row block.
+    """Compute exact causal attention of each query over the key blocks that are listed for its row block.
 
     Args:
         queries: ``(B, Hq, L, D)``; query i is at position ``S - L + i``, in row block ``(S - L + i) // block_size``.
@@ -32,7 +32,7 @@ def attend_blocks(
         blocks: ``(B, Hq, R, N)`` int32 block indices for R row blocks. Any other number, such as -1, is an empty slot.
 
     Returns:
-        ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``; 0 and -inf for queries that attend to no key.
+        ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``. If a query attends to no key, its out is 0 and its lse is -inf.
 
     Raises:
         ShapeError: ``blocks`` does not fit the queries.

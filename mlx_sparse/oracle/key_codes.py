@@ -14,7 +14,10 @@ Array = npt.NDArray[Any]
 
 
 def code_keys(keys: npt.ArrayLike, *, left_padding: npt.ArrayLike | None = None) -> KeyCodes:
-    """Quantize the full groups of ``keys (B, Hkv, S, D)`` to int4. Invalid keys may contain any number."""
+    """Quantize ``keys (B, Hkv, S, D)`` to int4 in groups of `GROUP` keys. Keys after the last full group are omitted.
+
+    Padding may contain any number.
+    """
     rows = np.asarray(keys, np.float32)
     B, Hkv, S, D = rows.shape
     groups, largest = S // GROUP, np.float32(LARGEST_CODE)
@@ -53,7 +56,10 @@ def unpack(codes: Array) -> Array:
 
 
 def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLike | None = None) -> Array:
-    """Return centered scoring keys, float64 ``(B, Hkv, S, D)`` (sparq.21). Only keys in full groups are approximate."""
+    """Return scoring keys relative to their center: float64 ``(B, Hkv, S, D)`` (sparq.21).
+
+    Keys in full groups are dequantized from ``coded``. The other keys are exact.
+    """
     lo, step = (np.repeat(array.astype(np.float64), GROUP, axis=-1) for array in (coded.lo, coded.step))
     decoded = (lo + step * unpack(coded.codes)).swapaxes(-1, -2)
     found: Array = keys - coded.center[:, :, None]

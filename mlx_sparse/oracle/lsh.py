@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 def hash_codes(vectors: Array, buckets: int) -> Array:
-    """Hash ``vectors (..., D)`` to the index, 0..buckets - 1, of the nearest random direction r or -r (sample.15)."""
+    """Hash each of ``vectors (..., D)`` to the index of the nearest of ``buckets`` random directions (sample.15)."""
     along = vectors @ signs(vectors.shape[-1], buckets // 2)
     codes: Array = np.argmax(np.concatenate([along, -along], axis=-1), axis=-1)
     return codes
@@ -33,7 +33,7 @@ def hash_sparse_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the key at the query's position and to the earlier keys with the same hash (sample.15)."""
+    """Attend to the key at the query's position and to the earlier keys with the query's hash (sample.15)."""
     q, k, v, n = checked(queries, keys, values, backend)
     code_q, code_k = hash_codes(q, buckets), np.repeat(hash_codes(k, buckets), n.G, axis=1)
     same = code_q[..., :, None] == code_k[..., None, :]
@@ -43,7 +43,7 @@ def hash_sparse_attention(
 
 
 def sort_ranks(vectors: Array, hash_bits: int) -> Array:
-    """Sort ``vectors (..., M, D)`` by hash, and return the rank of each vector, 0..M - 1 (sample.17).
+    """Sort ``vectors (..., M, D)`` by a hash of ``hash_bits`` bits, and return their ranks, 0..M - 1 (sample.17).
 
     The signs along random directions form a Gray code: adjacent hashes differ in one sign.
     """
@@ -66,7 +66,10 @@ def hyperattention_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run HyperAttention: attend to a bucket and to a weighted sample of other keys (sample.16) to (sample.18)."""
+    """Run HyperAttention, (sample.16) to (sample.18).
+
+    A query attends to the keys in its bucket and to a weighted sample of the other keys.
+    """
     q, k, v, n = checked(queries, keys, values, backend)
     offset = n.S - n.L
     mask, weight = np.zeros((n.B, n.Hq, n.L, n.S), dtype=bool), np.zeros((n.B, n.Hq, n.L, n.S))
@@ -86,7 +89,7 @@ def hyperattention_attention(
 def _span_pairs(
     q: Array, k: Array, span: Span, offset: int, bucket_size: int, sampled_keys: int, hash_bits: int
 ) -> tuple[Array, Array]:
-    """Return a mask ``(B, Hq, P, M)`` of the attended query-key pairs of a span, and their log weights (sample.18)."""
+    """Return a mask of attended query-key pairs in a span and their log weights, both ``(B, Hq, P, M)`` (sample.18)."""
     P, M, G = span.stop - span.start, span.last - span.first, q.shape[1] // k.shape[1]
     if bucket_size + sampled_keys >= M:
         return np.ones((*q.shape[:2], P, M), dtype=bool), np.zeros((*q.shape[:2], P, M))
@@ -99,7 +102,7 @@ def _span_pairs(
 
 
 def _nan_keys(k: Array, G: int) -> Array:
-    """Return a mask ``(B, Hq, 1, S)``, True for keys with NaN. They have no hash, so every query attends to them."""
+    """Return a mask ``(B, Hq, 1, S)``, True for NaN keys. NaN keys have no hash, so every query attends to them."""
     return np.repeat(np.isnan(k.sum(axis=-1)), G, axis=1)[:, :, None]
 
 

@@ -26,7 +26,10 @@ def minference_select(
     block_size: int = 64,
     scale: float | None = None,
 ) -> Array:
-    """Select the key blocks and offset bins with the most attention from the last 64 queries (sample.12)."""
+    """Select key blocks for each row block by the attention from the last 64 queries: int32 ``(B, Hq, R, N)``.
+
+    A row block attends to the key blocks and offset bins with the largest softmax weights (sample.12).
+    """
     q, k = float64(queries), float64(keys)
     layout = Layout(q.shape[2], k.shape[2], 1, block_size, MINFERENCE_ROWS)
     column, slash = sample_scores(q, k, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
@@ -36,7 +39,10 @@ def minference_select(
 
 
 def select_largest(scores: Array, count: int) -> Array:
-    """Return a mask of the ``count`` largest ``scores (..., Nk)`` (all if one is NaN). Ties go to the lower index."""
+    """Return a mask of the ``count`` largest ``scores (..., Nk)``. Ties go to the lower index.
+
+    If a score is NaN, all scores are selected.
+    """
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
     kept = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(kept, order, True, axis=-1)
@@ -55,7 +61,7 @@ def minference_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run MInference: vertical-slash attention over key blocks with fixed budgets."""
+    """Run MInference: attend to a fixed number of key blocks and offset bins (sample.12)."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("vertical_tokens", vertical_tokens, 1)
     check_int("slash_tokens", slash_tokens, 1)
@@ -80,7 +86,10 @@ def bigbird_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run BigBird on ``window * S`` recent keys, ``global_share * S`` first keys and random blocks (sample.13)."""
+    """Run BigBird (sample.13).
+
+    A query attends to ``window * S`` recent keys, the first ``global_share * S`` keys and random key blocks.
+    """
     q, k, v, n = checked(queries, keys, values, backend)
     check_share("window", window)
     check_share("global_share", global_share)

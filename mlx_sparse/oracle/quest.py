@@ -18,10 +18,10 @@ Array = npt.NDArray[Any]
 def page_bounds(
     keys: npt.ArrayLike, left_padding: npt.ArrayLike | None = None, *, page_size: int = 16
 ) -> tuple[Array, Array]:
-    """Return the minimum and maximum of each component over the keys of each page (quest.1), each ``(B, Hkv, P, D)``.
+    """Return the component-wise minimum and maximum of the keys in each page (quest.1), both ``(B, Hkv, P, D)``.
 
-    The bounds of a page without keys are +inf and -inf. If a component of a key is NaN, both bounds of this component
-    are NaN.
+    If a page has no keys, its minimum is +inf and its maximum is -inf. If a component of a key is NaN, the minimum and
+    maximum of this component are NaN.
     """
     k = float64(keys)
     B, Hkv, S, D = k.shape

@@ -57,9 +57,9 @@ class Target(NamedTuple):
     """Training targets for a query network.
 
     Attributes:
-        mass: ``(n, C)`` share of each bucket in the long-range attention of a query (saap.4). Each row sums to 1.
+        mass: ``(n, C)`` share of a query's long-range attention that each bucket receives (saap.4). Each row sums to 1.
         rows: ``(n,)`` positions of the queries with long-range attention.
-        far: ``(n,)`` share of long-range keys in the attention of a query.
+        far: ``(n,)`` share of a query's attention that the long-range keys receive.
     """
 
     mass: Array
@@ -79,7 +79,7 @@ def saap_target(
     scale: float | None = None,
     causal: bool = True,
 ) -> Target:
-    """Compute the share of each bucket in the attention to long-range keys (saap.3), (saap.4).
+    """Compute the share of the long-range attention that each bucket receives (saap.3), (saap.4).
 
     Args:
         queries: ``(S, D)`` of one query head, after RoPE, at positions 0..S-1.
@@ -123,8 +123,8 @@ def query_network(
 
     Args:
         queries: ``(B, Hq, 1, D)``.
-        out_weight: ``(Hkv, H, C)``, or ``(Hkv, D, C)`` without a hidden layer.
-        out_bias: ``(Hkv, C)``; hidden_weight: ``(Hkv, D, H)``; hidden_bias: ``(Hkv, H)``.
+        out_weight, out_bias: output layer, ``(Hkv, H, C)`` and ``(Hkv, C)``. Without a hidden layer, H is D.
+        hidden_weight, hidden_bias: hidden layer, ``(Hkv, D, H)`` and ``(Hkv, H)``; None without a hidden layer.
 
     Returns:
         ``(B, Hkv, G, C)``; the probabilities of each query sum to 1.
@@ -227,8 +227,8 @@ def saap_indices(
         covered: number of keys in the index, as an int or as ``(B,)``.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)`` in this order, padded with -1, and the list lengths
-        ``counts (B, Hkv)``.
+        int32 ``indices (B, Hkv, capacity)``: the sinks, then the keys outside the index, then the keys of the buckets.
+        The lists are padded with -1; ``counts (B, Hkv)`` contains their lengths without padding.
     """
     chosen, starts, ids = (np.asarray(array) for array in (visited, offsets, key_ids))
     B, Hkv, _ = chosen.shape
@@ -311,7 +311,10 @@ def selectivity(
     recent_tokens: int,
     left_padding: npt.ArrayLike | None = None,
 ) -> float:
-    """Return the mean share of keys in visited buckets, excluding sinks and recent keys (saap.12); 0 if none exist."""
+    """Return the share of keys in visited buckets, averaged over sequences and KV heads (saap.12).
+
+    Sinks and recent keys are excluded. If a sequence has no other keys, its share is 0.
+    """
     exact, valid = _exact(bucket_ids.shape[0], bucket_ids.shape[2], sink_tokens, recent_tokens, left_padding)
     outside = (valid & ~exact)[:, None, :]
     keys = saap_keys(bucket_ids, visited, sink_tokens, recent_tokens, left_padding)
@@ -335,7 +338,7 @@ def _exact(
 
 
 def imbalance(bucket_ids: npt.ArrayLike, buckets: int) -> float:
-    """Return ``C * sum(sizes^2) / sum(sizes)^2`` for the bucket sizes (saap.13); 1 if all buckets are equally large."""
+    """Return the imbalance ``C * sum(sizes^2) / sum(sizes)^2`` of the bucket sizes (saap.13). Equal sizes give 1."""
     check_int("buckets", buckets, 1)
     ids = np.asarray(bucket_ids).ravel()
     sizes = np.bincount(ids[(ids >= 0) & (ids < buckets)], minlength=buckets).astype(np.float64)

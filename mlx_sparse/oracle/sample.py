@@ -21,8 +21,10 @@ class SampleSelection(NamedTuple):
 
     Attributes:
         blocks: ``(B, Hq, R, N)`` int32 key blocks that each row block attends to.
-        column, slash: ``(B, Hq, C, Nk)`` softmax weights of the sample, summed by key block and by offset bin.
-        column_kept, slash_kept: bool ``(B, Hq, C, Nk)``, True for the selected key blocks and offset bins.
+        column: ``(B, Hq, C, Nk)`` softmax weights of the sample, summed by key block.
+        slash: ``(B, Hq, C, Nk)`` softmax weights of the sample, summed by offset bin.
+        column_kept: bool ``(B, Hq, C, Nk)``, True for the selected key blocks.
+        slash_kept: bool ``(B, Hq, C, Nk)``, True for the selected offset bins.
     """
 
     blocks: Array
@@ -65,7 +67,7 @@ def sample_scores(
     scale: float | None = None,
     rows: int | None = None,
 ) -> tuple[Array, Array]:
-    """Sum the softmax weights of each region's sample by key block and by offset bin, each ``(B, Hq, C, Nk)``.
+    """Sum the softmax weights of each region's sample by key block and by offset bin. Both sums are ``(B, Hq, C, Nk)``.
 
     Args:
         rows: number of query rows sampled per region; None means ``block_size``.
@@ -132,7 +134,9 @@ def sample_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run SampleAttention in prefill. Attention is dense if an alpha is 1 or every row block has a sampled row.
+    """Run SampleAttention in prefill.
+
+    Attention is dense if ``alpha_column`` or ``alpha_slash`` is 1, or if every row block has a sampled row.
 
     Returns:
         float64 ``out (B, Hq, L, D)``, and a `Stats` if ``return_stats`` is set.

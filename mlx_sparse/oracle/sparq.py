@@ -46,7 +46,7 @@ def sparq_select(
     scale: float | None = None,
     left_padding: npt.ArrayLike | None = None,
 ) -> SparQSelection:
-    """Select the keys of one decode step from ``rank`` components of ``queries`` and ``keys (B, Hkv, S, D)``."""
+    """Score ``keys (B, Hkv, S, D)`` with ``rank`` components of ``queries (B, Hq, 1, D)``, and select the best keys."""
     q, k = float64(queries), float64(keys)
     B, Hq, _, D = q.shape
     _, Hkv, S, _ = k.shape
@@ -163,7 +163,7 @@ def sparq_attention(
 
 
 def masked_mean(rows: Array, valid: Array) -> Array:
-    """Return the mean ``(B, Hkv, D)`` of ``rows (B, Hkv, S, D)`` over valid keys (sparq.9); 0 if no key is valid."""
+    """Return the mean ``(B, Hkv, D)`` of the valid ``rows (B, Hkv, S, D)`` (sparq.9). Without rows, the mean is 0."""
     count = np.maximum(valid.sum(axis=1), 1)[:, None, None]
     mean: Array = np.where(valid[:, None, :, None], rows, 0.0).sum(axis=2) / count
     return mean

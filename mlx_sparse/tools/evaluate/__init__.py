@@ -1,1 +1,1 @@
-"""Implement ``mlx-sparse eval`` and ``mlx-sparse report``: measure the quality of methods on a real model."""
+"""Measure the quality of methods on a real model, for ``mlx-sparse eval`` and ``mlx-sparse report``."""

@@ -1,4 +1,4 @@
-"""Define the options, and load the model and texts, for commands that run a model on examples."""
+"""Define the common options of the commands that run a model on texts, and load the model and the texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tasks import encode
 
 
 def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """Add the options that all commands with examples share (with a positional MODEL if ``positional``)."""
+    """Add the options of all commands that run a model on texts. If ``positional``, MODEL is a positional argument."""
     add_model_options(parser, positional=positional)
     parser.add_argument(
         "--text",
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) ->
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Check the model and the texts before anything is fetched or loaded.
+    """Check the options for the model and the texts before anything is fetched or loaded.
 
     Raises:
         ConfigError, PackageMissing: as in `check_model` and `texts.check`.
@@ -46,7 +46,9 @@ def check_options(args: argparse.Namespace) -> None:
 def load_model(
     name: str | None, cache: str | None, license: str | None = None, *, only_mlx_lm: bool = False
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Return a model (default: SmolLM2), its tokenizer and its config. ``license`` names the accepted license.
+    """Load the model ``name`` (default: SmolLM2). Return the model, its tokenizer and its config.
+
+    ``cache`` is the folder for fetched files. ``license`` is the name of the license that the user accepts.
 
     If mlx-lm does not have the model's family, mlx-vlm loads the model, unless ``only_mlx_lm`` is True.
     """
@@ -54,7 +56,7 @@ def load_model(
 
 
 def encode_texts(tokenizer: Any, read: Sequence[texts.Text]) -> list[list[int]]:
-    """Return the tokens of each text, without BOS. Each text after the first begins with an empty line."""
+    """Return the tokens of each text, without BOS. An empty line is inserted before every text except the first."""
     # Suppress the warning of transformers about long texts, because only parts of the texts are used.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return [encode(tokenizer, ("\n\n" if i else "") + text.text) for i, text in enumerate(read)]

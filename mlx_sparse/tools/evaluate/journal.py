@@ -1,4 +1,4 @@
-"""Store results as JSON lines, and check their types when an interrupted run resumes from the file."""
+"""Store results in a file of JSON lines, and check their types when a resumed run reads the file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, 
 
 
 def as_json(record: Any) -> dict[str, Any]:
-    """Return a dataclass as plain data for JSON. NaN becomes None. `from_json` is the inverse."""
+    """Convert a dataclass to plain data for JSON. NaN becomes None. `from_json` is the inverse."""
     data: dict[str, Any] = _without_nan(asdict(record))
     return data
 
@@ -36,7 +36,9 @@ def _without_nan(value: Any) -> Any:
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """Convert JSON data to the type ``kind``: a dataclass or the type of one of its fields. Unknown keys are ignored.
+    """Convert JSON data to the type ``kind``, which is a dataclass or the type of a dataclass field.
+
+    Keys in the data that are not fields of the dataclass are ignored.
 
     Raises:
         ValueError, TypeError, LookupError, OverflowError: the data does not have this type.
@@ -66,10 +68,10 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: str, first: int = 1) -> list[T]:
-    """Parse each line as JSON, and return the results of ``read``.
+    """Parse each line of ``content`` as JSON, convert the line with ``read``, and return the results.
 
     Args:
-        content: the lines.
+        content: bytes of the JSON lines.
         read: function that converts the JSON data of one line.
         path: the file that contains the lines, for the error message.
         command: the command that writes such files, for the error message.
@@ -93,11 +95,11 @@ def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: st
 class Journal(Generic[T]):
     """Results by name, in memory and optionally in a file of JSON lines.
 
-    An incomplete last line is removed. A file from another command or with other inputs raises an error.
+    An incomplete last line of the file is removed. A file from another command or with other inputs raises an error.
     """
 
     def __init__(self, path: Path | None, command: str, key: str, kind: type[T]) -> None:
-        """Open or create the file.
+        """Create the file, or read the results from an existing file.
 
         Args:
             path: the file; None to keep results in memory only.
@@ -119,7 +121,7 @@ class Journal(Generic[T]):
             replace_file(path, lambda new: new.write_text(header, encoding="utf-8"))
 
     def add(self, name: str, result: T) -> None:
-        """Store ``result`` under ``name``, and append it to the file immediately."""
+        """Store ``result`` under ``name``, and append the result to the file immediately."""
         self.results[name] = result
         if self.path is not None:
             line = json.dumps({"name": name, "result": as_json(result)}, allow_nan=False)

@@ -1,4 +1,4 @@
-"""Draw quality against bytes read, as in figure 1 of the SparQ paper, with one panel per context length."""
+"""Draw the quality of methods against the bytes that they read, as in figure 1 of the SparQ paper."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def styled() -> Iterator[None]:
 def draw(rows: Sequence[Row]) -> Figure | None:
     """Draw the rows of one task. Return None if no row has sparse calls.
 
-    A line connects the budgets of one method. A point is hollow if some calls were dense. An error bar
-    shows one standard error of the paired difference from dense attention.
+    Each context length has its own panel. A line connects the points of one method, which differ in their budgets. A
+    hollow point means that some calls were dense. An error bar shows one standard error of the paired difference
+    from dense attention.
     """
     from matplotlib.figure import Figure
 
@@ -94,7 +95,10 @@ def svg(figure: Figure) -> str:
 
 
 def share(row: Row) -> float:
-    """Return the share of dense attention's bytes (for prefill methods, of its block pairs) that a method reads."""
+    """Return the share of dense attention's bytes that a method reads, at least `SMALLEST`.
+
+    If the method is sparse only in the prefill, return its mean share of the causal block pairs instead.
+    """
     return max(mean(row.density) if row.of_prompt and row.density else row.compression, SMALLEST)
 
 

@@ -22,7 +22,7 @@ RESULTS, PAGE = "results.jsonl", "report.html"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``mlx-sparse report`` with these arguments; return the exit code."""
+    """Run ``mlx-sparse report`` with the arguments ``argv``, and return the exit code."""
     parser = Parser(
         prog="mlx-sparse report",
         description=f"Write {PAGE} again from the results of mlx-sparse eval --out DIR, without running the model.",
@@ -65,7 +65,7 @@ def read(path: Path) -> tuple[list[Row], Facts]:
 
 
 def write(folder: Path, rows: Sequence[Row], facts: Facts) -> None:
-    """Write the HTML report into ``folder``. The same arguments give the same bytes."""
+    """Write the HTML report into ``folder``. Equal arguments always give the same bytes."""
     sections = []
     for task in dict.fromkeys(row.task for row in rows):
         figure = draw([row for row in rows if row.task == task])
@@ -83,7 +83,7 @@ def write(folder: Path, rows: Sequence[Row], facts: Facts) -> None:
 
 
 def _printable(value: Any) -> Any:
-    """Replace control characters, because HTML forbids them."""
+    """Replace the control characters in a string, because HTML forbids these characters."""
     if type(value) is not str:  # markup of the template
         return value
     return "".join(letter if letter.isprintable() or letter == "\n" else REPLACEMENT for letter in value)

@@ -1,4 +1,4 @@
-"""Define the results of an evaluation: trials for single examples, rows over all examples, and facts of the run."""
+"""Define classes for results: a trial for each example, a row for each method and task, and facts about the run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Outcome:
 
     Attributes:
         bits: negative log2-likelihood of the target per byte of its text.
-        accuracy: share of the scored target tokens that are the most likely tokens.
-        agreement: share of the scored positions at which dense attention has the same most likely token.
+        accuracy: share of the scored target tokens that the method ranks as the most likely tokens.
+        agreement: share of the scored positions where the method and dense attention have the same most likely token.
         kl: mean Kullback-Leibler divergence from dense attention's distribution, in nats.
         matched: number of characters of the target that greedy decoding would reproduce, up to the first token that is
             not the most likely token (SparQ paper, section 5).
@@ -45,13 +45,13 @@ class Trial:
         outcome: quality of the method on the example.
         attn: the method as text, with all automatic settings resolved.
         sparse_calls, dense_calls: number of attention calls. A call on a batch counts for each example.
-        sparse_bytes, dense_bytes: bytes of K and V that the sparse calls moved, and that dense attention would move.
+        sparse_bytes, dense_bytes: K and V bytes that the sparse calls moved, and that dense attention would have moved.
         dense_reasons: number of dense calls by reason.
         selectivity: for SAAP, the share of attended keys among all keys except sinks and recent keys (saap.12).
         density: share of a prompt's causal block pairs that each served layer attends to, averaged over query heads.
         sampled: share of a prompt's query rows that were scored for the selection.
         recall: minimum, 1st percentile and mean of the attention recall over all layers, heads and rows of a prompt;
-            empty if it was not measured.
+            empty if the recall was not measured.
     """
 
     outcome: Outcome
@@ -69,7 +69,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Row:
-    """Results of one method on one task: means over the examples, with standard errors (NaN for one example).
+    """Results of one method on one task: means over the examples, with standard errors (NaN if there is one example).
 
     Attributes:
         task: name of the task.
@@ -80,13 +80,14 @@ class Row:
         examples: number of examples.
         mean, mean_error: means and their standard errors.
         delta, error: means and standard errors of the differences from dense attention on the same examples.
-        formula: elements that a decode step moves by the method's formula, divided by dense attention's elements.
-        compression: bytes that the sparse calls of the run moved, divided by the bytes of dense attention.
+        formula: share of dense attention's elements that a decode step moves according to the method's formula; None
+            without a decode method, and if ``prefill`` is True.
+        compression: bytes that the sparse calls moved, divided by the bytes that dense attention would have moved.
         sparse_calls, dense_calls, dense_reasons: sums over the examples.
         prefill: True if tokens inside the prompt were scored, False for decode steps after it.
-        selectivity, density, sampled, recall: as in `Trial`, averaged over the examples; the minimum recall is the
-            minimum over the examples.
-        depths: accuracy by depth of the answer, such as "50%", for tasks with a depth.
+        selectivity, density, sampled, recall: as in `Trial`, averaged over the examples. The minimum recall is not
+            averaged, but is the lowest of all examples.
+        depths: accuracy for each depth of the answer, such as "50%"; empty for tasks without a depth.
     """
 
     task: str
@@ -140,7 +141,7 @@ def row_of(trials: Sequence[Trial], dense: Sequence[Trial], depths: Sequence[flo
     Args:
         trials: trials of one method.
         dense: trials of dense attention on the same examples.
-        depths: depths of the answers.
+        depths: depth of the answer in each example's prompt; None for tasks without a depth.
         about: ``task``, ``method``, ``budget``, ``context``, ``formula`` and ``prefill`` of the row.
     """
     outcomes, reference = ([vars(trial.outcome) for trial in of] for of in (trials, dense))

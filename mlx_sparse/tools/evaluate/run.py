@@ -31,7 +31,7 @@ DEFAULT_TASKS = ("repetition", "bits_per_byte")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``mlx-sparse eval`` with these arguments; return the exit code."""
+    """Run ``mlx-sparse eval`` with the arguments ``argv``, and return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
     args.command = shlex.join(["mlx-sparse", "eval", *argv])
@@ -53,7 +53,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(folder: Path, rows: list[Row], facts: Facts) -> None:
-    """Write the results file, whose lines repeat the facts of the run, and the HTML report."""
     run_of = {"run": as_json(facts)}
     lines = [json.dumps(as_json(row) | run_of, allow_nan=False) for row in rows]
     replace_file(folder / report.RESULTS, lambda new: new.write_text("\n".join(lines) + "\n", encoding="utf-8"))
@@ -112,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Split the lists, and raise an error for invalid options before anything is fetched or loaded."""
+    """Parse the lists in ``args``, and raise an error for invalid options before anything is fetched or loaded."""
     args.methods = read_methods(args.methods)
     args.tasks = _split_lists(args.tasks)
     args.budget = [read_budget(share) for share in _split_lists(args.budget)]
@@ -143,13 +142,12 @@ def _bits(text: str) -> int:
 
 
 def _split_lists(texts: Sequence[str]) -> list[str]:
-    """Split lists at commas, and remove duplicates."""
     return list(dict.fromkeys(piece.strip() for text in texts for piece in text.split(",")))
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A task at one context length. ``examples`` are passages if ``prefill`` is True."""
+    """A task at one context length, with the variants to run. If ``prefill`` is True, ``examples`` are passages."""
 
     task: str
     context: int
@@ -159,8 +157,6 @@ class _Plan:
 
 
 class _Evaluation:
-    """The model, the text and the options of one command."""
-
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.model, self.tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_license)
@@ -214,7 +210,7 @@ class _Evaluation:
             yield Steps(self.model, self.tokenizer, batch, self.args.prefill_step_size, observed=observed)
 
     def facts(self) -> Facts:
-        """Return the inputs and the machine of the run."""
+        """Return facts about the inputs and the machine of the run."""
         args = self.args
         read = list(zip(self.texts, self.lengths, strict=True))
         options = {"seed": args.seed, "prefill_step_size": args.prefill_step_size, "batch": args.batch}

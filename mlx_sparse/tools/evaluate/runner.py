@@ -37,7 +37,7 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 
 def position_scores(logp: mx.array, dense: mx.array, targets: mx.array) -> Array:
-    """Compare the predictions of a method and of dense attention at each position.
+    """Compare the predictions of a method with the predictions of dense attention at each position.
 
     Args:
         logp, dense: log-probabilities ``(..., vocabulary)`` of the method and of dense attention.
@@ -57,7 +57,12 @@ def position_scores(logp: mx.array, dense: mx.array, targets: mx.array) -> Array
 
 
 def outcome(scores: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
-    """Average the `position_scores` ``(scored, 4)`` of a text with ``n_bytes`` bytes.
+    """Return an outcome with the averages of ``scores (scored, 4)`` from `position_scores`.
+
+    Args:
+        scores: scores of the predictions for a text.
+        n_bytes: number of bytes in the text.
+        matched: value for `Outcome.matched`.
 
     Raises:
         ConfigError: the model's logits are not finite.
@@ -79,7 +84,10 @@ def step_outcome(scores: Array, example: Example, tokenizer: Any) -> Outcome:
 
 
 def prompt_outcome(logits: mx.array, dense: mx.array, targets: Sequence[int], n_bytes: float) -> Outcome:
-    """Compare ``logits (scored, vocabulary)`` of a prefill with the logits ``dense`` of dense attention."""
+    """Return the outcome of a prefill with ``logits (scored, vocabulary)``.
+
+    ``dense`` are the logits of dense attention. ``targets`` are the scored tokens, whose text has ``n_bytes`` bytes.
+    """
     rows = [slice(start, start + SLICE) for start in range(0, len(targets), SLICE)]
     parts = [position_scores(log_softmax(logits[r]), log_softmax(dense[r]), mx.array(list(targets[r]))) for r in rows]
     return outcome(np.concatenate(parts), n_bytes)
@@ -105,7 +113,8 @@ class Steps:
             model, tokenizer: the model and its tokenizer.
             examples: examples with prompts of equal length.
             step: number of tokens per chunk in a sparse prefill.
-            observed: a method that must observe the dense prefill. All methods decode from copies of these caches.
+            observed: name of a decode method that must observe the dense prefill, or None. All variants with a dense
+                prefill decode from copies of the filled caches.
         """
         self.model, self.tokenizer, self.examples, self.step = model, tokenizer, examples, step
         self.observed = observed
@@ -132,7 +141,7 @@ class Steps:
         return logp
 
     def trials(self, variant: Variant) -> list[Trial]:
-        """Return the trial of a variant on each example. For `DENSE`, compare `reference` with itself."""
+        """Return the trial of ``variant`` on each example. For `DENSE`, compare `reference` with itself."""
         if variant == DENSE:
             each = zip(self.reference, self.targets, strict=True)  # one example at a time, to limit memory
             scores = [position_scores(logp, logp, tokens) for logp, tokens in each]
@@ -155,10 +164,10 @@ class Steps:
 
 
 class Prompt:
-    """A passage that a method processes in its prefill. The class has the same interface as `Steps`."""
+    """A passage with tokens that are scored during the prefill. `run` uses this class in the same way as `Steps`."""
 
     def __init__(self, model: Any, tokenizer: Any, passage: Passage, step: int, *, recall: bool = False) -> None:
-        """Store a passage. With ``recall``, also measure attention recall, which needs all attention scores."""
+        """Store a passage. If ``recall`` is True, `trials` also measures attention recall from all scores."""
         self.model, self.passage, self.step, self.recall = model, passage, step, recall
         self.depths: list[float | None] = [None]
         self.digests = [digest(passage)]
@@ -173,7 +182,7 @@ class Prompt:
         return passage_logits(self.model, self.passage, self.step)[0]
 
     def trials(self, variant: Variant) -> list[Trial]:
-        """Return a list with the trial of a variant on the passage."""
+        """Run ``variant`` on the passage. Return a list with a single trial."""
         targets = self.passage.targets
         if variant == DENSE:
             return [Trial(prompt_outcome(self.reference, self.reference, targets, self.n_bytes))]
@@ -233,13 +242,13 @@ def run(
 
 
 def observed_by(variants: Sequence[Variant]) -> str | None:
-    """Return the name of a variant's decode method that must observe the dense prefill, or None."""
+    """Return the name of the first decode method in ``variants`` that must observe the dense prefill, or None."""
     decode = (variant.stages[1] for variant in variants)
     return next((method.name for method in decode if method is not None and method.observes_prefill), None)
 
 
 def prefill(model: Any, tokens: mx.array, step: int) -> list[Any]:
-    """Process ``tokens (examples, length)`` in chunks of ``step`` tokens, and return the caches."""
+    """Process ``tokens (examples, length)`` in chunks of ``step`` tokens, and return the filled KV caches."""
     cache: list[Any] = new_caches(model)
     for start in range(0, tokens.shape[1], step):
         model(tokens[:, start : start + step], cache=cache)

@@ -1,4 +1,4 @@
-"""Format rows as tables for the terminal and the report."""
+"""Format the results of an evaluation as tables for the terminal and the HTML report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Table:
 
 
 def all_tables(rows: Sequence[Row]) -> list[Table]:
-    """Return the tables of every task."""
+    """Return the tables for all tasks in ``rows``."""
     return [table for task in dict.fromkeys(row.task for row in rows) for table in tables(rows, task)]
 
 
@@ -48,20 +48,22 @@ def tables(rows: Sequence[Row], task: str) -> list[Table]:
 
 
 def clean(text: str, longest: int) -> str:
-    """Return ``text`` as one line. Replace unprintable characters, and cut out the middle of a long text."""
+    """Return ``text`` as one line. Replace unprintable characters.
+
+    If the text has more than ``longest`` characters, replace its middle by an ellipsis.
+    """
     line = "".join(letter if letter.isprintable() else REPLACEMENT for letter in text)
     half = (longest - 1) // 2
     return line if len(line) <= longest else f"{line[:half]}…{line[-half:]}"
 
 
 def plus_minus(value: float, error: float, digits: int, *, signed: bool = False) -> str:
-    """Format a mean and, unless it is NaN, its standard error."""
+    """Format a mean, followed by its standard error unless the error is NaN."""
     text = f"{value:{'+' if signed else ''}.{digits}f}"
     return text if math.isnan(error) else f"{text} ± {error:.{digits}f}"
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """Return the cell texts of a row by column name."""
     mean, delta, error = row.mean, row.delta, row.error
     cells = {
         "method": row.method,
@@ -91,7 +93,6 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def _calls(row: Row) -> str:
-    """Return the number of sparse calls and the reasons for the dense calls."""
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(row.dense_reasons.items()))
     return {
         "dense": "the baseline",

@@ -1,4 +1,4 @@
-"""Generate teacher-forced tasks from real text: prompts with target tokens, or single passages."""
+"""Generate teacher-forced tasks from real text. A task scores tokens after a prompt or tokens inside a passage."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Passage:
 
 
 def digest(example: Example | Passage) -> str:
-    """Return a hash of the tokens and the scored positions, which identifies stored results."""
+    """Return a hash of the tokens, scored positions and depth. The hash identifies stored results."""
     return hashlib.sha256(json.dumps(vars(example)).encode()).hexdigest()[:16]
 
 
@@ -58,7 +58,7 @@ class Maker(Protocol[M_co]):
     """A function that makes examples or passages from a text. The same ``seed`` gives the same result."""
 
     def __call__(self, tokens: list[int], tokenizer: Any, /, *, context: int, limit: int, seed: int) -> Iterator[M_co]:
-        """Yield ``limit`` examples or passages, ``context`` tokens each, from different parts of ``tokens``.
+        """Yield ``limit`` examples or passages from different parts of ``tokens``, with prompts of ``context`` tokens.
 
         Raises:
             ConfigError: the text is too short.
@@ -79,7 +79,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def starts(tokens: list[int], length: int, limit: int, rng: random.Random) -> list[int]:
-    """Return random start positions of ``limit`` excerpts with ``length`` tokens, from different parts of the text."""
+    """Return random start positions of ``limit`` excerpts of ``length`` tokens, from different parts of ``tokens``."""
     part = len(tokens) // limit
     if part < length:
         raise ConfigError(
@@ -94,11 +94,11 @@ BITS_TOKENS = 128  # scored tokens of a bits-per-byte example
 MAX_SCORED = 1024  # scored positions of a passage, to limit the memory of the logits
 COPY_PROMPT = 64  # tokens of the repeated excerpt in the prompt
 COPY_TARGET = 80  # tokens of the excerpt to copy
-COPY_EVERY, MAX_COPIES = 512, 4  # tokens of the second half of a passage per copy; largest number of copies
+COPY_EVERY, MAX_COPIES = 512, 4  # tokens of the second half of a passage for each copy; largest number of copies
 
 
 def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Yield continuations: the prompt starts at a random position, and the next `BITS_TOKENS` tokens are scored."""
+    """Predict the `BITS_TOKENS` tokens after a prompt that starts at a random position of the text."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     length = context - len(first) + BITS_TOKENS
@@ -118,7 +118,10 @@ def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
 
 
 def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Copy an excerpt from the middle 80 % of the text. The prompt ends with the start of the excerpt."""
+    """Copy an excerpt from the middle 80 % of the prompt.
+
+    The prompt ends with the first tokens of the excerpt. The other tokens of the excerpt are scored.
+    """
     rng = random.Random(seed)
     first = opening(tokenizer)
     room = context - len(first) - COPY_PROMPT
@@ -130,7 +133,10 @@ def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, s
 
 
 def copy_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Repeat excerpts of the first half at random positions in the second half. The start of a copy is not scored."""
+    """Repeat excerpts from the first half of a passage at random positions in the second half.
+
+    Only the copies are scored, without the first `COPY_PROMPT` tokens of each copy.
+    """
     rng = random.Random(seed)
     first = opening(tokenizer)
     half, length = context // 2, COPY_PROMPT + COPY_TARGET
@@ -167,7 +173,7 @@ Statements = tuple[list[tuple[float, str]], str, str]  # statements with their d
 
 @dataclass(frozen=True)
 class Question:
-    """Tokens of a question and of its answer. ``scored`` are the positions of answer tokens that are not whitespace."""
+    """Tokens of a question and of its answer. ``scored`` are the positions in ``answer`` that are not whitespace."""
 
     tokens: list[int]
     answer: list[int]
@@ -191,7 +197,9 @@ def insert_statements(
     context: int,
     depth: float,
 ) -> Example:
-    """Build a prompt of ``context`` tokens from the start of ``text``, statements at their depths and a question.
+    """Build an example whose prompt is the start of ``text``, with ``statements`` at their depths, and ``question``.
+
+    The prompt has ``context`` tokens. ``depth`` is the depth of the statement with the answer.
 
     Raises:
         ConfigError: ``context`` is too small for the statements.
@@ -219,10 +227,10 @@ def numbers(rng: random.Random, count: int, text: str) -> list[str]:
 
 
 def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Insert a statement with a pass key or a sentence, and ask for it at the end of the prompt.
+    """Insert a pass key or a fact about a city into the text, and ask for the key or the fact at the end of the prompt.
 
-    Pass keys and sentences alternate, and the depths rotate through `DEPTHS`. The five digits of the key or
-    the last words of the sentence are scored.
+    Pass keys and facts alternate, and the depths rotate through `DEPTHS`. The five digits of the key or the last
+    words of the fact are scored.
     """
 
     def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
@@ -239,7 +247,7 @@ def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed:
 
 
 def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Insert the pass keys of eight cities, and ask for one of them (like RULER's multi-key needles)."""
+    """Insert the pass keys of eight cities, and ask for one of the keys (like RULER's multi-key needles)."""
 
     def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
         wanted = rng.choice(CITIES)
@@ -254,9 +262,9 @@ def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
 
 
 def key_value(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Insert `PAIRS` lines ``key: value`` into the text, and repeat one key at the end.
+    """Insert `PAIRS` lines ``key: value`` into the text, and ask for the value of one key at the end.
 
-    The depths rotate through `DEPTHS`. Keys are words. Values have five digits, which are all scored.
+    The depths rotate through `DEPTHS`. Keys are words, and values have five digits. All five digits are scored.
     """
 
     def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
@@ -297,7 +305,7 @@ WHOLE_WORD = re.compile(rf"({WORD.pattern})\W*")  # excludes parts of words such
 
 @dataclass(frozen=True)
 class Cloze:
-    """The words of a sentence before the answer, and the answer."""
+    """A sentence to complete: the words before the answer, and the answer."""
 
     words: str
     answer: str
@@ -306,10 +314,10 @@ class Cloze:
 def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
     """Complete a sentence from one of eight passages, as in SQuAD with confusion contexts.
 
-    The prompt quotes a sentence up to the answer. The answer is the first number in the sentence, else its first word
-    with a capital letter, else its longest word. At least six words precede it, and it occurs only once in the prompt.
-    The seven other passages do not contain the answer. Among `CANDIDATES` random passages, these seven share the most
-    words with the quotation. The position of the passage with the answer rotates.
+    The prompt quotes a sentence up to the answer, which occurs only once in the passages. At least six words of the
+    sentence come before the answer. Numbers are preferred as answers, then capitalized words, then long words. The
+    seven other passages do not contain the answer. They are selected from `CANDIDATES` random passages by the
+    number of words that they share with the quotation. The position of the passage with the answer rotates.
     """
     rng = random.Random(seed)
     first, gap = opening(tokenizer), encode(tokenizer, "\n\n")
@@ -332,7 +340,7 @@ def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, see
 
 
 def _clozes(tokens: list[int], tokenizer: Any, start: int, least: int, most: int) -> Iterator[tuple[int, Cloze]]:
-    """Yield start positions of passages, beginning at ``start``, each with a cloze from the passage."""
+    """Yield clozes, each with the start position of its passage. The first passage starts at ``start``."""
     places = len(tokens) - most + 1
     for step in range(0, places, least):
         place = (start + step) % places
@@ -359,7 +367,10 @@ def _count(word: str, text: str) -> int:
 def _distractors(
     tokens: list[int], tokenizer: Any, cloze: Cloze, length: int, place: int, rng: random.Random
 ) -> list[int]:
-    """Return start positions of at most `PARTS` - 1 passages that share words with the cloze but omit its answer."""
+    """Return start positions of at most `PARTS` - 1 passages that share many words with ``cloze``, but not its answer.
+
+    Each passage has ``length`` tokens. No two passages overlap, nor does any overlap the passage at ``place``.
+    """
     quoted = {token for token in encode(tokenizer, cloze.words) if WORD.search(tokenizer.decode([token]))}
     drawn = rng.sample(range(len(tokens) - length + 1), min(CANDIDATES, len(tokens) - length + 1))
     drawn.sort(key=lambda other: -len(quoted.intersection(tokens[other : other + length])))

@@ -91,7 +91,7 @@ def _novels(cache: Path) -> str:
 
 
 def gutenberg(text: str, title: str) -> str:
-    """Extract one of Project Gutenberg's books from ``text``, without its header and license.
+    """Extract the book ``title`` from ``text``, which contains books of Project Gutenberg. Omit the header and license.
 
     Raises:
         ArtefactError: ``text`` does not contain the book.
@@ -104,7 +104,7 @@ def gutenberg(text: str, title: str) -> str:
 
 
 def _cached(folder: Path, prepare: Callable[[], str]) -> str:
-    """Return the text in ``folder``. The first call writes the text there."""
+    """Return the text that is stored in ``folder``. The first call stores the result of ``prepare``."""
 
     def fill(new: Path) -> None:
         (new / "text.txt").write_bytes(prepare().encode("utf-8"))

@@ -37,8 +37,8 @@ def read_budget(text: str) -> Fraction:
 def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
     """Return the share of dense attention's elements that a decode step moves at ``S`` keys with head dim ``D``.
 
-    If ``buckets`` is 0, use the buckets of the method's artefact. Return None for a prefill method, because its density
-    is measured.
+    If ``buckets`` is 0, use the number of buckets in the method's artefact. Return None for a prefill method, because
+    the share of a prefill method is measured.
     """
     if config.stage != "decode":
         return None
@@ -46,9 +46,10 @@ def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
 
 
 def fit_budget(method: str, budget: Fraction, S: int, D: int) -> str | None:
-    """Select the settings that ``method`` omits, so that it meets ``budget`` at ``S`` keys with head dim ``D``.
+    """Select the settings that ``method`` omits, so that the method meets ``budget`` at ``S`` keys with head dim ``D``.
 
-    Settings in the text of ``method`` are kept. ``dense_below`` becomes 0 unless set, so that the method is sparse.
+    Settings in the text of ``method`` are kept. If ``dense_below`` is not set, its value becomes 0, so
+    that the method is sparse.
 
     Returns:
         The method as text, or None if the text of ``method`` omits no setting.
@@ -66,14 +67,14 @@ def fit_budget(method: str, budget: Fraction, S: int, D: int) -> str | None:
 
 
 def _named(part: str, config: Method) -> set[str]:
-    """Return the names of the settings that the text of a method sets, directly or with a preset."""
+    """Return the names of the settings that ``part``, the text of a method, sets directly or with a preset."""
     pairs = [pair.partition("=") for pair in part.partition(":")[2].split(",") if pair]
     values = {key.strip(): value.strip() for key, _, value in pairs}
     return set(values) | set(config.presets.get(values.get("preset", ""), {}))
 
 
 def _largest(config: Method, size: str, budget: Fraction, S: int, D: int) -> Method:
-    """Find the largest value of the setting ``size`` within the budget by bisection, and return the method with it."""
+    """Return ``config`` with the largest value of the setting ``size`` that meets the budget, found by bisection."""
     buckets = buckets_of(config)
 
     def moves(value: int) -> float:
@@ -123,13 +124,13 @@ class Variant:
 
     @property
     def key(self) -> str:
-        """Key of the stored results. It includes the hash of the artefact."""
+        """Key of the variant's stored results. The key includes the hash of the artefact."""
         decode = self.stages[1]
         file = "" if decode is None or decode.file is None else f"@{file_hash(Path(decode.file))}"
         return self.attn + file + ("" if self.kv_bits is None else f" --kv-bits {self.kv_bits}")
 
     def formula(self, S: int, D: int) -> float | None:
-        """Return the elements moved per decode step, relative to dense attention, or None if all steps are dense."""
+        """Return the share of dense attention's elements that a decode step moves, or None without a decode method."""
         decode = self.stages[1]
         return None if decode is None else transfers(decode, S, D)
 
@@ -153,7 +154,10 @@ def read_methods(texts: Sequence[str]) -> list[str]:
 
 
 def quantized_variants(variants: Sequence[Variant], bits: Sequence[int]) -> list[Variant]:
-    """Return dense attention and each decode method with KV caches that are quantized after a dense prefill."""
+    """Return variants for dense attention and each decode method, with each number of ``bits`` in the KV cache.
+
+    The KV cache is quantized after a dense prefill.
+    """
     steps = [variant for variant in (DENSE, *variants) if variant.stages[0] is None]
     return [replace(variant, kv_bits=each) for each in bits for variant in steps]
 

@@ -33,14 +33,14 @@ class _CollectionComplete(Exception):
 
 @dataclass(frozen=True)
 class Done:
-    """A journal entry for a text of ``tokens`` tokens that was completely collected."""
+    """Journal entry for a completely collected text of ``tokens`` tokens."""
 
     tokens: int
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Index of a layer in the model's list of caches, and its attention parameters."""
+    """Index of a layer in the model's list of caches, and the layer's head counts, head dim and attention scale."""
 
     layer: int
     Hq: int
@@ -73,7 +73,7 @@ class Collection:
 
     @cached_property
     def positions(self) -> Array:
-        """Positions ``(windows, queries)`` of the sampled queries, ascending, at least ``first``."""
+        """Positions ``(windows, queries)`` of the sampled queries in each text, ascending and not below ``first``."""
         chosen = [
             np.random.default_rng([self.seed, window]).choice(self.length - self.first, self.queries, replace=False)
             for window in range(self.windows)
@@ -87,7 +87,7 @@ class Collection:
         return sum(2 * math.prod(shape) for shape in shapes)
 
     def texts(self, layer: int) -> Texts:
-        """Memory-map the collected tensors of one layer.
+        """Return the collected tensors of ``layer``, memory-mapped from the files.
 
         Raises:
             ArtefactError: the files are missing or damaged.
@@ -113,7 +113,7 @@ class Collection:
         return self.folder / f"layer-{layer:03}.{name}.f16"
 
     def _write(self, seen: Seen, window: int, before: tuple[mx.array, mx.array]) -> None:
-        """Write all keys and the sampled queries of one chunk in one layer."""
+        """Write all keys and the sampled queries of one chunk in one layer. ``before`` are the tensors before RoPE."""
         start, stop = seen.position, seen.position + seen.queries.shape[2]
         inside = np.flatnonzero((self.positions[window] >= start) & (self.positions[window] < stop))
         chunk_rows = mx.array(self.positions[window][inside] - start)
@@ -128,9 +128,9 @@ class Collection:
             self._put(self._path(seen.layer, name), np.array(array), shapes[name], window, first)
 
     def _put(self, path: Path, rows: Array, shape: tuple[int, ...], window: int, first: int) -> None:
-        """Write ``rows (heads, n, D)`` at ``[window, :, first : first + n]`` of an array on disk.
+        """Write ``rows (heads, n, D)`` to ``[window, :, first : first + n]`` of the array in the file ``path``.
 
-        On a full disk, this raises an OSError. A write to a mapped file would end the process with a signal.
+        On a full disk, this method raises an OSError. Writing to a mapped file would end the process with a signal.
         """
         _, heads, length, D = shape
         if not np.isfinite(rows).all():

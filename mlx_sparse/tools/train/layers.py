@@ -71,7 +71,7 @@ def table(heads: Sequence[HeadReport]) -> str:
 
 
 def summary(heads: Sequence[HeadReport]) -> dict[str, Any]:
-    """Return the means of rows, losses and recall over all heads."""
+    """Return the number of rows, the losses and the recall, each averaged over all heads."""
     losses = {name for found in heads for name in found.loss}
     return {
         "rows": mean(found.rows for found in heads),
@@ -84,7 +84,7 @@ def summary(heads: Sequence[HeadReport]) -> dict[str, Any]:
 
 
 def as_dict(heads: Sequence[HeadReport]) -> dict[str, Any]:
-    """Return the heads and their means as plain data for JSON."""
+    """Return the reports of all heads, and their means, as plain data for JSON."""
     return {"selectivities": list(SELECTIVITIES), "mean": summary(heads), "heads": [asdict(found) for found in heads]}
 
 
@@ -113,7 +113,7 @@ class Recipe:
 
 
 def make_layer(texts: Texts, recipe: Recipe, *, progress: Any = None) -> tuple[Layer, list[Rows]]:
-    """Return pre-RoPE centroids and query networks in float16, and the training rows of each head."""
+    """Train one layer. Return its pre-RoPE centroids and query networks in float16, and the rows of each KV head."""
     centroids = make_centroids(texts, recipe)
     ids = bucket_ids(texts.pre_rope_keys, centroids)
     rows = [head_rows(texts, ids, head, recipe) for head in range(texts.heads)]
@@ -122,13 +122,13 @@ def make_layer(texts: Texts, recipe: Recipe, *, progress: Any = None) -> tuple[L
 
 
 def make_centroids(texts: Texts, recipe: Recipe) -> Array:
-    """Cluster the pre-RoPE keys of all texts, except the sinks; return centroids ``(Hkv, C, D)``."""
+    """Cluster the pre-RoPE keys of each KV head in all texts, without the sinks. Return centroids ``(Hkv, C, D)``."""
     keys = texts.pre_rope_keys
     return np.stack([_head_centroids(keys[:, head], recipe) for head in range(texts.heads)])
 
 
 def _head_centroids(keys: Array, recipe: Recipe) -> Array:
-    """Return centroids ``(C, D)`` of one head's ``keys (W, S, D)``. Only the sampled keys are read from disk."""
+    """Return centroids ``(C, D)`` of one head's ``keys (W, S, D)``. Only a sample of the keys is read from disk."""
     windows, S, D = keys.shape
     random, sinks = np.random.default_rng(recipe.seed), recipe.distances.sink_tokens
     share = min(-(-POINTS * recipe.buckets // windows), S - sinks)
@@ -142,7 +142,7 @@ def _head_centroids(keys: Array, recipe: Recipe) -> Array:
 
 
 def fit_centroids(keys: Array, buckets: int, *, seed: int = 0) -> Array:
-    """Cluster ``keys (n, D)``, which exclude the sinks; return centroids ``(C, D)`` of length 1.
+    """Cluster ``keys (n, D)`` without sinks into ``buckets`` clusters, and return centroids ``(C, D)`` of length 1.
 
     Raises:
         ConfigError: there are more buckets than keys.
@@ -162,13 +162,16 @@ def bucket_ids(keys: Array, centroids: Array) -> Array:
 
 
 def head_rows(texts: Texts, ids: Array, head: int, recipe: Recipe) -> Rows:
-    """Return the long-range queries of one head with their targets, for training or for the report."""
+    """Return the long-range queries of one KV head and their targets, for training or for the report."""
     options: dict[str, Any] = {"buckets": recipe.buckets, "distances": recipe.distances, "seed": recipe.seed}
     return long_range_rows(texts, ids, head, max_rows=recipe.max_rows, **options)
 
 
 def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], recipe: Recipe) -> list[HeadReport]:
-    """Measure the losses and the recall of both routers on held-out ``texts``."""
+    """Measure the losses and the recall of the trained router and the k-means router on held-out ``texts``.
+
+    ``rows`` are the training rows of each KV head. Return a report for each KV head.
+    """
     texts = texts.thinned(min(MAX_HELD_OUT, max(MAX_REPORTED // len(texts.positions), 1)))
     centroids = np.array(layer.centroids.astype(mx.float32))
     ids = bucket_ids(texts.pre_rope_keys, centroids)
@@ -202,7 +205,7 @@ def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], 
 
 @dataclass(frozen=True)
 class Indexed:
-    """Attention per bucket for the queries of one KV head's group.
+    """Softmax mass and number of keys in each bucket, for all queries of one KV head.
 
     Attributes:
         mass: ``(n, G, C)`` share of each query's softmax mass on the far keys of each bucket.
@@ -216,7 +219,7 @@ class Indexed:
 
 
 def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Distances) -> Indexed:
-    """Compute the attention per bucket for one KV head's queries. ``ids (W, Hkv, S)`` are the buckets of the keys."""
+    """Compute the attention per bucket for all queries of a KV head. ``ids (W, Hkv, S)`` is the bucket of each key."""
     G = texts.rope_queries.shape[1] // texts.heads
     mass, keys, distance = [], [], []
     for window, positions in enumerate(texts.positions):
@@ -232,7 +235,7 @@ def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Dista
 
 
 def keys_per_bucket(ids: Array, positions: Array, buckets: int, distances: Distances) -> Array:
-    """Return the number of far keys in each bucket ``(n, C)`` before each of the ascending ``positions``."""
+    """Count the far keys in each bucket for queries at the ascending ``positions (n,)``. Return counts ``(n, C)``."""
     counts = np.zeros((len(positions), buckets), np.int64)
     covered = distances.sink_tokens
     for row, position in enumerate(positions):
@@ -247,7 +250,7 @@ def curve(indexed: Indexed, scores: Array, distances: Distances) -> tuple[Array,
 
     Returns:
         Selectivity and recall, both ``(C + 1,)``. Selectivity is the share of the far keys in the visited buckets,
-        averaged over positions. Recall is these keys' share of the far attention. It is averaged over the
+        averaged over positions. Recall is these keys' share of the far attention. Recall is averaged over the
         long-range queries, or over all queries if fewer than `FEW` are long-range.
     """
     order = np.argsort(-scores, axis=1, kind="stable")
@@ -267,7 +270,7 @@ def router_scores(queries: Array, layer: Layer, head: int) -> Array:
 
 
 def centroid_scores(queries: Array, layer: Layer, head: int, *, scale: float) -> Array:
-    """Return the `router_scores` of the k-means baseline. Its logits are inner products, scaled by ``scale``."""
+    """Return the `router_scores` of the k-means baseline. Its logits are ``scale * <query, centroid>``."""
     rows = mx.array(queries.reshape(1, -1, queries.shape[-1]))
     return _summed(scale * rows @ layer.centroids[head].astype(mx.float32).T, queries)
 
@@ -284,7 +287,9 @@ def grouped_queries(texts: Texts, head: int) -> Array:
 
 
 def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) -> dict[str, float]:
-    """Return KL(target || router) in nats for both routers, averaged over ``rows``; empty if there are no rows.
+    """Return KL(target || router) in nats, averaged over ``rows``, for the trained router and the k-means router.
+
+    If there are no rows, return an empty dict.
 
     Args:
         rows: held-out rows.

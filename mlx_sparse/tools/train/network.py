@@ -46,7 +46,8 @@ class Spread:
 def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: int) -> Params:
     """Return initial networks that route like k-means.
 
-    The first ``2 D`` hidden units are ``[I, -I]``. The others are random, and their output weights are 0.
+    The first ``2 D`` hidden units have the weights ``[I, -I]``. The other hidden units have random weights, and their
+    output weights are 0.
 
     Args:
         centroids: k-means centroids ``(Hkv, C, D)``.
@@ -70,10 +71,7 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
 
 
 def router(centroids: mx.array, hidden: int, scale: float) -> Params:
-    """Return a folded network that computes the k-means logits ``scale * <query, centroid>``.
-
-    ``centroids`` is ``(Hkv, C, D)``.
-    """
+    """Return folded networks with the k-means logits ``scale * <query, centroid>`` of ``centroids (Hkv, C, D)``."""
     Hkv, C, D = centroids.shape
     assert hidden >= 2 * D
     identity = mx.broadcast_to(mx.eye(D), (Hkv, D, D))
@@ -156,7 +154,7 @@ class Training:
     seed: int = 0
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate of a step. It decays from ``rate`` to 0 along a cosine."""
+        """Return the learning rate of ``step``. The rate decays from ``rate`` to 0 along a cosine."""
         return self.rate * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
 
@@ -217,7 +215,7 @@ def _train(
 
 
 def _batch(rows: Sequence[Rows], training: Training, step: int) -> tuple[mx.array, mx.array]:
-    """Draw queries ``(heads, batch, D)`` and targets ``(heads, batch, C)``. Seed and step determine the draw."""
+    """Draw random queries ``(heads, batch, D)`` with targets ``(heads, batch, C)``, reproducibly for each ``step``."""
     random = np.random.default_rng([training.seed, step])
     chosen = [random.integers(0, len(found.queries), training.batch) for found in rows]
     queries = np.stack([found.queries[rows] for found, rows in zip(rows, chosen, strict=True)])

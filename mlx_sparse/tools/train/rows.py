@@ -26,7 +26,7 @@ class Distances:
     Attributes:
         sink_tokens, recent_tokens: numbers of first and last keys that every query attends to. A key is far from a
             query if it is not a sink and at least ``recent_tokens`` positions away.
-        farthest_top: a query is long-range if its highest-scoring key (except sinks) is farther away than this.
+        farthest_top: a query is long-range if its highest-scoring key (except sinks) is farther than this distance.
     """
 
     sink_tokens: int = 1
@@ -74,13 +74,15 @@ class Texts:
         return replace(self, pre_rope_queries=before, rope_queries=after, positions=self.positions[:, every])
 
     def group(self, array: Array, window: int, head: int) -> Array:
-        """Return the queries of one text and KV head in ``array`` as float32 ``(G, n, D)``."""
+        """Return the queries of one text and KV head from ``array (W, Hq, n, D)``, in float32 ``(G, n, D)``."""
         G = array.shape[1] // self.heads
         return np.asarray(array[window, head * G : (head + 1) * G], np.float32)
 
 
 def best_distance(queries: Array, keys: Array, positions: Array, *, distances: Distances) -> Array:
-    """Return the int32 distance ``(n,)`` from each query to its highest-scoring key except sinks; -1 if all are sinks.
+    """Return the int32 distance ``(n,)`` from each query to its highest-scoring key that is not a sink.
+
+    The distance is -1 if the query attends only to sinks.
 
     Args:
         queries: ``(n, D)`` after RoPE, at ``positions (n,)``. Each query attends to the keys up to its position.
@@ -100,11 +102,14 @@ def best_distance(queries: Array, keys: Array, positions: Array, *, distances: D
 def bucket_mass(
     queries: Array, keys: Array, ids: Array, positions: Array, *, buckets: int, distances: Distances, scale: float
 ) -> Array:
-    """Return the share of each query's softmax mass on the far keys of each bucket, float32 ``(n, C)``.
+    """Return the float32 share ``(n, C)`` of each query's softmax mass that falls on the far keys of each bucket.
 
     Args:
         queries, keys, positions: as in `best_distance`.
         ids: ``(S,)`` bucket of each key.
+        buckets: number of buckets.
+        distances: distances that define far keys.
+        scale: scale of the attention scores.
     """
     bucket = mx.array(np.asarray(ids, np.int32))
 
@@ -128,7 +133,8 @@ def _by_chunks(
 ) -> Array:
     """Call ``of_chunk(positions, distances to the keys, inner products)`` for one chunk of queries at a time.
 
-    Queries are sorted by position, so that each chunk is multiplied only with the keys up to its last position.
+    Queries are sorted by position, so that each chunk is multiplied only with the keys up to its last position. The
+    results are returned in the original order of ``queries``.
     """
     every = mx.array(np.asarray(keys, np.float32))
     order = np.argsort(positions, kind="stable")

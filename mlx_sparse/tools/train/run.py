@@ -36,7 +36,7 @@ LIMITS: dict[str, tuple[int, int | None]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``mlx-sparse train-saap`` with these arguments; return the exit code."""
+    """Run ``mlx-sparse train-saap`` with the arguments ``argv``, and return the exit code."""
     args = _parser().parse_args(argv)
     _check(args)
     work = args.work or args.out.with_name(f"{args.out.name}.work")
@@ -108,7 +108,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise an error for invalid options before anything is fetched or loaded."""
     if args.out.suffix != ".safetensors" or not args.out.parent.is_dir():
         raise ConfigError(f"--out: expected a name ending in .safetensors in a folder that exists, got {args.out}.")
     if args.out.exists():
