@@ -63,7 +63,10 @@ class Text:
 
 
 def utils() -> str:
-    """Return the header of every custom kernel: utils.h of the installed MLX, with each included file once."""
+    """Return the header of every custom kernel: utils.h of the installed MLX, after all files that utils.h includes.
+
+    Each file occurs once.
+    """
     root = Path(mx.__file__).parent / "include"
     parts: dict[str, str] = {}
 

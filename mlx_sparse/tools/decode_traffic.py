@@ -72,7 +72,12 @@ class Served:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The number of weight bytes that a decode step reads for one sequence, and the caches of all layers."""
+    """Memory that a decode step reads for one sequence: weights and caches.
+
+    Attributes:
+        weights: bytes of the weights that are read.
+        caches: kind and size of each layer's cache.
+    """
 
     weights: int
     caches: tuple[LayerCache, ...]
@@ -103,8 +108,8 @@ def traffic_of(model: Any) -> Traffic:
 class _Readers:
     """Counter of the attention calls that read each cache. All calls stay dense.
 
-    A layer that shares another layer's cache passes that layer's keys to `attend`, possibly without the cache. Then
-    the key array identifies the cache.
+    If a layer uses the cache of another layer, the layer may pass only the keys to `attend`, and not the cache. In this
+    case, the key array identifies the cache.
     """
 
     def __init__(self, caches: list[Any]) -> None:

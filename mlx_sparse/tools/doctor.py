@@ -116,7 +116,10 @@ def _seams(package: str) -> list[str]:
 
 
 def _variable(attn: str, problems: list[str]) -> str:
-    """Return what the environment variable with value ``attn`` does to the models that programs load."""
+    """Describe how the environment variable, whose value is ``attn``, affects the models that a program loads.
+
+    If the value is invalid, append a message to ``problems``.
+    """
     from ..lm.model import select_methods
     from ..methods import parse
 

@@ -164,7 +164,7 @@ def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
 
 
 def _reason(found: Comparison) -> str:
-    """Explain a prompt length that the time limit or the default determined. Return "" for any other length."""
+    """Return the reason for the prompt length if the time limit or the default determined the length, else ""."""
     if found.context < found.target:
         return f", the longest that fits into about {SECONDS:.0f} s"
     if found.crossover < NEVER and found.target == MARGIN * found.crossover:
