@@ -54,7 +54,7 @@ NOT_CODE = {".svg", ".png", ".json", ".jsonl"}
 
 
 def run(*command):
-    """Print a command and run it in the project root. If the command fails, exit with its status."""
+    """Print a command and run it in the project root. If the command fails, exit with the status of the command."""
     command = [str(part) for part in command]
     print("$", " ".join(shlex.quote(part) for part in command), flush=True)
     status = subprocess.call(command, cwd=str(ROOT))

@@ -86,7 +86,10 @@ def _guarded(probe: Any, problems: list[str], package: str) -> Any:
 
 
 def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dict[str, Any] | None:
-    """Load a model without running it. Return the settings, layers and crossover lengths of ``--attn``."""
+    """Load a model without running it. Return the settings, layers and crossover lengths that result from ``--attn``.
+
+    On an error, append a message to ``problems`` and return None.
+    """
     try:
         from ..calibrate import Calibration
         from .measure import planned, rows_of

@@ -240,7 +240,7 @@ def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Mea
 
 
 def settings_grid(*values: Sequence[Any]) -> list[Setting]:
-    """Return all settings that combine the given values of each parameter, in ascending order."""
+    """Return a setting for every combination of the parameters' values, in ascending order."""
     return [Setting(*each) for each in itertools.product(*(sorted(set(of_one)) for of_one in values))]
 
 

@@ -237,7 +237,7 @@ def take_turns(
 ) -> dict[Variant, list[float]]:
     """Run every variant once per turn. Return each variant's times in seconds, without the first ``warm_up`` turns.
 
-    After the time ``until``, stop as soon as `MIN_TURNS` turns are timed.
+    ``until`` is a time on the clock `time.monotonic`. After this time, stop as soon as `MIN_TURNS` turns are timed.
     """
     samples: dict[Variant, list[float]] = {variant: [] for variant in variants}
     for turn in range(warm_up + repeat):
