@@ -105,11 +105,7 @@ def lint():
 
 
 def tests(args):
-    """Return the arguments for pytest.
-
-    If ``args`` is empty, return the options for the fast tests. If ``args`` is ["--all"], return the options for all
-    tests. Otherwise return ``args``.
-    """
+    """Return ``args`` for pytest. Replace [] by options for the fast tests, and ["--all"] by options for all tests."""
     if args not in ([], ["--all"]):
         return args
     # Distribute whole files, so that the fixtures of a file are made once. Slow files come first.

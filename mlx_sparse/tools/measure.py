@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``mlx-sparse calibrate``, and return the exit code.
-
-    The exit code is 1 if a crossover length is only estimated, and 0 if all lengths are measured or set by the user.
-    """
+    """Run ``mlx-sparse calibrate``. Return 1 if any crossover length is only estimated, otherwise 0."""
     parser = Parser(
         prog="mlx-sparse calibrate",
         description="Time dense and sparse attention with the shapes of a model's layers, and store the crossover "

@@ -216,10 +216,7 @@ def measure(
 
 
 def prepare_and_check(variant: Variant) -> bool:
-    """Prepare a variant and check its result. Return True if the variant can be timed.
-
-    Otherwise, store the reason in the variant's row and return False.
-    """
+    """Prepare a variant and check the result. On failure, store the reason in the variant's row, and return False."""
     row = variant.row
     if row.note is None:
         try:

@@ -297,10 +297,7 @@ class Prompt:
         return attended / causal
 
     def _masks(self, config: Any, start: int, stop: int) -> Iterator[tuple[Array, Any]]:
-        """Yield the block mask ``(G, row blocks, key blocks)`` of each KV head, and the block layout.
-
-        The reference `oracle` selects the blocks.
-        """
+        """Yield the block mask ``(G, row blocks, key blocks)`` of `oracle` for each KV head, and the block layout."""
         layout, G, settings = config.layout(stop - start, stop), self.case.shape.G, config.parameters()
         if config.name in PATTERNS:  # the same blocks for every head
             del settings["block_size"]
