@@ -169,7 +169,7 @@ class Index:
 
     @classmethod
     def of(cls, case: Case, config: Any, hidden: int) -> Index:
-        """Generate an index whose visited buckets have `LOAD_FACTOR` times the average number of keys.
+        """Generate an index whose visited buckets have `LOAD_FACTOR` times as many keys as the average bucket.
 
         The router has ``hidden`` hidden units.
         """
