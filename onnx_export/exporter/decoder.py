@@ -124,7 +124,7 @@ class Decoder:
         g.op("Identity", logits, output="logits")
 
     def _add_positions(self, ids: str) -> None:
-        """Add nodes that compute each row's padding and past length, and the new positions as float32 (B, L, 1)."""
+        """Add nodes that compute each row's padding and past length, and the positions (B, L, 1) of the new tokens."""
         g = self.g
         mask = g.input("attention_mask", INT64, ["batch", "total"])
         ones = g.op("Cast", mask, to=FLOAT)  # some runtimes have no ArgMax of int64
