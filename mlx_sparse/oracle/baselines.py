@@ -42,7 +42,7 @@ def streaming_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the first ``sink_tokens`` and the last ``recent_tokens`` valid keys. RoPE positions do not change."""
+    """Attend to the first ``sink_tokens`` and last ``recent_tokens`` valid keys, which keep their RoPE positions."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("sink_tokens", sink_tokens, 0)
     check_int("recent_tokens", recent_tokens, 1)

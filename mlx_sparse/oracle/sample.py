@@ -23,8 +23,8 @@ class SampleSelection(NamedTuple):
 
     Attributes:
         blocks: ``(B, Hq, R, N)`` int32 key blocks that each row block attends to.
-        column: ``(B, Hq, C, Nk)`` softmax weights of the sample, summed by key block.
-        slash: ``(B, Hq, C, Nk)`` softmax weights of the sample, summed by offset bin.
+        column: ``(B, Hq, C, Nk)`` softmax weights of the sampled queries, summed by key block.
+        slash: ``(B, Hq, C, Nk)`` softmax weights of the sampled queries, summed by offset bin.
         column_kept: bool ``(B, Hq, C, Nk)``, True for the selected key blocks.
         slash_kept: bool ``(B, Hq, C, Nk)``, True for the selected offset bins.
     """
@@ -97,7 +97,7 @@ def sample_scores(
 
 
 def select_share(scores: Array, alpha: float) -> Array:
-    """Select the largest ``scores (..., Nk)`` until their share of the sum reaches ``alpha - 1e-6`` (sample.6).
+    """Return a mask of the fewest ``scores (..., Nk)`` that together reach ``alpha - 1e-6`` of their sum (sample.6).
 
     If a score is NaN, all scores are selected.
     """

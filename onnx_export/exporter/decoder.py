@@ -66,7 +66,7 @@ class Target:
         return {**decode.attributes(self.lanes), **prompts}
 
     def shortened(self) -> Target:
-        """Return a copy of the settings for verification, which makes attention sparse even for short prompts."""
+        """Return a copy of the settings for verification, in which attention is sparse even for short prompts."""
         prompts = self.prompts and sample.shortened(self.prompts)
         decode = self.decode.shortened()
         return replace(self, decode=decode, prompts=prompts)
@@ -224,7 +224,7 @@ class Decoder:
         return self.weights.linear(f"{name}.o_proj", attention.o_proj, flat)
 
     def _stored(self, value: str) -> str:
-        """Return ``value`` cast to the type of the caches. If this type is float32, no cast is added."""
+        """Cast ``value`` to the type of the caches, unless this type is float32. Return the name of the result."""
         dtype = self.target.dtype
         return value if dtype == "float32" else self.g.op("Cast", value, to=build.TYPES[dtype])
 
