@@ -71,7 +71,10 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
 
 
 def records_of(coded: KeyCodes) -> Array:
-    """Convert int4 scoring keys to the layout of the operators: uint8 ``(B, Hkv * D, groups, 36)``."""
+    """Convert int4 scoring keys to the layout of the operators, uint8 ``(B, Hkv * D, groups, 36)``.
+
+    The last axis contains the 36 bytes for one component of a group of 64 keys.
+    """
     ranges = np.stack([coded.lo, coded.step], axis=-1).astype("<f2").view(np.uint8)
     records = np.concatenate([ranges, coded.codes.reshape(*coded.lo.shape, -1)], axis=-1)
     return records.reshape(len(records), -1, *records.shape[-2:])
@@ -154,7 +157,7 @@ class OrtVariant(Variant):
         return new | numbers | {"output": np.zeros_like(new["query"])}
 
     def place(self, arrays: Mapping[str, Array]) -> None:
-        """Bind ``arrays`` to inputs and outputs by name. Bind ``past_X`` to the output ``present_X`` too."""
+        """Bind ``arrays`` to inputs and outputs by name. Also bind each ``past_X`` to the output ``present_X``."""
         for name, array in arrays.items():
             value = memory.ort_value(array)
             if name in self._inputs:
@@ -228,7 +231,10 @@ class OrtStep(OrtVariant):
         return self._arrays["output"]
 
     def run(self, turn: int) -> float:
-        """Run two steps on different cache copies and time the second step. The first step wakes the threads."""
+        """Run two decode steps and return the time of the second step in seconds. The first step wakes the threads.
+
+        ``turn`` is the index of the measurement. It selects the cache copies, which differ between the two steps.
+        """
         time.sleep(PAUSE)
         start = 0.0
         for n in (2 * turn, 2 * turn + 1):
@@ -240,7 +246,7 @@ class OrtStep(OrtVariant):
 
 
 class OrtPrefill(OrtVariant):
-    """Variant that runs prefill in one call. Only the function body of dense attention gets `CHUNK` tokens per call."""
+    """Variant that runs prefill in one call, or in chunks of `CHUNK` tokens for dense attention's function body."""
 
     def prepare(self) -> None:
         case, prompt, common = self.case, self.shared, self.common(C=self.case.S)

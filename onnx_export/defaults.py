@@ -33,8 +33,8 @@ def dense_below(config: SparQ, D: int) -> int:
     """Return the number of keys below which SparQ decode steps are dense: the setting, or an estimate for "auto".
 
     The estimate is the length at which SparQ's function body becomes faster than dense attention for head dim ``D``.
-    Native kernels are faster at about 500 keys and longer, but use the same estimate, so that a file computes the same
-    result with and without native kernels.
+    With native kernels, SparQ becomes faster at only about 500 keys. The estimate is nevertheless the same, so that a
+    file computes the same result with and without native kernels.
     """
     shortest = config.shortest_context()
     if config.dense_below != "auto" or config.top_k < SparQ.top_k:
@@ -45,7 +45,7 @@ def dense_below(config: SparQ, D: int) -> int:
 def saap_dense_below(config: SAAP, D: int, buckets: int, network: int) -> int:
     """Return the number of keys below which SAAP decode steps are dense: the setting, or an estimate for "auto".
 
-    The cost model assumes that all ``buckets`` have equal size. ``D`` is the head dim, and ``network`` is the number of
+    The estimate assumes that all ``buckets`` have equal size. ``D`` is the head dim, and ``network`` is the number of
     query network weights per KV head.
     """
     shortest = config.attended + 1

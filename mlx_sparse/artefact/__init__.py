@@ -101,7 +101,7 @@ class Artefact:
         """Return the part of this artefact for ``model``, which may have only some of the trained layers and KV heads.
 
         The artefact is checked as in `check_model`. If the model is split across processes and
-        `model_info.record_facts` did not record the whole model, only the family and the KV head shapes are checked.
+        `model_info.record_facts` did not record the whole model, only the model type and KV head shapes are checked.
 
         Raises:
             ArtefactError: the artefact is for another model, or cannot be split in the same way as ``model``.
@@ -172,7 +172,10 @@ def load(path: str | Path) -> Artefact:
 
 
 def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) -> Layer:
-    """Return ``layer`` with only the KV heads of ``part``. MLX assigns consecutive heads to each rank."""
+    """Return ``layer`` with only the KV heads that this process runs. MLX assigns consecutive heads to each rank.
+
+    ``index`` is the layer's index in the whole model, and ``shape`` is (KV heads, head dim) in this process.
+    """
     heads, _, D = layer.centroids.shape
     if shape == (heads, D):  # every rank has all KV heads
         return layer

@@ -66,7 +66,7 @@ class Target:
         return {**decode.attributes(self.lanes), **prompts}
 
     def shortened(self) -> Target:
-        """Return a copy of the settings for verification, which makes attention sparse even for short prompts."""
+        """Return a copy of the settings for verification, in which attention is sparse even for short prompts."""
         prompts = self.prompts and sample.shortened(self.prompts)
         decode = self.decode.shortened()
         return replace(self, decode=decode, prompts=prompts)
@@ -124,7 +124,7 @@ class Decoder:
         g.op("Identity", logits, output="logits")
 
     def _add_positions(self, ids: str) -> None:
-        """Add nodes that compute each row's padding and past length, and the new positions as float32 (B, L, 1)."""
+        """Add nodes that compute each row's padding and past length, and the positions (B, L, 1) of the new tokens."""
         g = self.g
         mask = g.input("attention_mask", INT64, ["batch", "total"])
         ones = g.op("Cast", mask, to=FLOAT)  # some runtimes have no ArgMax of int64
@@ -224,7 +224,7 @@ class Decoder:
         return self.weights.linear(f"{name}.o_proj", attention.o_proj, flat)
 
     def _stored(self, value: str) -> str:
-        """Return ``value`` cast to the type of the caches. If this type is float32, no cast is added."""
+        """Cast ``value`` to the type of the caches, unless this type is float32. Return the name of the result."""
         dtype = self.target.dtype
         return value if dtype == "float32" else self.g.op("Cast", value, to=build.TYPES[dtype])
 

@@ -73,7 +73,7 @@ class Graph:
         self.nodes.append(node)
 
     def constant(self, value: Any, dtype: type = np.int64) -> str:
-        """Add a small constant, unless the graph already has an equal one, and return its name."""
+        """Return the name of a small constant. If the graph has no equal constant, add the constant first."""
         array: np.ndarray = np.asarray(value, dtype)
         key = array.dtype.name, array.shape, array.tobytes()
         if key not in self._constants:

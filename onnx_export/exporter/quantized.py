@@ -1,4 +1,4 @@
-"""Convert MLX's affine-quantized weights to inputs of ``com.microsoft`` ``MatMulNBits`` and ``GatherBlockQuantized``.
+"""Convert MLX's affine-quantized weights to inputs of ONNX Runtime's MatMulNBits and GatherBlockQuantized operators.
 
 MLX stores ``w = scale * code + bias`` for groups along the last axis. The two operators compute
 ``w = scale * (code - zero)`` with an integer ``zero`` in the range of the codes, and allow negative scales. The two

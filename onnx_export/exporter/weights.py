@@ -141,7 +141,7 @@ class Weights:
         return [made] if made.bits == 4 else list(made.halves()), offsets
 
     def _store(self, name: str, plane: int, inputs: dict[str, np.ndarray]) -> list[str]:
-        """Store the codes, scales and zero points of one 4-bit weight, and return their names."""
+        """Store the codes, scales and zero points of the 4-bit weight with index ``plane``, and return their names."""
         return [self._graph.weight(f"{name}.{part}.{plane}", array) for part, array in inputs.items()]
 
     def _sum_of_products(self, x: str, planes: list[tuple[Any, dict[str, Any]]], offsets: str | None) -> str:

@@ -105,7 +105,7 @@ class Result:
 
 
 def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pick: Pick, *, quiet: bool) -> Result:
-    """Generate text, and print each piece immediately unless ``quiet`` is True.
+    """Generate at most ``wanted`` tokens. Unless ``quiet`` is True, print the text while it is generated.
 
     As in mlx-lm, the prompt time ends when the first new token is available.
     """

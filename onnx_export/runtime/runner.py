@@ -51,8 +51,9 @@ class Runner:
         metadata: metadata that the exporter wrote about the model.
 
     Raises:
-        ArtefactError: the file is missing or damaged, was not written by export-onnx, or has another operator version.
-        BackendUnavailable: the native kernels have another version than this package.
+        ArtefactError: the file is missing or damaged, was not written by export-onnx, or uses a different version of
+            the operators.
+        BackendUnavailable: the version of the native kernels differs from the version of this package.
     """
 
     def __init__(self, path: str | Path, *, native: str = "auto", threads: int | None = None, batch: int = 1) -> None:
@@ -97,13 +98,13 @@ class Runner:
                 array[:] = 0
 
     def resume_at(self, length: int) -> None:
-        """Set ``self.length`` to ``length``, after you have written the caches of these tokens yourself.
+        """Resume after ``length`` tokens whose keys and values you have written to `caches` yourself, without padding.
 
-        First write keys and values without padding into `caches`, and also ``past_sums`` or ``past_summary`` if the
-        model has such caches. These two contain statistics over all tokens, so this method cannot remove tokens.
+        If the model has caches named ``past_sums`` or ``past_summary``, also write these caches before the call. These
+        caches contain statistics over all tokens, so this method cannot remove tokens.
 
         Raises:
-            ConfigError: ``length`` is not from 1 to ``max_length``.
+            ConfigError: ``length`` is less than 1 or greater than ``max_length``.
         """
         check_int("length", length, 1, self.max_length)
         wanted = min(-(-length // MASK_STEP) * MASK_STEP, self._capacity)
@@ -117,11 +118,12 @@ class Runner:
         The next step overwrites the returned array.
 
         Args:
-            left_padding: number of padding tokens at the start of each row, below L. Allowed only in the first step.
+            left_padding: number of padding tokens at the start of each row, less than L. Only the first step allows
+                padding.
 
         Raises:
             ShapeError: the shape of the tokens is not (batch, L), or the tokens exceed ``max_length``.
-            ConfigError: a padding is not below L, or padding is set after the first step.
+            ConfigError: ``left_padding`` is out of range, has the wrong length, or sets padding after the first step.
             ArtefactError: onnxruntime raised an error. After an error or Ctrl-C, all tokens are removed.
         """
         wanted = (self.batch, "L")

@@ -59,7 +59,8 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
         folder: the folder of model.onnx and its data.
         expected: logits that MLX computed, and tolerances.
         target: settings of the file.
-        lower: last transformation of the file, such as `inline`. `compare` applies this transformation to the copy too.
+        lower: function that transformed ``model`` before the file was written, such as `inline`. `compare` also
+            applies this function to the copy.
 
     Raises:
         ArtefactError: the logits differ by more than the tolerance.

@@ -36,7 +36,7 @@ SLACK = 2  # ratio of tolerance to measured difference, because rounding errors 
 
 @dataclass(frozen=True)
 class FirstLayers:
-    """MLX's logits for a longer prompt, computed with only the first layers of a model and a sparse method.
+    """MLX's logits for a prompt longer than `Expected.tokens`, computed with only the first layers of a model.
 
     Attributes:
         layers: number of first layers that ran before the final norm and the head.
@@ -130,7 +130,10 @@ def _reference(model: Any, target: Target) -> Expected:
 
 
 def _run_first_layers(model: Any, short: Target, count: int, last: int, noise: float) -> FirstLayers:
-    """Run the first layers on ``count`` random tokens. The last ``last`` tokens get a separate call."""
+    """Run the first layers on ``count`` random tokens, with the last ``last`` tokens in a separate call.
+
+    The tolerance comes from a second run, which adds relative ``noise`` to the embeddings.
+    """
     embedding = model.model.embed_tokens
     tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], (ROWS, count))
     chunks = np.split(tokens, [count - last], axis=1) if last else [tokens]
@@ -188,7 +191,7 @@ def _as_stored(model: Any, dtype: str) -> None:
 
 
 class _Float32Embedding(nn.Module):
-    """Embedding with float32 output, so that all later activations are float32. Adds relative ``noise``."""
+    """Embedding that returns float32, so that all later activations are float32. Relative ``noise`` is added."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
