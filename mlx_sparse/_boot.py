@@ -89,7 +89,7 @@ def _wrap_main(module: "ModuleType") -> None:
 
 
 def _wrap_load_model(module: "ModuleType") -> None:
-    """Enable the methods of the environment variable on each model that ``load_model`` of ``module`` loads."""
+    """Wrap ``module.load_model`` to enable the methods in MLX_SPARSE_ATTN on each loaded model."""
     import functools
 
     original = getattr(module, "load_model", None)

@@ -64,7 +64,7 @@ def identity(model: Any) -> dict[str, str]:
 def weights_hash(model: Any) -> str:
     """Return a hash of the whole config and of the first and last values of every weight.
 
-    Quantization, another dtype and fine-tuning change the hash, because they change measured results. Only a few bytes
+    Quantization, another dtype and fine-tuning change measured results, so they also change the hash. Only a few bytes
     of each weight are read.
     """
     from mlx.utils import tree_flatten
@@ -80,7 +80,7 @@ def weights_hash(model: Any) -> str:
 
 
 def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a dict with the RoPE scaling of ``config`` as "rope_scaling". It is empty if RoPE is not scaled."""
+    """Return the RoPE scaling of ``config`` as a dict with the key "rope_scaling", or an empty dict without scaling."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = config.get(name)
@@ -156,7 +156,11 @@ def weights_read(model: Any) -> int:
 
 
 def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
-    """Return True if an embedding has the output matrix's shape, and no linear layer has the same number of rows."""
+    """Return True if the embedding ``module`` is also the output matrix of the model.
+
+    The embedding must have the shape of the output matrix. Its number of rows must not be in ``head``, which contains
+    the number of rows of each linear layer.
+    """
     rows, columns = module.weight.shape
     columns = columns * 32 // module.bits if hasattr(module, "bits") else columns
     sizes = rows == config.get("vocab_size", rows) and columns == config.get("hidden_size", columns)
@@ -164,7 +168,7 @@ def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
 
 
 def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
-    """Return (number of KV heads, head dim) for each cache, None for one without keys. No array is evaluated."""
+    """Return (number of KV heads, head dim) for each cache, or None for a cache without keys. No array is evaluated."""
     caches = new_caches(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     shapes: list[tuple[int, int] | None] = []
@@ -188,7 +192,12 @@ def model_type(model: Any) -> str:
 
 
 def kv_heads(model: Any, part: Part, here: int) -> int:
-    """Return a layer's number of KV heads before sharding. This rank has ``here`` heads; ranks may share heads."""
+    """Return the number of KV heads that a layer had before sharding.
+
+    Args:
+        part: layers and heads of this rank.
+        here: number of KV heads on this rank. Several ranks may have copies of the same head.
+    """
     known = config_of(model).get("num_key_value_heads")
     return min(here * part.size, known) if isinstance(known, int) and known >= here else here * part.size
 

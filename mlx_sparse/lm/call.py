@@ -166,9 +166,9 @@ class Call:
         return out
 
     def count_recall(self, cache: SparseCache, index: int, served: list[int]) -> None:
-        """Record the attention recall that the method estimated in the last decode step for the sequences ``served``.
+        """Record the attention recall that the method estimated in the last decode step.
 
-        MLX computes only the estimates that are recorded.
+        ``served`` contains the indices of the recorded sequences. MLX does not compute the other estimates.
         """
         state = None if self.plan.decode is None else cache.aux_states.get(self.plan.decode.name)
         if state is None or (recall := state.recall) is None:
@@ -181,7 +181,7 @@ class Call:
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Run a prefill chunk, or a decode step without a valid plan. Return None if the library must attend."""
+        """Run a prefill chunk, or a decode step without a valid plan. Return None to let mlx-lm run dense attention."""
         if isinstance(cache, SparseQuantized) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)

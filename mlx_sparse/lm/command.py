@@ -242,7 +242,7 @@ class Session:
             self._print_crossovers(plan, plan.report)
 
     def _enable(self, model: Any, path: str) -> Plan | None:
-        """Enable the methods on a loaded model. If the model was loaded before, continue its report.
+        """Enable the methods on a loaded model. If the model was loaded before, count its calls in the earlier report.
 
         Returns:
             The plan of the model, or None if no method applies to the model.
@@ -310,7 +310,7 @@ class Session:
 
     @contextlib.contextmanager
     def _exiting_on_error(self) -> Iterator[None]:
-        """Exit the process if the first model fails to load on a thread. Otherwise, mlx-lm's server would go on."""
+        """Exit if a worker thread cannot load the first model, because mlx-lm's server would otherwise keep running."""
         try:
             yield
         except SparseAttentionError as error:
@@ -320,7 +320,7 @@ class Session:
             raise
 
     def prints(self) -> bool:
-        """Return True if this process prints lines and reports: on rank 0, unless ``--attn-report off`` is set."""
+        """Return True if this process prints. Only rank 0 prints, and ``--attn-report off`` disables all printing."""
         return self.report_format != "off" and self.ranks.rank == 0
 
     def print_line(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Load a model, and check it before and after. Failed checks raise a one-line error or return a warning."""
+"""Load a model and check it before and after loading. Failed checks raise a one-line error or return a warning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..model_info import leaves, new_caches, text_model
 
 @contextlib.contextmanager
 def loading(model: object) -> Iterator[None]:
-    """Convert errors that occur while ``model`` is loaded into one-line errors.
+    """Replace errors inside the ``with`` block, which loads ``model``, with one-line errors.
 
     Raises:
         ConfigError: mlx-lm or the hub raised an error. The message contains the first line of that error.
@@ -31,7 +31,7 @@ def loading(model: object) -> Iterator[None]:
 
 
 def load_text_model(name: str | Path, *, lazy: bool = False, only_mlx_lm: bool = False) -> tuple[Any, Any, Any]:
-    """Load a model with mlx-lm, or with mlx-vlm if mlx-lm does not have the family and mlx-vlm is installed.
+    """Load a model with mlx-lm. If mlx-lm does not support the model family, use mlx-vlm if it is installed.
 
     Args:
         name: folder or Hugging Face name of the model.

@@ -290,7 +290,7 @@ def _probe(model: Any, plan: Plan) -> None:
 
 @contextlib.contextmanager
 def _unchanged(model: Any) -> Iterator[None]:
-    """Restore the attributes of all modules at the end, because mlx-vlm's models store the last prompt's positions."""
+    """Restore the attributes of all modules after the ``with`` block, because models of mlx-vlm store positions."""
     modules = [(module, dict(module), dict(vars(module))) for module in model.modules()]
     try:
         yield

@@ -36,7 +36,10 @@ active: ContextVar[Listener | None] = ContextVar("active", default=None)
 
 
 def _replacement(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Return a function that calls the active listener. Without one, or if it returns None, it calls ``original``."""
+    """Return a function that calls the active listener.
+
+    If there is no active listener, or if the listener returns None, the function calls ``original``.
+    """
 
     def scaled_dot_product_attention(
         queries: mx.array,
@@ -89,7 +92,7 @@ class Library:
         self.merge = inspect.getattr_static(self.caches.KVCache, "merge", None)
 
     def bind(self, names: set[str]) -> set[str]:
-        """Replace the attention function in those of the modules ``names`` that use it, and return their names."""
+        """Replace the attention function in each module of ``names`` that uses the function. Return these names."""
         ours = (self.original, self.attention)
         names = {name for name in names if getattr(sys.modules.get(name), NAME, None) in ours}
         for name in names:
@@ -101,7 +104,7 @@ class Library:
         return names
 
     def unbind(self, names: list[str]) -> None:
-        """Undo one call of `bind`. After the last one, restore the library's functions."""
+        """Undo one call to `bind`. Restore the library's functions once all calls are undone."""
         for name in names:
             if name in self.bound:
                 self.bound[name] -= 1
@@ -144,7 +147,7 @@ def unbind(names: list[str]) -> None:
 
 
 def changed_interfaces(package: str = "mlx_lm") -> list[str]:
-    """Return one line of text per changed interface of the installed ``package``; empty for a supported version."""
+    """Return a list with a line of text for each interface of the installed ``package`` that has changed."""
     problems = []
     found: Any = getattr(import_module(f"{package}.models.base"), NAME, None)
     if package in LIBRARIES:

@@ -1,4 +1,4 @@
-"""Support for the environment variable ``MLX_SPARSE_ATTN``: models are enabled when a program loads them."""
+"""Enable the models that a program loads, if the environment variable ``MLX_SPARSE_ATTN`` is set."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _lock = threading.Lock()
 
 
 def enable_loaded(model: Any) -> None:
-    """Enable the methods of the variable on a model that has just been loaded, and print one line on standard error.
+    """Enable the methods in ``MLX_SPARSE_ATTN`` on a model that was just loaded, and print a line to standard error.
 
-    An error never prevents the load: the line reports the error, and attention stays dense.
+    If an error occurs, the line contains the error, and the model runs with dense attention.
     """
     attn = os.environ.get(VARIABLE, "").strip()
     if not attn or "drafters" in type(model).__module__:
