@@ -121,7 +121,7 @@ class ShardedKVCache(SparseCache, KVCache):
         return [Shard(rank, self.shard.size).before(self.position) for rank in range(self.shard.size)]
 
     def take_lowest(self) -> int:
-        """Return the lowest `position` since the last call. The tokens before this position are unchanged."""
+        """Return the lowest `position` since the last call. The tokens before this position have not changed."""
         lowest, self._lowest = self._lowest, self.position
         return lowest
 

@@ -85,7 +85,9 @@ def _masses(queries: mx.array, keys: mx.array, layout: Layout, scale: float) -> 
 
 
 def masses_of(weights: mx.array, layout: Layout) -> mx.array:
-    """Sum the softmax weights ``(B, H, n, N)`` of queries at the last n of N positions by key block and by offset bin.
+    """Sum the softmax weights ``(B, H, n, N)`` by key block and by offset bin.
+
+    The n queries are at the last n of the N positions.
 
     Returns:
         float32 ``(B, H, 2, Nk)``: the third axis contains the sums by key block and the sums by offset bin.
