@@ -173,7 +173,7 @@ def attend(
 def programs_for_counts(rows: int, entries: int, block: int, device: torch.device) -> int:
     """Return the number of programs to launch for ``rows`` rows of at most ``entries`` entries.
 
-    The programs keep all processors busy. There are at least two per row, but no more than one per block.
+    The programs keep all processors busy. There are at least two per row, but at most one per ``block`` entries.
     """
     wanted = max(PROGRAMS_PER_PROCESSOR * configs.processors(device), 2 * rows)
     return min(wanted, rows * max(1, -(-entries // block)))

@@ -157,7 +157,7 @@ class ShardedKVCache(SparseCache, KVCache):
         self.chunk = keys, values
 
     def _write(self, first: int, *written: mx.array) -> None:
-        """Write keys and values at row ``first``. If needed, enlarge the buffers in the same steps as mlx-lm."""
+        """Write keys and values at row ``first``. If needed, enlarge the buffers by the same increments as mlx-lm."""
         last = first + written[0].shape[2]
         buffers: list[Any] = [self.keys, self.values]
         for kind, rows in enumerate(written):

@@ -120,7 +120,7 @@ def _span_pairs(
 
 
 def _by_head(array: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
-    """Repeat ``array (B, Hkv, ...)`` for each query head: ``(B, Hq, ...)``."""
+    """Repeat ``array (B, Hkv, ...)`` for each query head, and return the result ``(B, Hq, ...)``."""
     return mx.repeat(array, queries.shape[1] // keys.shape[1], axis=1)
 
 

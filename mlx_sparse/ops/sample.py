@@ -47,7 +47,7 @@ def sample_select(
     block_size: int,
     scale: float,
 ) -> mx.array:
-    """Select the key blocks that each row block attends to: int32 ``(B, Hq, R, Nk)``, ascending, padded with -1."""
+    """Select key blocks for each row block. Return ascending int32 lists ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale)
     # Row blocks with sampled rows attend to every causal block, so the longest list usually has Nk blocks.
