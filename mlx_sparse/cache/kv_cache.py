@@ -1,6 +1,6 @@
 """Define subclasses of KV caches of mlx-lm and mlx-vlm for sparse attention.
 
-The ``state`` of such a cache equals that of its base class: it excludes the auxiliary cache state.
+The ``state`` property of these caches is the same as in the base classes and excludes the auxiliary cache state.
 
 `adopt` changes the class of a cache in place. Keys, values and offset stay the same, so saving, trimming, merging and
 batching work as before.
@@ -43,7 +43,7 @@ class SparseSingle(SparseCache):
 
 
 class SparseQuantized(SparseCache):
-    """Mixin that adds sparse attention to a quantized KV cache. Decode steps read the quantized rows."""
+    """Mixin that adds sparse attention to a quantized KV cache. Decode steps pass quantized rows to the backend."""
 
     bits: int
 
@@ -122,7 +122,7 @@ class SparseBatch(SparseCache):
         """Return the row range ``[first, stop)`` of each sequence, or None if the right padding is unknown.
 
         Args:
-            others: caches of the other layers, as in `first_rows`.
+            others: caches of the other layers. Their first rows are read in the same wait for the device.
         """
         first_rows = self.first_rows(others)
         ends: list[int] | None = [self.length] * len(first_rows)
@@ -134,7 +134,7 @@ class SparseBatch(SparseCache):
         return [(min(first, end), end) for first, end in zip(first_rows, ends, strict=True)]
 
     def select_rows(self, sequence: int, first: int, stop: int) -> SparseKVCache:
-        """Return a cache with rows ``[first, stop)`` of one sequence, and with its `FullSample`."""
+        """Return a cache with rows ``[first, stop)`` and the `FullSample` of the sequence with index ``sequence``."""
         one = SparseKVCache()  # type: ignore[no-untyped-call]
         # If `first` is 0, take the whole buffer, which kernels can read without a copy.
         rows = slice(0, None) if first == 0 else slice(first, stop)
@@ -144,7 +144,7 @@ class SparseBatch(SparseCache):
         return one
 
     def store_full_sample(self, sequence: int, one: SparseKVCache) -> None:
-        """Copy a sequence's `FullSample` from ``one``, a cache that `select_rows` returned."""
+        """Store the `FullSample` of ``one``, a cache from `select_rows`, for the sequence with index ``sequence``."""
         known = self._samples_by_sequence
         self._full_samples = (*known[:sequence], *(one._full_samples or (None,)), *known[sequence + 1 :])
 
@@ -223,7 +223,7 @@ SPARSE_CLASSES: dict[type, type] = {
 
 
 class _OfVlm:
-    """Mixin for KV caches of mlx-vlm, whose prefix cache copies caches, compares their classes and merges them."""
+    """Mixin for mlx-vlm's KV caches. The prefix cache of mlx-vlm copies and merges them, and compares their classes."""
 
     @classmethod
     def from_state(cls, state: Any, meta_state: Any) -> Any:
@@ -250,7 +250,7 @@ class _BatchOfVlm(_OfVlm):
 
 
 def register_vlm(caches: ModuleType) -> None:
-    """Add subclasses of the classes of ``caches``, mlx-vlm's module ``models.cache``, to `SPARSE_CLASSES`."""
+    """Add sparse subclasses of the KV caches in ``caches``, mlx-vlm's module ``models.cache``, to `SPARSE_CLASSES`."""
     for cls, bases in (
         (caches.KVCache, (_OfVlm, SparseSingle)),
         (caches.QuantizedKVCache, (_OfVlm, SparseQuantized)),
@@ -279,7 +279,10 @@ def is_padding_mask(mask: Any, caches: Iterable[Any]) -> bool:
 
 
 def _is_mask_of(cache: SparseBatch, mask: Any) -> bool:
-    """Return True if ``mask`` is the padding mask of ``cache``, or a full slice of this mask, as many models take."""
+    """Return True if ``mask`` is the padding mask of ``cache``, or a full slice of the padding mask.
+
+    Many models pass a full slice of the mask to the attention function.
+    """
     own = cache.padding_mask
     if own is mask or own is None or not isinstance(cache, _BatchOfVlm):
         return own is mask and own is not None
