@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -83,6 +84,8 @@ class SparseBatch(SparseCache):
     _right_padding: Any
     left_padding: mx.array
     padding_mask: mx.array | None = None
+    sliced_masks = False  # True for a model of mlx-vlm, which may pass slices of the padding mask
+    other_mask = False  # True after the model has passed another mask
     _first: list[int] | None = None  # cached `first_rows`; None after rows moved
     # End row of each prompt while mlx-lm processes prompts of different lengths with right padding. `lm.seam` sets it.
     prompt_ends: list[int] | None = None
@@ -98,8 +101,10 @@ class SparseBatch(SparseCache):
         return padding
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:
-        mask: mx.array = super().make_mask(N, return_array, **kwargs)  # type: ignore[misc]
-        # `is_padding_mask` compares masks with this mask by identity. A mask without a window hides only left padding.
+        # `is_padding_mask` reads the address of a sliced mask. On the CPU, that does not wait for layers on the GPU.
+        with mx.stream(mx.cpu) if self.sliced_masks else nullcontext():
+            mask: mx.array = super().make_mask(N, return_array, **kwargs)  # type: ignore[misc]
+        # `is_padding_mask` compares other masks by identity. A mask without a window hides only left padding.
         self.padding_mask = mask if kwargs.get("window_size") is None else None
         return mask
 
@@ -236,25 +241,12 @@ class _OfVlm:
         return super().prefix_cache_merge(rows, prefix_lens)  # type: ignore[misc]
 
 
-class _BatchOfVlm(_OfVlm):
-    """Mixin for mlx-vlm's cache of a left-padded batch."""
-
-    padding_mask: mx.array | None
-    other_mask = False
-
-    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:
-        # `is_padding_mask` reads the address of the mask. On the CPU, that does not wait for the layers on the GPU.
-        with mx.stream(mx.cpu):
-            mask: mx.array = super().make_mask(N, return_array, **kwargs)  # type: ignore[misc]
-        return mask
-
-
 def register_vlm(caches: ModuleType) -> None:
     """Add sparse subclasses of the KV caches in ``caches``, mlx-vlm's module ``models.cache``, to `SPARSE_CLASSES`."""
     for cls, bases in (
         (caches.KVCache, (_OfVlm, SparseSingle)),
         (caches.QuantizedKVCache, (_OfVlm, SparseQuantized)),
-        (caches.BatchKVCache, (_BatchOfVlm, SparseBatch)),
+        (caches.BatchKVCache, (_OfVlm, SparseBatch)),
     ):
         if cls not in SPARSE_CLASSES:
             SPARSE_CLASSES[cls] = type(cls.__name__, (*bases, cls), {"__doc__": cls.__doc__})
@@ -284,7 +276,7 @@ def _is_mask_of(cache: SparseBatch, mask: Any) -> bool:
     Many models pass a full slice of the mask to the attention function.
     """
     own = cache.padding_mask
-    if own is mask or own is None or not isinstance(cache, _BatchOfVlm):
+    if own is mask or own is None or not cache.sliced_masks:
         return own is mask and own is not None
     # MLX gives a full slice the same buffer. A model that has once passed another mask does so in every call.
     if cache.other_mask or mask.shape != own.shape or mask.dtype != own.dtype:

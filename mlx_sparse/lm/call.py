@@ -68,6 +68,10 @@ class Call:
             adopt(caches or [])
             caches = leaves(caches or [])
         self.caches: list[Any] = caches
+        if plan.calls:  # mlx-vlm, whose models may get batches of either library
+            for cache in caches:
+                if isinstance(cache, SparseBatch):
+                    cache.sliced_masks = True
         self.hooks = plan.hooks.of_call(caches) if plan.hooked else None
         self.counts = Counts()
         phase = _phase.get()

@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 import vlm_models
 from mlx import nn
+from mlx_lm.models import cache as lm_caches
 from mlx_vlm import apc
 from mlx_vlm.models import base
 from mlx_vlm.models import cache as vlm_caches
@@ -71,12 +72,14 @@ def test_disable_restores_the_classes_the_functions_and_the_stored_positions(ima
     assert type(text) is cls and mlx_sparse.report(text) is None
 
 
-def batch(model: Any, prompts: list[list[int]], steps: int, attn: Any) -> tuple[mx.array, Any]:
-    """Return the logits of decode steps after a left-padded batch, and the report."""
+def batch(
+    model: Any, prompts: list[list[int]], steps: int, attn: Any, library: Any = vlm_caches
+) -> tuple[mx.array, Any]:
+    """Return the logits of decode steps after a left-padded batch in caches of ``library``, and the report."""
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     layers = len(caches_of(model))
-    caches = [vlm_caches.BatchKVCache(padding) for _ in range(layers)]
+    caches = [library.BatchKVCache(padding) for _ in range(layers)]
     tokens = [[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
     out = []
 
@@ -93,18 +96,21 @@ def batch(model: Any, prompts: list[list[int]], steps: int, attn: Any) -> tuple[
     return mx.stack(out, axis=1), report
 
 
+@pytest.mark.parametrize("library", [vlm_caches, lm_caches])  # vllm-mlx and rapid-mlx use batches of mlx-lm
 @pytest.mark.parametrize("name", ["model", "image_model"])  # the image model passes a slice of the mask
-def test_sequences_of_a_left_padded_batch_decode_as_if_alone(name: str, request: pytest.FixtureRequest) -> None:
+def test_sequences_of_a_left_padded_batch_decode_as_if_alone(
+    name: str, library: Any, request: pytest.FixtureRequest
+) -> None:
     model = request.getfixturevalue(name)
     prompts = [prompt_of(PROMPT, 1), prompt_of(PROMPT - 5, 2), prompt_of(PROMPT - 1, 3)]
-    logits, report = batch(model, prompts, STEPS, SPARSE)
+    logits, report = batch(model, prompts, STEPS, SPARSE, library)
     assert report.sparse_calls == report.served_layers * STEPS
     for row, prompt in zip(logits, prompts, strict=True):
         with mlx_sparse.sparse(model, SPARSE):
             assert close(row, greedy(model, prompt, STEPS)[1])
-    every, report = batch(model, prompts, STEPS, EVERY_KEY)
+    every, report = batch(model, prompts, STEPS, EVERY_KEY, library)
     assert report.sparse_calls == report.served_layers * STEPS
-    dense, _ = batch(model, prompts, STEPS, "dense")
+    dense, _ = batch(model, prompts, STEPS, "dense", library)
     assert close(every, dense) and not close(logits, dense)
 
 
