@@ -27,6 +27,7 @@ EXTRAS = {
     **dict.fromkeys(("torch", "triton"), "cuda"),
     "gguf": "gemma",
     "lm_eval": "lm-eval",
+    "mlx_vlm": "vlm",
     "matplotlib": "eval",
 }
 
