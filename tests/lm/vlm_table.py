@@ -34,7 +34,7 @@ CRASHES = {"phi3small": "not run: mlx-vlm's dense model ends Python with a segme
 Call = Callable[[list[int], list[Any]], mx.array]
 
 # For example, mlx-vlm reads the RoPE base of gemma3_text from another field, and always scales internlm's RoPE.
-APART = "The libraries implement these families differently, so even the dense logits differ, by"
+APART = "The libraries implement these families differently, so the dense logits differ too. Largest differences"
 
 
 @dataclass
