@@ -20,8 +20,6 @@ from mlx_sparse.cache.sparq_state import SparQState
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.model_info import new_caches
 
-pytestmark = pytest.mark.slow  # random histories
-
 EVERY_KEY = EveryStepSparQ(rank=4, top_k=4096)
 # The libraries implement these families differently (docs/models.md).
 EXCLUDED = ("gemma3_text", "mistral3", "internlm2")
@@ -100,42 +98,33 @@ class ImageHistory(VlmHistory):
     def call(self, tracked: Tracked, tokens: Any, *options: Any, **more: Any) -> list[Any]:
         """Check also that every decode step of SparQ is sparse, although the model passes a slice of the mask."""
         calls = super().call(tracked, tokens, *options, **more)
-        if (
-            self.attn == SPARQ
-            and plan_of(self.model)
-            and tokens.shape[1] == 1 < min(row.length for row in tracked.rows) - 8
-        ):
+        step = tokens.shape[1] == 1 < min(row.length for row in tracked.rows) - 8
+        if self.attn == SPARQ and plan_of(self.model) and step:
             assert all(part.out is not None for call in calls for part in call.parts), "a decode step is dense"
         return calls
 
 
-def logits(summary: Summary, seed: int, folder: Path, attn: Any, kind: type[History]) -> list[mx.array]:
-    return summary.take(seed, folder, attn, kind).witness.logits
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("attn", "histories"), [(None, 14), ("quest:page_size=4,top_k=8,dense_below=0", 4)])
 def test_histories_equal_the_oracle_and_those_of_mlx_lm_bit_for_bit(
     attn: str | None, histories: int, tmp_path: Path
 ) -> None:
     found, twins = Summary(), Summary()
     for seed in range(histories):
-        ours, theirs = (
-            logits(part, seed, tmp_path, attn, kind) for part, kind in ((found, VlmHistory), (twins, LmTwin))
-        )
-        assert len(ours) == len(theirs)
-        assert all(mx.array_equal(one, other) for one, other in zip(ours, theirs, strict=True)), f"seed {seed}"
+        ours, theirs = found.take(seed, tmp_path, attn, VlmHistory), twins.take(seed, tmp_path, attn, LmTwin)
+        for one, other in zip(ours.witness.logits, theirs.witness.logits, strict=True):
+            assert mx.array_equal(one, other), f"seed {seed}"
     assert found.mismatches == twins.mismatches == []
     assert found.sparse == twins.sparse and found.sparse.total() > 10 * found.histories
     assert attn or min(found.operations[name] for name in ("trim", "copy", "merge", "prefix", "quantize", "ragged")) > 0
 
 
+@pytest.mark.slow
 def test_histories_with_all_keys_selected_equal_dense_attention(tmp_path: Path) -> None:
     found, dense = Summary(), Summary()
     for seed in range(12):
-        every, expected = (
-            logits(part, seed, tmp_path, attn, EveryKey) for part, attn in ((found, EVERY_KEY), (dense, "dense"))
-        )
-        for one, other in zip(every, expected, strict=True):
+        every, expected = found.take(seed, tmp_path, EVERY_KEY, EveryKey), dense.take(seed, tmp_path, "dense", EveryKey)
+        for one, other in zip(every.witness.logits, expected.witness.logits, strict=True):
             assert float(mx.abs(one - other).max()) <= 1e-4 * float(mx.abs(other).max()), f"seed {seed}"
     assert found.mismatches == dense.mismatches == []
     assert found.sparse.total() > 10 * found.histories and not dense.sparse
@@ -144,7 +133,7 @@ def test_histories_with_all_keys_selected_equal_dense_attention(tmp_path: Path) 
 @pytest.mark.parametrize("attn", [SPARQ, None])
 def test_histories_with_images_equal_the_oracle(attn: str | None, tmp_path: Path) -> None:
     found = Summary()
-    for seed in range(6):
+    for seed in range(16):
         found.take(seed, tmp_path, attn, ImageHistory)
     assert found.mismatches == []
     assert found.sparse.total() > 10 * found.histories
@@ -159,6 +148,7 @@ def unmoved(batch: Any, rows: Any, prefix_lens: Any) -> Any:
     return merged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "wrong", "first"),
     [
