@@ -70,13 +70,6 @@ class LmTwin(VlmHistory):
     library = 0
 
 
-class EveryKey(VlmHistory):
-    """A random history whose random numbers do not depend on the method."""
-
-    def rebuild(self) -> None:
-        """Do nothing, because the operation needs an enabled model."""
-
-
 class ImageHistory(VlmHistory):
     """A random history of a tiny Qwen3-VL whose prompts begin with an image."""
 
@@ -120,10 +113,14 @@ def test_histories_equal_the_oracle_and_those_of_mlx_lm_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_histories_with_all_keys_selected_equal_dense_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [VlmHistory, ImageHistory])
+def test_histories_with_all_keys_selected_equal_dense_attention(
+    kind: type[History], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kind, "rebuild", nothing)  # its random numbers depend on the method
     found, dense = Summary(), Summary()
     for seed in range(12):
-        every, expected = found.take(seed, tmp_path, EVERY_KEY, EveryKey), dense.take(seed, tmp_path, "dense", EveryKey)
+        every, expected = found.take(seed, tmp_path, EVERY_KEY, kind), dense.take(seed, tmp_path, "dense", kind)
         for one, other in zip(every.witness.logits, expected.witness.logits, strict=True):
             assert float(mx.abs(one - other).max()) <= 1e-4 * float(mx.abs(other).max()), f"seed {seed}"
     assert found.mismatches == dense.mismatches == []
