@@ -40,14 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(name: str, *options: object, variable: str = "", given: str = "") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "MLX_SPARSE_ATTN": variable}
-    return subprocess.run(
-        [BIN / f"mlx_vlm.{name}", *map(str, options)],
-        env=environment,
-        input=given,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    argv = [BIN / f"mlx_vlm.{name}", *map(str, options)]
+    return subprocess.run(argv, env=environment, input=given, capture_output=True, text=True, check=False)
 
 
 def generate(folder: Path, *options: object, variable: str = "") -> subprocess.CompletedProcess[str]:
@@ -109,12 +103,8 @@ def test_chat_is_sparse(folder: Path) -> None:
 
 
 def ask(port: int, model: Path, prompt: str) -> str:
-    body = {
-        "model": str(model),
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": TOKENS,
-        "temperature": 0,
-    }
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": str(model), "messages": messages, "max_tokens": TOKENS, "temperature": 0}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
