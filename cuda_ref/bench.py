@@ -219,7 +219,7 @@ class DenseStep(TorchVariant):
         return None
 
     def problem(self) -> Problem:
-        """Build inputs whose attention output is known, for `check`."""
+        """Build inputs with a known attention output. `check` compares this output with the result of `attend`."""
         return random_problem(self.case)
 
     def check(self) -> str | None:
@@ -233,7 +233,7 @@ class DenseStep(TorchVariant):
 
 
 class TorchStep(DenseStep):
-    """Decode step with torch's attention, with ``enable_gqa`` or with the queries of a group as rows of one head."""
+    """Decode step with torch's attention, either with ``enable_gqa`` or with a query group as the rows of one head."""
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: Any) -> torch.Tensor:
         B, Hkv, _, D = keys.shape

@@ -25,7 +25,7 @@ def dense_attention(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute dense attention. Our split-KV kernel runs a single query, and torch's attention runs several queries."""
+    """Compute dense attention: a single query with the split-KV kernel, and several queries with torch's attention."""
     if queries.shape[2] > 1:
         return _prompt(queries, keys, values, scale, left_padding)
     out: torch.Tensor = dense_decode(queries, keys, values, scale, left_padding)[0]
@@ -159,7 +159,10 @@ def code_groups(keys: torch.Tensor, center: torch.Tensor | None = None) -> KeyCo
 
 
 def _center(least: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-    """Return the first group's center (sparq.17) ``(B, Hkv, D)``, given the ``least`` and ``most`` of all groups."""
+    """Return the center (sparq.17) of the first group, ``(B, Hkv, D)``.
+
+    ``least`` and ``most (B, Hkv, groups, D)`` are the minimum and the maximum of each group.
+    """
     B, Hkv, groups, D = least.shape
     if groups == 0:
         return least.new_zeros(B, Hkv, D)

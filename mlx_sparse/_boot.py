@@ -1,24 +1,33 @@
-"""Define the start-up hook that adds the option --attn to mlx-lm's commands.
+"""Define the start-up hook that adds the option --attn to the commands of mlx-lm and mlx-vlm.
 
+If the environment variable MLX_SPARSE_ATTN is set, the hook also enables each model that one of the libraries loads.
 The installation adds two files that Python reads when it starts. The .pth file (pyproject.toml) has one line of code,
-which puts a finder into sys.meta_path. The finder imports this module when mlx_lm is imported. Python 3.15 reads the
-.start file instead and calls install(). This module imports only sys, to keep the start-up time short.
+which puts a finder into sys.meta_path. The finder imports this module when mlx_lm or mlx_vlm is imported. Python 3.15
+reads the .start file instead and calls install(). This module imports only sys, to keep the start-up time short.
 """
 
 import sys
 
 TYPE_CHECKING = False  # importing typing would take longer than the rest of the hook
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
+VARIABLE = "MLX_SPARSE_ATTN"
 NAMES = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
-COMMANDS = frozenset(f"mlx_lm.{name}" for name in NAMES)
+# Names of the commands by the module of their main().
+COMMANDS = {f"mlx_lm.{name}": f"mlx_lm.{name}" for name in NAMES}
+VLM_COMMANDS = {
+    "mlx_vlm.generate.dispatch": "mlx_vlm.generate",
+    "mlx_vlm.chat": "mlx_vlm.chat",
+    "mlx_vlm.server.cli": "mlx_vlm.server",
+}
+LOADERS = ("mlx_lm.utils", "mlx_vlm.utils")  # modules of load_model()
 
 
 class CommandFinder:
-    """Import finder that wraps the main() of each command module of mlx-lm."""
+    """Import finder that wraps main() in the command modules and, with `VARIABLE`, load_model() in the loaders."""
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -27,8 +36,13 @@ class CommandFinder:
 
 
 def find_spec(name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
-    """Return an import spec for a command module, with a loader that wraps main(); None for other modules."""
-    if name not in COMMANDS:
+    """Return an import spec whose loader wraps the module's main() or load_model(); None for other modules."""
+    wrap: Callable[[ModuleType], None]
+    if name in COMMANDS or name in VLM_COMMANDS:
+        wrap = _wrap_main
+    elif name in LOADERS and _variable():
+        wrap = _wrap_load_model
+    else:
         return None
     others = [finder for finder in sys.meta_path if not _is_ours(finder)]
     found = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
@@ -39,11 +53,18 @@ def find_spec(name: str, path: "Sequence[str] | None", target: "ModuleType | Non
 
     def exec_and_wrap(module: "ModuleType") -> None:
         exec_module(module)
-        if module.__name__ == name and hasattr(module, "main"):  # a loader can serve several modules
-            _wrap_main(module)
+        if module.__name__ == name:  # a loader can serve several modules
+            wrap(module)
 
     spec.loader.exec_module = exec_and_wrap  # type: ignore[method-assign]
     return spec
+
+
+def _variable() -> str:
+    """Return the methods in the environment variable; empty if it is not set."""
+    import os
+
+    return os.environ.get(VARIABLE, "").strip()
 
 
 def _is_ours(finder: object) -> bool:
@@ -54,15 +75,39 @@ def _is_ours(finder: object) -> bool:
 def _wrap_main(module: "ModuleType") -> None:
     import functools
 
-    original = module.main
+    original = getattr(module, "main", None)
+    if original is None:
+        return
 
     @functools.wraps(original)
     def main() -> object:
         from mlx_sparse.lm.command import run
 
-        return run(original, module.__name__)
+        return run(original, {**COMMANDS, **VLM_COMMANDS}[module.__name__])
 
     module.main = main  # type: ignore[attr-defined]
+
+
+def _wrap_load_model(module: "ModuleType") -> None:
+    """Wrap ``module.load_model`` to enable the methods in MLX_SPARSE_ATTN on each loaded model."""
+    import functools
+
+    original = getattr(module, "load_model", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def load_model(*args: object, **kwargs: object) -> object:
+        loaded = original(*args, **kwargs)
+        # A model that is sharded after its load must be enabled after that, which only commands with --attn do.
+        if sys._getframe(1).f_code.co_name != "sharded_load":
+            from mlx_sparse.lm.variable import enable_loaded
+
+            enable_loaded(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
+
+    load_model.without_variable = original  # type: ignore[attr-defined]
+    module.load_model = load_model  # type: ignore[attr-defined]
 
 
 def installed() -> bool:

@@ -210,8 +210,8 @@ def read_points(result: Mapping[str, Any]) -> list[Point]:
 def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
     """Return the shortest length at which sparse attention may win, and the shortest at which it clearly wins.
 
-    Sparse attention may win if its confidence interval ends at `MIN_SPEEDUP` or above. It clearly wins if the interval
-    begins there. All longer measured lengths must qualify too. A result is None if no length qualifies.
+    Sparse attention may win if the confidence interval of the ratio ends at `MIN_SPEEDUP` or above. It clearly wins if
+    the interval begins there. All longer measured lengths must qualify too. A result is None if no length qualifies.
     """
     return _shortest(points, lambda point: point.high >= MIN_SPEEDUP), _shortest(
         points, lambda point: point.low >= MIN_SPEEDUP
@@ -219,7 +219,7 @@ def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
 
 
 def _shortest(points: Sequence[Point], faster: Callable[[Point], bool]) -> int | None:
-    """Return the first length above all lengths that fail ``faster``, or None."""
+    """Return the shortest length such that ``faster`` is True for this and all longer lengths, or None."""
     slower = max((point.S for point in points if not faster(point)), default=0)
     return next((point.S for point in points if point.S > slower), None)
 
@@ -362,7 +362,10 @@ class Calibration:
             return []  # `look_up` reports damaged files
 
     def measure(self, config: Method, layer: Layer) -> Threshold | None:
-        """Time dense and sparse attention, store the result and return the threshold, or None if memory is short."""
+        """Time dense and sparse attention, store the result and return the threshold.
+
+        Return None if not enough memory is free.
+        """
         seconds = self._seconds or SECONDS[device_kind()]
         limit = f"{layer}; up to {seconds:g} s, once"
         self._progress(f"calibrating: finding the context length at which {config.name} is faster ({limit}) ...")
@@ -457,7 +460,7 @@ def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
 
 
 def _settings(config: Method, G: int) -> str:
-    """Format the settings that influence the time of a step as text."""
+    """Return a text with the settings of ``config`` that influence the time of a step."""
     settled = config.for_model(qk_norm=False)  # settings from models are already resolved
     # The alphas change the density, but not the time at a given density.
     settings = {name: value for name, value in settled.parameters(G).items() if not name.startswith("alpha")}
@@ -549,9 +552,10 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
 
 
 def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
-    """Compute the largest density at which sparse attention is faster, from the times of the four runs in seconds.
+    """Compute the largest density at which sparse attention is faster than dense attention.
 
-    ``kept`` contains the densities of the runs ``few`` and ``many``.
+    The other arguments are the times in seconds of dense attention, of the selection of blocks, and of attention to
+    few and to many blocks. ``kept`` contains the densities of the few and of the many blocks.
     """
     slope = (many - few) / (kept[1] - kept[0])
     left = dense / MIN_SPEEDUP - select - few

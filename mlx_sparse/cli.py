@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from ._boot import VARIABLE
 from .checks import ConfigError, Parser, SparseAttentionError
 from .extras import naming_missing
 
@@ -54,10 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
     if arguments[0] in HOSTED:
         return _hosted(arguments[0], arguments[1:])
+    variable = os.environ.pop(VARIABLE, "").strip()  # these commands enable and disable models themselves
     if arguments[0] in OWN_PARSERS:
         return _own(OWN_PARSERS[arguments[0]], arguments[1:])
     args = parser.parse_args(arguments)
-    return _matrix(args) if args.command == "matrix" else _doctor(args)
+    return _matrix(args) if args.command == "matrix" else _doctor(args, variable)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,7 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--model", metavar="MODEL", help="also print what --attn would do with a model, without running it"
     )
-    doctor.add_argument("--attn", metavar="METHOD", help="with --model: methods to check (default: sample+sparq)")
+    doctor.add_argument(
+        "--attn",
+        metavar="METHOD",
+        help="with --model: methods to check (default: MLX_SPARSE_ATTN, or sample+sparq)",
+    )
     doctor.add_argument("--attn-backend", metavar="NAME", help="with --model: ops, metal or auto (default: auto)")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -138,12 +144,13 @@ def _matrix(args: argparse.Namespace) -> int:
     return 0
 
 
-def _doctor(args: argparse.Namespace) -> int:
+def _doctor(args: argparse.Namespace, variable: str) -> int:
     from .tools import doctor
 
     if args.model is None and (args.attn or args.attn_backend):
         raise ConfigError("--attn: expected the option --model too, got none. Name the model.")
-    findings = doctor.examine(args.model, args.attn or doctor.ATTN, args.attn_backend or "auto")
+    attn = args.attn or variable or doctor.ATTN
+    findings = doctor.examine(args.model, attn, args.attn_backend or "auto", variable=variable)
     print(json.dumps(findings, indent=2) if args.json else doctor.text(findings))
     return 1 if findings["problems"] else 0
 

@@ -27,6 +27,7 @@ EXTRAS = {
     **dict.fromkeys(("torch", "triton"), "cuda"),
     "gguf": "gemma",
     "lm_eval": "lm-eval",
+    "mlx_vlm": "vlm",
     "matplotlib": "eval",
 }
 
@@ -65,7 +66,7 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | None:
-    """Return the pip argument that reinstalls ``mine`` with ``extra``, or None if the source was deleted."""
+    """Return the pip argument that reinstalls the package ``mine`` with ``extra``, or None if its source is missing."""
     extra = f"[{extra}]" if extra else ""
     recorded = mine.read_text("direct_url.json")
     if recorded is None:

@@ -1,4 +1,4 @@
-"""Identify the model that an artefact was trained on, and the weights that a result was measured with."""
+"""Read the identity, the config and the cache shapes of a model, and hash its weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +29,7 @@ VALUES = 16  # values of each vector that are hashed
 SMALLEST = 2.0**-14  # smallest normal float16
 ENDS = 64  # values at each end of each weight that are hashed
 NOTE = "_mlx_sparse_whole"
+EXPERTS = ("SwitchLinear", "QuantizedSwitchLinear")  # classes of both libraries with the weights of all experts
 ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 
 
@@ -62,7 +64,7 @@ def identity(model: Any) -> dict[str, str]:
 def weights_hash(model: Any) -> str:
     """Return a hash of the whole config and of the first and last values of every weight.
 
-    Quantization, another dtype and fine-tuning change the hash, because they change measured results. Only a few bytes
+    Quantization, another dtype and fine-tuning change measured results, so they also change the hash. Only a few bytes
     of each weight are read.
     """
     from mlx.utils import tree_flatten
@@ -78,7 +80,7 @@ def weights_hash(model: Any) -> str:
 
 
 def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a dict with the RoPE scaling of ``config`` as "rope_scaling". It is empty if RoPE is not scaled."""
+    """Return the RoPE scaling of ``config`` as a dict with the key "rope_scaling", or an empty dict without scaling."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = config.get(name)
@@ -93,7 +95,35 @@ def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
 
 def config_of(model: Any) -> dict[str, Any]:
     """Return the config of ``model`` as a flat dict that includes the config of its text model."""
-    return _flat(getattr(model, "args", None))
+    return _flat(getattr(model, "args", None) or getattr(model, "config", None))
+
+
+def package_of(model: Any) -> str:
+    """Return "mlx_vlm" for a model of mlx-vlm, and "mlx_lm" for every other model."""
+    packages = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
+    return "mlx_vlm" if "mlx_vlm" in packages else "mlx_lm"
+
+
+def text_model(model: Any) -> Any:
+    """Return the language model inside a model of mlx-vlm. Return every other model unchanged."""
+    if package_of(model) == "mlx_lm":
+        return model
+    language = getattr(model, "language_model", model)
+    inner = getattr(language, "_model", None)  # mlx-vlm 0.6 wraps models of mlx-lm
+    return language if inner is None or package_of(inner) != "mlx_lm" else inner
+
+
+def logits_of(model: Any, tokens: mx.array, caches: list[Any]) -> mx.array:
+    """Call a model of mlx-lm, or a text model of mlx-vlm, and return the logits ``(B, L, vocabulary)``."""
+    out = model(tokens, cache=caches)
+    logits: mx.array = getattr(out, "logits", out)
+    return logits
+
+
+def new_caches(model: Any) -> list[Any]:
+    """Return empty caches for the layers of ``model``, made by the library that loaded the model."""
+    caches: list[Any] = import_module(f"{package_of(model)}.models.cache").make_prompt_cache(model)
+    return caches
 
 
 def _flat(args: Any) -> dict[str, Any]:
@@ -108,7 +138,6 @@ def weights_read(model: Any) -> int:
     the output matrix.
     """
     from mlx import nn
-    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
     modules = [module for _, module in model.named_modules()]
     config = config_of(model)
@@ -117,7 +146,7 @@ def weights_read(model: Any) -> int:
     found = 0
     for module in modules:
         own = sum(array.nbytes for array in module.values() if isinstance(array, mx.array))
-        if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
+        if type(module).__name__ in EXPERTS:
             experts = len(module.weight)
             own = own * min(active or experts, experts) // experts
         elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)) and not _is_output(module, config, head):
@@ -127,7 +156,11 @@ def weights_read(model: Any) -> int:
 
 
 def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
-    """Return True if an embedding has the output matrix's shape, and no linear layer has the same number of rows."""
+    """Return True if the embedding ``module`` is also the output matrix of the model.
+
+    The embedding must have the shape of the output matrix. Its number of rows must not be in ``head``, which contains
+    the number of rows of each linear layer.
+    """
     rows, columns = module.weight.shape
     columns = columns * 32 // module.bits if hasattr(module, "bits") else columns
     sizes = rows == config.get("vocab_size", rows) and columns == config.get("hidden_size", columns)
@@ -135,10 +168,8 @@ def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
 
 
 def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
-    """Return (number of KV heads, head dim) for each cache, None for one without keys. No array is evaluated."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    caches = make_prompt_cache(model)
+    """Return (number of KV heads, head dim) for each cache, or None for a cache without keys. No array is evaluated."""
+    caches = new_caches(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     shapes: list[tuple[int, int] | None] = []
     for cache in leaves(caches):
@@ -161,7 +192,12 @@ def model_type(model: Any) -> str:
 
 
 def kv_heads(model: Any, part: Part, here: int) -> int:
-    """Return a layer's number of KV heads before sharding. This rank has ``here`` heads; ranks may share heads."""
+    """Return the number of KV heads that a layer had before sharding.
+
+    Args:
+        part: layers and heads of this rank.
+        here: number of KV heads on this rank. Several ranks may have copies of the same head.
+    """
     known = config_of(model).get("num_key_value_heads")
     return min(here * part.size, known) if isinstance(known, int) and known >= here else here * part.size
 

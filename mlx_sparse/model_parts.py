@@ -47,7 +47,7 @@ def part_of(model: Any) -> Part:
 
 @contextlib.contextmanager
 def without_pipeline(model: Any) -> Iterator[None]:
-    """Run ``model`` inside this context manager without communication with the other ranks of its pipeline."""
+    """Disable communication between ``model`` and the other ranks of its pipeline inside the ``with`` block."""
     stages = [module for _, module in model.named_modules() if getattr(module, "pipeline_size", 1) > 1]
     kept = [(stage.pipeline_rank, stage.pipeline_size) for stage in stages]
     for stage in stages:

@@ -56,7 +56,7 @@ def check(request: Request) -> None:
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the attention variants that are timed for a case: dense attention and each sparse method.
+    """Yield the attention variants to time for a case: dense attention and each sparse method, on each backend.
 
     Raises:
         MemoryError: the case is too large for this machine.
@@ -71,7 +71,10 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
 
 
 def records_of(coded: KeyCodes) -> Array:
-    """Convert int4 scoring keys to the layout of the operators: uint8 ``(B, Hkv * D, groups, 36)``."""
+    """Convert int4 scoring keys to the layout of the operators, uint8 ``(B, Hkv * D, groups, 36)``.
+
+    The last axis contains the 36 bytes for one component of a group of 64 keys.
+    """
     ranges = np.stack([coded.lo, coded.step], axis=-1).astype("<f2").view(np.uint8)
     records = np.concatenate([ranges, coded.codes.reshape(*coded.lo.shape, -1)], axis=-1)
     return records.reshape(len(records), -1, *records.shape[-2:])
@@ -98,7 +101,7 @@ class Caches:
         return self._sets[kind]
 
     def arrays(self, problem: inputs.Problem, kind: str) -> dict[str, Array]:
-        """Return the arrays of ``kind`` for ``problem`` by input name, padded to the capacity of the caches."""
+        """Return the arrays of ``kind`` for ``problem`` as a dict by input name, padded to the caches' capacity."""
         _, Hkv, S, D = problem.keys.shape
         keys, values = (memory.zeros((1, Hkv, self.capacity, D), self.case.dtype) for _ in "kv")
         keys[:, :, :S], values[:, :, :S] = problem.keys, problem.values
@@ -144,14 +147,17 @@ class OrtVariant(Variant):
         self._binding = self._session.io_binding()
 
     def new_tokens(self, rows: Sequence[Array], start: int) -> dict[str, Array]:
-        """Return the arrays of a call by name, for queries, keys and values ``rows`` that follow ``start`` tokens."""
+        """Return the input and output arrays of a call as a dict by name, except the caches.
+
+        ``rows`` are the queries, keys and values of the new tokens. ``start`` is the number of tokens before them.
+        """
         names = ("query", "key", "value")
         new = {name: np.ascontiguousarray(row, self.case.dtype) for name, row in zip(names, rows, strict=True)}
         numbers: dict[str, Array] = {"past_length": np.array([start]), "left_padding": np.array([0])}
         return new | numbers | {"output": np.zeros_like(new["query"])}
 
     def place(self, arrays: Mapping[str, Array]) -> None:
-        """Bind ``arrays`` as inputs and outputs of the next runs, without copying them."""
+        """Bind ``arrays`` to inputs and outputs by name. Also bind each ``past_X`` to the output ``present_X``."""
         for name, array in arrays.items():
             value = memory.ort_value(array)
             if name in self._inputs:
@@ -225,7 +231,10 @@ class OrtStep(OrtVariant):
         return self._arrays["output"]
 
     def run(self, turn: int) -> float:
-        """Return the time of the second of two steps on different cache copies. The first step wakes the threads."""
+        """Run two decode steps and return the time of the second step in seconds. The first step wakes the threads.
+
+        ``turn`` is the index of the measurement. It selects the cache copies, which differ between the two steps.
+        """
         time.sleep(PAUSE)
         start = 0.0
         for n in (2 * turn, 2 * turn + 1):
@@ -237,7 +246,7 @@ class OrtStep(OrtVariant):
 
 
 class OrtPrefill(OrtVariant):
-    """Variant that runs prefill in one call. The function body of dense attention gets `CHUNK` tokens per call."""
+    """Variant that runs prefill in one call, or in chunks of `CHUNK` tokens for dense attention's function body."""
 
     def prepare(self) -> None:
         case, prompt, common = self.case, self.shared, self.common(C=self.case.S)

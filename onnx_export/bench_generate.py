@@ -1,7 +1,7 @@
-"""Measure the decode speed in tokens/s of exported models in float32: ``mlx-sparse bench generate --runtime onnx``.
+"""Measure the decode speed of exported float32 models in tokens/s, for ``mlx-sparse bench generate --runtime onnx``.
 
 The caches are filled with random numbers, because decode speed depends only on the context length, and prefill of
-32,768 tokens would take half an hour on a CPU. `Decoder.check` compares the logits of both backends.
+32,768 tokens would take half an hour on a CPU. `Decoder.check` compares the logits of all backends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .exporter.export import export
 from .runtime import native
 from .runtime.runner import Runner
 
-MODES = {"native": "auto", "standard": "off"}  # name of the backend: argument `native` of `Runner`
+MODES = {"native": "auto", "standard": "off"}  # from a backend to the argument `native` of `Runner`
 TOKENS = (5, 6, 7)  # token ids that the check decodes
 MOST_ERROR = 0.05  # tolerance relative to the largest logit; rounding may change the selected keys
 
@@ -34,7 +34,7 @@ MOST_ERROR = 0.05  # tolerance relative to the largest logit; rounding may chang
 def variants(
     model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, threads: int
 ) -> Iterator[list[Generation]]:
-    """Export a model with each method. For each context length, yield the decoders for all methods and backends.
+    """Export a model with each method. For each context length, yield a list with one decoder per method and backend.
 
     Raises:
         ConfigError: the model cannot be exported for both backends, or supports only shorter contexts.
@@ -56,7 +56,7 @@ def variants(
 
 
 def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
-    """Fill the caches with random numbers. Both backends get the same numbers.
+    """Fill the caches with random numbers. The seed is fixed, so that all backends get the same numbers.
 
     Raises:
         MemoryError: the caches are too large for this machine.
@@ -91,7 +91,7 @@ class Decoder(Generation):
         return runner.step([[token]]).copy()
 
     def check(self) -> str | None:
-        """Return a message if the logits of decode steps differ between the backends, else None."""
+        """Return a message if the logits differ between the backends by more than `MOST_ERROR`, else None."""
         errors = []
         for token in TOKENS:
             ours, *others = (self._first(runner, token) for runner in self._runners.values())

@@ -19,7 +19,10 @@ WEIGHT_TYPES = ("float32", "float16")
 
 
 def element(kind: str, **own: str) -> int:
-    """Return the ONNX data type of ``kind``, such as "tensor(int64)". ``own`` maps type variables to dtypes."""
+    """Return the ONNX data type of ``kind``, which is a type such as "tensor(int64)" or a type variable such as "T".
+
+    ``own`` maps type variables to dtypes, such as ``T="float16"``.
+    """
     if kind in own:
         return TYPES[own[kind]]
     return int(onnx.TensorProto.DataType.Value(kind.removeprefix("tensor(").removesuffix(")").upper()))
@@ -71,6 +74,7 @@ def operator_model(
         name: the name of the operator.
         dtype: type of queries, keys and values: float32, float16 or bfloat16.
         weights: type W of centroids and query networks: float32 or float16.
+        profile: opset version and IR version of the model.
         sizes: fixed axis lengths, such as ``{"D": 128}``; all other axes stay symbolic.
         attributes: all attributes except ``spec``.
 
@@ -104,7 +108,7 @@ def operator_model(
 
 
 def check(model: onnx.ModelProto) -> None:
-    """Register our operators, and validate a model with the ONNX checker and shape inference.
+    """Validate a model, which may contain our operators, with the ONNX checker and shape inference.
 
     Raises:
         onnx.checker.ValidationError, onnx.shape_inference.InferenceError: the model is invalid.

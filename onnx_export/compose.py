@@ -1,8 +1,8 @@
 """Build the function body of each operator: a model-local ONNX function that consists of standard operators.
 
-The functions for decode steps and appends are ONNX text in bodies/, one file per method. shared.onnxtxt begins with the
-constants. If an operator appends to caches and then computes attention, its body calls these functions. Each call
-receives the values and attributes of the operator that have the same names.
+The functions for appending and for decode steps are ONNX text in bodies/, with one file per method. shared.onnxtxt
+begins with constants, which every function can use. If an operator appends to caches and then computes attention, its
+body calls these functions. A called function receives its inputs and attributes from the operator by name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def operator(name: str) -> Operator:
 
 
 def function(name: str, profile: Profile = DEFAULT) -> FunctionProto:
-    """Return the function body of ``name``, an operator or one of `FUNCTIONS`. It may call other functions."""
+    """Return the function body of ``name``, an operator or one of `FUNCTIONS`. The body may call other functions."""
     if name not in FUNCTIONS and (operator(name).base or name) in COMPOSED:
         return _attention(operator(name), profile)
     made = FunctionProto()
@@ -71,7 +71,10 @@ def _parsed(name: str) -> FunctionProto:
 
 @cache
 def _texts() -> dict[str, str]:
-    """Read the files in bodies/. Return the texts of the functions and the constants by name, without comments."""
+    """Read the files in bodies/. Return a dict from function names to texts without comments.
+
+    The entry `CONSTANTS` is the text of all constants.
+    """
     found = {}
     for file in sorted(BODIES.glob("*.onnxtxt")):
         constants, *functions = re.split(r"(?m)^(?=<opset_import)", re.sub(r"#.*", "", file.read_text("utf-8")))
@@ -85,7 +88,7 @@ def _texts() -> dict[str, str]:
 
 
 def _attention(made: Operator, profile: Profile) -> FunctionProto:
-    """Compose the function body of an operator: append to the caches, then run a decode step or prefill."""
+    """Compose the body of operator ``made``, which appends to the caches and then runs a decode step or prefill."""
     append, step = COMPOSED[made.base or made.name]
     prompt = _call(PROMPTS if made.base else "DenseAttention", made)
     nodes = [
@@ -105,7 +108,10 @@ def _attention(made: Operator, profile: Profile) -> FunctionProto:
 
 
 def _call(name: str, caller: Operator) -> NodeProto:
-    """Build a node that calls a function with the attributes of ``caller``. Without a window, pass ``window=0``."""
+    """Build a node that calls the function ``name`` with the attributes of the operator ``caller``.
+
+    If the function needs ``window`` and ``caller`` has no such attribute, the node sets ``window=0``.
+    """
     called = _parsed(name)
     node = helper.make_node(name, [CACHES.get(value, value) for value in called.input], called.output, domain=DOMAIN)
     for attribute in called.attribute:
@@ -125,9 +131,9 @@ def _branch(name: str, calls: list[NodeProto]) -> GraphProto:
 
 
 def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[FunctionProto]:
-    """Return the function bodies of operators, preceded by the functions that they call.
+    """Return the function bodies of the operators ``names``. Every function comes after the functions that it calls.
 
-    Skip operators without a function body, which only the native kernels run.
+    Operators without a function body, which only the native kernels run, are skipped.
     """
     found: dict[str, FunctionProto] = {}
     for name in names:

@@ -9,8 +9,8 @@ from mlx_sparse.methods import NEVER, SAAP, Method, SparQ
 # Defaults that differ from `--attn`, because only native kernels can read quantized scoring keys.
 IN_FILES: dict[str, Method] = {"sparq": SparQ(key_bits=16)}
 LANES = (4096, 2048, 1024, 512, 256, 128, 64)
-# Elements per KV head that a sparse step must save to be faster than dense attention as a function body. The many small
-# nodes of the function body of SparQ or SAAP cost as much as reading this number of elements.
+# Number of elements per KV head that a sparse step must skip to be faster than dense attention, if both are function
+# bodies. The many small nodes in the function body of SparQ or SAAP cost as much as reading this number of elements.
 ENOUGH_SAVED, SAAP_ENOUGH_SAVED = 1 << 19, 1 << 20
 BUCKET_READ_COST = 0.2  # cost of reading the bucket of a key in SAAP's function body, relative to attending to the key
 # Tokens per prefill chunk. SampleAttention scores one row block per chunk, so its chunks are as long as in mlx-lm.
@@ -23,7 +23,8 @@ SAMPLE_BELOW = 2048
 def lanes_for(length: int) -> int:
     """Return the number of keys per chunk of component-major keys, for caches of ``length`` tokens.
 
-    Longer chunks are faster to read, but the cache length is rounded up to whole chunks, by at most 1/16.
+    Longer chunks are faster to read, but the caches consist of whole chunks. The result is the longest chunk that makes
+    the caches at most 1/16 longer than ``length``, or the shortest chunk if there is no such chunk.
     """
     return next((lanes for lanes in LANES if -length % lanes * 16 <= length), LANES[-1])
 
@@ -31,8 +32,9 @@ def lanes_for(length: int) -> int:
 def dense_below(config: SparQ, D: int) -> int:
     """Return the number of keys below which SparQ decode steps are dense: the setting, or an estimate for "auto".
 
-    Function bodies and native kernels use the same number, because both must compute the same result. With fewer keys,
-    function bodies are slower than dense attention. Native kernels are already faster at about 500 keys.
+    The estimate is the length at which SparQ's function body becomes faster than dense attention for head dim ``D``.
+    With native kernels, SparQ becomes faster at only about 500 keys. The estimate is nevertheless the same, so that a
+    file computes the same result with and without native kernels.
     """
     shortest = config.shortest_context()
     if config.dense_below != "auto" or config.top_k < SparQ.top_k:
@@ -43,7 +45,8 @@ def dense_below(config: SparQ, D: int) -> int:
 def saap_dense_below(config: SAAP, D: int, buckets: int, network: int) -> int:
     """Return the number of keys below which SAAP decode steps are dense: the setting, or an estimate for "auto".
 
-    The cost model assumes buckets of equal size. ``network`` is the number of network weights per KV head.
+    The estimate assumes that all ``buckets`` have equal size. ``D`` is the head dim, and ``network`` is the number of
+    query network weights per KV head.
     """
     shortest = config.attended + 1
     if config.dense_below != "auto":

@@ -26,7 +26,10 @@ W = ("tensor(float)", "tensor(float16)")  # types of query networks and centroid
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output of an operator. ``axes`` names its axes; an axis "?" has an unknown length."""
+    """An input or output of an operator.
+
+    ``axes`` lists its axes, separated by spaces: a name, a fixed length such as "36", or "?" for an unknown length.
+    """
 
     name: str
     type: str
@@ -47,7 +50,7 @@ class Tensor:
 class Attribute:
     """An attribute of an operator. An integer may have bounds ``low`` and ``high``, or a list of ``choices``.
 
-    A float with ``high`` is a fraction above 0 and at most 1.
+    A float with a ``high`` bound must be above 0 and at most 1.
     """
 
     name: str
@@ -64,7 +67,7 @@ class Operator:
 
     Attributes:
         base: name of the operator that this operator extends with SampleAttention for prefill, or "".
-        has_body: False if only the native kernels run the operator, True if `compose.function` returns its body.
+        has_body: True if the operator has a function body (see `compose.function`), False if it needs native kernels.
     """
 
     name: str
@@ -81,7 +84,7 @@ class Operator:
 
     @property
     def states(self) -> dict[str, Tensor]:
-        """Inputs ``past_NAME`` that have an output ``present_NAME``, keyed by NAME."""
+        """Inputs ``past_NAME`` for which the operator has an output ``present_NAME``, as a dict by NAME."""
         given = {tensor.name for tensor in self.outputs}
         pasts = {tensor.name.removeprefix("past_"): tensor for tensor in self.inputs}
         return {name: tensor for name, tensor in pasts.items() if f"present_{name}" in given}

@@ -379,7 +379,7 @@ CODE_RECORD = 36  # bytes per component of a group of int4 scoring keys: lo, ste
 
 
 def coded_axes(capacity: int) -> dict[str, int]:
-    """Return the length of the axis ``groups`` of int4 scoring keys, for caches of ``capacity`` keys."""
+    """Return a dict with the length of the axis ``groups`` of int4 scoring keys, for caches of ``capacity`` keys."""
     return {"groups": -(-capacity // GROUP)}
 
 
@@ -399,8 +399,8 @@ def _sampling(base: Operator) -> Operator:
 # Each operator that appends to caches and attends has a variant with SampleAttention for prefill.
 _PAIRS = {pair.name: pair for pair in map(_sampling, OWN.values()) if pair.states and pair.outputs[0] is OUTPUT}
 OPERATORS: Mapping[str, Operator] = {**OWN, **_PAIRS}
-# States that a virtual layer cannot store, because their shape differs from keys and values.
+# States whose shape differs from that of keys. The exporter cannot store such states in virtual layers for genai.
 RECURRENT = sorted({name for each in OWN.values() for name, state in each.states.items() if not state.as_keys})
 SAMPLING: Mapping[str, str] = {
     pair.base: name for name, pair in _PAIRS.items()
-}  # name of an operator: name of its variant with SampleAttention
+}  # from an operator's name to the name of its variant with SampleAttention

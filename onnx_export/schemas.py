@@ -13,9 +13,10 @@ from .operators import OPERATORS
 
 
 def infer(operator: Operator) -> Callable[[onnx.shape_inference.InferenceContext], None]:
-    """Return a shape inference function for an operator. Axes with the same name must have the same length.
+    """Return a function that infers the types and shapes of an operator's outputs from its inputs.
 
-    The returned function raises `onnx.shape_inference.InferenceError` if the shapes of the inputs disagree.
+    Axes with the same name must have the same length. If two lengths differ, the returned function raises
+    `onnx.shape_inference.InferenceError`.
     """
 
     def run(context: onnx.shape_inference.InferenceContext) -> None:
@@ -49,7 +50,7 @@ def _bind(
     shape: onnx.TensorShapeProto,
     lengths: dict[str, onnx.TensorShapeProto.Dimension],
 ) -> None:
-    """Record the axis lengths of one input in ``lengths``. Prefer a fixed length to a symbolic length."""
+    """Record the length of each axis of ``tensor`` in ``lengths``. A fixed length replaces a symbolic length."""
     where = f"{operator.name}: {tensor.name}"
     if len(shape.dim) != len(tensor.dims):
         raise onnx.shape_inference.InferenceError(f"{where}: expected axes ({tensor.axes}), got {len(shape.dim)} axes.")
@@ -68,7 +69,7 @@ def _bind(
 
 
 def schema(operator: Operator) -> OpSchema:
-    """Return the `onnx.defs.OpSchema` of an operator with its shape inference."""
+    """Return the `onnx.defs.OpSchema` of an operator, including its shape inference function."""
     kinds = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT}
 
     def formal(tensor: Tensor) -> OpSchema.FormalParameter:
@@ -93,7 +94,7 @@ def schema(operator: Operator) -> OpSchema:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Register the schemas during a ``with`` block, so that the ONNX checker and shape inference support them."""
+    """Register the schemas of all operators during a ``with`` block, so that the ONNX checker accepts the operators."""
     for operator in OPERATORS.values():
         onnx.defs.register_schema(schema(operator))
     try:

@@ -3,8 +3,9 @@
 
 python scripts/crossover_trials.py [--trials 50] [--fast-blas] [--attn sparq] > trials.jsonl
 
-Each trial measures the crossover length again and then independently times steps at this length. The trials
-are printed to standard output, and a summary table to standard error. 50 trials take about 6 minutes on two cores.
+Each trial measures the crossover length again. Then the trial times dense and sparse decode steps at this length,
+independently of the first measurement. The trials are printed to standard output, and a summary table to standard
+error. 50 trials take about 6 minutes on two cores.
 """
 
 from __future__ import annotations

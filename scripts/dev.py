@@ -54,7 +54,7 @@ NOT_CODE = {".svg", ".png", ".json", ".jsonl"}
 
 
 def run(*command):
-    """Print a command and run it in the project root. If the command fails, exit with its status."""
+    """Print a command and run it in the project root. If the command fails, exit with the status of the command."""
     command = [str(part) for part in command]
     print("$", " ".join(shlex.quote(part) for part in command), flush=True)
     status = subprocess.call(command, cwd=str(ROOT))
@@ -75,7 +75,10 @@ def make_venv(uv):
 
 
 def setup(wanted):
-    """Update .venv if pyproject.toml, the native kernels or the list of modules changed since the last install."""
+    """Install the requirement ``wanted`` (BASE or TEST) into .venv, unless the installation is up to date.
+
+    An installation is outdated if pyproject.toml, the native kernels or the list of modules changed.
+    """
     read = [ROOT / "pyproject.toml", *sorted(path for path in KERNELS.iterdir() if path.is_file())]
     modules = sorted(str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
     state = hashlib.sha256(b"".join([*(path.read_bytes() for path in read), *map(str.encode, modules)])).hexdigest()
@@ -102,7 +105,7 @@ def lint():
 
 
 def tests(args):
-    """Return ``args`` for pytest, but replace [] by options for the fast tests, and --all by options for all tests."""
+    """Return ``args`` for pytest. Replace [] by options for the fast tests, and ["--all"] by options for all tests."""
     if args not in ([], ["--all"]):
         return args
     # Distribute whole files, so that the fixtures of a file are made once. Slow files come first.

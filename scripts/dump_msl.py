@@ -63,7 +63,7 @@ class Text:
 
 
 def utils() -> str:
-    """Return the header of every custom kernel: utils.h of the installed MLX, with each included file once."""
+    """Return the header of every custom kernel: utils.h of the installed MLX, with each included file inserted once."""
     root = Path(mx.__file__).parent / "include"
     parts: dict[str, str] = {}
 

@@ -5,7 +5,7 @@ python scripts/plots.py bytes      docs/bytes.svg: bytes of a decode step by con
 python scripts/plots.py speed      docs/speed.svg: tokens per second by context, from docs/results/context.jsonl
 python scripts/plots.py measure    measure docs/results/context.jsonl on this machine (6 minutes on two cores)
 
-`mlx-sparse report` draws docs/quality.svg, quality against bytes.
+`mlx-sparse report` draws docs/quality.svg, which shows the quality against the bytes that the methods read.
 """
 
 from __future__ import annotations

@@ -72,10 +72,10 @@ def main() -> int:
 
 
 def cost(subject: Steps, attn: str) -> dict[str, float]:
-    """Time decode steps in each of the `MODES`. Return the median ratio of their times to the times of mode "never".
+    """Time decode steps in each of the `MODES`. Return the median ratio of the times to the times of mode "never".
 
-    In this mode, no step counts the estimate. Each ratio compares the same four consecutive steps of two runs in the
-    same turn.
+    In mode "never", no estimate is recorded, so MLX computes no estimate. Each ratio compares the same four consecutive
+    decode steps of two runs in the same turn.
     """
     times: dict[str, list[Any]] = {mode: [] for mode in MODES}
     for turn in range(TURNS):

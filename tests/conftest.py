@@ -31,7 +31,8 @@ pytest_plugins = ["fixtures_onnx", "fixtures_triton", *MODELS]
 # Linux only.
 OLD = "on this Python" if sys.version_info < (3, 11) else ""
 NO_TRITON = "" if importlib.util.find_spec("triton") or required("triton") else "without triton"
-NOT_HERE = {"*test_onnx_*.py": OLD, "test_site.py": OLD, "*test_triton_*.py": NO_TRITON}
+NO_VLM = "" if importlib.util.find_spec("mlx_vlm") or required("mlx_vlm") else "without mlx-vlm"
+NOT_HERE = {"*test_onnx_*.py": OLD, "test_site.py": OLD, "*test_triton_*.py": NO_TRITON, "*test_vlm*.py": NO_VLM}
 collect_ignore_glob = [names for names, why in NOT_HERE.items() if why]
 
 

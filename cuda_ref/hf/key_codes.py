@@ -20,7 +20,7 @@ class Codes:
 
     Attributes:
         coded: `KeyCodes` with the capacity of the key buffer. Slots after the last full group of a sequence are stale.
-        length: number of rows in the prefix whose full groups are quantized.
+        length: number of rows that have been processed; all full groups in these rows are quantized.
         padding: ``(B,)`` index of the first valid row of each sequence, or None.
     """
 

@@ -71,12 +71,13 @@ class State:
 class RunningStatistics:
     """Running mean and, optionally, sum of squared deviations of each component over the cache rows.
 
-    Each chunk of rows is reduced to its mean and sum of squared deviations before the merge. The result is accurate
-    even if the mean is much larger than the spread. In this case, a difference of plain sums would lose most digits.
+    Each chunk of rows is reduced to its mean and sum of squared deviations before it is merged into `state`. The result
+    is accurate even if the mean is much larger than the spread. In this case, a difference of plain sums would lose
+    most digits.
 
     Removed rows are not subtracted, because a NaN or a rounding error would remain. After a crop, the statistics
-    restart from the last remaining mark, or from zero, and the rows after the mark are merged again. When a block is
-    full, its rows are merged again in one step, without the rounding errors of row-by-row merges.
+    restart from the last remaining copy in `marks`, or from zero, and the rows after this copy are merged again. When a
+    block is full, its rows are merged again in one step, without the rounding errors of row-by-row merges.
 
     Attributes:
         state: statistics of all rows that were merged so far.

@@ -5,9 +5,9 @@ The kernels do not store the scores, and compute each product of a query and a k
 float32 numbers for each sampled query and key block, because the keys of a block are in at most two offset bins of a
 query. A key is in the second bin if its index in its block is greater than the query's index in its own block. The
 numbers are logarithms of sums that are not normalized, so no program needs the largest score or the sum of the whole
-row. `sample_sums` reads these 8 bytes twice, along columns and along diagonals. With 128 sampled queries this is 24
-bytes per key and query head, from the L2 cache for up to about 200k keys. A second pass over the keys would read D *
-itemsize bytes and repeat the products.
+row. `sample_sums` reads these two numbers twice, once by column and once by diagonal. With 128 sampled queries, writing
+and reading the numbers moves 24 bytes per key and query head. For up to about 200k keys, the numbers fit into the L2
+cache. A second pass over the keys would read D * itemsize bytes per key and repeat the products.
 
 `merge_blocks` writes the list of key blocks of every row block (sample.7), one list per program. It reads two bytes for
 each key block up to the diagonal, and writes four bytes per entry. A block is selected by its column or by one of two
@@ -145,7 +145,10 @@ def row_logarithms(statistics, splits, m, BLOCK_SIZE: tl.constexpr, BLOCK_SPLITS
 
 @triton.jit
 def bin_weight(parts, block, which: tl.constexpr, m, seen, logarithm, BLOCK_SIZE: tl.constexpr):
-    """Return the softmax weight of each key block's near (``which`` 0) or far (1) keys, summed over queries ``m``."""
+    """Return the softmax weight of one of the two offset bins of each key block, summed over the queries ``m``.
+
+    ``which`` is 0 for the first bin (near keys), and 1 for the second bin (far keys).
+    """
     place = (block * 2 + which) * BLOCK_SIZE + m[None, :]
     part = tl.load(parts + place, mask=(block >= 0) & (block < seen), other=float("-inf"))
     return tl.sum(tl.exp2(part - logarithm[None, :]), axis=1)

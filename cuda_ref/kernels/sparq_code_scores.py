@@ -6,7 +6,8 @@ the keys after the last full group, RANK * itemsize bytes per key. A program wri
 and the largest logit and the sum of exponentials of each tile and query head.
 
 Tiles are counted from a row's first valid key, so that reads of codes are aligned. All rows have as many tiles as the
-longest row. Programs do not read tiles after the last group of a row, and write them as tiles without a valid key.
+longest row. In a shorter row, the programs do not read the tiles after the last full group. They write these tiles as
+tiles without a valid key.
 """
 
 import triton
@@ -36,7 +37,10 @@ def write_tile(logits, statistics, approximate, s, end, heads, there, tile, tile
 
 @triton.jit
 def write_margin(logits, first, end, heads, there, stride_l):
-    """Write "no weight" to the columns ``first`` to ``end - 1``, at most 16, which aligned loads also read."""
+    """Write logits with softmax weight 0 to columns ``first`` to ``end - 1``, at most 16 columns.
+
+    Aligned loads also read these columns.
+    """
     column = first + tl.arange(0, 16)
     weight = tl.full([16], NO_WEIGHT if logits.dtype.element_ty == tl.uint8 else float("-inf"), tl.float32)
     weight = weight.to(logits.dtype.element_ty)

@@ -171,6 +171,9 @@ def attend(
 
 
 def programs_for_counts(rows: int, entries: int, block: int, device: torch.device) -> int:
-    """Return the number of programs that fills all processors, with two or more per row and at most one per block."""
+    """Return the number of programs to launch for ``rows`` rows of at most ``entries`` entries.
+
+    The programs keep all processors busy. There are at least two per row, but at most one per ``block`` entries.
+    """
     wanted = max(PROGRAMS_PER_PROCESSOR * configs.processors(device), 2 * rows)
     return min(wanted, rows * max(1, -(-entries // block)))

@@ -115,5 +115,8 @@ class Prefill:
 
 
 def positive(queries: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """Return queries and a positive scale that keep the logits, so that the largest product is the largest logit."""
+    """Return queries and a positive scale that give the same logits as ``queries`` and ``scale``.
+
+    With a positive scale, the key with the largest product also has the largest logit.
+    """
     return (queries, scale) if scale > 0 else (queries * math.copysign(scale != 0, scale), abs(scale) or 1.0)

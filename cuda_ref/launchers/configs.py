@@ -21,8 +21,8 @@ class Tiles:
     """Key tile and launch options of one program of the decode kernels.
 
     Attributes:
-        elements: number of key elements that are loaded at a time, if an element has two bytes.
-        warps: number of warps of 32 threads, if an element has two bytes.
+        elements: number of key elements that are loaded at a time, for elements of two bytes.
+        warps: number of warps of 32 threads, for elements of two bytes.
         stages: number of stages of the software pipeline.
     """
 
@@ -190,9 +190,10 @@ def splits(items: int, rows: int, per_processor: int, device: torch.device) -> i
 
 
 def share(items: int, block: int, rows: int, per_processor: int, device: torch.device) -> int:
-    """Return how many of a row's ``items`` each program processes, so that ``rows`` rows keep all processors busy.
+    """Return how many items each program processes, a multiple of ``block``.
 
-    The number is a multiple of ``block``.
+    The programs of all rows together then keep all processors busy. There are ``rows`` rows, and each row has ``items``
+    items.
     """
     programs = max(1, per_processor * processors(device) // rows)
     return -(-max(1, -(-items // programs)) // block) * block

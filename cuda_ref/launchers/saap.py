@@ -92,7 +92,7 @@ def _(queries: torch.Tensor, out_weight: torch.Tensor, *given: Any) -> torch.Ten
 def _hidden(
     queries: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int, rows: Mapping[str, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the hidden layer. Return its float32 output ``(B, Hkv, G, H)`` and zeroed tickets for `saap_route`."""
+    """Compute the hidden layer. Return float32 outputs ``(B, Hkv, G, H)`` and zeroed counters for `saap_route`."""
     B, D = queries.shape[0], queries.shape[3]
     Hkv, _, H = weight.shape
     device = queries.device

@@ -178,7 +178,7 @@ def select_share(scores: torch.Tensor, alpha: float) -> torch.Tensor:
     """Select the largest of ``scores (..., Nk)`` until their share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
     Returns:
-        uint8 mask with the shape of ``scores``, 1 = selected. Of equal scores, the first is selected first.
+        uint8 mask with the shape of ``scores``, 1 = selected. Among equal scores, the lower index is selected first.
         If the shares are NaN, all scores are selected.
     """
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)

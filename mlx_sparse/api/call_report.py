@@ -219,8 +219,8 @@ class Report(Totals):
     def saved_share(self) -> float:
         """Share of a decode step's bytes that sparse attention saves, averaged over the sparse steps.
 
-        A step reads all weights, and the keys and values of the served layers. A memory-bound step gets shorter by this
-        share.
+        A step reads all weights, and the keys and values of the served layers. The time of a memory-bound step
+        decreases by this share.
         """
         per_step = self.served_layers / max(self.sparse_calls, 1)
         dense = self.dense_bytes * per_step

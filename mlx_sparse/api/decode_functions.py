@@ -152,7 +152,10 @@ class DecodeFunctions:
         )
 
     def code_keys(self, keys: Array, *, left_padding: Array | None = None, backend: str = "auto") -> KeyCodes:
-        """Quantize ``keys`` to int4 (sparq.17 to sparq.20), for ``keys_t`` of `sparq_attention` with ``key_bits=4``."""
+        """Quantize ``keys`` to int4 scoring keys (sparq.17 to sparq.20).
+
+        Pass the result to `sparq_attention` as the argument ``keys_t``, and set ``key_bits=4``.
+        """
         call = Call(self._library, "code_keys", (keys, keys, keys), left_padding=left_padding, backend=backend)
         coded: KeyCodes = call.load("code_keys")(keys, call.left_padding)
         return coded

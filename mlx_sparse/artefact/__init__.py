@@ -31,8 +31,8 @@ MAX_HIDDEN = 1024  # largest hidden size that the kernels support
 class Layer:
     """Centroids and query networks of one layer, with batch norm merged into the network weights.
 
-    Shapes: centroids ``(Hkv, C, D)``, hidden_weight ``(Hkv, D, H)``, hidden_bias ``(Hkv, H)``, out_weight
-    ``(Hkv, H, C)``, out_bias ``(Hkv, C)``.
+    Shapes for C buckets and H hidden units: centroids ``(Hkv, C, D)``, hidden_weight ``(Hkv, D, H)``, hidden_bias
+    ``(Hkv, H)``, out_weight ``(Hkv, H, C)``, out_bias ``(Hkv, C)``.
     """
 
     centroids: mx.array
@@ -54,8 +54,8 @@ class Artefact:
         layers: centroids and query networks of each layer, by the index of its KV cache in the model.
         buckets: number of buckets C of every layer.
         hidden: number of hidden units H of every layer.
-        sink_tokens, recent_tokens: numbers of first and last keys that every step attends to. The training targets
-            exclude these keys.
+        sink_tokens, recent_tokens: numbers of first and last keys that every decode step attends to. The training
+            targets exclude these keys.
         model: ``model_type`` and ``hash`` of the model that was used for training.
         training: training options and results, for information only.
         versions: package versions at training time.
@@ -98,10 +98,10 @@ class Artefact:
             )
 
     def part_for(self, model: Any) -> Artefact:
-        """Return the centroids and query networks for ``model``, which may have a subset of the layers and KV heads.
+        """Return the part of this artefact for ``model``, which may have only some of the trained layers and KV heads.
 
         The artefact is checked as in `check_model`. If the model is split across processes and
-        `model_info.record_facts` did not record the whole model, only the family and the shapes are checked.
+        `model_info.record_facts` did not record the whole model, only the model type and KV head shapes are checked.
 
         Raises:
             ArtefactError: the artefact is for another model, or cannot be split in the same way as ``model``.
@@ -172,7 +172,10 @@ def load(path: str | Path) -> Artefact:
 
 
 def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) -> Layer:
-    """Return ``layer`` with only the KV heads of ``part``. MLX assigns consecutive heads to each rank."""
+    """Return ``layer`` with only the KV heads that this process runs. MLX assigns consecutive heads to each rank.
+
+    ``index`` is the layer's index in the whole model, and ``shape`` is (KV heads, head dim) in this process.
+    """
     heads, _, D = layer.centroids.shape
     if shape == (heads, D):  # every rank has all KV heads
         return layer

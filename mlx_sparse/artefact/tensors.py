@@ -58,7 +58,7 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping
 
 
 def refuse(path: Path, found: str) -> ArtefactError:
-    """Return an `ArtefactError` about a file; ``found`` describes the problem and is cut to `QUOTED` characters."""
+    """Return an `ArtefactError` about ``path``. ``found`` describes the problem and is cut to `QUOTED` characters."""
     found = " ".join(found.split())
     found = found if len(found) <= QUOTED else f"{found[:QUOTED]}..."
     return ArtefactError(f"{path}: expected a file written by mlx-sparse train-saap, got {found}. Train it again.")

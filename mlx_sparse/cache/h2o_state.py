@@ -34,8 +34,8 @@ class Scores:
 class H2OState(State):
     """Accumulated attention scores for the keys of a cache.
 
-    The scores cannot be rebuilt from keys and values. The scores become unknown if the queries of a row were not
-    added, or if the cache is trimmed to fewer rows than the oldest stored scores include.
+    The scores cannot be rebuilt from keys and values. The scores become unknown if the queries of some rows were not
+    added, or if a trim leaves fewer rows than the oldest entry of ``states`` covers.
 
     Attributes:
         states: `Scores` after each of the last `STATES` updates, in ascending order of length.

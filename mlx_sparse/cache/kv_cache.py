@@ -1,4 +1,6 @@
-"""Define subclasses of mlx-lm's KV caches for sparse attention. ``state`` excludes the auxiliary cache state.
+"""Define subclasses of KV caches of mlx-lm and mlx-vlm for sparse attention.
+
+The ``state`` property of these caches is the same as in the base classes and excludes the auxiliary cache state.
 
 `adopt` changes the class of a cache in place. Keys, values and offset stay the same, so saving, trimming, merging and
 batching work as before.
@@ -6,10 +8,14 @@ batching work as before.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 from ..methods.table import WHOLE_BUFFERS
@@ -21,15 +27,15 @@ from .state import State
 DEQUANTIZED_BYTES = 16 << 20
 
 
-class SparseKVCache(SparseCache, KVCache):
-    """`mlx_lm.models.cache.KVCache` with sparse attention."""
+class SparseSingle(SparseCache):
+    """Mixin that adds sparse attention to the KV cache of one sequence."""
 
     @staticmethod
     def merge(caches: Any) -> Any:
         return merge(caches)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        packed: Any = super().to_quantized(group_size=group_size, bits=bits)
+        packed: Any = super().to_quantized(group_size=group_size, bits=bits)  # type: ignore[misc]
         for method, state in self.aux_states.items():
             if (found := state.pack()) is not None:
                 adopt(packed)
@@ -37,8 +43,10 @@ class SparseKVCache(SparseCache, KVCache):
         return packed
 
 
-class SparseQuantizedKVCache(SparseCache, QuantizedKVCache):
-    """`mlx_lm.models.cache.QuantizedKVCache` with sparse attention. Decode steps read the quantized rows."""
+class SparseQuantized(SparseCache):
+    """Mixin that adds sparse attention to a quantized KV cache. Decode steps pass quantized rows to the backend."""
+
+    bits: int
 
     @property
     def key_rows(self) -> PackedRows:
@@ -69,10 +77,15 @@ class SparseQuantizedKVCache(SparseCache, QuantizedKVCache):
         return tuple(mx.concatenate(list(found), axis=1) for found in zip(*parts, strict=True))
 
 
-class SparseBatchKVCache(SparseCache, BatchKVCache):
-    """`mlx_lm.models.cache.BatchKVCache`, a left-padded batch of sequences, with sparse attention."""
+class SparseBatch(SparseCache):
+    """Mixin that adds sparse attention to the KV cache of a left-padded batch of sequences."""
 
+    _idx: int
+    _right_padding: Any
+    left_padding: mx.array
     padding_mask: mx.array | None = None
+    sliced_masks = False  # True for a model of mlx-vlm, which may pass slices of the padding mask
+    other_mask = False  # True after the model has passed another mask
     _first: list[int] | None = None  # cached `first_rows`; None after rows moved
     # End row of each prompt while mlx-lm processes prompts of different lengths with right padding. `lm.seam` sets it.
     prompt_ends: list[int] | None = None
@@ -88,8 +101,10 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         return padding
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:
-        mask: mx.array = super().make_mask(N, return_array, **kwargs)
-        # `is_padding_mask` compares masks with this mask by identity. A mask without a window hides only left padding.
+        # `is_padding_mask` reads the address of a sliced mask. On the CPU, that does not wait for layers on the GPU.
+        with mx.stream(mx.cpu) if self.sliced_masks else nullcontext():
+            mask: mx.array = super().make_mask(N, return_array, **kwargs)  # type: ignore[misc]
+        # `is_padding_mask` compares other masks by identity. A mask without a window hides only left padding.
         self.padding_mask = mask if kwargs.get("window_size") is None else None
         return mask
 
@@ -100,7 +115,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
         # Reading `left_padding` waits for the GPU. Read all layers together, and again only if sequences change.
         if self._first is None:
-            batches = [entry for entry in (self, *others) if isinstance(entry, SparseBatchKVCache)]
+            batches = [entry for entry in (self, *others) if isinstance(entry, SparseBatch)]
             batches = [entry for entry in batches if entry.left_padding.size == self.left_padding.size]
             found: Any = mx.stack([entry.left_padding for entry in batches]).tolist()
             for entry, first in zip(batches, found, strict=True):
@@ -112,7 +127,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         """Return the row range ``[first, stop)`` of each sequence, or None if the right padding is unknown.
 
         Args:
-            others: caches of the other layers, as in `first_rows`.
+            others: caches of the other layers. Their first rows are read in the same wait for the device.
         """
         first_rows = self.first_rows(others)
         ends: list[int] | None = [self.length] * len(first_rows)
@@ -124,7 +139,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         return [(min(first, end), end) for first, end in zip(first_rows, ends, strict=True)]
 
     def select_rows(self, sequence: int, first: int, stop: int) -> SparseKVCache:
-        """Return a cache with rows ``[first, stop)`` of one sequence, and with its `FullSample`."""
+        """Return a cache with rows ``[first, stop)`` and the `FullSample` of the sequence with index ``sequence``."""
         one = SparseKVCache()  # type: ignore[no-untyped-call]
         # If `first` is 0, take the whole buffer, which kernels can read without a copy.
         rows = slice(0, None) if first == 0 else slice(first, stop)
@@ -134,7 +149,7 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
         return one
 
     def store_full_sample(self, sequence: int, one: SparseKVCache) -> None:
-        """Copy a sequence's `FullSample` from ``one``, a cache that `select_rows` returned."""
+        """Store the `FullSample` of ``one``, a cache from `select_rows`, for the sequence with index ``sequence``."""
         known = self._samples_by_sequence
         self._full_samples = (*known[:sequence], *(one._full_samples or (None,)), *known[sequence + 1 :])
 
@@ -146,28 +161,28 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
 
     def prepare(self, **kwargs: Any) -> None:
         self._moved(lambda method, state: state.roll(None, self.length))
-        super().prepare(**kwargs)  # type: ignore[no-untyped-call]
+        super().prepare(**kwargs)  # type: ignore[misc]
 
     def finalize(self) -> None:
         self._moved(lambda method, state: state.roll(self._right_padding, self.length))
-        super().finalize()  # type: ignore[no-untyped-call]
+        super().finalize()  # type: ignore[misc]
 
     def filter(self, batch_indices: Any) -> None:
         length = self.length
         kept: Any = mx.array(batch_indices).tolist()
         samples = self._samples_by_sequence
         self._full_samples = tuple(samples[sequence] for sequence in kept)
-        super().filter(batch_indices)  # type: ignore[no-untyped-call]
+        super().filter(batch_indices)  # type: ignore[misc]
         self._moved(lambda method, state: state.filter(kept, length, length - self.length))
 
     def extend(self, other: Any) -> None:
         adopt(other)
         self._full_samples = self._samples_by_sequence + other._samples_by_sequence
         self._moved(lambda method, state: state.join(self, other.aux_states.get(method), other))
-        super().extend(other)  # type: ignore[no-untyped-call]
+        super().extend(other)  # type: ignore[misc]
 
     def extract(self, idx: int) -> Any:
-        one = super().extract(idx)  # type: ignore[no-untyped-call]
+        one = super().extract(idx)  # type: ignore[misc]
         for method, state in self.aux_states.items():
             if (found := state.extract(idx, self.length, self.length - one.offset)) is not None:
                 adopt(one)
@@ -177,7 +192,8 @@ class SparseBatchKVCache(SparseCache, BatchKVCache):
 
 def merge(caches: list[Any]) -> Any:
     """Merge single-sequence caches and their auxiliary states into a batch. This replaces `KVCache.merge`."""
-    merged = BatchKVCache.merge(caches)
+    plain = next(cls for cls in type(caches[0]).__mro__ if cls in SPARSE_CLASSES)
+    merged = sys.modules[plain.__module__].BatchKVCache.merge(caches)
     states = {method: state for cache in caches for method, state in getattr(cache, "aux_states", {}).items()}
     for method, state in states.items():
         adopt(caches)
@@ -185,6 +201,18 @@ def merge(caches: list[Any]) -> Any:
             adopt(merged)
             merged.add_state(method, found)
     return merged
+
+
+class SparseKVCache(SparseSingle, KVCache):
+    """`mlx_lm.models.cache.KVCache` that can attend sparsely."""
+
+
+class SparseQuantizedKVCache(SparseQuantized, QuantizedKVCache):
+    """`mlx_lm.models.cache.QuantizedKVCache` that can attend sparsely."""
+
+
+class SparseBatchKVCache(SparseBatch, BatchKVCache):
+    """`mlx_lm.models.cache.BatchKVCache` that can attend sparsely."""
 
 
 # mlx-lm writes the class name of a cache to files and loads the class of that name. Keep mlx-lm's names.
@@ -197,6 +225,31 @@ SPARSE_CLASSES: dict[type, type] = {
     BatchKVCache: SparseBatchKVCache,
     QuantizedKVCache: SparseQuantizedKVCache,
 }
+
+
+class _OfVlm:
+    """Mixin for mlx-vlm's KV caches. The prefix cache of mlx-vlm copies and merges them, and compares their classes."""
+
+    @classmethod
+    def from_state(cls, state: Any, meta_state: Any) -> Any:
+        return cls.__mro__[cls.__mro__.index(SparseCache) + 1].from_state(state, meta_state)  # type: ignore[attr-defined]
+
+    def prefix_cache_merge(self, rows: Any, prefix_lens: Any) -> Any:
+        ours = type(self)
+        if isinstance(self, SparseSingle) and all(ours in (type(row), SPARSE_CLASSES.get(type(row))) for row in rows):
+            return merge(rows)
+        return super().prefix_cache_merge(rows, prefix_lens)  # type: ignore[misc]
+
+
+def register_vlm(caches: ModuleType) -> None:
+    """Add sparse subclasses of the KV caches in ``caches``, mlx-vlm's module ``models.cache``, to `SPARSE_CLASSES`."""
+    for cls, bases in (
+        (caches.KVCache, (_OfVlm, SparseSingle)),
+        (caches.QuantizedKVCache, (_OfVlm, SparseQuantized)),
+        (caches.BatchKVCache, (_OfVlm, SparseBatch)),
+    ):
+        if cls not in SPARSE_CLASSES:
+            SPARSE_CLASSES[cls] = type(cls.__name__, (*bases, cls), {"__doc__": cls.__doc__})
 
 
 def adopt(cache: Any) -> None:
@@ -213,5 +266,26 @@ def adopt(cache: Any) -> None:
 def is_padding_mask(mask: Any, caches: Iterable[Any]) -> bool:
     """Return True if ``mask`` is a causal mask, with or without the left padding of a batch cache in ``caches``."""
     if isinstance(mask, str):
-        return True  # mlx-lm uses no string except "causal"
-    return any(isinstance(cache, SparseBatchKVCache) and cache.padding_mask is mask for cache in caches)
+        return mask == "causal"  # mlx-vlm uses other names for kernels of its own
+    return any(isinstance(cache, SparseBatch) and _is_mask_of(cache, mask) for cache in caches)
+
+
+def _is_mask_of(cache: SparseBatch, mask: Any) -> bool:
+    """Return True if ``mask`` is the padding mask of ``cache``, or a full slice of the padding mask.
+
+    Many models pass a full slice of the mask to the attention function.
+    """
+    own = cache.padding_mask
+    if own is mask or own is None or not cache.sliced_masks:
+        return own is mask and own is not None
+    # MLX gives a full slice the same buffer. A model that has once passed another mask does so in every call.
+    if cache.other_mask or mask.shape != own.shape or mask.dtype != own.dtype:
+        return False
+    cache.other_mask = _buffer(mask) != _buffer(own)
+    return not cache.other_mask
+
+
+def _buffer(mask: Any) -> tuple[Any, ...]:
+    """Return the address and the strides of an array. This evaluates the array."""
+    rows = np.asarray(memoryview(mask))
+    return rows.__array_interface__["data"][0], rows.strides

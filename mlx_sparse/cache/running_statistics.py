@@ -24,8 +24,8 @@ class State:
 
     Attributes:
         length: number of cache rows that the sums cover.
-        sums: float32 ``(B, Hkv, 1, D)`` sum of the rows. To compute the standard deviation, axis 2 has a second entry:
-            the sum of squared distances from the mean. Before the first row, axes 0, 1 and 3 have length 1.
+        sums: float32 ``(B, Hkv, 1, D)`` sum of the rows. If the standard deviation is computed, axis 2 has a second
+            entry: the sum of squared distances from the mean. Before the first row, axes 0, 1 and 3 have length 1.
         count: number of valid rows, at least 1: a float32 scalar, or ``(B, 1, 1, 1)`` with padding.
     """
 
@@ -38,9 +38,9 @@ class RunningStatistics:
     """Mean and, with ``spread``, standard deviation of the valid rows of keys or values.
 
     Rows are never subtracted from a sum, because a NaN would remain in the sum, and a large number would leave a
-    rounding error. Instead, a trim restores an earlier state, and the next step adds the rows after that state. If
-    fewer than `STEPS` steps are trimmed, usually no rows are added. If up to `BLOCK` rows are trimmed, fewer than
-    `BLOCK` rows are added. If no earlier state is left, the next step sums all rows again.
+    rounding error. Instead, a trim restores an earlier state, and the next step adds the rows after that state again.
+    If fewer than `STEPS` steps are trimmed, usually no rows must be added again. If up to `BLOCK` rows are trimmed,
+    fewer than `BLOCK` rows must be added again. If no earlier state is left, the next step sums all rows again.
 
     A decode step adds one row in one kernel launch. The step that fills a block sums the rows of the block again, which
     removes the rounding errors of the single additions.

@@ -23,7 +23,8 @@ class KeyLists:
         offsets: ``(B, Hkv, buckets + 1)`` start of each bucket in ``key_ids``.
         key_ids: ``(B, Hkv, n)`` key indices, sorted by bucket.
         covered: for each sequence, the number of rows up to which keys are listed. Later keys are in no list.
-        bounds: ``covered`` for kernels: an int if all sequences have the same value, and int32 ``(B,)`` otherwise.
+        bounds: values of ``covered`` as a kernel argument: an int if all sequences have the same value, and int32
+            ``(B,)`` otherwise.
         listed: for each sequence, the number of listed keys, summed over KV heads.
         capacity: largest number of keys that a decode step can attend to before the next `rebuild_lists`.
     """
@@ -76,10 +77,10 @@ def attended_keys(
 
 
 def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> list[int]:
-    """Return the row before which the keys of each sequence are listed, for a decode step at position ``S``.
+    """Return the end of the listed rows of each sequence (`KeyLists.covered`) for a decode step at position ``S``.
 
-    Keys in the recent window are not listed. The number of positions from the sequence's first key to the returned row
-    is a multiple of ``merge_every``.
+    Keys in the recent window are not listed. The number of positions from the sequence's first key to the end of the
+    listed rows is a multiple of ``merge_every``.
     """
     every = config.merge_every
     return [

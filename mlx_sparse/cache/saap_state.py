@@ -64,8 +64,8 @@ class BucketIndex(State):
     Attributes:
         centroids: ``(Hkv, C, D)`` from the router, or ``(B, Hkv, C, D)`` in online mode; None before the first fit.
         network: weights for `saap_route`, shared by all sequences or with a batch axis like ``centroids``.
-        fitted: in online mode, a dict from the index of a sequence to the end of the rows to which its centroids were
-            fitted. The centroids of sequences without an entry are zeros.
+        fitted: in online mode, a dict that maps the index of a sequence to a row index. The centroids of the sequence
+            were fitted to rows before this index. The centroids of sequences without an entry are zeros.
         ids: int16 ``(B, Hkv, n)`` bucket ids of rows ``[0, n)``; None if n is 0.
         pending: pre-RoPE keys of the rows after the first n, as a list of arrays ``(B, Hkv, m, D)``.
         lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`. None before the first call, and again after rows
@@ -287,10 +287,12 @@ class BucketIndex(State):
         return one
 
     def insert(self, sequence: int, one: BucketIndex, first: int, sequences: int) -> None:
-        """Copy a sequence's missing centroids and bucket ids from ``one``, an index that `extract` returned.
+        """Copy the missing centroids and bucket ids of one sequence from ``one``, an index that `extract` returned.
 
-        In this batch of ``sequences`` sequences, ``sequence`` is the index of the sequence, and ``first`` is its first
-        valid row. If the sequence already has centroids, nothing is copied.
+        Args:
+            sequence: index of the sequence in this batch. If the sequence already has centroids, nothing is copied.
+            first: first valid row of the sequence in this batch.
+            sequences: number of sequences in this batch.
         """
         if sequence in self.fitted or not one.fitted:
             return

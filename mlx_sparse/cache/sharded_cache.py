@@ -121,7 +121,7 @@ class ShardedKVCache(SparseCache, KVCache):
         return [Shard(rank, self.shard.size).before(self.position) for rank in range(self.shard.size)]
 
     def take_lowest(self) -> int:
-        """Return the lowest `position` since the last call. The tokens before this position are unchanged."""
+        """Return the lowest `position` since the last call. The tokens before this position have not changed."""
         lowest, self._lowest = self._lowest, self.position
         return lowest
 
@@ -157,7 +157,7 @@ class ShardedKVCache(SparseCache, KVCache):
         self.chunk = keys, values
 
     def _write(self, first: int, *written: mx.array) -> None:
-        """Write keys and values at row ``first``. If needed, enlarge the buffers in the same steps as mlx-lm."""
+        """Write keys and values at row ``first``. If needed, enlarge the buffers by the same increments as mlx-lm."""
         last = first + written[0].shape[2]
         buffers: list[Any] = [self.keys, self.values]
         for kind, rows in enumerate(written):

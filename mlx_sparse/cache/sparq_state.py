@@ -201,7 +201,7 @@ class Codes:
         self._until = min(first + (_full(S, first) + 1) * GROUP for _, first in self._slices)
 
     def _code(self, keys: Rows, sequences: slice, first: int, old: int, new: int) -> None:
-        """Quantize groups ``[old, new)`` of ``sequences``, which all begin at row ``first``."""
+        """Quantize groups ``[old, new)`` of ``sequences``. In these sequences, group 0 begins at row ``first``."""
         if self.coded is None or self.coded.lo.shape[-1] < new:
             self._grow(keys)
         assert self.coded is not None

@@ -24,14 +24,17 @@ Run = Callable[[slice, mx.array, Any, Any, dict[str, int]], tuple[mx.array, ...]
 
 @dataclass(frozen=True)
 class FullSample:
-    """Record of a selection by ``config`` at ``keys`` keys, whose blocks exceeded the density limit ``max_density``."""
+    """Record that the blocks selected by ``config`` at ``keys`` keys exceeded the density limit ``max_density``."""
 
     config: Prefill
     max_density: float
     keys: int
 
     def covers(self, config: Prefill, max_density: float, S: int) -> bool:
-        """Return True if a selection at ``S`` keys is likely to exceed the same limit (``keys <= S < 2 * keys``)."""
+        """Return True if a selection by ``config`` at ``S`` keys is likely to exceed ``max_density``.
+
+        This is assumed if ``config`` and ``max_density`` equal the recorded values and ``keys <= S < 2 * keys``.
+        """
         return (self.config, self.max_density) == (config, max_density) and self.keys <= S < 2 * self.keys
 
 
@@ -206,9 +209,10 @@ class SparseCache:
     def select_prefill(
         self, queries: mx.array, config: Prefill, *, scale: float, backend: str, max_density: float
     ) -> mx.array | None:
-        """Select blocks for `attend_prefill`, and wait for the device.
+        """Select the key blocks for `attend_prefill`, wait for the device and return the blocks.
 
-        Return None if the density of the blocks exceeds ``max_density``, or is likely to exceed it (`FullSample`).
+        Return None if the density of the blocks exceeds ``max_density``, or is likely to exceed it according to an
+        earlier `FullSample`.
         """
         S = self.length
         if any(full is not None and full.covers(config, max_density, S) for full in self._full_samples):

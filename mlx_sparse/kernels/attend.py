@@ -60,7 +60,7 @@ class Listed(NamedTuple):
 
 
 def splits_of(N: int, lists: int) -> int:
-    """Return how many threadgroups share a list of ``N`` entries, if there are ``lists`` such lists."""
+    """Return the number of threadgroups that share one list of ``N`` entries. There are ``lists`` such lists."""
     if N <= UNSPLIT:
         return 1
     part = max(2 * TILE, -(-N * lists // GROUPS // TILE) * TILE)
@@ -69,12 +69,12 @@ def splits_of(N: int, lists: int) -> int:
 
 @cache
 def heads_of(D: int, G: int) -> tuple[int, int]:
-    """Return how many query heads and how many SIMD groups a threadgroup gets, so that a lane's sums fit in registers.
+    """Return the number of query heads and the number of SIMD groups per threadgroup.
 
-    For each chunk of 128 components, a lane holds four float32 sums per head and loads four rows at once. With 512
-    threads, each thread has about 100 registers, and Metal refuses to launch a kernel that needs more. If a query group
-    needs too many registers even with 256 threads, it is divided among threadgroups, and each threadgroup reads all
-    keys and values.
+    The sums of a lane must fit into registers. For each chunk of 128 components, a lane holds four float32 sums per
+    head and loads four rows at once. With 512 threads, each thread has about 100 registers, and Metal refuses to launch
+    a kernel that needs more. If a query group needs too many registers even with 256 threads, it is divided among
+    threadgroups, and each threadgroup reads all keys and values.
     """
     chunks = -(-D // 128)
     heads = next(n for n in range(G, 0, -1) if G % n == 0 and (n == 1 or 4 * chunks * (n + 4) <= 96))
@@ -162,10 +162,11 @@ def attend_listed(
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
-    """Build the launch of `attend_indices` for lists of ``N`` entries, each divided among ``splits`` threadgroups.
+    """Build the launch of `attend_indices` for lists of ``N`` entries.
 
-    The outputs are float32 ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``. If ``mixed``, the third
-    output is ``alpha`` with the shape of ``lse``. If there is only one split, the outputs are those of `attend_listed`.
+    Each list is divided among ``splits`` threadgroups (`splits_of`). The outputs are float32
+    ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``. If ``mixed``, the third output is ``alpha`` with the
+    shape of ``lse``. If there is only one split, the outputs have the same shapes and types as in `attend_listed`.
     """
     B, Hq, Hkv, D, dtype, length, scale, row_format = n
     G, splits = Hq // Hkv, splits_of(N, B * Hkv)

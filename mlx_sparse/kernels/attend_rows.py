@@ -39,7 +39,7 @@ def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
 
 
 def splits_of(N: int, lists: int, rows: int) -> int:
-    """Return the number of threadgroups that share ``N`` keys, for ``lists`` query groups of ``rows`` rows each."""
+    """Return the number of threadgroups that share ``N`` keys. Each of ``lists`` query groups has ``rows`` rows."""
     return min(-(-N // max(UNSPLIT, -(-N * lists // GROUPS))), max(N // (KEYS_PER_ROW * rows), 1))
 
 

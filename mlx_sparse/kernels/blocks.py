@@ -20,7 +20,7 @@ ATTEND = Kernel(
 def tile_of(D: int, itemsize: int) -> tuple[int, int]:
     """Return how many query rows and how many keys a threadgroup stages.
 
-    The numbers are those of MLX's prefill kernel, or smaller if the rows do not fit into threadgroup memory.
+    The numbers are the same as in MLX's prefill kernel, or smaller if the rows do not fit into threadgroup memory.
     """
 
     def fits(rows: int, keys: int) -> bool:

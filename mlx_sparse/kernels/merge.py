@@ -19,10 +19,11 @@ MERGE_REALLOCATE = Kernel(
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def merging(B: int, Hkv: int, G: int, D: int, dtype: mx.Dtype, mixed: bool = False) -> Launch:
-    """Build the launch that merges the float32 results of ``splits`` parts: ``out (B, Hkv, splits, G, D)`` and ``lse``.
+    """Build the launch that merges the attention results for ``splits`` parts of the keys.
 
-    The outputs are ``out (B, Hkv * G, 1, D)`` and ``lse (B, Hkv * G, 1)``. If ``mixed``, the launch also mixes in the
-    mean value (sparq.10).
+    The inputs are float32 ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``. The outputs are
+    ``out (B, Hkv * G, 1, D)`` and ``lse (B, Hkv * G, 1)``. If ``mixed``, the launch also mixes in the mean value
+    (sparq.10).
     """
     Hq = Hkv * G
     statistic = ((B, Hq, 1), mx.float32)

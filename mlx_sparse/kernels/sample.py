@@ -32,8 +32,9 @@ SUMS = Kernel(
 
 
 def shape_of(rows: int, D: int, itemsize: int) -> dict[str, int]:
-    """Return template parameters for ``rows`` sampled rows: matrices per SIMD group, SIMD groups and staged keys.
+    """Return the kernel's template parameters for ``rows`` sampled rows.
 
+    The parameters are the number of matrices per SIMD group, the number of SIMD groups and the number of staged keys.
     A lane holds a part of the queries in registers: two float32 numbers per 8x8 matrix, at most 64 in total.
     """
     fragments = 2 if D <= 128 and rows > 32 else 1

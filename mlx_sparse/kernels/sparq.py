@@ -134,8 +134,8 @@ def sparq_scores(n: Sizes) -> Launch:
 def sparq_code_scores(n: Sizes) -> Launch:
     """Build the launch that computes approximate logits of all keys from int4 scoring keys (sparq.21).
 
-    The outputs are the same as for `sparq_scores`, except that ``stride`` is a multiple of 8, the tail has its own tile
-    and `narrow` logits are uint8.
+    The outputs are the same as for `sparq_scores`, with three exceptions: ``stride`` is a multiple of 8, the keys after
+    the last full group have their own tile, and the logits are uint8 if ``n.narrow`` is True.
     """
     per_thread = 8 if n.G <= 4 else 4  # keys; more keys do not fit into the registers
     template = {"D": n.D, "G": n.G, "WEIGHTED": n.weighted, "KEYS": per_thread}

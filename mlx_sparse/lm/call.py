@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..api.call_report import Counts
-from ..cache.kv_cache import SparseBatchKVCache, SparseQuantizedKVCache, adopt, is_padding_mask
+from ..cache.kv_cache import SparseBatch, SparseQuantized, adopt, is_padding_mask
 from ..cache.sparse_cache import SparseCache
 from ..methods import reasons
 from ..model_info import leaves
@@ -68,6 +68,10 @@ class Call:
             adopt(caches or [])
             caches = leaves(caches or [])
         self.caches: list[Any] = caches
+        if plan.calls:  # mlx-vlm, whose models may get batches of either library
+            for cache in caches:
+                if isinstance(cache, SparseBatch):
+                    cache.sliced_masks = True
         self.hooks = plan.hooks.of_call(caches) if plan.hooked else None
         self.counts = Counts()
         phase = _phase.get()
@@ -92,13 +96,19 @@ class Call:
             counting = self._recalls if hooks is None else hooks
             counts.counting = None if counting is None else counting.submit()
             counts.prefill = None if self._prefill_counts is None else self._prefill_counts.read()
+            if plan.calls:  # some models of mlx-vlm have kernels for batches, which never call the attention function
+                seen = (
+                    counts.sparse_calls + counts.dense_calls.total() + (counts.prefill.calls if counts.prefill else 0)
+                )
+                if seen < plan.calls:
+                    counts.dense_calls[reasons.OWN_KERNEL] += plan.calls - seen
             plan.report.add(counts)
             if self._step_keys and plan.watch is not None:
                 watch, plan.watch = plan.watch, None
                 watch(self._step_keys, counts)
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return ``inputs``, the arguments of the model call. If the context is sharded, take rank 0's tokens."""
+        """Return the arguments of a model call. If ranks share the context, replace the tokens with rank 0's tokens."""
         return inputs
 
     @property
@@ -163,9 +173,9 @@ class Call:
         return out
 
     def count_recall(self, cache: SparseCache, index: int, served: list[int]) -> None:
-        """Record the recall that the method estimated for the sequences ``served`` in the last decode step.
+        """Record the attention recall that the method estimated in the last decode step.
 
-        MLX computes only the estimates that are recorded.
+        ``served`` contains the indices of the recorded sequences. MLX does not compute the other estimates.
         """
         state = None if self.plan.decode is None else cache.aux_states.get(self.plan.decode.name)
         if state is None or state.recall is None:
@@ -184,7 +194,7 @@ class Call:
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
         """Run a prefill chunk, or a decode step without a valid plan. Return None to let mlx-lm run dense attention."""
-        if isinstance(cache, SparseQuantizedKVCache) and not isinstance(keys, mx.array):
+        if isinstance(cache, SparseQuantized) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)
         if self.probe is not None:
@@ -195,7 +205,7 @@ class Call:
             return None
         if self.hooks is not None and self.plan.decodes:
             self.hooks.keys_written(cache)
-        if isinstance(cache, SparseBatchKVCache) and chunks.differs_by_sequence(self, queries.shape[2], cache):
+        if isinstance(cache, SparseBatch) and chunks.differs_by_sequence(self, queries.shape[2], cache):
             out = chunks.attend_each(self, queries, cache, scale, mask, sinks)
         else:
             out = self.attend_one(queries, keys, cache, scale, mask, sinks, self.layer_index(cache))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ..cache.kv_cache import SparseBatchKVCache
+from ..cache.kv_cache import SparseBatch
 from ..cache.sparse_cache import SparseCache
 from ..kernels import attend_rows as metal
 from ..methods import reasons, registry
@@ -23,7 +23,10 @@ QUERIES, ROWS, HEAD_DIMS = 8, 32, (64, 96, 128, 256)
 
 
 def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
-    """Return the largest number of query rows per KV head that one dense GPU kernel can process."""
+    """Return the largest number of query rows per KV head that one dense GPU kernel can process.
+
+    Set ``packed`` to True for a quantized KV cache.
+    """
     ours = (
         backend != "ops" and not packed and metal.supports(D, registry.METAL_ROWS) and not registry.unavailable("metal")
     )
@@ -43,7 +46,7 @@ def drafts_per_kernel(G: int, rows: int = ROWS) -> int:
 
 
 def large_group(backend: str, queries: mx.array, keys: Rows) -> bool:
-    """Return True if the queries need the Metal kernel for large query groups, and the kernel supports the queries."""
+    """Return True if MLX's kernel cannot process the queries, but the Metal kernel for large query groups can."""
     _, heads, L, D = queries.shape
     G = heads // keys.shape[1]
     if L <= QUERIES and G * L <= ROWS and D in HEAD_DIMS:
@@ -54,9 +57,10 @@ def large_group(backend: str, queries: mx.array, keys: Rows) -> bool:
 def attend_check(
     backend: str, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array | None:
-    """Run the causal attention of a verification step ``(1, Hq, L, D)`` with the kernel for large query groups.
+    """Run causal attention for a verification step with the kernel for large query groups.
 
-    Return None if MLX's kernel supports these queries, or if the kernel for large query groups does not support them.
+    ``queries`` has the shape ``(1, Hq, L, D)``. Return None if MLX's kernel can process the queries, or if the kernel
+    for large query groups cannot process the queries.
     """
     if not large_group(backend, queries, keys):
         return None
@@ -149,11 +153,11 @@ def attend_chunk(
     return out, lse
 
 
-def differs_by_sequence(call: Call, L: int, cache: SparseBatchKVCache) -> bool:
+def differs_by_sequence(call: Call, L: int, cache: SparseBatch) -> bool:
     """Return True if a call with ``L`` queries per sequence must process each sequence of a batch separately.
 
     One sequence may be long enough for sparse attention while another sequence is too short. If a chunk has only one
-    token of a sequence, that token is a decode step, as it is without a batch.
+    token of a sequence, that token is processed as a decode step, as if the sequence were not in a batch.
     """
     if L == 1:
         return False
@@ -166,7 +170,7 @@ def differs_by_sequence(call: Call, L: int, cache: SparseBatchKVCache) -> bool:
 
 
 def attend_each(
-    call: Call, queries: mx.array, cache: SparseBatchKVCache, scale: float, mask: Any, sinks: mx.array | None
+    call: Call, queries: mx.array, cache: SparseBatch, scale: float, mask: Any, sinks: mx.array | None
 ) -> mx.array | None:
     """Run a prefill chunk of a padded batch sequence by sequence. Return None if all sequences need dense attention.
 
@@ -208,7 +212,7 @@ def attend_each(
 def attend_dense(
     call: Call, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array | None:
-    """Run this package's dense attention if mlx-lm's would be slow or need much memory; otherwise return None."""
+    """Run this package's dense attention if it saves time or memory. Return None to use mlx-lm's dense attention."""
     plan = call.plan
     if call.checks:
         return attend_check(plan.backend, queries, keys, cache, scale, sinks)

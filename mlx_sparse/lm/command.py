@@ -1,4 +1,4 @@
-"""Add ``--attn`` to mlx-lm's commands.
+"""Add ``--attn`` to the commands of mlx-lm and mlx-vlm.
 
 `run` wraps the ``main`` of a command. It adds the sparse attention options to the argument parser, enables the methods
 on each model that the command loads, and prints a report at the end. Without ``--attn`` the command does not change.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """Options, models and reports of one run of an mlx-lm command.
+    """Options, models and reports of one run of a command of mlx-lm or mlx-vlm.
 
     Attributes:
         report_format: value of ``--attn-report``.
@@ -47,9 +48,10 @@ class Session:
         self.requests: dict[str, Any] = {}
         self.ranks = Ranks()
         self.command = command
+        self.library = "mlx_vlm" if command.startswith("mlx_vlm") else "mlx_lm"
         self.only_prompts = command.endswith("cache_prompt")
         self.suites = command.endswith("evaluate")
-        self.serves = command.endswith("server")
+        self.serves = command.endswith("server") and self.library == "mlx_lm"
         self.configs: tuple[Method, ...] = ()
         self.prefill: Prefill | None = None
         self.decode: Method | None = None
@@ -72,6 +74,8 @@ class Session:
 
         self.report_format = args.attn_report
         self.shard, self.lossless = args.shard, args.lossless
+        if self.library != "mlx_lm" and (self.shard is not None or self.lossless is not None):
+            fail(parser, f"{'--lossless' if self.shard is None else '--shard'}: expected mlx-lm, got {self.command}.")
         if args.attn is args.attn_config is self.shard is None:
             if self.lossless is not None:
                 fail(parser, "--lossless: expected --attn METHOD for the drafts, got none.")
@@ -101,11 +105,11 @@ class Session:
         self.configs, self.prefill, self.decode = configs, prefill, decode
         self.backend = args.attn_backend
         self.calibration = Calibration(
-            measures=calibrates, chunk=getattr(args, "prefill_step_size", 2048), progress=self.print_line
+            measures=calibrates, chunk=getattr(args, "prefill_step_size", None) or 2048, progress=self.print_line
         )
         self.max_tokens = getattr(args, "max_tokens", None) if self.command.endswith("generate") else None
-        self.max_kv_size = getattr(args, "max_kv_size", None)
-        if quantizes:
+        self.max_kv_size = getattr(args, "max_kv_size", None) if self.library == "mlx_lm" else None
+        if quantizes and self.library == "mlx_lm":
             self.kv_quantization = {"group_size": getattr(args, "kv_group_size", 64), "bits": args.kv_bits}
         self.draft = getattr(args, "draft_model", None)
         self.loads_at_start = sum(getattr(args, name, None) is not None for name in ("model", "draft_model"))
@@ -190,12 +194,13 @@ class Session:
                 if self.max_kv_size is not None:
                     refuse_rotating_cache(Path(model))
                 loaded = original(model, *args, **kwargs)
+            enabled = loaded[0] if isinstance(loaded, tuple) else loaded  # mlx-vlm returns the model only
             if self.kv_quantization:
-                refuse_unquantizable(loaded[0], self.kv_quantization)
+                refuse_unquantizable(enabled, self.kv_quantization)
             if self.loads_part:
                 complete = any(config.file is not None for config in self.configs) and has_all_weights(Path(model))
-                record_facts(loaded[0], complete=complete)
-            elif (plan := self._enable(loaded[0], str(model))) is not None:
+                record_facts(enabled, complete=complete)
+            elif (plan := self._enable(enabled, str(model))) is not None:
                 self._print_crossovers(plan, plan.report)
         return loaded
 
@@ -237,7 +242,7 @@ class Session:
             self._print_crossovers(plan, plan.report)
 
     def _enable(self, model: Any, path: str) -> Plan | None:
-        """Enable the methods on a loaded model. If the model was loaded before, continue its report.
+        """Enable the methods on a loaded model. If the model was loaded before, count its calls in the earlier report.
 
         Returns:
             The plan of the model, or None if no method applies to the model.
@@ -245,6 +250,8 @@ class Session:
         from .model import enable, plan_of
 
         configs = self.configs
+        if "drafters" in type(model).__module__:  # of mlx-vlm, and not models of their own
+            return None
         if self.loading == self.draft:
             # An artefact belongs to the main model, not to the draft model.
             configs = tuple(config for config in configs if config.file is None)
@@ -303,7 +310,7 @@ class Session:
 
     @contextlib.contextmanager
     def _exiting_on_error(self) -> Iterator[None]:
-        """Exit the process if the first model fails to load on a thread. Otherwise, mlx-lm's server would go on."""
+        """Exit if a worker thread cannot load the first model, because mlx-lm's server would otherwise keep running."""
         try:
             yield
         except SparseAttentionError as error:
@@ -313,7 +320,7 @@ class Session:
             raise
 
     def prints(self) -> bool:
-        """Return True if this process prints lines and reports: on rank 0, unless ``--attn-report off`` is set."""
+        """Return True if this process prints. Only rank 0 prints, and ``--attn-report off`` disables all printing."""
         return self.report_format != "off" and self.ranks.rank == 0
 
     def print_line(self, text: str) -> None:
@@ -343,7 +350,7 @@ class Session:
                 print(f"[mlx-sparse] {text}", file=sys.stderr)
 
     def calls(self) -> Counts:
-        """Return the current call counts of all models. ``prefill`` is the number of sparse prefill calls, or None."""
+        """Return the call counts of all models. Its ``prefill`` is the number of sparse prefill calls, or None."""
         found = [report.calls() for report in list(self.reports.values())]
         return Counts(
             sum(counts.sparse_calls for counts in found),
@@ -353,7 +360,7 @@ class Session:
 
 
 def run(main: Callable[..., Any], command: str) -> Any:
-    """Run ``main``, the entry point of mlx-lm's ``command``, with the sparse attention options."""
+    """Run ``main``, the entry point of a ``command`` of mlx-lm or mlx-vlm, with the sparse attention options."""
     session = Session(command)
     try:
         with _options_in_first_parser(session), _enabled_on_load(session, main), session.exit_stack:
@@ -403,12 +410,11 @@ def _options_in_first_parser(session: Session) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[None]:
-    """Enable the session's methods on each model and draft model that mlx-lm loads inside the ``with`` block."""
-    from mlx_lm import utils
-
+    """Enable the session's methods on each model and draft model that the library loads inside the ``with`` block."""
+    utils = importlib.import_module(f"{session.library}.utils")
     ours: dict[str, Callable[..., Any]] = {
         "load_model": session.load,
-        "_download": session.find,
+        "_download" if session.library == "mlx_lm" else "get_model_path": session.find,
         "sharded_load": session.load_part,
         "save_prompt_cache": session.save,
     }
@@ -417,8 +423,10 @@ def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[Non
     originals = [(place, name, place[name]) for place, name in places if name in place]
 
     def replaced(original: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+        alone = getattr(original, "without_variable", original)  # --attn takes precedence over MLX_SPARSE_ATTN
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if not session.configs else own(original, *args, **kwargs)
+            return original(*args, **kwargs) if not session.configs else own(alone, *args, **kwargs)
 
         return call
 

@@ -22,7 +22,7 @@ class Observer(CallHooks):
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
     ) -> None:
-        """Add the attention weights of a dense call to the scores, if the call is causal and has no sinks."""
+        """Add the attention weights of a dense call to the key scores, if the call is causal and has no sinks."""
         L, S = queries.shape[2], keys.shape[2]
         causal = is_padding_mask(mask, self.caches) if mask is not None else L == 1
         ragged = getattr(cache, "_right_padding", None) is not None  # some queries are padding

@@ -40,7 +40,7 @@ class CallHooks:
         return {}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Compute the bytes that a decode step at ``position`` moves, except for the keys that the device counts."""
+        """Compute the bytes that a decode step at ``position`` moves. Keys counted on the device are not included."""
         return cache.step_bytes(self.config, position)
 
     def step(
@@ -74,7 +74,7 @@ class CallHooks:
         """Process a dense attention call of a layer that can use sparse attention in other calls."""
 
     def submit(self) -> DeviceCounts | None:
-        """Start evaluating pending arrays at the end of a forward pass. Return counts still on the device, or None."""
+        """Start evaluating pending arrays at the end of a forward pass. Return counts on the device, or None."""
         return None
 
     def end(self) -> None:

@@ -113,7 +113,10 @@ def _calls(report: Any) -> tuple[int, int, Counter[str]]:
 
 
 def _with_method(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap lm-eval's ``simple_evaluate`` to add the method to the results, without a change of their file name."""
+    """Wrap lm-eval's ``simple_evaluate`` to add the methods and the attention calls to the results of each task.
+
+    The name of the results file does not change.
+    """
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         found = simple_evaluate(*args, **kwargs)

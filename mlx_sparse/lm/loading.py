@@ -1,19 +1,22 @@
-"""Check a model before and after a command loads it. Failed checks print a one-line error or warning."""
+"""Load a model and check it before and after loading. Failed checks raise a one-line error or return a warning."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..checks import ConfigError, SparseAttentionError
+from ..model_info import leaves, new_caches, text_model
 
 
 @contextlib.contextmanager
 def loading(model: object) -> Iterator[None]:
-    """Convert errors that occur while ``model`` is loaded into one-line errors.
+    """Replace errors inside the ``with`` block, which loads ``model``, with one-line errors.
 
     Raises:
         ConfigError: mlx-lm or the hub raised an error. The message contains the first line of that error.
@@ -25,6 +28,34 @@ def loading(model: object) -> Iterator[None]:
     except (OSError, ValueError, RecursionError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).") from None
+
+
+def load_text_model(name: str | Path, *, lazy: bool = False, only_mlx_lm: bool = False) -> tuple[Any, Any, Any]:
+    """Load a model with mlx-lm. If mlx-lm does not support the model family, use mlx-vlm if it is installed.
+
+    Args:
+        name: folder or Hugging Face name of the model.
+        lazy: True to read the weights only when they are used.
+        only_mlx_lm: True to never use mlx-vlm.
+
+    Returns:
+        The model, its tokenizer in mlx-lm's wrapper, and its config. From mlx-vlm, the model is the language model.
+
+    Raises:
+        ConfigError: neither library can load the model.
+    """
+    from mlx_lm import load, tokenizer_utils
+
+    with loading(name):
+        try:
+            return load(str(name), lazy=lazy, return_config=True)  # type: ignore[return-value]
+        except ValueError:
+            if only_mlx_lm or find_spec("mlx_vlm") is None:
+                raise
+        utils: Any = import_module("mlx_vlm.utils")
+        folder = utils.get_model_path(str(name))
+        model = text_model(utils.load_model(folder, lazy=lazy))
+        return model, tokenizer_utils.load(folder), utils.load_config(folder)
 
 
 def has_all_weights(folder: Path) -> bool:
@@ -55,11 +86,8 @@ def refuse_unquantizable(model: Any, form: Mapping[str, int]) -> None:
         form: keyword arguments for ``to_quantized``: bits and group size.
     """
     import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
 
-    from ..model_info import leaves
-
-    caches = make_prompt_cache(model)
+    caches = new_caches(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)  # not evaluated
     for cache in leaves(caches):
         try:

@@ -1,4 +1,4 @@
-"""Enable and disable sparse attention for a model loaded by mlx-lm."""
+"""Enable and disable sparse attention for a model of mlx-lm or mlx-vlm."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache
 
 from ..api.call_report import Report
 from ..calibrate import Calibration
 from ..checks import ConfigError
 from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, reasons, registry
-from ..model_info import config_of, kv_heads, leaves, model_type, weights_read
+from ..model_info import config_of, kv_heads, leaves, model_type, new_caches, package_of, text_model, weights_read
 from ..model_parts import part_of
 from . import seam
 from .call import Call, under_plan
@@ -32,8 +32,8 @@ class NothingServed(ConfigError):
     """Error for a model in which no layer can use sparse attention.
 
     Attributes:
-        report: report with the number of dense layers by reason. If the model never calls mlx-lm's attention function,
-            the report has no layers.
+        report: report with the number of dense layers by reason. If the model never calls the library's attention
+            function, the report has no layers.
     """
 
     def __init__(self, message: str, report: Report) -> None:
@@ -58,8 +58,8 @@ def enable(
     caches. Do not call the model on any thread during `enable` or `disable`.
 
     Args:
-        model: a model loaded by mlx-lm. If you use the model's `shard` or `pipeline`, call it first. A SAAP artefact
-            is then sliced in the same way, and checked only against the model's family and shapes.
+        model: a model loaded by mlx-lm or mlx-vlm. If you use the model's `shard` or `pipeline`, call it first. A SAAP
+            artefact is then sliced in the same way, and checked only against the model's family and shapes.
         attn: ``METHOD[:key=value,...][+METHOD...]`` with at most one prefill and one decode method, for example
             ``"sample+sparq:rank=16"``; or a method or a tuple of methods from `mlx_sparse.methods`. ``"dense"``
             computes the same attention as mlx-lm, but over a quantized KV cache it never stores the scores of a whole
@@ -83,9 +83,16 @@ def enable(
         ConfigError: the method or its parameters are invalid, no layer of the model can use the method, or the model is
             already enabled.
         ArtefactError: SAAP's artefact cannot be read, or was trained for another model.
-        BackendUnavailable: the backend cannot run here, or the interfaces of the installed mlx-lm have changed.
+        BackendUnavailable: the backend cannot run here, or the interfaces of the installed mlx-lm or mlx-vlm have
+            changed.
     """
-    seam.require()
+    package = package_of(model)
+    seam.require(package)
+    seam.library_of(model)
+    model = text_model(model)
+    if package != "mlx_lm" and (lossless or shard is not None):
+        option = "lossless=False" if lossless else "shard=None"
+        raise ConfigError(f"model: expected a model of mlx-lm, got a model of mlx-vlm. Use {option}.")
     if plan_of(model) is not None:
         raise ConfigError("model: expected a model that is not enabled, got an enabled model. Call mlx_sparse.disable.")
     configs = parse(attn) if isinstance(attn, str) else (attn,) if isinstance(attn, Method) else attn
@@ -113,7 +120,7 @@ def enable(
     names = seam.bind(model)
     if not names:
         raise NothingServed(
-            f"model: expected attention through mlx_lm.models.base.{seam.NAME}, got {plan.report.model_type}, which "
+            f"model: expected attention through {package}.models.base.{seam.NAME}, got {plan.report.model_type}, which "
             f"never calls it. Run this model without {plan.name}.",
             plan.report,
         )
@@ -136,6 +143,7 @@ def enable(
 
 def disable(model: Any) -> None:
     """Restore the dense attention of an enabled model. Do nothing if the model is not enabled."""
+    model = text_model(model)
     state = getattr(model, "_mlx_sparse", None)
     if state is None:
         return
@@ -147,7 +155,7 @@ def disable(model: Any) -> None:
 
 
 def _release(names: list[str], unwrap: Callable[[], None] | None) -> None:
-    """Restore mlx-lm's functions in the modules ``names``, unless another enabled model uses these modules."""
+    """Restore the library's functions in the modules ``names``, unless another enabled model uses these modules."""
     seam.unbind(names)
     if unwrap is not None:
         unwrap()
@@ -187,7 +195,7 @@ def report(model: Any) -> Report | None:
 
 def plan_of(model: Any) -> Plan | None:
     """Return the plan of an enabled model, or None if the model is not enabled."""
-    state = getattr(model, "_mlx_sparse", None)
+    state = getattr(text_model(model), "_mlx_sparse", None)
     return state[0] if state else None
 
 
@@ -258,8 +266,8 @@ def _probe(model: Any, plan: Plan) -> None:
     Raises:
         ConfigError: no layer of a complete model can use sparse attention, or a parameter does not fit the head dim.
     """
-    caches, probe = make_prompt_cache(model), Probe(plan)
-    with (plan.new_call or Call)(plan, caches, probe=probe):
+    caches, probe = new_caches(model), Probe(plan)
+    with _unchanged(model), (plan.new_call or Call)(plan, caches, probe=probe):
         model(mx.zeros((1, 1), mx.int32), cache=caches)
     report = plan.report
     report.part = dataclasses.replace(part_of(model), shards=plan.shards)
@@ -268,6 +276,7 @@ def _probe(model: Any, plan: Plan) -> None:
         (here,) = heads
         report.kv_heads = here, kv_heads(model, report.part, here)
     plan.layers = probe.layers
+    plan.calls = 0 if package_of(model) == "mlx_lm" else len(probe.found)
     report.backend = " and ".join(sorted(probe.backends)) or plan.backend
     seen = {id(cache) for cache, _ in probe.found}
     found = [reason for _, reason in probe.found]
@@ -277,6 +286,19 @@ def _probe(model: Any, plan: Plan) -> None:
     report.dense_layers.update(reason for reason in found if reason is not None)
     if report.part.layers is None:  # another stage of a pipeline may have sparse layers
         require_served(report, plan.name)
+
+
+@contextlib.contextmanager
+def _unchanged(model: Any) -> Iterator[None]:
+    """Restore the attributes of all modules after the ``with`` block, because models of mlx-vlm store positions."""
+    modules = [(module, dict(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, entries, attributes in modules:
+            for place, kept in ((module, entries), (vars(module), attributes)):
+                place.clear()
+                dict.update(place, kept)  # `nn.Module.update` sets parameters
 
 
 def require_served(report: Report, methods: str) -> None:

@@ -1,4 +1,4 @@
-"""Add the sparse attention options to mlx-lm's commands, and print one-line errors."""
+"""Add the sparse attention options to the commands of mlx-lm and mlx-vlm, and print one-line errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Once(argparse.Action):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sparse attention options to the parser of an mlx-lm command."""
+    """Add the sparse attention options to the parser of a command."""
     group = parser.add_argument_group(
         "sparse attention",
         "Use sparse attention for prefill, for decoding, or for both (mlx-sparse-attention). Attention is dense in a "

@@ -1,4 +1,4 @@
-"""Plan the attention of an enabled model and the decode steps of each layer from methods and crossover lengths."""
+"""Define the plan of an enabled model, which uses crossover lengths to select sparse or dense attention."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ class Plan:
         hooked: True if the decode method needs hooks.
         calibration: crossover lengths of both methods on this machine.
         decodes: True if decode steps may be sparse; False in a command that only processes a prompt.
-        watch: callback for the first decode step (number of keys, counts). The call sets it to None.
+        watch: function that is called once, after the first decode step, with the number of keys and the counts.
         layers: number of layers that can use sparse attention, by method and layer shape.
         report: counts of all calls.
         lossless: draft tokens per check; 0 to select the number by speed; None without self-speculative decoding.
         guard: makes layers with a low estimated recall dense for a while; None if ``min_recall`` is 0.
         shards: number of ranks that share the context.
+        calls: number of attention calls in each forward pass of a model of mlx-vlm; 0 for other models.
         new_call: constructor of the context manager for a forward pass; None to use `lm.call.Call`.
         new_caches: function that converts the model's new caches; None if they need no conversion.
     """
@@ -75,6 +76,7 @@ class Plan:
             self.report.in_flight = IN_FLIGHT
         self.lossless: int | None = None
         self.shards = 1
+        self.calls = 0
         self.new_call: Callable[..., Any] | None = None
         self.new_caches: Callable[[list[Any]], list[Any]] | None = None
 
@@ -118,7 +120,7 @@ class Plan:
         return min(found)
 
     def count_in(self, report: Report) -> None:
-        """Continue ``report``, the report of an earlier plan for the same model and methods."""
+        """Count later calls in ``report``, the report of an earlier plan for the same model and methods."""
         if report is not self.report:
             same = "backend layers served_layers dense_layers crossovers part kv_heads in_flight adaptive"
             for name in same.split():
@@ -233,13 +235,13 @@ class LayerPlan:
         queries: shape of the queries, ``(B, Hq, 1, D)``.
         start, stop: the plan is valid for ``start <= cache.length < stop``.
         reason: the reason why decode steps are dense; None if they are sparse.
-        step: decode method with the backend's function.
+        step: decode method, bound to the function of its backend.
         served: indices of the sequences that are long enough for sparse attention.
         short: indices of the sequences that are too short for sparse attention and get dense attention. Sequences with
             at most ``config.attended`` keys are not listed, because the sparse method attends to all their keys.
         heads: number of KV heads in the batch, ``B * Hkv``.
         dense_bytes: number of bytes of one position's keys and values in all ``heads``.
-        sparse_bytes: bytes that a sparse step moves per KV head, from a formula: a constant, and bytes per key.
+        sparse_bytes: bytes that a sparse step moves per KV head, as a constant and a number of bytes per key.
     """
 
     plan: Plan

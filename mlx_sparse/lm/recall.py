@@ -117,7 +117,7 @@ class RecallCounts:
             self._most += [(top_k, 2 * row_bytes)] * counts.size
 
     def submit(self) -> RecallCounts | None:
-        """Start computing the recall, on the thread that ran the model. Return None if nothing was added."""
+        """Start computing the recall. Call this on the thread that ran the model. Return None if nothing was added."""
         if not self._recalls:
             return None
         # The product is a new array that belongs to no other graph, as `read` requires.
@@ -127,7 +127,7 @@ class RecallCounts:
         return self
 
     def read(self) -> RecallStatistics:
-        """Wait for the recall and return it as plain numbers. `BucketCounts.read` explains which threads may call."""
+        """Wait for the recall and return it as plain numbers. For thread safety, see `BucketCounts.read`."""
         assert self._joined is not None
         # The estimate is NaN if the model overflows, and counts as 0.
         found = np.array(self._joined.tolist())

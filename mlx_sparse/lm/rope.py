@@ -1,10 +1,10 @@
 """Get the pre-RoPE queries and keys of a model. SAAP needs pre-RoPE keys to assign keys to buckets.
 
 A model applies RoPE before it passes queries and keys to attention. `Recorder` stores the last calls of the model's
-RoPE modules. For an output array it returns the input array, which is exact and needs no computation. `inverse`
-computes the inverse RoPE for keys that were not recorded (a prompt cache from a file) and for rows that are scaled
-after RoPE. `find_sources` finds out which of the two works for each layer, and returns a `Source` per layer. `observe`
-reports the attention calls of a model that is not enabled.
+RoPE modules. It returns the exact input array for a recorded output array, and computes nothing. `inverse` computes
+the inverse RoPE for keys that were not recorded (a prompt cache from a file) and for rows that are scaled after RoPE.
+`find_sources` finds out which of the two works for each layer, and returns a `Source` per layer. `observe` reports the
+attention calls of a model that is not enabled.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from ..methods import reasons
-from ..model_info import leaves
+from ..model_info import leaves, new_caches
 from ..model_parts import without_pipeline
 from . import seam
 
@@ -236,7 +235,7 @@ class Seen:
         queries: ``(B, Hq, L, D)`` queries after RoPE.
         keys: ``(B, Hkv, L, D)`` keys after RoPE that the layer wrote to the cache; None if it wrote no keys.
         scale: scale of the attention scores.
-        position: index of the first written row in the cache.
+        position: index in the cache of the first row that the layer wrote.
         rotations: number of calls to `mx.fast.rope` since the last attention call.
     """
 
@@ -293,7 +292,7 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
 
     Args:
         model: a model loaded by mlx-lm that is not enabled.
-        caches: result of ``make_prompt_cache(model)``.
+        caches: result of `new_caches`.
         visit: function that receives each attention call.
         recorder: active recorder for the model. It is cleared after each visit.
     """
@@ -327,7 +326,7 @@ def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dic
     Args:
         visit: function that receives each attention call, as in `observe`.
     """
-    caches = make_prompt_cache(model)
+    caches = new_caches(model)
     sources: dict[int, Source | str] = {}
 
     def find(seen: Seen) -> None:

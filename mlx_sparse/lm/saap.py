@@ -251,7 +251,7 @@ class Indices(CallHooks):
         return attended
 
     def _updates_with(self, cache: SparseCache, S: int, served: list[int]) -> bool:
-        """Return True if another layer's lists also need a rebuild at position ``S`` and can be rebuilt now."""
+        """Return True if the bucket lists of ``cache`` also need a rebuild at position ``S`` and can be rebuilt now."""
         index = index_of(cache)
         if index is None or cache.keys is None or not S - 1 <= cache.position <= S:
             return False

@@ -1,29 +1,25 @@
-"""Replace the attention function that mlx-lm's models call."""
+"""Replace the attention functions that the models of mlx-lm and mlx-vlm call."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextvars import ContextVar
+from importlib import import_module
+from importlib.metadata import version
 from typing import Any, Protocol
 
 import mlx.core as mx
-import mlx_lm
-from mlx_lm import utils
-from mlx_lm.models import base
-from mlx_lm.models import cache as caches
 
 from ..cache import kv_cache
 from ..checks import BackendUnavailable
+from ..model_info import package_of
 
 NAME = "scaled_dot_product_attention"
-SUPPORTED = "mlx-lm 0.32 (0.31.3 on Python 3.10)"
+SUPPORTED = {"mlx_lm": "mlx-lm 0.31.3 or 0.32", "mlx_vlm": "mlx-vlm 0.6.5 to 0.7"}
 PARAMETERS = ["queries", "keys", "values", "cache", "scale", "mask", "sinks"]
-
-original = base.scaled_dot_product_attention
-prepare = caches.BatchKVCache.prepare
-merge = inspect.getattr_static(caches.KVCache, "merge")
 
 
 class Listener(Protocol):
@@ -39,78 +35,137 @@ class Listener(Protocol):
 active: ContextVar[Listener | None] = ContextVar("active", default=None)
 
 
-def scaled_dot_product_attention(
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """Call the active listener. Without a listener, or if it returns None, call mlx-lm's function."""
-    listener = active.get()
-    if listener is not None:
-        out = listener.attend(queries, keys, values, cache, scale, mask, sinks)
-        if out is not None:
-            return out
-    dense: mx.array = original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-    return dense
+def _replacement(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Return a function that calls the active listener.
+
+    If there is no active listener, or if the listener returns None, the function calls ``original``.
+    """
+
+    def scaled_dot_product_attention(
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        listener = active.get()
+        if listener is not None:
+            out = listener.attend(queries, keys, values, cache, scale, mask, sinks)
+            if out is not None:
+                return out
+        return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    return scaled_dot_product_attention
 
 
-def prepare_and_store_ends(cache: Any, *, lengths: list[int] | None = None, **padding: Any) -> None:
-    """Call mlx-lm's `BatchKVCache.prepare`, and store the end row of each prompt in ``cache.prompt_ends``."""
-    prepare(cache, lengths=lengths, **padding)  # type: ignore[no-untyped-call]
-    cache.prompt_ends = None if lengths is None else [cache.size() + length for length in lengths]
+def _storing_ends(prepare: Any) -> Callable[..., None]:
+    """Wrap `BatchKVCache.prepare` to also store the end row of each prompt in ``cache.prompt_ends``."""
+
+    def prepare_and_store_ends(cache: Any, *, lengths: list[int] | None = None, **padding: Any) -> None:
+        prepare(cache, lengths=lengths, **padding)
+        cache.prompt_ends = None if lengths is None else [cache.size() + length for length in lengths]
+
+    return prepare_and_store_ends
 
 
-_bound: Counter[str] = Counter()
+class Library:
+    """Functions of mlx-lm or mlx-vlm that `bind` replaces, and the replacements.
+
+    Attributes:
+        package: "mlx_lm" or "mlx_vlm".
+        caches: the module of the cache classes.
+        original: the attention function.
+        attention: the replacement of ``original``.
+        bound: number of enabled models that use each module.
+    """
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        self.caches: Any = import_module(f"{package}.models.cache")
+        self.original: Callable[..., mx.array] = getattr(import_module(f"{package}.models.base"), NAME)
+        self.attention = _replacement(self.original)
+        self.bound: Counter[str] = Counter()
+        self.prepare: Any = getattr(self.caches.BatchKVCache, "prepare", None)
+        self.prepare_and_store_ends = _storing_ends(self.prepare)
+        self.merge = inspect.getattr_static(self.caches.KVCache, "merge", None)
+
+    def bind(self, names: set[str]) -> set[str]:
+        """Replace the attention function in each module of ``names`` that uses the function. Return these names."""
+        ours = (self.original, self.attention)
+        names = {name for name in names if getattr(sys.modules.get(name), NAME, None) in ours}
+        for name in names:
+            self.bound[name] += 1
+            setattr(sys.modules[name], NAME, self.attention)
+        if names:
+            self.caches.BatchKVCache.prepare = self.prepare_and_store_ends
+            self.caches.KVCache.merge = staticmethod(kv_cache.merge)
+        return names
+
+    def unbind(self, names: list[str]) -> None:
+        """Undo one call to `bind`. Restore the library's functions once all calls are undone."""
+        for name in names:
+            if name in self.bound:
+                self.bound[name] -= 1
+                if self.bound[name] == 0:
+                    setattr(sys.modules[name], NAME, self.original)
+                    del self.bound[name]
+        if not self.bound:
+            self.caches.BatchKVCache.prepare = self.prepare
+            self.caches.KVCache.merge = self.merge
+
+
+LIBRARIES = {"mlx_lm": Library("mlx_lm")}
+original, scaled_dot_product_attention = LIBRARIES["mlx_lm"].original, LIBRARIES["mlx_lm"].attention
+
+
+def library_of(model: Any) -> Library:
+    """Return the library that has loaded ``model``. mlx-vlm is imported only for a model of mlx-vlm."""
+    package = package_of(model)
+    if package not in LIBRARIES:
+        kv_cache.register_vlm(import_module(f"{package}.models.cache"))
+        LIBRARIES[package] = Library(package)
+    return LIBRARIES[package]
 
 
 def bind(model: Any) -> list[str]:
     """Replace the attention function in the modules of ``model``, and return the names of these modules.
 
-    Each model file has its own reference to mlx-lm's function, so every module must be changed. `KVCache.merge` and
-    `BatchKVCache.prepare` are replaced too, because mlx-lm calls both before it calls the model.
+    Each model file has its own reference to the library's function, so every module must be changed. `KVCache.merge`
+    and `BatchKVCache.prepare` are replaced too, because the libraries call both before they call the model.
     """
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
-    ours = scaled_dot_product_attention
-    names = {name for name in names if getattr(sys.modules.get(name), NAME, None) in (original, ours)}
-    for name in names:
-        _bound[name] += 1
-        setattr(sys.modules[name], NAME, ours)
-    if names:
-        caches.BatchKVCache.prepare = prepare_and_store_ends  # type: ignore[method-assign, assignment]
-        caches.KVCache.merge = staticmethod(kv_cache.merge)  # type: ignore[method-assign]
-    return sorted(names)
+    library_of(model)
+    return sorted(set().union(*(library.bind(names) for library in LIBRARIES.values())))
 
 
 def unbind(names: list[str]) -> None:
-    """Undo one call to `bind`. Restore mlx-lm's functions once all calls are undone."""
-    for name in names:
-        _bound[name] -= 1
-        if _bound[name] == 0:
-            setattr(sys.modules[name], NAME, original)
-    if not _bound.total():
-        caches.BatchKVCache.prepare = prepare  # type: ignore[method-assign]
-        caches.KVCache.merge = merge  # type: ignore[method-assign]
+    """Undo one call to `bind`. Restore the functions of mlx-lm and mlx-vlm once all calls are undone."""
+    for library in LIBRARIES.values():
+        library.unbind(names)
 
 
-def changed_interfaces() -> list[str]:
-    """Return one line of text per changed interface of the installed mlx-lm; empty for a supported version."""
+def changed_interfaces(package: str = "mlx_lm") -> list[str]:
+    """Return a list with a line of text for each interface of the installed ``package`` that has changed."""
     problems = []
-    if list(inspect.signature(original).parameters) != PARAMETERS:
-        problems.append("mlx_lm.models.base.scaled_dot_product_attention has other parameters")
-    if not callable(getattr(utils, "load_model", None)):
-        problems.append("mlx_lm.utils.load_model is missing")
-    for cls, members in (
-        (caches.KVCache, ("update_and_fetch", "state", "trim", "make_mask", "nbytes", "merge")),
-        (caches.QuantizedKVCache, ("update_and_fetch", "state", "trim", "make_mask", "nbytes")),
-        (caches.BatchKVCache, ("update_and_fetch", "state", "prepare", "finalize", "filter", "extend", "make_mask")),
+    found: Any = getattr(import_module(f"{package}.models.base"), NAME, None)
+    if package in LIBRARIES:
+        found = LIBRARIES[package].original
+    if not callable(found) or list(inspect.signature(found).parameters) != PARAMETERS:
+        problems.append(f"{package}.models.base.{NAME} has other parameters")
+    if not callable(getattr(import_module(f"{package}.utils"), "load_model", None)):
+        problems.append(f"{package}.utils.load_model is missing")
+    caches = import_module(f"{package}.models.cache")
+    for name, members in (
+        ("KVCache", "update_and_fetch state trim make_mask nbytes merge"),
+        ("QuantizedKVCache", "update_and_fetch state trim make_mask nbytes"),
+        ("BatchKVCache", "update_and_fetch state prepare finalize filter extend make_mask"),
     ):
-        problems += [f"{cls.__name__}.{member} is missing" for member in members if not hasattr(cls, member)]
+        cls = getattr(caches, name, None)
+        problems += [f"{name}.{member} is missing" for member in members.split() if not hasattr(cls, member)]
     if not problems:
-        cache = caches.KVCache()
+        cache: Any = caches.KVCache()
         rows = mx.zeros((1, 1, 1, 1))
         cache.update_and_fetch(rows, rows)
         if [getattr(entry, "ndim", None) for entry in cache.state[:2]] != [4, 4] or cache.offset != 1:
@@ -122,14 +177,14 @@ def changed_interfaces() -> list[str]:
     return problems
 
 
-def require() -> None:
-    """Raise `BackendUnavailable` if mlx-lm's interfaces have changed, because attention could silently be dense."""
-    problems = changed_interfaces()
+def require(package: str = "mlx_lm") -> None:
+    """Raise `BackendUnavailable` if interfaces of ``package`` have changed. Attention could then silently be dense."""
+    problems = changed_interfaces(package)
     if problems:
-        version = getattr(mlx_lm, "__version__", "unknown")
+        name, supported = package.replace("_", "-"), SUPPORTED[package]
         raise BackendUnavailable(
-            f"mlx-lm: expected the interfaces of {SUPPORTED}, got version {version} where {'; '.join(problems)}. "
-            f"Install {SUPPORTED}."
+            f"{name}: expected the interfaces of {supported}, got version {version(name)} where "
+            f"{'; '.join(problems)}. Install {supported}."
         )
 
 

@@ -151,7 +151,7 @@ class PrefillCounts:
         self._layers.append((layer, layout, (blocks >= 0).sum(axis=(2, 3))))
 
     def add_recall(self, layer: int, recall: mx.array) -> None:
-        """Add the attention recall ``(B, Hq, L)`` of a call. Pass the call to `add` first."""
+        """Add the attention recall ``(B, Hq, L)`` of a sparse call that `add` has counted."""
         # The recall is NaN if the model overflows. The histogram counts NaN as 0.
         bins = mx.clip(mx.where(mx.isnan(recall), 0.0, recall) * BINS, 0, BINS - 1).astype(mx.int32).flatten()
         counts = mx.zeros(BINS, mx.int32).at[bins].add(1)
@@ -233,7 +233,7 @@ class BucketCounts:
         self._known += BucketStatistics(valid, listed)
 
     def submit(self) -> BucketCounts | None:
-        """Start computing the counts, on the thread that ran the model. Return None if no step was added."""
+        """Start computing the counts. Call this on the thread that ran the model. Return None if no step was added."""
         if not self._lists:
             return None
         mx.async_eval([counts for counts, _ in self._lists])  # type: ignore[no-untyped-call]

@@ -162,8 +162,8 @@ class Method:
             recent: number of last keys in this shard that every step attends to (`always_attended`).
 
         Returns:
-            The method for one shard, or None if the selection does not compare keys. With None, the shards attend to
-            the same keys as without sharding.
+            The method for one shard, or None if the selection does not compare keys. If the result is None, the shards
+            attend to the same keys as without sharding.
         """
         return None
 
@@ -178,7 +178,10 @@ class Method:
         return False
 
     def shortest_context(self, step: Step | None = None) -> int:
-        """Return the crossover length in keys. Shorter contexts stay dense. With `NEVER`, all contexts stay dense."""
+        """Return the crossover length in keys. Shorter contexts stay dense.
+
+        If the result is `NEVER`, all contexts stay dense.
+        """
         below, exact = getattr(self, "dense_below", 0), self.attended + 1
         if not isinstance(below, str):
             return max(below, exact)
@@ -212,10 +215,10 @@ class Method:
         return itemsize * (self.elements(S, D) - rows * D) + rows * row_bytes
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[Self, str]:
-        """Return the method, and the name of the setting that the caller adjusts to reach a transfer budget.
+        """Return a copy of the method, and the name of the setting that the caller adjusts to reach a transfer budget.
 
-        The budget is ``share`` of the transfers of dense attention. Settings in ``named`` stay unchanged. The name is
-        empty if no setting can be adjusted.
+        The budget is ``share`` of the transfers of dense attention. The copy has ``dense_below=0``, but settings in
+        ``named`` stay unchanged. The name is empty if no setting can be adjusted.
         """
         own = {field.name for field in dataclasses.fields(self)}
         running: dict[str, Any] = {"dense_below": 0} if "dense_below" in own - set(named) else {}

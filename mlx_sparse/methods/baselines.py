@@ -43,7 +43,10 @@ class Streaming(Method):
 
 @dataclass(frozen=True)
 class StreamingPrefill(Prefill):
-    """Attend in prefill to the first keys and to a window of ``window`` times the context length (StreamingLLM)."""
+    """Attend in prefill to the first keys and to a window of recent keys (StreamingLLM).
+
+    The window covers the share ``window`` of the context.
+    """
 
     name: ClassVar[str] = "streaming_prefill"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
@@ -118,7 +121,10 @@ class FlexGen(Method):
 
 @dataclass(frozen=True)
 class OracleTopK(Method):
-    """Attend to the ``top_k`` keys with the largest exact scores. This upper bound for SparQ saves no transfers."""
+    """Attend to the ``top_k`` keys with the largest exact scores.
+
+    The quality is an upper bound for SparQ. The method saves no transfers.
+    """
 
     name: ClassVar[str] = "oracle_top_k"
     source: ClassVar[str] = "the bound in the SparQ paper"
@@ -216,7 +222,7 @@ class HyperAttention(Prefill):
         check_int("exact_rows", self.exact_rows, 1)
 
     def supports_sinks(self, G: int) -> bool:
-        """Return False. Sinks need the log-sum-exp, which omits the keys that the sampled keys represent."""
+        """Return False. Sinks need a log-sum-exp with sampling weights, which HyperAttention does not return."""
         return False
 
 

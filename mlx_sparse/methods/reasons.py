@@ -23,6 +23,7 @@ LAST_OF_PROMPT = "for the last token of a prompt"
 NO_DECODE = "with a single query (no decode method)"
 LOW_RECALL = "with a low estimated recall (min_recall)"
 CHECKED = "in lossless mode (verification or decoding without drafts)"
+OWN_KERNEL = "in a kernel of the model"
 UNKNOWN_PADDING = "on a batch with unknown right padding"
 SHORT_SEQUENCES = "for the short sequences of a batch"
 

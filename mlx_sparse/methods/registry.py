@@ -87,8 +87,9 @@ def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = 
 def refusal(backend: str, function: str, reason: str | None = None) -> str | None:
     """Return the reason why ``backend`` cannot run ``function`` on MLX arrays, or None.
 
-    ``reason`` is a reason that the caller found, or None. A reason that rules out ``backend`` for all
-    functions replaces ``reason``.
+    Args:
+        reason: reason that the caller has already found; None if the caller has found no reason. If ``backend`` cannot
+            run any function, the more general reason is returned instead.
     """
     reason = FOREIGN.get(backend) or unavailable(backend) or reason
     if reason is None and backend not in FUNCTIONS.get(function, {}):
@@ -100,7 +101,7 @@ def require(backend: str, function: str, reason: str | None = None) -> None:
     """Raise an error if ``backend`` cannot run ``function`` on MLX arrays on this machine. "auto" never raises.
 
     Args:
-        reason: reason that the caller found, or None.
+        reason: reason that the caller has already found; None if the caller has found no reason.
 
     Raises:
         BackendUnavailable: the backend cannot run the function. The call never falls back to another backend.

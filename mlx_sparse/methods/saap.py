@@ -94,7 +94,7 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Count the elements moved per KV head and decode step if ``buckets`` buckets have the same number of keys.
+        """Count the elements moved per KV head and decode step, for ``buckets`` buckets of equal size.
 
         The weights of the query network are not counted.
         """
@@ -129,5 +129,5 @@ class SAAP(Method):
         return math.ceil(GATHERED_ROW * (self.attended + self.merge_every // 2 + network) / per_key)
 
     def _visited_share(self, buckets: int) -> float:
-        """Estimate the share of keys in visited buckets. Assume twice the average share, because sizes differ."""
+        """Estimate the share of the keys in visited buckets as twice the average share, because bucket sizes differ."""
         return min(2 * self.probes / buckets, 1.0)

@@ -32,9 +32,10 @@ EXPORTED = {"onnx": "onnx_export:operator_model", "ort": "onnx_export:session_op
 
 
 def _row(name: str, ops: str, metal: str = "", triton: str = "", *, oracle: str = "oracle") -> dict[str, str]:
-    """Return the import strings of the function ``name`` by backend.
+    """Return the import string of the function ``name`` for each backend that supports the function.
 
-    The other arguments are modules, or ``module:function`` if the function has a different name in this module.
+    ``ops``, ``metal``, ``triton`` and ``oracle`` are module names, or ``module:function`` if the function has a
+    different name in this module. An empty string means that the backend does not support the function.
     """
     modules = {"oracle": oracle, "ops": ops, "metal": metal, "triton": triton}
     return {key: module if ":" in module else f"{module}:{name}" for key, module in modules.items() if module}

@@ -178,7 +178,7 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
 
 
 def removed(name: str, key: str, value: object) -> str | None:
-    """Return the end of the error message for a removed option, which names the replacement, or None."""
+    """Return the end of the error message for a removed option (`REMOVED`), or None for any other option."""
     for (owner, old, old_value), replacement in REMOVED.items():
         if owner in ("*", name) and old == key and old_value in ("*", value):
             return replacement

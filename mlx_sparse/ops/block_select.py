@@ -34,7 +34,10 @@ def select_largest(scores: mx.array, count: int) -> mx.array:
 
 
 def _largest(scores: mx.array, ordered: mx.array, count: mx.array) -> mx.array:
-    """Return a mask of the ``count (..., 1)`` largest scores. ``ordered`` contains the scores in descending order."""
+    """Return a mask of the largest ``scores (..., Nk)``. ``count (..., 1)`` is the number of scores to select.
+
+    ``ordered`` contains the scores in descending order.
+    """
     last = mx.take_along_axis(ordered, count - 1, axis=-1)
     above, level = scores > last, scores == last
     room = count - mx.sum(above, axis=-1, keepdims=True)
@@ -94,6 +97,9 @@ def select(
     alpha_slash: float,
     width: int | None = None,
 ) -> mx.array:
-    """Select each row block's key blocks from the results of `sample_scores`: int32 ``(B, Hq, R, width)``."""
+    """Select the key blocks of each row block from ``column`` and ``slash``, the results of `sample_scores`.
+
+    Return int32 lists ``(B, Hq, R, width)`` (`block_lists`).
+    """
     kept = select_share(column, alpha_column), select_share(slash, alpha_slash)
     return block_lists(merge(*kept, layout, sampled_in_full=True), width)

@@ -75,7 +75,7 @@ def wait_for(done: list[mx.array], array: mx.array) -> mx.array:
 
 
 def batch_size(scores: int) -> int:
-    """Return the number of items, with ``scores`` scores each, that fit into one batch; at least 1."""
+    """Return the number of items that fit into one batch, at least 1. ``scores`` is the number of scores per item."""
     return max(1, MAX_SCORES[mx.default_device().type] // scores)
 
 
@@ -90,7 +90,7 @@ def causal_scores(queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _in_blocks(array: mx.array, lead: int, tail: int, block_size: int) -> mx.array:
-    """Pad ``array (B, H, length, D)`` with ``lead`` and ``tail`` zero rows, and split it into blocks of rows."""
+    """Add ``lead`` and ``tail`` zero rows before and after ``array (B, H, length, D)``. Split the rows into blocks."""
     B, H, _, D = array.shape
     if lead or tail:
         array = mx.pad(array, [(0, 0), (0, 0), (lead, tail), (0, 0)])
@@ -101,8 +101,8 @@ def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool
     """Group the row blocks by the length of their lists, and by whether their lists contain the diagonal block.
 
     Yields:
-        The indices ``(M,)`` of row blocks among those of all sequences and heads; the ascending indices ``(M, n)`` of
-        their key blocks; and True if the last key block of each list is the diagonal block.
+        The indices ``(M,)`` of row blocks, numbered across all sequences and query heads; the ascending indices
+        ``(M, n)`` of the key blocks in their lists; and True if the last key block of each list is the diagonal block.
     """
     row_block = np.tile(np.arange(layout.first_block, layout.key_blocks), blocks.shape[0] * blocks.shape[1])
     lists = blocks.reshape(len(row_block), -1)

@@ -91,10 +91,10 @@ def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None) -> mx
 
 
 def group_statistics(coded: KeyCodes) -> mx.array:
-    """Return the statistics of all groups in ``coded`` for (sparq.22), float32 ``(3, B, Hkv, D)``.
+    """Return the statistics of all groups in ``coded`` that (sparq.22) needs, float32 ``(3, B, Hkv, D)``.
 
-    The statistics are the mean of the group middles, the sum of squared deviations from this mean, and the sum of
-    squared group widths.
+    Each group has a value range with a middle and a width. The statistics are the mean of the middles, the sum of
+    squared deviations from this mean, and the sum of squared widths.
     """
     middle, width = _middles(coded)
     mean = middle.mean(axis=-1)

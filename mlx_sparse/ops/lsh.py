@@ -19,7 +19,10 @@ Result = tuple[mx.array, mx.array, mx.array]
 
 
 def hash_codes(vectors: mx.array, buckets: int) -> mx.array:
-    """Hash each of ``vectors (..., D)`` to the index of the nearest of ``buckets`` random directions (sample.15)."""
+    """Return the hash of each of ``vectors (..., D)``, which is the index of its nearest direction (sample.15).
+
+    There are ``buckets`` directions: ``buckets // 2`` random directions and their negatives.
+    """
     along = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], buckets // 2))
     return mx.argmax(mx.concatenate([along, -along], axis=-1), axis=-1)
 
@@ -117,7 +120,7 @@ def _span_pairs(
 
 
 def _by_head(array: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
-    """Repeat ``array (B, Hkv, ...)`` for each query head: ``(B, Hq, ...)``."""
+    """Repeat ``array (B, Hkv, ...)`` for each query head, and return the result ``(B, Hq, ...)``."""
     return mx.repeat(array, queries.shape[1] // keys.shape[1], axis=1)
 
 

@@ -60,7 +60,10 @@ def page_scores(queries: mx.array, page_min: mx.array, page_max: mx.array) -> mx
 
 
 def page_keys(pages: mx.array, left_padding: mx.array | None, *, page_size: int, length: int) -> mx.array:
-    """List the keys of ``pages (B, Hkv, K)`` (quest.5): int32 ``(B, Hkv, K * page_size)``, -1 in empty slots."""
+    """Return int32 indices ``(B, Hkv, K * page_size)`` of the keys in ``pages (B, Hkv, K)`` (quest.5).
+
+    Empty slots contain -1.
+    """
     listed = pages[..., None] * page_size + mx.arange(page_size)
     if left_padding is not None:
         listed = listed + left_padding[:, None, None, None]

@@ -125,7 +125,9 @@ def list_keys(
     recent_tokens: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Build a bucket index of the keys before the last ``recent_tokens`` and list the keys of one decode step.
+    """Build a bucket index, and list the keys that one decode step attends to.
+
+    The index covers all keys except the last ``recent_tokens``. The function returns the results of ``expand``.
 
     Args:
         expand: `saap_indices` of a backend.

@@ -47,7 +47,7 @@ def sample_select(
     block_size: int,
     scale: float,
 ) -> mx.array:
-    """Select the key blocks that each row block attends to: int32 ``(B, Hq, R, Nk)``, ascending, padded with -1."""
+    """Select key blocks for each row block. Return ascending int32 lists ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale)
     # Row blocks with sampled rows attend to every causal block, so the longest list usually has Nk blocks.
@@ -85,7 +85,9 @@ def _masses(queries: mx.array, keys: mx.array, layout: Layout, scale: float) -> 
 
 
 def masses_of(weights: mx.array, layout: Layout) -> mx.array:
-    """Sum the softmax weights ``(B, H, n, N)`` of queries at the last n of N positions by key block and by offset bin.
+    """Sum the softmax weights ``(B, H, n, N)`` by key block and by offset bin.
+
+    The n queries are at the last n of the N positions.
 
     Returns:
         float32 ``(B, H, 2, Nk)``: the third axis contains the sums by key block and the sums by offset bin.

@@ -76,7 +76,7 @@ def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[m
 
 
 def selected_share(scores: mx.array, indices: mx.array, G: int, left_padding: mx.array | None) -> mx.array:
-    """Return the share ``(B, Hkv)`` of the group ``scores (B, Hkv, S)`` that the selected keys have (sparq.24)."""
+    """Return the selected keys' share ``(B, Hkv)`` of the group ``scores (B, Hkv, S)`` (sparq.24)."""
     if left_padding is None:  # without padding, no slot is empty
         return mx.take_along_axis(scores, indices, axis=-1).sum(axis=-1) / G
     chosen = mx.take_along_axis(scores, mx.maximum(indices, 0), axis=-1)

@@ -86,7 +86,7 @@ def attend_indices(
     Args:
         queries: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``.
-        indices: ``(B, Hkv, N)`` int32, ascending. -1, or any number that is not a key index, is an empty slot.
+        indices: ``(B, Hkv, N)`` int32 key indices, ascending. Any other number, such as -1, marks an empty slot.
         scale: factor by which the dot products are multiplied.
 
     Returns:
@@ -171,7 +171,7 @@ def with_stats(
     top_k: int,
     return_stats: bool | str,
 ) -> Any:
-    """Return ``out``. If ``return_stats`` is set, also return the `Stats` of a step that moved ``moved`` elements."""
+    """Return ``out``. If ``return_stats`` is set, also return `Stats` with ``elements=moved`` for the decode step."""
     if not return_stats:
         return out
     S, D = qkv[1].shape[2:]

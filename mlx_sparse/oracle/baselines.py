@@ -42,7 +42,7 @@ def streaming_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the first ``sink_tokens`` and the last ``recent_tokens`` valid keys. RoPE positions do not change."""
+    """Attend to the first ``sink_tokens`` and last ``recent_tokens`` valid keys, which keep their RoPE positions."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("sink_tokens", sink_tokens, 0)
     check_int("recent_tokens", recent_tokens, 1)
@@ -73,7 +73,7 @@ def oracle_top_k_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the ``top_k`` keys with the largest exact scores, as SparQ with ``rank=D`` and ``reallocate=False``."""
+    """Run SparQ with ``rank=D`` and ``reallocate=False``, so that the ``top_k`` keys are selected by exact scores."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)
     window = check_local_window(local_window, top_k)

@@ -29,7 +29,7 @@ def attend_blocks(
     Args:
         queries: ``(B, Hq, L, D)``; query i is at position ``S - L + i``, in row block ``(S - L + i) // block_size``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int32 block indices for R row blocks. Any other number, such as -1, is an empty slot.
+        blocks: ``(B, Hq, R, N)`` int32 block indices for R row blocks. Other numbers, such as -1, mark empty slots.
 
     Returns:
         ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``. If a query attends to no key, its out is 0 and its lse is -inf.

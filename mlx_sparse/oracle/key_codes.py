@@ -56,7 +56,7 @@ def unpack(codes: Array) -> Array:
 
 
 def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLike | None = None) -> Array:
-    """Return scoring keys relative to their center: float64 ``(B, Hkv, S, D)`` (sparq.21).
+    """Return the scoring keys ``(B, Hkv, S, D)`` in float64, minus ``coded.center`` (sparq.21).
 
     Keys in full groups are dequantized from ``coded``. The other keys are exact.
     """

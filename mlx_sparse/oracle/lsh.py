@@ -17,7 +17,10 @@ Array = npt.NDArray[Any]
 
 
 def hash_codes(vectors: Array, buckets: int) -> Array:
-    """Hash each of ``vectors (..., D)`` to the index of the nearest of ``buckets`` random directions (sample.15)."""
+    """Return a hash from 0 to ``buckets - 1`` for each of ``vectors (..., D)`` (sample.15).
+
+    The hash is the index of the random direction that has the largest dot product with the vector.
+    """
     along = vectors @ signs(vectors.shape[-1], buckets // 2)
     codes: Array = np.argmax(np.concatenate([along, -along], axis=-1), axis=-1)
     return codes
@@ -45,7 +48,8 @@ def hash_sparse_attention(
 def sort_ranks(vectors: Array, hash_bits: int) -> Array:
     """Sort ``vectors (..., M, D)`` by a hash of ``hash_bits`` bits, and return their ranks, 0..M - 1 (sample.17).
 
-    The signs along random directions form a Gray code: adjacent hashes differ in one sign.
+    The signs of a vector's dot products with random directions are decoded as a Gray code. Vectors with
+    adjacent hashes therefore differ in one sign.
     """
     positive = vectors @ signs(vectors.shape[-1], hash_bits) > 0
     bits = np.logical_xor.accumulate(positive, axis=-1)
@@ -66,9 +70,10 @@ def hyperattention_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run HyperAttention, (sample.16) to (sample.18).
+    """Run HyperAttention (sample.16 to sample.18).
 
-    A query attends to the keys in its bucket and to a weighted sample of the other keys.
+    The queries are divided into ranges of at most ``exact_rows`` queries. A query attends to all keys of its
+    range up to its own position, to earlier keys in its bucket, and to a weighted sample of other earlier keys.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     offset = n.S - n.L
@@ -89,7 +94,10 @@ def hyperattention_attention(
 def _span_pairs(
     q: Array, k: Array, span: Span, offset: int, bucket_size: int, sampled_keys: int, hash_bits: int
 ) -> tuple[Array, Array]:
-    """Return a mask of attended query-key pairs in a span and their log weights, both ``(B, Hq, P, M)`` (sample.18)."""
+    """Select query-key pairs in a span of P queries and M keys (sample.17, sample.18).
+
+    Return a mask, True for the selected pairs, and the logarithms of their weights, both ``(B, Hq, P, M)``.
+    """
     P, M, G = span.stop - span.start, span.last - span.first, q.shape[1] // k.shape[1]
     if bucket_size + sampled_keys >= M:
         return np.ones((*q.shape[:2], P, M), dtype=bool), np.zeros((*q.shape[:2], P, M))

@@ -26,9 +26,11 @@ def minference_select(
     block_size: int = 64,
     scale: float | None = None,
 ) -> Array:
-    """Select key blocks for each row block by the attention from the last 64 queries: int32 ``(B, Hq, R, N)``.
+    """Return the indices of the key blocks that each row block attends to: int32 ``(B, Hq, R, N)`` (sample.12).
 
-    A row block attends to the key blocks and offset bins with the largest softmax weights (sample.12).
+    The softmax weights of the last 64 queries are summed by key block and by offset bin (see `SampleSelection`). A row
+    block attends to the key blocks with the largest sums, ``vertical_tokens`` in total, and to the offset bins with the
+    largest sums, ``slash_tokens`` in total.
     """
     q, k = float64(queries), float64(keys)
     layout = Layout(q.shape[2], k.shape[2], 1, block_size, MINFERENCE_ROWS)
@@ -61,7 +63,7 @@ def minference_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run MInference: attend to a fixed number of key blocks and offset bins (sample.12)."""
+    """Run MInference: attend to the key blocks that `minference_select` selects (sample.12)."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("vertical_tokens", vertical_tokens, 1)
     check_int("slash_tokens", slash_tokens, 1)

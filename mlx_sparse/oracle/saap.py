@@ -86,7 +86,8 @@ def saap_target(
         keys: ``(S, D)`` of the KV head of this query head, after RoPE.
         bucket_ids: ``(S,)`` bucket of each key.
         recent_tokens: minimum distance between a query and its long-range keys.
-        farthest_top: distance in positions. A query is used only if its best key, excluding sinks, is farther away.
+        farthest_top: number of positions. A query is used only if its largest logit, excluding sinks, belongs to a key
+            that is farther away than this number.
         causal: if True, queries attend only to earlier keys, as in decoding; if False, to all keys, as in the paper.
     """
     q, k = float64(queries), float64(keys)
@@ -222,7 +223,7 @@ def saap_indices(
     """List the keys to attend to: sinks, keys outside the index, and keys of the visited buckets (saap.10).
 
     Args:
-        visited: ``(B, Hkv, n)`` bucket ids without duplicates; a number that is not a bucket is an empty slot.
+        visited: ``(B, Hkv, n)`` bucket ids without duplicates. Any other number, such as -1, marks an empty slot.
         offsets, key_ids: index of the first ``covered`` keys, from `saap_index`.
         covered: number of keys in the index, as an int or as ``(B,)``.
 

@@ -19,10 +19,12 @@ Array = npt.NDArray[Any]
 class SampleSelection(NamedTuple):
     """Selected key blocks and sample scores of SampleAttention, for C regions, R row blocks and Nk key blocks.
 
+    Key j is in offset bin ``(i - j) // block_size`` of the query at position i.
+
     Attributes:
         blocks: ``(B, Hq, R, N)`` int32 key blocks that each row block attends to.
-        column: ``(B, Hq, C, Nk)`` softmax weights of the sample, summed by key block.
-        slash: ``(B, Hq, C, Nk)`` softmax weights of the sample, summed by offset bin.
+        column: ``(B, Hq, C, Nk)`` softmax weights of the sampled queries, summed by key block.
+        slash: ``(B, Hq, C, Nk)`` softmax weights of the sampled queries, summed by offset bin.
         column_kept: bool ``(B, Hq, C, Nk)``, True for the selected key blocks.
         slash_kept: bool ``(B, Hq, C, Nk)``, True for the selected offset bins.
     """
@@ -67,7 +69,9 @@ def sample_scores(
     scale: float | None = None,
     rows: int | None = None,
 ) -> tuple[Array, Array]:
-    """Sum the softmax weights of each region's sample by key block and by offset bin. Both sums are ``(B, Hq, C, Nk)``.
+    """Sum the softmax weights of the sampled queries in each region by key block and by offset bin.
+
+    Return the two sums, each ``(B, Hq, C, Nk)``. See `SampleSelection` for the axes and the offset bins.
 
     Args:
         rows: number of query rows sampled per region; None means ``block_size``.
@@ -93,7 +97,7 @@ def sample_scores(
 
 
 def select_share(scores: Array, alpha: float) -> Array:
-    """Select the largest ``scores (..., Nk)`` until their share of the sum reaches ``alpha - 1e-6`` (sample.6).
+    """Return a mask of the fewest ``scores (..., Nk)`` that together reach ``alpha - 1e-6`` of their sum (sample.6).
 
     If a score is NaN, all scores are selected.
     """

@@ -50,7 +50,7 @@ def fewest(scores: Array, indices: Array, *, share: float, local_window: int) ->
 def top_k_select(
     scores: npt.ArrayLike, *, top_k: int, local_window: int, left_padding: npt.ArrayLike | None = None
 ) -> Array:
-    """Select the last ``local_window`` valid keys and the best other keys, ``top_k`` in total (sparq.6).
+    """Select the last ``local_window`` valid keys and the best-scoring other keys, ``top_k`` in total (sparq.6).
 
     Args:
         scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never selected, NaN counts as +inf.

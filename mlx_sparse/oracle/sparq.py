@@ -169,7 +169,7 @@ def sparq_attention(
 
 
 def masked_mean(rows: Array, valid: Array) -> Array:
-    """Return the mean ``(B, Hkv, D)`` of the valid ``rows (B, Hkv, S, D)`` (sparq.9). Without rows, the mean is 0."""
+    """Return the mean ``(B, Hkv, D)`` of the valid ``rows (B, Hkv, S, D)`` (sparq.9). Without valid rows, return 0."""
     count = np.maximum(valid.sum(axis=1), 1)[:, None, None]
     mean: Array = np.where(valid[:, None, :, None], rows, 0.0).sum(axis=2) / count
     return mean

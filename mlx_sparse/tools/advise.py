@@ -56,8 +56,8 @@ class Attempt:
 
     Attributes:
         variant: the method with its settings.
-        share: elements that the variant moves, divided by the elements that dense attention moves; None if the method
-            has no formula.
+        share: elements that the variant moves, divided by the elements that dense attention moves, according to the
+            method's formula; None if the method has no such formula.
         rows: one row of results for each task.
     """
 
@@ -104,7 +104,7 @@ class Quality:
 
     @property
     def oracle_fails(self) -> bool:
-        """True if even the best selection of keys fails at the largest budget."""
+        """True if no attempt with `ORACLE`, the best selection of keys, passes."""
         return not any(attempt.passes for attempt in self.oracle)
 
     @property
@@ -126,15 +126,16 @@ def measure(
     seed: int,
     D: int,
 ) -> Quality:
-    """Measure the quality of `ORACLE`, and then of each method, from the largest budget down until the method fails.
+    """Measure the quality of `ORACLE`, and then of each method, starting with the largest budget.
 
-    If `ORACLE` fails at every budget, the methods are skipped.
+    If a method fails at a budget, the method's smaller budgets are skipped. If `ORACLE` fails at its largest budget,
+    all other methods are skipped.
 
     Args:
         model, tokenizer: the model and its tokenizer.
         tokens: tokens of the text.
         methods: decode methods as text.
-        budgets: shares of dense attention's transfers that a method may use.
+        budgets: upper limits for the transfers of a method, as shares of dense attention's transfers.
         context: number of tokens in each prompt.
         limit: number of examples per task.
         seed: random seed for the examples.
@@ -329,8 +330,9 @@ class Page:
 def for_everyday_use(best: Attempt) -> Method:
     """Return the method of the attempt ``best`` with settings for long contexts.
 
-    An attempt has short prompts, so its method selects few keys and sets ``dense_below`` to 0. The returned method has
-    the requested ``dense_below``. It also has the default budget if the budget of ``best`` is only for short texts.
+    An attempt runs on short prompts, so its method selects few keys and sets ``dense_below`` to 0. The returned method
+    has the ``dense_below`` that the user requested, or its default. If the settings of ``best`` are only for
+    experiments on short texts, the returned method also has the default budget setting.
     """
     config = best.variant.stages[1]
     assert config is not None
@@ -345,7 +347,10 @@ def for_everyday_use(best: Attempt) -> Method:
 
 
 def toml(config: Method, model: str, day: str, text: str) -> str:
-    """Return TOML text for ``--attn-config``. A comment contains ``model``, ``day`` and ``text``."""
+    """Return the settings in ``config`` as TOML text for ``--attn-config``.
+
+    A comment contains the name ``model``, the date ``day``, and ``text``, which describes the measured examples.
+    """
     fields = [field for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
     # JSON values are TOML values. JSON text has no line breaks, so a name cannot end the comment.
     settings = [f"{field.name} = {json.dumps(getattr(config, field.name))}" for field in fields]
@@ -442,7 +447,7 @@ def _page(args: argparse.Namespace) -> Page:
 
 
 def _candidates(model: Any, methods: Sequence[str]) -> tuple[list[Candidate], list[str]]:
-    """Return the methods that can serve a layer of ``model``, and an error message for each other method."""
+    """Return the methods that can run in a layer of ``model``, and an error message for each other method."""
     calibration = Calibration()
     found, refused = [], []
     for method in methods:

@@ -98,7 +98,7 @@ class Comparison:
         forced: True if the method was sparse below its crossover length, because a longer context was impossible.
         prefill_seconds: time of the prefill in seconds.
         dense, sparse: the decoded answers.
-        report: counts of the last sparse run, from `Report.as_dict`.
+        report: counts of attention calls and bytes in the last sparse run, from `Report.as_dict`.
     """
 
     attn: str

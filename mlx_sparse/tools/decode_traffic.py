@@ -9,13 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 
 from ..calibrate import Layer
 from ..lm import seam
 from ..methods import Method
 from ..methods.stats import dense_elements
-from ..model_info import leaves, weights_read
+from ..model_info import leaves, new_caches, weights_read
 
 FULL, WINDOW, LINEAR, LATENT = "full", "window", "linear", "latent"
 
@@ -73,7 +72,12 @@ class Served:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The number of weight bytes that a decode step reads for one sequence, and the caches of all layers."""
+    """Memory that a decode step reads for one sequence: weights and caches.
+
+    Attributes:
+        weights: bytes of the weights that are read.
+        caches: kind and size of each layer's cache.
+    """
 
     weights: int
     caches: tuple[LayerCache, ...]
@@ -104,8 +108,8 @@ def traffic_of(model: Any) -> Traffic:
 class _Readers:
     """Counter of the attention calls that read each cache. All calls stay dense.
 
-    A layer that shares another layer's cache passes that layer's keys to `attend`, possibly without the cache. Then
-    the key array identifies the cache.
+    If a layer uses the cache of another layer, the layer may pass only the keys to `attend`, and not the cache. In this
+    case, the key array identifies the cache.
     """
 
     def __init__(self, caches: list[Any]) -> None:
@@ -123,7 +127,7 @@ class _Readers:
 
 def layer_caches(model: Any) -> tuple[LayerCache, ...]:
     """Run ``model`` on one token, and return the kind and size of each layer's cache."""
-    caches = make_prompt_cache(model)
+    caches = new_caches(model)
     readers = _Readers(leaves(caches))
     names, token = seam.bind(model), seam.active.set(readers)
     try:

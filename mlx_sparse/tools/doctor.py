@@ -18,16 +18,17 @@ from ..methods.registry import unavailable
 from ..methods.table import BACKENDS
 from . import environment
 
-PACKAGES = ("mlx", "mlx-lm", "numpy", "tqdm", "transformers", "torch", "triton")
+PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "numpy", "tqdm", "transformers", "torch", "triton")
 ATTN = "sample+sparq"
 
 
-def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto") -> dict[str, Any]:
+def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto", *, variable: str = "") -> dict[str, Any]:
     """Return versions, backends and other findings by name. The entry ``problems`` is a list of sentences.
 
     Args:
-        model: a model that mlx-lm can load. If given, also report how ``--attn`` affects the model.
+        model: a model that mlx-lm or mlx-vlm can load. If given, also report how ``--attn`` affects the model.
         attn, backend: values of ``--attn`` and ``--attn-backend``.
+        variable: value of ``MLX_SPARSE_ATTN``.
     """
     problems: list[str] = []
     findings: dict[str, Any] = {
@@ -38,10 +39,14 @@ def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto") -
         "device": _guarded(_device, problems, "mlx"),
         "backends": {name: unavailable(name) or "yes" for name in BACKENDS},
         "hook": _hook(problems),
-        "seams": _guarded(_seams, problems, "mlx-lm"),
+        "variable": _guarded(lambda: _variable(variable, problems), problems, _boot.VARIABLE),
+        "seams": _guarded(lambda: _seams("mlx_lm"), problems, "mlx-lm"),
     }
     problems += [f"{name} is not installed" for name in ("mlx", "mlx-lm") if not findings["packages"][name]]
     problems += [f"mlx-lm: {problem}" for problem in findings["seams"] or []]
+    if findings["packages"].get("mlx-vlm"):
+        findings["seams of mlx-vlm"] = _guarded(lambda: _seams("mlx_vlm"), problems, "mlx-vlm")
+        problems += [f"mlx-vlm: {problem}" for problem in findings["seams of mlx-vlm"] or []]
     problems += _other_owners()
     if model is not None:
         findings["model"] = _crossovers(model, attn, backend, problems)
@@ -58,8 +63,11 @@ def text(findings: dict[str, Any]) -> str:
         f"default device: {findings['device']}",
         "backends: " + ", ".join(f"{name}: {state}" for name, state in findings["backends"].items()),
         f"mlx_lm.* --attn: {findings['hook']}",
-        "interfaces of mlx-lm: " + ("as expected" if findings["seams"] == [] else "not as expected"),
+        f"{_boot.VARIABLE}: {findings['variable']}",
     ]
+    for library, key in (("mlx-lm", "seams"), ("mlx-vlm", "seams of mlx-vlm")):
+        if key in findings:
+            lines.append(f"interfaces of {library}: {'not ' if findings[key] != [] else ''}as expected")
     if found := findings.get("model"):
         first, *more = found["lines"]
         lines += [first, *(f"  {line}" for line in more)]
@@ -78,7 +86,10 @@ def _guarded(probe: Any, problems: list[str], package: str) -> Any:
 
 
 def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dict[str, Any] | None:
-    """Load a model without running it. Return the settings, layers and crossover lengths of ``--attn``."""
+    """Load a model without running it. Return the settings, layers and crossover lengths that result from ``--attn``.
+
+    On an error, append a message to ``problems`` and return None.
+    """
     try:
         from ..calibrate import Calibration
         from .measure import planned, rows_of
@@ -101,10 +112,28 @@ def _device() -> str:
     return str(mx.default_device())
 
 
-def _seams() -> list[str]:
+def _seams(package: str) -> list[str]:
     from ..lm.seam import changed_interfaces
 
-    return changed_interfaces()
+    return changed_interfaces(package)
+
+
+def _variable(attn: str, problems: list[str]) -> str:
+    """Describe how the environment variable, whose value is ``attn``, affects the models that a program loads.
+
+    If the value is invalid, append a message to ``problems``.
+    """
+    from ..lm.model import select_methods
+    from ..methods import parse
+
+    if not attn:
+        return "not set"
+    try:
+        select_methods(parse(attn))
+    except SparseAttentionError as error:
+        problems.append(f"{_boot.VARIABLE}: {error}")
+        return f"{attn}, which is refused: models stay dense"
+    return f"{attn}, for every model that mlx-lm or mlx-vlm loads after it is imported"
 
 
 def _hook(problems: list[str]) -> str:

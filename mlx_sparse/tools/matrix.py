@@ -23,7 +23,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def markdown() -> str:
-    """Return the README's table, which is the same on every machine and omits methods that only two backends have."""
+    """Return the README's table, which does not depend on the machine. Omit methods with only two backends."""
     lines = [f"| method | {' | '.join(BACKENDS)} |", f"|---|{'---|' * len(BACKENDS)}"]
     for name in METHODS:
         if len(FUNCTIONS[name]) == 2:

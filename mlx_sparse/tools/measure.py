@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..calibrate import MODELED, SECONDS, Calibration, Layer, describe, device_kind
 from ..checks import ConfigError, Parser, check_int
-from ..lm.loading import loading
+from ..lm.loading import load_text_model
 from ..lm.model import disable, enable, plan_of
 from ..methods import Method
 from .bench.core import log
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``mlx-sparse calibrate``. Return 1 if a threshold is estimated, 0 if all are measured or set by the user."""
+    """Run ``mlx-sparse calibrate``. Return 1 if any crossover length is only estimated, otherwise 0."""
     parser = Parser(
         prog="mlx-sparse calibrate",
         description="Time dense and sparse attention with the shapes of a model's layers, and store the crossover "
@@ -58,11 +58,8 @@ def main(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Iterator[Plan]:
-    """Load a model without running it, enable sparse attention, and yield the plan. At the end, disable it again."""
-    from mlx_lm import load
-
-    with loading(name):
-        model: Any = load(name, lazy=True)[0]
+    """Load a model without running it, enable sparse attention, and yield the plan. At the end, call `disable`."""
+    model = load_text_model(name, lazy=True)[0]
     enable(model, attn, backend=backend, calibration=calibration)
     plan = plan_of(model)
     assert plan is not None
@@ -74,7 +71,10 @@ def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Ite
 
 
 def rows_of(served: Served, calibration: Calibration, *, measures: bool = False) -> list[dict[str, Any]]:
-    """Return a row with the crossover length for each method and layer shape. With ``measures``, measure it first."""
+    """Return a row with the crossover length for each method and layer shape.
+
+    If ``measures`` is True, measure the lengths first where this is possible.
+    """
     rows = []
     for (config, layer), count in served.items():
         found = calibration.measure(config, layer) if measures and config.measurable else None

@@ -63,7 +63,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         from .comparison import compare, encode_prompt
         from .evaluate.inputs import load_model
 
-        model, tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_license)
+        model, tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_license, only_mlx_lm=True)
     document = "\n\n".join(text.text for text in texts.read(args.text, cache=cache))
     prompt = encode_prompt(tokenizer, *split_text(document, args.question))
     name, family = args.model or DEFAULT, model_type(model)
@@ -164,7 +164,7 @@ def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
 
 
 def _reason(found: Comparison) -> str:
-    """Explain a prompt length that the time limit or the default determined. Return "" for any other length."""
+    """Return the reason for the prompt length if the time limit or the default determined the length, else ""."""
     if found.context < found.target:
         return f", the longest that fits into about {SECONDS:.0f} s"
     if found.crossover < NEVER and found.target == MARGIN * found.crossover:

@@ -1,4 +1,4 @@
-"""Implement ``mlx-sparse tune-sample``: tune SampleAttention for a model, by range of context lengths.
+"""Implement ``mlx-sparse tune-sample``: tune SampleAttention for a model, for each range of context lengths.
 
 The command runs every setting on retrieval tasks inside a sparse prefill and selects two settings per range, as in
 section 4.4 of the SampleAttention paper.
@@ -128,7 +128,7 @@ class Measured:
 
     @property
     def work(self) -> float:
-        """Multiply-adds relative to dense attention. Sampled rows count half: only keys are multiplied, not values."""
+        """Multiply-adds relative to dense attention. A sampled row counts half, because only keys are multiplied."""
         return self.density + self.sampled / 2
 
     def as_dict(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Mea
 
 
 def settings_grid(*values: Sequence[Any]) -> list[Setting]:
-    """Return all settings that combine the given values of each parameter, in ascending order."""
+    """Return a setting for every combination of the parameters' values, in ascending order."""
     return [Setting(*each) for each in itertools.product(*(sorted(set(of_one)) for of_one in values))]
 
 

@@ -77,7 +77,7 @@ def _export(args: argparse.Namespace) -> Exported:
 
 
 def _removed(arguments: Sequence[str]) -> str | None:
-    """Return an error message for the first option that was removed from the command, or None."""
+    """Return an error message if ``arguments`` contain an option that no longer exists, else None."""
     words = [part for word in arguments for part in word.split("=", 1)]
     for option, value in zip(words, [*words[1:], ""], strict=True):
         if replacement := removed("export-onnx", option, value):

@@ -38,7 +38,7 @@ class Target:
         max_length: maximum number of tokens in a sequence.
         lanes: number of keys per chunk of component-major keys.
         dtype: type of the caches and of unquantized weights.
-        dequantize: True to store quantized weights in ``dtype`` too.
+        dequantize: True to dequantize quantized weights and store them in ``dtype``.
         genai: True to name and arrange the caches as onnxruntime-genai expects.
     """
 
@@ -58,12 +58,15 @@ class Target:
         return str(self.prompts) if self.decode == EXACT else f"{self.prompts}+{self.decode.text}"
 
     def attributes(self, decode: Decoding, *, sampled: bool) -> dict[str, float]:
-        """Return the attributes of a layer's attention node except ``scale`` and ``window``."""
+        """Return the attributes of a layer's attention node except ``scale`` and ``window``.
+
+        ``decode`` is the decode method of the layer. Set ``sampled`` if the layer uses SampleAttention for prefill.
+        """
         prompts = sample.attributes(self.prompts) if sampled and self.prompts else {}
         return {**decode.attributes(self.lanes), **prompts}
 
     def shortened(self) -> Target:
-        """Return a copy of the settings for verification. Its attention is sparse even for short prompts."""
+        """Return a copy of the settings for verification, in which attention is sparse even for short prompts."""
         prompts = self.prompts and sample.shortened(self.prompts)
         decode = self.decode.shortened()
         return replace(self, decode=decode, prompts=prompts)
@@ -80,14 +83,14 @@ def output_of(layer: int) -> str:
 
 
 class Decoder:
-    """Builder of the graph of one model. `add` adds the whole graph.
+    """Builder that adds the nodes and weights of one model to a graph.
 
     Args:
         model: the mlx-lm model.
-        family: properties that cannot be read from the modules of the model.
+        family: properties of the model that cannot be read from its modules.
         target: settings of the file.
         graph: graph that receives the nodes and weights.
-        written: callback that receives the name of each mlx-lm parameter after the parameter was written.
+        written: callback that receives the name of each mlx-lm parameter when the parameter is written.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class Decoder:
         g.op("Identity", logits, output="logits")
 
     def _add_positions(self, ids: str) -> None:
-        """Add nodes that compute each row's padding and past length, and the new positions as float32 (B, L, 1)."""
+        """Add nodes that compute each row's padding and past length, and the positions (B, L, 1) of the new tokens."""
         g = self.g
         mask = g.input("attention_mask", INT64, ["batch", "total"])
         ones = g.op("Cast", mask, to=FLOAT)  # some runtimes have no ArgMax of int64
@@ -221,12 +224,12 @@ class Decoder:
         return self.weights.linear(f"{name}.o_proj", attention.o_proj, flat)
 
     def _stored(self, value: str) -> str:
-        """Add a cast to the type of the caches, unless this type is float32."""
+        """Cast ``value`` to the type of the caches, unless this type is float32. Return the name of the result."""
         dtype = self.target.dtype
         return value if dtype == "float32" else self.g.op("Cast", value, to=build.TYPES[dtype])
 
     def _rotated(self, rope: Rope, x: str, D: int) -> str:
-        """Add nodes that apply RoPE to queries or keys (B, L, H, D)."""
+        """Add nodes that apply RoPE to queries or keys ``x`` (B, L, H, D)."""
         g = self.g
         cos, sin = self._angle(rope)
         pairs = len(rope.frequencies)
@@ -248,7 +251,7 @@ class Decoder:
         return g.op("Concat", *rotated, *kept, axis=3) if len(rotated + kept) > 1 else rotated[0]
 
     def _angle(self, rope: Rope) -> tuple[str, str]:
-        """Return the names of RoPE's cosine and sine (B, L, 1, pairs). Layers with equal RoPE share these nodes."""
+        """Return the names of the cosine and sine (B, L, 1, pairs) of ``rope``. Layers with equal RoPE share nodes."""
         if rope not in self._angles:
             g = self.g
             scope, g.scope = g.scope, f"rope.{len(self._angles)}/"
@@ -269,7 +272,8 @@ class Decoder:
     ) -> str:
         """Add the attention node of layer ``i`` with its caches. Return the name of its output (B, Hq, L, D).
 
-        ``values`` maps input names to names of values. ``sizes`` are the number of KV heads and the head dim.
+        ``values`` maps the node's input names to value names in the graph. ``sizes`` are the number of KV heads and the
+        head dim.
         """
         g, capacity = self.g, self.target.capacity
         sampled = self.target.prompts is not None and not window
@@ -297,8 +301,8 @@ class Decoder:
     def _state(self, i: int, name: str, state: Tensor) -> tuple[str, str]:
         """Add the graph input and output of one state (cache) of layer ``i`` and return their names.
 
-        onnxruntime-genai supports keys and values only. Other states of the same shape are therefore named as keys
-        and values of virtual layers after the last layer.
+        onnxruntime-genai accepts one key cache and one value cache per layer. Other states that have the axes of keys
+        are therefore named as keys and values of virtual layers, which follow the last layer.
         """
         past, present, place = f"past_{name}", f"present_{name}", str(i)
         if state.as_keys:
@@ -312,7 +316,7 @@ class Decoder:
         return self.g.input(f"{past}.{place}", element, dims), self.g.output(f"{present}.{place}", element, dims)
 
     def _fill_last_virtual_layer(self) -> None:
-        """Add unused values to the last virtual layer if it has only keys, because genai requires both."""
+        """Add unused values to the last virtual layer if it has only keys, because genai requires keys and values."""
         if self.target.genai and self._virtual % 2:
             past, present = self._state(0, "none", OPERATORS["Append"].states["key"])
             self.g.op("Identity", past, output=present)

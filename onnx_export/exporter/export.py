@@ -62,9 +62,9 @@ class Exported:
     Attributes:
         folder: the output folder.
         method: the method and its settings as text, with every "auto" resolved.
-        max_length: maximum number of tokens.
+        max_length: maximum number of tokens in a sequence.
         nbytes: size of model.onnx and its data in bytes.
-        agreement: differences between the logits of the file and of MLX.
+        agreement: differences between the logits of the file and MLX's logits.
         sparse_from: number of keys at and above which decode steps are sparse; None if all decode steps are dense.
     """
 
@@ -97,15 +97,15 @@ def export(
         out: a folder that does not exist or is empty. It is created after all files were written and verified.
         method: one of `EXPORTED` with optional settings, such as "sparq:rank=16".
         attn_config: TOML file with a table for each method, such as [sparq]; ``method`` overrides it.
-        dense_below: number of keys below which decode steps are dense; set it here or in ``method``. The default
-            comes from the cost model in `defaults`, which does not depend on the machine.
-        max_length: maximum number of tokens; by default the limit of the model, at most `MAX_LENGTH`.
+        dense_below: number of keys below which decode steps are dense. Do not set this number in ``method`` too. The
+            default comes from the cost model in `defaults`, which does not depend on the machine.
+        max_length: maximum number of tokens in a sequence. The default is the limit of the model, at most `MAX_LENGTH`.
         dtype: type of caches and unquantized weights: float32, float16 or bfloat16. The default is the type of the
             model. If you set float32, quantized weights are dequantized.
         compat: write opset 18 and IR 8 instead of opset 24 and IR 11.
         inline: replace the operators with their function bodies, for runtimes without local functions.
-        native: allow operators that only the native kernels run, which ``key_bits=4`` needs.
-        genai: write genai_config.json. This has no effect with ``inline``.
+        native: allow operators that only the native kernels run. ``key_bits=4`` needs such operators.
+        genai: write genai_config.json, unless ``inline`` is set.
 
     Raises:
         ConfigError: an argument is invalid, or the model cannot be exported.
@@ -195,7 +195,7 @@ def _check_native(config: Method, *, native: bool, inline: bool) -> None:
 
 
 def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None, Method]:
-    """Parse ``--method`` and ``--attn-config``. Return the prefill method (None if dense) and the decode method.
+    """Parse ``--method`` (``text``) and ``--attn-config``. Return the prefill method, if any, and the decode method.
 
     Raises:
         ConfigError: a method cannot be exported, or a parameter is unknown or invalid.
@@ -258,7 +258,7 @@ def length_of(settings: Mapping[str, Any], requested: int | None) -> int:
 
 
 def weight_dtype(model: Any) -> str:
-    """Return the dtype name of the embedding weights. If they are quantized, return the dtype name of their scales."""
+    """Return the dtype name of the embedding weights, or of their scales if the weights are quantized."""
     embedding = model.model.embed_tokens
     dtype = (embedding.scales if isinstance(embedding, QUANTIZED) else embedding.weight).dtype
     name = str(dtype).removeprefix("mlx.core.")
@@ -290,7 +290,7 @@ def _write(
 
 
 def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata that `Runner` reads from model.onnx: method, lengths, and end-of-sequence tokens."""
+    """Return the metadata of model.onnx as a dict, such as the method, the maximum length and the versions."""
     metadata = {
         "spec": SPEC,
         "version": mlx_sparse.__version__,

@@ -28,7 +28,7 @@ class Family:
     """Properties of a model family that cannot be read from mlx-lm's modules.
 
     Attributes:
-        activation: activation of the gate: silu, gelu or gelu_tanh.
+        activation: activation of the MLP's gate: silu, gelu or gelu_tanh.
         norm_shift: number added to the weights of all norms.
         embedding_scale: function from the model's arguments to the factor that multiplies the embeddings.
         after_attention: name of the norm of the attention output, or None.
@@ -92,10 +92,10 @@ class Rope:
     """A rotary position encoding, which rotates component pair i by ``position * scale * frequencies[i]``.
 
     Attributes:
-        frequencies: float32 (pairs,); the first ``2 * pairs`` components of a head are rotated.
+        frequencies: one number per pair. Only the first ``2 * pairs`` components of a head are rotated.
         scale: factor by which positions are multiplied.
         factor: factor by which rotated components are multiplied.
-        traditional: True if the components of a pair are adjacent, False if they are half a head apart.
+        traditional: True if the two components of a pair are adjacent, False if their distance is ``pairs``.
     """
 
     frequencies: tuple[float, ...]
@@ -105,10 +105,10 @@ class Rope:
 
 
 def rope_of(module: Any) -> Rope | None:
-    """Return the parameters of an attention layer's ``rope`` module, or None if the layer has none.
+    """Return the parameters of an attention layer's ``rope`` module, or None if the layer has no RoPE.
 
     Raises:
-        ConfigError: the type of encoding cannot be exported.
+        ConfigError: the position encoding cannot be exported.
     """
     kind = type(module).__name__
     if kind == "NoPE":

@@ -28,7 +28,7 @@ def check_free(folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside ``folder``. Rename it to ``folder`` at the end, or remove it after an error."""
+    """Yield a temporary folder, which is renamed to ``folder`` at the end or removed after an error."""
     missing = [parent for parent in folder.parents if not parent.exists()]
     made = None
     try:
@@ -52,7 +52,10 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """Open ``folder``, unless it is a link, and yield its file descriptor. Its locks end when this process ends."""
+    """Yield a file descriptor for ``folder``. Raise `OSError` if ``folder`` is a link.
+
+    If you lock the descriptor, the lock ends when this process ends.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield handle
@@ -61,7 +64,10 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove the temporary folders that killed exports to ``folder`` left: this user's unlocked folders."""
+    """Remove temporary folders that killed exports to ``folder`` left behind.
+
+    A running export locks its temporary folder, so only unlocked folders of this user are removed.
+    """
     start = f".{folder.name}."
     for left in folder.parent.iterdir():
         if left.name.startswith(start) and left.name.endswith(".partial"):

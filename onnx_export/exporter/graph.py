@@ -1,4 +1,4 @@
-"""Build an ONNX graph from nodes and weights. Weights are written to the data file one at a time."""
+"""Build an ONNX graph from nodes and weights. Weights are written to an external data file one at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DataFile:
         self._file.close()
 
     def add(self, name: str, array: np.ndarray, element: int) -> TensorProto:
-        """Write an array to the file and return an initializer that refers to it."""
+        """Write an array of ONNX data type ``element``, and return an initializer that refers to the file."""
         array = np.ascontiguousarray(array)
         self._file.write(bytes(-self._file.tell() % ALIGNMENT))
         tensor = TensorProto(name=name, data_type=element, dims=array.shape, data_location=TensorProto.EXTERNAL)
@@ -73,7 +73,7 @@ class Graph:
         self.nodes.append(node)
 
     def constant(self, value: Any, dtype: type = np.int64) -> str:
-        """Add a small constant, unless the graph already has an equal one, and return its name."""
+        """Return the name of a small constant. If the graph has no equal constant, add the constant first."""
         array: np.ndarray = np.asarray(value, dtype)
         key = array.dtype.name, array.shape, array.tobytes()
         if key not in self._constants:
@@ -82,7 +82,7 @@ class Graph:
         return self._constants[key]
 
     def weight(self, name: str, array: np.ndarray, dtype: str | None = None) -> str:
-        """Write a weight to the data file and return its name. For uint16 bits of bfloat16, set ``dtype``."""
+        """Write a weight to the data file and return its name. If ``array`` contains bfloat16 bits, set ``dtype``."""
         element = TYPES[dtype] if dtype else helper.np_dtype_to_tensor_dtype(array.dtype)
         self._initializers.append(self._data.add(name, array, element))
         return name

@@ -1,13 +1,13 @@
-"""Convert MLX's affine-quantized weights to inputs of ``com.microsoft`` ``MatMulNBits`` and ``GatherBlockQuantized``.
+"""Convert MLX's affine-quantized weights to inputs of ONNX Runtime's MatMulNBits and GatherBlockQuantized operators.
 
 MLX stores ``w = scale * code + bias`` for groups along the last axis. The two operators compute
 ``w = scale * (code - zero)`` with an integer ``zero`` in the range of the codes, and allow negative scales. The two
 formulas are equal if ``-bias / scale`` is an integer in this range. `mlx.core.quantize` makes this quotient an integer,
 but then rounds scale and bias to float16 or bfloat16. After rounding, the quotient differs from an integer by some
-hundredths. If the exporter ignored this difference, the logits would change as much as if it rounded the weights. The
-exporter therefore stores the difference as offsets, which the graph adds.
+hundredths. Ignoring this difference would change the logits as much as rounding the weights does. The exporter
+therefore stores the difference as offsets, which the graph adds.
 
-Arrays are NumPy arrays. Bfloat16 is ``ml_dtypes.bfloat16`` or its bits in uint16.
+All arrays are NumPy arrays. Bfloat16 numbers have the dtype ``ml_dtypes.bfloat16``, or uint16 with the same bits.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class Blocks:
     """A weight of N rows and K columns, quantized in groups of ``block_size`` elements along K.
 
     Attributes:
-        codes: uint8 (N, K / block_size, block_size * bits / 8); the low half of a byte is the first of two 4-bit codes.
-        scales: float32 (N, K / block_size); float32 represents every storage type exactly.
-        zeros: uint8 (N, K / block_size), one zero point per byte.
-        offsets: float32 (N, K / block_size), equal to ``bias + scale * zero``; None if all offsets are within the
+        codes: packed codes, uint8 (N, K / block_size, block_size * bits / 8). The low half of a byte is the first of
+            two 4-bit codes.
+        scales: float32 (N, K / block_size). float32 represents the scales of every storage type exactly.
+        zeros: zero points, uint8 (N, K / block_size), not packed.
+        offsets: ``bias + scale * zero`` of each block, float32 (N, K / block_size); None if all offsets are within the
             rounding error of float32.
     """
 
@@ -50,9 +51,10 @@ class Blocks:
         return self.scales.shape[0], self.scales.shape[1] * self.block_size
 
     def matmul(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Return the inputs ``B``, ``scales`` and ``zero_points`` of MatMulNBits, and its attributes.
+        """Return inputs (``B``, ``scales`` and ``zero_points``) and attributes of MatMulNBits as two dicts.
 
-        If there are `offsets`, add ``S @ offsets.T`` to the output, where ``S`` is the input summed over each block.
+        If `offsets` is not None, the caller adds ``S @ offsets.T`` to the output, where ``S`` is the input summed over
+        each block.
         """
         N, K = self.shape
         zeros = self.zeros
@@ -63,18 +65,19 @@ class Blocks:
         return inputs, {"K": K, "N": N, "bits": self.bits, "block_size": self.block_size}
 
     def gather(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Return the inputs ``data``, ``scales`` and ``zero_points`` of GatherBlockQuantized, and its attributes.
+        """Return inputs (``data``, ``scales`` and ``zero_points``) and attributes of GatherBlockQuantized as two dicts.
 
         ``data`` equals ``B`` of `matmul`, so a tied embedding is stored once. The last axes of the output are (blocks,
-        block_size). If there are `offsets`, add the gathered rows of `offsets`, then merge the two axes.
+        block_size). The caller adds the gathered rows of `offsets` if `offsets` is not None, and then merges the axes.
         """
         attributes = {"gather_axis": 0, "quantize_axis": 2, "bits": self.bits, "block_size": self.block_size}
         return {"data": self.codes, "scales": self.scales[..., None], "zero_points": self.zeros[..., None]}, attributes
 
     def halves(self) -> tuple[Blocks, Blocks]:
-        """Split an 8-bit weight into two 4-bit weights: the high and the low half of each byte. Their sum is exact.
+        """Split an 8-bit weight into two 4-bit weights, for the high and the low half of each byte.
 
-        With an 8-bit weight, ONNX Runtime 1.31 is 30 times slower or rounds the input to 8 bits.
+        The sum of the two weights is exactly the 8-bit weight. With an 8-bit weight, ONNX Runtime 1.31 is 30 times
+        slower or rounds the input to 8 bits.
         """
 
         def half(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Blocks:
@@ -88,7 +91,9 @@ class Blocks:
 def blocks(
     name: str, weight: np.ndarray, scales: np.ndarray, biases: np.ndarray, *, group_size: int, bits: int
 ) -> Blocks:
-    """Convert an MLX weight of 4 or 8 bits in "affine" mode. The bias of the linear layer is not included.
+    """Convert an MLX weight that is quantized with 4 or 8 bits in "affine" mode.
+
+    ``biases`` are the quantization biases, not the bias of the linear layer.
 
     Raises:
         ArtefactError: the weight is not finite. The message contains ``name``.

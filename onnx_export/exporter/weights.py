@@ -19,7 +19,7 @@ QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def numpy_of(array: mx.array) -> np.ndarray:
-    """Convert an MLX array to NumPy, without a copy if possible. Bfloat16 is converted to its bits in uint16."""
+    """Convert an MLX array to NumPy, without a copy if possible. Bfloat16 becomes uint16 with the same bits."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=None)
 
 
@@ -35,7 +35,7 @@ class Weights:
         graph: graph that receives weights and nodes.
         dtype: type of unquantized matrices; vectors are stored in float32.
         dequantize: True to dequantize matrices before they are stored.
-        written: callback that receives the name of each mlx-lm parameter after the parameter was written.
+        written: callback that receives the name of each mlx-lm parameter when the parameter is written.
     """
 
     def __init__(self, graph: Graph, dtype: str, *, dequantize: bool, written: Callable[[str], None]) -> None:
@@ -46,7 +46,7 @@ class Weights:
         self._summed: dict[tuple[str, int], str] = {}
 
     def vector(self, name: str, array: mx.array, shift: float = 0.0) -> str:
-        """Store the weight of a norm or a bias as float32, with ``shift`` added, and return its name."""
+        """Store a norm weight or a bias as float32, with ``shift`` added, and return its name."""
         self._written(name)
         _check_finite(name, array)
         return self._graph.weight(name, numpy_of(array.astype(mx.float32) + shift))
@@ -64,7 +64,10 @@ class Weights:
         return y
 
     def embedding(self, name: str, module: Any, ids: str) -> tuple[str, Callable[[str], str]]:
-        """Add an embedding of ids (B, L). Return its float32 output, and a function that adds the tied output head."""
+        """Add an embedding of ``ids`` (B, L) and return the name of its float32 output (B, L, K).
+
+        Also return a function that adds a tied output head, which multiplies by the same weight.
+        """
         g = self._graph
         if not self._stays_quantized(module):
             stored = self._matrix(name, module)
@@ -107,7 +110,7 @@ class Weights:
         return isinstance(module, QUANTIZED) and not self._dequantize
 
     def _matrix(self, name: str, module: Any, *, transposed: bool = False) -> str:
-        """Store an unquantized matrix (N, K) or its transpose, and return the name of the weight."""
+        """Store a matrix (N, K) or its transpose without quantization, and return the name of the weight."""
         weight = f"{name}.weight"
         if isinstance(module, QUANTIZED):
             weights, *ranges = self._parts(name, module)
@@ -131,14 +134,14 @@ class Weights:
         return [module.weight, module.scales, module.biases]
 
     def _halves(self, name: str, module: Any) -> tuple[list[Blocks], str | None]:
-        """Return a quantized matrix as one or two 4-bit weights, and the name of its offsets (N, blocks) or None."""
+        """Return a quantized matrix as one or two 4-bit weights, and the name of its offsets (N, blocks), if any."""
         arrays = map(numpy_of, self._parts(name, module))
         made = blocks(f"{name}.weight", *arrays, group_size=module.group_size, bits=module.bits)
         offsets = None if made.offsets is None else self._graph.weight(f"{name}.offsets", made.offsets)
         return [made] if made.bits == 4 else list(made.halves()), offsets
 
     def _store(self, name: str, plane: int, inputs: dict[str, np.ndarray]) -> list[str]:
-        """Store the codes, scales and zero points of one 4-bit weight, and return their names."""
+        """Store the codes, scales and zero points of the 4-bit weight with index ``plane``, and return their names."""
         return [self._graph.weight(f"{name}.{part}.{plane}", array) for part, array in inputs.items()]
 
     def _sum_of_products(self, x: str, planes: list[tuple[Any, dict[str, Any]]], offsets: str | None) -> str:

@@ -24,8 +24,8 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
     Args:
         folder: the folder of model.onnx.
-        config: config.json of the model: ``eos_token_id`` and, if present, ``bos_token_id``, ``pad_token_id`` and the
-            sizes of the network.
+        config: content of the model's config.json. Only ``eos_token_id``, ``bos_token_id``, ``pad_token_id`` and the
+            network sizes are used.
 
     Raises:
         ArtefactError: model.onnx has no caches.
@@ -57,7 +57,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     pad = config.get("pad_token_id")
     bos = config.get("bos_token_id")
     model = {
-        "type": "decoder",  # the generic type, because the graph has all properties
+        "type": "decoder",  # genai's generic type, because the graph contains all properties of the model
         "vocab_size": vocabulary,
         "context_length": length,  # genai refuses longer texts
         "eos_token_id": ends,
@@ -82,7 +82,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def eos_tokens(config: Mapping[str, Any]) -> list[int]:
-    """Return the end-of-sequence token ids in a config.json: an empty list for null, one id for a number."""
+    """Return the end-of-sequence token ids of config.json, or an empty list if ``eos_token_id`` is missing or null."""
     eos = config.get("eos_token_id")
     return [int(token) for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])]
 

@@ -19,9 +19,10 @@ Array = npt.NDArray[Any]
 
 
 def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-    """Allocate a C-ordered array of zeros, aligned for vector loads, in huge pages if the platform has them.
+    """Allocate a C-ordered array of zeros, aligned for vector loads.
 
-    The operating system allocates each page when it is first written.
+    Large arrays use huge pages if the platform supports huge pages. The operating system allocates each page when the
+    page is first written.
 
     Raises:
         MemoryError: the array does not fit into memory.
@@ -42,7 +43,7 @@ def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
 
 
 def ort_value(array: Array) -> onnxruntime.OrtValue:
-    """Return an onnxruntime value that shares the memory of ``array``. The array must outlive the value."""
+    """Return an onnxruntime value that shares the memory of ``array``. The array must outlive the returned value."""
     if array.dtype == ml_dtypes.bfloat16:
         return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), ONNX_BFLOAT16)
     return onnxruntime.OrtValue.ortvalue_from_numpy(array)

@@ -22,7 +22,7 @@ NOT_BUILT = "the library of native ONNX Runtime kernels was not built: there was
 
 
 def library_path() -> Path:
-    """Return the path of the library for ONNX Runtime's ``SessionOptions.register_custom_ops_library``.
+    """Return the path of the native library, for ONNX Runtime's ``SessionOptions.register_custom_ops_library``.
 
     Raises:
         BackendUnavailable: the library was not built, does not load, or has a different version than this package.
@@ -44,7 +44,7 @@ def unavailable() -> str | None:
 
 
 def session_options(native: str = "auto") -> onnxruntime.SessionOptions:
-    """Create session options with the native kernels registered. Do not register the kernels again.
+    """Create session options in which the native kernels, if they are used, are already registered.
 
     Args:
         native: "auto" to use the native kernels if they were built, "off" to use the function bodies.

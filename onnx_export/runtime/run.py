@@ -96,7 +96,7 @@ class Result:
     kernels: str
 
     def summary(self) -> str:
-        """Return the statistics to print after the text, in mlx-lm's format."""
+        """Format the statistics that are printed after the text, as in mlx-lm."""
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {self.generation_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
@@ -105,9 +105,9 @@ class Result:
 
 
 def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pick: Pick, *, quiet: bool) -> Result:
-    """Generate text, and print each piece immediately unless ``quiet`` is True.
+    """Generate at most ``wanted`` tokens. Unless ``quiet`` is True, print the text while it is generated.
 
-    As in mlx-lm, the prompt time includes the first token.
+    As in mlx-lm, the prompt time ends when the first new token is available.
     """
     pieces: list[str] = []
     detokenizer = Detokenizer(tokenizer)
@@ -148,7 +148,7 @@ def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pi
 
 
 def _all_steps_dense(method: str, keys: int) -> bool:
-    """Return True if ``method`` is sparse only in decode steps with more than ``keys`` keys."""
+    """Return True if ``method`` has sparse decode steps, but only with more than ``keys`` keys."""
     try:
         configs = [config for config in parse(method) if config.sparse and config.stage != "prefill"]
     except ConfigError:  # the metadata can contain any text
@@ -174,7 +174,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
-    """Return the tokens of a prompt, with the tokenizer's chat template applied if it has one and ``chat`` is True."""
+    """Return the token ids of a prompt. If ``chat`` is True, first apply the tokenizer's chat template, if any."""
     templated = chat and tokenizer.chat_template is not None
     if templated:
         message = [{"role": "user", "content": prompt}]
@@ -191,7 +191,7 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
 
 
 class Detokenizer:
-    """Incremental detokenizer. It returns a character when all bytes of the character have been generated."""
+    """Incremental detokenizer, which returns a character after all bytes of the character have been generated."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -224,7 +224,7 @@ def sampler(temp: float, top_p: float, seed: int | None) -> Pick:
     """Return a function that selects a token from logits: the argmax if ``temp`` is 0, else a sample as in mlx-lm.
 
     Raises:
-        ConfigError: ``temp`` is negative, or ``top_p`` is outside 0 to 1.
+        ConfigError: ``temp``, ``top_p`` or ``seed`` is out of range.
     """
     if not 0 <= temp < float("inf"):
         raise ConfigError(f"--temp: expected a number of at least 0, got {temp}.")

@@ -26,7 +26,7 @@ MODEL = "model.onnx"
 TYPES = (*build.TYPES.values(), onnx.TensorProto.INT64, onnx.TensorProto.INT16, onnx.TensorProto.UINT8)
 STATES = {"past_key_values.": "present.", **{f"past_{name}.": f"present_{name}." for name in (*RECURRENT, "conv")}}
 MAX_CHUNK = 1 << 20  # largest prefill chunk in tokens that a file may request
-MASK_STEP = 1024  # the attention mask grows by this number of tokens; the graph reads the whole mask for every token
+MASK_STEP = 1024  # the attention mask grows in steps of this size, because the graph reads all of it for every token
 
 Array = npt.NDArray[Any]
 Pick = Callable[[Array], int]
@@ -39,20 +39,21 @@ class Runner:
     Args:
         path: the folder that export-onnx wrote, or its model.onnx.
         native: "auto" to run the native kernels if they were built, "off" to run the function bodies.
-        threads: number of threads of onnxruntime; None selects its default.
+        threads: number of threads; None selects onnxruntime's default.
         batch: number of sequences that are decoded together.
 
     Attributes:
         length: number of tokens in the caches, padding included.
         caches: arrays by graph input name. The runtime reads these arrays and appends to them in place.
-        max_length: maximum number of tokens.
+        max_length: largest possible ``length``.
         native: True if the native kernels run.
         eos: ids of end-of-sequence tokens.
         metadata: metadata that the exporter wrote about the model.
 
     Raises:
-        ArtefactError: the file is missing or damaged, was not written by export-onnx, or has a newer version.
-        BackendUnavailable: the native kernels have another version than this package.
+        ArtefactError: the file is missing or damaged, was not written by export-onnx, or uses a different version of
+            the operators.
+        BackendUnavailable: the version of the native kernels differs from the version of this package.
     """
 
     def __init__(self, path: str | Path, *, native: str = "auto", threads: int | None = None, batch: int = 1) -> None:
@@ -97,13 +98,13 @@ class Runner:
                 array[:] = 0
 
     def resume_at(self, length: int) -> None:
-        """Set the number of tokens to ``length``. First write unpadded keys and values into `caches`.
+        """Resume after ``length`` tokens whose keys and values you have written to `caches` yourself, without padding.
 
-        Also write ``past_sums`` and ``past_summary``, which summarize all tokens. You therefore cannot remove tokens
-        with this method.
+        If the model has caches named ``past_sums`` or ``past_summary``, also write these caches before the call. These
+        caches contain statistics over all tokens, so this method cannot remove tokens.
 
         Raises:
-            ConfigError: ``length`` is not from 1 to ``max_length``.
+            ConfigError: ``length`` is less than 1 or greater than ``max_length``.
         """
         check_int("length", length, 1, self.max_length)
         wanted = min(-(-length // MASK_STEP) * MASK_STEP, self._capacity)
@@ -117,11 +118,12 @@ class Runner:
         The next step overwrites the returned array.
 
         Args:
-            left_padding: number of padding tokens of each row, below L. Allowed only in the first step.
+            left_padding: number of padding tokens at the start of each row, less than L. Only the first step allows
+                padding.
 
         Raises:
             ShapeError: the shape of the tokens is not (batch, L), or the tokens exceed ``max_length``.
-            ConfigError: the padding is too long, or this is not the first step.
+            ConfigError: ``left_padding`` is out of range, has the wrong length, or sets padding after the first step.
             ArtefactError: onnxruntime raised an error. After an error or Ctrl-C, all tokens are removed.
         """
         wanted = (self.batch, "L")
@@ -176,12 +178,12 @@ class Runner:
         return self.step([list(prompt[last:])])
 
     def generate(self, prompt: Sequence[int], max_tokens: int, pick: Pick | None = None) -> Iterator[int]:
-        """Append a prompt and yield at most ``max_tokens`` new tokens, up to an end-of-sequence token.
+        """Append a prompt and yield at most ``max_tokens`` new tokens. Stop before an end-of-sequence token.
 
         Every new token except the last is appended to the caches.
 
         Args:
-            pick: function that selects a token from its logits ``(vocabulary,)``; None selects the argmax.
+            pick: function that returns a token id for logits ``(vocabulary,)``; None selects the argmax.
 
         Raises:
             ShapeError: the prompt and the new tokens exceed ``max_length``. The error is raised before anything runs.
@@ -287,7 +289,7 @@ def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _states(path: Path, graph: onnx.GraphProto) -> tuple[dict[str, State], int]:
-    """Validate the inputs and outputs of a file from an untrusted source.
+    """Validate the inputs and outputs of ``graph``, because the file may come from an untrusted source.
 
     Return the type and shape of every cache, and the size of the vocabulary.
     """

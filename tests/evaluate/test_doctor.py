@@ -45,7 +45,7 @@ def test_doctor_reports_every_fact_and_no_problem(capsys: pytest.CaptureFixture[
     code, out, _ = run(capsys, "doctor", "--json")
     findings = json.loads(out)
     assert code == 0
-    assert list(findings) == DATA["findings"]
+    assert [name for name in findings if name != "seams of mlx-vlm"] == DATA["findings"]
     assert findings["version"] == metadata.version("mlx-sparse-attention")
     assert findings["packages"]["mlx-lm"] == metadata.version("mlx-lm")
     assert list(findings["backends"]) == list(table.BACKENDS)
@@ -59,7 +59,7 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
     code, out, _ = run(capsys, "doctor", "--model", model, "--attn", "sample+sparq:rank=4", "--attn-backend", "ops")
     assert code == 0
     attn = "sparq:rank=4,reallocate=false,component_score=query_key"
-    assert out.splitlines()[6:] == [
+    assert [line for line in out.splitlines() if "interfaces of mlx-vlm" not in line][7:] == [
         f"sample+{attn} on ops: 2 of 4 layers (gemma3_text, tiny)",
         "  dense layers: 2 with a sliding window (RotatingKVCache)",
         "  prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modeled)",

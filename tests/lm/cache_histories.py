@@ -12,21 +12,24 @@ import copy
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from attention_recorder import AttentionRecorder, Sequence
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
 from random_models import Draw
 from saap_artefacts import write_artefact
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.lm.model import plan_of
+from mlx_sparse.model_info import new_caches
 
 MAX_TOKENS, MAX_CACHES = 640, 4  # maximum tokens per sequence, maximum caches per history
+MAX_HISTORIES = 40  # until a planted bug is found
 
 
 @dataclass
@@ -58,13 +61,14 @@ class History:
     seed: int
     witness: AttentionRecorder
     folder: Path
-    attn: str | None = None  # None draws random methods
+    attn: Any = None  # None draws random methods
     done: list[str] = field(default_factory=list)
     family: str = ""
+    more: ClassVar[dict[str, int]] = {}  # relative frequencies of more operations
 
     def run(self) -> None:
         self.draw = Draw(self.seed)
-        self.family, self.model = self.draw.model()
+        self.family, self.model = self.build()
         self.done.append(f"model {self.family}")
         self.tracked: list[Tracked] = []
         self.artefact: Path | None = None
@@ -72,7 +76,7 @@ class History:
             self.switch()
             self.start()
             for _ in range(self.draw.number(8, 20)):
-                usable = [name for name, weight in OPERATIONS.items() for _ in range(weight)]
+                usable = [name for name, weight in (OPERATIONS | self.more).items() for _ in range(weight)]
                 getattr(self, self.draw.one(usable))()
                 while len(self.tracked) > MAX_CACHES:
                     self.tracked.pop(self.draw.number(0, len(self.tracked) - 1))
@@ -80,12 +84,13 @@ class History:
         finally:
             mlx_sparse.disable(self.model)
 
-    def call(self, tracked: Tracked, tokens: Any, counts: list[int] | None = None) -> list[Any]:
+    def build(self) -> tuple[str, Any]:
+        return self.draw.model()
+
+    def call(self, tracked: Tracked, tokens: Any, counts: list[int] | None = None, forward: Any = None) -> list[Any]:
         counts = [tokens.shape[1]] * len(tracked.rows) if counts is None else counts
-        if plan_of(self.model) is not None:
-            return self.witness.run(self.model, tokens, tracked.caches, tracked.rows, counts)
-        with self.witness.attending_densely(self.model):
-            return self.witness.run(self.model, tokens, tracked.caches, tracked.rows, counts)
+        with self.witness.attending_densely(self.model) if plan_of(self.model) is None else nullcontext():
+            return self.witness.run(forward or self.model, tokens, tracked.caches, tracked.rows, counts)
 
     def feed(self, tracked: Tracked, *counts: int) -> None:
         for count in counts:
@@ -125,7 +130,7 @@ class History:
 
     def start(self) -> None:
         """Start a new cache with a prompt in chunks."""
-        tracked = Tracked(make_prompt_cache(self.model), [Sequence()])
+        tracked = Tracked(new_caches(self.model), [Sequence()])
         self.tracked.append(tracked)
         chunks = [self.draw.one([1, 7, 40, 130, 255, 300]) for _ in range(self.draw.number(1, 3))]
         self.log(f"start {chunks}", tracked)
@@ -178,12 +183,15 @@ class History:
             tracked.rows = [row.copy(rebuilt=True) for row in tracked.rows]
 
     def merge(self) -> None:
-        alone = [tracked for tracked in self.tracked if not tracked.batch]
+        alone = [tracked for tracked in self.tracked if not tracked.batch and hasattr(tracked.caches[0], "merge")]
         if alone:
             parts = [self.draw.one(alone).copied() for _ in range(self.draw.number(1, 3))]
-            merged = [layers[0].merge(list(layers)) for layers in zip(*(part.caches for part in parts), strict=True)]
+            merged = [self.merged(list(layers)) for layers in zip(*(part.caches for part in parts), strict=True)]
             self.tracked.append(Tracked(merged, [part.rows[0] for part in parts]))
             self.log("merge", self.tracked[-1])
+
+    def merged(self, layers: list[Any]) -> Any:
+        return layers[0].merge(layers)
 
     def extend(self) -> None:
         tracked = self.pick(batch=True)
@@ -279,10 +287,10 @@ class Summary:
     unchecked: int = 0
     mismatches: list[dict[str, Any]] = field(default_factory=list)
 
-    def take(self, seed: int, folder: Path, attn: str | None = None) -> History:
+    def take(self, seed: int, folder: Path, attn: Any = None, kind: type[History] = History) -> History:
         """Run the history of ``seed``."""
         witness = AttentionRecorder()
-        history = History(seed, witness, folder, attn)
+        history = kind(seed, witness, folder, attn)
         try:
             with witness.recording_calls():
                 history.run()
@@ -298,3 +306,11 @@ class Summary:
         self.ties += witness.ties
         self.unchecked += witness.unchecked
         return history
+
+    def find(self, first: int, folder: Path, attn: str, kind: type[History] = History) -> None:
+        """Find a planted bug from the history ``first`` on, and replay the history."""
+        while not self.mismatches and self.histories < MAX_HISTORIES:
+            self.take(first + self.histories, folder, attn, kind)
+        (mismatch,), again = self.mismatches, Summary()
+        again.take(mismatch["seed"], folder, attn, kind)
+        assert [wrong["done"] for wrong in again.mismatches] == [mismatch["done"]]

@@ -35,7 +35,7 @@ SHORT = {
     "with a state of fixed size instead of keys": "state of fixed size",
     "with keys or values that differ from the KV cache (MLA)": "MLA",
     "with key and value head dims that differ (MLA)": "MLA",
-    "with custom attention code or without attention": "own attention",
+    "with custom attention code or without attention": "custom attention code",
 }
 
 
@@ -114,7 +114,7 @@ def _summary(facts: Sequence[Facts], mlx_lm: str) -> str:
     return (
         f"mlx-lm {mlx_lm}: {len(facts)} families. Tiny models of {len(run)} were decoded sparsely, {whole} of them in "
         f"every layer. With every key selected, {right} of {len(run)} gave dense attention's logits. "
-        f"No layer of {none} can be served. {rest} cannot be run here."
+        f"In {none}, no layer can be sparse. {rest} families could not be run."
     )
 
 

@@ -144,4 +144,4 @@ def test_the_commands_exist_in_the_installed_mlx_lm():
     for name in COMMANDS:
         spec = importlib.util.find_spec(name)
         assert spec is not None and "\ndef main()" in Path(spec.origin).read_text(), name
-    assert set(COMMANDS) == _boot.COMMANDS
+    assert set(COMMANDS) == set(_boot.COMMANDS)

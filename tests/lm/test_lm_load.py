@@ -111,12 +111,12 @@ def test_only_long_sequences_of_a_batch_are_sparse(sinks: mx.array | None, model
 
 
 def test_prepare_of_batch_caches_is_restored(model: Any, monkeypatch: pytest.MonkeyPatch):
-    own = seam.prepare
-    monkeypatch.setattr(seam, "_bound", Counter())  # models of other tests may still be enabled
-    monkeypatch.setattr(seam.caches.BatchKVCache, "prepare", own)
+    own = seam.LIBRARIES["mlx_lm"].prepare
+    monkeypatch.setattr(seam.LIBRARIES["mlx_lm"], "bound", Counter())  # models of other tests may still be enabled
+    monkeypatch.setattr(seam.LIBRARIES["mlx_lm"].caches.BatchKVCache, "prepare", own)
     with mlx_sparse.sparse(model, SAMPLE):
-        assert seam.caches.BatchKVCache.prepare is not own
+        assert seam.LIBRARIES["mlx_lm"].caches.BatchKVCache.prepare is not own
         with mlx_sparse.sparse(build(), SPARQ):
             pass
-        assert seam.caches.BatchKVCache.prepare is not own
-    assert seam.caches.BatchKVCache.prepare is own
+        assert seam.LIBRARIES["mlx_lm"].caches.BatchKVCache.prepare is not own
+    assert seam.LIBRARIES["mlx_lm"].caches.BatchKVCache.prepare is own

@@ -142,7 +142,7 @@ def test_padding_is_read_once_for_all_layers_until_rows_move():
     assert caches[1].extents([]) == [(2, 16), (0, 16), (1, 16), (10, 16), (8, 16), (9, 16)]
     caches[0].prepare(right_padding=[1])
     assert caches[0].extents([]) is None
-    seam.prepare_and_store_ends(caches[0], lengths=[7], right_padding=[1])
+    seam.LIBRARIES["mlx_lm"].prepare_and_store_ends(caches[0], lengths=[7], right_padding=[1])
     caches[0].update_and_fetch(rows[:1], rows[:1])
     assert caches[0].extents([]) == [(0, 23)]
     caches[0].finalize()

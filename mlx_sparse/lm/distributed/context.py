@@ -199,7 +199,10 @@ class ContextCall(Call):
         return exchange.merge(out.astype(mx.float32), lse)
 
     def _length_reason(self, queries: mx.array, keys: mx.array, cache: ShardedKVCache) -> str | None:
-        """Return the reason why decode steps at this context length are dense, or None. All ranks agree on it."""
+        """Return the reason why decode steps at this context length are dense, or None.
+
+        All ranks return the same reason.
+        """
         plan, config = self.plan, self.plan.decode
         assert config is not None
         layer = plan.sizes(config, queries, keys, cache, plan.resolve(config, queries, keys), self.hooks)

@@ -37,7 +37,7 @@ class Exchange:
         self._agreed: dict[Any, float] = {}
 
     def begin(self) -> None:
-        """Reset the counts at the start of a forward pass. New messages still wait for messages of earlier passes."""
+        """Reset the counts at the start of a forward pass. New collectives still run after those of earlier passes."""
         self.sent = self.messages = 0
 
     def _in_turn(self, array: mx.array, collective: Callable[..., mx.array], sent: int) -> mx.array:
@@ -63,7 +63,7 @@ class Exchange:
         return self._in_turn(array[None], mx.distributed.all_gather, array.nbytes * (self.size - 1))
 
     def add(self, array: mx.array) -> mx.array:
-        """Return the sum of all ranks' arrays. In a ring, a rank sends ``2 (size - 1) / size`` times its bytes."""
+        """Sum the arrays of all ranks. In a ring, a rank sends ``2 (size - 1) / size`` times ``array.nbytes`` bytes."""
         return self._in_turn(array, mx.distributed.all_sum, 2 * array.nbytes * (self.size - 1) // self.size)
 
     def from_first(self, array: mx.array) -> mx.array:

@@ -276,7 +276,7 @@ def fits(config: Prefill, L: int, S: int) -> bool:
 
 
 def _within(part: Attended, place: slice, L: int) -> Attended:
-    """Pad results for the queries in ``place`` to all ``L`` queries, as if the other queries attended to no keys."""
+    """Pad results for the slice ``place`` of the queries to ``L`` queries, as if the others attended to no keys."""
     out, lse = part
     around = [(0, 0), (0, 0), (place.start, L - place.stop)]
     return mx.pad(out, [*around, (0, 0)]), mx.pad(lse, around, constant_values=-mx.inf)

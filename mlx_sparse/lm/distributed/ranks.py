@@ -90,7 +90,7 @@ def connection_error(error: RuntimeError) -> str | None:
 
 
 def _single_process() -> bool:
-    """Return True if `mlx.launch` started a single process, for which it writes an empty host file."""
+    """Return True if `mlx.launch` started only one process. In this case, the host file of `mlx.launch` is empty."""
     hosts = os.environ.get("MLX_HOSTFILE")
     try:
         return bool(hosts) and not Path(str(hosts)).read_text().strip()
@@ -119,7 +119,10 @@ def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
 
 
 def _fact(value: Any, path: bool) -> tuple[str, str]:
-    """Return ``value`` as a text to compare and a text to print. If ``path`` is True, use a digest of the file."""
+    """Return a text for comparing ``value`` between ranks, and a text for messages.
+
+    If ``path`` is True and ``value`` is the path of a file or a model folder, ranks compare the digest from `_digest`.
+    """
     if value is None:
         return "none", "none"
     if isinstance(value, bool):
@@ -134,7 +137,10 @@ def _fact(value: Any, path: bool) -> tuple[str, str]:
 
 
 def _digest(path: Path) -> str | None:
-    """Return a digest of the file ``path``, or of the files that identify a model folder; None for other paths."""
+    """Return a digest of the file or model folder ``path``, or None if ``path`` is neither or cannot be read.
+
+    For a model folder, hash the files in `DESCRIPTIONS`. If there is no weight index, also hash the weight file sizes.
+    """
     found = hashlib.sha256()
     try:
         if path.is_file():

@@ -17,7 +17,7 @@ from .exchange import Exchange
 
 
 class ShardedSparQ(SparQState):
-    """SparQ's state for the keys on one rank, and statistics over the keys on all ranks.
+    """SparQ's auxiliary cache state for the keys on one rank, with statistics over the keys on all ranks.
 
     The position alone determines which collectives a decode step runs, so all ranks run the same collectives.
 

@@ -46,7 +46,7 @@ class DraftLength:
         self._left, self._pause = 0, PAUSE
 
     def next_draft(self, most: int) -> DraftPlan:
-        """Return the plan for the next check, with at most ``most`` draft tokens. A plan of 0 is a dense step."""
+        """Return the plan for the next check, with at most ``most`` draft tokens. 0 draft tokens mean a dense step."""
         if most < 1 or self._left > 0:
             return DraftPlan(0, timed=False)
         timed = 0 < self._rounds <= TIMED_FIRST or self._rounds % TIMED_EVERY == TIMED_EVERY - 1

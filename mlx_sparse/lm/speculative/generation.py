@@ -46,7 +46,7 @@ greedy = make_sampler(0.0)
 
 
 def generate_step(prompt: mx.array, model: Any, *stream: Any, **options: Any) -> Iterator[tuple[int, mx.array]]:
-    """Generate tokens by self-speculative decoding for a ``lossless`` model, else by mlx-lm's `generate_step`."""
+    """Generate tokens by self-speculative decoding. If the model is not ``lossless``, call mlx-lm's `generate_step`."""
     state = getattr(model, "_mlx_sparse", None)
     if state is None or state[0].lossless is None:
         steps: Iterator[tuple[int, mx.array]] = original(prompt, model, *stream, **options)
@@ -83,8 +83,8 @@ class Result:
     Attributes:
         accepted: accepted draft tokens with the log-probabilities of dense attention; empty after a dense step.
         following: next token after the accepted draft tokens, which is not in the caches yet.
-        settle: function that takes a number n, and resets the caches and the random state to the state after n
-            tokens. The first of these tokens precedes the draft tokens.
+        settle: function that takes the number of tokens to keep in the caches, counted from the token before the draft
+            tokens. It removes all later tokens, and sets the random state to that of dense decoding.
     """
 
     accepted: list[Sampled]
@@ -315,7 +315,7 @@ class Run:
         return self.sampler(logprobs), logprobs
 
     def _count_tokens(self, tokens: list[mx.array]) -> None:
-        """Add tokens that are in the caches now to ``length`` and ``history``."""
+        """Add ``tokens``, which are now in the caches, to ``length`` and ``history``."""
         self.length += sum(len(part) for part in tokens)
         if self.processors:
             self.history = mx.concatenate([*([] if self.history is None else [self.history]), *tokens])

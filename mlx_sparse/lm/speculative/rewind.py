@@ -39,7 +39,7 @@ class Undo:
 
 
 def _references(value: Any) -> Any:
-    """Return new references to the arrays in ``value``. In-place writes to the old ones do not change the new ones."""
+    """Return a copy of ``value`` that shares array memory. In-place writes to the original do not change the copy."""
     if isinstance(value, mx.array):
         return value[...]
     if isinstance(value, dict):
@@ -73,7 +73,7 @@ class Random:
             self.noted.append(self._now())
 
     def resume(self, index: int) -> None:
-        """Restore the random state from call number ``index`` to `note`, counted from 0."""
+        """Restore the random state that `note` stored in its call number ``index``, counted from 0."""
         self._set(self.noted[index] if self._drawn else None)
 
     def _set(self, key: mx.array | None) -> None:

@@ -68,7 +68,7 @@ def check_directory(path: Path) -> None:
 def build_directory(path: Path, fill: Callable[[Path], None]) -> Path:
     """Return the directory ``path``. If the directory does not exist, call ``fill`` to build it.
 
-    ``fill`` writes files to a temporary directory. Afterwards this directory is renamed to ``path``.
+    ``fill`` writes files to a temporary directory, which is then renamed to ``path``.
     """
     if path.exists():
         check_directory(path)

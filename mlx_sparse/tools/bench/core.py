@@ -199,7 +199,7 @@ def measure(
 ) -> list[Row]:
     """Check every variant, time the correct variants alternately, and return the rows to print.
 
-    If the iterator ``variants`` raises an error, add a row with the error, and time only the variants that came before.
+    If the iterator ``variants`` raises an error, add a row with the error, and time only the variants yielded earlier.
     """
     every: list[Variant] = []
     rows: list[Row] = []
@@ -216,7 +216,7 @@ def measure(
 
 
 def prepare_and_check(variant: Variant) -> bool:
-    """Prepare a variant and check its result. If the variant cannot be timed, note the reason and return False."""
+    """Prepare a variant and check the result. On failure, store the reason in the variant's row, and return False."""
     row = variant.row
     if row.note is None:
         try:
@@ -234,7 +234,7 @@ def take_turns(
 ) -> dict[Variant, list[float]]:
     """Run every variant once per turn. Return each variant's times in seconds, without the first ``warm_up`` turns.
 
-    After the time ``until``, stop as soon as `MIN_TURNS` turns are timed.
+    ``until`` is a time on the clock `time.monotonic`. After this time, stop as soon as `MIN_TURNS` turns are timed.
     """
     samples: dict[Variant, list[float]] = {variant: [] for variant in variants}
     for turn in range(warm_up + repeat):
@@ -248,8 +248,8 @@ def take_turns(
 def compare(variant: Variant, samples: Mapping[Variant, Sequence[float]]) -> None:
     """Store a variant's times and its speed-ups over the fastest baseline in ``variant.row``.
 
-    A speed-up is the ratio of two times in the same turn. If a baseline has a backend, only variants with the same
-    backend are compared with the baseline.
+    A speed-up is the ratio of two times in the same turn. A variant is compared only with baselines that have the same
+    backend or no backend.
     """
     row, unit = variant.row, MICRO * variant.row.details["layers"]
     ours = [seconds + variant.upkeep for seconds in samples[variant]]
@@ -306,7 +306,7 @@ HEADER = ("method", "backend", "type", "heads", "batch", "keys", "dense", "faste
 
 
 def text(rows: Sequence[Row]) -> str:
-    """Return ``rows`` as a Markdown table. All rows are for decode steps, or all are for prefill."""
+    """Return ``rows`` as a Markdown table. Either all rows are for decode steps, or all rows are for prefill."""
     prefill = any(row.case.step is not None for row in rows)
     unit, factor = ("ms", 1e-3) if prefill else ("µs", 1.0)
     lines = []

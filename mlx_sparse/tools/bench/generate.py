@@ -146,7 +146,7 @@ def commands(
     """Yield the variants for each prompt length.
 
     Raises:
-        ConfigError: the text is too short, or no prefix of the text has exactly ``S`` tokens.
+        ConfigError: the text is too short, or no prefix of the text has exactly the requested number of tokens.
     """
     encode = _encoder(model)
     for context in [Context(S, prompt_of(text.text, S, encode)) for S in lengths]:

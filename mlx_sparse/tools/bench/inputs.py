@@ -156,7 +156,7 @@ class Index:
     """SAAP's index over the keys of a problem, and a router whose biases determine the visited buckets.
 
     Attributes:
-        visited: ids of the visited buckets in ascending order, int64 ``(Hkv, probes)``.
+        visited: ids of the buckets that the router selects, in ascending order, int64 ``(Hkv, probes)``.
         bucket_ids: bucket of each key, int16 ``(Hkv, S)``.
         network: the router's float16 weights: ``hidden_weight (Hkv, D, H)``, ``hidden_bias``,
             ``out_weight (Hkv, H, C)`` and ``out_bias``. With H = 0 there is no hidden layer, and the output layer reads
@@ -169,7 +169,7 @@ class Index:
 
     @classmethod
     def of(cls, case: Case, config: Any, hidden: int) -> Index:
-        """Generate an index whose visited buckets have `LOAD_FACTOR` times the average number of keys.
+        """Generate an index whose visited buckets have `LOAD_FACTOR` times as many keys as the average bucket.
 
         The router has ``hidden`` hidden units.
         """
@@ -288,7 +288,7 @@ class Prompt:
         return [(start, min(start + step, self.case.S)) for start in range(0, self.case.S, step)]
 
     def density(self, config: Any) -> float:
-        """Return the share of the causal block pairs that the oracle selects in all chunks and heads."""
+        """Return the share of the causal block pairs that the reference `oracle` selects in all chunks and heads."""
         attended = causal = 0
         for start, stop in self.chunks:
             for mask, layout in self._masks(config.at(stop), start, stop):
@@ -297,7 +297,7 @@ class Prompt:
         return attended / causal
 
     def _masks(self, config: Any, start: int, stop: int) -> Iterator[tuple[Array, Any]]:
-        """Yield the oracle's block mask ``(G, row blocks, key blocks)`` for each KV head, and the block layout."""
+        """Yield the block mask ``(G, row blocks, key blocks)`` of `oracle` for each KV head, and the block layout."""
         layout, G, settings = config.layout(stop - start, stop), self.case.shape.G, config.parameters()
         if config.name in PATTERNS:  # the same blocks for every head
             del settings["block_size"]
@@ -316,7 +316,8 @@ class Prompt:
     def wrong(self, out: Array, config: Any = None) -> str | None:
         """Return a message if the output ``out (B, Hq, L, D)`` of the last chunk is wrong, else None.
 
-        For `CHECKED` queries of each head, compare with float64 attention to the blocks that the oracle selects.
+        For `CHECKED` queries of each head, compare with float64 attention to the blocks that the reference `oracle`
+        selects.
         Without ``config``, compare with attention to all blocks.
         """
         start, S = self.chunks[-1]

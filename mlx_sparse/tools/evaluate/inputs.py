@@ -11,7 +11,7 @@ from typing import Any
 
 from ...checks import ConfigError
 from ...files import cache_directory
-from ...lm.loading import loading
+from ...lm.loading import load_text_model
 from ...model_info import kv_shapes, weights_hash
 from .. import environment
 from ..assets.models import add_model_options, check_model, find_model
@@ -43,17 +43,16 @@ def check_options(args: argparse.Namespace) -> None:
     texts.check(args.text)
 
 
-def load_model(name: str | None, cache: str | None, license: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
+def load_model(
+    name: str | None, cache: str | None, license: str | None = None, *, only_mlx_lm: bool = False
+) -> tuple[Any, Any, dict[str, Any]]:
     """Load the model ``name`` (default: SmolLM2). Return the model, its tokenizer and its config.
 
     ``cache`` is the folder for fetched files. ``license`` is the name of the license that the user accepts.
-    """
-    from mlx_lm import load
 
-    path = find_model(name, cache_directory(cache), license)
-    with loading(path):
-        model, tokenizer, config = load(path, return_config=True)  # type: ignore[misc]
-    return model, tokenizer, config
+    If mlx-lm does not have the model's family, mlx-vlm loads the model, unless ``only_mlx_lm`` is True.
+    """
+    return load_text_model(find_model(name, cache_directory(cache), license), only_mlx_lm=only_mlx_lm)
 
 
 def encode_texts(tokenizer: Any, read: Sequence[texts.Text]) -> list[list[int]]:

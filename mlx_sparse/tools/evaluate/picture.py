@@ -95,9 +95,10 @@ def svg(figure: Figure) -> str:
 
 
 def share(row: Row) -> float:
-    """Return the share of dense attention's bytes that a method reads, at least `SMALLEST`.
+    """Return the share of dense attention's bytes that the method of ``row`` reads, at least `SMALLEST`.
 
-    If the method is sparse only in the prefill, return its mean share of the causal block pairs instead.
+    If the method is sparse only in the prefill, return the mean density instead: the share of the causal block pairs
+    that the method attends to, averaged over layers.
     """
     return max(mean(row.density) if row.of_prompt and row.density else row.compression, SMALLEST)
 

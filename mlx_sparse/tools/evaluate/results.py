@@ -44,12 +44,12 @@ class Trial:
     Attributes:
         outcome: quality of the method on the example.
         attn: the method as text, with all automatic settings resolved.
-        sparse_calls, dense_calls: number of attention calls. A call on a batch counts for each example.
+        sparse_calls, dense_calls: number of attention calls. A call on a batch counts once for each example.
         sparse_bytes, dense_bytes: K and V bytes that the sparse calls moved, and that dense attention would have moved.
         dense_reasons: number of dense calls by reason.
         selectivity: for SAAP, the share of attended keys among all keys except sinks and recent keys (saap.12).
-        density: share of a prompt's causal block pairs that each served layer attends to, averaged over query heads.
-        sampled: share of a prompt's query rows that were scored for the selection.
+        density: share of a prompt's causal block pairs that each sparse layer attends to, averaged over query heads.
+        sampled: share of a prompt's query rows that were scored to select key blocks.
         recall: minimum, 1st percentile and mean of the attention recall over all layers, heads and rows of a prompt;
             empty if the recall was not measured.
     """
@@ -75,7 +75,8 @@ class Row:
         task: name of the task.
         method: the method as the user wrote it.
         attn: the method with all automatic settings resolved.
-        budget: the share of dense attention's transfers that the settings had to meet, such as "1/8", or None.
+        budget: largest share of dense attention's transfers that the settings may use, such as "1/8"; None if no
+            setting depends on a budget.
         context: number of tokens in the prompt.
         examples: number of examples.
         mean, mean_error: means and their standard errors.

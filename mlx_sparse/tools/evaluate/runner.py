@@ -15,12 +15,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.cache import make_prompt_cache
 
 from ...api.call_report import Report
 from ...checks import ConfigError
 from ...lm import sparse
 from ...methods.reasons import NO_DECODE
+from ...model_info import logits_of, new_caches
 from .journal import Journal
 from .results import Outcome, Row, Trial, row_of
 from .tasks import Example, Passage, digest
@@ -136,7 +136,7 @@ class Steps:
     @cached_property
     def reference(self) -> mx.array:
         """Log-probabilities ``(examples, steps, vocabulary)`` of dense attention, computed in one causal call."""
-        logp = log_softmax(self.model(self.inputs, cache=copy.deepcopy(self.cache)))
+        logp = log_softmax(logits_of(self.model, self.inputs, copy.deepcopy(self.cache)))
         mx.eval(logp)
         return logp
 
@@ -154,7 +154,7 @@ class Steps:
         with sparse(self.model, variant.attn) as report:
             cache = cache or prefill(self.model, self.prompts[:, :-1], self.step)
             for position in range(self.inputs.shape[1]):
-                logp = log_softmax(self.model(self.inputs[:, position : position + 1], cache=cache)[:, 0])
+                logp = log_softmax(logits_of(self.model, self.inputs[:, position : position + 1], cache)[:, 0])
                 scores.append(position_scores(logp, reference[:, position], self.targets[:, position]))
         return [trial_of(found, report, len(self.examples)) for found in self._outcomes(np.stack(scores, axis=1))]
 
@@ -249,7 +249,7 @@ def observed_by(variants: Sequence[Variant]) -> str | None:
 
 def prefill(model: Any, tokens: mx.array, step: int) -> list[Any]:
     """Process ``tokens (examples, length)`` in chunks of ``step`` tokens, and return the filled KV caches."""
-    cache: list[Any] = make_prompt_cache(model)
+    cache: list[Any] = new_caches(model)
     for start in range(0, tokens.shape[1], step):
         model(tokens[:, start : start + step], cache=cache)
         mx.eval([entry.state for entry in cache])
@@ -258,11 +258,11 @@ def prefill(model: Any, tokens: mx.array, step: int) -> list[Any]:
 
 def passage_logits(model: Any, passage: Passage, step: int) -> tuple[mx.array, float]:
     """Return float32 logits ``(scored, vocabulary)`` at the scored positions, and the prefill time in seconds."""
-    cache: list[Any] = make_prompt_cache(model)
+    cache: list[Any] = new_caches(model)
     rows = []
     began = time.perf_counter()
     for start in range(0, len(passage.tokens), step):
-        logits = model(mx.array(passage.tokens[start : start + step])[None], cache=cache)[0]
+        logits = logits_of(model, mx.array(passage.tokens[start : start + step])[None], cache)[0]
         inside = [position - start for position in passage.scored if start <= position < start + step]
         if inside:
             rows.append(logits[mx.array(inside)].astype(mx.float32))

@@ -34,7 +34,10 @@ def all_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def tables(rows: Sequence[Row], task: str) -> list[Table]:
-    """Return the tables of ``task``: for decode steps after the prompt, and for tokens inside a sparse prompt."""
+    """Return at most two tables of ``task``.
+
+    One table is for decode steps after the prompt. The other table is for tokens inside a prompt with a sparse prefill.
+    """
     found = []
     for prefill, caption in ((False, "decode steps after the prompt"), (True, "tokens inside a sparse prompt")):
         chosen = [row for row in rows if row.task == task and row.prefill == prefill]

@@ -98,7 +98,7 @@ COPY_EVERY, MAX_COPIES = 512, 4  # tokens of the second half of a passage for ea
 
 
 def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Predict the `BITS_TOKENS` tokens after a prompt that starts at a random position of the text."""
+    """Yield examples whose targets are the `BITS_TOKENS` tokens after a prompt from a random position of the text."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     length = context - len(first) + BITS_TOKENS
@@ -108,7 +108,7 @@ def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int
 
 
 def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Predict the second half of a text, and score up to `MAX_SCORED` evenly spaced positions."""
+    """Yield passages of the text. At most `MAX_SCORED` evenly spaced positions in each second half are scored."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     for start in starts(tokens, context - len(first), limit, rng):
@@ -118,7 +118,7 @@ def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
 
 
 def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Copy an excerpt from the middle 80 % of the prompt.
+    """Yield examples in which the model must copy an excerpt from the middle 80 % of the prompt.
 
     The prompt ends with the first tokens of the excerpt. The other tokens of the excerpt are scored.
     """
@@ -133,7 +133,7 @@ def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, s
 
 
 def copy_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Repeat excerpts from the first half of a passage at random positions in the second half.
+    """Yield passages that repeat excerpts from their first half at random positions in their second half.
 
     Only the copies are scored, without the first `COPY_PROMPT` tokens of each copy.
     """
@@ -227,10 +227,10 @@ def numbers(rng: random.Random, count: int, text: str) -> list[str]:
 
 
 def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Insert a pass key or a fact about a city into the text, and ask for the key or the fact at the end of the prompt.
+    """Yield examples with a pass key or a fact about a city in the text.
 
-    Pass keys and facts alternate, and the depths rotate through `DEPTHS`. The five digits of the key or the last
-    words of the fact are scored.
+    The prompt ends with a question about the key or the fact. Pass keys and facts alternate, and the depths rotate
+    through `DEPTHS`. The five digits of the key or the last words of the fact are scored.
     """
 
     def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
@@ -247,7 +247,10 @@ def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed:
 
 
 def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Insert the pass keys of eight cities, and ask for one of the keys (like RULER's multi-key needles)."""
+    """Yield examples with the pass keys of eight cities in the text, like RULER's multi-key needles.
+
+    The question at the end of the prompt asks for one of the keys.
+    """
 
     def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
         wanted = rng.choice(CITIES)
@@ -262,9 +265,10 @@ def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
 
 
 def key_value(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Insert `PAIRS` lines ``key: value`` into the text, and ask for the value of one key at the end.
+    """Yield examples with `PAIRS` lines ``key: value`` in the text. The prompt ends with one of the keys.
 
-    The depths rotate through `DEPTHS`. Keys are words, and values have five digits. All five digits are scored.
+    The model must repeat the value of this key. The depths of the lines rotate through `DEPTHS`. Keys are words, and
+    values have five digits. All five digits are scored.
     """
 
     def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
@@ -312,12 +316,13 @@ class Cloze:
 
 
 def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Complete a sentence from one of eight passages, as in SQuAD with confusion contexts.
+    """Yield examples in which the model must complete a sentence from one of eight passages.
 
-    The prompt quotes a sentence up to the answer, which occurs only once in the passages. At least six words of the
-    sentence come before the answer. Numbers are preferred as answers, then capitalized words, then long words. The
-    seven other passages do not contain the answer. They are selected from `CANDIDATES` random passages by the
-    number of words that they share with the quotation. The position of the passage with the answer rotates.
+    The task is similar to SQuAD with confusion contexts. The prompt ends with the sentence up to the answer. The answer
+    is one word that occurs only once in the passages. At least six words of the sentence come before the answer.
+    Numbers are preferred as answers, then capitalized words, then long words. The other seven passages are selected
+    from `CANDIDATES` random passages, and share as many words as possible with the quoted part of the sentence. The
+    position of the passage with the answer rotates.
     """
     rng = random.Random(seed)
     first, gap = opening(tokenizer), encode(tokenizer, "\n\n")
@@ -340,7 +345,11 @@ def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, see
 
 
 def _clozes(tokens: list[int], tokenizer: Any, start: int, least: int, most: int) -> Iterator[tuple[int, Cloze]]:
-    """Yield clozes, each with the start position of its passage. The first passage starts at ``start``."""
+    """Yield clozes, each with the start position of its passage. The first passage starts at ``start``.
+
+    The sentence is within the first ``least`` tokens of the passage. The answer occurs only once in the first ``most``
+    tokens.
+    """
     places = len(tokens) - most + 1
     for step in range(0, places, least):
         place = (start + step) % places

@@ -37,8 +37,8 @@ def read_budget(text: str) -> Fraction:
 def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
     """Return the share of dense attention's elements that a decode step moves at ``S`` keys with head dim ``D``.
 
-    If ``buckets`` is 0, use the number of buckets in the method's artefact. Return None for a prefill method, because
-    the share of a prefill method is measured.
+    If ``buckets`` is 0, use the number of buckets in the method's artefact. Return None for a prefill method, whose
+    share is measured and not computed.
     """
     if config.stage != "decode":
         return None

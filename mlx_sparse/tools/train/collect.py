@@ -113,7 +113,10 @@ class Collection:
         return self.folder / f"layer-{layer:03}.{name}.f16"
 
     def _write(self, seen: Seen, window: int, before: tuple[mx.array, mx.array]) -> None:
-        """Write all keys and the sampled queries of one chunk in one layer. ``before`` are the tensors before RoPE."""
+        """Write all keys and the sampled queries of ``seen``, an attention call on one chunk in one layer.
+
+        ``window`` is the index of the text. ``before`` contains the queries and the keys before RoPE.
+        """
         start, stop = seen.position, seen.position + seen.queries.shape[2]
         inside = np.flatnonzero((self.positions[window] >= start) & (self.positions[window] < stop))
         chunk_rows = mx.array(self.positions[window][inside] - start)
@@ -198,7 +201,7 @@ def _completed_texts(journal: Journal[Done], collection: Collection) -> int:
     """Return the number of texts in the journal.
 
     Raises:
-        ArtefactError: the journal's entries are not the first texts of the collection in order.
+        ArtefactError: the journal does not list exactly the first texts of the collection, in order.
     """
     done = len(journal.results)
     entries = [(str(window), Done(collection.length)) for window in range(min(done, collection.windows))]
@@ -248,10 +251,10 @@ def _run(
 
 
 def find_layer_shapes(model: Any, dense_layers: int) -> dict[int, LayerShape]:
-    """Return the shapes of the layers that SAAP can serve, without the first ``dense_layers`` attention layers.
+    """Return the shapes of the layers that can use SAAP, without the first ``dense_layers`` attention layers.
 
     Raises:
-        ConfigError: SAAP can serve no layer. The message lists the reasons.
+        ConfigError: no layer can use SAAP. The message lists the reasons.
     """
     sources = find_sources(model)
     order = sorted(sources)

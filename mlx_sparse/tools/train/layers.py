@@ -250,8 +250,8 @@ def curve(indexed: Indexed, scores: Array, distances: Distances) -> tuple[Array,
 
     Returns:
         Selectivity and recall, both ``(C + 1,)``. Selectivity is the share of the far keys in the visited buckets,
-        averaged over positions. Recall is these keys' share of the far attention. Recall is averaged over the
-        long-range queries, or over all queries if fewer than `FEW` are long-range.
+        averaged over positions. Recall is the share of the attention to all far keys that falls on these keys. Recall
+        is averaged over the long-range queries, or over all queries if fewer than `FEW` are long-range.
     """
     order = np.argsort(-scores, axis=1, kind="stable")
     keys = np.take_along_axis(indexed.keys, order, axis=1).cumsum(axis=1)
@@ -270,7 +270,10 @@ def router_scores(queries: Array, layer: Layer, head: int) -> Array:
 
 
 def centroid_scores(queries: Array, layer: Layer, head: int, *, scale: float) -> Array:
-    """Return the `router_scores` of the k-means baseline. Its logits are ``scale * <query, centroid>``."""
+    """Return the bucket probabilities of the k-means baseline, in the same form as `router_scores`.
+
+    The logits of the baseline are ``scale * <query, centroid>``.
+    """
     rows = mx.array(queries.reshape(1, -1, queries.shape[-1]))
     return _summed(scale * rows @ layer.centroids[head].astype(mx.float32).T, queries)
 

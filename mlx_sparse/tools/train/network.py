@@ -71,7 +71,7 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
 
 
 def router(centroids: mx.array, hidden: int, scale: float) -> Params:
-    """Return folded networks with the k-means logits ``scale * <query, centroid>`` of ``centroids (Hkv, C, D)``."""
+    """Return folded networks whose logits are ``scale * <query, centroid>`` for the ``centroids (Hkv, C, D)``."""
     Hkv, C, D = centroids.shape
     assert hidden >= 2 * D
     identity = mx.broadcast_to(mx.eye(D), (Hkv, D, D))
@@ -89,7 +89,8 @@ def router(centroids: mx.array, hidden: int, scale: float) -> Params:
 def loss(params: Params, rows: mx.array, target: mx.array) -> mx.array:
     """Return the cross-entropy between ``target (Hkv, n, C)`` and the predictions for queries ``rows (Hkv, n, D)``.
 
-    The result is a mean over rows and a sum over heads. It is KL(target || predictions) plus the entropy of the target.
+    The result is averaged over rows and summed over heads. The cross-entropy is KL(target || predictions) plus the
+    entropy of the target.
     """
     x = rows @ params["hidden_weight"]
     mean, variance = x.mean(axis=1, keepdims=True), x.var(axis=1, keepdims=True)

@@ -157,9 +157,10 @@ class Rows:
 
     Attributes:
         queries: float32 queries ``(N, D)`` before RoPE.
-        target: float16 ``(N, C)``: share of the far attention in each bucket. Each row sums to 1.
+        target: float16 ``(N, C)``: share of a query's attention to far keys that falls on each bucket. Each row
+            sums to 1.
         seen: number of queries from which the rows were selected.
-        share: float32 ``(C,)``: share of the texts' keys in each bucket. An empty bucket counts as one key.
+        share: float32 ``(C,)``: share of the texts' keys in each bucket. An empty bucket counts as if it had one key.
     """
 
     queries: Array

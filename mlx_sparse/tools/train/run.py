@@ -131,7 +131,7 @@ def _check_context(context: int, exact: int, most: int | None = None) -> None:
 
 
 def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
-    model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_license)
+    model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_license, only_mlx_lm=True)
     of_model = identity(model)
     if args.out.exists() and dict(load(args.out).model) != of_model:
         raise ConfigError(f"--out: expected a new file or a file for this model, got {args.out} for another model.")

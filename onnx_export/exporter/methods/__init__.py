@@ -1,4 +1,4 @@
-"""Export the attention methods, one module per method, and define the table of decode methods."""
+"""Export the attention methods, with one module per method. `DECODE` lists the decode methods."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ class Step:
 
     Attributes:
         layer: layer number.
-        query: ``(B, Hq, 1, D)``.
-        keys, values: ``(B, Hkv, S, D)``, the new token included.
-        before: ``query`` and ``keys`` before RoPE is applied.
+        query: query of the new token, ``(B, Hq, 1, D)``.
+        keys, values: keys and values of all tokens, the new token included, ``(B, Hkv, S, D)``.
+        before: pre-RoPE ``query`` and ``keys``.
         scale: factor by which the logits are multiplied.
     """
 
@@ -40,7 +40,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Decode method of an exported file. This class decodes densely; subclasses are sparse.
+    """Decode method of an exported file. This class uses dense attention, and subclasses use sparse attention.
 
     Attributes:
         operator: name of the operator that appends to the caches and computes attention. Its states (``past_*`` and
@@ -91,11 +91,14 @@ class Decoding:
         return {}
 
     def axes(self, capacity: int) -> dict[str, int]:
-        """Return the lengths of the axes that only this operator has, for caches of ``capacity`` tokens."""
+        """Return the lengths of the axes that only this operator has, as a dict, for caches of ``capacity`` tokens."""
         return {}
 
     def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
-        """Return additional inputs by name, made from queries and keys (B, L, H, D) ``before`` or ``after`` RoPE."""
+        """Return the operator's additional inputs as a dict from input names to value names in the graph.
+
+        ``before`` and ``after`` name the queries and keys (B, L, H, D) before and after RoPE.
+        """
         return {}
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
@@ -107,5 +110,5 @@ class Decoding:
         raise NotImplementedError
 
     def shortened(self) -> Decoding:
-        """Return a copy for verification. It is sparse after `PROMPT` tokens and attends to at most `KEYS` keys."""
+        """Return a copy for verification that is sparse after `PROMPT` tokens and attends to at most `KEYS` keys."""
         return self

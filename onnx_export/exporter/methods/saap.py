@@ -59,7 +59,7 @@ class SaapDecoding(Decoding):
         return dict(zip(("query_before", "key_before"), before, strict=True))
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
-        """Add the arrays of the artefact, as float16 if all of them are float16 and as float32 otherwise."""
+        """Add the artefact's arrays for ``layer``. They are stored as float32, unless all of them are float16."""
         arrays = self.layers[layer].arrays()
         half = all(array.dtype == mx.float16 for array in arrays.values())
         places = {}

@@ -16,7 +16,7 @@ SHORT_PROMPT, SHORT_BLOCK = 160, 32  # prompt length and block size of `shortene
 
 
 def resolve(config: Sample, max_length: int) -> Sample:
-    """Return SampleAttention with the same settings for all context lengths, because operator attributes are constant.
+    """Return ``config`` with one setting for all context lengths, because the attributes of an operator are constant.
 
     Raises:
         ConfigError: context ranges within ``max_length`` have different settings, or ``dense_above`` is set.

@@ -26,14 +26,14 @@ Lower = Callable[[onnx.ModelProto], onnx.ModelProto]
 
 @dataclass(frozen=True)
 class Agreement:
-    """Differences between the logits of a file and of MLX.
+    """Differences between the logits of an exported file and MLX's logits.
 
     Attributes:
-        dense: largest absolute difference with dense attention.
+        dense: largest absolute difference with dense attention, in any row.
         sparse: median over rows of the largest difference after a sparse step; None if decoding is dense.
         largest: largest absolute logit of MLX.
-        sampled: the same median after prefill with SampleAttention; None if prefill is dense.
-        coded: the same median after a decode step with int4 scoring keys; None without such keys.
+        sampled: median like ``sparse``, but after prefill with SampleAttention; None if prefill is dense.
+        coded: median like ``sparse``, but after a step with int4 scoring keys; None if the file has no such keys.
     """
 
     dense: float
@@ -55,11 +55,12 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
     Native kernels are used only if the operators have no function body.
 
     Args:
-        model: the model before the transformation ``lower``.
+        model: the model before ``lower`` was applied.
         folder: the folder of model.onnx and its data.
         expected: logits that MLX computed, and tolerances.
         target: settings of the file.
-        lower: last transformation of the file, such as `inline`; it is applied to the copy too.
+        lower: function that transformed ``model`` before the file was written, such as `inline`. `compare` also
+            applies this function to the copy.
 
     Raises:
         ArtefactError: the logits differ by more than the tolerance.
@@ -67,7 +68,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
     logits = expected.logits
     native = "off" if target.decode.has_body else "auto"
     got = _steps(File(folder / "model.onnx", len(expected.tokens), native), expected.tokens)
-    sparse_from = target.decode.sparse_from  # larger than the number of keys that are always attended
+    sparse_from = target.decode.sparse_from  # larger than the number of keys that are always attended to
     is_sparse = sparse_from is not None
     if sparse_from is not None:
         got = got[: 1 + (PROMPT + 1 < sparse_from)]
@@ -104,10 +105,14 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
 
 
 def _median_error(got: Array, wanted: Array, dense: Array, allowed: float, *, where: str) -> float:
-    """Return the median over rows of the largest difference. Raise `ArtefactError` if the median exceeds ``allowed``.
+    """Return the median over rows of the largest difference between ``got`` and ``wanted``.
 
-    Rounding may swap keys or blocks with almost equal scores. Swaps are rare, so they do not change the median. In each
-    row, the difference may exceed ``allowed`` by the difference between sparse and dense logits.
+    Rounding may change the selection between keys or blocks with almost equal scores. Such changes are rare, so they do
+    not affect the median. A single row may therefore differ by ``allowed`` plus the largest difference between
+    ``wanted`` and ``dense`` in this row.
+
+    Raises:
+        ArtefactError: the median exceeds ``allowed``, or a row exceeds its limit.
     """
     error = np.abs(got - wanted).max(axis=1)
     median = float(np.median(error))

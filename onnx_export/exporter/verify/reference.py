@@ -31,19 +31,19 @@ Attention = Callable[..., mx.array]
 
 ATTENTION = "scaled_dot_product_attention"  # name of mlx-lm's attention function in model modules
 ROWS = 3  # number of prompts
-SLACK = 2  # tolerance per measured difference, because rounding errors can exceed the noise
+SLACK = 2  # ratio of tolerance to measured difference, because rounding errors can exceed the noise
 
 
 @dataclass(frozen=True)
 class FirstLayers:
-    """MLX's logits for a longer prompt, computed with only the first layers of a model and a sparse method.
+    """MLX's logits for a prompt longer than `Expected.tokens`, computed with only the first layers of a model.
 
     Attributes:
-        layers: number of layers before the norm and the head.
+        layers: number of first layers that ran before the final norm and the head.
         chunks: token ids for successive calls, each of shape (rows, number of tokens).
         logits: logits (rows, vocabulary) with the sparse method.
         dense: logits (rows, vocabulary) with dense attention.
-        error: tolerance for the median over rows of the largest difference.
+        error: tolerance for the median over rows of each row's largest logit difference.
     """
 
     layers: int
@@ -61,11 +61,11 @@ class Expected:
         tokens: token ids (rows, PROMPT + 1).
         logits: arrays (rows, vocabulary): after prefill, after a dense step with one more token, and after a sparse
             step with the same token. The last array is missing if the method is dense.
-        rounded: tolerance for the dense logits of the file.
+        rounded: tolerance for dense logits with the cache type of the file.
         dense: tolerance for dense logits with float32 caches.
         sparse: tolerance, with float32 caches, for the median over rows of each row's largest sparse-logit difference.
         sampled: results of the first layers for a prompt of several blocks; None if prefill is dense.
-        coded: results of the first layers for a prompt and a step that each fill a group; None without int4 keys.
+        coded: results of the first layers for a prompt and a step that fill int4 key groups; None without int4 keys.
     """
 
     tokens: Array
@@ -130,7 +130,10 @@ def _reference(model: Any, target: Target) -> Expected:
 
 
 def _run_first_layers(model: Any, short: Target, count: int, last: int, noise: float) -> FirstLayers:
-    """Run the first layers on ``count`` random tokens. The last ``last`` tokens get a separate call."""
+    """Run the first layers on ``count`` random tokens, with the last ``last`` tokens in a separate call.
+
+    The tolerance comes from a second run, which adds relative ``noise`` to the embeddings.
+    """
     embedding = model.model.embed_tokens
     tokens = np.random.default_rng(1).integers(0, embedding.inner.weight.shape[0], (ROWS, count))
     chunks = np.split(tokens, [count - last], axis=1) if last else [tokens]
@@ -151,7 +154,7 @@ def _run_first_layers(model: Any, short: Target, count: int, last: int, noise: f
 
 @contextmanager
 def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Set attributes ``(object, name, value)`` and restore their old values at the end."""
+    """Set attributes ``(object, name, value)`` during a ``with`` block, and then restore their old values."""
     before = [(place, name, getattr(place, name)) for place, name, _ in changes]
     for change in changes:
         setattr(*change)
@@ -163,7 +166,6 @@ def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def _columns(module: Any) -> int:
-    """Return the number of input columns of a linear layer."""
     if isinstance(module, QUANTIZED):
         return int(module.scales.shape[1] * module.group_size)
     return int(module.weight.shape[1])
@@ -189,7 +191,7 @@ def _as_stored(model: Any, dtype: str) -> None:
 
 
 class _Float32Embedding(nn.Module):
-    """Embedding with float32 output, so that all later activations are float32, and with relative ``noise``."""
+    """Embedding that returns float32, so that all later activations are float32. Relative ``noise`` is added."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -206,8 +208,6 @@ class _Float32Embedding(nn.Module):
 
 
 class _LastTokenHead(nn.Module):
-    """Output head that computes the logits of the last token only."""
-
     def __init__(self, inner: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.inner = inner
@@ -232,7 +232,7 @@ def _layer_by_layer(model: Any) -> AbstractContextManager[None]:
 
 
 class _RecordedRope:
-    """RoPE module that records its layer number and each input in ``seen``."""
+    """RoPE module that appends its layer number and each input to ``seen``."""
 
     def __init__(self, inner: Any, layer: int, seen: deque[tuple[int, mx.array]]) -> None:
         self._inner, self._layer, self._seen = inner, layer, seen
@@ -245,7 +245,7 @@ class _RecordedRope:
 def _sparse(model: Any, short: Target) -> AbstractContextManager[None]:
     """Return a context in which the layers that are sparse in the file call `mlx_sparse` instead of mlx-lm's attention.
 
-    The prompt before a decode step must be a single call.
+    The prompt before a decode step must run in a single call.
     """
     seen: deque[tuple[int, mx.array]] = deque(maxlen=2)  # the last two inputs of RoPE: a query, then keys
     windows = [window_of(layer, model) for layer in model.layers]
@@ -273,7 +273,7 @@ def _sparse(model: Any, short: Target) -> AbstractContextManager[None]:
 
 
 def _rounding(model: Any, dtype: str) -> AbstractContextManager[None]:
-    """Return a context in which mlx-lm's attention rounds its inputs and outputs to the type of the caches."""
+    """Return a context in which mlx-lm's attention rounds its inputs and outputs to ``dtype``."""
     kind = getattr(mx, dtype)
 
     def rounded(array: mx.array) -> mx.array:
@@ -297,7 +297,7 @@ def _attention_of(model: Any, wrap: Callable[[Attention], Attention]) -> list[tu
 
 
 def _run_chunks(model: Any, chunks: Sequence[Array], cache: Any) -> Array:
-    """Run successive calls with one cache and return the logits (rows, vocabulary) of the last call."""
+    """Run ``chunks`` in successive calls with one cache. Return the logits (rows, vocabulary) of the last call."""
     return [_run(model, chunk, cache) for chunk in chunks][-1]
 
 
