@@ -100,7 +100,7 @@ def references(folder: Path, attn: str, prompts: list[str]) -> list[str]:
 
 @contextmanager
 def serving(command: list[str], home: str, attn: str) -> Iterator[tuple[openai.OpenAI, Path]]:
-    """Start the server with the variable, and yield a client and the server's log. End the server afterwards."""
+    """Start the server with MLX_SPARSE_ATTN=``attn``, yield a client and the log's path, and then end the server."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -135,7 +135,7 @@ def serving(command: list[str], home: str, attn: str) -> Iterator[tuple[openai.O
 
 
 def ask(client: openai.OpenAI, folder: Path, prompt: str) -> tuple[str, float, float]:
-    """Return an answer and the times of its first and last token. If the server is busy, send the request again."""
+    """Return an answer, and the times at which its first and last token arrived. If the server is busy, try again."""
     messages: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": prompt}]
     deadline = time.monotonic() + REQUEST_S
     while True:
