@@ -58,7 +58,7 @@ class Threshold:
     Attributes:
         value: crossover length in keys for decode steps; for prefill, the largest density at which sparse attention
             is faster.
-        how: source of ``value``, which is `MEASURED`, `MODELED` or `GIVEN`.
+        how: source of ``value``: `MEASURED`, `MODELED` or `GIVEN`.
         best: optimistic end of the measured range; None if there is no range. ``value`` is the conservative end.
         busy: True if the range is so wide that the next process measures again.
     """
@@ -447,7 +447,7 @@ class Calibration:
 
 
 def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
-    """Return the key of a measurement. It contains the method, settings, layer shape, machine, system and versions."""
+    """Return the key of a measurement: a dict of method, settings, layer shape, machine, system and versions."""
     info, step = mx.device_info(), layer.step
     packed = {} if step.packed is None else {"kv_bits": step.packed[0], "kv_group_size": step.packed[1]}
     return {

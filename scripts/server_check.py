@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Compare the answers of a server that runs with MLX_SPARSE_ATTN with the answers of mlx-lm.
+"""Start a server that reads MLX_SPARSE_ATTN, and compare its answers to the answers of mlx-lm.
 
   python scripts/server_check.py --server rapid-mlx
   python scripts/server_check.py --server vllm-mlx --json -- --continuous-batching
 
 Run this script with the Python of an environment that has the server, mlx-sparse-attention and openai. Options after
-"--" are passed to the server. The script starts the server on a tiny random model, once for each value of the variable.
-A client sends one request, and then three requests at the same time. Each answer is compared with mlx_lm.generate for
-the same prompt alone and the same method. The script fetches nothing.
+"--" are passed to the server. It starts the server on a tiny random model, once for each tested value of the variable.
+A client sends one request, and then three requests at the same time. Each answer is compared to the answer that
+mlx_lm.generate gives to the prompt alone, with the method of the server. The script fetches nothing.
 """
 
 from __future__ import annotations

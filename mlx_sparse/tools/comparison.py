@@ -82,7 +82,7 @@ class Decoded:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decode speed in tokens per second. The first step is excluded, and the median time of the others is used."""
+        """Decode speed in tokens per second, from the median time of a step. The first step is excluded."""
         return 1 / median(self.steps[1:] or self.steps)
 
 
@@ -171,7 +171,7 @@ def compare(
         config: a decode method.
         context: number of tokens in the prompt; None for the default.
         margin: ratio of the default context to the crossover length.
-        seconds: time limit of the prefill.
+        seconds: time limit of the prefill in seconds.
         max_tokens: maximum number of tokens in an answer.
         calibration: source of the crossover lengths.
         console: terminal for the progress bars.

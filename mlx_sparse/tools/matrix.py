@@ -40,7 +40,7 @@ def markdown() -> str:
 
 
 def text() -> str:
-    """Return the support matrix as text for a terminal, and the reason why a backend cannot run on this machine."""
+    """Return the support matrix as text for a terminal, and the reasons why backends cannot run on this machine."""
     lines = [f"{'method':<19}{'stage':<20}" + "".join(f"{backend:<10}" for backend in BACKENDS)]
     for row in rows():
         cells = [row["backends"].get(backend, "no") for backend in BACKENDS]

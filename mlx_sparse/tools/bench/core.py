@@ -70,7 +70,7 @@ class Case:
         return self.rows * self.S * self.shape.D * self.item
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the sizes as columns of a result row."""
+        """Return a dict from the names of a result row's columns to the sizes."""
         found = {"dtype": self.dtype, "shape": str(self.shape), "batch": self.B, "S": self.S}
         return found if self.step is None else found | {"step": self.step}
 

@@ -68,8 +68,8 @@ def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask:
 def allowed_error(exact: Array, plain: Array, values: Array, dtype: str) -> float:
     """Return the largest error that is allowed in an attention output of type ``dtype``.
 
-    ``exact`` is the output in float64, and ``plain`` is the output in ``dtype``. The tolerance is twice the error of
-    ``plain``, plus rounding errors of ``dtype`` and of float32 sums.
+    ``exact`` is the output in float64, and ``plain`` is the output in ``dtype``. The allowed error is twice the error
+    of ``plain``, plus rounding errors of ``dtype`` and of float32 sums.
     """
     units = EPSILON[dtype] * float(np.abs(exact).max()) + 8 * EPSILON["float32"] * float(np.abs(values).max())
     return 2 * float(np.abs(plain - exact).max()) + units

@@ -129,9 +129,10 @@ def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> Spa
 
 
 def dense_implementations(case: Case, on_cpu: bool) -> dict[str, Attend]:
-    """Return the implementations of dense attention for this device. The fastest implementation is the baseline.
+    """Return a dict from the name of each implementation of dense attention for this device to the implementation.
 
-    On a CPU, plain matrix products are faster than MLX's attention kernel for one query.
+    The fastest implementation is the baseline. On a CPU, plain matrix products are faster for one query than MLX's
+    attention kernel.
     """
     implementations: dict[str, Attend] = {"mlx": fused}
     if on_cpu and case.step is None:

@@ -81,7 +81,7 @@ class Row:
         budget: largest share of dense attention's elements that the method may move, such as "1/8"; None if no setting
             depends on a budget.
         context: number of tokens in the prompt.
-        examples: number of examples.
+        examples: number of examples over which the row is averaged.
         mean, mean_error: mean of each metric, and the standard error of the mean.
         delta, error: mean difference of each metric from dense attention on the same examples, and its standard error.
         formula: share of dense attention's elements that a decode step moves according to the method's formula; None

@@ -176,7 +176,7 @@ Statements = tuple[list[tuple[float, str]], str, str]  # statements with their d
 
 @dataclass(frozen=True)
 class Question:
-    """Tokens of a question and of its answer. The positions ``scored`` in ``answer`` are not whitespace."""
+    """Tokens of a question and of its answer. ``scored`` lists the positions in ``answer`` that are not whitespace."""
 
     tokens: list[int]
     answer: list[int]
@@ -200,10 +200,10 @@ def insert_statements(
     context: int,
     depth: float,
 ) -> Example:
-    """Build an example whose prompt has ``context`` tokens: the start of ``text``, and then ``question``.
+    """Build an example whose prompt has ``context`` tokens and ends with ``question``.
 
-    Each of ``statements`` is inserted into the text at its depth. ``depth`` is the depth of the statement that contains
-    the answer.
+    The rest of the prompt is the start of ``text``, with each of ``statements`` inserted at its depth. ``depth`` is the
+    depth of the statement that contains the answer.
 
     Raises:
         ConfigError: ``context`` is too small for the statements.

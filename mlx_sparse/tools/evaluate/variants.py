@@ -154,7 +154,7 @@ def read_methods(texts: Sequence[str]) -> list[str]:
 
 
 def quantized_variants(variants: Sequence[Variant], bits: Sequence[int]) -> list[Variant]:
-    """Return variants for dense attention and each decode method with quantized KV caches. There is one per bit width.
+    """Return a variant of dense attention and of each decode method for each number of ``bits`` in the KV cache.
 
     The KV cache is quantized after a dense prefill.
     """

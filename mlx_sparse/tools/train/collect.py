@@ -311,7 +311,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def remove_files(work: Path) -> None:
-    """Remove the files of earlier runs from the folder ``work``. If the folder is empty afterwards, remove it."""
+    """Remove the files of earlier runs from the folder ``work``. If the folder is then empty, remove the folder."""
     for folder in [*work.glob("collected-*"), *work.glob("trained-*")]:
         shutil.rmtree(folder)
     with suppress(OSError):

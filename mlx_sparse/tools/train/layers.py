@@ -36,7 +36,7 @@ class HeadReport:
         loss: dict from each router to KL(target || router) in nats, averaged over the long-range held-out queries;
             empty if no held-out query is long-range.
         recall: dict from each router to its attention recall at each of `SELECTIVITIES`.
-        imbalance: imbalance of the buckets of the held-out keys (saap.13).
+        imbalance: imbalance factor of the held-out keys (saap.13), which is 1 if all buckets have equal size.
     """
 
     layer: int
@@ -212,7 +212,7 @@ class Indexed:
     Attributes:
         mass: ``(n, G, C)`` share of each query's softmax mass on the far keys of each bucket.
         keys: ``(n, C)`` number of far keys in each bucket at the query's position.
-        distance: ``(n, G)`` distance from each query to its highest-scoring key, from `best_distance`.
+        distance: ``(n, G)`` distance in tokens from each query to its highest-scoring key, from `best_distance`.
     """
 
     mass: Array
@@ -323,6 +323,9 @@ def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) 
 
 
 def imbalance(ids: Array, recipe: Recipe) -> float:
-    """Return the imbalance (saap.13) of the buckets ``ids (W, S)``. Sinks are excluded."""
+    """Return the imbalance factor (saap.13) of keys in the buckets ``ids (W, S)``. Sinks are excluded.
+
+    If all buckets have equal size, the factor is 1.
+    """
     sizes = np.bincount(ids[:, recipe.distances.sink_tokens :].ravel(), minlength=recipe.buckets).astype(np.float64)
     return float(recipe.buckets * (sizes**2).sum() / sizes.sum() ** 2)
