@@ -5,7 +5,7 @@
   python scripts/server_check.py --server vllm-mlx --json -- --continuous-batching
 
 Run this script with the Python of an environment that has the server, mlx-sparse-attention and openai. Options after
-"--" are passed to the server. It starts the server on a tiny random model, once for each tested value of the variable.
+"--" are passed to the server. The script starts the server on a tiny random model once per value of MLX_SPARSE_ATTN.
 A client sends one request, and then three requests at the same time. Each answer is compared to the answer that
 mlx_lm.generate gives to the prompt alone, with the method of the server. The script fetches nothing.
 """
