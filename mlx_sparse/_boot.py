@@ -1,9 +1,9 @@
 """Define the start-up hook that adds the option --attn to the commands of mlx-lm and mlx-vlm.
 
-If the environment variable MLX_SPARSE_ATTN is set, the hook also enables each model that one of the libraries loads.
-The installation adds two files that Python reads when it starts. The .pth file (pyproject.toml) has one line of code,
-which puts a finder into sys.meta_path. The finder imports this module when mlx_lm or mlx_vlm is imported. Python 3.15
-reads the .start file instead and calls install(). This module imports only sys, to keep the start-up time short.
+If the environment variable MLX_SPARSE_ATTN is set, the hook also enables each model that mlx-lm or mlx-vlm loads.
+The installation adds two files that Python reads when it starts. The .pth file (pyproject.toml) has one line of code.
+The code puts a finder into sys.meta_path. The finder imports this module when mlx_lm or mlx_vlm is imported. Python
+3.15 reads the .start file instead and calls install(). This module imports only sys, to keep the start-up time short.
 """
 
 import sys
@@ -27,7 +27,10 @@ LOADERS = ("mlx_lm.utils", "mlx_vlm.utils")  # modules of load_model()
 
 
 class CommandFinder:
-    """Import finder that wraps main() in the command modules and, with `VARIABLE`, load_model() in the loaders."""
+    """Import finder that wraps main() in the modules of `COMMANDS` and `VLM_COMMANDS`.
+
+    If the environment variable `VARIABLE` is set, the finder also wraps load_model() in the modules of `LOADERS`.
+    """
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -36,7 +39,10 @@ class CommandFinder:
 
 
 def find_spec(name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
-    """Return an import spec whose loader wraps the module's main() or load_model(); None for other modules."""
+    """Return an import spec whose loader wraps main() or load_model() of the module ``name``.
+
+    If the module has nothing to wrap, return None.
+    """
     wrap: Callable[[ModuleType], None]
     if name in COMMANDS or name in VLM_COMMANDS:
         wrap = _wrap_main
@@ -61,7 +67,7 @@ def find_spec(name: str, path: "Sequence[str] | None", target: "ModuleType | Non
 
 
 def _variable() -> str:
-    """Return the methods in the environment variable; empty if it is not set."""
+    """Return the methods in the environment variable `VARIABLE`, or an empty string if the variable is not set."""
     import os
 
     return os.environ.get(VARIABLE, "").strip()

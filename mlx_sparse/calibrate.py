@@ -58,8 +58,8 @@ class Threshold:
     Attributes:
         value: crossover length in keys for decode steps; for prefill, the largest density at which sparse attention
             is faster.
-        how: source of the value: `MEASURED`, `MODELED` or `GIVEN`.
-        best: optimistic end of the measured range; ``value`` is the conservative end. None without a range.
+        how: source of ``value``: `MEASURED`, `MODELED` or `GIVEN`.
+        best: optimistic end of the measured range; None if there is no range. ``value`` is the conservative end.
         busy: True if the range is so wide that the next process measures again.
     """
 
@@ -86,7 +86,7 @@ class Layer:
 
     @property
     def row(self) -> int:
-        """Total bytes of one key row and one value row over all heads."""
+        """Bytes of one key row and one value row, summed over all KV heads."""
         return 2 * self.step.heads * self.step.row_bytes
 
     def __str__(self) -> str:
@@ -123,15 +123,15 @@ def folder() -> Path:
 
 
 def path_of(key: MeasurementKey) -> Path:
-    """Return the path of the calibration file for the measurement with this ``key``."""
+    """Return the path of the calibration file for the measurement that has the key ``key``."""
     return folder() / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
 
 
 def read_measurement(key: MeasurementKey) -> dict[str, Any] | None:
-    """Read the stored measurement with this ``key``, or return None if there is no file.
+    """Read the stored measurement that has the key ``key``, or return None if there is no file.
 
     Raises:
-        ArtefactError: the file is not a valid measurement. The next measurement replaces it.
+        ArtefactError: the file is not a valid measurement. The next measurement replaces the file.
     """
     path = path_of(key)
     try:
@@ -208,10 +208,11 @@ def read_points(result: Mapping[str, Any]) -> list[Point]:
 
 
 def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
-    """Return the shortest length at which sparse attention may win, and the shortest at which it clearly wins.
+    """Return the shortest length in keys at which sparse attention may win, and the shortest at which it clearly wins.
 
     Sparse attention may win if the confidence interval of the ratio ends at `MIN_SPEEDUP` or above. It clearly wins if
-    the interval begins there. All longer measured lengths must qualify too. A result is None if no length qualifies.
+    the interval begins at `MIN_SPEEDUP` or above. All longer measured lengths must meet the same condition. If no
+    length qualifies, the result is None.
     """
     return _shortest(points, lambda point: point.high >= MIN_SPEEDUP), _shortest(
         points, lambda point: point.low >= MIN_SPEEDUP
@@ -219,18 +220,22 @@ def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
 
 
 def _shortest(points: Sequence[Point], faster: Callable[[Point], bool]) -> int | None:
-    """Return the shortest length such that ``faster`` is True for this and all longer lengths, or None."""
+    """Return the shortest length such that ``faster`` is True at that length and at all longer lengths in ``points``.
+
+    If there is no such length, return None.
+    """
     slower = max((point.S for point in points if not faster(point)), default=0)
     return next((point.S for point in points if point.S > slower), None)
 
 
 def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first: int, seconds: float) -> list[Point]:
-    """Find the crossover length of decode steps by bisection, to within 10 % or until ``seconds`` have passed.
+    """Find the crossover length of decode steps by bisection, and return a `Point` for each timed length.
 
-    The search doubles or halves the length, starting at ``first``, until sparse attention wins at one length and loses
-    at another. Then it bisects the interval between these lengths. A win needs two timings. A length is timed again, up
-    to `TIMINGS` times, while its confidence interval contains `MIN_SPEEDUP`. The search ends if the next length
-    would take longer than the remaining time, as estimated from the time of the previous length.
+    The search ends when the crossover length is known to within 10 %, or after ``seconds``. The search starts at
+    ``first``, and doubles or halves the length until sparse attention wins at one length and loses at another length.
+    Then it bisects the interval between the two lengths. A win needs two timings. A length is timed again, up to
+    `TIMINGS` times, while its confidence interval contains `MIN_SPEEDUP`. The time of the next length is estimated from
+    the time of the previous length. If the next length would take longer than the remaining time, the search ends.
     """
     end = time.monotonic() + seconds
     points: dict[int, Point] = {}
@@ -265,8 +270,8 @@ class Calibration:
     """Thresholds of the layers on this machine, measured or estimated (docs/methods.md).
 
     Args:
-        measures: if True, measure a missing threshold once a context is long enough; if False, estimate it.
-        seconds: time limit of a measurement; None means `SECONDS`.
+        measures: if True, measure a missing threshold once a context is long enough; if False, estimate the threshold.
+        seconds: time limit of a measurement in seconds; None means `SECONDS`.
         chunk: number of tokens in a prefill chunk. The default is mlx-lm's default.
         progress: callback that receives a line of text before and after each measurement.
     """
@@ -308,14 +313,14 @@ class Calibration:
 
     @staticmethod
     def shortest_measured(config: Method) -> int:
-        """Return the minimum context length for a measurement. In shorter contexts, sparse attention rarely wins."""
+        """Return the shortest context in keys that is measured. In shorter contexts, sparse attention rarely wins."""
         if isinstance(config, Prefill):
             return max(SHORT, config.shortest_context())
         return max(SHORT, 2 * config.attended)
 
     @staticmethod
     def modeled(config: Method, layer: Layer) -> Threshold:
-        """Return the threshold that ``config`` sets or estimates, without a measurement."""
+        """Return the threshold that ``config`` sets or estimates. Nothing is measured."""
         how = MODELED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
         if isinstance(config, Prefill):
             return Threshold(config.max_density(layer.backend), how)
@@ -403,8 +408,8 @@ class Calibration:
     def pairs(self, config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
         """Time dense and sparse decode steps over ``S`` keys alternately, for about ``seconds``.
 
-        A timed step evaluates several layers together. Each layer writes a row into its own cache, and the output of a
-        layer is the query of the next layer.
+        Return pairs of a dense and a sparse time in seconds per layer. A timed step evaluates several layers together.
+        Each layer writes a row into its own cache, and the output of a layer is the query of the next layer.
         """
         fit = int(FREE_SHARE * free_memory()) // (NEEDED * layer.row * S)
         layers = max(LEAST_LAYERS, min(MOST_LAYERS[device_kind()], WORKING_SET // (layer.row * S), fit))
@@ -442,7 +447,7 @@ class Calibration:
 
 
 def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
-    """Return the key of a measurement, with the method, settings, layer shape, machine, system and versions."""
+    """Return the key of a measurement: a dict of method, settings, layer shape, machine, system and versions."""
     info, step = mx.device_info(), layer.step
     packed = {} if step.packed is None else {"kv_bits": step.packed[0], "kv_group_size": step.packed[1]}
     return {
@@ -487,7 +492,7 @@ def _not_enough_memory() -> MemoryError:
 
 
 def _cache(layer: Layer, S: int, n: int) -> Any:
-    """Return a KV cache with ``S`` random rows, different for each ``n``, and `ROOM` free rows."""
+    """Return a KV cache with ``S`` random rows and `ROOM` free rows. Each ``n`` gives different rows."""
     cache: Any = SparseKVCache()  # type: ignore[no-untyped-call]
     rows: Any = (_rows(layer, layer.step.heads, S + ROOM, 2 * n + side) for side in range(2))
     if layer.step.packed is not None:
@@ -501,7 +506,7 @@ def _cache(layer: Layer, S: int, n: int) -> Any:
 
 
 def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
-    """Return random rows ``(1, heads, S, D)`` from ``seed``, without changing MLX's global random state."""
+    """Return random rows ``(1, heads, S, D)`` from ``seed``. MLX's global random state does not change."""
     D = layer.step.D
     tiles = -(-S // TILE)
     some = mx.random.normal((1, heads, 1, min(S, TILE), D), dtype=layer.dtype, key=mx.random.key(seed))
@@ -511,9 +516,11 @@ def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
 
 
 def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, Any]:
-    """Time a prefill chunk: dense attention, the selection of blocks, and attention to few and to many blocks.
+    """Time dense attention, the selection of blocks, and attention to few and to many blocks in a prefill chunk.
 
-    The time of attention is assumed to be linear in the number of blocks. On a CPU, one head represents all heads.
+    Return a dict with the lengths "S" and "L" and two estimates of the largest density at which sparse attention is
+    faster. "share" is the lower quartile over the turns, and "best" is the upper quartile. The time of attention is
+    assumed to be linear in the number of blocks. On a CPU, one head represents all heads.
 
     Raises:
         MemoryError: not enough memory is free.
@@ -554,8 +561,9 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
 def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
     """Compute the largest density at which sparse attention is faster than dense attention.
 
-    The other arguments are the times in seconds of dense attention, of the selection of blocks, and of attention to
-    few and to many blocks. ``kept`` contains the densities of the few and of the many blocks.
+    ``dense`` is the time of dense attention in seconds, and ``select`` the time of the selection of blocks. ``few`` and
+    ``many`` are the times of attention to few and to many blocks. ``kept`` contains the densities of the few and of the
+    many blocks.
     """
     slope = (many - few) / (kept[1] - kept[0])
     left = dense / MIN_SPEEDUP - select - few
@@ -563,7 +571,10 @@ def _share(kept: Sequence[float], dense: float, select: float, few: float, many:
 
 
 def _some_blocks(layout: Any, share: float, heads: int) -> mx.array:
-    """Return lists ``(1, heads, R, N)`` with ``share`` of the causal key blocks, evenly spaced, including the last."""
+    """Return lists ``(1, heads, R, N)`` of evenly spaced key blocks, padded with -1.
+
+    Each row block lists the share ``share`` of its causal key blocks, and always the last causal key block.
+    """
     rows = []
     for r in range(layout.row_blocks):
         causal = layout.first_block + r + 1

@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class SparseAttentionError(Exception):
-    """Base class of this package's errors. Their messages are shortened with `shortened`."""
+    """Base class of this package's errors. The error message is shortened with `shortened`."""
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))
@@ -61,7 +61,7 @@ class BackendUnavailable(SparseAttentionError, RuntimeError):
 
 
 class ArtefactError(SparseAttentionError, ValueError):
-    """A file is damaged, has the wrong format, or was made for another model."""
+    """A file is damaged, has the wrong format, or was made for a different model."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,12 @@ class Sizes:
 
 
 def check_qkv(queries: Any, keys: Any, values: Any) -> Sizes:
-    """Check that ``queries (B, Hq, L, D)``, ``keys`` and ``values (B, Hkv, S, D)`` fit together. Return their sizes.
+    """Check that ``queries (B, Hq, L, D)`` are compatible with ``keys`` and ``values (B, Hkv, S, D)``.
+
+    Return the sizes of the attention call.
 
     Raises:
-        ShapeError: the numbers of axes, heads or tokens, or the head dims, do not fit together.
+        ShapeError: the numbers of axes, heads or tokens, or the head dims, are incompatible.
     """
     for name, array in (("queries", queries), ("keys", keys), ("values", values)):
         if len(array.shape) != 4:
@@ -109,7 +111,7 @@ def check_shape(name: str, array: Any, expected: tuple[int, ...]) -> None:
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
-    """Return ``value`` if it is an int in ``low..high``; raise `ConfigError` otherwise."""
+    """Return ``value`` if it is an int of at least ``low`` and at most ``high``; raise `ConfigError` otherwise."""
     upper = "" if high is None else f" and at most {high}"
     # Integral includes NumPy's integers.
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
@@ -135,7 +137,7 @@ def check_rank(rank: object, D: int) -> int:
 
 
 def check_local_window(local_window: object, top_k: int) -> int:
-    """Return ``local_window`` if it is an int in 0..top_k; None means ``top_k // 4``. Raise `ConfigError` otherwise."""
+    """Return ``local_window`` (default: ``top_k // 4``) if it is an int in 0..top_k; raise `ConfigError` otherwise."""
     if local_window is None:
         return top_k // 4
     value = check_int("local_window", local_window, 0)

@@ -39,7 +39,8 @@ class PackageMissing(BackendUnavailable, ImportError):
 def install_hint(extra: str = "", options: str = "") -> str:
     """Return the command that reinstalls this package with ``extra`` and the installer's ``options``.
 
-    The command uses the origin that the installer recorded (PEP 610): a folder, a file, a repository or an index.
+    The command uses the origin that the installer recorded (PEP 610). The origin is a folder, a file, a repository or
+    an index.
     """
     mine = _distribution()
     if origin := mine and _origin(mine, extra):
@@ -66,7 +67,7 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def _origin(mine: importlib.metadata.Distribution, extra: str = "") -> str | None:
-    """Return the pip argument that reinstalls the package ``mine`` with ``extra``, or None if its source is missing."""
+    """Return the pip argument that reinstalls ``mine`` with ``extra``, or None if the local source no longer exists."""
     extra = f"[{extra}]" if extra else ""
     recorded = mine.read_text("direct_url.json")
     if recorded is None:
@@ -98,7 +99,7 @@ def _installer(mine: importlib.metadata.Distribution) -> str:
 
 
 def not_installed(*packages: str) -> str | None:
-    """Return a message with the missing ``packages`` and the install command, or None if all are installed."""
+    """Return a message with the missing ``packages`` and the install command, or None if all packages are installed."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     return f"{' and '.join(missing)} not installed: run {install_hint(EXTRAS[missing[0]])}" if missing else None
 
@@ -115,10 +116,11 @@ def require(package: str) -> None:
 
 @contextlib.contextmanager
 def naming_missing() -> Iterator[None]:
-    """Replace an ImportError inside this context manager with a one-line error.
+    """Convert an ImportError that is raised in the ``with`` block to a one-line error.
 
     Raises:
-        PackageMissing: a package is missing. The message contains the command that installs the package.
+        PackageMissing: a package is missing or cannot be imported. The message contains the command that installs the
+            package.
     """
     try:
         yield

@@ -25,7 +25,7 @@ def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Set ``path`` as the file name of an `OSError` that has no file name, for example if the disk is full."""
+    """Set the file name of an `OSError` in the ``with`` block to ``path`` if the error has none, as on a full disk."""
     try:
         yield
     except OSError as error:
@@ -34,7 +34,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Call ``write`` with a new file in the folder of ``path``, then rename the complete file to ``path``.
+    """Call ``write`` with the path of a new file in the folder of ``path``, then rename the complete file to ``path``.
 
     The new file has a random name and is opened with O_EXCL, because other users may put links into the folder.
     """

@@ -36,9 +36,9 @@ ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_
 def identity(model: Any) -> dict[str, str]:
     """Return ``model_type`` and a ``hash`` of the config, the RoPE scaling, and the first values of all vectors.
 
-    The vectors are norms and biases. Quantization, conversion to bfloat16 and LoRA do not change them, so all these
-    copies of a model have the same identity. If a model has no vectors, the first values of its matrices are hashed,
-    and a quantized copy has a different identity. Only a few bytes of each weight are read.
+    The vectors are norms and biases. Quantization, conversion to bfloat16 and LoRA do not change the vectors, so the
+    resulting copies have the identity of the original model. If a model has no vectors, the first values of its
+    matrices are hashed. A quantized copy then has a different identity. Only a few bytes of each weight are read.
     """
     from mlx.utils import tree_flatten
 
@@ -64,8 +64,8 @@ def identity(model: Any) -> dict[str, str]:
 def weights_hash(model: Any) -> str:
     """Return a hash of the whole config and of the first and last values of every weight.
 
-    Quantization, another dtype and fine-tuning change measured results, so they also change the hash. Only a few bytes
-    of each weight are read.
+    Quantization, a different dtype and fine-tuning change the measured results and the hash. Only a few bytes of each
+    weight are read.
     """
     from mlx.utils import tree_flatten
 
@@ -80,7 +80,10 @@ def weights_hash(model: Any) -> str:
 
 
 def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the RoPE scaling of ``config`` as a dict with the key "rope_scaling", or an empty dict without scaling."""
+    """Return a dict that contains the RoPE scaling of ``config`` under the key "rope_scaling".
+
+    If ``config`` has no RoPE scaling, return an empty dict.
+    """
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = config.get(name)
@@ -168,7 +171,7 @@ def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
 
 
 def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
-    """Return (number of KV heads, head dim) for each cache, or None for a cache without keys. No array is evaluated."""
+    """Return (number of KV heads, head dim) of each cache; None if a cache has no keys. No array is evaluated."""
     caches = new_caches(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     shapes: list[tuple[int, int] | None] = []
@@ -208,7 +211,7 @@ class ModelFacts:
 
     Attributes:
         identity: result of `identity`; None if this process does not have all weights.
-        shapes: number of KV heads and head dim of each cache; None for a cache without keys.
+        shapes: result of `kv_shapes`.
     """
 
     identity: Mapping[str, str] | None

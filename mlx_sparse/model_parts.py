@@ -13,7 +13,7 @@ SHARDED = ("AllToShardedLinear", "ShardedToAllLinear", "QuantizedAllToShardedLin
 
 @dataclass(frozen=True)
 class Part:
-    """Layers and heads of a model that one process runs; the whole model by default.
+    """Layers and heads of a model that one process runs. The default is the whole model.
 
     Attributes:
         first_layer: index of the part's first layer in the whole model.

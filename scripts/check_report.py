@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def mac(folder: Path, target: Path) -> int:
-    """Write the results in ``folder``, from a Mac, to the JSON file ``target``. Return the exit code."""
+    """Write the results of a Mac from ``folder`` to the JSON file ``target``. Return the exit code."""
     found = {
         "machine": machine() | facts(folder / "machine.txt"),
         "tests": {run: junit(folder / f"{run}.xml") for run in RUNS},
@@ -72,7 +72,7 @@ def mac_problems(found: Mapping[str, Any]) -> list[str]:
 
 
 def tests_failed(found: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each pytest run of a Mac's report that is missing, has failures or ran no test."""
+    """Return one sentence for each pytest run in a Mac's report that is missing, has failures or ran no test."""
     wrong = []
     for run in RUNS:
         tests = found.get("tests", {}).get(run)
@@ -81,7 +81,7 @@ def tests_failed(found: Mapping[str, Any]) -> list[str]:
 
 
 def gpu(folder: Path, target: Path) -> int:
-    """Write the results in ``folder``, from a GPU, to the JSON lines file ``target`` and as Markdown for people.
+    """Write the results of a GPU from ``folder`` to the JSON lines file ``target`` and to a Markdown file beside it.
 
     Return the exit code. This function does not need mlx.
     """
@@ -121,7 +121,7 @@ def gpu_problems(
 
 
 def _failures(tests: Mapping[str, Any], which: str = "") -> list[str]:
-    """Return a list with one sentence if a completed pytest run has a problem, and otherwise an empty list."""
+    """Describe the problem of a completed pytest run in a one-item list, or return an empty list if there is none."""
     if failed := len(tests["failed"]):
         return [f"{failed} of {tests['tests']} tests{which} failed"]
     return [f"no test{which} ran"] if tests["tests"] == tests["skipped"] else []
@@ -147,7 +147,7 @@ def _head(check: Mapping[str, Any], summary: str) -> str:
 
 
 def junit(path: Path) -> dict[str, Any] | None:
-    """Return the counts and failures of a pytest run from its JUnit XML file, or None if the run did not finish."""
+    """Read the counts and failures of a pytest run from its JUnit XML file. Return None if the run did not finish."""
     try:
         suite = ElementTree.parse(path).getroot().find("testsuite")
     except (OSError, ElementTree.ParseError):
@@ -164,13 +164,13 @@ def junit(path: Path) -> dict[str, Any] | None:
 
 
 def messages(log: str) -> list[str]:
-    """Return the messages of Metal's validation layers in ``log``, without the lines that announce the layers."""
+    """Return the messages of Metal's validation layers in ``log``. Lines that announce the layers are omitted."""
     lines = [line for line in log.splitlines() if "validation" in line.lower() or "invalid" in line.lower()]
     return [line for line in lines if "Validation Enabled" not in line][:MOST_MESSAGES]
 
 
 def facts(path: Path) -> dict[str, str]:
-    """Return the lines ``name: value`` of a file as a dictionary."""
+    """Read the lines ``name: value`` of a file, and return a dict from name to value."""
     return dict(line.split(": ", 1) for line in text(path).splitlines() if ": " in line)
 
 

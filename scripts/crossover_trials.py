@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Calibrate many times, and check that decoding at the calibrated length is not slower than dense attention.
+"""Calibrate many times, and check that sparse decoding at the calibrated length is not slower than dense decoding.
 
 python scripts/crossover_trials.py [--trials 50] [--fast-blas] [--attn sparq] > trials.jsonl
 
-Each trial measures the crossover length again. Then the trial times dense and sparse decode steps at this length,
+Each trial measures the crossover length. Then the trial times dense and sparse decode steps at the measured length,
 independently of the first measurement. The trials are printed to standard output, and a summary table to standard
 error. 50 trials take about 6 minutes on two cores.
 """
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def trial(attn: str, shape: str) -> dict[str, object]:
-    """Measure the crossover length of a layer of ``shape``, and time dense and sparse decode steps at this length."""
+    """Measure the crossover length of a layer of ``shape``, and time dense and sparse decode steps at that length."""
     heads, G, D = SHAPES[shape]
     (config,) = parse(attn)
     config = config.for_model(qk_norm=False, grouped=G > 1)

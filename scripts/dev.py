@@ -115,7 +115,7 @@ def tests(args):
 def imported_by(path, root=ROOT, *, everything=False):
     """Return the dotted names that a file imports outside TYPE_CHECKING blocks. `from a import b` becomes a.b.
 
-    With ``everything``, also return the names in functions and in calls to import_module.
+    If ``everything`` is True, also return the names in functions and in calls to import_module.
     """
     package = list(path.relative_to(root).parent.parts)
     names, todo = [], [ast.parse(path.read_text(encoding="utf-8"))]
@@ -139,7 +139,7 @@ def imported_by(path, root=ROOT, *, everything=False):
 
 
 def lazy_modules(package):
-    """Return the module of each name that a package imports on first use, from _HOMES in its __init__.py."""
+    """Read _HOMES in a package's __init__.py, and return a dict from each name to the module that defines the name."""
     init = package / "__init__.py"
     for node in ast.parse(init.read_text(encoding="utf-8")).body if init.is_file() else []:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
@@ -168,7 +168,7 @@ def closure(entry):
 
 
 def size():
-    """Print line counts with budgets and file counts of each package, the import closures and the largest files."""
+    """Print the lines and files of each package, the totals, the sizes of import closures, and the largest files."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=str(ROOT), check=True, stdout=subprocess.PIPE).stdout
     tracked = [ROOT / name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
     texts = {path: path.read_text(encoding="utf-8") for path in tracked if path.suffix not in NOT_CODE}

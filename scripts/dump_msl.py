@@ -41,11 +41,11 @@ class Text:
         kernel: name of the kernel in metal/.
         host_name: name of the function in a Metal library.
         sha256: hash of mlx_utils.h and the source together.
-        size: size of the source in bytes, without the header.
-        template: template arguments by name; types have MLX's names.
-        outputs: output types.
+        size: size of the source in bytes. The header is not included.
+        template: dict from the name of each template argument to its value; types have MLX's names.
+        outputs: type of each output array.
         threads: largest number of threads in a threadgroup of any launch.
-        threadgroup_memory: bytes of the threadgroup arrays, counted by clang; None without --compile.
+        threadgroup_memory: bytes of the threadgroup arrays, counted by clang; None if --compile is not set.
         call: name of the first call that generated the source.
     """
 
@@ -63,7 +63,10 @@ class Text:
 
 
 def utils() -> str:
-    """Return the header of every custom kernel: utils.h of the installed MLX, with each included file inserted once."""
+    """Return the header that every custom kernel has.
+
+    The header is utils.h of the installed MLX. Each included file is inserted once.
+    """
     root = Path(mx.__file__).parent / "include"
     parts: dict[str, str] = {}
 
@@ -153,7 +156,7 @@ def write(folder: Path, header: str, found: Sequence[Text]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return the exit code."""
+    """Run the command, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="dump_msl.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the pictures for the documentation. This script needs matplotlib.
+"""Draw the plots for the documentation. This script needs matplotlib.
 
 python scripts/plots.py bytes      docs/bytes.svg: bytes of a decode step by context and by layer, from formulas
 python scripts/plots.py speed      docs/speed.svg: tokens per second by context, from docs/results/context.jsonl
@@ -36,7 +36,7 @@ TOKENS = 48  # generated per run
 
 
 def main() -> int:
-    """Draw the requested picture or run the measurement, and return the exit code."""
+    """Draw the requested plot or run the measurement, and return the exit code."""
     actions = {"bytes": draw_bytes, "speed": draw_speed, "measure": measure}
     if len(sys.argv) != 2 or sys.argv[1] not in actions:
         sys.exit(f"usage: plots.py {'|'.join(actions)}")

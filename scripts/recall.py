@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare SparQ's estimated attention recall (sparq.24) with the exact recall, by layer.
+"""Compare SparQ's estimated attention recall (sparq.24) with the exact attention recall in each layer.
 
 python scripts/recall.py [--attn ATTN ...] [--context N] [--json | --cost]
 
@@ -72,10 +72,10 @@ def main() -> int:
 
 
 def cost(subject: Steps, attn: str) -> dict[str, float]:
-    """Time decode steps in each of the `MODES`. Return the median ratio of the times to the times of mode "never".
+    """Time decode steps in each of the `MODES`, and return a dict from mode to slowdown. Mode "never" is the baseline.
 
-    In mode "never", no estimate is recorded, so MLX computes no estimate. Each ratio compares the same four consecutive
-    decode steps of two runs in the same turn.
+    In mode "never", no estimate is recorded, so MLX computes no estimate. The slowdown is the median ratio of a mode's
+    time to the baseline's time. Each ratio compares the same four consecutive decode steps of two runs in one turn.
     """
     times: dict[str, list[Any]] = {mode: [] for mode in MODES}
     for turn in range(TURNS):
@@ -93,7 +93,11 @@ def cost(subject: Steps, attn: str) -> dict[str, float]:
 
 
 def measure(subject: Steps, attn: str) -> dict[Any, Any]:
-    """Decode the targets of ``subject`` with ``attn``. Return the estimated and exact recall ``(2, n)`` by layer."""
+    """Decode the targets of ``subject`` with ``attn``, and return a dict from layer to an array ``(2, n)``.
+
+    Row 0 contains the estimated recall and row 1 the exact recall. ``n`` is the product of the numbers of decode steps,
+    sequences and KV heads.
+    """
     found: dict[int, list[Any]] = {}
     caches = copy.deepcopy(subject.cache)
     with mlx_sparse.sparse(subject.model, attn), recording(caches, found):
@@ -104,7 +108,11 @@ def measure(subject: Steps, attn: str) -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def recording(caches: list[Any], found: dict[int, list[Any]]) -> Iterator[None]:
-    """Append the estimated and exact recall ``(2, n)`` of every decode step inside the block to ``found[layer]``."""
+    """Append an array ``(2, n)`` to ``found[layer]`` for each decode step that a layer runs inside the ``with`` block.
+
+    Row 0 contains the estimated recall and row 1 the exact recall. ``n`` is the number of sequences times the number of
+    KV heads. If a step has no estimate, nothing is appended.
+    """
     take_step = SparseCache.take_step
 
     def recorded(cache: SparseCache, queries: mx.array, step: DecodeStep, scale: float) -> tuple[mx.array, mx.array]:
@@ -125,7 +133,10 @@ def recording(caches: list[Any], found: dict[int, list[Any]]) -> Iterator[None]:
 
 
 def compare(pair: Any) -> dict[str, float]:
-    """Return the values of the table columns by name. ``pair (2, n)`` contains the estimated and the exact recall."""
+    """Return a dict from the name of each column in the table to its value.
+
+    ``pair (2, n)`` contains the estimated recall in row 0 and the exact recall in row 1.
+    """
     estimate, exact = pair.astype(np.float64)
     values = {
         "estimated": estimate.mean(),

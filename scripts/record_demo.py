@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Record `mlx-sparse try --fast-blas` as docs/demo.svg, without a terminal or another service.
+"""Record `mlx-sparse try --fast-blas` as docs/demo.svg. The script needs no terminal and no recording service.
 
 python scripts/record_demo.py [ARGUMENTS OF TRY]
 """
@@ -19,7 +19,7 @@ TARGET = Path(__file__).parents[1] / "docs" / "demo.svg"
 
 
 def main() -> int:
-    """Run ``mlx-sparse try``, and write its output as a picture. Return the exit code of the command."""
+    """Run ``mlx-sparse try``, and write its output to the SVG file `TARGET`. Return the exit code of the command."""
     blas.restart_script(True)
     console = Console(record=True, width=try_model.WIDTH, highlight=False, markup=False)
     arguments = ["--fast-blas", *sys.argv[1:]]

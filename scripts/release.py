@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def version(root=ROOT):
-    """Return the version in pyproject.toml, which all other files must repeat."""
+    """Return the version in pyproject.toml. All other files must have the same version."""
     return tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
 
 
 def notes(changelog, name):
-    """Return the section of ``changelog`` under the heading ``## [name]``, which may contain a date, or None."""
+    """Return the section of ``changelog`` with the heading ``## [name]``, or None. The heading may end with a date."""
     found = re.search(rf"^## \[{re.escape(name)}\][^\n]*\n(.*?)(?=^## \[|\Z)", changelog, re.MULTILINE | re.DOTALL)
     return found and found[1].strip()
 

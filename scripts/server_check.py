@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Compare the answers of a server that runs with MLX_SPARSE_ATTN with the answers of mlx-lm.
+"""Start a server that reads MLX_SPARSE_ATTN, and compare its answers to the answers of mlx-lm.
 
   python scripts/server_check.py --server rapid-mlx
   python scripts/server_check.py --server vllm-mlx --json -- --continuous-batching
 
 Run this script with the Python of an environment that has the server, mlx-sparse-attention and openai. Options after
-"--" are passed to the server. The script starts the server on a tiny random model, once for each value of the variable.
-A client sends one request, and then three requests at the same time. Each answer is compared with mlx_lm.generate for
-the same prompt alone and the same method. The script fetches nothing.
+"--" are passed to the server. The script starts the server on a tiny random model once per value of MLX_SPARSE_ATTN.
+A client sends one request, and then three requests at the same time. Each answer is compared to the answer that
+mlx_lm.generate gives to the prompt alone, with the method of the server. The script fetches nothing.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def references(folder: Path, attn: str, prompts: list[str]) -> list[str]:
 
 @contextmanager
 def serving(command: list[str], home: str, attn: str) -> Iterator[tuple[openai.OpenAI, Path]]:
-    """Start the server with the variable, and yield a client and the server's log. End the server afterwards."""
+    """Start the server with MLX_SPARSE_ATTN=``attn``, yield a client and the log's path, and then end the server."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -135,7 +135,7 @@ def serving(command: list[str], home: str, attn: str) -> Iterator[tuple[openai.O
 
 
 def ask(client: openai.OpenAI, folder: Path, prompt: str) -> tuple[str, float, float]:
-    """Return an answer and the times of its first and last token. If the server is busy, send the request again."""
+    """Return an answer, and the times at which its first and last token arrived. If the server is busy, try again."""
     messages: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": prompt}]
     deadline = time.monotonic() + REQUEST_S
     while True:

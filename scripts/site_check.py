@@ -36,7 +36,7 @@ class Html(HTMLParser):
 
 
 def check(site):
-    """Check the site in the folder ``site``. Return the problems and the numbers of pages and internal links."""
+    """Check the site in the folder ``site``. Return the problems, the number of pages and the number of links."""
     pages = {path: Html(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     home = pages[site / "index.html"].address or "http://site/"
     wrong, count = [], 0

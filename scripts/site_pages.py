@@ -1,4 +1,4 @@
-"""Add API pages and pages from outside docs/ to the site, and rewrite links to files outside docs/ (MkDocs hooks)."""
+"""Define MkDocs hooks that add API pages and project files to the site, and rewrite links to files outside docs/."""
 
 import posixpath
 import re
@@ -31,7 +31,10 @@ HOMES = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add project files and generated API pages to the site, if the navigation lists them and docs/ lacks them."""
+    """Add generated API pages and project files to the site if the navigation lists them.
+
+    A project file is added only if docs/ does not contain the file.
+    """
     made = {"api/mlx_sparse.md": _api(), "api/methods.md": _methods(), "api/cuda_ref.md": _cuda_ref()}
     for path in _paths(config.nav):
         if path in made:
@@ -42,9 +45,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite each link to a file, so that it points to the file's page on the site or, without one, to the repository.
+    """Rewrite each relative link to a file.
 
-    Without a `repo_url`, a link to a file without a page becomes the name of the file.
+    If the file has a page on the site, the link points to the page. Otherwise, if `repo_url` is set, the link points to
+    the file in the repository. If `repo_url` is not set, the link is replaced with the name of the file.
     """
     if page.file.abs_src_path is None:
         return markdown
@@ -73,7 +77,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, files: Files, **kwargs: Any) -> str:
-    """Prevent line breaks in options and before ±, and link page names in docstrings to their pages."""
+    """Prevent line breaks in options and before ±. On the API pages, link each page name to its page."""
     html = html.replace(" ± ", "&nbsp;±&nbsp;")
     html = re.sub(r"(?<=[>\s])([\w.]*-[\w.-]{1,24})(?=(?:\s[^<]*)?</code>)", r'<span class="whole">\1</span>', html)
     if not page.file.src_uri.startswith("api/"):

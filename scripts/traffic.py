@@ -76,7 +76,11 @@ METHODS: dict[str, Callable[[], Any]] = {
 
 
 def count(method: str) -> dict[str, Any]:
-    """Call ``method`` once in the harness. Return its kernels, the bytes moved per buffer and the bytes by formula."""
+    """Call ``method`` once in the harness, and return a dict for JSON.
+
+    The dict contains the kernels and the bytes moved in each buffer. It also contains the bytes according to the
+    formulas of ``method`` and of dense attention.
+    """
     mx.random.seed(0)
     with msl.emulated(strict=False) as metal:
         out, stats = METHODS[method]()

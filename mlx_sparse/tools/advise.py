@@ -56,8 +56,8 @@ class Attempt:
 
     Attributes:
         variant: the method with its settings.
-        share: elements that the variant moves, divided by the elements that dense attention moves, according to the
-            method's formula; None if the method has no such formula.
+        share: number of K and V elements that a decode step of the variant moves, divided by the number that dense
+            attention moves. The method's formula gives this share. None if there is no formula.
         rows: one row of results for each task.
     """
 
@@ -135,7 +135,7 @@ def measure(
         model, tokenizer: the model and its tokenizer.
         tokens: tokens of the text.
         methods: decode methods as text.
-        budgets: upper limits for the transfers of a method, as shares of dense attention's transfers.
+        budgets: for each budget, the largest share of dense attention's elements that a method may move.
         context: number of tokens in each prompt.
         limit: number of examples per task.
         seed: random seed for the examples.
@@ -178,9 +178,9 @@ class Candidate:
         method: the method as text.
         served: the layers that can be sparse.
         layers: number of attention layers in the model.
-        dense: number of layers that always stay dense, for each reason.
+        dense: dict from a reason to the number of layers that always stay dense for that reason.
         keys: largest crossover length of the served layers, in keys.
-        how: source of this crossover length.
+        how: source of the crossover length ``keys``.
     """
 
     method: str
@@ -202,7 +202,7 @@ class Page:
         date: date of the run.
         context: the value of ``--context``.
         made_for: maximum context length in the model's config, or None.
-        traffic: bytes that a decode step reads.
+        traffic: sizes in bytes of the weights and caches that a decode step reads.
         candidates: the methods that can run.
         refused: one sentence for each method that cannot run, with the reason.
         text: description of the examples on which quality was measured.
@@ -359,7 +359,10 @@ def toml(config: Method, model: str, day: str, text: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the `Page`. Return 0 if a method is recommended (with ``--no-quality``: if a method can run), else 1."""
+    """Print the `Page`. Return 0 if a method is recommended, else 1.
+
+    If ``--no-quality`` is set, return 0 if at least one method can run, else 1.
+    """
     args = _parser().parse_args(argv)
     _check(args)
     found = _page(args)
@@ -447,7 +450,7 @@ def _page(args: argparse.Namespace) -> Page:
 
 
 def _candidates(model: Any, methods: Sequence[str]) -> tuple[list[Candidate], list[str]]:
-    """Return the methods that can run in a layer of ``model``, and an error message for each other method."""
+    """Return the methods that can run in a layer of ``model``, and an error message for each method that cannot run."""
     calibration = Calibration()
     found, refused = [], []
     for method in methods:

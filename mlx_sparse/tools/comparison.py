@@ -37,7 +37,8 @@ class Prompt:
     """Tokens of a chat prompt with a long document.
 
     Attributes:
-        document: tokens of the chat template's start and of the document. For a short context, the last tokens are cut.
+        document: tokens of the chat template's start and of the document. If the context is too short, the last of
+            these tokens are cut.
         end: tokens of the question and of the chat template's end.
     """
 
@@ -51,7 +52,7 @@ class Prompt:
 
 
 def encode_prompt(tokenizer: Any, document: str, end: str) -> Prompt:
-    """Encode a user message that consists of ``document`` and ``end``, with the chat template if the model has one."""
+    """Encode ``document`` and ``end`` as one user message. If the model has a chat template, apply the template."""
     before = after = ""
     if tokenizer.chat_template is not None:
         message = [{"role": "user", "content": "DOCUMENT"}]
@@ -81,7 +82,7 @@ class Decoded:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decode speed: the inverse of the median time of all steps except the first."""
+        """Decode speed in tokens per second, from the median time of a step. The first step is excluded."""
         return 1 / median(self.steps[1:] or self.steps)
 
 
@@ -91,14 +92,14 @@ class Comparison:
 
     Attributes:
         attn: the sparse method as text.
-        crossovers: descriptions of the layers' crossover lengths.
+        crossovers: one description for each crossover length of the layers.
         crossover: largest crossover length in keys; `NEVER` if sparse attention is not faster at any length.
         context: number of tokens in the prompt.
-        target: intended number of tokens, which is larger than ``context`` if the prefill ran out of time.
+        target: intended number of tokens in the prompt. If the prefill ran out of time, ``context`` is smaller.
         forced: True if the method was sparse below its crossover length, because a longer context was impossible.
         prefill_seconds: time of the prefill in seconds.
         dense, sparse: the decoded answers.
-        report: counts of attention calls and bytes in the last sparse run, from `Report.as_dict`.
+        report: result of `Report.as_dict` for the last sparse run, with the numbers of attention calls and bytes.
     """
 
     attn: str
@@ -119,13 +120,13 @@ class Comparison:
 
     @property
     def same_tokens(self) -> int:
-        """Number of tokens before the first difference between the answers."""
+        """Number of tokens before the first difference between the dense and the sparse answer."""
         pairs = list(zip(self.dense.tokens, self.sparse.tokens, strict=False))
         return next((i for i, (dense, sparse) in enumerate(pairs) if dense != sparse), len(pairs))
 
     @property
     def identical(self) -> bool:
-        """True if the answers have the same tokens."""
+        """True if the dense and the sparse answer have the same tokens."""
         return self.dense.tokens == self.sparse.tokens
 
     def bytes_per_token(self, kind: str) -> float | None:
@@ -165,12 +166,12 @@ def compare(
     crossover length, the method is sparse below its crossover length.
 
     Args:
-        model, tokenizer: a loaded model, on which `enable` was not called, and its tokenizer.
+        model, tokenizer: a loaded model and its tokenizer. `enable` was not called on the model.
         prompt: the document and the question.
         config: a decode method.
         context: number of tokens in the prompt; None for the default.
         margin: ratio of the default context to the crossover length.
-        seconds: time limit of the prefill.
+        seconds: time limit of the prefill in seconds.
         max_tokens: maximum number of tokens in an answer.
         calibration: source of the crossover lengths.
         console: terminal for the progress bars.
@@ -221,9 +222,9 @@ def compare(
 
 
 def measure_crossover(model: Any, config: Method, calibration: Calibration) -> tuple[list[str], int]:
-    """Return descriptions of the layers' crossover lengths, and the largest of these lengths in keys.
+    """Return a description of each crossover length of the layers, and the largest crossover length in keys.
 
-    If ``calibration.measures`` is True, unknown lengths are measured first.
+    If ``calibration.measures`` is True, measure unknown crossover lengths first.
     """
     enable(model, config, calibration=calibration)
     try:
@@ -244,7 +245,7 @@ def prefill(
         model: an mlx-lm model.
         cache: prompt cache, which is extended in place.
         tokens: tokens to prefill.
-        seconds: time limit, which includes the estimated time of the ``later`` tokens.
+        seconds: time limit in seconds. The limit includes the estimated time of the ``later`` tokens.
         update: callback for progress.
         later: number of tokens that the caller prefills afterwards.
 

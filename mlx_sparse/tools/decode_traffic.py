@@ -21,13 +21,13 @@ FULL, WINDOW, LINEAR, LATENT = "full", "window", "linear", "latent"
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Size of one layer's cache, for one sequence.
+    """Kind and size of one layer's cache for one sequence.
 
     Attributes:
         kind: `FULL`, `WINDOW`, `LINEAR` (a state of fixed size) or `LATENT` (compressed keys and values).
-        per_token: bytes per token in the cache.
-        fixed: bytes that do not depend on the number of tokens.
-        window: maximum number of tokens; None if there is no limit.
+        per_token: bytes that each token adds to the cache.
+        fixed: bytes of the cache that do not depend on the number of tokens.
+        window: maximum number of tokens in the cache; None if there is no limit.
         readers: number of layers that read the cache in a decode step.
     """
 
@@ -54,14 +54,14 @@ class Served:
     layers: int
 
     def dense_bytes(self, S: int) -> int:
-        """Return the bytes that dense attention moves in all ``layers`` at ``S`` keys."""
+        """Return the bytes that dense attention moves in a decode step of all ``layers`` together at ``S`` keys."""
         step = self.layer.step
         return self.layers * step.heads * step.itemsize * dense_elements(S, step.D)
 
     def saved(self, S: int) -> int:
-        """Return the bytes that the method saves over dense attention at ``S`` keys, according to its formula.
+        """Return how many bytes fewer the method moves than dense attention in a decode step at ``S`` keys.
 
-        If the method attends to all keys, return 0.
+        The method's formula gives the number of bytes. If the method attends to all keys, return 0.
         """
         if S <= self.config.attended:
             return 0
@@ -75,7 +75,7 @@ class Traffic:
     """Memory that a decode step reads for one sequence: weights and caches.
 
     Attributes:
-        weights: bytes of the weights that are read.
+        weights: bytes of the weights that a decode step reads.
         caches: kind and size of each layer's cache.
     """
 
@@ -108,8 +108,8 @@ def traffic_of(model: Any) -> Traffic:
 class _Readers:
     """Counter of the attention calls that read each cache. All calls stay dense.
 
-    If a layer uses the cache of another layer, the layer may pass only the keys to `attend`, and not the cache. In this
-    case, the key array identifies the cache.
+    A layer can use the cache of a different layer. Such a layer may pass to `attend` only the keys and not the cache.
+    The key array then identifies the cache.
     """
 
     def __init__(self, caches: list[Any]) -> None:
@@ -139,7 +139,7 @@ def layer_caches(model: Any) -> tuple[LayerCache, ...]:
 
 
 def _layer_cache(leaf: Any, readers: int) -> LayerCache:
-    """Return the kind and size of the cache ``leaf``, which must contain exactly one token."""
+    """Return the kind and size of the cache ``leaf``. The cache contains one token, and ``readers`` layers read it."""
     keys, values = getattr(leaf, "keys", None), getattr(leaf, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array) or keys.ndim != 4:
         state: Any = tree_flatten(leaf.state)

@@ -1,6 +1,6 @@
 """Implement ``mlx-sparse doctor``: report the installation, the available backends and any problems.
 
-An error in one check is reported as a problem, so that the command always prints a report.
+If a check raises an error, the command reports the error as a problem and still prints the rest of the report.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ATTN = "sample+sparq"
 
 
 def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto", *, variable: str = "") -> dict[str, Any]:
-    """Return versions, backends and other findings by name. The entry ``problems`` is a list of sentences.
+    """Return a dict from the name of each finding to its value. The entry ``problems`` is a list of sentences.
 
     Args:
-        model: a model that mlx-lm or mlx-vlm can load. If given, also report how ``--attn`` affects the model.
+        model: a model that mlx-lm or mlx-vlm can load. If set, add a report of how ``--attn`` affects the model.
         attn, backend: values of ``--attn`` and ``--attn-backend``.
         variable: value of ``MLX_SPARSE_ATTN``.
     """
@@ -86,9 +86,9 @@ def _guarded(probe: Any, problems: list[str], package: str) -> Any:
 
 
 def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dict[str, Any] | None:
-    """Load a model without running it. Return the settings, layers and crossover lengths that result from ``--attn``.
+    """Load a model, and return the settings, layers and crossover lengths that result from ``--attn``.
 
-    On an error, append a message to ``problems`` and return None.
+    The model does not run. On an error, append a message to ``problems`` and return None.
     """
     try:
         from ..calibrate import Calibration
@@ -119,9 +119,9 @@ def _seams(package: str) -> list[str]:
 
 
 def _variable(attn: str, problems: list[str]) -> str:
-    """Describe how the environment variable, whose value is ``attn``, affects the models that a program loads.
+    """Describe how the environment variable MLX_SPARSE_ATTN affects the models that a program loads.
 
-    If the value is invalid, append a message to ``problems``.
+    ``attn`` is the value of the variable. If the value is invalid, append a message to ``problems``.
     """
     from ..lm.model import select_methods
     from ..methods import parse
@@ -147,7 +147,7 @@ def _hook(problems: list[str]) -> str:
 
 
 def _other_owners() -> list[str]:
-    """Return a problem for each other distribution that installs `mlx_sparse`, such as `mlx-sparse` on PyPI."""
+    """Return a problem for each foreign distribution that installs `mlx_sparse`, such as `mlx-sparse` on PyPI."""
     owners = {
         distribution.metadata["Name"]
         for distribution in metadata.distributions()

@@ -1,4 +1,4 @@
-"""Describe the machine on which a measurement runs, without serial numbers or host names."""
+"""Describe the machine on which a measurement runs. Serial numbers and host names are not included."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PACKAGES = ("mlx", "mlx-lm", "numpy", "mlx-sparse-attention")
 
 
 def machine() -> dict[str, Any]:
-    """Return the hardware of this machine, and the versions of Python and of `PACKAGES`."""
+    """Return a dict of the hardware of this machine, and of the versions of Python and of `PACKAGES`."""
     return hardware() | versions()
 
 
 def hardware() -> dict[str, Any]:
-    """Return the platform, the chip, its architecture, MLX's default device, and the memory size in bytes."""
+    """Return a dict of the platform, the chip, its architecture, MLX's default device, and the memory size in bytes."""
     import mlx.core as mx
 
     info = mx.device_info()
@@ -35,7 +35,7 @@ def memory() -> int:
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
-    """Return the versions of Python and of ``packages``; None for a missing package."""
+    """Return a dict from "python" and each of ``packages`` to the version. The version of a missing package is None."""
     return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
 
 

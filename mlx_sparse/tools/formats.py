@@ -17,7 +17,7 @@ FORMS = ("md", "json", "jsonl")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options -o and --out to ``parser``."""
+    """Add to ``parser`` the options -o and --out."""
     parser.add_argument(
         "-o", "--output", metavar="FORM", default="md", help=f"output format: {', '.join(FORMS)} (default: md)"
     )
@@ -46,10 +46,10 @@ def check_folder(option: str, path: Path | None) -> None:
 
 
 def check_own(option: str, path: Path | None, first_line: str) -> None:
-    """Check that ``path`` names a new TOML file, or an earlier output of the command, which begins with ``first_line``.
+    """Check that ``path`` is a new TOML file or an earlier output of the command, which begins with ``first_line``.
 
     Raises:
-        ConfigError: the folder does not exist, the name does not end in .toml, or another file has this name.
+        ConfigError: the folder does not exist, the name does not end in .toml, or the command did not write the file.
     """
     if path is None:
         return
@@ -74,11 +74,11 @@ class Printer:
     """Printer of a command's results in the requested format. JSON lines are printed immediately.
 
     Args:
-        args: parsed options, including the options of `add_options`.
+        args: parsed options of the command. They include the options of `add_options`.
         facts: command, date and machine of the run. Markdown starts with the command. Each JSON line repeats all facts.
 
     Attributes:
-        lines: the results so far.
+        lines: the results that were added so far.
     """
 
     def __init__(self, args: argparse.Namespace, facts: Mapping[str, Any]) -> None:

@@ -18,8 +18,8 @@ from ..checks import ArtefactError
 def generate_command(model: str, max_tokens: int) -> list[str]:
     """Return the command that runs this environment's ``mlx_lm.generate`` greedily on a prompt from standard input.
 
-    The command begins with the script's name if the script is on PATH, otherwise with the script's path. If there is
-    no script, the command begins with ``python -m mlx_lm generate``.
+    If the script ``mlx_lm.generate`` is on PATH, the command begins with the script's name, otherwise with the script's
+    path. If there is no script, the command begins with ``python -m mlx_lm generate``.
     """
     script = Path(sysconfig.get_path("scripts")) / "mlx_lm.generate"
     command = [sys.executable, "-m", "mlx_lm", "generate"]
@@ -54,7 +54,7 @@ COUNTS = {"attn", "dense_calls", "layers", "served_layers", "sparse_calls", "spa
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an ``mlx_lm.generate`` run: the answer, token counts, speeds in tokens per second, and the report.
+    """Result of an ``mlx_lm.generate`` run. Speeds are in tokens per second.
 
     ``report`` contains the entry for the model in ``--attn-report json``. A dense run has no report.
     """

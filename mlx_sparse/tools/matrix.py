@@ -10,7 +10,10 @@ from ..methods.table import BACKENDS, FUNCTIONS
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return one row per method. ``backends`` maps each backend name to "yes" or the reason why it cannot run here."""
+    """Return one row per method. The value of "backends" is a dict from each backend of the method to a string.
+
+    The string is "yes", or the reason why the backend cannot run on this machine.
+    """
     return [
         {
             "method": name,
@@ -23,7 +26,10 @@ def rows() -> list[dict[str, Any]]:
 
 
 def markdown() -> str:
-    """Return the README's table, which does not depend on the machine. Omit methods with only two backends."""
+    """Return the README's table of methods and backends as Markdown. The table is the same on every machine.
+
+    Methods that have only two backends are omitted.
+    """
     lines = [f"| method | {' | '.join(BACKENDS)} |", f"|---|{'---|' * len(BACKENDS)}"]
     for name in METHODS:
         if len(FUNCTIONS[name]) == 2:
@@ -34,7 +40,7 @@ def markdown() -> str:
 
 
 def text() -> str:
-    """Return the support matrix as text for a terminal, with the reason for each backend that cannot run here."""
+    """Return the support matrix as text for a terminal, and the reasons why backends cannot run on this machine."""
     lines = [f"{'method':<19}{'stage':<20}" + "".join(f"{backend:<10}" for backend in BACKENDS)]
     for row in rows():
         cells = [row["backends"].get(backend, "no") for backend in BACKENDS]

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Iterator[Plan]:
-    """Load a model without running it, enable sparse attention, and yield the plan. At the end, call `disable`."""
+    """Load a model, enable sparse attention, and yield the plan. The model does not run. At the end, call `disable`."""
     model = load_text_model(name, lazy=True)[0]
     enable(model, attn, backend=backend, calibration=calibration)
     plan = plan_of(model)
@@ -71,9 +71,9 @@ def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Ite
 
 
 def rows_of(served: Served, calibration: Calibration, *, measures: bool = False) -> list[dict[str, Any]]:
-    """Return a row with the crossover length for each method and layer shape.
+    """Return one row for each method and layer shape, with the crossover length in keys.
 
-    If ``measures`` is True, measure the lengths first where this is possible.
+    If ``measures`` is True, first measure every crossover length that can be measured.
     """
     rows = []
     for (config, layer), count in served.items():

@@ -38,7 +38,7 @@ BAR = 40  # characters of the longer bar
 
 
 def main(argv: Sequence[str], console: Console | None = None) -> int:
-    """Run ``mlx-sparse try``. Return 0 if both answers were decoded."""
+    """Run ``mlx-sparse try``. Return 0 if the dense and the sparse answer were decoded."""
     args = _parser().parse_args(argv)
     args.context = None if args.context is None else read_length(args.context, "--context")
     check_int("--max-tokens", args.max_tokens, 2)
@@ -119,9 +119,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def split_text(text: str, question: str | None) -> tuple[str, str]:
-    """Return the part of the prompt that may be cut to fit the context, and the rest, which ends with the question.
+    """Split the prompt into a first part that may be cut to fit the context, and a rest that ends with the question.
 
-    If ``question`` is None, insert a pass key `AFTER_KEY` characters before the end of ``text``, and ask for the key.
+    If ``question`` is None, the rest asks for a pass key. The pass key is inserted `AFTER_KEY` characters before the
+    end of ``text``.
     """
     if question is not None:
         return text, f"\n\n{question}"
@@ -130,7 +131,7 @@ def split_text(text: str, question: str | None) -> tuple[str, str]:
 
 
 def show(found: Comparison, name: str, warning: str | None, console: Console) -> None:
-    """Print both answers, the measurements and the advice."""
+    """Print the dense and the sparse answer, the measurements and the advice."""
     for line in found.crossovers:
         console.print(f"{found.attn}: {line}")
     console.print(f"Prompt: {found.context:,} tokens, prefilled in {found.prefill_seconds:.0f} s{_reason(found)}.\n")
@@ -150,7 +151,7 @@ def show(found: Comparison, name: str, warning: str | None, console: Console) ->
 
 
 def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
-    """Return sentences about the speed-up, the agreement of the answers, and the command to use."""
+    """Return sentences about the speed-up, the agreement of the two answers, and the command to use."""
     same = "are identical" if found.identical else f"agree in the first {found.same_tokens} tokens"
     lines = [f"Warning: {warning}."] if warning else []
     lines.append(f"{found.attn} is {found.speedup:.2f} x as fast as dense attention here. The answers {same}.")
@@ -164,7 +165,7 @@ def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
 
 
 def _reason(found: Comparison) -> str:
-    """Return the reason for the prompt length if the time limit or the default determined the length, else ""."""
+    """Return the reason for the prompt length if it is the time limit or the default, else ""."""
     if found.context < found.target:
         return f", the longest that fits into about {SECONDS:.0f} s"
     if found.crossover < NEVER and found.target == MARGIN * found.crossover:

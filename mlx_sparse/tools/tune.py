@@ -1,7 +1,7 @@
-"""Implement ``mlx-sparse tune-sample``: tune SampleAttention for a model, for each range of context lengths.
+"""Implement ``mlx-sparse tune-sample``: tune SampleAttention for a model in each range of context lengths.
 
-The command runs every setting on retrieval tasks inside a sparse prefill and selects two settings per range, as in
-section 4.4 of the SampleAttention paper.
+The command runs every setting on retrieval tasks inside a sparse prefill. As in section 4.4 of the SampleAttention
+paper, it selects two settings per range.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ QUESTIONS = 4  # questions in one passage of needles
 
 
 def needles(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Yield ``limit`` passages of text with a pass key for each city, followed by `QUESTIONS` questions and answers."""
+    """Yield ``limit`` passages of text that contain a pass key for each city.
+
+    `QUESTIONS` questions and their answers follow at the end of each passage.
+    """
     rng = random.Random(seed)
     for start in starts(tokens, context, limit, rng):
         text = tokens[start : start + context]
@@ -91,10 +94,10 @@ class Trial:
     """Result of the prefill of one passage with one setting.
 
     Attributes:
-        right, scored: number of correct tokens and number of scored tokens.
+        right, scored: number of correctly predicted tokens and number of scored tokens.
         density: share of the causal block pairs that were attended to, averaged over layers and heads.
         sampled: share of the query rows that were sampled to select key blocks.
-        seconds: time of the prefill.
+        seconds: time of the prefill in seconds.
     """
 
     right: int
@@ -110,9 +113,9 @@ class Measured:
 
     Attributes:
         setting: the setting that was run; None for dense attention.
-        tasks: accuracy in each task.
-        density, sampled: means over all trials.
-        seconds: time of the fastest prefill at each length, averaged over the lengths.
+        tasks: dict from each task to the share of scored tokens that were predicted correctly.
+        density, sampled: as in `Trial`, averaged over all trials.
+        seconds: time in seconds of the fastest prefill at each length, averaged over the lengths.
     """
 
     setting: Setting | None
@@ -128,18 +131,21 @@ class Measured:
 
     @property
     def work(self) -> float:
-        """Multiply-adds relative to dense attention. A sampled row counts half, because only keys are multiplied."""
+        """Number of multiply-adds, divided by the number in dense attention.
+
+        A sampled row counts half, because it is multiplied only with keys and not with values.
+        """
         return self.density + self.sampled / 2
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the setting and its measurements as plain data for JSON."""
+        """Return the setting and its measurements as a dict for JSON."""
         found = asdict(self)
         return (found.pop("setting") or {}) | found | {"accuracy": self.accuracy, "work": self.work}
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """The two selected settings for contexts of fewer than ``up_to`` keys, and all measurements at ``lengths``."""
+    """Two selected settings for contexts of fewer than ``up_to`` keys, and the measurements at all ``lengths``."""
 
     up_to: int
     lengths: tuple[int, ...]
@@ -240,14 +246,15 @@ def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Mea
 
 
 def settings_grid(*values: Sequence[Any]) -> list[Setting]:
-    """Return a setting for every combination of the parameters' values, in ascending order."""
+    """Return a setting for every combination of the parameters' values. The settings are in ascending order."""
     return [Setting(*each) for each in itertools.product(*(sorted(set(of_one)) for of_one in values))]
 
 
 def group_by_range(lengths: Sequence[int], context: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Group ``lengths`` by the ranges in `RANGES`. Return the upper limit and the lengths of each range that occurs.
+    """Group ``lengths`` by the ranges in `RANGES`. Return the upper limit and the lengths of each range.
 
-    Upper limits are exclusive. The infinite limit of the last range is replaced by ``context + 1``.
+    Ranges that have no length are omitted. Upper limits are exclusive. The infinite limit of the last range is replaced
+    by ``context + 1``.
     """
     ends = {length: next(end for end in RANGES if length < end) for length in sorted(set(lengths))}
     return [
@@ -371,9 +378,9 @@ def _lengths(wanted: Sequence[int] | None, bounds: dict[str, int]) -> Sequence[i
 
 
 def toml(tuned: Sequence[Tuned], prefer: str, model: str, block_size: int) -> str:
-    """Return TOML text for ``--attn-config``: the preferred setting of each range, with the measurements as comments.
+    """Return TOML text for ``--attn-config``. The text contains the preferred setting of each range.
 
-    ``prefer`` is "accuracy" or "speed".
+    The measurements are comments in the text. ``prefer`` is "accuracy" or "speed".
     """
     # JSON text has no line breaks, so the name cannot end the comment.
     lines = [
@@ -427,7 +434,7 @@ def table(tuned: Sequence[Tuned]) -> str:
 
 
 def as_dict(tuned: Sequence[Tuned], model: str, block_size: int) -> dict[str, Any]:
-    """Return all measurements and the selected settings as plain data for JSON."""
+    """Return all measurements and the selected settings as a dict for JSON."""
     ranges = [
         {name: getattr(found, name) for name in ("up_to", "lengths", "lossless")}
         | {name: getattr(found, name).as_dict() for name in ("dense", "accuracy_first", "speed_first")}

@@ -1,4 +1,4 @@
-"""Implement ``--fast-blas``: use a fast BLAS library for MLX on a Linux CPU, without root and without a compiler.
+"""Implement ``--fast-blas``: use a fast BLAS library for MLX on a Linux CPU. Neither root nor a compiler is needed.
 
 MLX's Linux wheel contains the slow reference BLAS. SciPy's wheel contains OpenBLAS with the standard symbol names. In a
 child process that preloads OpenBLAS, OpenBLAS replaces the reference BLAS. The wheel is read as data, never installed.
@@ -27,7 +27,7 @@ OFFER = f"MLX's BLAS is slow in float32 on this machine. --fast-blas fetches Ope
 
 @dataclass(frozen=True)
 class Build:
-    """SHA-256 hashes of SciPy's wheel for one architecture, and of the wheel's libraries. Dependencies come first."""
+    """SHA-256 hashes of SciPy's wheel for one architecture and of the libraries in it. Dependencies come first."""
 
     sha256: str
     libraries: Mapping[str, str]
@@ -63,9 +63,10 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def child_environment(requested: bool, cache: Path) -> dict[str, str]:
-    """Return the environment variables for a child process. If ``requested``, add variables that preload OpenBLAS.
+    """Return a dict of the environment variables for a child process.
 
-    If OpenBLAS is not requested but would make MLX faster, print a hint.
+    If ``requested`` is True, add variables that preload OpenBLAS. If ``requested`` is False but OpenBLAS would make MLX
+    faster, print a hint.
     """
     if requested:
         return environment(cache)
@@ -75,14 +76,14 @@ def child_environment(requested: bool, cache: Path) -> dict[str, str]:
 
 
 def restart_script(requested: bool) -> None:
-    """Restart the running script with OpenBLAS preloaded, if ``requested`` and if OpenBLAS makes MLX faster."""
+    """Restart the running script and preload OpenBLAS, if ``requested`` is True and OpenBLAS makes MLX faster."""
     variables = child_environment(requested, cache_directory())
     if variables != dict(os.environ):  # a library can be preloaded only when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], variables)
 
 
 def environment(cache: Path | None = None) -> dict[str, str]:
-    """Return this process's environment variables. If OpenBLAS makes MLX faster, add variables that preload it."""
+    """Return this process's environment variables. If OpenBLAS is faster, add variables that preload OpenBLAS."""
     inherited = dict(os.environ)
     if not wanted():
         return inherited
@@ -112,7 +113,7 @@ def wanted() -> bool:
 
 
 def preloaded() -> list[str]:
-    """Return the libraries in this process's LD_PRELOAD variable."""
+    """Return the paths of the libraries in this process's LD_PRELOAD variable."""
     return [library for library in re.split("[: ]", os.environ.get("LD_PRELOAD", "")) if library]
 
 

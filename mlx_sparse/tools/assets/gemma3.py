@@ -121,7 +121,7 @@ def model_config(reader: GGUFReader) -> dict[str, Any]:
 
 
 def model_weights(reader: GGUFReader) -> dict[str, mx.array]:
-    """Return all weights in float32, keyed by their names in mlx-lm."""
+    """Return a dict from the name of each weight in mlx-lm to the weight in float32."""
     from gguf import dequantize
 
     weights = {}

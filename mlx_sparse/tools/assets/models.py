@@ -17,7 +17,7 @@ class KnownModel:
 
     Attributes:
         prepare: function that fetches and converts the model, and returns its directory.
-        license, terms: name and URL of the license; None and "" if the license is open source.
+        license, terms: name of the license, and URL of its text. If the license is open source, these are None and "".
         check: function that raises `PackageMissing` if ``prepare`` needs a package that is not installed.
     """
 
@@ -36,7 +36,7 @@ LICENSES = [named.license for named in MODELS.values() if named.license]
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """Add ``--model`` (a positional MODEL if ``positional``) and ``--accept-license``."""
+    """Add ``--model`` and ``--accept-license``. If ``positional`` is True, add MODEL instead of ``--model``."""
     about = {"metavar": "MODEL", "help": f"path, Hugging Face repo, or one of {', '.join(MODELS)} (default: {DEFAULT})"}
     if positional:
         parser.add_argument("model", nargs="?", **about)  # type: ignore[arg-type]
@@ -72,7 +72,9 @@ def check_model(name: str | None, cache: Path, license: str | None = None) -> No
 
 
 def find_model(name: str | None, cache: Path, license: str | None = None) -> str:
-    """Return the path or repository that mlx-lm can load. For a ``name`` in `MODELS`, the first call fetches the model.
+    """Return the path or Hugging Face repository of a model that mlx-lm can load.
+
+    If ``name`` is in `MODELS`, the first call fetches and converts the model.
 
     Args:
         name: the value of ``--model``; None for the default model.

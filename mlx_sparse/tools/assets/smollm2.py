@@ -116,7 +116,7 @@ def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_weights(arrays: dict[str, mx.array], heads: int, kv_heads: int) -> dict[str, mx.array]:
-    """Return all weights in float32, keyed by their names in mlx-lm."""
+    """Return a dict from the name of each weight in mlx-lm to the weight in float32."""
     names = sorted(name for name in arrays if name.endswith(".weight"))
     weights = {}
     for name in tqdm(names, desc="converting SmolLM2", unit="tensor", delay=2, leave=False, disable=None):

@@ -45,7 +45,7 @@ def check_file(path: Path, sha256: str, what: str) -> None:
 
 
 def check_directory(path: Path) -> None:
-    """Raise `ArtefactError` unless `build_directory` wrote the directory and its files are unchanged."""
+    """Raise `ArtefactError` unless `build_directory` wrote the directory and no file in the directory has changed."""
     manifest = path / MANIFEST
     if not manifest.is_file():
         raise ArtefactError(
@@ -93,7 +93,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def fetch(requirement: str, sha256: str, cache: Path, options: Sequence[str] = (), *, source: bool = False) -> Path:
-    """Return the path of a wheel or source archive in ``cache``, and download the file if it is missing.
+    """Return the path of a wheel or source archive in ``cache``. If the file is missing, download the file.
 
     Args:
         requirement: ``name==version``.
@@ -144,7 +144,7 @@ def _reason(stderr: str) -> str:
 
 
 def read_files(archive: Path, pattern: str) -> dict[str, bytes]:
-    """Read the files that match ``pattern`` from a wheel or source archive. Return their contents by file name.
+    """Read the files that match ``pattern`` from a wheel or source archive. Return a dict from file name to content.
 
     Raises:
         ArtefactError: no file matches.

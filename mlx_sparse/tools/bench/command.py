@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(request: Request, runtime: object, printer: formats.Printer) -> bool:
-    """Measure all cases within the time budget and print the rows. Return True if all results are correct."""
+    """Measure all cases within ``request.budget`` and print the rows. Return True if all results are correct."""
     end, rows = time.monotonic() + request.budget, list[Row]()
     for number, case in enumerate(request.cases):
         log(f"[{number + 1}/{len(request.cases)}] {case}")
@@ -118,7 +118,7 @@ def read(args: argparse.Namespace) -> Request:
     """Validate the parsed options and convert them to a request.
 
     Raises:
-        ConfigError: an option has an invalid value, or is not available with this ``--runtime``.
+        ConfigError: an option has an invalid value, or the requested ``--runtime`` does not support the option.
     """
     own: dict[str, str | None] = {option: getattr(args, option[2:].replace("-", "_"), None) for option in ONLY}
     for option, value in own.items():

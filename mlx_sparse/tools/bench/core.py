@@ -22,7 +22,7 @@ ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Shape:
-    """Numbers of query and KV heads, and the head dim, of one attention layer."""
+    """Number of query heads, number of KV heads and head dim of one attention layer."""
 
     Hq: int
     Hkv: int
@@ -43,7 +43,7 @@ class Case:
 
     Attributes:
         dtype: data type of queries, keys and values.
-        shape: numbers of heads, and the head dim.
+        shape: number of query heads, number of KV heads and head dim.
         B, S: batch size and number of keys.
         step: number of tokens in a prefill chunk; None for a decode step.
     """
@@ -70,7 +70,7 @@ class Case:
         return self.rows * self.S * self.shape.D * self.item
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the sizes as columns of a result row."""
+        """Return a dict from the names of a result row's columns to the sizes."""
         found = {"dtype": self.dtype, "shape": str(self.shape), "batch": self.B, "S": self.S}
         return found if self.step is None else found | {"step": self.step}
 
@@ -81,14 +81,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Request:
-    """Checked options of ``mlx-sparse bench step`` or ``prefill``.
+    """Checked options of ``mlx-sparse bench step`` or ``mlx-sparse bench prefill``.
 
     Attributes:
         stage: "step" or "prefill".
-        methods, backends, cases: methods, backends and cases to time, in all combinations.
+        methods, backends, cases: each method is timed on each backend and each case.
         repeat: number of timed turns. Each variant runs once per turn.
         budget: time budget in seconds.
-        kv_bits: bits per element of the quantized KV caches with which each method is also timed (MLX only).
+        kv_bits: bits per element of quantized KV caches. In addition to the plain cache, MLX times each method with a
+            cache of each size in ``kv_bits``.
         threads: number of ONNX Runtime threads.
     """
 
@@ -112,12 +113,12 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float], unit: float = 1.0) -> Spread:
-        """Return the quartiles of ``samples``, divided by ``unit``."""
+        """Return the quartiles of ``samples``. Each quartile is divided by ``unit``."""
         some = samples if len(samples) > 1 else [*samples, *samples]
         return cls(*(value / unit for value in quantiles(some, method="inclusive")))
 
     def text(self, digits: int = 1, factor: float = 1.0) -> str:
-        """Format the median and both quartiles, multiplied by ``factor``."""
+        """Format the median and both quartiles. Each value is multiplied by ``factor``."""
         low, middle, high = (f"{factor * value:,.{digits}f}" for value in (self.low, self.median, self.high))
         return f"{middle} ({low} to {high})"
 
@@ -132,10 +133,10 @@ class Row:
 
     Attributes:
         case: the benchmark case.
-        method: the ``--attn`` text of the method; "" for a note on the whole case, "dense" for a failed baseline.
+        method: the ``--attn`` text of the method. A note on the whole case has "", and a failed baseline has "dense".
         backend: name of the backend.
         details: additional fields, such as the number of bytes that the method moves.
-        spreads: times, speeds and ratios by name; None before the measurement.
+        spreads: dict from the name of a time, speed or ratio to its spread; the value is None before the measurement.
         turns: number of timed turns.
         note: a remark, or the reason why there are no times.
         failed: True if the result is wrong or this package raised an error.
@@ -166,7 +167,7 @@ class Variant(ABC):
     """An implementation of attention that is timed on a case.
 
     Attributes:
-        role: "sparse", "dense" (baseline) or "read" (a read of keys and values without arithmetic).
+        role: "sparse", "dense" or "read". Dense attention is the baseline. "read" only reads all keys and values.
         row: the result. A baseline's row is printed only if the baseline cannot be timed.
         ours: True if an error counts as a failure of this package; False if it counts as a missing library feature.
         upkeep: seconds per step, on average, for periodic work that the timed step does not include.
@@ -199,7 +200,8 @@ def measure(
 ) -> list[Row]:
     """Check every variant, time the correct variants alternately, and return the rows to print.
 
-    If the iterator ``variants`` raises an error, add a row with the error, and time only the variants yielded earlier.
+    If the iterator ``variants`` raises an error, add a row that contains the error. Time only the variants that were
+    yielded before the error.
     """
     every: list[Variant] = []
     rows: list[Row] = []
@@ -216,7 +218,7 @@ def measure(
 
 
 def prepare_and_check(variant: Variant) -> bool:
-    """Prepare a variant and check the result. On failure, store the reason in the variant's row, and return False."""
+    """Return True if the variant runs and its result is correct. Otherwise, store the reason in the variant's row."""
     row = variant.row
     if row.note is None:
         try:
@@ -232,9 +234,10 @@ def prepare_and_check(variant: Variant) -> bool:
 def take_turns(
     variants: Sequence[Variant], repeat: int, warm_up: int = 0, until: float = float("inf")
 ) -> dict[Variant, list[float]]:
-    """Run every variant once per turn. Return each variant's times in seconds, without the first ``warm_up`` turns.
+    """Run every variant once per turn, and return a dict from each variant to its times in seconds.
 
-    ``until`` is a time on the clock `time.monotonic`. After this time, stop as soon as `MIN_TURNS` turns are timed.
+    The times of the first ``warm_up`` turns are omitted. ``until`` is a time on the clock `time.monotonic`. After
+    ``until``, stop as soon as `MIN_TURNS` turns are timed.
     """
     samples: dict[Variant, list[float]] = {variant: [] for variant in variants}
     for turn in range(warm_up + repeat):
@@ -246,10 +249,10 @@ def take_turns(
 
 
 def compare(variant: Variant, samples: Mapping[Variant, Sequence[float]]) -> None:
-    """Store a variant's times and its speed-ups over the fastest baseline in ``variant.row``.
+    """Store in ``variant.row`` the times of a variant and its speed-ups over the fastest baseline.
 
-    A speed-up is the ratio of two times in the same turn. A variant is compared only with baselines that have the same
-    backend or no backend.
+    A speed-up is the baseline's time divided by the variant's time in the same turn. A variant is compared only with
+    baselines that have no backend or the backend of the variant.
     """
     row, unit = variant.row, MICRO * variant.row.details["layers"]
     ours = [seconds + variant.upkeep for seconds in samples[variant]]
@@ -270,7 +273,7 @@ def compare(variant: Variant, samples: Mapping[Variant, Sequence[float]]) -> Non
 
 
 def expected(error: Exception) -> bool:
-    """Return True if the error is not a failure: the case is too large, or the method does not support the case."""
+    """Return True if ``error`` means that the case is too large or that the method does not support the case."""
     return isinstance(error, (MemoryError, SparseAttentionError)) or type(error).__name__ == "OutOfMemoryError"
 
 
@@ -306,7 +309,7 @@ HEADER = ("method", "backend", "type", "heads", "batch", "keys", "dense", "faste
 
 
 def text(rows: Sequence[Row]) -> str:
-    """Return ``rows`` as a Markdown table. Either all rows are for decode steps, or all rows are for prefill."""
+    """Return ``rows`` as a Markdown table. All rows must be for decode steps, or all rows must be for prefill."""
     prefill = any(row.case.step is not None for row in rows)
     unit, factor = ("ms", 1e-3) if prefill else ("µs", 1.0)
     lines = []

@@ -45,7 +45,7 @@ class Context:
     text: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the columns of a result row that describe the prompt."""
+        """Return a dict from the name to the value of each column that describes the prompt in a result row."""
         return {"S": self.S}
 
 
@@ -53,7 +53,7 @@ class Generation(Variant):
     """Benchmark variant that generates tokens from a prompt with one method.
 
     Attributes:
-        speeds: tokens per second in each turn, by stage ("prompt" or "generation").
+        speeds: dict from the stage ("prompt" or "generation") to the speed in each turn, in tokens per second.
         remark: a note on a correct result, or None.
     """
 
@@ -65,7 +65,7 @@ class Generation(Variant):
         self.speeds: dict[str, list[float]] = {"prompt": [], "generation": []}
 
     def finish(self, dense: Generation) -> None:
-        """Store the speeds in the row, and the ratio of each speed to the speed of ``dense`` in the same turn."""
+        """Store in the row the speeds and their ratios to the speeds of ``dense`` in the same turns."""
         for name, ours in ((name, speeds) for name, speeds in self.speeds.items() if speeds):
             ratios = [own / other for own, other in zip(ours, dense.speeds[name], strict=True)]
             self.row.spreads |= {name: Spread.of(ours), f"{name}_ratio": Spread.of(ratios)}
@@ -143,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def commands(
     model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, text: texts.Text
 ) -> Iterator[list[Generation]]:
-    """Yield the variants for each prompt length.
+    """Yield one list of variants for each prompt length, with one variant per method.
 
     Raises:
         ConfigError: the text is too short, or no prefix of the text has exactly the requested number of tokens.
@@ -203,7 +203,7 @@ def prompt_of(text: str, S: int, encode: Encode) -> str:
 
 
 def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
-    """Return a note if a sparse method for prefill or decoding made only dense calls, else None.
+    """Return a note if the prefill method or the decode method made only dense calls, else None.
 
     Raises:
         ArtefactError: ``method`` is not "dense", but ``report`` is None.
@@ -222,7 +222,7 @@ def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
 
 
 def _encoder(model: str) -> Encode:
-    """Return a function that encodes text like ``mlx_lm.generate --ignore-chat-template``."""
+    """Return a function that encodes text in the same way as ``mlx_lm.generate --ignore-chat-template``."""
     from mlx_lm import utils
 
     from ...lm.loading import loading
@@ -238,7 +238,7 @@ HEADER = ("prompt", "method", "backend", *SPEEDS, "note")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table."""
+    """Return ``rows`` as a Markdown table."""
     lines = []
     for row in rows:
         found, about = row.details, row.note or ""

@@ -1,6 +1,6 @@
-"""Generate the NumPy inputs of a benchmark case, and the expected result in float64, for all runtimes.
+"""Generate the NumPy inputs of a benchmark case and the expected result in float64. All runtimes use this module.
 
-The inputs have one sequence. For a larger batch, each variant repeats this sequence.
+The inputs have one sequence. If the batch is larger, each variant repeats the sequence.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHARE_DIFFERENT, MAX_DIFFERENCE = 1 / 16, 0.1
 
 
 def rounded(array: Array, dtype: str) -> Array:
-    """Round the numbers in a float32 array to float16 or bfloat16. For any other ``dtype``, return the array itself."""
+    """Round a float32 array to ``dtype`` if ``dtype`` is float16 or bfloat16. Otherwise, return the array itself."""
     if dtype == "float16":
         return array.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":
@@ -54,8 +54,8 @@ def rounded(array: Array, dtype: str) -> Array:
 def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask: Array | None = None) -> Array:
     """Compute the attention of ``queries (n, D)`` to ``keys (N, D)`` where ``mask (n, N)`` is True.
 
-    Without ``dtype``, compute in float64. With ``dtype``, compute in float32, and round scores, weights and the
-    result to ``dtype``.
+    If ``dtype`` is empty, compute in float64. Otherwise, compute in float32, and round scores, weights and the result
+    to ``dtype``.
     """
     q, k, v = (array if dtype else array.astype(np.float64) for array in (queries, keys, values))
     scores = rounded(q @ k.swapaxes(-1, -2) * np.asarray(k.shape[-1] ** -0.5, k.dtype), dtype)
@@ -68,15 +68,15 @@ def attention(queries: Array, keys: Array, values: Array, dtype: str = "", mask:
 def allowed_error(exact: Array, plain: Array, values: Array, dtype: str) -> float:
     """Return the largest error that is allowed in an attention output of type ``dtype``.
 
-    ``exact`` is the output in float64, and ``plain`` is the output in ``dtype``. The tolerance is twice the error of
-    ``plain``, plus rounding errors of ``dtype`` and of float32 sums.
+    ``exact`` is the output in float64, and ``plain`` is the output in ``dtype``. The allowed error is twice the error
+    of ``plain``, plus rounding errors of ``dtype`` and of float32 sums.
     """
     units = EPSILON[dtype] * float(np.abs(exact).max()) + 8 * EPSILON["float32"] * float(np.abs(values).max())
     return 2 * float(np.abs(plain - exact).max()) + units
 
 
 def wrong(error: float, allowed: float) -> str | None:
-    """Return a message if ``error`` is larger than ``allowed`` or NaN, else None."""
+    """Return a message if ``error`` is NaN or larger than ``allowed``, else None."""
     return None if error <= allowed else f"wrong result: error {error:.1e}, allowed {allowed:.1e}"
 
 
@@ -99,7 +99,7 @@ class Problem:
 
     @cached_property
     def expected(self) -> tuple[Array, float]:
-        """Attention output in float64, ``(1, Hq, 1, D)``, and its tolerance."""
+        """Attention output ``(1, Hq, 1, D)`` in float64, and the largest allowed error."""
         grouped = self.queries.reshape(self.keys.shape[1], -1, self.keys.shape[3])
         exact, plain = [], []
         for h, q in enumerate(grouped):
@@ -117,7 +117,7 @@ class Problem:
 
 
 def normal(case: Case, heads: int, length: int, seed: int = 0) -> Array:
-    """Draw standard normal numbers ``(1, heads, length, D)``. The rows repeat after `DISTINCT` rows."""
+    """Draw standard normal numbers ``(1, heads, length, D)``. The first `DISTINCT` rows repeat along the length."""
     drawn = np.random.default_rng(seed).standard_normal((1, heads, min(length, DISTINCT), case.shape.D), np.float32)
     return np.take(drawn, np.arange(length) % DISTINCT, axis=2)
 
@@ -131,7 +131,7 @@ def random_problem(case: Case) -> Problem:
 
 
 def planted_problem(case: Case, config: Method) -> Problem:
-    """Generate a problem with large logits for the keys that ``config`` must select and small logits for all others."""
+    """Generate a problem with large logits for the keys that ``config`` must select, and small logits for the rest."""
     S, Hkv, D = case.S, case.shape.Hkv, case.shape.D
     base = normal(case, Hkv, 1, seed=3)
     queries = base + 0.5 * normal(case, case.shape.Hq, 1).reshape(1, Hkv, -1, D)
@@ -159,8 +159,8 @@ class Index:
         visited: ids of the buckets that the router selects, in ascending order, int64 ``(Hkv, probes)``.
         bucket_ids: bucket of each key, int16 ``(Hkv, S)``.
         network: the router's float16 weights: ``hidden_weight (Hkv, D, H)``, ``hidden_bias``,
-            ``out_weight (Hkv, H, C)`` and ``out_bias``. With H = 0 there is no hidden layer, and the output layer reads
-            the query.
+            ``out_weight (Hkv, H, C)`` and ``out_bias``. If H is 0, there is no hidden layer, and the output layer
+            reads the query.
     """
 
     visited: Array
@@ -203,7 +203,7 @@ class Index:
         return Problem(case.dtype, random.queries, random.keys, random.values, selected)
 
     def bytes(self, problem: Problem, case: Case) -> int:
-        """Return the number of bytes that one step moves for the router network and the attended keys and values."""
+        """Return how many bytes of the router network and of the attended keys and values a decode step moves."""
         assert problem.selected is not None
         attended = sum(map(len, problem.selected)) // case.shape.Hkv
         network = sum(array.nbytes for array in self.network.values())
@@ -211,7 +211,7 @@ class Index:
 
 
 def buckets_of(config: Any) -> int:
-    """Return the number of buckets in SAAP's index: `BUCKETS`, or the configured number in online mode."""
+    """Return the number of buckets in SAAP's index. In online mode, ``config`` sets the number instead of `BUCKETS`."""
     return config.fitted_buckets if config.mode == "online" else BUCKETS
 
 
@@ -244,11 +244,11 @@ def prompt(case: Case) -> tuple[Array, Array, Array]:
     """Generate a prompt whose heads attend to the first keys, to a few random keys, and to keys at a fixed distance.
 
     One half of the head dim encodes the position as sines and cosines. Each query head shifts the position by a
-    distance, so that its logits peak at that distance. In the other half, all queries of a head share one direction,
-    and the first keys and a few random keys are large along this direction.
+    distance, so that its logits peak at that distance. In the other half of the head dim, all queries of a head share
+    one direction. The first keys and a few random keys are large along that direction.
 
     Returns:
-        Queries ``(1, Hq, S, D)``, keys and values ``(1, Hkv, S, D)``, all float32 rounded to the type of the case.
+        Queries ``(1, Hq, S, D)``, keys and values ``(1, Hkv, S, D)``. All are float32, rounded to ``case.dtype``.
     """
     (Hq, Hkv, D), S = (case.shape.Hq, case.shape.Hkv, case.shape.D), case.S
     rng = np.random.default_rng(0)
@@ -283,7 +283,7 @@ class Prompt:
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """Range ``(start, stop)`` of each chunk's token positions."""
+        """Range ``(start, stop)`` of the token positions in each chunk."""
         step = self.case.step or self.case.S
         return [(start, min(start + step, self.case.S)) for start in range(0, self.case.S, step)]
 
@@ -297,7 +297,7 @@ class Prompt:
         return attended / causal
 
     def _masks(self, config: Any, start: int, stop: int) -> Iterator[tuple[Array, Any]]:
-        """Yield the block mask ``(G, row blocks, key blocks)`` of `oracle` for each KV head, and the block layout."""
+        """Yield a pair for each KV head: the block mask ``(G, row blocks, key blocks)`` of `oracle`, and the layout."""
         layout, G, settings = config.layout(stop - start, stop), self.case.shape.G, config.parameters()
         if config.name in PATTERNS:  # the same blocks for every head
             del settings["block_size"]
@@ -317,8 +317,7 @@ class Prompt:
         """Return a message if the output ``out (B, Hq, L, D)`` of the last chunk is wrong, else None.
 
         For `CHECKED` queries of each head, compare with float64 attention to the blocks that the reference `oracle`
-        selects.
-        Without ``config``, compare with attention to all blocks.
+        selects. If ``config`` is None, compare with attention to all blocks.
         """
         start, S = self.chunks[-1]
         row = np.unique(np.linspace(start, S - 1, CHECKED).astype(int))

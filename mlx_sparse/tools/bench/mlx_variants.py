@@ -1,7 +1,8 @@
-"""Time MLX variants: all decode and prefill methods on all backends, dense attention, and a read of keys and values.
+"""Time attention on MLX: all decode and prefill methods on all backends, and two baselines.
 
-A decode step runs several layers with separate caches, as in a model. With a single layer, attention over few keys
-would take less time on a GPU than the overhead of `mx.eval`, and the KV cache would stay in the last-level cache. A
+The baselines are dense attention, and a read of all keys and values, which measures the memory traffic alone. A decode
+step runs several layers with separate caches, as in a model. In a single layer, attention over few keys would take less
+time on a GPU than the overhead of `mx.eval`. The KV cache of a single layer would stay in the last-level cache. A
 prompt is processed in chunks, as in mlx-lm.
 """
 
@@ -58,7 +59,7 @@ def check(request: Request) -> None:
 
 
 def serving(request: Request, case: Case) -> Iterator[tuple[Method, str, str | None]]:
-    """Yield each pair of a method and a backend, with the reason why the backend cannot run the method, or None."""
+    """Yield each method with each backend, and either None or the reason why the backend cannot run the method."""
     D, G = case.shape.D, case.shape.G
     for config in request.methods:
         found: dict[str, str | None] = {}
@@ -69,7 +70,7 @@ def serving(request: Request, case: Case) -> Iterator[tuple[Method, str, str | N
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the variants to time on a case: dense attention, a read of all keys and values, and all methods.
+    """Yield the variants to time on a case. They are dense attention, a read of all keys and values, and all methods.
 
     Raises:
         MemoryError: the case is too large for this machine.
@@ -117,7 +118,7 @@ def to_numpy(array: mx.array) -> Any:
 
 
 def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> SparseKVCache:
-    """Return a cache with the first ``length`` rows of ``keys`` and ``values``; by default, with all rows."""
+    """Return a cache with the first ``length`` rows of ``keys`` and ``values``. If ``length`` is None, use all rows."""
     cache = SparseKVCache()  # type: ignore[no-untyped-call]
     cache.keys, cache.values, cache.offset = keys, values, length or keys.shape[2]
     mx.eval(keys, values)
@@ -128,9 +129,10 @@ def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> Spa
 
 
 def dense_implementations(case: Case, on_cpu: bool) -> dict[str, Attend]:
-    """Return the implementations of dense attention for this device. The fastest implementation is the baseline.
+    """Return a dict from the name of each implementation of dense attention for this device to the implementation.
 
-    On a CPU, plain matrix products are faster than MLX's attention kernel for one query.
+    The fastest implementation is the baseline. On a CPU, plain matrix products are faster for one query than MLX's
+    attention kernel.
     """
     implementations: dict[str, Attend] = {"mlx": fused}
     if on_cpu and case.step is None:
@@ -156,7 +158,7 @@ def products(queries: mx.array, cache: SparseKVCache, dtype: mx.Dtype | None = N
 
 
 def read(queries: mx.array, cache: SparseKVCache) -> mx.array:
-    """Sum all cached keys and values as unsigned integers, to measure the time of reading them once."""
+    """Sum all cached keys and values as unsigned integers. The time of the sum is the time to read the cache once."""
     kind = mx.uint32 if cache.keys.shape[-1] * cache.keys.itemsize % 4 == 0 else mx.uint16
     keys, values = (array.view(kind)[:, :, : cache.length].sum() for array in (cache.keys, cache.values))
     return mx.add(keys, values)
@@ -191,7 +193,7 @@ class Layers:
 
 
 class MlxVariant(Variant):
-    """A method on one backend, or a baseline (dense attention or a read of keys and values) if ``config`` is None."""
+    """A method on one backend. If ``config`` is None, a baseline: dense attention or a read of keys and values."""
 
     def __init__(
         self,
@@ -275,7 +277,7 @@ class MlxStep(MlxVariant):
         return cache.attend(queries, self.config, scale=self.case.shape.D**-0.5, backend=self.backend)[0]
 
     def bytes(self) -> int:
-        """Return the number of bytes that a step moves in one layer, according to the method's formula."""
+        """Return the number of bytes that a decode step moves in one layer, according to the method's formula."""
         case, D = self.case, self.case.shape.D
         row = Step(case.rows, case.shape.G, D, case.item, packed=(self.bits, GROUP) if self.bits else None).row_bytes
         return int(case.rows * self.config.step_bytes(case.S, D, itemsize=case.item, row_bytes=row))
@@ -337,7 +339,7 @@ class Chunks(Prompt):
 
     @cached_property
     def all(self) -> list[tuple[mx.array, SparseKVCache]]:
-        """Queries of each chunk, and a cache with all keys up to the end of the chunk, for the whole batch."""
+        """List with one pair per chunk: the queries of the batch, and a cache with all keys up to the chunk's end."""
         repeated = [
             mx.repeat(to_mlx(array, self.case.dtype), self.case.B, axis=0)
             for array in (self.queries, self.keys, self.values)

@@ -56,14 +56,14 @@ def load_model(
 
 
 def encode_texts(tokenizer: Any, read: Sequence[texts.Text]) -> list[list[int]]:
-    """Return the tokens of each text, without BOS. An empty line is inserted before every text except the first."""
+    """Return the tokens of each text. BOS is omitted. Every text except the first begins with an empty line."""
     # Suppress the warning of transformers about long texts, because only parts of the texts are used.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return [encode(tokenizer, ("\n\n" if i else "") + text.text) for i, text in enumerate(read)]
 
 
 def read_tokens(tokenizer: Any, names: list[str] | None, cache: str | None, option: str = "--text") -> list[int]:
-    """Return the concatenated tokens of the texts ``names``. Error messages begin with ``option``."""
+    """Read the texts ``names``, and return the tokens of all texts as one list. Messages begin with ``option``."""
     found = texts.read(names, option, cache_directory(cache))
     return [token for tokens in encode_texts(tokenizer, found) for token in tokens]
 

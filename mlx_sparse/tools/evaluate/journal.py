@@ -74,7 +74,7 @@ def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: st
         content: bytes of the JSON lines.
         read: function that converts the JSON data of one line.
         path: the file that contains the lines, for the error message.
-        command: the command that writes such files, for the error message.
+        command: name of the command that writes the file, for the error message.
         first: number of the first line, for the error message.
 
     Raises:
@@ -93,9 +93,10 @@ def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: st
 
 
 class Journal(Generic[T]):
-    """Results by name, in memory and optionally in a file of JSON lines.
+    """Store of named results in memory and optionally in a file of JSON lines.
 
-    An incomplete last line of the file is removed. A file from another command or with other inputs raises an error.
+    An incomplete last line of the file is removed. If a different command or a run with different inputs wrote the
+    file, an error is raised.
     """
 
     def __init__(self, path: Path | None, command: str, key: str, kind: type[T]) -> None:
@@ -108,7 +109,7 @@ class Journal(Generic[T]):
             kind: dataclass of the results.
 
         Raises:
-            ArtefactError: the file is damaged, or belongs to another command or to other inputs.
+            ArtefactError: the file is damaged, or its command or inputs differ from ``command`` or ``key``.
         """
         self.path = path
         self.results: dict[str, T] = {}

@@ -1,4 +1,4 @@
-"""Draw the quality of methods against the bytes that they read, as in figure 1 of the SparQ paper."""
+"""Plot the quality of methods against the bytes that the methods read, as in figure 1 of the SparQ paper."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def styled() -> Iterator[None]:
 
 @styled()
 def draw(rows: Sequence[Row]) -> Figure | None:
-    """Draw the rows of one task. Return None if no row has sparse calls.
+    """Plot the rows of one task. Return None if no row has sparse calls.
 
-    Each context length has its own panel. A line connects the points of one method, which differ in their budgets. A
-    hollow point means that some calls were dense. An error bar shows one standard error of the paired difference
-    from dense attention.
+    Each context length has its own panel. A line connects the points of one method, and each point has its own budget.
+    A hollow point means that some calls were dense. An error bar shows one standard error of the paired difference
+    between the method and dense attention.
     """
     from matplotlib.figure import Figure
 
@@ -95,7 +95,7 @@ def svg(figure: Figure) -> str:
 
 
 def share(row: Row) -> float:
-    """Return the share of dense attention's bytes that the method of ``row`` reads, at least `SMALLEST`.
+    """Return the share of dense attention's bytes that the method of ``row`` reads. The minimum is `SMALLEST`.
 
     If the method is sparse only in the prefill, return the mean density instead: the share of the causal block pairs
     that the method attends to, averaged over layers.
@@ -104,7 +104,7 @@ def share(row: Row) -> float:
 
 
 def _styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the color, marker and line style of each method. A method has the same color in every picture."""
+    """Return a dict from each method to its color, marker and line style. The color is the same in every plot."""
     found: dict[str, dict[str, Any]] = {}
     kinds: list[str] = []
     for method in list(dict.fromkeys(methods))[:MAX_LINES]:

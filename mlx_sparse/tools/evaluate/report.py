@@ -44,7 +44,7 @@ def read(path: Path) -> tuple[list[Row], Facts]:
     """Read the rows and the facts of the run from a file that ``mlx-sparse eval --out`` wrote.
 
     Raises:
-        ArtefactError: the file is missing, damaged or from another version, or contains the results of several runs.
+        ArtefactError: the file is missing or damaged, has the format of a different version, or contains several runs.
     """
 
     def read_line(line: dict[str, Any]) -> tuple[Facts, Row]:

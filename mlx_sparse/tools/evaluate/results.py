@@ -1,4 +1,4 @@
-"""Define classes for results: a trial for each example, a row for each method and task, and facts about the run."""
+"""Define classes for results. There is a trial for each example, a row for each method and task, and run facts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Outcome:
     """Quality of one method on one example.
 
     Attributes:
-        bits: negative log2-likelihood of the target per byte of its text.
+        bits: negative log2-likelihood of the target, divided by the number of bytes in the target's text.
         accuracy: share of the scored target tokens that the method ranks as the most likely tokens.
         agreement: share of the scored positions where the method and dense attention have the same most likely token.
-        kl: mean Kullback-Leibler divergence from dense attention's distribution, in nats.
-        matched: number of characters of the target that greedy decoding would reproduce, up to the first token that is
-            not the most likely token (SparQ paper, section 5).
+        kl: mean Kullback-Leibler divergence in nats of the method's predictions from dense attention's predictions.
+        matched: number of characters of the target before the first token that is not the most likely token. Greedy
+            decoding would reproduce these characters (SparQ paper, section 5).
         exact: 1 if every scored token is the most likely token, else 0.
     """
 
@@ -45,9 +45,10 @@ class Trial:
         outcome: quality of the method on the example.
         attn: the method as text, with all automatic settings resolved.
         sparse_calls, dense_calls: number of attention calls. A call on a batch counts once for each example.
-        sparse_bytes, dense_bytes: K and V bytes that the sparse calls moved, and that dense attention would have moved.
-        dense_reasons: number of dense calls by reason.
-        selectivity: for SAAP, the share of attended keys among all keys except sinks and recent keys (saap.12).
+        sparse_bytes: K and V bytes that the sparse calls moved.
+        dense_bytes: K and V bytes that dense attention would have moved in the sparse calls.
+        dense_reasons: dict from a reason to the number of calls that were dense for that reason.
+        selectivity: for SAAP, the share of attended keys among all keys that are neither sinks nor recent (saap.12).
         density: share of a prompt's causal block pairs that each sparse layer attends to, averaged over query heads.
         sampled: share of a prompt's query rows that were scored to select key blocks.
         recall: minimum, 1st percentile and mean of the attention recall over all layers, heads and rows of a prompt;
@@ -69,26 +70,29 @@ class Trial:
 
 @dataclass(frozen=True)
 class Row:
-    """Results of one method on one task: means over the examples, with standard errors (NaN if there is one example).
+    """Results of one method on one task, averaged over the examples.
+
+    If there is only one example, the standard errors are NaN.
 
     Attributes:
         task: name of the task.
         method: the method as the user wrote it.
         attn: the method with all automatic settings resolved.
-        budget: largest share of dense attention's transfers that the settings may use, such as "1/8"; None if no
-            setting depends on a budget.
+        budget: largest share of dense attention's elements that the method may move, such as "1/8"; None if no setting
+            depends on a budget.
         context: number of tokens in the prompt.
-        examples: number of examples.
-        mean, mean_error: means and their standard errors.
-        delta, error: means and standard errors of the differences from dense attention on the same examples.
+        examples: number of examples over which the row is averaged.
+        mean, mean_error: mean of each metric, and the standard error of the mean.
+        delta, error: mean difference of each metric from dense attention on the same examples, and its standard error.
         formula: share of dense attention's elements that a decode step moves according to the method's formula; None
-            without a decode method, and if ``prefill`` is True.
+            if there is no decode method or ``prefill`` is True.
         compression: bytes that the sparse calls moved, divided by the bytes that dense attention would have moved.
-        sparse_calls, dense_calls, dense_reasons: sums over the examples.
-        prefill: True if tokens inside the prompt were scored, False for decode steps after it.
+        sparse_calls, dense_calls, dense_reasons: as in `Trial`, summed over the examples.
+        prefill: True if tokens inside the prompt were scored; False if decode steps after the prompt were scored.
         selectivity, density, sampled, recall: as in `Trial`, averaged over the examples. The minimum recall is not
             averaged, but is the lowest of all examples.
-        depths: accuracy for each depth of the answer, such as "50%"; empty for tasks without a depth.
+        depths: dict from each depth of the answer, such as "50%", to the accuracy at that depth; empty if the task has
+            no depth.
     """
 
     task: str
@@ -142,7 +146,7 @@ def row_of(trials: Sequence[Trial], dense: Sequence[Trial], depths: Sequence[flo
     Args:
         trials: trials of one method.
         dense: trials of dense attention on the same examples.
-        depths: depth of the answer in each example's prompt; None for tasks without a depth.
+        depths: depth of the answer in each example's prompt; None if the task has no depth.
         about: ``task``, ``method``, ``budget``, ``context``, ``formula`` and ``prefill`` of the row.
     """
     outcomes, reference = ([vars(trial.outcome) for trial in of] for of in (trials, dense))
@@ -193,7 +197,7 @@ def _depths(trials: Sequence[Trial], depths: Iterable[float | None]) -> dict[str
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Name, type, hash and sizes of the model. KV heads and head dims are lists if they differ between layers."""
+    """Name, type, hash and sizes of the model. A list of KV heads or head dims means that the layers differ."""
 
     name: str
     type: str
@@ -216,7 +220,7 @@ class TextFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Inputs and machine of a run, with paths as the user typed them and without environment variables."""
+    """Inputs and machine of a run. Paths are as the user typed them. Environment variables are not included."""
 
     command: str
     date: str
@@ -236,7 +240,7 @@ def run_facts(command: str, name: str, model: Any, texts: Sequence[tuple[Text, i
         command: the command line of the run.
         name: the value of ``--model``.
         model: the loaded model.
-        texts: texts with their numbers of tokens.
+        texts: pairs of a text and its number of tokens.
         options: ``seed``, ``prefill_step_size`` and ``batch``.
     """
     shapes = [shape for shape in kv_shapes(model) if shape is not None]

@@ -147,7 +147,7 @@ def _split_lists(texts: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A task at one context length, with the variants to run. If ``prefill`` is True, ``examples`` are passages."""
+    """A task at one context length, its examples and its variants. If ``prefill`` is True, examples are passages."""
 
     task: str
     context: int

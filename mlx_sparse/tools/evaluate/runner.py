@@ -57,10 +57,10 @@ def position_scores(logp: mx.array, dense: mx.array, targets: mx.array) -> Array
 
 
 def outcome(scores: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
-    """Return an outcome with the averages of ``scores (scored, 4)`` from `position_scores`.
+    """Average the scores of a text's predictions over the scored positions, and return the averages as an outcome.
 
     Args:
-        scores: scores of the predictions for a text.
+        scores: ``(scored, 4)``, from `position_scores`.
         n_bytes: number of bytes in the text.
         matched: value for `Outcome.matched`.
 
@@ -75,7 +75,7 @@ def outcome(scores: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
 
 
 def step_outcome(scores: Array, example: Example, tokenizer: Any) -> Outcome:
-    """Return the outcome of an example from the `position_scores` ``(len(target), 4)`` of its target tokens."""
+    """Return the outcome of an example, given the `position_scores` ``(len(target), 4)`` of its target tokens."""
     scored = range(len(example.target)) if example.scored is None else example.scored
     wrong = next((position for position in scored if not scores[position, 1]), len(example.target))
     text: str = tokenizer.decode([example.target[position] for position in scored])
@@ -84,9 +84,10 @@ def step_outcome(scores: Array, example: Example, tokenizer: Any) -> Outcome:
 
 
 def prompt_outcome(logits: mx.array, dense: mx.array, targets: Sequence[int], n_bytes: float) -> Outcome:
-    """Return the outcome of a prefill with ``logits (scored, vocabulary)``.
+    """Return the outcome of a prefill with ``logits (scored, vocabulary)`` at the scored positions.
 
-    ``dense`` are the logits of dense attention. ``targets`` are the scored tokens, whose text has ``n_bytes`` bytes.
+    ``dense`` are the logits of dense attention at the same positions. ``targets`` are the scored tokens. The text of
+    the scored tokens has ``n_bytes`` bytes.
     """
     rows = [slice(start, start + SLICE) for start in range(0, len(targets), SLICE)]
     parts = [position_scores(log_softmax(logits[r]), log_softmax(dense[r]), mx.array(list(targets[r]))) for r in rows]
@@ -97,10 +98,10 @@ DENSE_STEP = 512  # tokens per chunk of a dense prefill
 
 
 class Steps:
-    """A batch of prompts of equal length, with teacher-forced decode steps after the prompts.
+    """A batch of prompts of equal length. Teacher-forced decode steps follow each prompt.
 
     Attributes:
-        depths: depth of the answer in each example's prompt; None for tasks without a depth.
+        depths: depth of the answer in each example's prompt; None if the task has no depth.
         digests: hash of each example, from `tasks.digest`.
     """
 
@@ -113,8 +114,8 @@ class Steps:
             model, tokenizer: the model and its tokenizer.
             examples: examples with prompts of equal length.
             step: number of tokens per chunk in a sparse prefill.
-            observed: name of a decode method that must observe the dense prefill, or None. All variants with a dense
-                prefill decode from copies of the filled caches.
+            observed: name of a decode method that must observe the dense prefill, or None. If the prefill of a variant
+                is dense, the variant decodes from a copy of the filled caches.
         """
         self.model, self.tokenizer, self.examples, self.step = model, tokenizer, examples, step
         self.observed = observed

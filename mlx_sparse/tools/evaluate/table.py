@@ -17,7 +17,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of strings. ``kinds`` contains `Row.served` for each row."""
+    """A table of strings. ``kinds`` contains the value of `Row.served` for each row of the table."""
 
     caption: str
     header: list[str]
@@ -36,7 +36,8 @@ def all_tables(rows: Sequence[Row]) -> list[Table]:
 def tables(rows: Sequence[Row], task: str) -> list[Table]:
     """Return at most two tables of ``task``.
 
-    One table is for decode steps after the prompt. The other table is for tokens inside a prompt with a sparse prefill.
+    The first table is for decode steps after the prompt. The second table is for tokens inside a sparse prompt. A table
+    that has no rows is omitted.
     """
     found = []
     for prefill, caption in ((False, "decode steps after the prompt"), (True, "tokens inside a sparse prompt")):
@@ -51,9 +52,9 @@ def tables(rows: Sequence[Row], task: str) -> list[Table]:
 
 
 def clean(text: str, longest: int) -> str:
-    """Return ``text`` as one line. Replace unprintable characters.
+    """Return ``text`` as one line, and replace unprintable characters.
 
-    If the text has more than ``longest`` characters, replace its middle by an ellipsis.
+    If ``text`` has more than ``longest`` characters, replace the middle of ``text`` with an ellipsis.
     """
     line = "".join(letter if letter.isprintable() else REPLACEMENT for letter in text)
     half = (longest - 1) // 2
@@ -61,7 +62,7 @@ def clean(text: str, longest: int) -> str:
 
 
 def plus_minus(value: float, error: float, digits: int, *, signed: bool = False) -> str:
-    """Format a mean, followed by its standard error unless the error is NaN."""
+    """Format a mean and its standard error. If the standard error is NaN, format only the mean."""
     text = f"{value:{'+' if signed else ''}.{digits}f}"
     return text if math.isnan(error) else f"{text} ± {error:.{digits}f}"
 

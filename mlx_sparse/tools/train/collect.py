@@ -33,14 +33,14 @@ class _CollectionComplete(Exception):
 
 @dataclass(frozen=True)
 class Done:
-    """Journal entry for a completely collected text of ``tokens`` tokens."""
+    """Journal entry for a completely collected text. ``tokens`` is the length of the text."""
 
     tokens: int
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Index of a layer in the model's list of caches, and the layer's head counts, head dim and attention scale."""
+    """Head counts, head dim and scale of an attention layer. ``layer`` is its index in the model's list of caches."""
 
     layer: int
     Hq: int
@@ -51,11 +51,13 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Collection:
-    """A folder with float16 arrays of each layer: all keys and sampled queries of each text, before and after RoPE.
+    """A folder with float16 arrays for each layer.
+
+    The arrays contain all keys and the sampled queries of each text, before and after RoPE.
 
     Attributes:
         folder: the folder that contains the files.
-        layer_shapes: the collected layers by index.
+        layer_shapes: dict from the index of each collected layer to its shape.
         windows: number of texts.
         length: number of tokens in each text.
         queries: number of sampled queries per text.
@@ -73,7 +75,7 @@ class Collection:
 
     @cached_property
     def positions(self) -> Array:
-        """Positions ``(windows, queries)`` of the sampled queries in each text, ascending and not below ``first``."""
+        """Positions ``(windows, queries)`` of the sampled queries in each text, in ascending order from ``first``."""
         chosen = [
             np.random.default_rng([self.seed, window]).choice(self.length - self.first, self.queries, replace=False)
             for window in range(self.windows)
@@ -87,7 +89,7 @@ class Collection:
         return sum(2 * math.prod(shape) for shape in shapes)
 
     def texts(self, layer: int) -> Texts:
-        """Return the collected tensors of ``layer``, memory-mapped from the files.
+        """Return the collected arrays of ``layer``. The arrays are mapped from the files, not loaded.
 
         Raises:
             ArtefactError: the files are missing or damaged.
@@ -113,9 +115,10 @@ class Collection:
         return self.folder / f"layer-{layer:03}.{name}.f16"
 
     def _write(self, seen: Seen, window: int, before: tuple[mx.array, mx.array]) -> None:
-        """Write all keys and the sampled queries of ``seen``, an attention call on one chunk in one layer.
+        """Write all keys and the sampled queries of ``seen``.
 
-        ``window`` is the index of the text. ``before`` contains the queries and the keys before RoPE.
+        ``seen`` is an attention call on one chunk in one layer. ``window`` is the index of the text. ``before``
+        contains the queries and the keys before RoPE.
         """
         start, stop = seen.position, seen.position + seen.queries.shape[2]
         inside = np.flatnonzero((self.positions[window] >= start) & (self.positions[window] < stop))
@@ -133,7 +136,7 @@ class Collection:
     def _put(self, path: Path, rows: Array, shape: tuple[int, ...], window: int, first: int) -> None:
         """Write ``rows (heads, n, D)`` to ``[window, :, first : first + n]`` of the array in the file ``path``.
 
-        On a full disk, this method raises an OSError. Writing to a mapped file would end the process with a signal.
+        If the disk is full, an OSError is raised. Writing to a mapped file would instead end the process with a signal.
         """
         _, heads, length, D = shape
         if not np.isfinite(rows).all():
@@ -162,11 +165,11 @@ def collect(
     """Run ``model`` on texts of equal length, and store the queries and keys of its attention layers.
 
     The files take `Collection.bytes` on disk. The model, the KV caches of one text, and one chunk of one layer are in
-    memory. Texts that an interrupted run with the same ``key`` completed are skipped.
+    memory. If an interrupted run with the same ``key`` completed a text, the text is skipped.
 
     Args:
-        model: an mlx-lm model without sparse attention.
-        layer_shapes: the layers to collect, from `find_layer_shapes`.
+        model: an mlx-lm model on which `enable` was not called.
+        layer_shapes: dict from the index of each layer to collect to its shape, from `find_layer_shapes`.
         windows: tokens of each text.
         folder: an existing folder for the files.
         queries: number of queries to sample from each text.
@@ -201,7 +204,7 @@ def _completed_texts(journal: Journal[Done], collection: Collection) -> int:
     """Return the number of texts in the journal.
 
     Raises:
-        ArtefactError: the journal does not list exactly the first texts of the collection, in order.
+        ArtefactError: the texts in the journal are not the first texts of the collection in the same order.
     """
     done = len(journal.results)
     entries = [(str(window), Done(collection.length)) for window in range(min(done, collection.windows))]
@@ -251,7 +254,9 @@ def _run(
 
 
 def find_layer_shapes(model: Any, dense_layers: int) -> dict[int, LayerShape]:
-    """Return the shapes of the layers that can use SAAP, without the first ``dense_layers`` attention layers.
+    """Return a dict from the index of each layer that can use SAAP to the shape of the layer.
+
+    The first ``dense_layers`` attention layers are omitted.
 
     Raises:
         ConfigError: no layer can use SAAP. The message lists the reasons.
@@ -306,7 +311,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def remove_files(work: Path) -> None:
-    """Remove the files of earlier runs from ``work``, and the folder if it is empty afterwards."""
+    """Remove the files of earlier runs from the folder ``work``. If the folder is then empty, remove the folder."""
     for folder in [*work.glob("collected-*"), *work.glob("trained-*")]:
         shutil.rmtree(folder)
     with suppress(OSError):

@@ -30,12 +30,13 @@ class HeadReport:
 
     Attributes:
         layer, head: index of the layer and of its KV head.
-        rows: number of training rows (long-range queries). If there are too few, the head keeps the k-means router.
+        rows: number of training rows. Each row is a long-range query. If there are fewer than `MIN_ROWS` rows, the head
+            keeps the k-means router.
         long_range: share of the held-out queries that are long-range.
-        loss: KL(target || router) in nats for each router, averaged over the long-range held-out queries; empty if
-            there are no such queries.
-        recall: attention recall of each router at `SELECTIVITIES`.
-        imbalance: imbalance of the buckets of the held-out keys (saap.13).
+        loss: dict from each router to KL(target || router) in nats, averaged over the long-range held-out queries;
+            empty if no held-out query is long-range.
+        recall: dict from each router to its attention recall at each of `SELECTIVITIES`.
+        imbalance: imbalance factor of the held-out keys (saap.13), which is 1 if all buckets have equal size.
     """
 
     layer: int
@@ -48,7 +49,7 @@ class HeadReport:
 
 
 def table(heads: Sequence[HeadReport]) -> str:
-    """Return a Markdown table with one line per head and a line with the means."""
+    """Return a Markdown table with one line per head, and a last line with the means over all heads."""
     at = [f"{share:.0%}" for share in SELECTIVITIES]
     header = ["layer", "head", "rows", *(f"loss {name}" for name in ROUTERS)]
     header += [f"{name} {share}" for name in ROUTERS for share in at] + ["imbalance"]
@@ -71,7 +72,7 @@ def table(heads: Sequence[HeadReport]) -> str:
 
 
 def summary(heads: Sequence[HeadReport]) -> dict[str, Any]:
-    """Return the number of rows, the losses and the recall, each averaged over all heads."""
+    """Return a dict of the number of rows, the losses and the recall. Each value is averaged over all heads."""
     losses = {name for found in heads for name in found.loss}
     return {
         "rows": mean(found.rows for found in heads),
@@ -84,7 +85,7 @@ def summary(heads: Sequence[HeadReport]) -> dict[str, Any]:
 
 
 def as_dict(heads: Sequence[HeadReport]) -> dict[str, Any]:
-    """Return the reports of all heads, and their means, as plain data for JSON."""
+    """Return the reports of all heads and the means over all heads as a dict for JSON."""
     return {"selectivities": list(SELECTIVITIES), "mean": summary(heads), "heads": [asdict(found) for found in heads]}
 
 
@@ -95,11 +96,11 @@ MAX_REPORTED = 2048  # largest number of queries from all held-out texts, to lim
 
 @dataclass(frozen=True)
 class Recipe:
-    """Parameters of one layer's training.
+    """Training parameters for one layer.
 
     Attributes:
-        buckets: number of clusters per KV head.
-        distances: distances that define long-range keys and queries.
+        buckets: number of k-means clusters per KV head.
+        distances: minimum distances in tokens at which keys are far and queries are long-range.
         training: hyperparameters of the query networks.
         max_rows: largest number of training rows per head. The targets take ``2 * max_rows * buckets`` bytes per head.
         seed: seed of k-means and of the sampled rows.
@@ -113,7 +114,7 @@ class Recipe:
 
 
 def make_layer(texts: Texts, recipe: Recipe, *, progress: Any = None) -> tuple[Layer, list[Rows]]:
-    """Train one layer. Return its pre-RoPE centroids and query networks in float16, and the rows of each KV head."""
+    """Train one layer. Return centroids and query networks in float16, and the training rows of each KV head."""
     centroids = make_centroids(texts, recipe)
     ids = bucket_ids(texts.pre_rope_keys, centroids)
     rows = [head_rows(texts, ids, head, recipe) for head in range(texts.heads)]
@@ -122,13 +123,13 @@ def make_layer(texts: Texts, recipe: Recipe, *, progress: Any = None) -> tuple[L
 
 
 def make_centroids(texts: Texts, recipe: Recipe) -> Array:
-    """Cluster the pre-RoPE keys of each KV head in all texts, without the sinks. Return centroids ``(Hkv, C, D)``."""
+    """Cluster the pre-RoPE keys of each KV head in all texts. Return centroids ``(Hkv, C, D)``. Sinks are excluded."""
     keys = texts.pre_rope_keys
     return np.stack([_head_centroids(keys[:, head], recipe) for head in range(texts.heads)])
 
 
 def _head_centroids(keys: Array, recipe: Recipe) -> Array:
-    """Return centroids ``(C, D)`` of one head's ``keys (W, S, D)``. Only a sample of the keys is read from disk."""
+    """Cluster a sample of one head's ``keys (W, S, D)`` and return centroids ``(C, D)``. Sinks are excluded."""
     windows, S, D = keys.shape
     random, sinks = np.random.default_rng(recipe.seed), recipe.distances.sink_tokens
     share = min(-(-POINTS * recipe.buckets // windows), S - sinks)
@@ -142,7 +143,7 @@ def _head_centroids(keys: Array, recipe: Recipe) -> Array:
 
 
 def fit_centroids(keys: Array, buckets: int, *, seed: int = 0) -> Array:
-    """Cluster ``keys (n, D)`` without sinks into ``buckets`` clusters, and return centroids ``(C, D)`` of length 1.
+    """Cluster ``keys (n, D)`` and return ``buckets`` centroids ``(C, D)`` of length 1. No key may be a sink.
 
     Raises:
         ConfigError: there are more buckets than keys.
@@ -170,7 +171,8 @@ def head_rows(texts: Texts, ids: Array, head: int, recipe: Recipe) -> Rows:
 def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], recipe: Recipe) -> list[HeadReport]:
     """Measure the losses and the recall of the trained router and the k-means router on held-out ``texts``.
 
-    ``rows`` are the training rows of each KV head. Return a report for each KV head.
+    ``number`` is the index of the layer, and ``rows`` are the training rows of each KV head. Return one report per KV
+    head.
     """
     texts = texts.thinned(min(MAX_HELD_OUT, max(MAX_REPORTED // len(texts.positions), 1)))
     centroids = np.array(layer.centroids.astype(mx.float32))
@@ -210,7 +212,7 @@ class Indexed:
     Attributes:
         mass: ``(n, G, C)`` share of each query's softmax mass on the far keys of each bucket.
         keys: ``(n, C)`` number of far keys in each bucket at the query's position.
-        distance: ``(n, G)`` distance from each query to its highest-scoring key, from `best_distance`.
+        distance: ``(n, G)`` distance in tokens from each query to its highest-scoring key, from `best_distance`.
     """
 
     mass: Array
@@ -219,7 +221,10 @@ class Indexed:
 
 
 def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Distances) -> Indexed:
-    """Compute the attention per bucket for all queries of a KV head. ``ids (W, Hkv, S)`` is the bucket of each key."""
+    """Compute the softmax mass and the number of far keys in each bucket for all queries of a KV head.
+
+    ``ids (W, Hkv, S)`` is the bucket of each key.
+    """
     G = texts.rope_queries.shape[1] // texts.heads
     mass, keys, distance = [], [], []
     for window, positions in enumerate(texts.positions):
@@ -250,8 +255,9 @@ def curve(indexed: Indexed, scores: Array, distances: Distances) -> tuple[Array,
 
     Returns:
         Selectivity and recall, both ``(C + 1,)``. Selectivity is the share of the far keys in the visited buckets,
-        averaged over positions. Recall is the share of the attention to all far keys that falls on these keys. Recall
-        is averaged over the long-range queries, or over all queries if fewer than `FEW` are long-range.
+        averaged over positions. Recall is the softmax mass on the far keys in the visited buckets, divided by the
+        softmax mass on all far keys. Recall is averaged over the long-range queries. If fewer than `FEW` queries are
+        long-range, recall is averaged over all queries.
     """
     order = np.argsort(-scores, axis=1, kind="stable")
     keys = np.take_along_axis(indexed.keys, order, axis=1).cumsum(axis=1)
@@ -270,7 +276,7 @@ def router_scores(queries: Array, layer: Layer, head: int) -> Array:
 
 
 def centroid_scores(queries: Array, layer: Layer, head: int, *, scale: float) -> Array:
-    """Return the bucket probabilities of the k-means baseline, in the same form as `router_scores`.
+    """Return the bucket probabilities of the k-means baseline. Shape and sum are as in `router_scores`.
 
     The logits of the baseline are ``scale * <query, centroid>``.
     """
@@ -290,7 +296,7 @@ def grouped_queries(texts: Texts, head: int) -> Array:
 
 
 def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) -> dict[str, float]:
-    """Return KL(target || router) in nats, averaged over ``rows``, for the trained router and the k-means router.
+    """Return a dict from each of `ROUTERS` to KL(target || router) in nats, averaged over ``rows``.
 
     If there are no rows, return an empty dict.
 
@@ -317,6 +323,9 @@ def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) 
 
 
 def imbalance(ids: Array, recipe: Recipe) -> float:
-    """Return the imbalance (saap.13) of the buckets ``ids (W, S)``. Sinks are excluded."""
+    """Return the imbalance factor (saap.13) of keys in the buckets ``ids (W, S)``. Sinks are excluded.
+
+    If all buckets have equal size, the factor is 1.
+    """
     sizes = np.bincount(ids[:, recipe.distances.sink_tokens :].ravel(), minlength=recipe.buckets).astype(np.float64)
     return float(recipe.buckets * (sizes**2).sum() / sizes.sum() ** 2)

@@ -39,7 +39,7 @@ class Spread:
         return cls(mx.array(means.astype(np.float32)), mx.array(np.stack(spread).astype(np.float32)))
 
     def through(self, weight: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the mean and variance ``(Hkv, hidden)`` of the queries times ``weight (Hkv, D, hidden)``."""
+        """Return the mean and variance ``(Hkv, hidden)`` of the product of queries and ``weight (Hkv, D, hidden)``."""
         return (self.mean @ weight)[:, 0], ((self.covariance @ weight) * weight).sum(axis=1)
 
 
@@ -113,8 +113,9 @@ def fold(params: Params, spread: Spread, share: mx.array) -> Params:
     Args:
         params: parameters of the trained networks.
         spread: mean and covariance of the training queries.
-        share: ``(Hkv, C)`` share of the keys in each bucket. The networks learn the attention per bucket. Division
-            by the share gives the attention per key, and a higher recall for the same number of keys.
+        share: ``(Hkv, C)`` share of the keys in each bucket. The networks learn the attention per bucket. Division by
+            ``share`` gives the attention per key. The attention per key gives a higher recall for an equal number of
+            keys.
     """
     mean, variance = spread.through(params["hidden_weight"])
     factor = params["gain"] * mx.rsqrt(variance + EPS)
@@ -172,7 +173,7 @@ def train_layer(
     scale: float,
     progress: Any = None,
 ) -> Layer:
-    """Train the query networks of a layer; return its centroids and networks in float32.
+    """Train the query networks of a layer. Return the layer with its centroids and networks in float32.
 
     Args:
         rows: training rows of each KV head.
@@ -216,7 +217,7 @@ def _train(
 
 
 def _batch(rows: Sequence[Rows], training: Training, step: int) -> tuple[mx.array, mx.array]:
-    """Draw random queries ``(heads, batch, D)`` with targets ``(heads, batch, C)``, reproducibly for each ``step``."""
+    """Draw random queries ``(heads, batch, D)`` and targets ``(heads, batch, C)``. The seed depends on ``step``."""
     random = np.random.default_rng([training.seed, step])
     chosen = [random.integers(0, len(found.queries), training.batch) for found in rows]
     queries = np.stack([found.queries[rows] for found, rows in zip(rows, chosen, strict=True)])

@@ -24,9 +24,11 @@ class Distances:
     """Distances in tokens that define far keys and long-range queries.
 
     Attributes:
-        sink_tokens, recent_tokens: numbers of first and last keys that every query attends to. A key is far from a
-            query if it is not a sink and at least ``recent_tokens`` positions away.
-        farthest_top: a query is long-range if its highest-scoring key (except sinks) is farther than this distance.
+        sink_tokens: number of keys at the start of the text that every query attends to.
+        recent_tokens: number of most recent keys that every query attends to. A key is far from a query if the key is
+            not a sink and is at least ``recent_tokens`` positions away.
+        farthest_top: if the highest-scoring key of a query is more than ``farthest_top`` positions away, the query is
+            long-range. Sinks are excluded.
     """
 
     sink_tokens: int = 1
@@ -46,12 +48,12 @@ class Distances:
 
 @dataclass(frozen=True)
 class Texts:
-    """Queries and keys of one layer in several texts ("windows"). Arrays are in memory or mapped from disk.
+    """Queries and keys of one layer in ``W`` texts. Arrays are in memory or mapped from disk.
 
     Attributes:
         pre_rope_keys, rope_keys: keys ``(W, Hkv, S, D)`` before and after RoPE.
         pre_rope_queries, rope_queries: sampled queries ``(W, Hq, n, D)`` before and after RoPE.
-        positions: ascending positions ``(W, n)`` of the queries in their text.
+        positions: ascending positions ``(W, n)`` of the sampled queries in their texts.
         scale: scale of the attention scores.
     """
 
@@ -68,7 +70,7 @@ class Texts:
         return int(self.pre_rope_keys.shape[1])
 
     def thinned(self, max_rows: int) -> Texts:
-        """Return the same texts with at most ``max_rows`` evenly spaced queries per text."""
+        """Return a copy with at most ``max_rows`` evenly spaced queries per text."""
         every = slice(None, None, -(-self.positions.shape[1] // max_rows))
         before, after = (array[:, :, every] for array in (self.pre_rope_queries, self.rope_queries))
         return replace(self, pre_rope_queries=before, rope_queries=after, positions=self.positions[:, every])
@@ -80,15 +82,15 @@ class Texts:
 
 
 def best_distance(queries: Array, keys: Array, positions: Array, *, distances: Distances) -> Array:
-    """Return the int32 distance ``(n,)`` from each query to its highest-scoring key that is not a sink.
+    """Return the int32 distance ``(n,)`` in tokens from each query to its highest-scoring key that is not a sink.
 
-    The distance is -1 if the query attends only to sinks.
+    If a query attends only to sinks, the distance is -1.
 
     Args:
         queries: ``(n, D)`` after RoPE, at ``positions (n,)``. Each query attends to the keys up to its position.
         keys: ``(S, D)`` of a whole text, after RoPE.
         positions: ``(n,)`` positions of the queries in the text.
-        distances: distances that define the sinks.
+        distances: definition of the sinks.
     """
 
     def distance(at: mx.array, behind: mx.array, logits: mx.array) -> mx.array:
@@ -108,7 +110,7 @@ def bucket_mass(
         queries, keys, positions: as in `best_distance`.
         ids: ``(S,)`` bucket of each key.
         buckets: number of buckets.
-        distances: distances that define far keys.
+        distances: definition of far keys.
         scale: scale of the attention scores.
     """
     bucket = mx.array(np.asarray(ids, np.int32))
@@ -133,8 +135,8 @@ def _by_chunks(
 ) -> Array:
     """Call ``of_chunk(positions, distances to the keys, inner products)`` for one chunk of queries at a time.
 
-    Queries are sorted by position, so that each chunk is multiplied only with the keys up to its last position. The
-    results are returned in the original order of ``queries``.
+    Queries are sorted by position, so that each chunk is multiplied only with the keys up to the chunk's last position.
+    The results are returned in the original order of ``queries``.
     """
     every = mx.array(np.asarray(keys, np.float32))
     order = np.argsort(positions, kind="stable")
@@ -157,10 +159,10 @@ class Rows:
 
     Attributes:
         queries: float32 queries ``(N, D)`` before RoPE.
-        target: float16 ``(N, C)``: share of a query's attention to far keys that falls on each bucket. Each row
-            sums to 1.
+        target: float16 ``(N, C)`` softmax mass of each query on the far keys of each bucket. Each row is divided by its
+            sum, so that it sums to 1.
         seen: number of queries from which the rows were selected.
-        share: float32 ``(C,)``: share of the texts' keys in each bucket. An empty bucket counts as if it had one key.
+        share: float32 ``(C,)`` share of the texts' keys in each bucket. An empty bucket counts as if it had one key.
     """
 
     queries: Array
@@ -179,10 +181,10 @@ def long_range_rows(
     max_rows: int,
     seed: int = 0,
 ) -> Rows:
-    """Return at most ``max_rows`` training rows of one KV head, from all its query heads and texts.
+    """Return at most ``max_rows`` training rows from all texts and all query heads of one KV head.
 
-    Queries attend only to earlier keys, unlike in the paper. A causal model never learned to attend to later keys, and
-    training on such attention gives worse networks (docs/results/saap.md).
+    Unlike in the paper, queries attend only to earlier keys. A causal model never learned to attend to later keys, and
+    training on attention to later keys gives worse networks (docs/results/saap.md).
 
     Args:
         texts: the collected texts.

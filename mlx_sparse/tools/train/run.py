@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _advice(args: argparse.Namespace) -> str:
-    """Return the ``--attn`` text for the trained file, with all settings that differ from the defaults."""
+    """Return the ``--attn`` text for the trained file. The text has all settings that differ from the defaults."""
     usual = SAAP()
     own: dict[str, Any] = {"probes": min(usual.probes, max(args.buckets // 16, 1))}
     own |= {"sink_tokens": args.sink_tokens, "recent_tokens": args.recent_tokens, "dense_layers": args.dense_layers}
@@ -178,7 +178,7 @@ def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> 
 
 
 def _cut(tokens: list[int], length: int, most: int, opening: list[int]) -> list[list[int]]:
-    """Cut at most ``most`` evenly spaced texts of ``length`` tokens from ``tokens``; prepend ``opening`` to each."""
+    """Cut at most ``most`` evenly spaced pieces of ``length`` tokens. Prepend ``opening`` to each piece."""
     count = min(len(tokens) // length, most)
     starts = [i * (len(tokens) - length) // max(count - 1, 1) for i in range(count)]
     return [opening + tokens[start : start + length] for start in starts]
@@ -234,7 +234,7 @@ def _collect(
 def _layers(
     folder: Path, collections: tuple[Collection, Collection], recipe: Recipe
 ) -> tuple[dict[int, Layer], list[HeadReport]]:
-    """Train every layer and report its recall. Load the layers that an interrupted command has finished."""
+    """Train every layer and report its recall. If an interrupted command has finished a layer, load the layer."""
     from tqdm import tqdm
 
     train, held_out = collections
