@@ -71,7 +71,7 @@ def _parsed(name: str) -> FunctionProto:
 
 @cache
 def _texts() -> dict[str, str]:
-    """Read the files in bodies/. Return a dict from function names to texts without comments.
+    """Read the files in bodies/ and remove the comments. Return a dict from function name to ONNX text.
 
     The entry `CONSTANTS` is the text of all constants.
     """
