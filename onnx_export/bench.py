@@ -56,7 +56,7 @@ def check(request: Request) -> None:
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the attention variants to time for a case: dense attention and each sparse method, on each backend.
+    """Yield the variants to time for a case. They run dense attention and each sparse method on each backend.
 
     Raises:
         MemoryError: the case is too large for this machine.
@@ -139,7 +139,7 @@ class OrtVariant(Variant):
         return {"dtype": self.case.dtype, "sizes": axes | sizes, "scale": shape.D**-0.5}
 
     def load(self, model: onnx.ModelProto) -> None:
-        """Create a session for a model. Idle threads sleep, because spinning would slow down other sessions."""
+        """Create an ONNX Runtime session. Idle threads sleep, because spinning would slow down other sessions."""
         options = native.session_options("auto" if self.backend == "native" else "off")
         options.intra_op_num_threads = self.threads
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -249,7 +249,7 @@ class OrtStep(OrtVariant):
 
 
 class OrtPrefill(OrtVariant):
-    """Variant that runs prefill in one call. Dense attention's function body runs in chunks of `CHUNK` tokens."""
+    """Variant that runs prefill in one call. Only dense attention's function body uses chunks of `CHUNK` tokens."""
 
     def prepare(self) -> None:
         case, prompt, common = self.case, self.shared, self.common(C=self.case.S)

@@ -1,4 +1,4 @@
-"""Export an mlx-lm model to a folder for ONNX Runtime: check the model, write the files, and verify the logits."""
+"""Export an mlx-lm model to a folder for ONNX Runtime. Check the model, write the files, and verify the logits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Exported:
         method: the method and its settings as text, with every "auto" resolved.
         max_length: maximum number of tokens in a sequence.
         nbytes: size of model.onnx and its data in bytes.
-        agreement: differences between the logits of the file and MLX's logits.
+        agreement: differences between the logits of the exported file and MLX's logits.
         sparse_from: number of keys at and above which decode steps are sparse; None if all decode steps are dense.
     """
 
@@ -109,7 +109,7 @@ def export(
 
     Raises:
         ConfigError: an argument is invalid, or the model cannot be exported.
-        ArtefactError: the weights are corrupt, or the logits of the file differ too much from MLX's logits.
+        ArtefactError: the weights are corrupt, or the logits of the exported file differ too much from MLX's.
         BackendUnavailable: the file needs native kernels for its verification, and this machine has none.
         OSError: ``out`` cannot be written.
     """
@@ -290,7 +290,7 @@ def _write(
 
 
 def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of model.onnx as a dict, such as the method, the maximum length and the versions."""
+    """Return a dict with the metadata of model.onnx, such as the method, the maximum length and the versions."""
     metadata = {
         "spec": SPEC,
         "version": mlx_sparse.__version__,

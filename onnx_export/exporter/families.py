@@ -92,7 +92,8 @@ class Rope:
     """A rotary position encoding, which rotates component pair i by ``position * scale * frequencies[i]`` radians.
 
     Attributes:
-        frequencies: n numbers in radians per position. Only the first ``2 * n`` components of a head are rotated.
+        frequencies: rotation frequencies of n component pairs, in radians per position. Only the first ``2 * n``
+            components of a head are rotated.
         scale: factor by which positions are multiplied.
         factor: factor by which rotated components are multiplied.
         traditional: True if the two components of a pair are adjacent, False if their distance is n.

@@ -48,10 +48,10 @@ class Runner:
         max_length: largest possible ``length``.
         native: True if the native kernels run.
         eos: ids of end-of-sequence tokens.
-        metadata: metadata that the exporter wrote about the model.
+        metadata: dict from name to text that the exporter stored in model.onnx.
 
     Raises:
-        ArtefactError: the file is missing or damaged, was not written by export-onnx, or uses a different version of
+        ArtefactError: model.onnx is missing or damaged, was not written by export-onnx, or uses a different version of
             the operators.
         BackendUnavailable: the version of the native kernels differs from the version of this package.
     """

@@ -65,7 +65,7 @@ class Decoding:
 
     @property
     def has_body(self) -> bool:
-        """Return True if the operator has a function body, so that it runs without the native kernels."""
+        """Return True if the operator has a function body, so that the native kernels are not needed."""
         return OPERATORS[self.operator].has_body
 
     @property

@@ -103,7 +103,7 @@ class SaapDecoding(Decoding):
 
 
 def _saap_layers(config: SAAP, model: Any) -> Mapping[int, artefact.Layer]:
-    """Load the artefact of ``config``. Return a dict from layer number to each layer that uses SAAP in ``model``.
+    """Load the artefact of ``config``. Return a dict from layer number to `Layer` for the layers that use SAAP.
 
     Raises:
         ArtefactError: the artefact is damaged, or was trained for another model.

@@ -178,7 +178,7 @@ def largest(found: Sequence[Array], wanted: Sequence[Array]) -> float:
 
 
 def _as_stored(model: Any, dtype: str) -> None:
-    """Round the matrices of a model to the type of the file, and convert vectors and scales to float32."""
+    """Round the matrices of a model to the type of the exported file, and convert vectors and scales to float32."""
 
     def stored(name: str, array: mx.array) -> mx.array:
         if not mx.issubdtype(array.dtype, mx.floating):
