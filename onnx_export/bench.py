@@ -56,7 +56,7 @@ def check(request: Request) -> None:
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the attention variants to time for a case: dense attention and each sparse method, on each backend.
+    """Yield the variants to time for a case. They run dense attention and each sparse method on each backend.
 
     Raises:
         MemoryError: the case is too large for this machine.
@@ -101,7 +101,10 @@ class Caches:
         return self._sets[kind]
 
     def arrays(self, problem: inputs.Problem, kind: str) -> dict[str, Array]:
-        """Return the arrays of ``kind`` for ``problem`` as a dict by input name, padded to the caches' capacity."""
+        """Return the arrays of ``kind`` as a dict from input name to array.
+
+        The arrays are computed from the keys and values of ``problem`` and padded to the capacity of the caches.
+        """
         _, Hkv, S, D = problem.keys.shape
         keys, values = (memory.zeros((1, Hkv, self.capacity, D), self.case.dtype) for _ in "kv")
         keys[:, :, :S], values[:, :, :S] = problem.keys, problem.values
@@ -136,7 +139,7 @@ class OrtVariant(Variant):
         return {"dtype": self.case.dtype, "sizes": axes | sizes, "scale": shape.D**-0.5}
 
     def load(self, model: onnx.ModelProto) -> None:
-        """Create a session for a model. Idle threads sleep, because spinning would slow down other sessions."""
+        """Create an ONNX Runtime session. Idle threads sleep, because spinning would slow down other sessions."""
         options = native.session_options("auto" if self.backend == "native" else "off")
         options.intra_op_num_threads = self.threads
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -147,7 +150,7 @@ class OrtVariant(Variant):
         self._binding = self._session.io_binding()
 
     def new_tokens(self, rows: Sequence[Array], start: int) -> dict[str, Array]:
-        """Return the input and output arrays of a call as a dict by name, except the caches.
+        """Return a dict from name to array for all inputs and outputs of a call that are not caches.
 
         ``rows`` are the queries, keys and values of the new tokens. ``start`` is the number of tokens before them.
         """
@@ -157,7 +160,7 @@ class OrtVariant(Variant):
         return new | numbers | {"output": np.zeros_like(new["query"])}
 
     def place(self, arrays: Mapping[str, Array]) -> None:
-        """Bind ``arrays`` to inputs and outputs by name. Also bind each ``past_X`` to the output ``present_X``."""
+        """Bind each array to the input or output of its name. Bind each ``past_X`` to the output ``present_X`` too."""
         for name, array in arrays.items():
             value = memory.ort_value(array)
             if name in self._inputs:
@@ -246,7 +249,7 @@ class OrtStep(OrtVariant):
 
 
 class OrtPrefill(OrtVariant):
-    """Variant that runs prefill in one call, or in chunks of `CHUNK` tokens for dense attention's function body."""
+    """Variant that runs prefill in one call. Only dense attention's function body uses chunks of `CHUNK` tokens."""
 
     def prepare(self) -> None:
         case, prompt, common = self.case, self.shared, self.common(C=self.case.S)

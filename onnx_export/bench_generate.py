@@ -1,7 +1,7 @@
 """Measure the decode speed of exported float32 models in tokens/s, for ``mlx-sparse bench generate --runtime onnx``.
 
-The caches are filled with random numbers, because decode speed depends only on the context length, and prefill of
-32,768 tokens would take half an hour on a CPU. `Decoder.check` compares the logits of all backends.
+The caches are filled with random numbers, because decode speed depends only on the context length. Prefill of 32,768
+tokens would take half an hour on a CPU. `Decoder.check` compares the logits of all backends.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def operator_model(
     sizes: Mapping[str, int] | None = None,
     **attributes: float,
 ) -> onnx.ModelProto:
-    """Build and check a model with one node and the function bodies that onnxruntime needs without native kernels.
+    """Build and check a model with one node and function bodies, which run if there are no native kernels.
 
     Args:
         name: the name of the operator.

@@ -1,6 +1,6 @@
 """Build the function body of each operator: a model-local ONNX function that consists of standard operators.
 
-The functions for appending and for decode steps are ONNX text in bodies/, with one file per method. shared.onnxtxt
+The functions for appending and for decode steps are ONNX text in bodies/, in one file per method. shared.onnxtxt
 begins with constants, which every function can use. If an operator appends to caches and then computes attention, its
 body calls these functions. A called function receives its inputs and attributes from the operator by name.
 """
@@ -71,7 +71,7 @@ def _parsed(name: str) -> FunctionProto:
 
 @cache
 def _texts() -> dict[str, str]:
-    """Read the files in bodies/. Return a dict from function names to texts without comments.
+    """Read the files in bodies/ and remove the comments. Return a dict from function name to ONNX text.
 
     The entry `CONSTANTS` is the text of all constants.
     """
@@ -133,7 +133,7 @@ def _branch(name: str, calls: list[NodeProto]) -> GraphProto:
 def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[FunctionProto]:
     """Return the function bodies of the operators ``names``. Every function comes after the functions that it calls.
 
-    Operators without a function body, which only the native kernels run, are skipped.
+    Operators that have no function body are skipped, because only the native kernels run these operators.
     """
     found: dict[str, FunctionProto] = {}
     for name in names:

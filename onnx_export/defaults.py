@@ -24,17 +24,17 @@ def lanes_for(length: int) -> int:
     """Return the number of keys per chunk of component-major keys, for caches of ``length`` tokens.
 
     Longer chunks are faster to read, but the caches consist of whole chunks. The result is the longest chunk that makes
-    the caches at most 1/16 longer than ``length``, or the shortest chunk if there is no such chunk.
+    the caches at most 1/16 longer than ``length``. If there is no such chunk, the result is the shortest chunk.
     """
     return next((lanes for lanes in LANES if -length % lanes * 16 <= length), LANES[-1])
 
 
 def dense_below(config: SparQ, D: int) -> int:
-    """Return the number of keys below which SparQ decode steps are dense: the setting, or an estimate for "auto".
+    """Return the number of keys below which SparQ decode steps are dense, as set by ``config.dense_below``.
 
-    The estimate is the length at which SparQ's function body becomes faster than dense attention for head dim ``D``.
-    With native kernels, SparQ becomes faster at only about 500 keys. The estimate is nevertheless the same, so that a
-    file computes the same result with and without native kernels.
+    If the setting is "auto", the number is an estimate. At this length, SparQ's function body becomes faster than
+    dense attention for head dim ``D``. If native kernels run, SparQ becomes faster at only about 500 keys. The estimate
+    is nevertheless the same, so that the result of a file does not depend on the kernels that run.
     """
     shortest = config.shortest_context()
     if config.dense_below != "auto" or config.top_k < SparQ.top_k:
@@ -43,10 +43,10 @@ def dense_below(config: SparQ, D: int) -> int:
 
 
 def saap_dense_below(config: SAAP, D: int, buckets: int, network: int) -> int:
-    """Return the number of keys below which SAAP decode steps are dense: the setting, or an estimate for "auto".
+    """Return the number of keys below which SAAP decode steps are dense, as set by ``config.dense_below``.
 
-    The estimate assumes that all ``buckets`` have equal size. ``D`` is the head dim, and ``network`` is the number of
-    query network weights per KV head.
+    If the setting is "auto", the number is an estimate, which assumes that all ``buckets`` have equal size.
+    ``D`` is the head dim, and ``network`` is the number of query network weights per KV head.
     """
     shortest = config.attended + 1
     if config.dense_below != "auto":

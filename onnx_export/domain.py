@@ -28,7 +28,8 @@ W = ("tensor(float)", "tensor(float16)")  # types of query networks and centroid
 class Tensor:
     """An input or output of an operator.
 
-    ``axes`` lists its axes, separated by spaces: a name, a fixed length such as "36", or "?" for an unknown length.
+    ``axes`` lists the axes, separated by spaces. Each axis is a name, a fixed length such as "36", or "?" for an
+    unknown length.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Tensor:
 class Attribute:
     """An attribute of an operator. An integer may have bounds ``low`` and ``high``, or a list of ``choices``.
 
-    A float with a ``high`` bound must be above 0 and at most 1.
+    If ``high`` is set for a float, its values must be above 0 and at most 1.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Operator:
     """An operator of the domain.
 
     Attributes:
-        base: name of the operator that this operator extends with SampleAttention for prefill, or "".
+        base: name of the operator that this operator extends with SampleAttention for prefill, else "".
         has_body: True if the operator has a function body (see `compose.function`), False if it needs native kernels.
     """
 
@@ -84,7 +85,7 @@ class Operator:
 
     @property
     def states(self) -> dict[str, Tensor]:
-        """Inputs ``past_NAME`` for which the operator has an output ``present_NAME``, as a dict by NAME."""
+        """Dict from NAME to each input ``past_NAME`` for which the operator has an output ``present_NAME``."""
         given = {tensor.name for tensor in self.outputs}
         pasts = {tensor.name.removeprefix("past_"): tensor for tensor in self.inputs}
         return {name: tensor for name, tensor in pasts.items() if f"present_{name}" in given}

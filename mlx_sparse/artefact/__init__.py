@@ -29,7 +29,7 @@ MAX_HIDDEN = 1024  # largest hidden size that the kernels support
 
 @dataclass(frozen=True)
 class Layer:
-    """Centroids and query networks of one layer, with batch norm merged into the network weights.
+    """Centroids and query networks of one layer. Batch norm is merged into the network weights.
 
     Shapes for C buckets and H hidden units: centroids ``(Hkv, C, D)``, hidden_weight ``(Hkv, D, H)``, hidden_bias
     ``(Hkv, H)``, out_weight ``(Hkv, H, C)``, out_bias ``(Hkv, C)``.
@@ -42,7 +42,7 @@ class Layer:
     out_bias: mx.array
 
     def arrays(self) -> dict[str, mx.array]:
-        """Return the arrays of the layer as a dict by name."""
+        """Return the layer's arrays as a dict from name to array."""
         return {name: getattr(self, name) for name in ("centroids", *NETWORK)}
 
 
@@ -51,14 +51,14 @@ class Artefact:
     """Content of an artefact file.
 
     Attributes:
-        layers: centroids and query networks of each layer, by the index of its KV cache in the model.
+        layers: dict from the index of a layer's KV cache in the model to the layer's centroids and query networks.
         buckets: number of buckets C of every layer.
         hidden: number of hidden units H of every layer.
         sink_tokens, recent_tokens: numbers of first and last keys that every decode step attends to. The training
             targets exclude these keys.
         model: ``model_type`` and ``hash`` of the model that was used for training.
         training: training options and results, for information only.
-        versions: package versions at training time.
+        versions: dict from package name to the version that was used for training.
     """
 
     layers: dict[int, Layer]
@@ -100,8 +100,8 @@ class Artefact:
     def part_for(self, model: Any) -> Artefact:
         """Return the part of this artefact for ``model``, which may have only some of the trained layers and KV heads.
 
-        The artefact is checked as in `check_model`. If the model is split across processes and
-        `model_info.record_facts` did not record the whole model, only the model type and KV head shapes are checked.
+        The artefact is checked as in `check_model`. If the model is split across processes, this check needs the facts
+        from `model_info.record_facts`. If there are none, only the model type and KV head shapes are checked.
 
         Raises:
             ArtefactError: the artefact is for another model, or cannot be split in the same way as ``model``.
@@ -190,7 +190,7 @@ def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) 
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of mlx-sparse-attention, mlx and mlx-lm as a dict by package name."""
+    """Return a dict from package name to installed version for mlx-sparse-attention, mlx and mlx-lm."""
     return {name: version(name) for name in ("mlx-sparse-attention", "mlx", "mlx-lm")}
 
 
@@ -226,7 +226,7 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _layers(path: Path, tensors: Mapping[str, mx.array], buckets: int, hidden: int) -> dict[int, Layer]:
-    """Validate the names, shapes and values of the tensors. Return the `Layer` objects by layer index."""
+    """Validate the names, shapes and values of the tensors. Return a dict from layer index to `Layer`."""
     by_layer: dict[int, dict[str, mx.array]] = {}
     for name, array in tensors.items():
         found = NAME.fullmatch(name)

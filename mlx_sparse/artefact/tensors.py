@@ -17,7 +17,7 @@ QUOTED = 120  # maximum length of a problem description in an error message, in 
 
 
 def read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Read a safetensors file and return its tensors by name and its metadata.
+    """Read a safetensors file. Return a dict from tensor name to tensor, and the metadata.
 
     Raises:
         ArtefactError: the file cannot be read, is truncated or damaged, or has tensors of unsupported types.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that prints one-line errors without the usage text."""
+    """Argument parser that prints one-line errors and no usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {shortened(message)}\n")

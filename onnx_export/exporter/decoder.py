@@ -66,7 +66,7 @@ class Target:
         return {**decode.attributes(self.lanes), **prompts}
 
     def shortened(self) -> Target:
-        """Return a copy of the settings for verification, in which attention is sparse even for short prompts."""
+        """Return settings for verification, which make attention sparse even for short prompts."""
         prompts = self.prompts and sample.shortened(self.prompts)
         decode = self.decode.shortened()
         return replace(self, decode=decode, prompts=prompts)

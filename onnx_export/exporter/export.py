@@ -1,4 +1,4 @@
-"""Export an mlx-lm model to a folder for ONNX Runtime: check the model, write the files, and verify the logits."""
+"""Export an mlx-lm model to a folder for ONNX Runtime. Check the model, write the files, and verify the logits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Exported:
         method: the method and its settings as text, with every "auto" resolved.
         max_length: maximum number of tokens in a sequence.
         nbytes: size of model.onnx and its data in bytes.
-        agreement: differences between the logits of the file and MLX's logits.
+        agreement: differences between the logits of the exported file and MLX's logits.
         sparse_from: number of keys at and above which decode steps are sparse; None if all decode steps are dense.
     """
 
@@ -90,11 +90,11 @@ def export(
     native: bool = False,
     genai: bool = True,
 ) -> Exported:
-    """Export a model to the folder ``out``: model.onnx, its data, the tokenizer and genai_config.json.
+    """Export a model to the folder ``out``. Write model.onnx, its data, the tokenizer and genai_config.json.
 
     Args:
         model: a folder or a Hugging Face repository that mlx-lm loads.
-        out: a folder that does not exist or is empty. It is created after all files were written and verified.
+        out: a folder that does not exist or is empty. All files are verified before they appear in this folder.
         method: one of `EXPORTED` with optional settings, such as "sparq:rank=16".
         attn_config: TOML file with a table for each method, such as [sparq]; ``method`` overrides it.
         dense_below: number of keys below which decode steps are dense. Do not set this number in ``method`` too. The
@@ -103,13 +103,13 @@ def export(
         dtype: type of caches and unquantized weights: float32, float16 or bfloat16. The default is the type of the
             model. If you set float32, quantized weights are dequantized.
         compat: write opset 18 and IR 8 instead of opset 24 and IR 11.
-        inline: replace the operators with their function bodies, for runtimes without local functions.
+        inline: replace the operators with their function bodies, for runtimes that do not support local functions.
         native: allow operators that only the native kernels run. ``key_bits=4`` needs such operators.
         genai: write genai_config.json, unless ``inline`` is set.
 
     Raises:
         ConfigError: an argument is invalid, or the model cannot be exported.
-        ArtefactError: the weights are corrupt, or the logits of the file differ from MLX's.
+        ArtefactError: the weights are corrupt, or the logits of the exported file differ too much from MLX's.
         BackendUnavailable: the file needs native kernels for its verification, and this machine has none.
         OSError: ``out`` cannot be written.
     """
@@ -195,7 +195,7 @@ def _check_native(config: Method, *, native: bool, inline: bool) -> None:
 
 
 def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None, Method]:
-    """Parse ``--method`` (``text``) and ``--attn-config``. Return the prefill method, if any, and the decode method.
+    """Parse ``--method`` (``text``) and ``--attn-config``. Return the prefill method (or None) and the decode method.
 
     Raises:
         ConfigError: a method cannot be exported, or a parameter is unknown or invalid.
@@ -241,7 +241,7 @@ def _check_tokens(settings: Mapping[str, Any]) -> None:
 
 
 def length_of(settings: Mapping[str, Any], requested: int | None) -> int:
-    """Return the maximum number of tokens: ``requested``, or the default for a model with these ``settings``.
+    """Return the maximum number of tokens. If ``requested`` is None, return the default for a model's ``settings``.
 
     Raises:
         ConfigError: ``requested`` exceeds ``max_position_embeddings``.
@@ -290,7 +290,7 @@ def _write(
 
 
 def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of model.onnx as a dict, such as the method, the maximum length and the versions."""
+    """Return a dict with the metadata of model.onnx, such as the method, the maximum length and the versions."""
     metadata = {
         "spec": SPEC,
         "version": mlx_sparse.__version__,

@@ -89,13 +89,14 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary position encoding, which rotates component pair i by ``position * scale * frequencies[i]``.
+    """A rotary position encoding, which rotates component pair i by ``position * scale * frequencies[i]`` radians.
 
     Attributes:
-        frequencies: one number per pair. Only the first ``2 * pairs`` components of a head are rotated.
+        frequencies: rotation frequencies of n component pairs, in radians per position. Only the first ``2 * n``
+            components of a head are rotated.
         scale: factor by which positions are multiplied.
         factor: factor by which rotated components are multiplied.
-        traditional: True if the two components of a pair are adjacent, False if their distance is ``pairs``.
+        traditional: True if the two components of a pair are adjacent, False if their distance is n.
     """
 
     frequencies: tuple[float, ...]

@@ -33,7 +33,7 @@ class DataFile:
         self._file.close()
 
     def add(self, name: str, array: np.ndarray, element: int) -> TensorProto:
-        """Write an array of ONNX data type ``element``, and return an initializer that refers to the file."""
+        """Write an array of ONNX data type ``element`` to the data file. Return an initializer that refers to it."""
         array = np.ascontiguousarray(array)
         self._file.write(bytes(-self._file.tell() % ALIGNMENT))
         tensor = TensorProto(name=name, data_type=element, dims=array.shape, data_location=TensorProto.EXTERNAL)

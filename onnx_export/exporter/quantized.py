@@ -1,7 +1,7 @@
 """Convert MLX's affine-quantized weights to inputs of ONNX Runtime's MatMulNBits and GatherBlockQuantized operators.
 
 MLX stores ``w = scale * code + bias`` for groups along the last axis. The two operators compute
-``w = scale * (code - zero)`` with an integer ``zero`` in the range of the codes, and allow negative scales. The two
+``w = scale * (code - zero)`` and allow negative scales. ``zero`` is an integer in the range of the codes. The two
 formulas are equal if ``-bias / scale`` is an integer in this range. `mlx.core.quantize` makes this quotient an integer,
 but then rounds scale and bias to float16 or bfloat16. After rounding, the quotient differs from an integer by some
 hundredths. Ignoring this difference would change the logits as much as rounding the weights does. The exporter
@@ -77,7 +77,7 @@ class Blocks:
         """Split an 8-bit weight into two 4-bit weights, for the high and the low half of each byte.
 
         The sum of the two weights is exactly the 8-bit weight. With an 8-bit weight, ONNX Runtime 1.31 is 30 times
-        slower or rounds the input to 8 bits.
+        slower than with two 4-bit weights, or rounds the input to 8 bits.
         """
 
         def half(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Blocks:

@@ -19,7 +19,7 @@ QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def numpy_of(array: mx.array) -> np.ndarray:
-    """Convert an MLX array to NumPy, without a copy if possible. Bfloat16 becomes uint16 with the same bits."""
+    """Convert an MLX array to NumPy and avoid a copy if possible. Bfloat16 becomes uint16 with the same bits."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=None)
 
 
@@ -46,7 +46,7 @@ class Weights:
         self._summed: dict[tuple[str, int], str] = {}
 
     def vector(self, name: str, array: mx.array, shift: float = 0.0) -> str:
-        """Store a norm weight or a bias as float32, with ``shift`` added, and return its name."""
+        """Add ``shift`` to a norm weight or a bias, store the sum as float32, and return its name."""
         self._written(name)
         _check_finite(name, array)
         return self._graph.weight(name, numpy_of(array.astype(mx.float32) + shift))
@@ -110,7 +110,7 @@ class Weights:
         return isinstance(module, QUANTIZED) and not self._dequantize
 
     def _matrix(self, name: str, module: Any, *, transposed: bool = False) -> str:
-        """Store a matrix (N, K) or its transpose without quantization, and return the name of the weight."""
+        """Store a matrix (N, K) or its transpose as an unquantized weight, and return the name of the weight."""
         weight = f"{name}.weight"
         if isinstance(module, QUANTIZED):
             weights, *ranges = self._parts(name, module)
@@ -134,7 +134,7 @@ class Weights:
         return [module.weight, module.scales, module.biases]
 
     def _halves(self, name: str, module: Any) -> tuple[list[Blocks], str | None]:
-        """Return a quantized matrix as one or two 4-bit weights, and the name of its offsets (N, blocks), if any."""
+        """Return a quantized matrix as one or two 4-bit weights, and the name of its offsets (N, blocks) or None."""
         arrays = map(numpy_of, self._parts(name, module))
         made = blocks(f"{name}.weight", *arrays, group_size=module.group_size, bits=module.bits)
         offsets = None if made.offsets is None else self._graph.weight(f"{name}.offsets", made.offsets)
@@ -158,7 +158,7 @@ class Weights:
         return y
 
     def _sums(self, x: str, size: int) -> str:
-        """Add nodes that sum x (B, L, K) over blocks of ``size``. Layers with the same input x share these nodes."""
+        """Add nodes that sum x (B, L, K) over blocks of ``size`` elements. Layers with the same x share the nodes."""
         if (x, size) not in self._summed:
             g = self._graph
             grouped = g.op("Reshape", x, g.constant([0, 0, -1, size]))

@@ -44,7 +44,7 @@ def unavailable() -> str | None:
 
 
 def session_options(native: str = "auto") -> onnxruntime.SessionOptions:
-    """Create session options in which the native kernels, if they are used, are already registered.
+    """Create session options for ONNX Runtime. If the native kernels are used, register them in the options.
 
     Args:
         native: "auto" to use the native kernels if they were built, "off" to use the function bodies.

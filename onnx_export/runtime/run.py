@@ -148,7 +148,7 @@ def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pi
 
 
 def _all_steps_dense(method: str, keys: int) -> bool:
-    """Return True if ``method`` has sparse decode steps, but only with more than ``keys`` keys."""
+    """Return True if ``method`` has sparse decode steps, but not in contexts of up to ``keys`` tokens."""
     try:
         configs = [config for config in parse(method) if config.sparse and config.stage != "prefill"]
     except ConfigError:  # the metadata can contain any text
@@ -221,7 +221,7 @@ class Detokenizer:
 
 
 def sampler(temp: float, top_p: float, seed: int | None) -> Pick:
-    """Return a function that selects a token from logits: the argmax if ``temp`` is 0, else a sample as in mlx-lm.
+    """Return a function that selects a token from logits. If ``temp`` is 0, select the argmax, else sample like mlx-lm.
 
     Raises:
         ConfigError: ``temp``, ``top_p`` or ``seed`` is out of range.

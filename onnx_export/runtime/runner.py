@@ -44,14 +44,14 @@ class Runner:
 
     Attributes:
         length: number of tokens in the caches, padding included.
-        caches: arrays by graph input name. The runtime reads these arrays and appends to them in place.
+        caches: dict from graph input name to array. The runtime reads these arrays and appends to them in place.
         max_length: largest possible ``length``.
         native: True if the native kernels run.
         eos: ids of end-of-sequence tokens.
-        metadata: metadata that the exporter wrote about the model.
+        metadata: dict from name to text that the exporter stored in model.onnx.
 
     Raises:
-        ArtefactError: the file is missing or damaged, was not written by export-onnx, or uses a different version of
+        ArtefactError: model.onnx is missing or damaged, was not written by export-onnx, or uses a different version of
             the operators.
         BackendUnavailable: the version of the native kernels differs from the version of this package.
     """
@@ -98,7 +98,7 @@ class Runner:
                 array[:] = 0
 
     def resume_at(self, length: int) -> None:
-        """Resume after ``length`` tokens whose keys and values you have written to `caches` yourself, without padding.
+        """Resume after ``length`` tokens whose keys and values you have written to `caches`. Padding is not allowed.
 
         If the model has caches named ``past_sums`` or ``past_summary``, also write these caches before the call. These
         caches contain statistics over all tokens, so this method cannot remove tokens.
@@ -291,7 +291,7 @@ def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
 def _states(path: Path, graph: onnx.GraphProto) -> tuple[dict[str, State], int]:
     """Validate the inputs and outputs of ``graph``, because the file may come from an untrusted source.
 
-    Return the type and shape of every cache, and the size of the vocabulary.
+    Return a dict from cache name to dtype and shape, and the size of the vocabulary.
     """
 
     def fail(what: str) -> ArtefactError:

@@ -55,17 +55,17 @@ class Decoding:
 
     @classmethod
     def resolve(cls, config: Any, model: Any) -> Decoding:
-        """Return the decode method for ``config``, with every "auto" resolved for mlx-lm's ``model``.
+        """Return the decode method for ``config``. Resolve every "auto" for mlx-lm's ``model``.
 
         Raises:
-            ConfigError: a setting does not fit the model, or cannot be exported.
+            ConfigError: a setting is incompatible with the model, or cannot be exported.
             ArtefactError: the artefact is damaged, or was trained for another model.
         """
         return cls(config)
 
     @property
     def has_body(self) -> bool:
-        """Return True if the operator has a function body, so that it runs without the native kernels."""
+        """Return True if the operator has a function body, so that the native kernels are not needed."""
         return OPERATORS[self.operator].has_body
 
     @property
@@ -91,7 +91,10 @@ class Decoding:
         return {}
 
     def axes(self, capacity: int) -> dict[str, int]:
-        """Return the lengths of the axes that only this operator has, as a dict, for caches of ``capacity`` tokens."""
+        """Return a dict from axis name to length for the axes that only this operator has.
+
+        ``capacity`` is the number of slots in the caches.
+        """
         return {}
 
     def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:

@@ -29,7 +29,7 @@ class SaapDecoding(Decoding):
     """Decode method SAAP.
 
     Attributes:
-        layers: centroids and query networks by layer number. All other layers are dense.
+        layers: dict from layer number to centroids and query networks. Layers that have no entry are dense.
     """
 
     operator: ClassVar[str] = "SaapAttention"
@@ -44,7 +44,7 @@ class SaapDecoding(Decoding):
 
     @property
     def text(self) -> str:
-        """Return the method as text, with only the file name of the artefact, because its path may be private."""
+        """Return the method as text. The artefact's folder is left out, because it may be private."""
         assert self.method.artefact is not None  # resolve() raises otherwise
         return str(dataclasses.replace(self.method, artefact=Path(self.method.artefact).name))
 
@@ -59,7 +59,7 @@ class SaapDecoding(Decoding):
         return dict(zip(("query_before", "key_before"), before, strict=True))
 
     def weights(self, graph: Graph, layer: int, scale: float) -> dict[str, str]:
-        """Add the artefact's arrays for ``layer``. They are stored as float32, unless all of them are float16."""
+        """Add the artefact's arrays for ``layer``. They become float16 if all of them are float16, else float32."""
         arrays = self.layers[layer].arrays()
         half = all(array.dtype == mx.float16 for array in arrays.values())
         places = {}
@@ -103,11 +103,11 @@ class SaapDecoding(Decoding):
 
 
 def _saap_layers(config: SAAP, model: Any) -> Mapping[int, artefact.Layer]:
-    """Load the artefact of ``config``. Return the layers that use SAAP in ``model``, by layer number.
+    """Load the artefact of ``config``. Return a dict from layer number to `Layer` for the layers that use SAAP.
 
     Raises:
-        ArtefactError: the file is damaged, or was trained for another model.
-        ConfigError: the file does not exist or has too few buckets, or no layer can use SAAP.
+        ArtefactError: the artefact is damaged, or was trained for another model.
+        ConfigError: the artefact does not exist or has too few buckets, or no layer can use SAAP.
     """
     if config.mode == "online":
         raise ConfigError(

@@ -50,7 +50,7 @@ def attend(config: Sample, queries: mx.array, keys: mx.array, values: mx.array, 
 
 
 def shortened(config: Sample) -> Sample:
-    """Return settings for verification, with which a prefill of `SHORT_PROMPT` random tokens skips blocks."""
+    """Return settings for verification that make a prefill of `SHORT_PROMPT` random tokens skip blocks."""
     return dataclasses.replace(
         config,
         alpha_column=config.alpha_column / 2,

@@ -29,8 +29,8 @@ class Agreement:
     """Differences between the logits of an exported file and MLX's logits.
 
     Attributes:
-        dense: largest absolute difference with dense attention, in any row.
-        sparse: median over rows of the largest difference after a sparse step; None if decoding is dense.
+        dense: largest absolute difference in any row with dense attention.
+        sparse: median over rows of each row's largest difference after a sparse step; None if decoding is dense.
         largest: largest absolute logit of MLX.
         sampled: median like ``sparse``, but after prefill with SampleAttention; None if prefill is dense.
         coded: median like ``sparse``, but after a step with int4 scoring keys; None if the file has no such keys.
@@ -50,7 +50,7 @@ class Agreement:
 
 
 def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Target, lower: Lower) -> Agreement:
-    """Run the file and a copy with float32 caches on ONNX Runtime, and compare their logits with MLX.
+    """Run an exported file and a copy with float32 caches on ONNX Runtime. Compare their logits with MLX's logits.
 
     Native kernels are used only if the operators have no function body.
 
@@ -58,7 +58,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
         model: the model before ``lower`` was applied.
         folder: the folder of model.onnx and its data.
         expected: logits that MLX computed, and tolerances.
-        target: settings of the file.
+        target: settings of the exported file.
         lower: function that transformed ``model`` before the file was written, such as `inline`. `compare` also
             applies this function to the copy.
 
@@ -105,7 +105,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
 
 
 def _median_error(got: Array, wanted: Array, dense: Array, allowed: float, *, where: str) -> float:
-    """Return the median over rows of the largest difference between ``got`` and ``wanted``.
+    """Return the median over rows of each row's largest difference between ``got`` and ``wanted``.
 
     Rounding may change the selection between keys or blocks with almost equal scores. Such changes are rare, so they do
     not affect the median. A single row may therefore differ by ``allowed`` plus the largest difference between
@@ -134,7 +134,7 @@ def _steps(file: File, tokens: Array) -> list[Array]:
 
 
 class File(Runner):
-    """A runner that allows the full capacity of the caches, not only ``max_length`` tokens.
+    """A runner whose ``max_length`` is the full capacity of the caches.
 
     Raises:
         ConfigError: the caches do not fit into memory.

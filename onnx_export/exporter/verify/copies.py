@@ -1,4 +1,4 @@
-"""Copy an exported model for verification, with settings that make attention to short prompts sparse."""
+"""Copy an exported model for verification. The settings of the copy make attention to short prompts sparse."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
 
 
 def keep_layers(model: onnx.ModelProto, count: int) -> None:
-    """Remove all layers after the first ``count``, their caches and their weights."""
+    """Keep only the first ``count`` layers. Remove the caches and weights of all later layers."""
     graph = model.graph
     made = {output for node in graph.node for output in node.output}
     last = next(i for i in itertools.count(count) if output_of(i) not in made) - 1

@@ -36,7 +36,7 @@ SLACK = 2  # ratio of tolerance to measured difference, because rounding errors 
 
 @dataclass(frozen=True)
 class FirstLayers:
-    """MLX's logits for a prompt longer than `Expected.tokens`, computed with only the first layers of a model.
+    """Logits that MLX computes with only the first layers of a model. The prompt is longer than `Expected.tokens`.
 
     Attributes:
         layers: number of first layers that ran before the final norm and the head.
@@ -63,9 +63,10 @@ class Expected:
             step with the same token. The last array is missing if the method is dense.
         rounded: tolerance for dense logits with the cache type of the file.
         dense: tolerance for dense logits with float32 caches.
-        sparse: tolerance, with float32 caches, for the median over rows of each row's largest sparse-logit difference.
+        sparse: tolerance for sparse logits with float32 caches. It applies to the median over rows of each row's
+            largest difference.
         sampled: results of the first layers for a prompt of several blocks; None if prefill is dense.
-        coded: results of the first layers for a prompt and a step that fill int4 key groups; None without int4 keys.
+        coded: results of the first layers for a prompt and a step that fill int4 key groups; None if no keys are int4.
     """
 
     tokens: Array
@@ -130,7 +131,7 @@ def _reference(model: Any, target: Target) -> Expected:
 
 
 def _run_first_layers(model: Any, short: Target, count: int, last: int, noise: float) -> FirstLayers:
-    """Run the first layers on ``count`` random tokens, with the last ``last`` tokens in a separate call.
+    """Run the first layers on ``count`` random tokens. The final ``last`` tokens run in a separate call.
 
     The tolerance comes from a second run, which adds relative ``noise`` to the embeddings.
     """
@@ -177,7 +178,7 @@ def largest(found: Sequence[Array], wanted: Sequence[Array]) -> float:
 
 
 def _as_stored(model: Any, dtype: str) -> None:
-    """Round the matrices of a model to the type of the file, and convert vectors and scales to float32."""
+    """Round the matrices of a model to the type of the exported file, and convert vectors and scales to float32."""
 
     def stored(name: str, array: mx.array) -> mx.array:
         if not mx.issubdtype(array.dtype, mx.floating):
