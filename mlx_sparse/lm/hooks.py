@@ -25,7 +25,7 @@ class CallHooks:
         self.caches = caches
 
     def refusal(self, cache: Any) -> str | None:
-        """Return the reason why all decode steps over this cache are dense, or None if they can be sparse."""
+        """Return the reason why all decode steps over this cache are dense, or None if the steps can be sparse."""
         return None
 
     def keys_written(self, cache: SparseCache) -> None:
@@ -40,7 +40,7 @@ class CallHooks:
         return {}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Compute the bytes that a decode step at ``position`` moves. Keys counted on the device are not included."""
+        """Return the bytes that a decode step at ``position`` moves, excluding the keys that the device counts."""
         return cache.step_bytes(self.config, position)
 
     def step(
@@ -74,7 +74,10 @@ class CallHooks:
         """Process a dense attention call of a layer that can use sparse attention in other calls."""
 
     def submit(self) -> DeviceCounts | None:
-        """Start evaluating pending arrays at the end of a forward pass. Return counts on the device, or None."""
+        """Start evaluating pending arrays at the end of a forward pass.
+
+        Return the counts that the device is still computing, or None if there are none.
+        """
         return None
 
     def end(self) -> None:
@@ -93,7 +96,7 @@ class ModelHooks:
 
     Attributes:
         call_hooks: class of the hooks for one forward pass.
-        statistics: initial counts, all zero; None if `CallHooks.submit` returns no counts.
+        statistics: statistics of a report that has counted no calls; None if `CallHooks.submit` returns no counts.
     """
 
     call_hooks: type[CallHooks] = CallHooks

@@ -2,9 +2,9 @@
 
 A model applies RoPE before it passes queries and keys to attention. `Recorder` stores the last calls of the model's
 RoPE modules. It returns the exact input array for a recorded output array, and computes nothing. `inverse` computes
-the inverse RoPE for keys that were not recorded (a prompt cache from a file) and for rows that are scaled after RoPE.
-`find_sources` finds out which of the two works for each layer, and returns a `Source` per layer. `observe` reports the
-attention calls of a model that is not enabled.
+the inverse RoPE for rows that are scaled after RoPE, and for keys that were not recorded, as in a loaded prompt cache.
+`find_sources` finds out whether `Recorder` or `inverse` works for each layer, and returns a `Source` per layer.
+`observe` reports the attention calls of a model that is not enabled.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Recorder:
         self.clear()
 
     def input_of(self, array: mx.array) -> mx.array | None:
-        """Remove the recorded call that returned ``array``, and return its input; None if there is no such call."""
+        """Remove the recorded call that returned ``array``, and return its input, or None if there is no such call."""
         for call in self.calls:
             if call.after is array:
                 self.calls.remove(call)
@@ -144,7 +144,7 @@ def inverse(rope: Any, rotated: mx.array, offset: int | mx.array) -> mx.array:
 
 
 def irreversible(rope: Any, D: int) -> str | None:
-    """Return the reason why `inverse` is wrong for ``rope`` and head dim ``D``, or None if it is right."""
+    """Return the reason why `inverse` is wrong for ``rope`` and head dim ``D``, or None if `inverse` is correct."""
     rows = mx.cos(mx.arange(66 * D, dtype=mx.float32)).reshape(1, 1, 66, D)
     far = 1 << 22  # longer than every model's context, and exact in float32
     few, many = rotate(rope, rows[:, :, :2], far), rotate(rope, rows, far)[:, :, :2]
@@ -166,14 +166,14 @@ class Source:
 
     Attributes:
         rope: RoPE module of the layer; None if the layer has no RoPE.
-        irreversible: reason why `inverse_rope` is not possible; None if it is possible.
+        irreversible: reason why `inverse_rope` is not possible; None if `inverse_rope` is possible.
     """
 
     rope: Any = None
     irreversible: str | None = None
 
     def pre_rope(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
-        """Return the pre-RoPE ``rows (B, H, n, D)`` from ``recorder`` or `inverse`, or None if both are impossible."""
+        """Return the pre-RoPE ``rows (B, H, n, D)`` from ``recorder`` or `inverse`, or None if neither has them."""
         if self.rope is None:
             return rows
         recorded = recorder.input_of(rows)
@@ -231,7 +231,7 @@ class Seen:
     """Attention call of a model that is not enabled, as `observe` reports the call.
 
     Attributes:
-        layer: index of the layer's cache among the model's caches; -1 for any other cache.
+        layer: index of the layer's cache among the model's caches; -1 if the model does not list the cache.
         queries: ``(B, Hq, L, D)`` queries after RoPE.
         keys: ``(B, Hkv, L, D)`` keys after RoPE that the layer wrote to the cache; None if it wrote no keys.
         scale: scale of the attention scores.
@@ -318,7 +318,7 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
 
 
 def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dict[int, Source | str]:
-    """Return a dict from the index of each layer's cache to its `Source`, or to the reason why it has none.
+    """Return a dict from the index of a layer's cache to the layer's `Source`, or to the reason why there is none.
 
     The model runs on two tokens, because RoPE changes nothing at position 0. MLX evaluates the arrays of a layer only
     if the layer changes queries or keys after RoPE.
