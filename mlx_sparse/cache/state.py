@@ -45,7 +45,7 @@ class State(ABC):
         """Update the state for all rows of ``cache``, and return keyword arguments for the method's function.
 
         Args:
-            config: the method with its parameters.
+            config: the method and its parameters.
             G: number of query heads per KV head.
             whole: True if the function takes whole buffers and a length; False if it takes only the rows in use.
         """
@@ -62,7 +62,7 @@ class State(ABC):
         return None
 
     def filter(self, sequences: list[int], length: int, start: int) -> State | None:
-        """Return the state for the given ``sequences`` and rows ``[start, length)``, or None to drop the state."""
+        """Return the state for ``sequences`` and the rows ``[start, length)``, or None to drop the state."""
         return None
 
     def extract(self, sequence: int, length: int, start: int) -> State | None:
@@ -72,7 +72,7 @@ class State(ABC):
     def roll(self, padding: mx.array | None, length: int) -> State | None:
         """Return the state after mlx-lm converts right padding to left padding, or None to drop the state.
 
-        The last ``padding (B,)`` of the ``length`` rows move to the front. If ``padding`` is None, no rows move: either
+        The last ``padding (B,)`` of the ``length`` rows move to the front. If ``padding`` is None, no rows move. Then
         mlx-lm is about to pad on the right, or there was no padding.
         """
         return None
@@ -83,7 +83,7 @@ class State(ABC):
         All sequences end at the same row. mlx-lm appends the sequences after this call.
 
         Args:
-            theirs: state of the same method for ``other``, or None.
+            theirs: state of the method for ``other``; None if ``other`` has no such state.
         """
         return None
 
