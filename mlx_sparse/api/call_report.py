@@ -68,7 +68,7 @@ class Report(Totals):
     `sparse_bytes` wait for the decode steps too, because the device counts the attended keys.
 
     Attributes:
-        attn: methods and their options in the format of ``--attn``, with every "auto" resolved.
+        attn: methods and their options in the format of ``--attn``. Each "auto" is replaced by its value.
         backend: backend that runs the methods.
         model_type: model family, such as "llama".
         model: name or path of the model; empty if unknown.
@@ -195,7 +195,7 @@ class Report(Totals):
         return f", {here} of {whole} KV heads on this rank" if here < whole else ""
 
     def summary(self) -> str:
-        """Return a summary of at most eight lines about sparse calls, savings and dense calls, and a hint."""
+        """Return at most eight lines about sparse calls, the bytes that they save and dense calls, and a hint."""
         with _lock:
             first = self.opening()[0]
             if self.dense_layers:

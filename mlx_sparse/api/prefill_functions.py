@@ -2,7 +2,7 @@
 
 A row block is ``block_size`` consecutive queries. For each query head, a row block attends to a list of key blocks.
 Blocks start at multiples of ``block_size`` from position 0, even if the first ``S - L`` tokens are cached. The `ops`
-backend evaluates the block lists. Therefore these functions do not work inside `mx.compile`.
+backend evaluates the block lists. Therefore the functions do not work inside `mx.compile`.
 """
 
 from __future__ import annotations

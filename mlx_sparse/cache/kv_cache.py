@@ -1,6 +1,6 @@
 """Define subclasses of KV caches of mlx-lm and mlx-vlm for sparse attention.
 
-The ``state`` property of the subclasses is inherited from the base classes and excludes the auxiliary cache state.
+The ``state`` property of each subclass returns the ``state`` of its base class, without the auxiliary cache state.
 
 `adopt` changes the class of a cache in place. Keys, values and offset stay the same, so saving, trimming, merging and
 batching work as before.
@@ -253,7 +253,7 @@ def register_vlm(caches: ModuleType) -> None:
 
 
 def adopt(cache: Any) -> None:
-    """Convert a KV cache, or each KV cache in a list, to a sparse cache in place, by changing its class."""
+    """Change the class of a KV cache, or of each KV cache in a list, to a sparse cache class in place."""
     if isinstance(cache, (list, tuple)):
         for entry in cache:
             adopt(entry)

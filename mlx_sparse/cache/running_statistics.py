@@ -48,7 +48,7 @@ class RunningStatistics:
     Args:
         padding: ``(B,)`` index of the first valid row of each sequence; None if all rows are valid. Rows before this
             index may have any contents.
-        spread: True to also compute the standard deviation.
+        spread: True to compute the standard deviation in addition to the mean.
 
     Attributes:
         blocks: states at the ends of the last two blocks of `BLOCK` rows.

@@ -22,7 +22,7 @@ class KeyLists:
     Attributes:
         offsets: ``(B, Hkv, buckets + 1)`` start of each bucket in ``key_ids``.
         key_ids: ``(B, Hkv, n)`` key indices, sorted by bucket.
-        covered: for each sequence, the index of the row after the last listed row. Later keys are in no list.
+        covered: for each sequence, the row index at which the lists end. Keys from this row on are in no list.
         bounds: values of ``covered`` as a kernel argument. An int if all sequences have the same value; otherwise an
             int32 array ``(B,)``.
         listed: for each sequence, the number of listed keys, summed over KV heads.

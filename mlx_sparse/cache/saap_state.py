@@ -65,7 +65,7 @@ class BucketIndex(State):
         centroids: ``(Hkv, C, D)`` from the router, or ``(B, Hkv, C, D)`` in online mode; None before the first fit.
         network: weights for `saap_route`. The weights have a batch axis if ``centroids`` has a batch axis.
         fitted: in online mode, a dict that maps the index of a sequence to a row index. The centroids of the sequence
-            were fitted to rows before this index. The centroids of sequences without an entry are zeros.
+            were fitted to rows before this index. If a sequence has no entry, its centroids are zeros.
         ids: int16 ``(B, Hkv, n)`` bucket ids of rows ``[0, n)``; None if n is 0.
         pending: list of arrays ``(B, Hkv, m, D)`` with the pre-RoPE keys of the rows from n on.
         lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`. None before the first call, and again after rows

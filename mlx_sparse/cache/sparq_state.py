@@ -1,4 +1,4 @@
-"""Define SparQ's auxiliary cache state: component-major or quantized scoring keys (int4), and running statistics."""
+"""Define SparQ's auxiliary cache state, which has component-major or int4 scoring keys, and running statistics."""
 
 from __future__ import annotations
 

@@ -24,13 +24,7 @@ Run = Callable[[slice, mx.array, Any, Any, dict[str, int]], tuple[mx.array, ...]
 
 @dataclass(frozen=True)
 class FullSample:
-    """Record of a selection whose blocks exceeded a density limit.
-
-    Attributes:
-        config: prefill method that selected the blocks.
-        max_density: density limit that the blocks exceeded.
-        keys: number of keys at the selection.
-    """
+    """Record of the context length ``keys`` at which the blocks that ``config`` selected exceeded ``max_density``."""
 
     config: Prefill
     max_density: float

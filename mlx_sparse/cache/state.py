@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 class State(ABC):
     """Auxiliary cache state of a method, which is updated when its cache is written, trimmed or copied.
 
-    A cache creates the state without arguments in the first decode step of the method. If a state can be rebuilt from
-    keys and values, its class must implement only `nbytes`, `rewind` and `read`. mlx-lm also quantizes the rows of a
-    cache (`pack`) and changes the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
+    In the method's first decode step, the cache creates the state and passes no arguments. If a state can be rebuilt
+    from keys and values, its class must implement only `nbytes`, `rewind` and `read`. mlx-lm may quantize the rows of a
+    cache (`pack`) and change the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
     override these methods to return the updated state. The methods of the base class return None, and the cache
     then drops the state. The next decode step creates a new state.
 
     Attributes:
-        listening: True during a forward pass in which the cache also stores newly written keys in ``received``.
+        listening: True during a forward pass in which the cache must store newly written keys in ``received``.
         received: start row and keys ``(B, Hkv, n, D)`` of the last write; None after the method has read them.
         recall: estimated attention recall ``(B, Hkv)`` of the last decode step; None if the method makes no estimate,
             or after the call has read the estimate.

@@ -55,7 +55,7 @@ class Call:
 
     Attributes:
         plan: plan of the enabled model.
-        probe: result of the trial call in `enable`; None in all other calls.
+        probe: result of the trial call in `enable`; None if the forward pass is not the trial call.
         caches: the caches of all layers.
         hooks: hooks of the decode method for this forward pass; None if the method has no hooks.
         counts: numbers of sparse and dense attention calls in this forward pass, and of the bytes that the calls move.

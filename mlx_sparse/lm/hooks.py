@@ -56,7 +56,7 @@ class CallHooks:
     def single_sequence(
         self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that gives ``one`` the auxiliary state of one sequence, for one decode step.
+        """Return a context manager that gives the cache ``one`` the auxiliary state of a sequence during a decode step.
 
         Args:
             cache: cache of the batch.
@@ -64,14 +64,14 @@ class CallHooks:
             one: cache with the rows of this sequence only.
             first: index of the sequence's first row in ``cache``.
             queries: ``(B, Hq, L, D)`` queries of the batch.
-            part: ``(1, Hq, 1, D)`` query of this decode step, a slice of ``queries``.
+            part: ``(1, Hq, 1, D)`` query of the decode step, a slice of ``queries``.
         """
         return contextlib.nullcontext()
 
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
     ) -> None:
-        """Process a dense attention call of a layer that can use sparse attention in other calls."""
+        """Process a dense attention call of a layer that is not dense in all calls."""
 
     def submit(self) -> DeviceCounts | None:
         """Start evaluating pending arrays at the end of a forward pass.

@@ -2,7 +2,8 @@
 
 A task requests the likelihood of a continuation after a context, the likelihood of a whole text, or generated text.
 mlx-lm computes likelihoods with prefill only, so a decode method would not be used. If a decode method is enabled, this
-module passes the continuation to the model one token at a time, as in generation.
+module runs prefill on the context up to its last token. The module then passes the last token and the continuation to
+the model one token at a time, as in generation.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def enable(
         backend: "auto" or the name of a backend.
         recall: True to measure the attention recall of prefill, the share of the softmax mass on the attended keys.
             This takes an additional dense pass over the keys.
-        calibration: crossover lengths on this machine. None uses the lengths that `mlx-sparse calibrate` or ``--attn``
-            has measured, and estimated or default lengths for other layer shapes.
+        calibration: crossover lengths on this machine. If None, use the lengths that `mlx-sparse calibrate` or
+            ``--attn`` has measured. Use estimated or default lengths for layer shapes that were not measured.
         shard: "context" shards the keys and values of one sequence over the ranks of MLX's distributed runtime. Each
             rank runs the whole model. If the value is "context:local", each rank selects only among the
             keys that it stores.

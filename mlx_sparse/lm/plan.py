@@ -121,7 +121,7 @@ class Plan:
             self.report = report
 
     def resolve(self, config: Method, queries: mx.array, keys: Rows) -> str:
-        """Return the name of the backend that runs ``config`` for these queries and keys."""
+        """Return the name of the backend that runs ``config`` for the given ``queries`` and ``keys``."""
         # Prefill dequantizes the rows of a quantized KV cache.
         bits = keys.bits if isinstance(keys, PackedRows) and not isinstance(config, Prefill) else None
         return registry.resolve(self.backend, config.name, D=queries.shape[3], G=_group(queries, keys), bits=bits)

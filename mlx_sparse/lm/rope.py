@@ -30,7 +30,7 @@ RECORDED = 4
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Recorded call of a RoPE module: input, output and position offset."""
+    """Input, output and position offset of a recorded call of a RoPE module."""
 
     rope: Any
     before: mx.array
@@ -39,7 +39,7 @@ class Call:
 
 
 def ropes(model: Any) -> list[Any]:
-    """Return the RoPE modules of ``model`` without duplicates. A RoPE module is recognized by its class name."""
+    """Return the distinct RoPE modules of ``model``. A RoPE module is recognized by its class name."""
     found = {id(module): module for _, module in model.named_modules() if _is_rope(type(module))}
     return list(found.values())
 
@@ -121,7 +121,7 @@ def _recording(cls: type) -> type:
 
 
 def rotate(rope: Any, rows: mx.array, offset: int | mx.array) -> mx.array:
-    """Apply ``rope`` to ``rows (B, H, n, D)``, starting at position ``offset``, without recording the call."""
+    """Apply ``rope`` to ``rows (B, H, n, D)``, starting at position ``offset``. Do not record the call."""
     cls = type(rope).__mro__[1] if hasattr(rope, RECORDERS) else type(rope)
     rotated: mx.array = cls.__call__(rope, rows, offset=offset)
     return rotated
@@ -173,7 +173,7 @@ class Source:
     irreversible: str | None = None
 
     def pre_rope(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
-        """Return the pre-RoPE ``rows (B, H, n, D)`` from ``recorder`` or `inverse`, or None if neither has them."""
+        """Return the pre-RoPE ``rows (B, H, n, D)`` from ``recorder`` or `inverse`, or None if both are impossible."""
         if self.rope is None:
             return rows
         recorded = recorder.input_of(rows)
@@ -233,7 +233,7 @@ class Seen:
     Attributes:
         layer: index of the layer's cache among the model's caches; -1 if the model does not list the cache.
         queries: ``(B, Hq, L, D)`` queries after RoPE.
-        keys: ``(B, Hkv, L, D)`` keys after RoPE that the layer wrote to the cache; None if it wrote no keys.
+        keys: ``(B, Hkv, L, D)`` post-RoPE keys that the layer wrote to the cache; None if it wrote no keys.
         scale: scale of the attention scores.
         position: index in the cache of the first row that the layer wrote.
         rotations: number of calls to `mx.fast.rope` since the last attention call.

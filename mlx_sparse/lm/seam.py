@@ -192,7 +192,7 @@ def require(package: str = "mlx_lm") -> None:
 
 
 def reduce_as(cls: type, attribute: str) -> Any:
-    """Return a ``__reduce_ex__`` that copies and pickles objects as instances of ``cls`` without ``attribute``."""
+    """Return a ``__reduce_ex__`` that copies and pickles objects as instances of ``cls``, but omits ``attribute``."""
 
     def reduce(self: Any, protocol: Any) -> Any:
         reduced: Any = cls.__reduce_ex__(self, protocol)  # type: ignore[call-arg]

@@ -88,7 +88,7 @@ def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
     Args:
         now: call counts of all models at the end of the request.
         prompt: number of tokens in the prompt.
-        cached: number of these tokens that the prompt cache contained.
+        cached: number of prompt tokens that the prompt cache contained.
     """
     from_cache = f" ({cached:,} cached)" if cached > 0 else ""
     others = f" of up to {request.concurrent} concurrent requests" if request.concurrent > 1 else ""

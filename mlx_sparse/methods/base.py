@@ -32,7 +32,7 @@ class Step:
         G: number of query heads per KV head.
         D: head dim.
         itemsize: bytes per element of keys and values.
-        gpu: kind of GPU for the `metal` and `triton` backends, a key of `cost.ENOUGH_SAVED`; empty without a GPU.
+        gpu: kind of GPU for the `metal` and `triton` backends, a key of `cost.ENOUGH_SAVED`; empty if there is no GPU.
         buckets: number of buckets in SAAP's index.
         network: size in bytes of SAAP's query network for one KV head.
         measured: crossover length in keys that was measured on this machine; None before a measurement.
@@ -109,7 +109,7 @@ class Method:
 
     @property
     def fitted_buckets(self) -> int:
-        """Number of buckets that SAAP fits to the prompt in online mode; 0 for methods without buckets."""
+        """Number of buckets that SAAP fits to the prompt in online mode; 0 for methods that have no buckets."""
         return 0
 
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> Self:

@@ -96,7 +96,7 @@ class H2O(Method):
 
 @dataclass(frozen=True)
 class FlexGen(Method):
-    """Attend to the ``top_k`` keys with the largest exact softmax weights, without renormalization."""
+    """Attend to the ``top_k`` keys with the largest exact softmax weights. The weights are not renormalized."""
 
     name: ClassVar[str] = "flexgen"
     source: ClassVar[str] = "FlexGen, arXiv 2303.06865"

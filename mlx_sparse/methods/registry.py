@@ -89,7 +89,7 @@ def refusal(backend: str, function: str, reason: str | None = None) -> str | Non
 
     Args:
         reason: reason that the caller has already found; None if the caller has found no reason. If ``backend`` cannot
-            run any function, the function returns the reason for this instead.
+            run any function, the result is a more general reason.
     """
     reason = FOREIGN.get(backend) or unavailable(backend) or reason
     if reason is None and backend not in FUNCTIONS.get(function, {}):

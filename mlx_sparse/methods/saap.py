@@ -94,7 +94,7 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Return the number of elements that a decode step moves per KV head, if ``buckets`` buckets have equal sizes.
+        """Return the number of elements that a decode step moves per KV head, if the buckets have equal sizes.
 
         The weights of the query network are not counted.
         """

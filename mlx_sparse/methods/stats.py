@@ -1,4 +1,4 @@
-"""Count the elements that each method moves, with the formulas from the papers, and define `Stats`.
+"""Define `Stats`, and count the elements that each method moves. The formulas are from the papers.
 
 The functions return numbers of elements for S keys of head dim D. A number is per KV head for a decode step, and per
 query head for a prefill chunk. To get bytes, multiply the number by the item size. Equation numbers refer to
@@ -93,7 +93,7 @@ def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
 def quest_elements(S: int, D: int, *, top_k: int, page_size: int) -> int:
     """Return the number of elements that a Quest decode step moves, ``2 P D + 2 k D + 2 D`` (quest.6).
 
-    The step reads the two bounds of P pages, and k = ``top_k`` keys and values. The step writes one key and value.
+    The step reads two bounds of P pages and k = ``top_k`` keys and values, and writes one key and one value.
     """
     return 2 * -(-S // page_size) * D + 2 * min(top_k, S) * D + 2 * D
 
@@ -119,6 +119,6 @@ def prefill_elements(layout: Layout, D: int, density: float | None = None) -> in
 
 
 def as_prefill(stats: Stats, layout: Layout, D: int) -> Stats:
-    """Return a copy of ``stats``, which belong to a dense call, with the numbers of elements for prefill."""
+    """Return a copy of ``stats``, the statistics of a dense call, that counts the elements per query head."""
     moved = prefill_elements(layout, D)
     return replace(stats, elements=moved, dense_elements=moved)

@@ -1,4 +1,4 @@
-"""Run models on several ranks of MLX's distributed runtime, which share one model or one context.
+"""Run a model on several ranks of MLX's distributed runtime. The ranks share the model or the context.
 
 `ranks` checks that all ranks run the same command. Tensor and pipeline parallelism, in which mlx-lm shards the model,
 need only `ranks`. The other modules shard the context. All ranks run the whole model on the same tokens, and each

@@ -67,7 +67,8 @@ def _share_random_seed(exchange: Exchange) -> None:
 class ContextCall(Call):
     """Context manager for one forward pass of a model over sharded caches.
 
-    This class also runs dense attention, because mlx-lm's attention would receive only the keys of the current tokens.
+    Unlike `Call`, this class runs dense attention itself. mlx-lm's attention would receive only the keys of the current
+    tokens.
 
     Args:
         exchange: collectives over the ranks.

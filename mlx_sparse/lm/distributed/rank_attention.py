@@ -4,7 +4,7 @@ In a decode step, each function takes ``queries (B, Hq, 1, D)`` and returns floa
 ``lse (B, Hq, 1)``. Write the token's key and value to the cache before the call.
 
 In a prefill chunk, each rank has all queries, keys and values of the chunk. All queries attend to the older keys that
-the rank stores. Each rank also attends to the keys of the chunk, with a different part of the queries.
+the rank stores. On each rank, a different part of the queries attends to the keys of the chunk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dense_step(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchan
 def local_step(
     queries: mx.array, cache: ShardedKVCache, config: Method, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Run a decode step that selects keys separately on each rank, with the parameters of `Method.for_shard`."""
+    """Run a decode step in which each rank selects keys separately, by the method from `Method.for_shard`."""
     own = config.for_shard(exchange.size, forced_rows(cache, config.always_attended[1]))
     assert own is not None
     if cache.length <= own.attended:
@@ -130,7 +130,7 @@ def select(scores: mx.array, exchange: Exchange, *, top_k: int, forced: int) -> 
 
     Args:
         scores: float32 ``(B, Hkv, n)`` scores of the keys on this rank, comparable between ranks.
-        forced: number of keys at the end of this rank's rows that are always selected.
+        forced: number of this rank's last keys that are always selected.
 
     Returns:
         int32 ``indices (B, Hkv, top_k)`` of the selected keys on this rank, in ascending order. Empty slots contain
@@ -175,7 +175,7 @@ def _attend(
 
 
 def no_attention(queries: mx.array) -> Attended:
-    """Return the result of attention over no keys: zeros for ``out``, and -inf for ``lse``."""
+    """Return the result of attention over no keys, which is 0 for ``out`` and -inf for ``lse``."""
     return mx.zeros(queries.shape), mx.full(queries.shape[:3], -mx.inf)
 
 

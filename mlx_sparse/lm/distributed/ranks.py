@@ -104,7 +104,7 @@ Facts = dict[str, tuple[str, str]]  # for each name: text that must be equal on 
 def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
     """Return a dict of the package versions, option values and file digests that must be equal on all ranks.
 
-    The values are pairs: a text for comparing, and a text for messages.
+    Each value is a pair of a text to compare and a text for messages.
 
     Args:
         args: parsed arguments of the command.

@@ -65,9 +65,12 @@ class DraftLength:
             self._since_dense = 0 if len(self._dense) > 1 else DENSE_EVERY
 
     def note_check(self, drafts: int, accepted: int, seconds: tuple[float, float] | None) -> None:
-        """Record that a check accepted ``accepted`` of ``drafts`` draft tokens.
+        """Record a check.
 
-        ``seconds`` is ``(drafting, checking)``, the time of each phase; None if the check was not timed.
+        Args:
+            drafts: number of draft tokens.
+            accepted: number of accepted draft tokens.
+            seconds: time of drafting and time of checking; None if the check was not timed.
         """
         if self._rounds == 0:  # discard old times at the first check after a pause
             self._checks.clear()
@@ -97,7 +100,7 @@ class DraftLength:
         return (self._accepted + 1) / (self._examined + 1)
 
     def rate(self, drafts: int) -> float:
-        """Return the estimated number of tokens per second with ``drafts`` draft tokens per check."""
+        """Return the estimated number of tokens per second for the draft length ``drafts``."""
         dense = max(median(self._dense), 1e-9)  # a coarse clock may measure 0
         if not drafts:
             return 1 / dense
