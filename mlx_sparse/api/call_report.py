@@ -69,7 +69,7 @@ class Report(Totals):
 
     Attributes:
         attn: methods and their options in the format of ``--attn``. Each "auto" is replaced by its value.
-        backend: backend that runs the methods.
+        backend: names of the backends that run the methods, joined by "and".
         model_type: model family, such as "llama".
         model: name or path of the model; empty if unknown.
         layers: number of attention layers.
@@ -77,8 +77,8 @@ class Report(Totals):
         dense_layers: for each reason, the number of layers that always use dense attention.
         sparse_calls: number of decode calls that used sparse attention.
         dense_calls: for each reason, the number of calls that used dense attention.
-        formula_bytes: bytes that the sparse calls moved, according to the papers' formulas, excluding the keys that the
-            device counts.
+        formula_bytes: bytes that the sparse calls moved, according to the papers' formulas. The keys that the device
+            counts are excluded.
         dense_bytes: bytes that dense attention would have moved in the sparse calls.
         prefill: statistics of prefill chunks (`mlx_sparse.lm.statistics.PrefillStatistics`); None if there is no
             prefill method.

@@ -94,8 +94,8 @@ class SaapFunctions:
     ) -> Any:
         """Run one decode step of SAAP attention (docs/spec/saap.md; arXiv 2502.08246).
 
-        The step attends to the first ``sink_tokens`` valid keys, to the last ``recent_tokens`` valid keys including the
-        current key, and to all keys in the visited buckets. This function builds a bucket index on each call.
+        The step attends to the first ``sink_tokens`` valid keys and to all keys in the visited buckets. It also attends
+        to the last ``recent_tokens`` valid keys, including the current key. Each call builds a bucket index.
 
         Args:
             bucket_ids: ``(B, Hkv, S)`` int bucket of each key. -1, or any number that is not a bucket index, means that

@@ -54,10 +54,10 @@ class Call:
     sparse caches in place. If the forward pass raises no exception, ``counts`` is added to the report at the end.
 
     Attributes:
-        plan: plan of the enabled model.
+        plan: `Plan` of the enabled model.
         probe: result of the trial call in `enable`; None if the forward pass is not the trial call.
         caches: the caches of all layers.
-        hooks: hooks of the decode method for this forward pass; None if the method has no hooks.
+        hooks: `CallHooks` of the decode method; None if the method has no hooks.
         counts: numbers of sparse and dense attention calls in this forward pass, and of the bytes that the calls move.
         checks: True if the model is lossless and this forward pass checks draft tokens or is a dense decode step.
     """
@@ -221,7 +221,7 @@ class Call:
         """Run and count one attention call of a layer, or return None to let mlx-lm run dense attention.
 
         Args:
-            layer_index: index of the layer's cache, for the report.
+            layer_index: index of the layer's cache. The report uses it to identify the layer.
         """
         self._step_keys = keys.shape[2] if queries.shape[2] == 1 else 0
         if queries.shape[2] > 1:

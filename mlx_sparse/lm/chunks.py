@@ -128,7 +128,7 @@ def attend_chunk(
     """Run the prefill method on a prefill chunk.
 
     Args:
-        layer_index: index of the layer's cache, for the report.
+        layer_index: index of the layer's cache. The report uses it to identify the layer.
 
     Returns:
         ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; None if the selected blocks exceed the density limit.
@@ -157,7 +157,7 @@ def differs_by_sequence(call: Call, L: int, cache: SparseBatch) -> bool:
     """Return True if a call with ``L`` queries per sequence must process each sequence of a batch separately.
 
     One sequence may be long enough for sparse attention while another sequence is too short. A sequence
-    with only one token in the chunk is processed as a decode step, as if the sequence were not in a batch.
+    that has only one token in the chunk needs a decode step, as it would outside of a batch.
     """
     if L == 1:
         return False

@@ -96,7 +96,7 @@ class ModelHooks:
 
     Attributes:
         call_hooks: class of the hooks for one forward pass.
-        statistics: statistics of a report that has counted no calls; None if `CallHooks.submit` returns no counts.
+        statistics: empty statistics for a new report; None if `CallHooks.submit` returns no counts.
     """
 
     call_hooks: type[CallHooks] = CallHooks

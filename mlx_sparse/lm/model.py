@@ -81,8 +81,8 @@ def enable(
         A report. Each later call of the model adds to its counts.
 
     Raises:
-        ConfigError: the method or its parameters are invalid, no layer of the model can use the method, or the model is
-            already enabled.
+        ConfigError: the method or a parameter is invalid, no layer can use the method, or the model is already
+            enabled.
         ArtefactError: SAAP's artefact cannot be read, or was trained for another model.
         BackendUnavailable: the backend cannot run here, or the interfaces of the installed mlx-lm or mlx-vlm have
             changed.

@@ -28,7 +28,7 @@ class Plan:
         prefill, decode: the method for each stage; None if the stage is dense.
         backend: "auto" or the name of a backend.
         recall: True to measure the attention recall of prefill.
-        hooks: hooks of the decode method.
+        hooks: `ModelHooks` of the decode method.
         hooked: True if the decode method needs hooks.
         calibration: crossover lengths of both methods on this machine.
         decodes: True if decode steps may be sparse; False in a command that only processes a prompt.
@@ -180,8 +180,8 @@ class Plan:
             queries: ``(B, Hq, 1, D)`` queries of the current decode step.
             keys: all keys of the layer, including the key of the current decode step.
             caches: the caches of all layers.
-            hooks: hooks of the decode method for this forward pass; None if the method needs no hooks.
-            index: index of the layer's cache, for the report.
+            hooks: `CallHooks` of the decode method; None if the method needs no hooks.
+            index: index of the layer's cache, which identifies the layer in the report.
         """
         assert self.decode is not None
         config, S, first_rows = self.decode, cache.length, cache.first_rows(caches)
@@ -223,8 +223,8 @@ class LayerPlan:
     """Plan for one layer's decode steps over one cache, valid for a range of context lengths.
 
     Attributes:
-        plan: plan of the model.
-        index: index of the layer's cache, for the report; -1 if unknown.
+        plan: `Plan` of the model.
+        index: index of the layer's cache, which identifies the layer in the report; -1 if unknown.
         queries: shape of the queries, ``(B, Hq, 1, D)``.
         start, stop: the plan is valid for ``start <= cache.length < stop``.
         reason: the reason why decode steps are dense; None if decode steps are sparse.
@@ -261,7 +261,7 @@ class Probe:
     """Result of the trial call that finds the layers that can use sparse attention.
 
     Attributes:
-        plan: plan of the model.
+        plan: `Plan` of the model.
         found: for each attention call, the cache and the reason why the layer stays dense. The reason is None if the
             layer can use sparse attention.
         backends: names of the backends that the layers use.

@@ -190,7 +190,7 @@ def find_source(recorder: Recorder, arrays: tuple[mx.array, ...], position: int,
     """Return the `Source` of a layer's pre-RoPE queries and keys, or the reason why the layer has none.
 
     Args:
-        recorder: recorder with this layer's RoPE calls.
+        recorder: `Recorder` that contains the layer's RoPE calls.
         arrays: the queries that the layer passes to attention, and the new keys that it writes to the cache.
         position: position of the first row of both arrays; at least 1, because RoPE changes nothing at position 0.
         rotations: number of calls to `mx.fast.rope` in the layer, inside and outside of RoPE modules.

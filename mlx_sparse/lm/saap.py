@@ -91,7 +91,7 @@ class Buckets(ModelHooks):
 
     Attributes:
         routers: dict from the index of a layer's cache to the layer's router, or to the reason why the layer is dense.
-        recorder: recorder of the model's RoPE calls.
+        recorder: `Recorder` of the model's RoPE calls.
     """
 
     statistics = BucketStatistics()

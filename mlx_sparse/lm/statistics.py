@@ -194,7 +194,7 @@ class BucketStatistics:
     Attributes:
         valid: number of keys that are not padding.
         listed: number of keys in bucket lists. Every decode step attends to the keys outside the lists.
-        attended: number of attended keys.
+        attended: number of keys that the decode steps attended to.
         bytes: number of bytes of the attended keys, the values of these keys and their list entries.
     """
 
@@ -263,7 +263,7 @@ class DraftStatistics:
         accepted: for each position in a draft, the number of accepted draft tokens.
         drafted: number of draft tokens.
         draft_seconds, check_seconds: total time in seconds of drafting and of checking in the timed checks.
-        timed: number of timed checks.
+        timed: number of checks that were timed.
         alone_seconds: total time in seconds of the timed dense decode steps.
         timed_alone: number of timed dense decode steps.
         pauses: number of times that drafting was paused because it was slower than dense decoding.

@@ -60,7 +60,7 @@ def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16)
 
     The step reads r = ``rank`` components of S keys, and k = ``top_k`` keys and values. The step writes one key and one
     value, and reads and writes the mean value. If ``key_bits`` is below 16, the first term is
-    ``S r (key_bits + 1/2) / 16`` (sparq.23), which counts the codes, ``lo`` and ``step`` in elements of 16 bits.
+    ``S r (key_bits + 1/2) / 16`` (sparq.23). This term counts the codes, ``lo`` and ``step`` in elements of 16 bits.
     """
     scored = S * rank if key_bits == 16 else -(-S * rank * (2 * key_bits + 1) // 32)
     return scored + 2 * min(top_k, S) * D + 4 * D

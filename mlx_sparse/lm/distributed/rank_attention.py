@@ -1,6 +1,6 @@
 """Run decode steps and prefill chunks over the keys of all ranks.
 
-In a decode step, each function takes ``queries (B, Hq, 1, D)`` and returns float32 ``out (B, Hq, 1, D)`` and
+Functions for decode steps take ``queries (B, Hq, 1, D)``. They return float32 ``out (B, Hq, 1, D)`` and
 ``lse (B, Hq, 1)``. Write the token's key and value to the cache before the call.
 
 In a prefill chunk, each rank has all queries, keys and values of the chunk. All queries attend to the older keys that
