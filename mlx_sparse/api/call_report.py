@@ -19,7 +19,7 @@ _lock = threading.RLock()
 
 
 class DeviceCounts(Protocol):
-    """Statistics that the device computes: `lm.statistics.BucketCounts` and `lm.recall.RecallCounts`.
+    """Statistics that the device computes, such as `lm.statistics.BucketCounts` and `lm.recall.RecallCounts`.
 
     Attributes:
         total: name of the `Report` attribute that contains the sum of these statistics.
@@ -28,7 +28,7 @@ class DeviceCounts(Protocol):
     total: str
 
     def read(self) -> Any:
-        """Wait for the device and return the statistics. Any thread may call this method, one thread at a time."""
+        """Wait for the device and return the statistics. Any thread may call this, but only one thread at a time."""
 
 
 @dataclass
@@ -51,8 +51,8 @@ class Counts(Totals):
     """Totals of one model call.
 
     Attributes:
-        decode: SAAP's statistics for decode steps; None with other methods.
-        counting: statistics that the device is still computing; None without such statistics.
+        decode: SAAP's statistics for decode steps; None if the decode method is not SAAP.
+        counting: statistics that the device is still computing; None if there are none.
     """
 
     decode: Any = None
@@ -63,37 +63,38 @@ class Counts(Totals):
 class Report(Totals):
     """Totals of all calls of one enabled model. Any thread may add to a report or read it at any time.
 
-    A model call adds its counts when it returns; a call that raises adds nothing. Most attributes can be read without
-    waiting for the device. `recall` waits for the decode steps in flight. With SAAP, `buckets` and `sparse_bytes` also
-    wait for these steps, because the device counts the attended keys.
+    A model call adds its counts when it returns. A call that raises an error adds nothing. Most attributes can be read
+    without waiting for the device. `recall` waits for the decode steps in flight. If the method is SAAP, `buckets` and
+    `sparse_bytes` wait for the decode steps too, because the device counts the attended keys.
 
     Attributes:
-        attn: methods and their options in the format of ``--attn``, with every "auto" resolved.
-        backend: backend that runs the methods.
+        attn: methods and their options in the format of ``--attn``. Each "auto" is replaced by its value.
+        backend: names of the backends that run the methods, joined by "and".
         model_type: model family, such as "llama".
         model: name or path of the model; empty if unknown.
         layers: number of attention layers.
         served_layers: number of layers that can use sparse attention.
-        dense_layers: number of layers that always use dense attention, for each reason.
+        dense_layers: for each reason, the number of layers that always use dense attention.
         sparse_calls: number of decode calls that used sparse attention.
-        dense_calls: number of calls that used dense attention, for each reason.
-        formula_bytes: bytes that the sparse calls moved, according to the papers' formulas, excluding the keys that the
-            device counts.
+        dense_calls: for each reason, the number of calls that used dense attention.
+        formula_bytes: bytes that the sparse calls moved, according to the papers' formulas. The keys that the device
+            counts are excluded.
         dense_bytes: bytes that dense attention would have moved in the sparse calls.
-        prefill: statistics of prefill chunks (`mlx_sparse.lm.statistics.PrefillStatistics`); None without a prefill
-            method.
+        prefill: statistics of prefill chunks (`mlx_sparse.lm.statistics.PrefillStatistics`); None if there is no
+            prefill method.
         decodes: True if there is a decode method.
         crossovers: function that returns the crossover lengths of the layers as lines of text.
         sent_bytes, messages: numbers of bytes and messages sent to the other ranks of a sharded context.
-        checked_bytes: bytes moved by verification steps of a lossless model and by its decode steps without drafts.
-        drafts: draft statistics (`mlx_sparse.lm.statistics.DraftStatistics`); None without `--lossless`.
+        checked_bytes: bytes that the verification steps and dense decode steps of a lossless model moved.
+        drafts: statistics of self-speculative decoding (`mlx_sparse.lm.statistics.DraftStatistics`); None if the
+            model is not lossless, and before the first generated token.
         part: layers and KV heads of the model that this process runs.
-        kv_heads: number of KV heads of a served layer, on this rank and in the whole model; None if the number
-            differs between layers.
+        kv_heads: pair of the number of KV heads of a served layer on this rank and in the whole model; None if the
+            numbers differ between layers.
         weight_bytes: number of weight bytes that a decode step reads in this process.
         adaptive: True if SparQ has an adaptive budget (sparq.25).
         in_flight: maximum number of calls with statistics that the device may still be computing.
-        counted, recalls: `buckets` and `recall` without the decode steps in flight.
+        counted, recalls: values of `buckets` and `recall` that exclude the decode steps in flight.
     """
 
     attn: str
@@ -133,7 +134,7 @@ class Report(Totals):
 
     @property
     def buckets(self) -> Any:
-        """Statistics of SAAP (`mlx_sparse.lm.statistics.BucketStatistics`); None with other methods."""
+        """Statistics of SAAP (`mlx_sparse.lm.statistics.BucketStatistics`); None if the method is not SAAP."""
         with _lock:
             if self.counted is not None:  # `Plan` adds zeros if the method is SAAP
                 self._settle()
@@ -153,7 +154,7 @@ class Report(Totals):
     def sparse_bytes(self) -> int:
         """Bytes that the sparse calls moved, according to the papers' formulas.
 
-        With SAAP and with an adaptive budget of SparQ, reading this property waits for the device.
+        If the method is SAAP, or SparQ with an adaptive budget, reading this property waits for the device.
         """
         with _lock:
             unread = self.recall.unread_bytes if self.adaptive and self.recall else 0
@@ -175,12 +176,12 @@ class Report(Totals):
             return data
 
     def calls(self) -> Counts:
-        """Return the sparse, dense and prefill call counts so far, without waiting for the device."""
+        """Return the numbers of sparse and dense calls so far. Do not wait for the device."""
         with _lock:
             return Counts(self.sparse_calls, self.dense_calls, prefill=self.prefill)
 
     def opening(self) -> list[str]:
-        """Return the first lines of the report, with the served layers and the crossover lengths."""
+        """Return the first lines of the report, which list the served layers and the crossover lengths."""
         model = ", ".join(filter(None, (self.model_type, self.model)))
         served = f"{self.served_layers} of {self.layers} layers ({model})"
         lines = [f"{self.attn} on {self.backend}: {served}{self._held()}"]
@@ -199,7 +200,7 @@ class Report(Totals):
         return f", {here} of {whole} KV heads on this rank" if here < whole else ""
 
     def summary(self) -> str:
-        """Return the report in at most eight lines: the sparse calls, their savings, the dense calls and a hint."""
+        """Return at most eight lines about sparse calls, the bytes that they save and dense calls, and a hint."""
         with _lock:
             first = self.opening()[0]
             if self.dense_layers:
@@ -282,9 +283,9 @@ def _sum(known: Any, more: Any) -> Any:
 
 
 def listing(counts: Counter[str], most: int | None = None) -> str:
-    """Format counts and reasons as "3 too short, 1 masked", the largest count first.
+    """Return numbers of calls by reason as text, for example "3 too short, 1 masked". The largest number is first.
 
-    If there are more than ``most`` reasons, count the rest as "for other reasons".
+    If there are more than ``most`` reasons, the remaining calls are counted as "for other reasons".
     """
     parts = [f"{count:,} {reason}" for reason, count in counts.most_common(most)]
     if rest := counts.total() - sum(count for _, count in counts.most_common(most)):

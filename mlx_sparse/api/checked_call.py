@@ -20,7 +20,7 @@ class Library(Protocol):
     `mlx_sparse.api.mlx_functions.MLX` and `mlx_sparse.cuda_ref.api.Torch` implement this protocol.
 
     Attributes:
-        xp: module of the array library, for functions with the same name in all libraries.
+        xp: module of the array library. Callers use only functions that have the same name in all libraries.
     """
 
     xp: Any
@@ -28,13 +28,13 @@ class Library(Protocol):
     def check_array(
         self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
     ) -> None:
-        """Raise unless ``array`` is an array of this library with a supported dtype, on the same device as ``like``."""
+        """Raise an error if ``array`` has an unsupported type or dtype, or is not on the device of ``like``."""
 
     def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Any) -> str:
-        """Return the backend that runs ``function`` on these arrays.
+        """Return the backend that runs ``function`` on ``arrays``.
 
         Raises:
-            BackendUnavailable, ConfigError, ShapeError: the backend cannot run the function on these arrays.
+            BackendUnavailable, ConfigError, ShapeError: the backend cannot run the function on ``arrays``.
         """
 
     def load(self, function: str, backend: str) -> Callable[..., Any]:
@@ -47,10 +47,10 @@ class Library(Protocol):
         """Convert ``left_padding (B,)`` to an array clamped to 0..S; None stays None."""
 
     def ones(self, shape: tuple[int, ...], like: Any) -> Any:
-        """Return a float32 array of ones with this shape on the device of ``like``."""
+        """Return a float32 array of ones in the given ``shape`` on the device of ``like``."""
 
     def visit(self, bucket_ids: Any, visited: Any) -> dict[str, Any]:
-        """Validate bucket ids and visited buckets, and return them as arguments for a backend's `saap_attention`."""
+        """Check bucket ids and visited buckets. Return a dict of arguments for a backend's `saap_attention`."""
 
     def count_blocks(self, blocks: Any) -> Any:
         """Return the number of key blocks ``(B, Hq)`` that each query head attends to in ``blocks (B, Hq, R, N)``."""
@@ -85,7 +85,7 @@ class Call:
         return self.sizes.L == 1 and self.sizes.S > attended
 
     def check(self, name: str, array: Any, shape: tuple[int, ...], *, same_type: bool = False) -> None:
-        """Check the shape of an optional array. If ``same_type`` is True, also check that it has the queries' dtype."""
+        """Check an array that may be None. If ``same_type`` is True, the array must have the dtype of the queries."""
         if array is not None:
             self.library.check_array(name, array, self.arrays[0], same_type=same_type)
             check_shape(name, array, shape)
@@ -109,7 +109,7 @@ class Call:
         return run(*self.arrays, scale=self.scale, left_padding=self.left_padding, **parameters)
 
     def dense(self, layout: Layout | None = None) -> Any:
-        """Run dense attention. With ``layout``, `Stats` counts the elements moved per query head."""
+        """Run dense attention. If ``layout`` is set, `Stats` counts the elements per query head."""
         out = self.load("dense")(*self.arrays, scale=self.scale, left_padding=self.left_padding)
         if not self.return_stats:
             return out
@@ -123,7 +123,7 @@ class Call:
         """Run a sparse decode step, or dense attention if a sparse step would attend to every key.
 
         Args:
-            count: function of S, D and ``top_k`` that returns the number of elements moved.
+            count: function of S, D and ``top_k`` that returns the number of elements that the step moves per KV head.
             attended: number of keys that a sparse step attends to.
         """
         if not self.sparse(attended):
@@ -139,7 +139,7 @@ class Call:
         return Stats(moved, dense, density, self.recall(lse), estimated_recall=estimated_recall)
 
     def recall(self, lse: Any) -> Any:
-        """Return the attention recall from ``lse`` and a dense pass over the keys, or None if it was not requested."""
+        """Compute the attention recall from ``lse`` and a dense pass over the keys, or return None if not requested."""
         if self.return_stats != "recall":
             return None
         queries, keys, _ = self.arrays

@@ -37,14 +37,15 @@ class DecodeFunctions:
         scale: float | None = None,
         backend: str = "auto",
     ) -> tuple[Array, Array]:
-        """Compute exact attention of one query per head over the listed keys (sparq.7).
+        """Compute exact attention of one query per head over the keys that ``indices`` lists (sparq.7).
 
         Args:
             indices: ``(B, Hkv, N)`` int32 key indices, ascending. ``-1``, or any number that is not a key index,
                 marks an empty slot.
 
         Returns:
-            ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``. If all slots are empty, out is 0 and lse is -inf.
+            ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``. If all slots are empty, ``out`` is 0 and ``lse`` is
+            -inf.
         """
         call = Call(self._library, "attend_indices", (queries, keys, values), scale=scale, backend=backend)
         n = call.sizes
@@ -104,11 +105,11 @@ class DecodeFunctions:
             component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation
                 of the keys ("query_key").
             key_bits: number of bits per component of the scoring keys: 16 (as in the paper) or 4.
-            keys_t: ``(B, Hkv, D, S)`` component-major keys, or with ``key_bits=4`` the `KeyCodes` of `code_keys`.
+            keys_t: ``(B, Hkv, D, S)`` component-major keys; if ``key_bits`` is 4, the `KeyCodes` from `code_keys`.
                 If None, the call is slower than dense attention. The `metal` backend copies ``keys_t`` on every call
                 if it is a slice of a larger buffer.
-            value_mean: ``(B, Hkv, D)`` mean of the valid values, including the current one. If None, the call
-                computes it.
+            value_mean: ``(B, Hkv, D)`` mean of the valid values, including the current value. If None, the call
+                computes the mean.
 
         Returns:
             ``out (B, Hq, L, D)`` in the dtype of ``queries``, and a `Stats` if ``return_stats`` is set.
@@ -169,10 +170,11 @@ class DecodeFunctions:
         left_padding: Array | None = None,
         backend: str = "auto",
     ) -> Array:
-        """Compute the initial ``scores`` for `h2o_attention`: the causal softmax weights, summed over ``queries``.
+        """Compute the initial ``scores`` for `h2o_attention`. A score is the sum of a key's causal softmax weights.
 
         Returns:
-            float32 scores ``(B, Hkv, S)``, averaged over the query heads of a group. Invalid keys have the score -inf.
+            float32 scores ``(B, Hkv, S)``, summed over ``queries`` and averaged over the query heads of a group.
+            Invalid keys have the score -inf.
         """
         call = Call(self._library, "h2o_scores", (queries, keys, keys), scale, left_padding, backend)
         run = call.load("h2o_scores")
@@ -193,14 +195,15 @@ class DecodeFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """Run one decode step of H2O: attend to the last keys and the keys with the largest scores. Evict the others.
+        """Run one decode step of H2O. Attend to the last keys and the keys with the largest scores, and evict the rest.
 
         Args:
-            scores: ``(B, Hkv, S)`` sum of softmax weights per key so far; 0 for the current key, -inf for evicted keys.
+            scores: ``(B, Hkv, S)`` sum of the softmax weights that each key has received. The score is 0 for the
+                current key, and -inf for evicted keys.
             top_k: number of attended keys per KV head, including the last ``local_window`` keys.
 
         Returns:
-            ``out``, the new ``scores`` (-inf for evicted keys), and a `Stats` if ``return_stats`` is set.
+            ``out``, the new ``scores``, and a `Stats` if ``return_stats`` is set. The score of an evicted key is -inf.
         """
         call = Call(self._library, "h2o", (queries, keys, values), scale, left_padding, backend, return_stats)
         n = call.sizes

@@ -1,15 +1,15 @@
 """Define the public functions for any array library.
 
-The shapes are ``queries (B, Hq, L, D)``, and ``keys`` and ``values (B, Hkv, S, D)`` including the current tokens. Query
-``i`` is at position ``S - L + i``. The int array ``left_padding (B,)`` contains the index of the first valid key of
-each sequence.
+The shapes are ``queries (B, Hq, L, D)``, ``keys (B, Hkv, S, D)`` and ``values (B, Hkv, S, D)``. Keys and values include
+the current tokens. Query ``i`` is at position ``S - L + i``. The int array ``left_padding (B,)`` contains the index of
+the first valid key of each sequence.
 
 The attention functions return ``out (B, Hq, L, D)`` in the dtype of ``queries``, and a `Stats` if ``return_stats`` is
-set. ``return_stats="recall"`` adds the attention recall, which costs one dense pass over the keys. Decode methods fall
-back to dense attention if they would attend to every key, or if there is more than one query (``L > 1``).
+set. ``return_stats="recall"`` adds the attention recall, which costs one dense pass over the keys. Decode methods use
+dense attention if they would attend to every key. They also use dense attention if ``L > 1``.
 
-All functions raise `ShapeError` if array shapes do not fit together, `ConfigError` if a parameter is out of range, and
-`BackendUnavailable` if the backend cannot run here.
+All functions raise `ShapeError` if the shapes of the arrays are incompatible, and `ConfigError` if a parameter is out
+of range. They raise `BackendUnavailable` if the backend cannot run on this machine.
 """
 
 import inspect

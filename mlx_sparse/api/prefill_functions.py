@@ -1,8 +1,8 @@
 """Define the public functions for block-sparse prefill and SampleAttention (docs/spec/sample.md).
 
 A row block is ``block_size`` consecutive queries. For each query head, a row block attends to a list of key blocks.
-Blocks start at multiples of ``block_size`` from position 0, also after a cached prefix (``L < S``). The `ops` backend
-evaluates the block lists. Therefore these functions do not work inside `mx.compile`.
+Blocks start at multiples of ``block_size`` from position 0, even if the first ``S - L`` tokens are cached. The `ops`
+backend evaluates the block lists. Therefore the functions do not work inside `mx.compile`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class PrefillFunctions:
         scale: float | None = None,
         backend: str = "auto",
     ) -> tuple[Array, Array]:
-        """Compute exact causal attention of each query over the key blocks listed for its row block (sample.8).
+        """Compute exact causal attention of each query over the key blocks that its row block attends to (sample.8).
 
         Args:
             blocks: ``(B, Hq, R, N)`` int32 indices of key blocks, ascending, for the R row blocks that contain a query.
                 ``-1``, or any number that is not a block index, marks an empty slot.
 
         Returns:
-            ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``. If a query attends to no key, its out is 0 and its lse
-            is -inf.
+            ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``. If a query attends to no key, its ``out`` is 0 and its
+            ``lse`` is -inf.
         """
         call = Call(self._library, "attend_blocks", (queries, keys, values), scale=scale, backend=backend)
         n = call.sizes
@@ -99,8 +99,8 @@ class PrefillFunctions:
     ) -> Any:
         """Run SampleAttention on a prefill chunk (MLSys 2025, Algorithm 1).
 
-        Attention is dense if ``alpha_column`` or ``alpha_slash`` is 1, or if every row block contains a sampled row,
-        for example in a chunk of one block.
+        Attention is dense if ``alpha_column`` or ``alpha_slash`` is 1. It is also dense if every row block contains a
+        sampled row, for example in a chunk of one block.
 
         Args:
             alpha_column: share of the sample's attention that the selected key blocks must cover; above 0, at most 1.

@@ -21,7 +21,7 @@ class SaapFunctions:
         """Assign each key to the bucket of the centroid with the largest inner product (saap.1).
 
         Args:
-            keys: ``(B, Hkv, n, D)`` before RoPE.
+            keys: ``(B, Hkv, n, D)`` pre-RoPE keys.
             centroids: ``(Hkv, C, D)``, one centroid per bucket.
 
         Returns:
@@ -51,8 +51,8 @@ class SaapFunctions:
         """Select ``probes`` buckets per KV head. All query heads of a KV head share the buckets (saap.5), (saap.8).
 
         Args:
-            queries: ``(B, Hq, 1, D)`` before RoPE.
-            out_weight: ``(Hkv, H, C)`` weight of the output layer. Without a hidden layer, H is D. To route without a
+            queries: ``(B, Hq, 1, D)`` pre-RoPE queries.
+            out_weight: ``(Hkv, H, C)`` weight of the output layer. If there is no hidden layer, H is D. If you have no
                 trained network, pass ``scale`` times the transposed centroids.
             out_bias: ``(Hkv, C)`` bias of the output layer; None means 0.
             hidden_weight: ``(Hkv, D, H)`` weight of the hidden layer; None means no hidden layer.
@@ -60,7 +60,7 @@ class SaapFunctions:
             probes: number of buckets to visit, 1..C.
 
         Returns:
-            int32 bucket ids ``(B, Hkv, probes)``, ascending; a NaN score counts as +inf.
+            int32 bucket ids ``(B, Hkv, probes)`` in ascending order. A NaN score counts as +inf.
         """
         network = {"out_weight": out_weight, "out_bias": out_bias}
         network |= {"hidden_weight": hidden_weight, "hidden_bias": hidden_bias}
@@ -94,8 +94,8 @@ class SaapFunctions:
     ) -> Any:
         """Run one decode step of SAAP attention (docs/spec/saap.md; arXiv 2502.08246).
 
-        The step attends to the first ``sink_tokens`` and the last ``recent_tokens`` valid keys, including the current
-        key, and to all keys in the visited buckets. This function builds a bucket index on each call.
+        The step attends to the first ``sink_tokens`` valid keys and to all keys in the visited buckets. It also attends
+        to the last ``recent_tokens`` valid keys, including the current key. Each call builds a bucket index.
 
         Args:
             bucket_ids: ``(B, Hkv, S)`` int bucket of each key. -1, or any number that is not a bucket index, means that

@@ -24,7 +24,7 @@ class Scores:
 
     Attributes:
         length: number of rows whose queries are included in the scores.
-        scores: float32 ``(B, Hkv, length)``; -inf for evicted keys and padding.
+        scores: float32 ``(B, Hkv, length)`` sums of attention weights; -inf for evicted keys and padding.
     """
 
     length: int
@@ -35,10 +35,10 @@ class H2OState(State):
     """Accumulated attention scores for the keys of a cache.
 
     The scores cannot be rebuilt from keys and values. The scores become unknown if the queries of some rows were not
-    added, or if a trim leaves fewer rows than the oldest entry of ``states`` covers.
+    added. They also become unknown if a trim leaves fewer rows than the oldest entry of ``states`` covers.
 
     Attributes:
-        states: `Scores` after each of the last `STATES` updates, in ascending order of length.
+        states: list of `Scores`, one for each of the last `STATES` updates, in ascending order of length.
     """
 
     def __init__(self, states: list[Scores] | None = None) -> None:
@@ -63,7 +63,8 @@ class H2OState(State):
 
         Args:
             queries: ``(B, Hq, L, D)`` queries of the last L rows of ``keys``.
-            keys: ``(B, Hkv, S, D)``. The scores must include the queries of the first ``S - L`` rows.
+            keys: ``(B, Hkv, S, D)`` keys of the first S rows. The scores must already include the queries of the first
+                ``S - L`` rows.
         """
         L, S = queries.shape[2], keys.shape[2]
         # Store a state for every query of a verification step, because any draft can be rejected.
@@ -112,7 +113,7 @@ class H2OState(State):
             self._submitted = True
 
     def _grown(self, shape: tuple[int, ...]) -> mx.array:
-        """Return the latest scores ``(B, Hkv, length)``, padded with zeros to ``shape``, which is ``(B, Hkv, S)``."""
+        """Pad the latest scores ``(B, Hkv, length)`` with zeros to ``shape``, which is ``(B, Hkv, S)``."""
         if not self.states:
             return mx.zeros(shape)
         return mx.pad(self.states[-1].scores, [(0, 0), (0, 0), (0, shape[2] - self.length)])

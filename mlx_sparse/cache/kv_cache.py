@@ -1,6 +1,6 @@
 """Define subclasses of KV caches of mlx-lm and mlx-vlm for sparse attention.
 
-The ``state`` property of these caches is the same as in the base classes and excludes the auxiliary cache state.
+The ``state`` property of each subclass returns the ``state`` of its base class, without the auxiliary cache state.
 
 `adopt` changes the class of a cache in place. Keys, values and offset stay the same, so saving, trimming, merging and
 batching work as before.
@@ -127,7 +127,7 @@ class SparseBatch(SparseCache):
         """Return the row range ``[first, stop)`` of each sequence, or None if the right padding is unknown.
 
         Args:
-            others: caches of the other layers. Their first rows are read in the same wait for the device.
+            others: caches of the other layers. One wait for the device reads the first rows of all caches.
         """
         first_rows = self.first_rows(others)
         ends: list[int] | None = [self.length] * len(first_rows)
@@ -253,7 +253,7 @@ def register_vlm(caches: ModuleType) -> None:
 
 
 def adopt(cache: Any) -> None:
-    """Convert a KV cache, or each KV cache in a list, to a sparse cache in place, by changing its class."""
+    """Change the class of a KV cache, or of each KV cache in a list, to a sparse cache class in place."""
     if isinstance(cache, (list, tuple)):
         for entry in cache:
             adopt(entry)
@@ -264,7 +264,7 @@ def adopt(cache: Any) -> None:
 
 
 def is_padding_mask(mask: Any, caches: Iterable[Any]) -> bool:
-    """Return True if ``mask`` is a causal mask, with or without the left padding of a batch cache in ``caches``."""
+    """Return True if ``mask`` is causal, or if it is the padding mask of a batch cache in ``caches``."""
     if isinstance(mask, str):
         return mask == "causal"  # mlx-vlm uses other names for kernels of its own
     return any(isinstance(cache, SparseBatch) and _is_mask_of(cache, mask) for cache in caches)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class QuestState(State):
-    """Elementwise bounds (quest.1) of the keys in each page, except the page that contains the newest key.
+    """Elementwise bounds (quest.1) of the keys in each page. The page that contains the newest key has no bounds.
 
     The bounds can be rebuilt from the keys.
 

@@ -1,4 +1,4 @@
-"""Track the mean and the standard deviation of the rows in a KV cache. Trimming rows adds no rounding errors."""
+"""Update the mean and the standard deviation of the rows in a KV cache. Trimming rows adds no rounding errors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class State:
     Attributes:
         length: number of cache rows that the sums cover.
         sums: float32 ``(B, Hkv, 1, D)`` sum of the rows. If the standard deviation is computed, axis 2 has a second
-            entry: the sum of squared distances from the mean. Before the first row, axes 0, 1 and 3 have length 1.
-        count: number of valid rows, at least 1: a float32 scalar, or ``(B, 1, 1, 1)`` with padding.
+            entry, the sum of squared distances from the mean. Before the first row, axes 0, 1 and 3 have length 1.
+        count: number of valid rows, at least 1. It is a float32 scalar, or ``(B, 1, 1, 1)`` if rows are padding.
     """
 
     length: int
@@ -35,7 +35,7 @@ class State:
 
 
 class RunningStatistics:
-    """Mean and, with ``spread``, standard deviation of the valid rows of keys or values.
+    """Mean of the valid rows of keys or values. If ``spread`` is True, the standard deviation is computed too.
 
     Rows are never subtracted from a sum, because a NaN would remain in the sum, and a large number would leave a
     rounding error. Instead, a trim restores an earlier state, and the next step adds the rows after that state again.
@@ -46,12 +46,13 @@ class RunningStatistics:
     removes the rounding errors of the single additions.
 
     Args:
-        padding: ``(B,)`` index of the first valid row of each sequence, or None. Earlier rows may have any contents.
-        spread: True to also compute the standard deviation.
+        padding: ``(B,)`` index of the first valid row of each sequence; None if all rows are valid. Rows before this
+            index may have any contents.
+        spread: True to compute the standard deviation in addition to the mean.
 
     Attributes:
-        blocks: states at the ends of the last two blocks.
-        steps: up to `STEPS` later states, one for each call of `extend` after the last block.
+        blocks: states at the ends of the last two blocks of `BLOCK` rows.
+        steps: up to `STEPS` states after the last block, one for each call of `extend`.
     """
 
     def __init__(self, padding: mx.array | None, *, spread: bool) -> None:
@@ -76,7 +77,7 @@ class RunningStatistics:
             self.steps = [state for state in self.steps if state.length <= length]
 
     def extend(self, buffer: Rows, S: int) -> None:
-        """Add the missing rows of ``buffer (B, Hkv, capacity, D)``, so that the statistics cover rows ``[0, S)``."""
+        """Add rows of ``buffer (B, Hkv, capacity, D)`` until the statistics cover the rows ``[0, S)``."""
         self.rewind(S)
         full = S // BLOCK * BLOCK
         if self.state.length < full:
@@ -127,7 +128,7 @@ class RunningStatistics:
         return State(stop, sums + added, mx.maximum(self._count(0, stop), 1))
 
     def _count(self, start: int, stop: int) -> mx.array:
-        """Return the number of valid rows in ``[start, stop)``: a scalar, or ``(B, 1, 1, 1)`` with padding."""
+        """Return the number of valid rows in ``[start, stop)``: a scalar, or ``(B, 1, 1, 1)`` if rows are padding."""
         if self._padding is None:
             return mx.array(float(stop - start))
         return mx.maximum(stop - mx.maximum(start, self._padding), 0).astype(mx.float32)[:, None, None, None]
@@ -163,7 +164,7 @@ def _add_key(
 
 @partial(mx.compile, shapeless=True)
 def _unpadded(row: mx.array, padding: mx.array, position: mx.array) -> tuple[mx.array, mx.array]:
-    """Return ``row``, with zeros where it is padding, and the number of valid rows up to ``position``, at least 1."""
+    """Set padding in ``row`` to zero. Return the row and the number of valid rows up to ``position``, at least 1."""
     count = (position + 1 - padding).astype(mx.float32)
     return mx.where(count > 0, row, 0.0), mx.maximum(count, 1)
 

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class KeyLists:
-    """Indices of the keys in each bucket, without the keys in the recent window (saap.9).
+    """Indices of the keys in each bucket (saap.9). Keys in the recent window are not listed.
 
     Attributes:
         offsets: ``(B, Hkv, buckets + 1)`` start of each bucket in ``key_ids``.
         key_ids: ``(B, Hkv, n)`` key indices, sorted by bucket.
-        covered: for each sequence, the number of rows up to which keys are listed. Later keys are in no list.
-        bounds: values of ``covered`` as a kernel argument: an int if all sequences have the same value, and int32
-            ``(B,)`` otherwise.
+        covered: for each sequence, the row index at which the lists end. Keys from this row on are in no list.
+        bounds: values of ``covered`` as a kernel argument. An int if all sequences have the same value; otherwise an
+            int32 array ``(B,)``.
         listed: for each sequence, the number of listed keys, summed over KV heads.
         capacity: largest number of keys that a decode step can attend to before the next `rebuild_lists`.
     """
@@ -89,10 +89,10 @@ def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP
 
 
 def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: Iterable[int] | None = None) -> None:
-    """Rebuild the lists of all layers for a decode step at position ``S``. Wait for the device only once.
+    """Rebuild the lists of all ``caches`` for a decode step at position ``S``. Wait for the device only once.
 
     Args:
-        caches: one cache per layer, with an index of at least ``S - 1`` rows.
+        caches: one cache per layer. The index of each cache must have at least ``S - 1`` rows.
         sequences: indices of the sequences that get centroids; None means all sequences with keys.
     """
     first_rows = caches[0].first_rows(caches)
@@ -114,10 +114,10 @@ def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: It
 def _list_keys(
     cache: SparseCache, index: BucketIndex, covered: list[int], config: SAAP, sequences: Iterable[int] | None
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Build a layer's lists (saap.9). Return ``offsets``, ``key_ids`` and int32 key counts ``(2, B)``.
+    """Build a layer's lists (saap.9). Return ``offsets``, ``key_ids`` and int32 numbers of keys ``(2, B)``.
 
-    For each sequence, the first count is the number of keys in the ``probes`` largest buckets (maximum over KV heads).
-    The second count is the number of keys in all buckets (sum over KV heads).
+    For each sequence, the first number counts the keys in the ``probes`` largest buckets, as the maximum over KV heads.
+    The second number counts the keys in all buckets, as the sum over KV heads.
     """
     index.complete(cache, config, sequences)
     B, Hkv, _, _ = cache.key_rows.shape

@@ -49,7 +49,7 @@ class Router:
 
 
 def kmeans_network(centroids: mx.array, scale: float) -> dict[str, mx.array]:
-    """Return weights of a linear query network, whose logits are the attention scores of ``centroids (..., C, D)``."""
+    """Build a linear query network. Its logits are the attention scores of ``centroids (..., C, D)``."""
     return {"out_weight": mx.contiguous((centroids * scale).swapaxes(-1, -2))}
 
 
@@ -63,11 +63,11 @@ class BucketIndex(State):
 
     Attributes:
         centroids: ``(Hkv, C, D)`` from the router, or ``(B, Hkv, C, D)`` in online mode; None before the first fit.
-        network: weights for `saap_route`, shared by all sequences or with a batch axis like ``centroids``.
+        network: weights for `saap_route`. The weights have a batch axis if ``centroids`` has a batch axis.
         fitted: in online mode, a dict that maps the index of a sequence to a row index. The centroids of the sequence
-            were fitted to rows before this index. The centroids of sequences without an entry are zeros.
+            were fitted to rows before this index. If a sequence has no entry, its centroids are zeros.
         ids: int16 ``(B, Hkv, n)`` bucket ids of rows ``[0, n)``; None if n is 0.
-        pending: pre-RoPE keys of the rows after the first n, as a list of arrays ``(B, Hkv, m, D)``.
+        pending: list of arrays ``(B, Hkv, m, D)`` with the pre-RoPE keys of the rows from n on.
         lists: keys by bucket (saap.9) from `saap_lists.rebuild_lists`. None before the first call, and again after rows
             have moved.
     """
@@ -89,16 +89,16 @@ class BucketIndex(State):
 
     @property
     def assigned(self) -> int:
-        """Number of rows with bucket ids."""
+        """Number of rows that have bucket ids."""
         return 0 if self.ids is None else self.ids.shape[2]
 
     @property
     def length(self) -> int:
-        """Number of rows with bucket ids or pending pre-RoPE keys."""
+        """Number of rows that have bucket ids or pending pre-RoPE keys."""
         return self.assigned + sum(rows.shape[2] for rows in self.pending)
 
     def rewind(self, length: int) -> None:
-        """Forget the rows from index ``length`` on, and all centroids that were fitted to any of these rows."""
+        """Forget the rows from index ``length`` on, and the centroids that were fitted to any of the forgotten rows."""
         self._forget_rows(length)
         if any(stop > length for stop in self.fitted.values()):
             self.fitted = {sequence: stop for sequence, stop in self.fitted.items() if stop <= length}
@@ -166,7 +166,7 @@ class BucketIndex(State):
         return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
 
     def _fit(self, cache: SparseCache, config: SAAP, sequences: Iterable[int]) -> None:
-        """Fit the missing centroids of ``sequences``, and reassign the keys of these sequences to the new buckets."""
+        """Fit the missing centroids of ``sequences``, and reassign the keys to the new buckets."""
         _, Hkv, _, D = cache.key_rows.shape
         C, first_rows = self.router.buckets, cache.first_rows()
         first_key = {b: first_rows[b] + config.sink_tokens for b in sequences if b not in self.fitted}
@@ -287,7 +287,7 @@ class BucketIndex(State):
         return one
 
     def insert(self, sequence: int, one: BucketIndex, first: int, sequences: int) -> None:
-        """Copy the missing centroids and bucket ids of one sequence from ``one``, an index that `extract` returned.
+        """Copy the missing centroids and bucket ids of a sequence from ``one``, an index that `extract` returned.
 
         Args:
             sequence: index of the sequence in this batch. If the sequence already has centroids, nothing is copied.

@@ -22,7 +22,7 @@ BLOCK = 2 * GROUP
 
 @dataclass(frozen=True)
 class Shard:
-    """Set of positions that one rank stores: all positions with ``position // BLOCK % size == rank``.
+    """Set of the positions that one rank stores. They satisfy ``position // BLOCK % size == rank``.
 
     A position belongs to the same rank at every context length. So no keys move between ranks when a cache is trimmed,
     extended or loaded from a file.
@@ -32,7 +32,7 @@ class Shard:
     size: int
 
     def before(self, position: int) -> int:
-        """Return the number of positions before ``position`` that belong to the rank."""
+        """Return how many positions before ``position`` belong to the rank."""
         rounds, rest = divmod(position, BLOCK * self.size)
         return rounds * BLOCK + min(max(rest - self.rank * BLOCK, 0), BLOCK)
 
@@ -53,15 +53,15 @@ class Shard:
 class ShardedKVCache(SparseCache, KVCache):
     """`mlx_lm.models.cache.KVCache` that stores the rows of one `Shard`.
 
-    ``offset`` is the number of tokens in the sequence, which RoPE, masks and trims use. `length` is the number of rows
-    on this rank. All ranks compute the keys and values of every token; each rank stores the rows of its shard.
+    RoPE, masks and trims use ``offset``, the number of tokens in the sequence. `length` is the number of rows on this
+    rank. All ranks compute the keys and values of every token. Each rank stores the rows of its shard.
 
     Attributes:
         sent: array that depends on all messages of the last forward pass. mlx-lm evaluates this array with the cache,
             so that a rank sends its messages even if it stores none of the new keys.
         calls: number of forward passes in progress. If ``calls`` is 0, writes raise an error, because attention over
             only the rows of this rank would be wrong.
-        agreed: position up to which the ranks have checked that their tokens agree; -1 before the first forward pass.
+        agreed: position up to which all ranks are known to have the same tokens; -1 before the first forward pass.
         chunk: keys and values of all tokens of the current forward pass; None outside a forward pass.
     """
 
@@ -218,7 +218,7 @@ def _at(rows: mx.array, indices: Any) -> mx.array:
 
 
 def _grown(buffer: mx.array | None, first: int, rows: mx.array, empty: int) -> mx.array:
-    """Return rows ``[0, first)`` of ``buffer``, followed by ``empty`` rows of zeros with the type of ``rows``."""
+    """Return rows ``[0, first)`` of ``buffer``, followed by ``empty`` zero rows in the dtype of ``rows``."""
     B, H, _, D = rows.shape
     blank = mx.zeros((B, H, empty, D), rows.dtype)
     return blank if buffer is None else mx.concatenate([buffer[..., :first, :], blank], axis=2)

@@ -1,4 +1,4 @@
-"""Define SparQ's auxiliary cache state: component-major or quantized scoring keys (int4), and running statistics."""
+"""Define SparQ's auxiliary cache state, which has component-major or int4 scoring keys, and running statistics."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class SparQState(State):
     """SparQ's scoring keys and running statistics, which can be rebuilt from keys and values.
 
     Attributes:
-        columns: component-major keys; None unless the last decode step had ``key_bits=16``.
-        codes: quantized scoring keys; None unless the last decode step had ``key_bits=4``.
+        columns: component-major keys; None unless the last decode step used ``key_bits=16``.
+        codes: quantized scoring keys; None unless the last decode step used ``key_bits=4``.
         keys, values: running statistics of the keys and the values; None before the first decode step that needs
             them.
     """
@@ -99,7 +99,8 @@ class Columns:
     """Component-major keys (``key_bits=16``).
 
     Attributes:
-        keys_t: ``(B, Hkv, D, capacity)``; columns ``[0, covered)`` are valid. None before the first decode step.
+        keys_t: ``(B, Hkv, D, capacity)`` array, of which columns ``[0, covered)`` are valid. None before the first
+            decode step.
         covered: number of cache rows that have been copied to ``keys_t``.
     """
 
@@ -116,7 +117,7 @@ class Columns:
         self.covered = min(self.covered, length)
 
     def extend(self, keys: Rows, S: int) -> None:
-        """Copy the missing rows of the buffer ``keys``, so that ``keys_t`` covers rows ``[0, S)``."""
+        """Copy rows of the buffer ``keys`` until ``keys_t`` covers the rows ``[0, S)``."""
         if S <= self.covered:
             self.covered = S
             return
@@ -133,7 +134,7 @@ class Columns:
         self.covered = S
 
     def read(self, S: int, *, whole: bool) -> mx.array:
-        """Return ``keys_t``. Unless ``whole`` is True, return only its first ``S`` columns."""
+        """Return ``keys_t``. If ``whole`` is False, return only the first ``S`` columns."""
         assert self.keys_t is not None
         return self.keys_t if whole else self.keys_t[..., :S]
 
@@ -142,15 +143,15 @@ class Codes:
     """Quantized scoring keys (int4) for all full groups of keys (sparq.17 to sparq.20).
 
     Attributes:
-        coded: codes for all rows of the buffer; invalid for groups that are not full. None before the first full
-            group.
+        coded: codes for all rows of the buffer. The codes of groups that are not full are invalid. None before the
+            first full group.
         covered: number of rows that have been processed; all full groups in these rows are quantized.
         center: float32 ``(B, Hkv, D)`` center of the codes (sparq.17) from `set_center`. None if the center is computed
             from the first group of each sequence.
     """
 
     def __init__(self, padding: mx.array | None, first_rows: list[int]) -> None:
-        """Create an empty state. ``padding`` is ``first_rows`` as an array ``(B,)``, or None without padding."""
+        """Create an empty state. ``padding`` is ``first_rows`` as an array ``(B,)``; None if no row is padding."""
         self.center: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0
@@ -236,7 +237,7 @@ class Codes:
         self.coded = KeyCodes(codes, lo, step, old.center)
 
     def read(self, keys: Rows, *, whole: bool) -> KeyCodes:
-        """Return the code buffers. Unless ``whole`` is True, return only the groups in the first ``covered`` rows."""
+        """Return the codes. If ``whole`` is False, return only the groups in the first ``covered`` rows."""
         if self.coded is None:
             self._grow(keys)
         assert self.coded is not None

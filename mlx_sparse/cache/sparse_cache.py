@@ -24,7 +24,7 @@ Run = Callable[[slice, mx.array, Any, Any, dict[str, int]], tuple[mx.array, ...]
 
 @dataclass(frozen=True)
 class FullSample:
-    """Record that the blocks selected by ``config`` at ``keys`` keys exceeded the density limit ``max_density``."""
+    """Record of the context length ``keys`` at which the blocks that ``config`` selected exceeded ``max_density``."""
 
     config: Prefill
     max_density: float
@@ -33,7 +33,7 @@ class FullSample:
     def covers(self, config: Prefill, max_density: float, S: int) -> bool:
         """Return True if a selection by ``config`` at ``S`` keys is likely to exceed ``max_density``.
 
-        This is assumed if ``config`` and ``max_density`` equal the recorded values and ``keys <= S < 2 * keys``.
+        The result is True if ``config`` and ``max_density`` equal the recorded values, and ``keys <= S < 2 * keys``.
         """
         return (self.config, self.max_density) == (config, max_density) and self.keys <= S < 2 * self.keys
 
@@ -44,7 +44,7 @@ class DecodeStep:
 
     Attributes:
         function: the backend's function for a decode step.
-        parameters: keyword arguments of ``function`` that are the same for every decode step.
+        parameters: keyword arguments of ``function`` that do not change between decode steps.
     """
 
     config: Method
@@ -63,7 +63,7 @@ class SparseCache:
     """Mixin that adds sparse attention (`attend` for decode steps, `attend_prefill` for chunks) to mlx-lm's caches.
 
     Attributes:
-        aux_states: auxiliary cache states by method name.
+        aux_states: dict from the method name to the auxiliary cache state of the method.
         shards: number of context-parallel shards of the sequence.
         layer_plan: `lm.plan.LayerPlan` from the last decode step; None before the first step and after rows have moved.
     """
@@ -109,7 +109,7 @@ class SparseCache:
         return position
 
     def own(self, start: int, rows: mx.array) -> tuple[int, mx.array]:
-        """Select the rows that this cache stores. Return the cache index of the first selected row, and the rows.
+        """Select the rows that this cache stores. Return the cache index of the first selected row, and these rows.
 
         ``rows (B, H, n, D)`` are the keys or values of n consecutive positions from ``start`` on.
         """
@@ -121,12 +121,12 @@ class SparseCache:
 
     @property
     def padding(self) -> mx.array | None:
-        """Index of the first valid row of each sequence, ``(B,)``; None without padding."""
+        """Index of the first valid row of each sequence, ``(B,)``; None if no row is padding."""
         return None
 
     @property
     def state(self) -> Any:
-        """Arrays that mlx-lm saves and evaluates: keys and values, without the auxiliary state."""
+        """Keys and values, which mlx-lm saves and evaluates. The auxiliary state is not included."""
         return super().state  # type: ignore[misc]
 
     @state.setter
@@ -174,7 +174,7 @@ class SparseCache:
         self.aux_states = {method: state for method, state in followed.items() if state is not None}
 
     def step_bytes(self, config: Method, position: int) -> int:
-        """Return the number of bytes that a decode step at ``position`` moves on each shard, for all KV heads."""
+        """Return the bytes that a decode step at ``position`` moves on each shard, summed over all KV heads."""
         keys = self.key_rows
         B, Hkv, _, D = keys.shape
         moved = config.step_bytes(position, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)
@@ -211,8 +211,8 @@ class SparseCache:
     ) -> mx.array | None:
         """Select the key blocks for `attend_prefill`, wait for the device and return the blocks.
 
-        Return None if the density of the blocks exceeds ``max_density``, or is likely to exceed it according to an
-        earlier `FullSample`.
+        Return None if the density of the blocks exceeds ``max_density``. Also return None if an earlier `FullSample`
+        shows that the density is likely to exceed the limit.
         """
         S = self.length
         if any(full is not None and full.covers(config, max_density, S) for full in self._full_samples):
@@ -240,8 +240,8 @@ class SparseCache:
             blocks: result of `select_prefill`; None to select the blocks in this call.
 
         Returns:
-            ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` (the log-sum-exp of the attended scores), and the
-            attended blocks ``(B, Hq, R, N)``.
+            ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` and the attended blocks ``(B, Hq, R, N)``. ``lse`` is the
+            log-sum-exp of the attended scores.
         """
         name = config.name if blocks is None else "attend_blocks"
         function = registry.load(name, backend)
@@ -258,9 +258,9 @@ class SparseCache:
         return out, lse, chosen[0] if blocks is None else blocks
 
     def rows(self, backend: str) -> tuple[Any, Any, dict[str, int]]:
-        """Return keys, values and keyword arguments for a function of ``backend``.
+        """Return keys, values and a dict of keyword arguments for a function of ``backend``.
 
-        The keyword arguments contain the ``length`` in use if ``backend`` takes whole buffers, and are empty otherwise.
+        If ``backend`` takes whole buffers, the dict contains the ``length`` in use. Otherwise the dict is empty.
         """
         S = self.length
         if backend in WHOLE_BUFFERS:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 class State(ABC):
     """Auxiliary cache state of a method, which is updated when its cache is written, trimmed or copied.
 
-    A cache creates the state without arguments in the first decode step of the method. If a state can be rebuilt from
-    keys and values, its class must implement only `nbytes`, `rewind` and `read`. mlx-lm also quantizes the rows of a
-    cache (`pack`) and changes the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
+    In the method's first decode step, the cache creates the state and passes no arguments. If a state can be rebuilt
+    from keys and values, its class must implement only `nbytes`, `rewind` and `read`. mlx-lm may quantize the rows of a
+    cache (`pack`) and change the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
     override these methods to return the updated state. The methods of the base class return None, and the cache
     then drops the state. The next decode step creates a new state.
 
     Attributes:
-        listening: True during a forward pass in which the cache also stores newly written keys in ``received``.
+        listening: True during a forward pass in which the cache must store newly written keys in ``received``.
         received: start row and keys ``(B, Hkv, n, D)`` of the last write; None after the method has read them.
         recall: estimated attention recall ``(B, Hkv)`` of the last decode step; None if the method makes no estimate,
             or after the call has read the estimate.
@@ -47,7 +47,7 @@ class State(ABC):
         """Update the state for all rows of ``cache``, and return keyword arguments for the method's function.
 
         Args:
-            config: the method with its parameters.
+            config: the method and its parameters.
             G: number of query heads per KV head.
             whole: True if the function takes whole buffers and a length; False if it takes only the rows in use.
         """
@@ -64,7 +64,7 @@ class State(ABC):
         return None
 
     def filter(self, sequences: list[int], length: int, start: int) -> State | None:
-        """Return the state for the given ``sequences`` and rows ``[start, length)``, or None to drop the state."""
+        """Return the state for ``sequences`` and the rows ``[start, length)``, or None to drop the state."""
         return None
 
     def extract(self, sequence: int, length: int, start: int) -> State | None:
@@ -74,7 +74,7 @@ class State(ABC):
     def roll(self, padding: mx.array | None, length: int) -> State | None:
         """Return the state after mlx-lm converts right padding to left padding, or None to drop the state.
 
-        The last ``padding (B,)`` of the ``length`` rows move to the front. If ``padding`` is None, no rows move: either
+        The last ``padding (B,)`` of the ``length`` rows move to the front. If ``padding`` is None, no rows move. Then
         mlx-lm is about to pad on the right, or there was no padding.
         """
         return None
@@ -85,7 +85,7 @@ class State(ABC):
         All sequences end at the same row. mlx-lm appends the sequences after this call.
 
         Args:
-            theirs: state of the same method for ``other``, or None.
+            theirs: state of the method for ``other``; None if ``other`` has no such state.
         """
         return None
 

@@ -28,7 +28,7 @@ SAMPLED_STEPS = 4
 
 
 class Phase(Enum):
-    """Phase of self-speculative decoding: drafting with sparse attention, or checking drafts with dense attention."""
+    """Phase of self-speculative decoding. Sparse attention drafts tokens, and dense attention checks the drafts."""
 
     DRAFT = "draft"
     CHECK = "check"
@@ -39,7 +39,7 @@ _phase: ContextVar[Phase | None] = ContextVar("phase", default=None)
 
 @contextlib.contextmanager
 def in_phase(phase: Phase) -> Iterator[None]:
-    """Set the phase for all forward passes on this thread inside the ``with`` block."""
+    """Set ``phase`` for all forward passes that this thread runs inside the ``with`` block."""
     token = _phase.set(phase)
     try:
         yield
@@ -51,15 +51,15 @@ class Call:
     """Context manager that runs the attention of all layers in one forward pass of an enabled model.
 
     Inside the ``with`` block, this object receives all attention calls of the thread. Plain KV caches are converted to
-    sparse caches in place. At the end, the counts are added to the report if the forward pass raised no exception.
+    sparse caches in place. If the forward pass raises no exception, ``counts`` is added to the report at the end.
 
     Attributes:
-        plan: plan of the enabled model.
-        probe: result of the trial call in `enable`; None in all other calls.
+        plan: `Plan` of the enabled model.
+        probe: result of the trial call in `enable`; None if the forward pass is not the trial call.
         caches: the caches of all layers.
-        hooks: hooks of the decode method for this forward pass; None if the method has no hooks.
-        counts: counts for this forward pass, which are added to the report.
-        checks: True if a lossless model checks draft tokens or decodes without draft tokens in this forward pass.
+        hooks: `CallHooks` of the decode method; None if the method has no hooks.
+        counts: numbers of sparse and dense attention calls in this forward pass, and of the bytes that the calls move.
+        checks: True if the model is lossless and this forward pass checks draft tokens or is a dense decode step.
     """
 
     def __init__(self, plan: Plan, caches: Any, *, probe: Probe | None = None) -> None:
@@ -108,12 +108,12 @@ class Call:
                 watch(self._step_keys, counts)
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of a model call. If ranks share the context, replace the tokens with rank 0's tokens."""
+        """Return ``inputs``, the arguments of a model call. If ranks share the context, use the tokens of rank 0."""
         return inputs
 
     @property
     def prefill_counts(self) -> PrefillCounts:
-        """Counts of the sparse prefill chunks."""
+        """Counts of the sparse prefill calls in this forward pass."""
         if self._prefill_counts is None:
             self._prefill_counts = PrefillCounts()
         return self._prefill_counts
@@ -175,7 +175,8 @@ class Call:
     def count_recall(self, cache: SparseCache, index: int, served: list[int]) -> None:
         """Record the attention recall that the method estimated in the last decode step.
 
-        ``served`` contains the indices of the recorded sequences. MLX does not compute the other estimates.
+        Only the sequences with the indices ``served`` are recorded. MLX does not compute the estimates of other
+        sequences.
         """
         state = None if self.plan.decode is None else cache.aux_states.get(self.plan.decode.name)
         if state is None or state.recall is None:
@@ -193,7 +194,7 @@ class Call:
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
-        """Run a prefill chunk, or a decode step without a valid plan. Return None to let mlx-lm run dense attention."""
+        """Run a prefill chunk, or a decode step if the layer has no valid plan. Return None for dense attention."""
         if isinstance(cache, SparseQuantized) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)
@@ -228,7 +229,7 @@ class Call:
         """Run and count one attention call of a layer, or return None to let mlx-lm run dense attention.
 
         Args:
-            layer_index: index of the layer's cache, for the report.
+            layer_index: index of the layer's cache. The report uses it to identify the layer.
         """
         self._step_keys = keys.shape[2] if queries.shape[2] == 1 else 0
         if queries.shape[2] > 1:
@@ -254,7 +255,7 @@ class Call:
     def step_reason(
         self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None
     ) -> str | None:
-        """Return the reason why this decode step is dense at every context length, or None if it can be sparse."""
+        """Return the reason why a decode step is dense at every context length, or None if the step can be sparse."""
         if not self._drafts:
             return reasons.CHECKED
         reason = self.plan.step_reason(queries, keys, self.caches, mask, sinks)
@@ -267,18 +268,18 @@ class Call:
         return self.plan.chunk_reason(L, S, self.caches, mask)
 
     def probe_reason(self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None) -> Any:
-        """Return the reason why a layer can never use sparse attention, or None if it can."""
+        """Return the reason why a layer can never use sparse attention, or None if the layer can use it."""
         assert self.probe is not None
         masked = mask is not None and not is_padding_mask(mask, self.caches)
         return self.probe.reason(queries, keys, cache, masked=masked, sinks=sinks, hooks=self.hooks)
 
     def layer_index(self, cache: Any) -> int:
-        """Return the index of ``cache`` among the model's caches, or -1 if it is not one of them."""
+        """Return the index of ``cache`` among the model's caches, or -1 if the model does not use ``cache``."""
         return next((index for index, own in enumerate(self.caches) if own is cache), -1)
 
 
 def under_plan(cls: Any) -> Callable[..., Any]:
-    """Wrap ``cls.__call__`` so that it runs inside a `Call`. mlx-lm can still inspect the original signature."""
+    """Wrap ``cls.__call__`` so that each model call runs inside a `Call`. The signature does not change."""
     signature = inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)

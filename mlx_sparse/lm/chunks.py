@@ -1,4 +1,4 @@
-"""Run attention for prefill chunks, batches with different prompt lengths, and verification steps."""
+"""Run attention for prefill chunks, verification steps, and batches whose prompts have different lengths."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
 def drafts_per_kernel(G: int, rows: int = ROWS) -> int:
     """Return the number of draft tokens, at least 1, that one GPU kernel can check.
 
-    With more draft tokens, MLX would write the attention scores to memory.
+    If a check had more draft tokens, MLX would write the attention scores to memory.
 
     Args:
         G: number of query heads per KV head.
@@ -46,7 +46,7 @@ def drafts_per_kernel(G: int, rows: int = ROWS) -> int:
 
 
 def large_group(backend: str, queries: mx.array, keys: Rows) -> bool:
-    """Return True if MLX's kernel cannot process the queries, but the Metal kernel for large query groups can."""
+    """Return True if only the Metal kernel for large query groups can process the queries, and MLX's kernel cannot."""
     _, heads, L, D = queries.shape
     G = heads // keys.shape[1]
     if L <= QUERIES and G * L <= ROWS and D in HEAD_DIMS:
@@ -57,10 +57,10 @@ def large_group(backend: str, queries: mx.array, keys: Rows) -> bool:
 def attend_check(
     backend: str, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
 ) -> mx.array | None:
-    """Run causal attention for a verification step with the kernel for large query groups.
+    """Use the kernel for large query groups to run the causal attention of a verification step.
 
-    ``queries`` has the shape ``(1, Hq, L, D)``. Return None if MLX's kernel can process the queries, or if the kernel
-    for large query groups cannot process the queries.
+    ``queries`` has the shape ``(1, Hq, L, D)``. Return None if MLX's kernel can process the queries. Also return None
+    if the kernel for large query groups cannot process the queries.
     """
     if not large_group(backend, queries, keys):
         return None
@@ -73,7 +73,7 @@ FUSED_HEAD_DIMS = (64, 80, 128)  # head dims for which MLX's GPU kernel for pref
 
 
 def attend_sequence(queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None) -> mx.array:
-    """Run mlx-lm's dense attention for the last L queries of a sequence, ``(1, Hq, L, D)``."""
+    """Run mlx-lm's dense attention for ``queries (1, Hq, L, D)``, which belong to the last L rows of ``cache``."""
     keys, values, _ = cache.rows("ops")
     mask: Any = "causal" if queries.shape[2] > 1 else None
     return seam.original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
@@ -82,7 +82,7 @@ def attend_sequence(queries: mx.array, cache: SparseCache, scale: float, sinks: 
 def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.array:
     """Run dense causal attention for a prefill chunk ``(B, Hq, L, D)`` over a quantized KV cache.
 
-    mlx-lm would store the scores of all queries and keys. To save this memory, dequantize the rows of a few heads at a
+    mlx-lm would store the scores of all queries and keys. To save memory, dequantize the rows of a few heads at a
     time and call MLX's fused kernel. If MLX has no fused kernel for the head dim, process a few queries at a time.
     """
     fused = mx.default_device().type == mx.gpu and queries.shape[3] in FUSED_HEAD_DIMS
@@ -104,7 +104,7 @@ def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.arr
 
 
 def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:
-    """Return ``out (B, Hq, L, D)`` as if the softmax denominator also included the logits ``sinks (Hq,)``."""
+    """Rescale ``out (B, Hq, L, D)`` as if the softmax denominator included the logits ``sinks (Hq,)``."""
     share = mx.sigmoid(lse - sinks.astype(mx.float32)[None, :, None])
     return (out.astype(mx.float32) * share[..., None]).astype(out.dtype)
 
@@ -128,7 +128,7 @@ def attend_chunk(
     """Run the prefill method on a prefill chunk.
 
     Args:
-        layer_index: index of the layer's cache, for the report.
+        layer_index: index of the layer's cache. The report uses it to identify the layer.
 
     Returns:
         ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; None if the selected blocks exceed the density limit.
@@ -156,8 +156,8 @@ def attend_chunk(
 def differs_by_sequence(call: Call, L: int, cache: SparseBatch) -> bool:
     """Return True if a call with ``L`` queries per sequence must process each sequence of a batch separately.
 
-    One sequence may be long enough for sparse attention while another sequence is too short. If a chunk has only one
-    token of a sequence, that token is processed as a decode step, as if the sequence were not in a batch.
+    One sequence may be long enough for sparse attention while another sequence is too short. A sequence
+    that has only one token in the chunk needs a decode step, as it would outside of a batch.
     """
     if L == 1:
         return False
@@ -172,10 +172,12 @@ def differs_by_sequence(call: Call, L: int, cache: SparseBatch) -> bool:
 def attend_each(
     call: Call, queries: mx.array, cache: SparseBatch, scale: float, mask: Any, sinks: mx.array | None
 ) -> mx.array | None:
-    """Run a prefill chunk of a padded batch sequence by sequence. Return None if all sequences need dense attention.
+    """Run the prefill chunk of each sequence in a padded batch separately.
 
     mlx-lm splits each prompt of a batch into the same chunks as a single prompt. The selection for a chunk depends only
-    on the rows of its sequence. So the output for a prompt does not depend on the other prompts.
+    on the rows of the chunk's sequence. So the output for a prompt does not depend on the other prompts.
+
+    Return None if all sequences need dense attention.
     """
     before = cache.length - queries.shape[2]
     extents = cache.extents(call.caches)

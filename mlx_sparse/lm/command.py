@@ -1,7 +1,8 @@
 """Add ``--attn`` to the commands of mlx-lm and mlx-vlm.
 
-`run` wraps the ``main`` of a command. It adds the sparse attention options to the argument parser, enables the methods
-on each model that the command loads, and prints a report at the end. Without ``--attn`` the command does not change.
+`run` wraps the ``main`` of a command and adds the sparse attention options to the argument parser. `run` enables the
+methods on each model that the command loads, and prints a report at the end. If ``--attn`` is not set, the command does
+not change.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Session:
 
     Attributes:
         report_format: value of ``--attn-report``.
-        reports: reports by model path and methods.
-        requests: counts of attention calls for each kind of lm-eval request.
+        reports: dict from (model path, methods) to the report.
+        requests: dict from the kind of lm-eval request to numbers of sparse and dense attention calls.
         ranks: rank of this process and number of ranks.
     """
 
@@ -144,7 +145,7 @@ class Session:
             raise ConfigError(f"--shard: expected one sequence at a time, got --batch-size {args.batch_size}.")
 
     def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Save a prompt cache with mlx-lm's ``save_prompt_cache``. With ``--shard``, combine the shards first."""
+        """Save a prompt cache with mlx-lm's ``save_prompt_cache``. If ``--shard`` is set, combine the shards first."""
         if self.shard is None:
             return original(*args, **kwargs)
         from .distributed.context import save
@@ -158,7 +159,7 @@ class Session:
         """Check that all ranks run the same command. If they do not, exit on all ranks.
 
         Args:
-            args: the arguments; None if they could not be parsed.
+            args: the parsed arguments of the command; None if they could not be parsed.
             refused: True if this rank has printed an error about its arguments and will exit.
         """
         problem = None
@@ -179,7 +180,7 @@ class Session:
             self.exit_stack.enter_context(contextlib.redirect_stdout(null))
 
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
-        """Find a model on disk or on the hub as mlx-lm does, and record that this command loads it."""
+        """Find ``model`` on disk or on the Hugging Face Hub as mlx-lm does, and record that this command loads it."""
         self.loads += not self.loads_part
         self.loading = model
         with self._exiting_on_error(), loading(model):
@@ -205,7 +206,7 @@ class Session:
         return loaded
 
     def load_part(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
-        """Load this rank's part of a model, or with ``--shard`` the whole model, and enable the methods."""
+        """Load this rank's part of a model and enable the methods. If ``--shard`` is set, load the whole model."""
         if self.shard is not None:
             from mlx_lm import utils
 
@@ -242,7 +243,9 @@ class Session:
             self._print_crossovers(plan, plan.report)
 
     def _enable(self, model: Any, path: str) -> Plan | None:
-        """Enable the methods on a loaded model. If the model was loaded before, count its calls in the earlier report.
+        """Enable the methods on a loaded model.
+
+        If the command has loaded the model before, the earlier report counts the calls of both models.
 
         Returns:
             The plan of the model, or None if no method applies to the model.
@@ -292,7 +295,7 @@ class Session:
 
         Args:
             S: number of keys in the first decode step.
-            counts: counts of this decode step.
+            counts: numbers of sparse and dense attention calls in the first decode step.
         """
         prompts = plan.report.prefill
         if counts.sparse_calls or (prompts is not None and prompts.calls):

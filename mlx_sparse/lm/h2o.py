@@ -1,4 +1,4 @@
-"""Define the hooks for H2O, which sum the attention that each key receives in dense calls, mainly in prefill."""
+"""Define the hooks for H2O. The hooks sum the attention that each key receives in dense calls, mainly in prefill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .hooks import CallHooks, ModelHooks
 
 
 class Observer(CallHooks):
-    """H2O's hooks for one forward pass, which add the attention weights of dense calls to the key scores."""
+    """H2O's hooks for one forward pass. The hooks add the attention weights of dense calls to the key scores."""
 
     def step_reason(self, cache: SparseCache) -> str | None:
         return None if _counted(cache, cache.length - 1) else reasons.UNCOUNTED
@@ -39,12 +39,12 @@ class Observer(CallHooks):
 
 
 class ObservedPrompts(ModelHooks):
-    """H2O's hooks for one model."""
+    """H2O's hooks for one model. Each forward pass uses an `Observer`."""
 
     call_hooks = Observer
 
 
 def _counted(cache: SparseCache, length: int) -> bool:
-    """Return True if the cache's H2O scores include exactly the queries of rows ``[0, length)``."""
+    """Return True if the H2O scores of ``cache`` include exactly the queries of rows ``[0, length)``."""
     received = cache.aux_states.get(H2O.name)
     return length == (received.length if isinstance(received, H2OState) else 0)

@@ -25,7 +25,7 @@ class CallHooks:
         self.caches = caches
 
     def refusal(self, cache: Any) -> str | None:
-        """Return the reason why all decode steps over this cache are dense, or None if they can be sparse."""
+        """Return the reason why all decode steps over this cache are dense, or None if the steps can be sparse."""
         return None
 
     def keys_written(self, cache: SparseCache) -> None:
@@ -40,7 +40,7 @@ class CallHooks:
         return {}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Compute the bytes that a decode step at ``position`` moves. Keys counted on the device are not included."""
+        """Return the bytes that a decode step at ``position`` moves, excluding the keys that the device counts."""
         return cache.step_bytes(self.config, position)
 
     def step(
@@ -56,7 +56,7 @@ class CallHooks:
     def single_sequence(
         self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that gives ``one`` the auxiliary state of one sequence, for one decode step.
+        """Return a context manager that gives the cache ``one`` the auxiliary state of a sequence during a decode step.
 
         Args:
             cache: cache of the batch.
@@ -64,17 +64,20 @@ class CallHooks:
             one: cache with the rows of this sequence only.
             first: index of the sequence's first row in ``cache``.
             queries: ``(B, Hq, L, D)`` queries of the batch.
-            part: ``(1, Hq, 1, D)`` query of this decode step, a slice of ``queries``.
+            part: ``(1, Hq, 1, D)`` query of the decode step, a slice of ``queries``.
         """
         return contextlib.nullcontext()
 
     def observe(
         self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
     ) -> None:
-        """Process a dense attention call of a layer that can use sparse attention in other calls."""
+        """Process a dense attention call of a layer that is not dense in all calls."""
 
     def submit(self) -> DeviceCounts | None:
-        """Start evaluating pending arrays at the end of a forward pass. Return counts on the device, or None."""
+        """Start evaluating pending arrays at the end of a forward pass.
+
+        Return the counts that the device is still computing, or None if there are none.
+        """
         return None
 
     def end(self) -> None:
@@ -93,7 +96,7 @@ class ModelHooks:
 
     Attributes:
         call_hooks: class of the hooks for one forward pass.
-        statistics: initial counts, all zero; None if `CallHooks.submit` returns no counts.
+        statistics: empty statistics for a new report; None if `CallHooks.submit` returns no counts.
     """
 
     call_hooks: type[CallHooks] = CallHooks

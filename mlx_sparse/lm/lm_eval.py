@@ -1,8 +1,9 @@
 """Support ``--attn`` in ``mlx_lm.evaluate``, which runs lm-eval's tasks.
 
 A task requests the likelihood of a continuation after a context, the likelihood of a whole text, or generated text.
-mlx-lm computes likelihoods with prefill only, so a decode method would not be used. With a decode method, this module
-passes the continuation to the model one token at a time, after the last token of the context, as in generation.
+mlx-lm computes likelihoods with prefill only, so a decode method would not be used. If a decode method is enabled, this
+module runs prefill on the context up to its last token. The module then passes the last token and the continuation to
+the model one token at a time, as in generation.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ def _scorer_class(session: Session, original: Any) -> Any:
             )
 
     class Scorer(original):  # type: ignore[misc]
-        """Model for lm-eval that counts calls by kind of request. With a decode method, it scores token by token."""
+        """Model for lm-eval that counts attention calls by kind of request.
+
+        If a decode method is enabled, the model scores the continuation token by token.
+        """
 
         def _process_prompt(self, prompt: Any, step_size: int = 2048) -> Any:
             if session.decode is None or len(prompt) == 1:
@@ -108,7 +112,7 @@ def _counting_calls(session: Session, kind: str) -> Iterator[None]:
 
 
 def _calls(report: Any) -> tuple[int, int, Counter[str]]:
-    """Return the numbers of sparse prefill calls and sparse decode calls, and the number of dense calls by reason."""
+    """Return the number of sparse prefill calls, the number of sparse decode calls, and the dense calls by reason."""
     return report.prefill.calls if report.prefill else 0, report.sparse_calls, Counter(report.dense_calls)
 
 

@@ -16,10 +16,10 @@ from ..model_info import leaves, new_caches, text_model
 
 @contextlib.contextmanager
 def loading(model: object) -> Iterator[None]:
-    """Replace errors inside the ``with`` block, which loads ``model``, with one-line errors.
+    """Convert errors that are raised while the ``with`` block loads ``model`` to one-line errors.
 
     Raises:
-        ConfigError: mlx-lm or the hub raised an error. The message contains the first line of that error.
+        ConfigError: mlx-lm or the Hugging Face Hub raised an error. The message contains the first line of this error.
     """
     try:
         yield
@@ -39,7 +39,8 @@ def load_text_model(name: str | Path, *, lazy: bool = False, only_mlx_lm: bool =
         only_mlx_lm: True to never use mlx-vlm.
 
     Returns:
-        The model, its tokenizer in mlx-lm's wrapper, and its config. From mlx-vlm, the model is the language model.
+        The model, its tokenizer in mlx-lm's wrapper, and its config. If mlx-vlm loads the model, only the language
+        model is returned.
 
     Raises:
         ConfigError: neither library can load the model.
@@ -59,7 +60,7 @@ def load_text_model(name: str | Path, *, lazy: bool = False, only_mlx_lm: bool =
 
 
 def has_all_weights(folder: Path) -> bool:
-    """Return True if ``folder`` has all weight files of the model. A pipeline stage may have only some of them."""
+    """Return True if ``folder`` has all weight files of the model. A pipeline stage may have only some weight files."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
@@ -83,7 +84,7 @@ def refuse_unquantizable(model: Any, form: Mapping[str, int]) -> None:
     """Raise `ConfigError` if mlx-lm cannot quantize the caches of ``model`` and would fail during prefill.
 
     Args:
-        form: keyword arguments for ``to_quantized``: bits and group size.
+        form: keyword arguments for a cache's ``to_quantized``, which are the bits and the group size.
     """
     import mlx.core as mx
 
@@ -111,7 +112,7 @@ UNFIT: Mapping[str, str] = {
 
 
 def unfit_warning(model_type: str) -> str | None:
-    """Return a one-line warning if this model family is unfit for sparse attention; otherwise None."""
+    """Return a one-line warning if models of ``model_type`` are unfit for sparse attention; otherwise None."""
     reason = UNFIT.get(model_type)
     if reason is None:
         return None

@@ -32,8 +32,8 @@ class NothingServed(ConfigError):
     """Error for a model in which no layer can use sparse attention.
 
     Attributes:
-        report: report with the number of dense layers by reason. If the model never calls the library's attention
-            function, the report has no layers.
+        report: report with the number of dense layers for each reason. If the model never calls the library's
+            attention function, the report has no layers.
     """
 
     def __init__(self, message: str, report: Report) -> None:
@@ -54,23 +54,24 @@ def enable(
 ) -> Report:
     """Replace the attention of ``model`` with sparse attention.
 
-    Any number of threads may call an enabled model and read the report at the same time, if each thread has its own
-    caches. Do not call the model on any thread during `enable` or `disable`.
+    If each thread has its own caches, any number of threads may call an enabled model at the same time. All threads may
+    read the report. Do not call the model on any thread during `enable` or `disable`.
 
     Args:
         model: a model loaded by mlx-lm or mlx-vlm. If you use the model's `shard` or `pipeline`, call it first. A SAAP
             artefact is then sliced in the same way, and checked only against the model's family and shapes.
         attn: ``METHOD[:key=value,...][+METHOD...]`` with at most one prefill and one decode method, for example
             ``"sample+sparq:rank=16"``; or a method or a tuple of methods from `mlx_sparse.methods`. ``"dense"``
-            computes the same attention as mlx-lm, but over a quantized KV cache it never stores the scores of a whole
-            prefill chunk.
+            computes the same attention as mlx-lm. If the KV cache is quantized, ``"dense"`` never stores the scores of
+            a whole prefill chunk.
         backend: "auto" or the name of a backend.
         recall: True to measure the attention recall of prefill, the share of the softmax mass on the attended keys.
             This takes an additional dense pass over the keys.
-        calibration: crossover lengths on this machine. None uses the lengths that `mlx-sparse calibrate` or ``--attn``
-            has measured, and estimated or default lengths for other layer shapes.
+        calibration: crossover lengths on this machine. If None, use the lengths that `mlx-sparse calibrate` or
+            ``--attn`` has measured. Use estimated or default lengths for layer shapes that were not measured.
         shard: "context" shards the keys and values of one sequence over the ranks of MLX's distributed runtime. Each
-            rank runs the whole model. With "context:local" each rank selects among the keys that it stores.
+            rank runs the whole model. If the value is "context:local", each rank selects only among the
+            keys that it stores.
         lossless: True to generate the same tokens as dense attention. Sparse decode steps draft tokens, and one dense
             call checks several draft tokens. This applies to `mlx_lm.generate`, `mlx_lm.stream_generate` and mlx-lm's
             commands, one sequence at a time. Batches and direct calls of the model use dense decode steps.
@@ -80,8 +81,8 @@ def enable(
         A report. Each later call of the model adds to its counts.
 
     Raises:
-        ConfigError: the method or its parameters are invalid, no layer of the model can use the method, or the model is
-            already enabled.
+        ConfigError: the method or a parameter is invalid, no layer can use the method, or the model is already
+            enabled.
         ArtefactError: SAAP's artefact cannot be read, or was trained for another model.
         BackendUnavailable: the backend cannot run here, or the interfaces of the installed mlx-lm or mlx-vlm have
             changed.
@@ -155,7 +156,7 @@ def disable(model: Any) -> None:
 
 
 def _release(names: list[str], unwrap: Callable[[], None] | None) -> None:
-    """Restore the library's functions in the modules ``names``, unless another enabled model uses these modules."""
+    """Restore the library's functions in the modules ``names``. Skip modules that another enabled model uses."""
     seam.unbind(names)
     if unwrap is not None:
         unwrap()
@@ -200,7 +201,7 @@ def plan_of(model: Any) -> Plan | None:
 
 
 def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method | None]:
-    """Return the prefill method and the decode method; None for a stage that stays dense.
+    """Return the prefill method and the decode method among ``configs``; None for a stage that stays dense.
 
     Raises:
         ConfigError: there is no method, a stage has several methods, or a method cannot run in a model.
@@ -228,7 +229,7 @@ def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method 
 
 
 def resolve(config: M, model: Any) -> M:
-    """Return ``config`` with each "auto" parameter replaced by the value for this model."""
+    """Replace each "auto" parameter of ``config`` with the value for ``model``, and return the result."""
     sizes = config_of(model)
     heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     grouped = heads is not None and kv_heads is not None and kv_heads < heads
@@ -261,7 +262,7 @@ def _sparse_class(cls: Any, plan: Plan) -> type:
 
 
 def _probe(model: Any, plan: Plan) -> None:
-    """Find the layers that can use sparse attention: run the model on one token, but evaluate no arrays.
+    """Find the layers that can use sparse attention. Run the model on one token, but evaluate no arrays.
 
     Raises:
         ConfigError: no layer of a complete model can use sparse attention, or a parameter does not fit the head dim.

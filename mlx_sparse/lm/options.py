@@ -90,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def requested(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
-    """Return the methods that the options select, and a flag that is True if crossover lengths may be measured."""
+    """Return the methods that the options select, and True if the command may measure crossover lengths."""
     base: dict[str, Method] = {}
     calibrates = not args.no_calibrate
     if args.attn_config is not None:
@@ -100,12 +100,12 @@ def requested(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
 
 
 def fail(parser: argparse.ArgumentParser, message: str) -> Any:
-    """End the program with a one-line error and exit code 2, without the usage text that argparse prints."""
+    """Print a one-line error instead of argparse's usage text, and end the program with exit code 2."""
     end(parser.prog, message)
 
 
 def end(program: str, message: str) -> Any:
-    """End the program with a one-line error and exit code 2."""
+    """Print a one-line error and end the program with exit code 2."""
     print_error(program, message)
     raise SystemExit(2)
 

@@ -29,17 +29,18 @@ class Plan:
         prefill, decode: the method for each stage; None if the stage is dense.
         backend: "auto" or the name of a backend.
         recall: True to measure the attention recall of prefill.
-        hooks: hooks of the decode method.
+        hooks: `ModelHooks` of the decode method.
         hooked: True if the decode method needs hooks.
         calibration: crossover lengths of both methods on this machine.
         decodes: True if decode steps may be sparse; False in a command that only processes a prompt.
-        watch: function that is called once, after the first decode step, with the number of keys and the counts.
-        layers: number of layers that can use sparse attention, by method and layer shape.
-        report: counts of all calls.
-        lossless: draft tokens per check; 0 to select the number by speed; None without self-speculative decoding.
-        guard: makes layers with a low estimated recall dense for a while; None if ``min_recall`` is 0.
+        watch: function that is called once, after the first decode step. Its arguments are the step's number of keys
+            and the step's `Counts`.
+        layers: for each pair of a method and a layer shape, the number of layers that can use sparse attention.
+        report: report that counts the calls of all forward passes.
+        lossless: number of draft tokens per check; 0 to select the number by speed; None if the model is not lossless.
+        guard: object that makes layers with a low estimated recall dense for a while; None if ``min_recall`` is 0.
         shards: number of ranks that share the context.
-        calls: number of attention calls in each forward pass of a model of mlx-vlm; 0 for other models.
+        calls: number of attention calls in each forward pass of a model of mlx-vlm; 0 for models of mlx-lm.
         new_call: constructor of the context manager for a forward pass; None to use `lm.call.Call`.
         new_caches: function that converts the model's new caches; None if they need no conversion.
     """
@@ -82,7 +83,7 @@ class Plan:
 
     @property
     def configs(self) -> list[Method]:
-        """Methods of the stages that are not dense."""
+        """List of the prefill method and the decode method; a dense stage has no entry."""
         return [config for config in (self.prefill, self.decode) if config is not None]
 
     @property
@@ -91,7 +92,7 @@ class Plan:
         return "+".join(config.name for config in self.configs) or Dense.name
 
     def crossovers(self) -> list[str]:
-        """Return the crossover lengths as lines of text. Layers with equal lengths share a line."""
+        """Return the crossover lengths as lines of text. Layers with equal crossover lengths share a line."""
         lines: dict[Method, Counter[str]] = {}
         for (config, layer), count in self.layers.items():
             if config is self.decode and not self.decodes:
@@ -110,7 +111,7 @@ class Plan:
         ]
 
     def sparse_from(self) -> int:
-        """Return the smallest context length at which a decode step can be sparse; `NEVER` if there is none."""
+        """Return the smallest context length at which a decode step can be sparse; `NEVER` if no step can be."""
         found = [NEVER]
         for config, layer in self.layers:
             if config is self.decode:
@@ -120,7 +121,7 @@ class Plan:
         return min(found)
 
     def count_in(self, report: Report) -> None:
-        """Count later calls in ``report``, the report of an earlier plan for the same model and methods."""
+        """Count later calls in ``report``, which belongs to an earlier plan for the same model and methods."""
         if report is not self.report:
             same = "backend layers served_layers dense_layers crossovers part kv_heads in_flight adaptive"
             for name in same.split():
@@ -128,7 +129,7 @@ class Plan:
             self.report = report
 
     def resolve(self, config: Method, queries: mx.array, keys: Rows) -> str:
-        """Return the name of the backend that runs ``config`` for these queries and keys."""
+        """Return the name of the backend that runs ``config`` for the given ``queries`` and ``keys``."""
         # Prefill dequantizes the rows of a quantized KV cache.
         bits = keys.bits if isinstance(keys, PackedRows) and not isinstance(config, Prefill) else None
         return registry.resolve(self.backend, config.name, D=queries.shape[3], G=_group(queries, keys), bits=bits)
@@ -148,7 +149,7 @@ class Plan:
     def step_reason(
         self, queries: mx.array, keys: Rows, caches: Sequence[Any], mask: Any, sinks: mx.array | None
     ) -> str | None:
-        """Return the reason why a decode step is dense at every context length, or None if it can be sparse."""
+        """Return the reason why a decode step is dense at every context length, or None if the step can be sparse."""
         if not self.decodes:
             return reasons.LAST_OF_PROMPT
         if self.decode is None:
@@ -184,11 +185,11 @@ class Plan:
         """Plan the decode steps of a layer over ``cache``. Call this only if `step_reason` is None.
 
         Args:
-            queries: ``(B, Hq, 1, D)`` of the current decode step.
-            keys: all keys of the layer, including the key of this step.
+            queries: ``(B, Hq, 1, D)`` queries of the current decode step.
+            keys: all keys of the layer, including the key of the current decode step.
             caches: the caches of all layers.
-            hooks: hooks of the decode method for this forward pass, or None.
-            index: index of the layer's cache, for the report.
+            hooks: `CallHooks` of the decode method; None if the method needs no hooks.
+            index: index of the layer's cache, which identifies the layer in the report.
         """
         assert self.decode is not None
         config, S, first_rows = self.decode, cache.length, cache.first_rows(caches)
@@ -230,18 +231,19 @@ class LayerPlan:
     """Plan for one layer's decode steps over one cache, valid for a range of context lengths.
 
     Attributes:
-        plan: plan of the model.
-        index: index of the layer's cache, for the report; -1 if unknown.
+        plan: `Plan` of the model.
+        index: index of the layer's cache, which identifies the layer in the report; -1 if unknown.
         queries: shape of the queries, ``(B, Hq, 1, D)``.
         start, stop: the plan is valid for ``start <= cache.length < stop``.
-        reason: the reason why decode steps are dense; None if they are sparse.
+        reason: the reason why decode steps are dense; None if decode steps are sparse.
         step: decode method, bound to the function of its backend.
         served: indices of the sequences that are long enough for sparse attention.
         short: indices of the sequences that are too short for sparse attention and get dense attention. Sequences with
             at most ``config.attended`` keys are not listed, because the sparse method attends to all their keys.
         heads: number of KV heads in the batch, ``B * Hkv``.
         dense_bytes: number of bytes of one position's keys and values in all ``heads``.
-        sparse_bytes: bytes that a sparse step moves per KV head, as a constant and a number of bytes per key.
+        sparse_bytes: ``(constant, per_key)``. A sparse step over S keys moves ``constant + per_key * S`` bytes per KV
+            head.
     """
 
     plan: Plan
@@ -267,10 +269,11 @@ class Probe:
     """Result of the trial call that finds the layers that can use sparse attention.
 
     Attributes:
-        plan: plan of the model.
-        found: for each attention call, the cache and the reason why the layer stays dense, or None.
+        plan: `Plan` of the model.
+        found: for each attention call, the cache and the reason why the layer stays dense. The reason is None if the
+            layer can use sparse attention.
         backends: names of the backends that the layers use.
-        layers: number of layers that can use sparse attention, by method and layer shape.
+        layers: for each pair of a method and a layer shape, the number of layers that can use sparse attention.
     """
 
     plan: Plan
@@ -313,7 +316,7 @@ class Probe:
 
 
 def layer_reason(keys: Any, values: Any, cache: Any) -> str | None:
-    """Return the reason why a layer with this cache can never use sparse attention, or None."""
+    """Return the reason why a layer with ``cache`` can never use sparse attention, or None."""
     if cache is None:
         return reasons.NO_CACHE
     if not isinstance(cache, SparseCache):

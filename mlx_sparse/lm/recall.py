@@ -17,14 +17,14 @@ RECALL_STEPS = 500  # the histogram of estimated recall has a bin for each multi
 
 @dataclass(frozen=True)
 class RecallStatistics:
-    """Attention recall that the method estimated (sparq.24) for all steps, sequences and KV heads.
+    """Attention recall that the method estimated (sparq.24), counted over all steps, sequences and KV heads.
 
     Attributes:
-        histogram: ``(layers, RECALL_STEPS + 1)`` number of estimates that round to each multiple of
-            ``1 / RECALL_STEPS``. The row index is the index of the layer's cache.
+        histogram: ``(layers, RECALL_STEPS + 1)`` counts. ``histogram[i, n]`` is the number of estimates that round to
+            ``n / RECALL_STEPS`` in the layer whose cache has the index i.
         keys: number of keys that these steps attended to, summed over KV heads; 0 without an adaptive budget.
         unread_bytes: bytes of the keys and values that an adaptive budget left out of ``top_k``.
-        dense: layers that a `Guard` made dense for some steps, with the last recall that was too low.
+        dense: dict from the index of each layer that a `Guard` made dense to the last recall that was too low.
     """
 
     histogram: npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ class RecallStatistics:
 
     @property
     def layers(self) -> dict[int, dict[str, float]]:
-        """Mean, median and 5th percentile ("low") of each layer's recall, by index of the layer's cache."""
+        """Dict from the index of a layer's cache to the "mean", "median" and "low" (5th percentile) of the recall."""
         return {int(index): _summary(self.histogram[index]) for index in np.flatnonzero(self.histogram.sum(axis=1))}
 
     def as_dict(self) -> dict[str, Any] | None:
@@ -62,7 +62,7 @@ class RecallStatistics:
         return min(layers, key=lambda index: layers[index]["mean"]) if layers else None
 
     def lines(self) -> list[str]:
-        """Return one or two lines of text about the statistics; none if there are no estimates."""
+        """Return the statistics as a list with one or two lines of text; empty if there are no estimates."""
         found = self.as_dict()
         if found is None:
             return []
@@ -79,14 +79,14 @@ class RecallStatistics:
 
 
 def _summary(counts: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Return the mean, median and 5th percentile ("low") of the recall from ``counts``, a row of the histogram."""
+    """Return the "mean", "median" and "low" (5th percentile) of the recall. ``counts`` is a row of the histogram."""
     below, mean = np.cumsum(counts), float(counts @ np.arange(len(counts))) / RECALL_STEPS / int(counts.sum())
     median, low = (int(np.searchsorted(below, share * below[-1])) / RECALL_STEPS for share in (0.5, 0.05))
     return {"mean": mean, "median": median, "low": low}
 
 
 class RecallCounts:
-    """Estimated recall in one forward pass, which stays on the device until `read` is called."""
+    """Estimated recall of one forward pass. The estimates stay on the device until `read` is called."""
 
     total = "recalls"
 

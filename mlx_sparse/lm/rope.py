@@ -2,9 +2,9 @@
 
 A model applies RoPE before it passes queries and keys to attention. `Recorder` stores the last calls of the model's
 RoPE modules. It returns the exact input array for a recorded output array, and computes nothing. `inverse` computes
-the inverse RoPE for keys that were not recorded (a prompt cache from a file) and for rows that are scaled after RoPE.
-`find_sources` finds out which of the two works for each layer, and returns a `Source` per layer. `observe` reports the
-attention calls of a model that is not enabled.
+the inverse RoPE for rows that are scaled after RoPE, and for keys that were not recorded, as in a loaded prompt cache.
+`find_sources` finds out whether `Recorder` or `inverse` works for each layer, and returns a `Source` per layer.
+`observe` reports the attention calls of a model that is not enabled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECORDED = 4
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Recorded call of a RoPE module: input, output and position offset."""
+    """Input, output and position offset of a recorded call of a RoPE module."""
 
     rope: Any
     before: mx.array
@@ -39,7 +39,7 @@ class Call:
 
 
 def ropes(model: Any) -> list[Any]:
-    """Return the RoPE modules of ``model`` without duplicates. A RoPE module is recognized by its class name."""
+    """Return the distinct RoPE modules of ``model``. A RoPE module is recognized by its class name."""
     found = {id(module): module for _, module in model.named_modules() if _is_rope(type(module))}
     return list(found.values())
 
@@ -87,7 +87,7 @@ class Recorder:
         self.clear()
 
     def input_of(self, array: mx.array) -> mx.array | None:
-        """Remove the recorded call that returned ``array``, and return its input; None if there is no such call."""
+        """Remove the recorded call that returned ``array``, and return its input, or None if there is no such call."""
         for call in self.calls:
             if call.after is array:
                 self.calls.remove(call)
@@ -121,7 +121,7 @@ def _recording(cls: type) -> type:
 
 
 def rotate(rope: Any, rows: mx.array, offset: int | mx.array) -> mx.array:
-    """Apply ``rope`` to ``rows (B, H, n, D)``, starting at position ``offset``, without recording the call."""
+    """Apply ``rope`` to ``rows (B, H, n, D)``, starting at position ``offset``. Do not record the call."""
     cls = type(rope).__mro__[1] if hasattr(rope, RECORDERS) else type(rope)
     rotated: mx.array = cls.__call__(rope, rows, offset=offset)
     return rotated
@@ -144,7 +144,7 @@ def inverse(rope: Any, rotated: mx.array, offset: int | mx.array) -> mx.array:
 
 
 def irreversible(rope: Any, D: int) -> str | None:
-    """Return the reason why `inverse` is wrong for ``rope`` and head dim ``D``, or None if it is right."""
+    """Return the reason why `inverse` is wrong for ``rope`` and head dim ``D``, or None if `inverse` is correct."""
     rows = mx.cos(mx.arange(66 * D, dtype=mx.float32)).reshape(1, 1, 66, D)
     far = 1 << 22  # longer than every model's context, and exact in float32
     few, many = rotate(rope, rows[:, :, :2], far), rotate(rope, rows, far)[:, :, :2]
@@ -166,7 +166,7 @@ class Source:
 
     Attributes:
         rope: RoPE module of the layer; None if the layer has no RoPE.
-        irreversible: reason why `inverse_rope` is not possible; None if it is possible.
+        irreversible: reason why `inverse_rope` is not possible; None if `inverse_rope` is possible.
     """
 
     rope: Any = None
@@ -190,7 +190,7 @@ def find_source(recorder: Recorder, arrays: tuple[mx.array, ...], position: int,
     """Return the `Source` of a layer's pre-RoPE queries and keys, or the reason why the layer has none.
 
     Args:
-        recorder: recorder with this layer's RoPE calls.
+        recorder: `Recorder` that contains the layer's RoPE calls.
         arrays: the queries that the layer passes to attention, and the new keys that it writes to the cache.
         position: position of the first row of both arrays; at least 1, because RoPE changes nothing at position 0.
         rotations: number of calls to `mx.fast.rope` in the layer, inside and outside of RoPE modules.
@@ -231,9 +231,9 @@ class Seen:
     """Attention call of a model that is not enabled, as `observe` reports the call.
 
     Attributes:
-        layer: index of the layer's cache among the model's caches; -1 for any other cache.
+        layer: index of the layer's cache among the model's caches; -1 if the model does not list the cache.
         queries: ``(B, Hq, L, D)`` queries after RoPE.
-        keys: ``(B, Hkv, L, D)`` keys after RoPE that the layer wrote to the cache; None if it wrote no keys.
+        keys: ``(B, Hkv, L, D)`` post-RoPE keys that the layer wrote to the cache; None if it wrote no keys.
         scale: scale of the attention scores.
         position: index in the cache of the first row that the layer wrote.
         rotations: number of calls to `mx.fast.rope` since the last attention call.
@@ -318,7 +318,7 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
 
 
 def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dict[int, Source | str]:
-    """Return a dict from the index of each layer's cache to its `Source`, or to the reason why it has none.
+    """Return a dict from the index of a layer's cache to the layer's `Source`, or to the reason why there is none.
 
     The model runs on two tokens, because RoPE changes nothing at position 0. MLX evaluates the arrays of a layer only
     if the layer changes queries or keys after RoPE.

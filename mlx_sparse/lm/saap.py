@@ -1,4 +1,4 @@
-"""Define the hooks for SAAP, which find a router for each layer and update the bucket index of each cache."""
+"""Define the hooks for SAAP. The hooks find a router for each layer and update the bucket index of each cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_artefact(config: SAAP) -> artefacts.Artefact | None:
 
 
 def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
-    """Return a dict from the index of each layer's cache to its router, or to the reason why the layer is dense.
+    """Return a dict from the index of a layer's cache to the layer's router, or to the reason why the layer is dense.
 
     Args:
         model: a model that is not enabled.
@@ -78,7 +78,7 @@ def _attending_before(model: Any) -> int:
 
 
 def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: float) -> Router | str:
-    """Return a layer's router from an artefact, or the reason why the artefact cannot provide it."""
+    """Return the router of ``layer`` from ``artefact``, or the reason why the artefact has no router for this layer."""
     arrays = artefact.layers.get(layer)
     if arrays is None:
         return reasons.NOT_IN_ARTEFACT
@@ -87,7 +87,12 @@ def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: fl
 
 
 class Buckets(ModelHooks):
-    """SAAP's hooks for one model: routers by index of the layer's cache, and a RoPE recorder."""
+    """SAAP's hooks for one model.
+
+    Attributes:
+        routers: dict from the index of a layer's cache to the layer's router, or to the reason why the layer is dense.
+        recorder: `Recorder` of the model's RoPE calls.
+    """
 
     statistics = BucketStatistics()
 
@@ -113,7 +118,7 @@ class Buckets(ModelHooks):
 
 
 class Indices(CallHooks):
-    """SAAP's hooks for one forward pass, which update each cache's bucket index and select keys with it."""
+    """SAAP's hooks for one forward pass. The hooks update the bucket index of each cache and select keys with it."""
 
     config: SAAP
 
@@ -216,7 +221,7 @@ class Indices(CallHooks):
         return {"buckets": router.buckets, "network": network // cache.key_rows.shape[1]}
 
     def formula_bytes(self, cache: SparseCache, position: int) -> int:
-        """Compute the bytes that a decode step moves, except for the attended keys, which the device counts."""
+        """Return the bytes that a decode step moves, excluding the attended keys, which the device counts."""
         B, Hkv, _, D = cache.key_rows.shape
         known: int = B * Hkv * (cache.key_rows.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
         return known
@@ -251,7 +256,11 @@ class Indices(CallHooks):
         return attended
 
     def _updates_with(self, cache: SparseCache, S: int, served: list[int]) -> bool:
-        """Return True if the bucket lists of ``cache`` also need a rebuild at position ``S`` and can be rebuilt now."""
+        """Return True if a rebuild of another layer's bucket lists at position ``S`` must include ``cache``.
+
+        Only lists that are out of date are included. The cache must have ``S - 1`` or ``S`` tokens. The pre-RoPE keys
+        of all rows must be available, and the sequences ``served`` must have centroids.
+        """
         index = index_of(cache)
         if index is None or cache.keys is None or not S - 1 <= cache.position <= S:
             return False

@@ -23,7 +23,7 @@ PARAMETERS = ["queries", "keys", "values", "cache", "scale", "mask", "sinks"]
 
 
 class Listener(Protocol):
-    """Object that receives a model's attention calls: a `Call` of an enabled model, or an observer."""
+    """Object that receives a model's attention calls, for example the `Call` of an enabled model."""
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
@@ -61,7 +61,7 @@ def _replacement(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def _storing_ends(prepare: Any) -> Callable[..., None]:
-    """Wrap `BatchKVCache.prepare` to also store the end row of each prompt in ``cache.prompt_ends``."""
+    """Wrap `BatchKVCache.prepare` so that it stores the end row of each prompt in ``cache.prompt_ends``."""
 
     def prepare_and_store_ends(cache: Any, *, lengths: list[int] | None = None, **padding: Any) -> None:
         prepare(cache, lengths=lengths, **padding)
@@ -78,7 +78,7 @@ class Library:
         caches: the module of the cache classes.
         original: the attention function.
         attention: the replacement of ``original``.
-        bound: number of enabled models that use each module.
+        bound: for each module name, the number of enabled models that use the module.
     """
 
     def __init__(self, package: str) -> None:
@@ -92,7 +92,10 @@ class Library:
         self.merge = inspect.getattr_static(self.caches.KVCache, "merge", None)
 
     def bind(self, names: set[str]) -> set[str]:
-        """Replace the attention function in each module of ``names`` that uses the function. Return these names."""
+        """Replace the attention function in those modules of ``names`` that use the function.
+
+        Return the names of the changed modules.
+        """
         ours = (self.original, self.attention)
         names = {name for name in names if getattr(sys.modules.get(name), NAME, None) in ours}
         for name in names:
@@ -130,10 +133,10 @@ def library_of(model: Any) -> Library:
 
 
 def bind(model: Any) -> list[str]:
-    """Replace the attention function in the modules of ``model``, and return the names of these modules.
+    """Replace the attention function in the modules of ``model``, and return the names of the changed modules.
 
-    Each model file has its own reference to the library's function, so every module must be changed. `KVCache.merge`
-    and `BatchKVCache.prepare` are replaced too, because the libraries call both before they call the model.
+    Each model file has its own reference to the library's function, so every module must be changed. The function also
+    replaces `KVCache.merge` and `BatchKVCache.prepare`, because the libraries call both before they call the model.
     """
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
     library_of(model)
@@ -147,7 +150,7 @@ def unbind(names: list[str]) -> None:
 
 
 def changed_interfaces(package: str = "mlx_lm") -> list[str]:
-    """Return a list with a line of text for each interface of the installed ``package`` that has changed."""
+    """Return a list of text lines, one for each interface of ``package`` that differs from the supported versions."""
     problems = []
     found: Any = getattr(import_module(f"{package}.models.base"), NAME, None)
     if package in LIBRARIES:
@@ -178,7 +181,7 @@ def changed_interfaces(package: str = "mlx_lm") -> list[str]:
 
 
 def require(package: str = "mlx_lm") -> None:
-    """Raise `BackendUnavailable` if interfaces of ``package`` have changed. Attention could then silently be dense."""
+    """Raise `BackendUnavailable` if `changed_interfaces` finds a change, because attention could silently be dense."""
     problems = changed_interfaces(package)
     if problems:
         name, supported = package.replace("_", "-"), SUPPORTED[package]
@@ -189,7 +192,7 @@ def require(package: str = "mlx_lm") -> None:
 
 
 def reduce_as(cls: type, attribute: str) -> Any:
-    """Return a ``__reduce_ex__`` that copies and pickles objects as instances of ``cls`` without ``attribute``."""
+    """Return a ``__reduce_ex__`` that copies and pickles objects as instances of ``cls``, but omits ``attribute``."""
 
     def reduce(self: Any, protocol: Any) -> Any:
         reduced: Any = cls.__reduce_ex__(self, protocol)  # type: ignore[call-arg]

@@ -65,7 +65,7 @@ class Requests:
             self._open.remove(request)
 
     def answer(self, request: Request, context: Any, responses: Iterator[Any]) -> Iterator[Any]:
-        """Yield the ``responses``, one per token. At the end, or if the client disconnects, log the request."""
+        """Yield the ``responses``, one per token. Log the request at the end, or when the client disconnects."""
 
         def logged() -> Iterator[Any]:
             try:
@@ -83,7 +83,13 @@ class Requests:
 
 
 def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
-    """Return the log line for a request with ``prompt`` tokens. The prompt cache contained ``cached`` of them."""
+    """Return the log line of a request.
+
+    Args:
+        now: call counts of all models at the end of the request.
+        prompt: number of tokens in the prompt.
+        cached: number of prompt tokens that the prompt cache contained.
+    """
     from_cache = f" ({cached:,} cached)" if cached > 0 else ""
     others = f" of up to {request.concurrent} concurrent requests" if request.concurrent > 1 else ""
     calls = [f"{now.sparse_calls - request.before.sparse_calls:,} sparse"]
@@ -95,7 +101,7 @@ def describe(request: Request, now: Counts, prompt: int, cached: int) -> str:
 
 
 def changed_interface() -> str | None:
-    """Return the name of the first changed interface of mlx-lm's server, or None."""
+    """Return the first interface of mlx-lm's server that differs from the supported version, or None."""
     from mlx_lm import server
 
     expected = {

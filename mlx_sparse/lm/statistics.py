@@ -23,9 +23,9 @@ class LayerStatistics:
 
     Attributes:
         pairs: number of causal pairs of a row block and a key block, summed over sequences.
-        attended: number of attended pairs for each query head.
-        rows: number of queries with measured attention recall.
-        lost: sum of 1 - recall over these queries.
+        attended: for each query head, the number of causal pairs that the head attended to.
+        rows: number of queries whose attention recall was measured, summed over sequences and query heads.
+        lost: sum of 1 - recall over the queries in ``rows``.
         least: smallest attention recall; NaN if any recall is NaN.
     """
 
@@ -46,7 +46,7 @@ class LayerStatistics:
 
     @property
     def density(self) -> list[float]:
-        """Share of the causal block pairs that each query head attended to."""
+        """Shares of the causal block pairs that the query heads attended to, one share per query head."""
         return [count / self.pairs for count in self.attended]
 
 
@@ -56,10 +56,10 @@ class PrefillStatistics:
 
     Attributes:
         calls: number of sparse calls.
-        queries: number of query positions in these calls.
+        queries: number of query positions in the sparse calls.
         sampled_queries: number of query positions that were scored to select blocks.
-        layers: sums for each layer, by index of the layer's cache.
-        histogram: number of queries in each bin of attention recall.
+        layers: dict from the index of a layer's cache to the sums of the layer.
+        histogram: for each of `BINS` bins of attention recall, the number of queries whose recall is in the bin.
     """
 
     calls: int = 0
@@ -82,7 +82,7 @@ class PrefillStatistics:
 
     @property
     def density(self) -> dict[int, list[float]]:
-        """Density of every query head over all calls, by index of the layer's cache."""
+        """Dict from the index of a layer's cache to the density of each query head over all calls."""
         return {index: layer.density for index, layer in sorted(self.layers.items())}
 
     @property
@@ -140,7 +140,7 @@ class PrefillStatistics:
 
 
 class PrefillCounts:
-    """Counts of sparse prefill calls in one forward pass, which stay on the device until `read` is called."""
+    """Counts of sparse prefill calls in one forward pass. The counts stay on the device until `read` is called."""
 
     def __init__(self) -> None:
         self._layers: list[tuple[int, Layout, mx.array]] = []
@@ -160,8 +160,8 @@ class PrefillCounts:
     def read(self) -> PrefillStatistics | None:
         """Wait for the counts and return them as plain numbers, or None if no call was added.
 
-        Only the thread that ran the model may call this. This adds no delay, because mlx-lm waits for the same
-        computation after each chunk.
+        Only the thread that ran the model may call this method. The wait adds no delay, because mlx-lm waits for the
+        forward pass after each chunk anyway.
         """
         if not self._layers:
             return None
@@ -181,7 +181,7 @@ class PrefillCounts:
 
 
 def _layer_statistics(array: mx.array, layout: Layout) -> LayerStatistics:
-    """Return the sums for one call. ``array (B, Hq)`` contains the number of attended blocks."""
+    """Return the sums of one call. ``array (B, Hq)`` contains the number of attended block pairs per query head."""
     attended = np.array(array)
     heads = tuple(int(count) for count in attended.sum(axis=0, dtype=np.int64))
     return LayerStatistics(attended.shape[0] * layout.causal_pairs, heads)
@@ -192,10 +192,10 @@ class BucketStatistics:
     """Statistics of SAAP's decode steps, summed over steps, sequences and KV heads.
 
     Attributes:
-        valid: number of keys, without padding.
-        listed: number of keys in bucket lists. All other keys are attended to.
-        attended: number of attended keys.
-        bytes: number of bytes of the attended keys, their values and their list entries.
+        valid: number of keys that are not padding.
+        listed: number of keys in bucket lists. Every decode step attends to the keys outside the lists.
+        attended: number of keys that the decode steps attended to.
+        bytes: number of bytes of the attended keys, the values of these keys and their list entries.
     """
 
     valid: int = 0
@@ -208,7 +208,7 @@ class BucketStatistics:
 
     @property
     def selectivity(self) -> float:
-        """Share of the keys in bucket lists that were attended to (saap.12); 0 if no key was in a list."""
+        """Share of the listed keys that the decode steps attended to (saap.12); 0 if no key was in a bucket list."""
         visited = self.attended - (self.valid - self.listed)
         return visited / self.listed if self.listed else 0.0
 
@@ -218,7 +218,7 @@ class BucketStatistics:
 
 
 class BucketCounts:
-    """Counts of SAAP's decode steps in one forward pass, which stay on the device until `read` is called."""
+    """Counts of SAAP's decode steps in one forward pass. The counts stay on the device until `read` is called."""
 
     total = "counted"
 
@@ -257,15 +257,15 @@ class DraftStatistics:
     """Statistics of self-speculative decoding.
 
     Attributes:
-        checks: number of dense calls that checked drafts. Each returns the accepted tokens and one more.
-        alone: number of tokens from dense decode steps without drafts.
-        examined: at each draft position, the number of tokens whose predecessors were all accepted.
-        accepted: at each draft position, the number of accepted tokens.
-        drafted: number of drafted tokens.
-        draft_seconds, check_seconds: time spent on drafting and on checking in the timed checks.
-        timed: number of timed checks.
-        alone_seconds: total time of the timed dense steps.
-        timed_alone: number of timed dense steps.
+        checks: number of dense calls that checked draft tokens. A check returns the accepted tokens and one new token.
+        alone: number of tokens from dense decode steps.
+        examined: for each position in a draft, the number of draft tokens whose predecessors were all accepted.
+        accepted: for each position in a draft, the number of accepted draft tokens.
+        drafted: number of draft tokens.
+        draft_seconds, check_seconds: total time in seconds of drafting and of checking in the timed checks.
+        timed: number of checks that were timed.
+        alone_seconds: total time in seconds of the timed dense decode steps.
+        timed_alone: number of timed dense decode steps.
         pauses: number of times that drafting was paused because it was slower than dense decoding.
     """
 

@@ -32,11 +32,11 @@ class Step:
         G: number of query heads per KV head.
         D: head dim.
         itemsize: bytes per element of keys and values.
-        gpu: kind of GPU for the `metal` and `triton` backends, a key of `cost.ENOUGH_SAVED`; empty without a GPU.
+        gpu: kind of GPU for the `metal` and `triton` backends, a key of `cost.ENOUGH_SAVED`; empty if there is no GPU.
         buckets: number of buckets in SAAP's index.
         network: size in bytes of SAAP's query network for one KV head.
         measured: crossover length in keys that was measured on this machine; None before a measurement.
-        packed: (bits per component, group size) of a quantized KV cache (quantized.1); None for other caches.
+        packed: (bits per component, group size) of a quantized KV cache (quantized.1); None if not quantized.
     """
 
     heads: int
@@ -60,16 +60,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Method:
-    """Base class of all methods. The fields are the settings; the class attributes below describe the method.
+    """Base class of all methods. The fields are the settings. The class attributes below describe the method.
 
     Attributes:
         name: name of the method in the text form and in all tables.
         stage: "decode" (one query per decode step), "prefill" (chunks of any size) or "prefill and decode".
         source: paper that introduced the method.
-        reads: description of the data that the method reads for each new token, or attends to in prefill.
+        reads: description of the data that a decode method reads for each new token, or a prefill method attends to.
         plot_style: color and marker in plots. The colors are safe for color-blind readers.
-        presets: settings of each preset, by name.
-        budget_setting: name of the setting that is adjusted to reach a transfer budget; empty if there is none.
+        presets: dict from the name of a preset to the settings of the preset, which are a dict by setting name.
+        budget_setting: name of the setting that is adjusted to reach a transfer budget; empty if none can be.
         sparse: True if the method skips keys; False for dense attention.
         observes_prefill: True if the selection uses the attention weights of a dense prefill.
         pre_rope: True if the selection uses pre-RoPE queries and keys.
@@ -95,7 +95,7 @@ class Method:
 
     @property
     def unit(self) -> int:
-        """Number of consecutive keys selected together. If the number exceeds 1, the last group is always selected."""
+        """Number of consecutive keys in a selected group. If it exceeds 1, the last group is always selected."""
         return 1
 
     @property
@@ -109,11 +109,11 @@ class Method:
 
     @property
     def fitted_buckets(self) -> int:
-        """Number of buckets that SAAP fits to the prompt if it has no artefact; 0 for other methods."""
+        """Number of buckets that SAAP fits to the prompt in online mode; 0 for methods that have no buckets."""
         return 0
 
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> Self:
-        """Return a copy of the method. Each "auto" that depends on the model is replaced by a value.
+        """Return the method with a value in place of each "auto" that depends on the model.
 
         Args:
             qk_norm: True if the model normalizes queries or keys.
@@ -132,9 +132,9 @@ class Method:
         return True
 
     def parameters(self, G: int = 1) -> dict[str, Any]:
-        """Return the keyword arguments of the backend functions, for layers with ``G`` query heads per KV head.
+        """Return a dict of keyword arguments for the backend functions, for ``G`` query heads per KV head.
 
-        Every "auto" that depends on the layer is replaced by a value.
+        The dict contains a value in place of each "auto" that depends on the layer.
         """
         found = {name: getattr(self, name) for name in self.setting_names()}
         if "local_window" in found:
@@ -148,7 +148,7 @@ class Method:
 
     @property
     def always_attended(self) -> tuple[int, int]:
-        """Number of first keys and number of last keys that every decode step attends to."""
+        """Pair of the number of first keys and the number of last keys that every decode step attends to."""
         found = self.parameters()
         return found.get("sink_tokens", 0), found.get("recent_tokens", found.get("local_window", 0))
 
@@ -163,7 +163,7 @@ class Method:
 
         Returns:
             The method for one shard, or None if the selection does not compare keys. If the result is None, the shards
-            attend to the same keys as without sharding.
+            together attend to the same keys as an unsharded model.
         """
         return None
 
@@ -192,13 +192,13 @@ class Method:
         return max(self.modeled_context(step), exact)
 
     def modeled_context(self, step: Step | None) -> int:
-        """Return a conservative estimate of the crossover length in keys, for machines without a measurement."""
+        """Return a conservative estimate of the crossover length in keys, for use until the length is measured."""
         return self.attended + 1
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Return the number of elements moved per KV head and decode step for ``S`` keys of head dim ``D``.
+        """Return the number of elements that a decode step over ``S`` keys of head dim ``D`` moves per KV head.
 
-        ``buckets`` is the number of buckets in SAAP's index; other methods ignore it.
+        ``buckets`` is the number of buckets in SAAP's index. Only SAAP uses this argument.
         """
         raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
 
@@ -215,10 +215,11 @@ class Method:
         return itemsize * (self.elements(S, D) - rows * D) + rows * row_bytes
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[Self, str]:
-        """Return a copy of the method, and the name of the setting that the caller adjusts to reach a transfer budget.
+        """Return a changed copy of the method, and the name of a setting. The caller then adjusts this setting.
 
-        The budget is ``share`` of the transfers of dense attention. The copy has ``dense_below=0``, but settings in
-        ``named`` stay unchanged. The name is empty if no setting can be adjusted.
+        The adjusted method must move at most the share ``share`` of the elements that dense attention moves. The
+        returned copy may move more. The copy has ``dense_below=0``, but settings in ``named`` stay unchanged. The name
+        is empty if no setting can be adjusted.
         """
         own = {field.name for field in dataclasses.fields(self)}
         running: dict[str, Any] = {"dense_below": 0} if "dense_below" in own - set(named) else {}
@@ -271,7 +272,8 @@ class Prefill(Method):
     def max_density(self, backend: str, measured: float | None = None) -> float:
         """Return the density of the selected blocks above which attention on ``backend`` stays dense.
 
-        ``measured`` is the largest density at which sparse attention was faster on this machine; None if unknown.
+        ``measured`` is the largest density at which sparse attention was faster than dense attention on this machine.
+        It is None before a measurement.
         """
         return 1.0
 
@@ -281,7 +283,7 @@ class Prefill(Method):
 
 
 def shard_top_k(top_k: int, size: int) -> int:
-    """Return the number of keys that each of ``size`` shards selects: ``SLACK * top_k / size``, at most ``top_k``."""
+    """Return the number of keys that each of ``size`` shards selects, ``min(top_k, SLACK * top_k / size)``."""
     return min(top_k, -(-SLACK * top_k // size))
 
 

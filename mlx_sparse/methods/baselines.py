@@ -96,7 +96,7 @@ class H2O(Method):
 
 @dataclass(frozen=True)
 class FlexGen(Method):
-    """Attend to the ``top_k`` keys with the largest exact softmax weights, without renormalization."""
+    """Attend to the ``top_k`` keys with the largest exact softmax weights. The weights are not renormalized."""
 
     name: ClassVar[str] = "flexgen"
     source: ClassVar[str] = "FlexGen, arXiv 2303.06865"
@@ -123,7 +123,7 @@ class FlexGen(Method):
 class OracleTopK(Method):
     """Attend to the ``top_k`` keys with the largest exact scores.
 
-    The quality is an upper bound for SparQ. The method saves no transfers.
+    The quality of this baseline is an upper bound for the quality of SparQ. The method saves no transfers.
     """
 
     name: ClassVar[str] = "oracle_top_k"
@@ -169,7 +169,7 @@ class MInference(Prefill):
 class BigBird(Prefill):
     """Attend to a sliding window, the first keys and random blocks in prefill.
 
-    The window covers the share ``window`` of the context, and the first keys cover the share ``global_share``.
+    The window covers the share ``window`` of the context. The first keys cover the share ``global_share``.
     """
 
     name: ClassVar[str] = "bigbird"
@@ -191,11 +191,13 @@ class BigBird(Prefill):
 
 @dataclass(frozen=True)
 class HyperAttention(Prefill):
-    """Attend in prefill to keys with hashes similar to the query's, and to a weighted sample (docs/spec/sample.md).
+    """Attend in prefill to keys whose hashes are similar to the query's hash, and to a weighted sample of keys.
+
+    See docs/spec/sample.md, "Baselines".
 
     Attributes:
         bucket_size: number of keys per bucket. Keys are sorted by hash and divided into buckets.
-        sampled_keys: number of sampled keys, which represent all keys outside the bucket.
+        sampled_keys: number of sampled keys, which represent all keys outside the query's bucket.
         hash_bits: number of random directions whose signs form the hash, 1..16.
         exact_rows: largest number of consecutive tokens among which attention is exact.
     """
@@ -222,16 +224,16 @@ class HyperAttention(Prefill):
         check_int("exact_rows", self.exact_rows, 1)
 
     def supports_sinks(self, G: int) -> bool:
-        """Return False. Sinks need a log-sum-exp with sampling weights, which HyperAttention does not return."""
+        """Return False. Sinks need a log-sum-exp that includes sampling weights, and HyperAttention returns none."""
         return False
 
 
 @dataclass(frozen=True)
 class HashSparse(Prefill):
-    """Attend in prefill to earlier keys with the same hash as the query (docs/spec/sample.md, "Baselines").
+    """Attend in prefill to earlier keys whose hash equals the query's hash (docs/spec/sample.md, "Baselines").
 
     Attributes:
-        buckets: number of hash values C, two per random direction; must be even.
+        buckets: number C of hash values, two per random direction. The number must be even.
     """
 
     name: ClassVar[str] = "hash_sparse"

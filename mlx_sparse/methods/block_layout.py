@@ -24,9 +24,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """Blocks and regions of a prefill chunk (the last ``L`` of ``S`` tokens). The first block begins at position 0.
+    """Blocks and regions of a prefill chunk. The first block begins at position 0.
 
     Attributes:
+        L: number of tokens in the chunk, which is at the end of the context.
+        S: number of tokens in the context.
         chunks: requested number of regions. There is at most one region per row block.
         rows: number of query rows to sample per region; None means ``block_size``.
     """
@@ -54,7 +56,7 @@ class Layout:
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """Regions of the chunk with their sampled query rows (sample.1), (sample.2)."""
+        """Regions of the chunk and the query rows that each region samples (sample.1), (sample.2)."""
         R = self.row_blocks
         rows = self.block_size if self.rows is None else self.rows
         chunks = min(self.chunks, R)
@@ -69,12 +71,12 @@ class Layout:
 
     @cached_property
     def region_of(self) -> tuple[int, ...]:
-        """Region index of each row block, as a tuple of length ``row_blocks``."""
+        """Indices of the regions that contain the row blocks, one index per row block of the chunk."""
         return tuple(c for c, region in enumerate(self.regions) for _ in range(region.first, region.stop))
 
     @cached_property
     def sampled_blocks(self) -> frozenset[int]:
-        """Indices of the row blocks, counted from position 0, that contain at least one sampled row."""
+        """Indices of the row blocks that contain at least one sampled row. The block at position 0 has the index 0."""
         offset = self.S - self.L
         return frozenset(
             block

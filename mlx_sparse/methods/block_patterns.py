@@ -13,7 +13,7 @@ Pattern = npt.NDArray[np.bool_]
 
 
 def bigbird_pattern(layout: Layout, *, window: float, global_share: float, random_blocks: int) -> Pattern:
-    """Return a bool mask ``(R, Nk)``, True for the window, the first key blocks and random key blocks (sample.13)."""
+    """Return a bool mask ``(R, Nk)`` of the window, the first key blocks and random key blocks (sample.13)."""
     pattern = _window(layout, first=_blocks_of(global_share * layout.S, layout.block_size), window=window)
     for index in range(layout.row_blocks):
         # Hash the row block with Knuth's multiplier, to get the same random blocks in every run and for every head.
@@ -24,12 +24,12 @@ def bigbird_pattern(layout: Layout, *, window: float, global_share: float, rando
 
 
 def streaming_pattern(layout: Layout, *, sink_tokens: int, window: float) -> Pattern:
-    """Return a bool mask ``(R, Nk)``, True for the first key blocks and the window (sample.14)."""
+    """Return a bool mask ``(R, Nk)`` of the first key blocks and the window (sample.14)."""
     return _window(layout, first=_blocks_of(sink_tokens, layout.block_size), window=window)
 
 
 def _window(layout: Layout, *, first: int, window: float) -> Pattern:
-    """Return a bool mask ``(R, Nk)``, True for the ``first`` causal key blocks and for blocks inside the window."""
+    """Return a bool mask ``(R, Nk)`` of the causal key blocks that are among the first ``first`` or in the window."""
     row_block = np.arange(layout.first_block, layout.key_blocks)[:, None]
     block: Any = np.arange(layout.key_blocks)
     near = row_block - block < _blocks_of(window * layout.S, layout.block_size)

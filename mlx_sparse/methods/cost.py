@@ -28,9 +28,9 @@ SAMPLE_SHARE = 8
 
 
 def nvidia_kind(capability: int) -> str:
-    """Return the `ENOUGH_SAVED` key with the highest compute capability up to ``capability``.
+    """Return a key of `ENOUGH_SAVED`, such as "sm_90", for an NVIDIA GPU with the given compute ``capability``.
 
-    If every key has a higher compute capability, return the lowest key.
+    The result is the highest key that is not above ``capability``. If all keys are above it, return the lowest key.
     """
     known = sorted(int(kind[3:]) for kind in ENOUGH_SAVED if kind.startswith("sm_"))
     return f"sm_{max((lower for lower in known if lower <= capability), default=known[0])}"

@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 class Span:
     """Queries at positions ``[start, stop)`` and the earlier keys at positions ``[first, last)``.
 
-    If a span has few keys, its queries attend to all its keys. Otherwise the keys are selected by hash.
+    If a span has few keys, the queries of the span attend to all its keys. Otherwise the keys are selected by hash.
     """
 
     start: int
@@ -26,7 +26,7 @@ class Span:
 
 
 def random_words(count: int) -> Array:
-    """Return ``count`` uint64 random numbers (SplitMix64 with seed 0), the same in every run and for every head."""
+    """Return ``count`` uint64 random numbers (SplitMix64 with seed 0). Every run and every head gets equal numbers."""
     words = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
@@ -34,13 +34,13 @@ def random_words(count: int) -> Array:
 
 
 def signs(D: int, count: int) -> Array:
-    """Return ``count`` random directions for hashing: float32 ``(D, count)`` with elements 1 and -1 (sample.15)."""
+    """Return ``count`` random directions for hashing as a float32 array ``(D, count)`` of 1 and -1 (sample.15)."""
     high: Array = random_words(D * count) >> np.uint64(63)
     return (1 - 2 * high.astype(np.float32)).reshape(D, count)
 
 
 def sampled(first: int, last: int, count: int) -> Array:
-    """Divide the keys ``[first, last)`` into ``count`` equal ranges and return a random key from each (sample.18)."""
+    """Divide the keys ``[first, last)`` into ``count`` equal parts. Return a random key of each part (sample.18)."""
     borders = first + np.arange(count + 1) * (last - first) // count
     lengths = (borders[1:] - borders[:-1]).astype(np.uint64)
     return borders[:-1] + (random_words(count) % lengths).astype(np.int64)
@@ -50,7 +50,7 @@ def pieces(L: int, S: int, exact_rows: int) -> Iterator[tuple[int, int, tuple[Sp
     """Halve the positions ``[S - L, S)`` repeatedly, until each range has at most ``exact_rows`` queries (sample.16).
 
     Yields:
-        ``start`` and ``stop`` of a range, and the spans that contain its queries.
+        ``start`` and ``stop`` of a range, and the spans that contain the queries of the range.
     """
 
     def cut(start: int, stop: int, before: tuple[Span, ...]) -> Iterator[tuple[int, int, tuple[Span, ...]]]:

@@ -22,10 +22,10 @@ class Quest(Method):
         top_k: number of attended keys per KV head, rounded up to whole pages. The current page is included. The
             default is the budget at which Quest matches dense attention on LongBench in the paper.
         dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
-            on this machine. Before a measurement, "auto" is ``4 * top_k`` with the `ops` backend, where a gathered row
-            takes 2.5 times as long to read as a row in dense attention (docs/results/speed.md). With GPU kernels,
-            "auto" is the length at which a step saves `ENOUGH_SAVED` bytes. With a ``top_k`` below the default, for
-            experiments on short texts, every step that can be sparse is sparse.
+            on this machine. Before a measurement, "auto" is ``4 * top_k`` on the `ops` backend. There, reading a
+            gathered row takes 2.5 times as long as reading a row in dense attention (docs/results/speed.md). On a GPU
+            backend, "auto" is the length at which a step saves `ENOUGH_SAVED` bytes. If ``top_k`` is below the default,
+            as in experiments on short texts, every step that can be sparse is sparse.
     """
 
     name: ClassVar[str] = "quest"

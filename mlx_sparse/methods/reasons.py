@@ -52,10 +52,10 @@ SHORTER = "over fewer than "  # start of the reason that `shorter_than` returns
 
 
 def shorter_than(keys: int) -> str:
-    """Return the reason for contexts with fewer than ``keys`` keys."""
+    """Return the reason why a context stays dense if it is shorter than ``keys``, the crossover length in keys."""
     return f"{SHORTER}{keys:,} keys"
 
 
 def other_cache(name: str) -> str:
-    """Return the reason for layers with the unsupported cache class ``name``."""
+    """Return the reason why a layer stays dense if no method supports its cache class ``name``."""
     return f"with a sliding window ({name})" if "Rotating" in name else f"with a {name}"

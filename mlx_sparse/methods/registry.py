@@ -65,12 +65,12 @@ def gpu_kind() -> str:
 
 
 def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = None) -> str | None:
-    """Return the reason why ``backend`` cannot run ``function`` for these sizes, or None.
+    """Return the reason why ``backend`` cannot run ``function`` for the given sizes, or None.
 
     Args:
         D: head dim.
         G: number of query heads per KV head.
-        bits: number of bits of a quantized KV cache; None for other caches.
+        bits: number of bits per component of a quantized KV cache; None if the cache is not quantized.
     """
     if backend == "metal" and function in MATRIX_FUNCTIONS and bits is not None:
         return "its prefill kernels do not read quantized KV caches"
@@ -89,7 +89,7 @@ def refusal(backend: str, function: str, reason: str | None = None) -> str | Non
 
     Args:
         reason: reason that the caller has already found; None if the caller has found no reason. If ``backend`` cannot
-            run any function, the more general reason is returned instead.
+            run any function, the result is a more general reason.
     """
     reason = FOREIGN.get(backend) or unavailable(backend) or reason
     if reason is None and backend not in FUNCTIONS.get(function, {}):
@@ -98,23 +98,29 @@ def refusal(backend: str, function: str, reason: str | None = None) -> str | Non
 
 
 def require(backend: str, function: str, reason: str | None = None) -> None:
-    """Raise an error if ``backend`` cannot run ``function`` on MLX arrays on this machine. "auto" never raises.
+    """Raise an error if ``backend`` cannot run ``function`` on MLX arrays on this machine.
+
+    If ``backend`` is "auto", do nothing.
 
     Args:
         reason: reason that the caller has already found; None if the caller has found no reason.
 
     Raises:
-        BackendUnavailable: the backend cannot run the function. The call never falls back to another backend.
+        BackendUnavailable: the backend cannot run the function. A call never falls back to another backend.
     """
     if backend != "auto" and (reason := refusal(backend, function, reason)) is not None:
         raise BackendUnavailable(f"backend: expected auto or ops, got {backend} ({reason}).")
 
 
 def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = None) -> str:
-    """Return the backend that runs ``function`` for these sizes: head dim ``D``, ``G`` query heads per KV head.
+    """Return the name of the backend that runs ``function`` for the given sizes.
 
-    "auto" selects metal if metal supports the function and can run here, and ops otherwise. ``bits`` is the number of
-    bits of a quantized KV cache, or None.
+    "auto" selects metal if metal supports the function and can run on this machine, and ops otherwise.
+
+    Args:
+        D: head dim.
+        G: number of query heads per KV head.
+        bits: number of bits per component of a quantized KV cache; None if the cache is not quantized.
 
     Raises:
         BackendUnavailable: ``backend`` is not "auto" and cannot run the function on this machine.

@@ -19,8 +19,8 @@ class SAAP(Method):
     """Attend to the keys in the visited buckets, the first keys and the last keys (docs/spec/saap.md).
 
     Attributes:
-        artefact: path of a file from `mlx-sparse train-saap`; None with mode "online".
-        mode: "trained" to select buckets with the query networks of the artefact, or "online" to select them with
+        artefact: path of a file from `mlx-sparse train-saap`; None if the mode is "online".
+        mode: "trained" to select buckets with the query networks of the artefact, or "online" to select buckets with
             centroids that are fitted to the prompt.
         probes: number of visited buckets per KV head and decode step.
         buckets: number of buckets in mode "online", 256 by default. In mode "trained" the artefact sets the number.
@@ -29,9 +29,9 @@ class SAAP(Method):
         dense_layers: number of first attention layers that stay dense.
         merge_every: number of keys that are merged into the index at a time, after they leave the window of recent
             keys. Until then these keys are always attended to.
-        dense_below: context length in keys below which attention stays dense. "auto" is a modeled length. With GPU
-            kernels, a step must save `ENOUGH_SAVED` bytes. With the `ops` backend, dense attention must read
-            `GATHERED_ROW` times as many rows as a sparse step. With fewer ``recent_tokens`` than the default, for
+        dense_below: context length in keys below which attention stays dense. "auto" is a modeled length. On a GPU
+            backend, a step must save `ENOUGH_SAVED` bytes. On the `ops` backend, dense attention must read
+            `GATHERED_ROW` times as many rows as a sparse step. If ``recent_tokens`` is below the default, as in
             experiments on short texts, every step that can be sparse is sparse. The length is not measured, because
             the time of SAAP depends on the sizes of the visited buckets.
     """
@@ -94,7 +94,7 @@ class SAAP(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Count the elements moved per KV head and decode step, for ``buckets`` buckets of equal size.
+        """Return the number of elements that a decode step moves per KV head, if the buckets have equal sizes.
 
         The weights of the query network are not counted.
         """
@@ -129,5 +129,5 @@ class SAAP(Method):
         return math.ceil(GATHERED_ROW * (self.attended + self.merge_every // 2 + network) / per_key)
 
     def _visited_share(self, buckets: int) -> float:
-        """Estimate the share of the keys in visited buckets as twice the average share, because bucket sizes differ."""
+        """Estimate the share of keys in visited buckets. Bucket sizes differ, so double the share for equal sizes."""
         return min(2 * self.probes / buckets, 1.0)

@@ -44,8 +44,9 @@ class Sample(Prefill):
         dense_above: density of the selected blocks above which attention stays dense. "auto" is the density that was
             measured on this machine (`mlx-sparse calibrate`), and `SAMPLE_DENSE_ABOVE` before a measurement. If
             ``dense_below`` is a number, "auto" is 1, and the limit of `SAMPLE_SHARE` does not apply.
-        ranges: settings by ascending context length, which replace the settings above. Longer contexts use the last
-            range. `mlx-sparse tune-sample` finds the ranges for a model.
+        ranges: settings for ranges of context lengths, in ascending order, which replace ``alpha_column``,
+            ``alpha_slash`` and ``chunks``. Contexts beyond the last range use the settings of the last range.
+            `mlx-sparse tune-sample` finds the ranges for a model.
     """
 
     name: ClassVar[str] = "sample"
@@ -113,7 +114,7 @@ class Sample(Prefill):
 
 
 def _read_ranges(ranges: object) -> tuple[SampleRange, ...]:
-    """Convert the text ``UP_TO:ALPHA_COLUMN:ALPHA_SLASH:CHUNKS/...``, or TOML tables, to `SampleRange` objects."""
+    """Convert ``UP_TO:ALPHA_COLUMN:ALPHA_SLASH:CHUNKS/...``, or a list of TOML tables, to `SampleRange` objects."""
     fields = [field.name for field in dataclasses.fields(SampleRange)]
     entries: Any = ranges.split("/") if isinstance(ranges, str) else ranges
     found: list[SampleRange] = []

@@ -18,8 +18,8 @@ class KeyCodes(NamedTuple):
     """Quantized scoring keys (int4) in component-major layout, for the argument ``keys_t``.
 
     Attributes:
-        codes: ``(B, Hkv, D, groups * 32)`` uint8, lowest bits first. In MLX the same bytes are
-            ``(B, Hkv, D, groups * 8)`` uint32, as from `mx.quantize`.
+        codes: ``(B, Hkv, D, groups * 32)`` uint8, lowest bits first. In MLX, the bytes form a uint32 array
+            ``(B, Hkv, D, groups * 8)``, as `mx.quantize` returns it.
         lo: float16 ``(B, Hkv, D, groups)``, smallest centered component of each group.
         step: float16 ``(B, Hkv, D, groups)``, difference between adjacent codes.
         center: float32 ``(B, Hkv, D)``, vector that is subtracted from each key before quantization.
@@ -37,7 +37,7 @@ class KeyCodes(NamedTuple):
 
 
 def check_keys_t(keys_t: Any, sizes: Sizes, key_bits: int) -> None:
-    """Raise an error unless ``keys_t`` is None or has the type and the shapes that ``key_bits`` requires.
+    """Raise an error if ``keys_t`` is not None and does not have the type and the shapes that ``key_bits`` requires.
 
     Raises:
         ConfigError: ``keys_t`` is an array but `KeyCodes` are needed, or vice versa.

@@ -50,21 +50,21 @@ class SparQ(Method):
         min_recall: mean estimated attention recall below which the next 256 decode steps of a layer are dense; at most
             1. The default 0 never makes a layer dense.
         reallocate: if True, add the mean value, weighted by the softmax mass of the skipped keys. "auto" is True for
-            one query head per KV head, except with "query_key", which underestimates the attention recall
+            one query head per KV head, but False for "query_key", which underestimates the attention recall
             (docs/spec/sparq.md).
         component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation of the
             keys ("query_key"). "auto" is "query_key" for models with q/k-norm, because their channels have learned
             scales, and for grouped query heads with quantized scoring keys. Otherwise "auto" is "query".
-        key_bits: number of bits per component of the scoring keys: 16 (as in the paper) or 4. With 4, keys are scored
-            with an int4 copy, which needs about a quarter of the transfers and memory of a 16-bit copy
-            (docs/spec/sparq.md). docs/results/quality.md reports the loss of quality.
+        key_bits: number of bits per component of the scoring keys: 16 (as in the paper) or 4. An int4 copy of the keys
+            needs about a quarter of the transfers and memory of a 16-bit copy (docs/spec/sparq.md).
+            docs/results/quality.md reports the loss of quality.
         score: data used to score the keys of a quantized KV cache (``--kv-bits``). "rows" reads all components
-            of the cache and needs no additional memory. "copy" reads a copy of the keys, as with other caches
-            (docs/spec/quantized.md).
+            of the cache and needs no additional memory. "copy" reads a copy of the keys, as for caches that are not
+            quantized (docs/spec/quantized.md).
         dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
-            on this machine (`mlx-sparse calibrate`). Before a measurement, "auto" is ``16 * top_k`` with the `ops`
-            backend (docs/results/speed.md). With GPU kernels, "auto" is the length at which a step saves `ENOUGH_SAVED`
-            bytes. With a ``top_k`` below the default, for experiments on short texts, every step that can be sparse is
+            on this machine (`mlx-sparse calibrate`). Before a measurement, "auto" is ``16 * top_k`` on the `ops`
+            backend (docs/results/speed.md). On a GPU backend, "auto" is the length at which a step saves `ENOUGH_SAVED`
+            bytes. If ``top_k`` is below the default, as in experiments on short texts, every step that can be sparse is
             sparse.
     """
 
@@ -125,7 +125,10 @@ class SparQ(Method):
         return G == 1 if self.reallocate == "auto" else bool(self.reallocate)
 
     def scores_rows(self, *, packed: bool) -> bool:
-        """Return True if the cache's own keys are scored, not a copy. ``packed`` is True for a quantized KV cache."""
+        """Return True if SparQ scores the cache's own keys instead of a copy.
+
+        ``packed`` is True if the KV cache is quantized.
+        """
         return packed and self.score == "rows"
 
     def for_shard(self, size: int, recent: int) -> SparQ:
@@ -172,7 +175,10 @@ class SparQ(Method):
         return moved - S * (D * itemsize - row_bytes)  # the quantized rows are scored
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SparQ, str]:
-        """Spend half of the budget on scores and half on attention, unless ``named`` contains ``rank`` or ``top_k``."""
+        """Spend half of the budget on scores and half on attention.
+
+        If ``named`` contains ``rank`` or ``top_k``, the caller adjusts only the other setting of the two.
+        """
         config = self if "dense_below" in named else dataclasses.replace(self, dense_below=0)
         if not {"rank", "top_k"} & set(named):
             rank = share * D if self.key_bits == 16 else share * D * 32 / (2 * self.key_bits + 1)

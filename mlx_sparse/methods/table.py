@@ -32,7 +32,7 @@ EXPORTED = {"onnx": "onnx_export:operator_model", "ort": "onnx_export:session_op
 
 
 def _row(name: str, ops: str, metal: str = "", triton: str = "", *, oracle: str = "oracle") -> dict[str, str]:
-    """Return the import string of the function ``name`` for each backend that supports the function.
+    """Return a dict from each backend that supports the function ``name`` to the import string of the function.
 
     ``ops``, ``metal``, ``triton`` and ``oracle`` are module names, or ``module:function`` if the function has a
     different name in this module. An empty string means that the backend does not support the function.

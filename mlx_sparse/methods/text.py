@@ -49,7 +49,8 @@ def parse(text: str, base: Mapping[str, Method] | None = None) -> tuple[Method, 
 
     Args:
         text: text form such as ``"sparq:rank=16,top_k=64"`` or ``"sparq:preset=paper"``. Other keys override a preset.
-        base: methods by name (from a TOML file). The keys in ``text`` override the settings of these methods.
+        base: dict from name to method, for example from a TOML file. The keys in ``text`` override the settings of
+            these methods.
 
     Raises:
         ConfigError: a method, key or preset is unknown, a value is invalid, or a method is named twice.
@@ -97,7 +98,7 @@ def split_methods(text: str) -> list[str]:
 
 
 def load_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> dict[str, Method]:
-    """Read a TOML file with `read_toml`, and return only its methods by name."""
+    """Read a TOML file with `read_toml`, and return only the dict from name to method."""
     return read_toml(path, base)[0]
 
 
@@ -105,11 +106,11 @@ def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tup
     """Read a TOML file with one table per method, for example ``[sparq]`` with ``rank = 16``.
 
     Args:
-        base: methods by name. The tables override the settings of these methods.
+        base: dict from name to method. The tables override the settings of these methods.
 
     Returns:
-        The methods by name, and the value of the key ``calibrate``, which is True (default) if ``--attn`` may measure
-        crossover lengths.
+        A dict from name to method, and the value of the key ``calibrate``. The value is True (default) if ``--attn``
+        may measure crossover lengths.
 
     Raises:
         ConfigError: the file is missing, too large, not TOML, or has an unknown method, key or value.
@@ -140,7 +141,7 @@ def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tup
 
 
 def _check_integers(value: object) -> None:
-    """Raise `ValueError` for an integer that needs more than 64 bits. Python may refuse to print long integers."""
+    """Raise `ValueError` if an integer needs more than 64 bits. Python may refuse to print long integers."""
     if isinstance(value, int) and value.bit_length() > 63:
         raise ValueError("an integer of more than 64 bits")
     for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

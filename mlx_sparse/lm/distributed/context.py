@@ -59,7 +59,7 @@ def share_context(plan: Plan, shard: str) -> None:
 
 
 def _share_random_seed(exchange: Exchange) -> None:
-    """Set the same random seed on all ranks if their random states differ, so that they sample the same tokens."""
+    """Set one random seed on all ranks if their random states differ. Then all ranks sample the same tokens."""
     state: Any = mx.random.state
     states: Any = exchange.gather(state[0]).tolist()
     if any(one != states[0] for one in states):
@@ -69,11 +69,12 @@ def _share_random_seed(exchange: Exchange) -> None:
 class ContextCall(Call):
     """Context manager for one forward pass of a model over sharded caches.
 
-    This class also runs dense attention, because mlx-lm's attention would receive only the keys of the current tokens.
+    Unlike `Call`, this class runs dense attention itself. mlx-lm's attention would receive only the keys of the current
+    tokens.
 
     Args:
         exchange: collectives over the ranks.
-        exact: True to select the same keys as without sharding; False to select separately on each rank.
+        exact: True to select the same keys as an unsharded model; False to select keys separately on each rank.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class ContextCall(Call):
             )
 
     def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return ``inputs``, the arguments of the model call, with the tokens of rank 0.
+        """Return ``inputs``, the arguments of the model call, with the tokens replaced by the tokens of rank 0.
 
         Sampled tokens can differ between ranks, because machines may round differently.
 
@@ -199,7 +200,7 @@ class ContextCall(Call):
         return exchange.merge(out.astype(mx.float32), lse)
 
     def _length_reason(self, queries: mx.array, keys: mx.array, cache: ShardedKVCache) -> str | None:
-        """Return the reason why decode steps at this context length are dense, or None.
+        """Return the reason why decode steps at the current context length are dense, or None.
 
         All ranks return the same reason.
         """
@@ -252,12 +253,12 @@ def _wrote(cache: Any, keys: Any, values: Any) -> bool:
 
 
 def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Combine sharded caches on rank 0, which writes the file. All ranks must call this function.
+    """Combine sharded caches on rank 0, and write them to the file ``file_name``. All ranks must call this function.
 
-    During this call, rank 0 has the whole cache in memory.
+    During the call, rank 0 has the whole cache in memory.
 
     Args:
-        write: mlx-lm's ``save_prompt_cache``, which also receives ``args`` and ``kwargs``.
+        write: mlx-lm's ``save_prompt_cache``. ``args`` and ``kwargs`` are passed to this function.
 
     Raises:
         ConfigError: rank 0 cannot write the file. All ranks raise this error. An existing file stays unchanged.
@@ -279,7 +280,7 @@ def save(write: Callable[..., Any], file_name: str, cache: list[Any], *args: Any
 
 
 def _whole(cache: ShardedKVCache, exchange: Exchange) -> Any:
-    """Return a `KVCache` with the rows of all ranks in order of position. On ranks above 0, return an empty cache."""
+    """Return a `KVCache` with the rows of all ranks, sorted by position. On ranks above 0, the cache is empty."""
     found: Any = KVCache()
     if not cache.position:
         return found

@@ -19,7 +19,8 @@ class Exchange:
     Attributes:
         rank: rank of this process.
         size: number of ranks.
-        sent: number of bytes that this rank has sent in the current forward pass, counted once for each receiver.
+        sent: number of bytes that this rank has sent in the current forward pass. Bytes that go to several ranks count
+            once for each receiver.
         messages: number of collectives in the current forward pass.
 
     Raises:
@@ -37,14 +38,14 @@ class Exchange:
         self._agreed: dict[Any, float] = {}
 
     def begin(self) -> None:
-        """Reset the counts at the start of a forward pass. New collectives still run after those of earlier passes."""
+        """Reset the counts at the start of a forward pass. Collectives of earlier passes still run first."""
         self.sent = self.messages = 0
 
     def _in_turn(self, array: mx.array, collective: Callable[..., mx.array], sent: int) -> mx.array:
         """Run ``collective`` on ``array`` after all earlier messages have arrived, and return the result.
 
-        MLX evaluates only the arrays that are used, in any order. Without `mx.depends`, a rank that does not use a
-        result would not send its message, and the other ranks would wait.
+        MLX evaluates only the arrays that are used, in any order. If the array did not depend on earlier messages
+        (`mx.depends`), a rank that does not use a result would not send its message. Then the other ranks would wait.
         """
         self.sent += sent
         self.messages += 1
@@ -97,7 +98,7 @@ class Exchange:
 
 
 def join(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
-    """Merge the ``(out, lse)`` pairs of disjoint sets of keys on this rank, without communication."""
+    """Merge the ``(out, lse)`` pairs of disjoint sets of keys on this rank. The ranks do not communicate."""
     outs, lses = (mx.stack(list(arrays)) for arrays in zip(*parts, strict=True))
     return _merged(outs, lses)
 

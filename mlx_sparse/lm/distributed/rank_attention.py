@@ -1,10 +1,10 @@
 """Run decode steps and prefill chunks over the keys of all ranks.
 
-In a decode step, each function takes ``queries (B, Hq, 1, D)`` and returns float32 ``out (B, Hq, 1, D)`` and
+Functions for decode steps take ``queries (B, Hq, 1, D)``. They return float32 ``out (B, Hq, 1, D)`` and
 ``lse (B, Hq, 1)``. Write the token's key and value to the cache before the call.
 
 In a prefill chunk, each rank has all queries, keys and values of the chunk. All queries attend to the older keys that
-the rank stores. Each rank also attends to the keys of the chunk, with a different part of the queries.
+the rank stores. On each rank, a different part of the queries attends to the keys of the chunk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dense_step(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchan
 def local_step(
     queries: mx.array, cache: ShardedKVCache, config: Method, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Run a decode step that selects keys separately on each rank, with the parameters of `Method.for_shard`."""
+    """Run a decode step in which each rank selects keys separately, by the method from `Method.for_shard`."""
     own = config.for_shard(exchange.size, forced_rows(cache, config.always_attended[1]))
     assert own is not None
     if cache.length <= own.attended:
@@ -52,7 +52,7 @@ def local_step(
 def sparq(
     queries: mx.array, cache: ShardedKVCache, config: SparQ, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Run a SparQ decode step. Select the same keys as without sharding, from approximate weights of all keys."""
+    """Run a SparQ decode step. Select the same keys as an unsharded SparQ step, by approximate weights of all keys."""
     B, Hkv, _, D = cache.key_rows.shape
     G = queries.shape[1] // Hkv
     parameters = config.parameters(G)
@@ -92,7 +92,7 @@ def sparq(
 def quest(
     queries: mx.array, cache: ShardedKVCache, config: Quest, *, scale: float, backend: str, exchange: Exchange
 ) -> Attended:
-    """Run a Quest decode step. Select the same pages as without sharding. No page spans two ranks."""
+    """Run a Quest decode step. Select the same pages as an unsharded Quest step. No page spans two ranks."""
     B, Hkv, _, _ = cache.key_rows.shape
     page, S = config.page_size, cache.length
     current = forced_rows(cache, 1)  # 1 if this rank stores the last position, else 0
@@ -126,15 +126,15 @@ def streaming(
 
 
 def select(scores: mx.array, exchange: Exchange, *, top_k: int, forced: int) -> tuple[mx.array, mx.array]:
-    """Select the best ``top_k`` of all ranks' keys, as `top_k_select` does on one device.
+    """Select the ``top_k`` keys with the largest scores on all ranks, as `top_k_select` does on one device.
 
     Args:
         scores: float32 ``(B, Hkv, n)`` scores of the keys on this rank, comparable between ranks.
-        forced: number of keys at the end of this rank's rows that are always selected.
+        forced: number of this rank's last keys that are always selected.
 
     Returns:
-        int32 ``indices (B, Hkv, top_k)`` of the selected keys on this rank, ascending, with ``n`` in empty slots; and
-        the number of selected keys on this rank, int32 ``(B, Hkv)``.
+        int32 ``indices (B, Hkv, top_k)`` of the selected keys on this rank, in ascending order. Empty slots contain
+        ``n``. The second array, int32 ``(B, Hkv)``, is the number of selected keys on this rank.
     """
     B, Hkv, n = scores.shape
     width = min(top_k, n)
@@ -153,7 +153,7 @@ def select(scores: mx.array, exchange: Exchange, *, top_k: int, forced: int) -> 
 
 
 def forced_rows(cache: ShardedKVCache, last: int) -> int:
-    """Return how many of the ``last`` positions of the sequence are stored on this rank."""
+    """Return the number of rows on this rank that belong to the last ``last`` positions of the sequence."""
     return cache.length - cache.shard.before(max(cache.position - last, 0))
 
 
@@ -175,7 +175,7 @@ def _attend(
 
 
 def no_attention(queries: mx.array) -> Attended:
-    """Return the result of attention over no keys: zeros for ``out``, and -inf for ``lse``."""
+    """Return the result of attention over no keys, which is 0 for ``out`` and -inf for ``lse``."""
     return mx.zeros(queries.shape), mx.full(queries.shape[:3], -mx.inf)
 
 
@@ -184,7 +184,7 @@ STEPS: Mapping[str, Callable[..., Attended]] = {"sparq": sparq, "quest": quest, 
 
 
 def dense_chunk(queries: mx.array, cache: ShardedKVCache, *, scale: float, exchange: Exchange) -> Attended:
-    """Run dense causal attention for a chunk. Return float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``."""
+    """Run dense causal attention for a prefill chunk. Return float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``."""
     keys, values = cache.keys_and_values()
     L = queries.shape[2]
     before = cache.shard.before(cache.position - L)
@@ -198,7 +198,7 @@ def dense_chunk(queries: mx.array, cache: ShardedKVCache, *, scale: float, excha
 def sample_select(
     queries: mx.array, cache: ShardedKVCache, config: Sample, *, scale: float, exchange: Exchange
 ) -> mx.array:
-    """Select the same blocks ``(B, Hq, R, Nk)`` as without sharding, from block scores summed over all ranks."""
+    """Select blocks ``(B, Hq, R, Nk)`` by block scores summed over all ranks, as an unsharded model selects them."""
     B, Hq, L, _ = queries.shape
     S, keys = cache.position, cache.own_rows()[0]
     G = Hq // keys.shape[1]
@@ -237,7 +237,7 @@ def attend_blocks(
     backend: str,
     exchange: Exchange,
 ) -> Attended:
-    """Attend to the selected ``blocks``. Return the same arrays as `dense_chunk`.
+    """Attend to the selected ``blocks``. Return float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``.
 
     The chunk must begin at a block boundary.
     """
@@ -271,12 +271,12 @@ def attend_blocks(
 
 
 def fits(config: Prefill, L: int, S: int) -> bool:
-    """Return True if each block of the chunk belongs to a single rank."""
+    """Return True if each block of a chunk with ``L`` queries and ``S`` keys belongs to a single rank."""
     return BLOCK % config.block_size == 0 and (S - L) % BLOCK == 0
 
 
 def _within(part: Attended, place: slice, L: int) -> Attended:
-    """Pad results for the slice ``place`` of the queries to ``L`` queries, as if the others attended to no keys."""
+    """Pad results for the queries in the slice ``place`` to ``L`` queries. The added queries attend to no keys."""
     out, lse = part
     around = [(0, 0), (0, 0), (place.start, L - place.stop)]
     return mx.pad(out, [*around, (0, 0)]), mx.pad(lse, around, constant_values=-mx.inf)

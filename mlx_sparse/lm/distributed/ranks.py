@@ -31,7 +31,7 @@ LOST = re.compile(r"\[(ring|jaccl|mpi|nccl|distributed)\]")  # prefix of MLX's c
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank of this process and number of ranks. Without a launcher, this is rank 0 of 1."""
+    """Rank of this process and number of ranks. If no launcher started this process, it is rank 0 of 1."""
 
     rank: int = 0
     size: int = 1
@@ -84,7 +84,7 @@ class Ranks:
 
 
 def connection_error(error: RuntimeError) -> str | None:
-    """Return a one-line message if ``error`` is a connection error from MLX, or None for other errors."""
+    """Return a one-line message if ``error`` is a connection error from MLX, or None for any other error."""
     text = str(error).strip().partition("\n")[0].rstrip(".")
     return f"ranks: expected all ranks to run this command to the end, got: {text}." if LOST.match(text) else None
 
@@ -102,7 +102,9 @@ Facts = dict[str, tuple[str, str]]  # for each name: text that must be equal on 
 
 
 def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
-    """Return the package versions, option values and file digests that must be equal on all ranks.
+    """Return a dict of the package versions, option values and file digests that must be equal on all ranks.
+
+    Each value is a pair of a text to compare and a text for messages.
 
     Args:
         args: parsed arguments of the command.
@@ -164,7 +166,7 @@ def difference(facts: list[Mapping[str, tuple[str, str]] | None], refused: list[
     """Return a message about the first fact that differs between ranks, or None if all facts are equal.
 
     Args:
-        facts: facts of each rank; None for a rank that could not parse its arguments.
+        facts: for each rank, the result of `facts_of`; None if the rank could not parse its arguments.
         refused: for each rank, True if the rank has printed an error about its arguments.
     """
     known = {rank: own for rank, own in enumerate(facts) if own is not None}

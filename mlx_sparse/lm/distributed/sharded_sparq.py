@@ -19,7 +19,7 @@ from .exchange import Exchange
 class ShardedSparQ(SparQState):
     """SparQ's auxiliary cache state for the keys on one rank, with statistics over the keys on all ranks.
 
-    The position alone determines which collectives a decode step runs, so all ranks run the same collectives.
+    The position alone determines which collectives a decode step runs. So all ranks run the same collectives.
 
     Attributes:
         center: float32 ``(B, Hkv, D)`` center of the key codes (sparq.17), from rank 0; None before the first full
@@ -35,7 +35,7 @@ class ShardedSparQ(SparQState):
         self.groups = 0
 
     def shared(self, cache: ShardedKVCache, config: SparQ, exchange: Exchange) -> dict[str, Any]:
-        """Return keyword arguments for a `Selection` among the keys on this rank.
+        """Return a dict of keyword arguments for a `Selection` among the keys on this rank.
 
         ``keys_t`` is None if the rank stores no keys.
         """
@@ -117,7 +117,10 @@ class ShardedSparQ(SparQState):
 def _squares(means: mx.array, squares: mx.array, counts: list[int]) -> mx.array:
     """Return the sum of squared distances from the common mean, computed from the statistics of each rank.
 
-    ``means (N, ...)`` and ``squares (N, ...)`` are the mean and the sum of squared distances for each of N ranks.
+    Args:
+        means: ``(N, ...)`` means of the rows on each of N ranks.
+        squares: ``(N, ...)`` sums of squared distances from the mean of each rank.
+        counts: number of rows on each rank.
     """
     n = mx.array(counts, mx.float32).reshape(-1, *[1] * (means.ndim - 1))
     between = means - (n * means).sum(axis=0) / n.sum()

@@ -16,7 +16,7 @@ MEMORY = 64  # time constant of the acceptance rate, in examined drafts
 
 
 class DraftPlan(NamedTuple):
-    """Number of tokens to draft next. ``timed`` is True if drafting and checking must be timed."""
+    """Number of tokens to draft for the next check. ``timed`` is True if drafting and checking must be timed."""
 
     drafts: int
     timed: bool
@@ -46,7 +46,7 @@ class DraftLength:
         self._left, self._pause = 0, PAUSE
 
     def next_draft(self, most: int) -> DraftPlan:
-        """Return the plan for the next check, with at most ``most`` draft tokens. 0 draft tokens mean a dense step."""
+        """Return a plan for the next check with at most ``most`` draft tokens. 0 draft tokens mean a dense step."""
         if most < 1 or self._left > 0:
             return DraftPlan(0, timed=False)
         timed = 0 < self._rounds <= TIMED_FIRST or self._rounds % TIMED_EVERY == TIMED_EVERY - 1
@@ -57,7 +57,7 @@ class DraftLength:
         return DraftPlan(min(self._best(), most), timed)
 
     def note_step(self, seconds: float | None) -> None:
-        """Record a dense step without draft tokens. ``seconds`` is its time, or None if it was not timed."""
+        """Record a dense decode step. ``seconds`` is the time of the step; None if the step was not timed."""
         self._left = max(self._left - 1, 0)
         self._since_dense += 1
         if seconds is not None:
@@ -65,7 +65,13 @@ class DraftLength:
             self._since_dense = 0 if len(self._dense) > 1 else DENSE_EVERY
 
     def note_check(self, drafts: int, accepted: int, seconds: tuple[float, float] | None) -> None:
-        """Record a check of ``drafts`` tokens. ``seconds`` is ``(drafting, checking)``; None if it was not timed."""
+        """Record a check.
+
+        Args:
+            drafts: number of draft tokens.
+            accepted: number of accepted draft tokens.
+            seconds: time of drafting and time of checking; None if the check was not timed.
+        """
         if self._rounds == 0:  # discard old times at the first check after a pause
             self._checks.clear()
             self._draft.clear()
@@ -94,7 +100,7 @@ class DraftLength:
         return (self._accepted + 1) / (self._examined + 1)
 
     def rate(self, drafts: int) -> float:
-        """Return the estimated number of tokens per second with ``drafts`` draft tokens per check."""
+        """Return the estimated number of tokens per second for the draft length ``drafts``."""
         dense = max(median(self._dense), 1e-9)  # a coarse clock may measure 0
         if not drafts:
             return 1 / dense

@@ -78,13 +78,13 @@ Sampled = tuple[mx.array, mx.array]  # token (1,) and log-probabilities (1, voca
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a check, or of a dense step without draft tokens.
+    """Result of a check, or of a dense decode step.
 
     Attributes:
-        accepted: accepted draft tokens with the log-probabilities of dense attention; empty after a dense step.
+        accepted: accepted draft tokens with the log-probabilities of dense attention; empty after a dense decode step.
         following: next token after the accepted draft tokens, which is not in the caches yet.
         settle: function that takes the number of tokens to keep in the caches, counted from the token before the draft
-            tokens. It removes all later tokens, and sets the random state to that of dense decoding.
+            tokens. ``settle`` removes all later tokens, and sets the random state that dense decoding would have.
     """
 
     accepted: list[Sampled]
@@ -93,7 +93,7 @@ class Result:
 
 
 class Run:
-    """Self-speculative generation for one prompt, with the same arguments as mlx-lm's `generate_step`.
+    """Self-speculative generation for one prompt. The arguments are the arguments of mlx-lm's `generate_step`.
 
     Raises:
         ConfigError: the prompt consists of embeddings, or the cache does not store all keys.
@@ -157,8 +157,8 @@ class Run:
     def tokens(self, prompt: mx.array) -> Iterator[tuple[int, mx.array]]:
         """Yield each generated token with its log-probabilities ``(vocabulary,)``.
 
-        At the end, or when the generator is closed, the caches and the random state are the same as after dense
-        decoding of the same tokens.
+        When the generator ends or is closed, the caches and the random state are the same as after dense decoding of
+        the yielded tokens.
         """
         if len(prompt) == 0:
             raise ConfigError("prompt: expected at least one token, got none.")
@@ -222,7 +222,7 @@ class Run:
         return left if self.length + 1 >= self.plan.sparse_from() else 0
 
     def _step(self, y: mx.array, *, timed: bool) -> Result:
-        """Start a dense decode step for token ``y``. If ``timed``, wait for the result."""
+        """Start a dense decode step for token ``y``. If ``timed`` is True, wait for the result."""
         if timed:
             mx.eval(y)
         began = time.perf_counter()
@@ -235,7 +235,7 @@ class Run:
         return Result([], following, lambda count: self._count_tokens([y]))
 
     def _check(self, y: mx.array, n: int, *, timed: bool) -> Result:
-        """Draft ``n`` tokens after token ``y``, and check all of them with one dense call."""
+        """Draft ``n`` tokens after token ``y``, and check all ``n`` tokens with one dense call."""
         undo = Undo(self.cache)
         random = Random(self.sampler is not greedy or bool(self.processors))  # processors may draw numbers too
         inputs = [y]
@@ -282,7 +282,7 @@ class Run:
         return Result(sampled[:accepted], sampled[accepted], settle)
 
     def _count(self, n: int, accepted: int, seconds: tuple[float, float] | None) -> None:
-        """Record a check of ``n`` draft tokens in the report and in ``draft_length``."""
+        """Record in the report and in ``draft_length`` that a check accepted ``accepted`` of ``n`` draft tokens."""
         pauses = self.draft_length.pauses
         self.draft_length.note_check(n, accepted, seconds)
         drafting, checking = seconds or (0.0, 0.0)
@@ -350,7 +350,7 @@ def make_lossless(plan: Any, model: Any, draft_tokens: int | None) -> None:
 
     Raises:
         ConfigError: the method or the model cannot draft tokens, or this process has only a part of the model.
-        BackendUnavailable: mlx-lm's `generate_step` lacks a required parameter.
+        BackendUnavailable: mlx-lm's `generate_step` has no parameter of a required name.
     """
     check_drafts(plan.prefill, plan.decode, draft_tokens)
     if not part_of(model).whole or plan.shards > 1:

@@ -16,7 +16,7 @@ ROWS = (KVCache, QuantizedKVCache)
 class Undo:
     """Snapshot of the caches of a model.
 
-    `restore` trims KV caches. Other caches (sliding window, linear attention) overwrite old contents. Therefore the
+    `restore` trims KV caches. Caches for sliding windows or linear attention overwrite old contents. Therefore the
     snapshot keeps references to the arrays of these caches, and the next write to such a cache makes a copy.
     """
 
@@ -31,7 +31,7 @@ class Undo:
         return not self._others
 
     def restore(self, kept: int = 0) -> None:
-        """Remove all tokens that were added after the snapshot, except the first ``kept`` of them."""
+        """Keep the first ``kept`` tokens that were added after the snapshot, and remove all later tokens."""
         for cache, offset in self._rows:
             cache.trim(max(cache.offset - offset - kept, 0))
         for cache, attributes in self._others:
@@ -73,7 +73,7 @@ class Random:
             self.noted.append(self._now())
 
     def resume(self, index: int) -> None:
-        """Restore the random state that `note` stored in its call number ``index``, counted from 0."""
+        """Restore the random state that call number ``index`` of `note` stored. Calls are counted from 0."""
         self._set(self.noted[index] if self._drawn else None)
 
     def _set(self, key: mx.array | None) -> None:
