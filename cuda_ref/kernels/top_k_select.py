@@ -1,13 +1,13 @@
 """Select exactly the k largest scores of a row without sorting. All methods share this kernel.
 
-Scores are converted to unsigned integers that keep the order of the scores. Four histograms of 256 bins, one per 8
-bits, find the k-th largest score. The kernel writes the indices of all larger scores and of the first equal scores in
+Scores are converted to unsigned integers that keep the order of the scores. Four histograms of 256 bins, one for each
+8 bits, find the k-th largest score. The kernel writes the indices of all larger scores and of the first equal scores in
 ascending order.
 
-The grid is (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, as float32 or uint8, sums their
-softmax over the group and stores the best k of its tile, eight bytes each. The last program of a row reads the
-candidates of all tiles, once if they fit into one block, and selects the best k of the row. The softmax of the group
-needs the logits of all tiles, so the kernel that computes the logits cannot build the histograms.
+The grid is (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, as float32 or uint8, and sums their
+softmax over the group. It stores the best k keys of its tile, eight bytes each. The last program of a row selects the
+best k of the row from the candidates of all tiles. It reads the candidates once if they fit into one block. The softmax
+of the group needs the logits of all tiles, so the kernel that computes the logits cannot build the histograms.
 """
 
 import triton
@@ -54,9 +54,9 @@ def is_tie(bits, threshold):
 
 @triton.jit
 def is_best(bits, threshold, ties, ties_before):
-    """Return a mask of the items above ``threshold`` and of the first ``ties`` items equal to it.
+    """Return a mask of the items above ``threshold`` and of the first items that equal ``threshold``.
 
-    The equal items in earlier blocks, ``ties_before`` in total, count toward ``ties``.
+    At most ``ties`` equal items are selected. The limit includes ``ties_before`` equal items in earlier blocks.
     """
     tie = is_tie(bits, threshold)
     return (bits > threshold) | (tie & (ties_before + tl.cumsum(tie.to(tl.int32), 0) <= ties))
