@@ -166,8 +166,8 @@ def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
 
     Each list is divided among ``splits`` threadgroups (`splits_of`). The outputs are float32
     ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``. If ``mixed`` is True, the third output is
-    ``alpha`` with the shape of ``lse``. If there is only one split, the outputs have the same shapes and
-    types as in `attend_listed`.
+    ``alpha`` in the shape of ``lse``. If there is only one split, the outputs have the same shapes and types as in
+    `attend_listed`.
     """
     B, Hq, Hkv, D, dtype, length, scale, row_format = n
     G, splits = Hq // Hkv, splits_of(N, B * Hkv)

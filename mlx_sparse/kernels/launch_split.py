@@ -43,8 +43,8 @@ def attend_in_launches(
     """Compute ``out`` and ``lse`` of `attend_blocks` with several calls to ``attend``.
 
     Args:
-        attend: function that launches the kernel once. Its arguments are some of the queries, the block lists of their
-            row blocks, and the number of keys up to the last query.
+        attend: function that launches the kernel once. Its arguments are queries, the block lists of their row blocks,
+            and the number of keys up to the last query.
         queries: ``(B, Hq, L, D)`` for positions ``S - L`` to ``S - 1``.
         blocks: ``(B, Hq, R, N)`` lists of key blocks.
     """

@@ -41,7 +41,7 @@ def quest_select(
 
     Args:
         page_min, page_max: ``(B, Hkv, capacity, D)`` bounds of the pages before the current page, which are not copied.
-        length: number of keys in use, which must fill more than K pages; None uses all keys.
+        length: number of keys in use, which must fill more than K pages. If None, all keys are in use.
 
     Returns:
         int32 key indices ``(B, Hkv, K * page_size)``.

@@ -34,9 +34,9 @@ SUMS = Kernel(
 def shape_of(rows: int, D: int, itemsize: int) -> dict[str, int]:
     """Return the kernel's template parameters for samples of ``rows`` queries, as a dict from name to number.
 
-    ``FRAGMENTS`` is the number of tiles of eight queries per SIMD group, and ``KEYS`` is the number of staged keys. A
-    SIMD group keeps its queries in registers as 8x8 matrices. Each lane has two float32 numbers of each
-    matrix, and at most 64 numbers in total.
+    ``FRAGMENTS`` is the number of tiles of eight queries per SIMD group. ``SIMDGROUPS`` is the number of SIMD groups,
+    and ``KEYS`` is the number of staged keys. A SIMD group keeps its queries in registers as 8x8 matrices. Each lane
+    has two float32 numbers of each matrix, and at most 64 numbers in total.
     """
     fragments = 2 if D <= 128 and rows > 32 else 1
     simdgroups = min(8, -(-rows // (SIDE * fragments)))
@@ -62,7 +62,7 @@ def sample_scores(
         queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
         keys: ``(B, Hkv, capacity, D)`` buffer, which is not copied if queries and keys have the same type. The first
             ``length`` rows are in use.
-        rows: number of query rows sampled per region; None uses ``block_size``.
+        rows: number of query rows that are sampled per region. If None, it is ``block_size``.
 
     Returns:
         The sums ``column`` per key block (sample.4) and ``slash`` per offset bin (sample.5), both float32
@@ -144,7 +144,7 @@ def sample_select(
     scale: float,
     length: int | None = None,
 ) -> mx.array:
-    """Select key blocks for each row block (sample.7). Return sorted int32 ``(B, Hq, R, Nk)``, padded with -1."""
+    """Select key blocks for each row block (sample.7). Return ascending int32 ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2] if length is None else length, chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale, length=layout.S)
     return block_select.select(

@@ -242,7 +242,7 @@ def find_candidates(
             ``keys_t`` is None and ``rank`` is D, a quantized KV cache is scored directly. If ``keys_t`` is
             None in any other case, the keys are transposed first, which takes longer than dense attention.
         exact: True if reallocation needs float32 logits.
-        length: number of keys in use; None uses all keys.
+        length: number of keys in use. If None, all keys are in use.
     """
     (B, Hq, _, D), Hkv = queries.shape, keys.shape[1]
     weight = _no_weight() if selection.component_weight is None else selection.component_weight

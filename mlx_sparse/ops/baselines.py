@@ -61,9 +61,10 @@ def flexgen_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Attend to the ``top_k`` keys with the largest softmax weights, summed over the query heads of a group.
+    """Attend to the ``top_k`` keys with the largest softmax weights.
 
-    The weights of the selected keys are not renormalized. The returned log-sum-exp is over the selected keys only.
+    The selection uses the sum of the weights over the query heads of a group. The weights of the selected keys are not
+    renormalized. The returned log-sum-exp is over the selected keys only.
     """
     weights, lse = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
     indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)

@@ -16,7 +16,7 @@ CHUNK = 1 << 25  # maximum number of key-centroid products in memory at once: 12
 def assign(keys: mx.array, centroids: mx.array) -> mx.array:
     """Assign each key ``(..., n, D)`` to the centroid ``(..., C, D)`` with the largest inner product (saap.1).
 
-    Return int32 bucket ids ``(..., n)``. Ties go to the lower bucket. Keys with NaN or inf get bucket 0.
+    Return int32 bucket ids ``(..., n)``. Ties go to the lower bucket. Keys that contain NaN or inf get bucket 0.
     """
     *heads, n, _ = keys.shape
     if n == 0:

@@ -49,7 +49,7 @@ def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
 
 
 def page_scores(queries: mx.array, page_min: mx.array, page_max: mx.array) -> mx.array:
-    """Return the score of each page, float32 ``(B, Hkv, P)`` (quest.2), (quest.3).
+    """Return the score of each page, float32 ``(B, Hkv, P)`` (quest.2, quest.3).
 
     The score is an upper bound on q.k for all keys of the page and all query heads of the group. NaN becomes +inf.
     """

@@ -20,7 +20,7 @@ def sample_scores(
     ``(B, Hq, C, Nk)``.
 
     Args:
-        rows: number of query rows sampled per region; None means ``block_size``.
+        rows: number of query rows that are sampled per region. If None, it is ``block_size``.
     """
     B, Hq, L, _ = queries.shape
     Hkv, S = keys.shape[1:3]

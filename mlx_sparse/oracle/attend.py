@@ -62,7 +62,7 @@ def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
 
 
 def attention_recall(lse: Array, dense_lse: Array) -> Array:
-    """Return the attention recall ``exp(lse - dense_lse)`` of each query. A query with no valid key has recall 1."""
+    """Return the attention recall ``exp(lse - dense_lse)`` of each query, or 1 if the query has no valid keys."""
     some = dense_lse != -np.inf
     recall: Array = np.exp(np.where(some, lse, 0.0) - np.where(some, dense_lse, 0.0))
     return recall

@@ -98,9 +98,10 @@ def flexgen_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the ``top_k`` keys with the largest softmax weights, summed over the query heads of a group.
+    """Attend to the ``top_k`` keys with the largest softmax weights.
 
-    The weights of the selected keys are not renormalized.
+    The selection uses the sum of the weights over the query heads of a group. The weights of the selected keys are not
+    renormalized.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)

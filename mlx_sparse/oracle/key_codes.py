@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 def code_keys(keys: npt.ArrayLike, *, left_padding: npt.ArrayLike | None = None) -> KeyCodes:
     """Quantize ``keys (B, Hkv, S, D)`` to int4 in groups of `GROUP` keys. Keys after the last full group are omitted.
 
-    Padding may contain any number.
+    Padded keys may contain any number.
     """
     rows = np.asarray(keys, np.float32)
     B, Hkv, S, D = rows.shape

@@ -19,7 +19,8 @@ Array = npt.NDArray[Any]
 def hash_codes(vectors: Array, buckets: int) -> Array:
     """Return a hash from 0 to ``buckets - 1`` for each of ``vectors (..., D)`` (sample.15).
 
-    The hash is the index of the random direction that has the largest dot product with the vector.
+    The hash is the index of the direction that has the largest dot product with the vector. There are ``buckets // 2``
+    random directions and their negatives.
     """
     along = vectors @ signs(vectors.shape[-1], buckets // 2)
     codes: Array = np.argmax(np.concatenate([along, -along], axis=-1), axis=-1)

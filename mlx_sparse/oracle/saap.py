@@ -24,7 +24,7 @@ def saap_assign(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
         centroids: ``(Hkv, C, D)``.
 
     Returns:
-        int32 bucket ids ``(B, Hkv, n)``. Ties go to the lower bucket. Keys with NaN or inf get bucket 0.
+        int32 bucket ids ``(B, Hkv, n)``. Ties go to the lower bucket. Keys that contain NaN or inf get bucket 0.
     """
     k = float64(keys)
     products = np.einsum("bhnd,hcd->bhnc", k, float64(centroids))
@@ -169,7 +169,7 @@ def saap_route(queries: npt.ArrayLike, *, probes: int, **network: npt.ArrayLike 
         network: the other arguments of `query_network`.
 
     Returns:
-        int32 bucket ids ``(B, Hkv, probes)``, ascending. Ties go to the lower bucket; NaN counts as +inf.
+        Ascending int32 bucket ids ``(B, Hkv, probes)``. Ties go to the lower bucket, and NaN counts as +inf.
     """
     scores = route_scores(queries, **network)
     order = np.argsort(-ranked(scores), axis=-1, kind="stable")[..., :probes]
@@ -298,7 +298,7 @@ def saap_attention(
 def saap_keys(
     bucket_ids: Array, visited: Array, sink_tokens: int, recent_tokens: int, left_padding: npt.ArrayLike | None = None
 ) -> Array:
-    """Return a bool mask ``(B, Hkv, S)``, True for the keys that a decode step attends to (saap.9), (saap.10)."""
+    """Return a bool mask ``(B, Hkv, S)``, True for the keys that a decode step attends to (saap.9, saap.10)."""
     exact, valid = _exact(bucket_ids.shape[0], bucket_ids.shape[2], sink_tokens, recent_tokens, left_padding)
     in_visited = (bucket_ids[..., None] == np.where(visited >= 0, visited, -1)[:, :, None, :]) & (
         bucket_ids[..., None] >= 0

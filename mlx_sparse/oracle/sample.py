@@ -74,7 +74,7 @@ def sample_scores(
     Return the two sums, each ``(B, Hq, C, Nk)``. See `SampleSelection` for the axes and the offset bins.
 
     Args:
-        rows: number of query rows sampled per region; None means ``block_size``.
+        rows: number of query rows that are sampled per region. If None, it is ``block_size``.
     """
     q, k = float64(queries), float64(keys)
     B, Hq, L, D = q.shape
