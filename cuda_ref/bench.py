@@ -1,8 +1,8 @@
 """Time torch's attention and the public functions of this package on an NVIDIA GPU. MLX is not required.
 
 Steps are captured in CUDA graphs and timed with CUDA events. The steps of a graph rotate through copies of the KV
-cache, which are together larger than the L2 cache. In Triton's interpreter, the steps are plain calls and the times are
-meaningless.
+cache. All copies together are larger than the L2 cache. In Triton's interpreter, the steps are plain calls and the
+times are meaningless.
 """
 
 from __future__ import annotations

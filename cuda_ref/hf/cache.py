@@ -79,7 +79,7 @@ class SparQLayer(DynamicLayer):
             )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the sequences at ``indices``, in the order of ``indices``. A bool mask is accepted instead."""
+        """Keep only the sequences at ``indices``, in the order of ``indices``. ``indices`` may be a bool mask."""
         if self.buffers is not None:
             sequences = indices.to(self.device)
             self.buffers.select(sequences.nonzero()[:, 0] if sequences.dtype == torch.bool else sequences)
@@ -146,7 +146,7 @@ class Origin(NamedTuple):
     values: torch.Tensor
 
     def current(self, values: torch.Tensor) -> bool:
-        """Return True if the layer has not changed since it returned `keys`, and returned ``values`` with them."""
+        """Return True if the layer has not changed since it returned `keys`, and it returned ``values`` with `keys`."""
         return self.keys is self.layer.keys and self.values is values
 
 

@@ -28,7 +28,7 @@ def listed_end(blocks, row_block, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, place, stride, there, d, D: tl.constexpr):
-    """Return the rows with the indices ``place``, each with ``D`` numbers. Rows are 0 where ``there`` is False."""
+    """Load the rows at the indices ``place``. Each row has length ``D``, and is 0 where ``there`` is False."""
     return tl.load(rows + place[:, None] * stride + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
 
 

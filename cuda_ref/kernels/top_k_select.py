@@ -39,7 +39,7 @@ def digit_counts(bits, threshold, there, shift):
 
 @triton.jit
 def next_digit(counts, wanted):
-    """Return the largest digit that ``wanted`` items reach or exceed, and how many items with this digit to select."""
+    """Return the largest digit that ``wanted`` items reach or exceed, and how many items of this digit are selected."""
     digits = tl.arange(0, 256)
     reaching = tl.cumsum(counts, 0, reverse=True)
     digit = tl.max(tl.where(reaching >= wanted, digits, 0), axis=0)
@@ -64,7 +64,7 @@ def is_best(bits, threshold, ties, ties_before):
 
 @triton.jit
 def kth_largest(bits, there, wanted):
-    """Return the bits of the ``wanted``-th largest item and the number of items with these bits to select.
+    """Return the bits of the ``wanted``-th largest item, and how many items that have these bits are selected.
 
     If fewer than ``wanted`` items can be selected, the bits are `NEVER`.
     """
@@ -113,7 +113,7 @@ def row_softmax(statistics, splits, BLOCK: tl.constexpr):
 
 @triton.jit
 def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits):
-    """Return the scores of keys ``s`` for query head ``g``. For 8-bit logits, ``tile`` is each key's tile."""
+    """Return the scores of keys ``s`` for query head ``g``. If ``tile`` is not None, it is the tile of each key."""
     if tile is None:
         logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
     else:
@@ -161,7 +161,7 @@ def fill(slots, first, end, value, BLOCK: tl.constexpr):
 
 @triton.jit
 def merge_tiles(candidate_bits, candidate_indices, count, indices, slots, BLOCK: tl.constexpr):
-    """Select the best of the ``count`` candidates of all tiles of a row, and write their indices in ascending order."""
+    """Select the best ``slots`` of the ``count`` candidates of a row, and write their indices in ascending order."""
     if count <= BLOCK:
         item = tl.arange(0, BLOCK)
         bits = tl.load(candidate_bits + item, mask=item < count, other=NEVER, cache_modifier=".cg")

@@ -117,6 +117,6 @@ class Prefill:
 def positive(queries: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
     """Return queries and a positive scale that give the same logits as ``queries`` and ``scale``.
 
-    With a positive scale, the key with the largest product also has the largest logit.
+    If the scale is positive, the key with the largest product also has the largest logit.
     """
     return (queries, scale) if scale > 0 else (queries * math.copysign(scale != 0, scale), abs(scale) or 1.0)

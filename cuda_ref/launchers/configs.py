@@ -135,7 +135,7 @@ def columns(N: int, itemsize: int, queries: int, programs: int, device: torch.de
     If no tile keeps all processors busy, return the narrowest tile.
 
     Args:
-        queries: number of queries per program. With more queries, fewer weight rows fit into registers.
+        queries: number of queries per program. The more queries, the fewer weight rows fit into registers.
         programs: number of programs per column tile.
     """
     wide = (width for width in COLUMNS if -(-N // width) * programs >= processors(device))
@@ -171,7 +171,7 @@ def rows(tiles: Tiles, width: int, itemsize: int) -> int:
 
 
 def warps(tiles: Tiles, width: int, itemsize: int) -> int:
-    """Return the number of warps of `attend`, with at least one thread for each of ``width`` accumulators.
+    """Return the number of warps of `attend`. Each of ``width`` accumulators gets at least one thread.
 
     The number is doubled for float32, because tensor cores do not multiply float32.
     """
@@ -179,7 +179,7 @@ def warps(tiles: Tiles, width: int, itemsize: int) -> int:
 
 
 def score_warps(tiles: Tiles, width: int) -> int:
-    """Return the number of warps of the score kernels, with at least one thread for each of ``width`` components.
+    """Return the number of warps of the score kernels. Each of ``width`` components gets at least one thread.
 
     If a thread had two components, the kernels would need too many registers.
     """
@@ -187,14 +187,14 @@ def score_warps(tiles: Tiles, width: int) -> int:
 
 
 def splits(items: int, rows: int, per_processor: int, device: torch.device) -> int:
-    """Return the number of splits of ``items`` that keeps all processors busy. Each split has ``rows`` programs."""
+    """Return the number of splits of ``items`` that keeps all processors busy. A split has ``rows`` programs."""
     return max(1, min(items, per_processor * processors(device) // rows))
 
 
 def share(items: int, block: int, rows: int, per_processor: int, device: torch.device) -> int:
-    """Return how many items each program processes, a multiple of ``block``.
+    """Return the number of items per program, which is a multiple of ``block``.
 
-    The programs of all rows together then keep all processors busy. ``items`` is the number of items per row.
+    The programs of all ``rows`` together keep all processors busy. ``items`` is the number of items per row.
     """
     programs = max(1, per_processor * processors(device) // rows)
     return -(-max(1, -(-items // programs)) // block) * block

@@ -19,9 +19,9 @@ class GroupScores:
     """Approximate logits of all keys, from which each group of query heads selects keys.
 
     Attributes:
-        logits: float32 ``(B, Hkv, G, S rounded up to a multiple of 16)``, or uint8 distances from the
-            largest logit of the tile in units of 1/16 nat (`kernels.numbers.encode_logit`). Logits of invalid keys are
-            -inf or not written.
+        logits: float32 ``(B, Hkv, G, S rounded up to a multiple of 16)``, or uint8 distances from the largest logit of
+            the tile in units of 1/16 nat (`kernels.numbers.encode_logit`). Logits of invalid keys are -inf or not
+            written.
         statistics: float32 ``(B, Hkv, G, 2, splits)`` largest logit and sum of exp(logit - largest) of each split.
         softmax: float32 ``(B, Hkv, G, 2)`` largest logit and 1 / sum of exp(logit - largest), written by `select`.
         tickets: int32 ``(B, Hkv, 2)`` counters of finished programs, which must be 0 before the next two launches.

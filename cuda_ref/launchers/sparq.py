@@ -182,7 +182,7 @@ def sparq_code_scores(queries: torch.Tensor, keys: torch.Tensor, selection: Sele
         keys: ``(B, Hkv, S, D)``, last stride 1; only keys outside full groups are read.
         selection: settings and arrays for selecting keys. ``keys_t`` has the codes of all full groups. Reads are
             fastest if all last strides are 1 and all other strides of ``codes`` are multiples of 16.
-        narrow: True to write the logits as 8-bit codes.
+        narrow: if True, write the logits as 8-bit codes.
     """
     B, Hkv, S, D = keys.shape
     G = queries.shape[1] // Hkv
