@@ -1,8 +1,8 @@
-"""Time torch's attention and the public functions of this package on an NVIDIA GPU, without mlx.
+"""Time torch's attention and the public functions of this package on an NVIDIA GPU. MLX is not required.
 
 Steps are captured in CUDA graphs and timed with CUDA events. The steps of a graph rotate through copies of the KV
-cache, which are together larger than the L2 cache. In Triton's interpreter, the steps are plain calls and the times are
-meaningless.
+cache. All copies together are larger than the L2 cache. In Triton's interpreter, the steps are plain calls and the
+times are meaningless.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def device() -> torch.device:
 
 
 def machine() -> dict[str, Any]:
-    """Return the GPU, the platform and the versions of torch, triton and this package for the report."""
+    """Return a dict that describes the GPU, the platform and the package versions for the report."""
     found: dict[str, Any] = {"platform": platform.platform()} | versions(("torch", "triton", "mlx-sparse-attention"))
     if interpreted():
         return found | {"chip": "CPU, Triton's interpreter: the times are meaningless", "device": "cpu"}
@@ -72,7 +72,7 @@ def check(request: Request) -> None:
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the attention variants to time for a case: torch, dense Triton, and each sparse method.
+    """Yield the attention variants to time for a case, which are torch, dense Triton, and each sparse method.
 
     Raises:
         MemoryError: the case is too large for this GPU.
@@ -105,7 +105,10 @@ def free_memory() -> int:
 
 
 class Timer:
-    """Timer of attention calls: one CUDA graph that rotates through cache copies, or one plain call on the CPU."""
+    """Timer of attention calls.
+
+    On a GPU, it replays a CUDA graph that rotates through cache copies. On a CPU, it makes one plain call.
+    """
 
     def __init__(self, step: Step, copies: int, moved: int) -> None:
         self._step, self.output = step, step(0)  # the first call also compiles the kernels
@@ -215,7 +218,7 @@ class DenseStep(TorchVariant):
         return out
 
     def state(self, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        """Return the method's auxiliary cache state for these keys and values, or None if the method has none."""
+        """Return the method's auxiliary cache state for ``keys`` and ``values``, or None if the method has none."""
         return None
 
     def problem(self) -> Problem:

@@ -1,4 +1,4 @@
-"""Validate torch tensors and their devices. Checks without tensors are in `mlx_sparse.checks`."""
+"""Validate torch tensors and their devices. Checks that need no tensors are in `mlx_sparse.checks`."""
 
 from __future__ import annotations
 
@@ -105,5 +105,5 @@ def check_real(name: str, array: torch.Tensor) -> None:
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """Return the name of a torch dtype without the prefix, such as "float16"."""
+    """Return the name of a torch dtype, such as "float16" for torch.float16."""
     return str(dtype).removeprefix("torch.")

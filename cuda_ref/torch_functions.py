@@ -25,7 +25,7 @@ def dense_attention(
     scale: float,
     left_padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute dense attention: a single query with the split-KV kernel, and several queries with torch's attention."""
+    """Compute dense attention. A single query uses the split-KV kernel, and several queries use torch's attention."""
     if queries.shape[2] > 1:
         return _prompt(queries, keys, values, scale, left_padding)
     out: torch.Tensor = dense_decode(queries, keys, values, scale, left_padding)[0]
@@ -61,7 +61,7 @@ def _prompt(
 def dense_lse(
     queries: torch.Tensor, keys: torch.Tensor, *, scale: float, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the log-sum-exp of dense causal attention, float32 ``(B, Hq, L)``, to measure attention recall."""
+    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention. Attention recall is computed from it."""
     L, S = queries.shape[2], keys.shape[2]
     lse: torch.Tensor
     if L == 1:
@@ -80,7 +80,7 @@ def dense_lse(
 
 
 def saap_assign(keys: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Return the bucket number of each key (saap.1), int32 ``(B, Hkv, S)``, computed with torch's matrix product."""
+    """Compute the int32 bucket number ``(B, Hkv, S)`` of each key with torch's matrix product (saap.1)."""
     columns = centroids.float().mT
     step = max(1, ASSIGNED_AT_ONCE // (keys.shape[0] * columns.shape[0] * columns.shape[2]))
     ids = torch.empty(keys.shape[:3], dtype=torch.int32, device=keys.device)
@@ -92,7 +92,7 @@ def saap_assign(keys: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
 
 
 def masked_mean(rows: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
-    """Return the float32 mean (sparq.9) of ``rows (B, Hkv, S, D)`` over the valid rows: ``(B, Hkv, D)``."""
+    """Return the float32 mean ``(B, Hkv, D)`` of ``rows (B, Hkv, S, D)`` over the valid rows (sparq.9)."""
     if left_padding is None:
         return rows.mean(dim=2, dtype=torch.float32)
     S = rows.shape[2]
@@ -102,13 +102,13 @@ def masked_mean(rows: torch.Tensor, left_padding: torch.Tensor | None) -> torch.
 
 
 def deviation(keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
-    """Return the float32 standard deviation (sparq.1) of each component over the valid keys: ``(B, Hkv, D)``."""
+    """Return the float32 standard deviation ``(B, Hkv, D)`` of each component over the valid keys (sparq.1)."""
     centered = keys.float() - masked_mean(keys, left_padding)[:, :, None, :]
     return masked_mean(centered**2, left_padding).sqrt()
 
 
 def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None) -> KeyCodes:
-    """Quantize the full groups of each sequence in ``keys (B, Hkv, S, D)``. Slots after its last full group are 0.
+    """Quantize the full groups of each sequence in ``keys (B, Hkv, S, D)``. Slots of groups that are not full are 0.
 
     Args:
         left_padding: ``(B,)`` index of the first valid key of each sequence, where the first group starts.
@@ -133,7 +133,8 @@ def code_groups(keys: torch.Tensor, center: torch.Tensor | None = None) -> KeyCo
     """Quantize the full groups of ``keys (B, Hkv, S, D)``. All keys must be valid. The first group starts at key 0.
 
     Args:
-        center: float32 ``(B, Hkv, D)`` center from earlier groups; None to compute the center from the first group.
+        center: float32 ``(B, Hkv, D)`` center of earlier groups of the same sequences. If None, the center is computed
+            from the first group.
     """
     B, Hkv, S, D = keys.shape
     groups = S // GROUP
@@ -177,9 +178,9 @@ def _full(groups: int, S: int, left_padding: torch.Tensor) -> torch.Tensor:
 
 
 def key_spread(coded: KeyCodes, keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
-    """Return the spread (sparq.22) of each component, float32 ``(B, Hkv, D)``, computed from ``coded``.
+    """Estimate the standard deviation of each component, float32 ``(B, Hkv, D)``, from its int4 codes (sparq.22).
 
-    For a sequence without a full group, the spread is the `deviation` of the valid ``keys``.
+    If a sequence has no full group, the result is the exact standard deviation of its valid keys.
     """
     S, groups = keys.shape[2], coded.lo.shape[-1]
     if groups == 0:

@@ -18,13 +18,13 @@ from . import Torch
 def top_k_select(
     scores: torch.Tensor, *, top_k: int, local_window: int, left_padding: Any = None, backend: str = "auto"
 ) -> torch.Tensor:
-    """Select ``top_k`` keys: the last ``local_window`` valid keys, then the keys with the largest scores (sparq.6).
+    """Select ``top_k`` keys, which are the last ``local_window`` valid keys and the best remaining keys (sparq.6).
 
     Args:
         scores: ``(B, Hkv, S)``. Invalid keys and keys with score -inf are never selected. NaN counts as +inf.
 
     Returns:
-        Key indices ``(B, Hkv, min(top_k, S))`` int32, ascending, padded with -1. Ties go to the lower index.
+        Ascending int32 key indices ``(B, Hkv, min(top_k, S))``, padded with -1. Ties go to the lower index.
     """
     check_tensor("scores", scores)
     check_backend(backend, scores.device)
@@ -49,6 +49,8 @@ def sample_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum the softmax weights of the sampled queries in each region, per key block and per offset bin.
 
+    An offset bin is a range of ``block_size`` distances between query and key.
+
     Returns:
         The sums ``column`` per key block (sample.4) and ``slash`` per offset bin (sample.5), both float32
         ``(B, Hq, C, Nk)``.
@@ -63,14 +65,14 @@ def sample_scores(
 def saap_index(
     bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort all keys except the sink tokens by bucket (saap.9), with torch.sort.
+    """Sort the keys by bucket with torch.sort (saap.9). Sinks and padding are omitted.
 
     Args:
-        bucket_ids: ``(B, Hkv, n)`` int, bucket number of each key. A number outside 0..buckets-1 means no bucket.
+        bucket_ids: ``(B, Hkv, n)`` int bucket of each key. Keys with a bucket outside ``0 .. buckets - 1`` are omitted.
 
     Returns:
-        ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)`` int32. Bucket c contains the keys
-        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending. Entries from index ``offsets[buckets]`` on are undefined.
+        int32 ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)``. Bucket c contains the keys
+        ``key_ids[offsets[c] : offsets[c + 1]]``, ascending. Slots at ``offsets[buckets]`` and above are undefined.
     """
     B, Hkv, n = _check_rows("bucket_ids", bucket_ids)
     check_int("buckets", buckets, 1)
@@ -93,11 +95,10 @@ def saap_indices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """List the keys that a decode step attends to (saap.10).
 
-    Each list starts with the sink tokens. The keys from index ``covered`` on follow, then the keys in the visited
-    buckets.
+    Each list contains the sinks, then the keys at index ``covered`` and later, then the keys in the visited buckets.
 
     Args:
-        visited: ``(B, Hkv, n)`` int, distinct bucket numbers. Numbers outside 0..buckets-1 are empty slots.
+        visited: ``(B, Hkv, n)`` distinct int bucket ids. A number that is not a bucket id is an empty slot.
         offsets, key_ids: results of `saap_index` for keys 0..covered-1.
         capacity: number of slots in each list. Keys that do not fit are omitted.
 

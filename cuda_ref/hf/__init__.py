@@ -48,7 +48,7 @@ def _require_transformers() -> None:
 
 
 def require() -> None:
-    """Raise `BackendUnavailable` if the Triton kernels cannot run. Otherwise models would silently stay dense."""
+    """Raise `BackendUnavailable` if the Triton kernels cannot run, because models would silently stay dense."""
     reason = unavailable()
     if reason is not None:
         raise BackendUnavailable(f"attn_implementation: expected a machine that runs Triton, got none: {reason}.")

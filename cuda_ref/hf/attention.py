@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def report(cache: SparQCache | None = None) -> Report:
-    """Return the report of ``cache``. If ``cache`` is None, return the report of all calls without a `SparQCache`."""
+    """Return the report of ``cache``. If ``cache`` is None, return the report of all calls that had no `SparQCache`."""
     return _without_cache if cache is None else cache.report
 
 
@@ -117,7 +117,7 @@ def has_qk_norm(module: torch.nn.Module) -> bool:
 def _layer_reasons(
     origin: Origin, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> Iterator[str]:
-    """Yield the reasons why this layer always attends densely. The caller uses the first reason only."""
+    """Yield the reasons why the layer of ``origin`` always attends densely. The caller uses the first reason only."""
     reason = dense_layer(origin.layer)
     if reason is not None:
         yield reason
@@ -152,7 +152,7 @@ def _call_reasons(
     padding: Padding | None,
     dropout: float,
 ) -> Iterator[str]:
-    """Yield the reasons why this call attends densely. Checks that wait for the GPU come last."""
+    """Yield the reasons why an attention call is dense. Checks that wait for the GPU come last."""
     L, S = query.shape[2], key.shape[2]
     if L > reasons.VERIFY_QUERIES or S == L > 1:
         yield reasons.PROMPT

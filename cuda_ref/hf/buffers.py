@@ -22,12 +22,12 @@ class Buffers:
     """Growable buffers of a cache layer. Rows ``[0, length)`` are in use. Appending rarely copies these rows.
 
     The first SparQ step computes ``keys_t`` or the int4 scoring keys, and the running statistics. Later steps update
-    these arrays. A context without sparse steps therefore costs no more than with transformers' own layer.
+    these arrays. If a context has no sparse steps, it therefore costs no more than in transformers' own layer.
 
     Attributes:
         keys, values: ``(B, Hkv, capacity, D)``; rows from index ``length`` on are stale.
         keys_t: ``(B, Hkv, D, capacity)`` component-major copy of rows ``[0, transposed)``, or None.
-        codes: int4 scoring keys, which replace ``keys_t`` and the running statistics of the keys, or None.
+        codes: int4 scoring keys, or None. They replace ``keys_t`` and the running statistics of the keys.
         key_statistics, value_statistics: running statistics of the rows from ``left_padding`` on, or None.
     """
 
@@ -130,10 +130,10 @@ class Buffers:
     def statistics(
         self, *, mean: bool, spread: bool, padding: Padding | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the mean of the valid values if ``mean``, and the standard deviation of the valid keys if ``spread``.
+        """Return the mean of the valid values and the standard deviation of the valid keys, float32 ``(B, Hkv, D)``.
 
-        Each result is a float32 tensor ``(B, Hkv, D)``, or None if it was not requested. Later calls update the mean in
-        place.
+        The mean is None unless ``mean`` is True, and the deviation is None unless ``spread`` is True. Later calls
+        update the mean in place.
         """
         if not mean and not spread:
             return None, None

@@ -79,7 +79,7 @@ class SparQLayer(DynamicLayer):
             )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the sequences with the numbers ``indices``, in this order. ``indices`` may also be a bool mask."""
+        """Keep only the sequences at ``indices``, in the order of ``indices``. ``indices`` may be a bool mask."""
         if self.buffers is not None:
             sequences = indices.to(self.device)
             self.buffers.select(sequences.nonzero()[:, 0] if sequences.dtype == torch.bool else sequences)
@@ -146,7 +146,7 @@ class Origin(NamedTuple):
     values: torch.Tensor
 
     def current(self, values: torch.Tensor) -> bool:
-        """Return True if the layer has not changed since it returned these keys and ``values``."""
+        """Return True if the layer has not changed since it returned `keys`, and it returned ``values`` with `keys`."""
         return self.keys is self.layer.keys and self.values is values
 
 
@@ -216,7 +216,7 @@ class SparQCache(DynamicCache):
         """Append keys and values to layer ``layer_idx``, and return all keys and values of this layer.
 
         An attention function receives keys and values, but neither the cache nor the layer. The layer number of a
-        module does not identify the cache, and some models pass the keys of one layer to other layers. Therefore the
+        module does not identify the cache. Some models pass the keys of one layer to other layers. Therefore the
         returned keys have an `Origin` attribute, which refers to the cache and the layer. Tensors derived from the
         keys, even slices, have no `Origin`, so attention to these tensors is dense. The attribute is set on a view
         that the cache does not store. Otherwise a copy of the cache would refer to the original cache.

@@ -84,14 +84,14 @@ class Codes:
         self.coded = KeyCodes(grown(codes, BYTES), grown(lo, 1), grown(step, 1), center)
 
     def read(self) -> KeyCodes:
-        """Return the codes of all full groups as slices. Padded sequences have stale slots at the end."""
+        """Return the codes of all full groups as slices. If a sequence is padded, its last slots may be stale."""
         codes, lo, step, center = self.coded
         groups = self.length // GROUP
         return KeyCodes(codes[..., : groups * BYTES], lo[..., :groups], step[..., :groups], center)
 
     @outside_inference_mode
     def spread(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the spread (sparq.22) of each component of ``keys``. The result is reused until a group fills up."""
+        """Return the spread (sparq.22) of each component of ``keys``. It is reused until another group is full."""
         if self._spread is not None:
             return self._spread
         found = key_spread(self.read(), keys, self.padding)

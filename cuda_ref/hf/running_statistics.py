@@ -25,7 +25,7 @@ class State:
     Attributes:
         count: number of valid rows; a tensor ``(B, 1, 1)`` if sequences are padded.
         mean: float32 ``(B, Hkv, D)`` mean of the valid rows; 0 if there is no valid row.
-        squares: float32 ``(B, Hkv, D)`` sum of squared deviations, or None.
+        squares: float32 ``(B, Hkv, D)`` sum of squared deviations from the mean, or None if only the mean is needed.
     """
 
     length: int
@@ -37,7 +37,7 @@ class State:
         return replace(self, mean=self.mean.clone(), squares=None if self.squares is None else self.squares.clone())
 
     def merge(self, rows: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Merge the ``valid`` rows of ``rows (B, Hkv, n, D)`` into the statistics, or all rows if ``valid`` is None."""
+        """Merge ``rows (B, Hkv, n, D)`` into the statistics. If ``valid`` is given, merge only the valid rows."""
         added: int | torch.Tensor
         self.length += rows.shape[2]
         rows = rows.float()
@@ -76,8 +76,8 @@ class RunningStatistics:
     most digits.
 
     Removed rows are not subtracted, because a NaN or a rounding error would remain. After a crop, the statistics
-    restart from the last remaining copy in `marks`, or from zero, and the rows after this copy are merged again. When a
-    block is full, its rows are merged again in one step, without the rounding errors of row-by-row merges.
+    restart from the last remaining copy in `marks`, or from zero. The rows after this copy are merged again. When a
+    block is full, its rows are merged again in one step, which avoids the rounding errors of row-by-row merges.
 
     Attributes:
         state: statistics of all rows that were merged so far.
@@ -109,7 +109,7 @@ class RunningStatistics:
         """Merge the new rows of ``buffer (B, Hkv, capacity, D)`` up to row ``length - 1``.
 
         Args:
-            left_padding: ``(B,)`` first valid row of each sequence, the same in all calls. Earlier rows are ignored.
+            left_padding: ``(B,)`` first valid row of each sequence, equal in all calls. Rows before it are ignored.
         """
         full = length // BLOCK * BLOCK
         if self.state.length < full:

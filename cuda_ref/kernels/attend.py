@@ -1,9 +1,10 @@
 """Compute exact attention of one query per head to listed keys or to all keys. All methods share this kernel.
 
 A row is a pair of a sequence and a KV head. The grid is (splits, Hkv, B), or (programs,) if list lengths differ. A
-program reads `share` keys and values, D * itemsize bytes each, once for the query group, and updates a running softmax.
-If there are several splits, each program writes G * (D + 3) float32 numbers. The last program of a row merges the
-splits. The merge is exact, because every split stores its largest logit and its sum of exponentials.
+program reads `share` keys and values once for the query group, and updates a running softmax. A key and its value
+together have 2 * D * itemsize bytes. If there are several splits, each program writes G * (D + 3) float32 numbers. The
+last program of a row merges the splits. The merge is exact, because every split stores its largest logit and its sum of
+exponentials.
 """
 
 import triton
@@ -33,7 +34,7 @@ def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
 def write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D: tl.constexpr, G: tl.constexpr):
     """Normalize the output, reallocate if ``value_mean`` is given, and store the output and its log-sum-exp.
 
-    A query head without keys gets the output 0 and the log-sum-exp -inf.
+    If a query head has no keys, its output is 0 and its log-sum-exp is -inf.
     """
     some = total != 0  # True for NaN, so that NaN reaches the output
     result = weighted / tl.where(some, total, 1.0)[:, None]
@@ -90,11 +91,11 @@ def merge_splits(
 
 @triton.jit
 def assigned_work(program, programs, counts, rows, entries, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Assign a program to a row and to a share of the row's entries. ``counts`` is the number of entries per row.
+    """Assign ``program`` to a row and to a share of the row's entries. ``counts`` is the number of entries per row.
 
     Returns:
-        The row, its first program, its number of programs, its number of entries, and the number of entries per
-        program, a multiple of BLOCK_N. The number of programs is 0 for a program without work.
+        The row, its first program, its number of programs, its number of entries, and its number of entries per
+        program. The last number is a multiple of BLOCK_N. If ``program`` has no work, the number of programs is 0.
     """
     total = tl.zeros([], tl.int64)
     for first in range(0, rows, BLOCK_ROWS):

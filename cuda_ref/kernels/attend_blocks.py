@@ -1,8 +1,9 @@
 """Compute exact causal attention for prefill, to listed key blocks or to all key blocks.
 
-A program processes BLOCK_M queries of one row block of one query head. It reads the keys and values of the listed key
-blocks, BLOCK_N at a time, 2 * D * itemsize bytes per key. The last row blocks have the most work, so their programs
-start first. Heads that share keys start together, so that most reads of keys and values hit the L2 cache.
+A program processes BLOCK_M queries of one row block of one query head. It loads BLOCK_N keys and values of the listed
+key blocks at a time. A key and its value together have 2 * D * itemsize bytes. The last row blocks have the most work,
+so their programs start first. Heads that share keys start together, so that most reads of keys and values hit the L2
+cache.
 """
 
 import triton
@@ -27,13 +28,13 @@ def listed_end(blocks, row_block, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, place, stride, there, d, D: tl.constexpr):
-    """Return the rows with the indices ``place``, each with ``D`` numbers. Rows are 0 where ``there`` is False."""
+    """Load the rows at the indices ``place``. Each row has length ``D``, and is 0 where ``there`` is False."""
     return tl.load(rows + place[:, None] * stride + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
 def write_rows(out, lse, place, there, d, largest, total, weighted, D: tl.constexpr):
-    """Normalize and store the output rows and their log-sum-exp, which are 0 and -inf for rows without keys."""
+    """Normalize and store the output rows and their log-sum-exp. For a row that has no keys, store 0 and -inf."""
     some = total != 0  # True for NaN, so that NaN reaches the output
     safe = tl.where(some, total, 1.0)
     result = weighted * (1.0 / safe)[:, None]

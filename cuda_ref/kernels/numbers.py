@@ -1,4 +1,4 @@
-"""Define numeric helpers for softmax over tiles without valid keys, for aligned masks and for 8-bit logits."""
+"""Define numeric helpers for softmax over tiles that have no valid keys, for aligned masks and for 8-bit logits."""
 
 import triton
 import triton.language as tl
@@ -52,8 +52,8 @@ def decode_logit(code, largest):
 def tile_of(s, first_valid, length, tiles, TILE: tl.constexpr):
     """Return the tile number of each key ``s``. 8-bit logits are relative to the largest logit of their tile.
 
-    Quantized keys form tiles of TILE keys, counted from ``first_valid``. All other keys are in the last tile of a row.
-    These include the keys before ``first_valid``, whose softmax weight is 0 in every case.
+    Quantized keys form tiles of TILE keys, counted from ``first_valid``. All remaining keys are in the last tile of
+    a row. The last tile includes the keys before ``first_valid``, whose softmax weight is 0 in every case.
     """
     place = s - first_valid
     coded = (length - first_valid) // GROUP * GROUP

@@ -2,10 +2,10 @@
 
 `saap_hidden` and `saap_route` compute the two layers of the network. Each tile of weight columns has one program, which
 reads the weights once for up to 32 query rows. All programs together read K * N * itemsize bytes per layer and KV head.
-For the network in the paper this is 2.4 MB per KV head, as much as the keys and values of 4,608 tokens (16 bits,
-D = 128). Each product of queries and weights is a sum of three TF32 products, which is exact for 16-bit weights and
-keeps 22 bits of float32 numbers of any magnitude. The last program of a query tile reads the tile's logits, 4 * C bytes
-per query head, and selects the buckets.
+For the network in the paper, this is 2.4 MB per KV head. The keys and values of 4,608 tokens have the same size if D is
+128 and numbers have 16 bits. Each product of queries and weights is a sum of three TF32 products. The sum is exact for
+16-bit weights and keeps 22 bits of float32 numbers of any magnitude. The last program of a query tile reads the tile's
+logits, 4 * C bytes per query head, and selects the buckets.
 
 `saap_expand` writes the key list of a step. It reads and writes 4 bytes for each key of a visited bucket and writes 4
 bytes for each other slot. Every program finds the keys of its own slots, so several programs can share a large bucket.

@@ -1,13 +1,14 @@
 """Select key blocks with SampleAttention: sum the softmax weights of sampled queries, and write lists of key blocks.
 
-The kernels do not store the scores, and compute each product of a query and a key only once. A program of
-`sample_scores` reads its share of the key blocks, D * itemsize bytes per key, once for each query head. It stores two
-float32 numbers for each sampled query and key block, because the keys of a block are in at most two offset bins of a
-query. A key is in the second bin if its index in its block is greater than the query's index in its own block. The
-numbers are logarithms of sums that are not normalized, so no program needs the largest score or the sum of the whole
-row. `sample_sums` reads these two numbers twice, once by column and once by diagonal. With 128 sampled queries, writing
-and reading the numbers moves 24 bytes per key and query head. For up to about 200k keys, the numbers fit into the L2
-cache. A second pass over the keys would read D * itemsize bytes per key and repeat the products.
+An offset bin is a range of BLOCK_SIZE distances between query and key. The kernels do not store the scores, and compute
+each product of a query and a key only once. A program of `sample_scores` reads the keys of its share of the key blocks,
+D * itemsize bytes each, once for each query head. For each sampled query and key block, it stores two log-sums, which
+are float32 logarithms of sums of exponentials. Each is for one offset bin, because the keys of a block are in at most
+two bins of a query. A key is in the second bin if its index in its key block exceeds the query's index in its row
+block. The log-sums are not normalized, so no program needs the largest score or the sum of the whole row. `sample_sums`
+reads the two log-sums twice, once by column and once by diagonal. With 128 sampled queries, writing and reading the
+log-sums moves 24 bytes per key and query head. For up to about 200k keys, the log-sums fit into the L2 cache. A second
+pass over the keys would read D * itemsize bytes per key and repeat the products.
 
 `merge_blocks` writes the list of key blocks of every row block (sample.7), one list per program. It reads two bytes for
 each key block up to the diagonal, and writes four bytes per entry. A block is selected by its column or by one of two
@@ -127,7 +128,7 @@ def sample_scores(
 
 @triton.jit
 def row_logarithms(statistics, splits, m, BLOCK_SIZE: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
-    """Return log2 of each sampled query's sum of exponentials, or +inf for a sum of 0, so that no weight is added."""
+    """Return log2 of each sampled query's sum of exponentials. For a sum of 0, return +inf, so that weights are 0."""
     largest = tl.full(m.shape, float("-inf"), tl.float32)
     total = tl.zeros(m.shape, tl.float32)
     for first in range(0, splits, BLOCK_SPLITS):

@@ -2,12 +2,12 @@
 
 The grid is (splits of the quantized keys plus one program for the tail, Hkv, B). A program reads RANK components of
 `blocks` tiles of BLOCK_S keys, RANK * 9 / 16 bytes per key, once for the query group. The program for the tail scores
-the keys after the last full group, RANK * itemsize bytes per key. A program writes G logits per key (float32 or uint8),
-and the largest logit and the sum of exponentials of each tile and query head.
+the keys after the last full group, RANK * itemsize bytes per key. A program writes G logits per key, as float32 or
+uint8. For each tile and query head, it writes the largest logit and the sum of exponentials.
 
 Tiles are counted from a row's first valid key, so that reads of codes are aligned. All rows have as many tiles as the
 longest row. In a shorter row, the programs do not read the tiles after the last full group. They write these tiles as
-tiles without a valid key.
+tiles that have no valid key.
 """
 
 import triton
@@ -19,7 +19,7 @@ from .sparq_scores import component_at, component_ranks, logit_factors, query_co
 
 @triton.jit
 def repeat_for_keys(ranges, ROWS: tl.constexpr, GROUPS: tl.constexpr, TIMES: tl.constexpr):
-    """Repeat each number in ``ranges (ROWS, GROUPS)`` ``TIMES`` times. Return ``(ROWS, GROUPS * TIMES)``."""
+    """Repeat each number in ``ranges (ROWS, GROUPS)`` for ``TIMES`` columns. Return ``(ROWS, GROUPS * TIMES)``."""
     return tl.reshape(tl.broadcast_to(ranges[:, :, None], [ROWS, GROUPS, TIMES]), [ROWS, GROUPS * TIMES])
 
 

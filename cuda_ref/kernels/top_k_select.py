@@ -1,13 +1,13 @@
 """Select exactly the k largest scores of a row without sorting. All methods share this kernel.
 
-Scores are converted to unsigned integers that keep the order of the scores. Four histograms of 256 bins, one per 8
-bits, find the k-th largest score. The kernel writes the indices of all larger scores and of the first equal scores in
+Scores are converted to unsigned integers that keep the order of the scores. Four histograms of 256 bins, one for each
+8 bits, find the k-th largest score. The kernel writes the indices of all larger scores and of the first equal scores in
 ascending order.
 
-The grid is (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, as float32 or uint8, sums their
-softmax over the group and stores the best k of its tile, eight bytes each. The last program of a row reads the
-candidates of all tiles, once if they fit into one block, and selects the best k of the row. The softmax of the group
-needs the logits of all tiles, so the kernel that computes the logits cannot build the histograms.
+The grid is (tiles of BLOCK keys, Hkv, B). A program reads G * BLOCK logits once, as float32 or uint8, and sums their
+softmax over the group. It stores the best k keys of its tile, eight bytes each. The last program of a row selects the
+best k of the row from the candidates of all tiles. It reads the candidates once if they fit into one block. The softmax
+of the group needs the logits of all tiles, so the kernel that computes the logits cannot build the histograms.
 """
 
 import triton
@@ -39,7 +39,7 @@ def digit_counts(bits, threshold, there, shift):
 
 @triton.jit
 def next_digit(counts, wanted):
-    """Return the largest digit that ``wanted`` items reach or exceed, and how many items with this digit to select."""
+    """Return the largest digit that ``wanted`` items reach or exceed, and how many items of this digit are selected."""
     digits = tl.arange(0, 256)
     reaching = tl.cumsum(counts, 0, reverse=True)
     digit = tl.max(tl.where(reaching >= wanted, digits, 0), axis=0)
@@ -54,9 +54,9 @@ def is_tie(bits, threshold):
 
 @triton.jit
 def is_best(bits, threshold, ties, ties_before):
-    """Return a mask of the items above ``threshold`` and of the first ``ties`` items equal to it.
+    """Return a mask of the items above ``threshold`` and of the first items that equal ``threshold``.
 
-    The equal items in earlier blocks, ``ties_before`` in total, count toward ``ties``.
+    At most ``ties`` equal items are selected. The limit includes ``ties_before`` equal items in earlier blocks.
     """
     tie = is_tie(bits, threshold)
     return (bits > threshold) | (tie & (ties_before + tl.cumsum(tie.to(tl.int32), 0) <= ties))
@@ -64,7 +64,7 @@ def is_best(bits, threshold, ties, ties_before):
 
 @triton.jit
 def kth_largest(bits, there, wanted):
-    """Return the bits of the ``wanted``-th largest item and the number of items with these bits to select.
+    """Return the bits of the ``wanted``-th largest item, and how many items that have these bits are selected.
 
     If fewer than ``wanted`` items can be selected, the bits are `NEVER`.
     """
@@ -113,7 +113,7 @@ def row_softmax(statistics, splits, BLOCK: tl.constexpr):
 
 @triton.jit
 def head_score(logits, statistics, softmax, g, s, tile, readable, stride_l, splits):
-    """Return the scores of keys ``s`` for query head ``g``. For 8-bit logits, ``tile`` is each key's tile."""
+    """Return the scores of keys ``s`` for query head ``g``. If ``tile`` is not None, it is the tile of each key."""
     if tile is None:
         logit = tl.load(logits + g * stride_l + s, mask=readable, other=float("-inf"))
     else:
@@ -161,7 +161,7 @@ def fill(slots, first, end, value, BLOCK: tl.constexpr):
 
 @triton.jit
 def merge_tiles(candidate_bits, candidate_indices, count, indices, slots, BLOCK: tl.constexpr):
-    """Select the best of the ``count`` candidates of all tiles of a row, and write their indices in ascending order."""
+    """Select the best ``slots`` of the ``count`` candidates of a row, and write their indices in ascending order."""
     if count <= BLOCK:
         item = tl.arange(0, BLOCK)
         bits = tl.load(candidate_bits + item, mask=item < count, other=NEVER, cache_modifier=".cg")

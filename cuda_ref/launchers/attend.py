@@ -24,9 +24,9 @@ class Listed:
     Attributes:
         indices: ``(B, Hkv, N)`` int32, contiguous; numbers that are not key indices are empty slots.
         counts: ``(B, Hkv)`` int32, contiguous: number of used entries per row. The used entries of all rows are divided
-            equally among the programs. None: all entries are used.
-        tickets: int32 ``(B, Hkv, 2)`` counters of finished programs, where ``[..., 1]`` must be 0; None to allocate
-            new counters.
+            equally among the programs. If None, all entries are used.
+        tickets: int32 ``(B, Hkv, 2)`` counters of finished programs, where ``[..., 1]`` must be 0. If None, new
+            counters are allocated.
     """
 
     indices: torch.Tensor
@@ -67,7 +67,7 @@ def attend_indices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the listed keys (sparq.7). Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``.
 
-    ``counts (B, Hkv)`` int32 is the number of used entries of each list. None: all entries are used.
+    ``counts (B, Hkv)`` int32 is the number of used entries of each list. If None, all entries are used.
     """
     if indices.dtype != torch.int32:  # an int64 number must not wrap to a valid key
         indices = torch.where((indices >= 0) & (indices < keys.shape[2]), indices, -1).to(torch.int32)
@@ -96,12 +96,12 @@ def attend(
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
         keys, values: ``(B, Hkv, S, D)``, last stride 1.
-        listed: the keys to attend to; None for all valid keys.
-        reallocation: inputs for mixing in the mean value (sparq.10); None to skip reallocation.
+        listed: the keys to attend to. If None, attend to all valid keys.
+        reallocation: inputs for mixing in the mean value (sparq.10). If None, skip reallocation.
 
     Returns:
-        ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. For queries without keys,
-        ``out`` is 0 and ``lse`` is -inf.
+        ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. If a query has no keys,
+        its out is 0 and its lse is -inf.
     """
     B, Hq, _, D = queries.shape
     Hkv, S = keys.shape[1:3]
@@ -171,9 +171,9 @@ def attend(
 
 
 def programs_for_counts(rows: int, entries: int, block: int, device: torch.device) -> int:
-    """Return the number of programs to launch for ``rows`` rows of at most ``entries`` entries.
+    """Return the number of programs to launch for ``rows`` lists, each of at most ``entries`` keys.
 
-    The programs keep all processors busy. There are at least two per row, but at most one per ``block`` entries.
+    The programs keep all processors busy. There are at least two programs per list, but at most one per ``block`` keys.
     """
     wanted = max(PROGRAMS_PER_PROCESSOR * configs.processors(device), 2 * rows)
     return min(wanted, rows * max(1, -(-entries // block)))

@@ -29,12 +29,12 @@ def attend_blocks(
     Args:
         queries: ``(B, Hq, L, D)``; the position of query i is ``S - L + i``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int, ascending; numbers that are not key blocks are empty slots. None
-            selects all key blocks.
+        blocks: ``(B, Hq, R, N)`` int, ascending. A number that is not a key block is an empty slot. If None, all key
+            blocks are selected.
 
     Returns:
-        ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``. For queries without keys,
-        ``out`` is 0 and ``lse`` is -inf.
+        ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``. If a query has no keys,
+        its out is 0 and its lse is -inf.
     """
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size)
     if blocks is not None:
@@ -67,7 +67,7 @@ class Prefill:
     def attend(self, blocks: torch.Tensor | None, first: int, stop: int) -> None:
         """Compute the output of row blocks ``first`` to ``stop - 1``, counted from the row block of the first query.
 
-        ``blocks`` has one list of key blocks for each of these row blocks; None selects all key blocks.
+        ``blocks`` has one list of key blocks for each of these row blocks. If None, all key blocks are selected.
         """
         B, Hq, L, D = self.queries.shape
         Hkv, S = self.keys.shape[1:3]
@@ -117,6 +117,6 @@ class Prefill:
 def positive(queries: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
     """Return queries and a positive scale that give the same logits as ``queries`` and ``scale``.
 
-    With a positive scale, the key with the largest product also has the largest logit.
+    If the scale is positive, the key with the largest product also has the largest logit.
     """
     return (queries, scale) if scale > 0 else (queries * math.copysign(scale != 0, scale), abs(scale) or 1.0)

@@ -21,8 +21,8 @@ class Tiles:
     """Key tile and launch options of one program of the decode kernels.
 
     Attributes:
-        elements: number of key elements that are loaded at a time, for elements of two bytes.
-        warps: number of warps of 32 threads, for elements of two bytes.
+        elements: number of key elements that are loaded at a time if an element has two bytes.
+        warps: number of warps of 32 threads if an element has two bytes.
         stages: number of stages of the software pipeline.
     """
 
@@ -33,7 +33,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of one architecture for the score kernels, for `attend` with a list and for `attend` without a list."""
+    """Tiles of one architecture for the score kernels, for attention to listed keys and for attention to all keys."""
 
     scores: Tiles
     listed: Tiles
@@ -130,10 +130,12 @@ def sample_tile(block_size: int, itemsize: int) -> BlockTile:
 
 
 def columns(N: int, itemsize: int, queries: int, programs: int, device: torch.device) -> ColumnTile:
-    """Return the tile for a query network layer with ``N`` outputs: the widest tile that keeps all processors busy.
+    """Return the widest tile that keeps all processors busy, for a query network layer with ``N`` outputs.
+
+    If no tile keeps all processors busy, return the narrowest tile.
 
     Args:
-        queries: number of queries per program. With more queries, fewer weight rows fit into registers.
+        queries: number of queries per program. The more queries, the fewer weight rows fit into registers.
         programs: number of programs per column tile.
     """
     wide = (width for width in COLUMNS if -(-N // width) * programs >= processors(device))
@@ -164,12 +166,12 @@ def processors(device: torch.device) -> int:
 
 
 def rows(tiles: Tiles, width: int, itemsize: int) -> int:
-    """Return how many rows of ``width`` elements a tile has: a power of 2, at least 16 (for tensor cores)."""
+    """Return how many rows of ``width`` elements a tile has. Tensor cores need a power of 2, at least 16."""
     return min(MOST_ROWS, max(16, tiles.elements * 2 // (width * itemsize)))
 
 
 def warps(tiles: Tiles, width: int, itemsize: int) -> int:
-    """Return the number of warps of `attend`, with at least one thread for each of ``width`` accumulators.
+    """Return the number of warps of `attend`. Each of ``width`` accumulators gets at least one thread.
 
     The number is doubled for float32, because tensor cores do not multiply float32.
     """
@@ -177,23 +179,22 @@ def warps(tiles: Tiles, width: int, itemsize: int) -> int:
 
 
 def score_warps(tiles: Tiles, width: int) -> int:
-    """Return the number of warps of the score kernels, with at least one thread for each of ``width`` components.
+    """Return the number of warps of the score kernels. Each of ``width`` components gets at least one thread.
 
-    With two components per thread, the kernels would need too many registers.
+    If a thread had two components, the kernels would need too many registers.
     """
     return max(tiles.warps, width // 32)
 
 
 def splits(items: int, rows: int, per_processor: int, device: torch.device) -> int:
-    """Return the number of splits of ``items`` that keeps all processors busy. Each split has ``rows`` programs."""
+    """Return the number of splits of ``items`` that keeps all processors busy. A split has ``rows`` programs."""
     return max(1, min(items, per_processor * processors(device) // rows))
 
 
 def share(items: int, block: int, rows: int, per_processor: int, device: torch.device) -> int:
-    """Return how many items each program processes, a multiple of ``block``.
+    """Return the number of items per program, which is a multiple of ``block``.
 
-    The programs of all rows together then keep all processors busy. There are ``rows`` rows, and each row has ``items``
-    items.
+    The programs of all ``rows`` together keep all processors busy. ``items`` is the number of items per row.
     """
     programs = max(1, per_processor * processors(device) // rows)
     return -(-max(1, -(-items // programs)) // block) * block

@@ -19,9 +19,9 @@ class Launch:
     Attributes:
         kernel: a Triton function of the package `kernels`.
         grid: number of programs along the three axes.
-        arguments: tensors and numbers by parameter name.
-        constants: compile-time arguments by parameter name.
-        options: ``num_warps`` and ``num_stages``.
+        arguments: dict from parameter name to tensor or number.
+        constants: dict from parameter name to compile-time argument.
+        options: dict with ``num_warps`` and ``num_stages``.
     """
 
     kernel: Any
@@ -48,7 +48,7 @@ def contiguous(array: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def strides(letter: str, array: torch.Tensor, axes: str = "bhn") -> dict[str, int]:
-    """Return the strides of ``array`` as kernel arguments, such as stride_kb, stride_kh and stride_kn for "k"."""
+    """Return the strides of ``array`` in a dict. Its keys are kernel arguments, such as stride_kb for letter "k"."""
     return {f"stride_{letter}{axis}": stride for axis, stride in zip(axes, array.stride(), strict=False)}
 
 

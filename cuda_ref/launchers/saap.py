@@ -1,4 +1,4 @@
-"""Launch the SAAP kernels (docs/spec/saap.md). A decode step has four launches, or three without a hidden layer."""
+"""Launch the SAAP kernels (docs/spec/saap.md). A decode step has four launches, or three for a linear router."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def saap_route(
         hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``, or None for a linear router.
 
     Returns:
-        ``(B, Hkv, probes)`` int32, ascending, padded with -1 if fewer buckets have a probability above 0.
+        Ascending int32 bucket ids ``(B, Hkv, probes)``, padded with -1 if fewer buckets have a probability above 0.
     """
     queries, out_weight = queries.contiguous(), out_weight.contiguous()
     B, Hq = queries.shape[:2]
@@ -252,7 +252,7 @@ def _as_slots(bucket_ids: torch.Tensor, visited: torch.Tensor) -> tuple[torch.Te
     """Replace the numbers of the visited buckets, which may be any integers, by 0, 1, 2, ...
 
     Returns:
-        The new bucket number of each key (-1 for keys of other buckets) and the new ``visited`` (int32).
+        The new bucket number of each key (-1 for keys in unvisited buckets) and the new ``visited`` (int32).
     """
     slots = torch.arange(visited.shape[2], dtype=torch.int32, device=visited.device).expand(visited.shape).contiguous()
     if not visited.shape[2]:

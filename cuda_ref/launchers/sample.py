@@ -24,7 +24,7 @@ LIST_BYTES = 512 << 20  # maximum bytes of block lists; all lists of a million k
 
 
 class SampleMasks(NamedTuple):
-    """Masks of the selected columns and offset bins, ``(B, Hq, C, Nk)`` uint8, 1 = selected."""
+    """uint8 masks ``(B, Hq, C, Nk)`` of the selected columns and offset bins. A selected entry is 1."""
 
     column: torch.Tensor
     slash: torch.Tensor
@@ -44,7 +44,7 @@ def sample_prefill(
     """Run SampleAttention. Return ``out``, float32 ``lse (B, Hq, L)`` and int32 ``counts (B, Hq, R)``.
 
     ``counts`` is the number of key blocks that each row block attends to. Row blocks are processed in ranges whose
-    lists fit into `LIST_BYTES` bytes.
+    lists fit into `LIST_BYTES`.
     """
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     B, Hq = queries.shape[:2]
@@ -108,6 +108,8 @@ def score(
     queries: torch.Tensor, keys: torch.Tensor, layout: Layout, *, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum the softmax weights of the sampled queries in each region, per key block and per offset bin.
+
+    An offset bin is a range of ``layout.block_size`` distances between query and key.
 
     Args:
         queries, keys: ``(B, Hq, L, D)`` and ``(B, Hkv, S, D)``, last stride 1.
@@ -178,8 +180,8 @@ def select_share(scores: torch.Tensor, alpha: float) -> torch.Tensor:
     """Select the largest of ``scores (..., Nk)`` until their share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
     Returns:
-        uint8 mask with the shape of ``scores``, 1 = selected. Among equal scores, the lower index is selected first.
-        If the shares are NaN, all scores are selected.
+        uint8 mask in the shape of ``scores``, with 1 for the selected scores. Ties go to the lower index. If the shares
+        are NaN, all scores are selected.
     """
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     share = ordered.cumsum(dim=-1) / ordered.sum(dim=-1, keepdim=True)
@@ -207,11 +209,11 @@ def merge(kept: SampleMasks, layout: Layout, first: int, stop: int, width: int, 
     """List the key blocks (sample.7) of row blocks ``first`` to ``stop - 1``, counted from the first query's block.
 
     Args:
-        width: number of slots per list; at least the number of key blocks up to the diagonal of the last row block.
-        counts: int32 ``(B, Hq, R)``; the call writes the number of key blocks in each list to this array.
+        width: number of slots per list, at least the number of key blocks up to the diagonal of the last row block.
+        counts: int32 ``(B, Hq, R)`` array. The call writes the number of key blocks in each list to this array.
 
     Returns:
-        ``(B, Hq, stop - first, width)`` int32, ascending, padded with -1.
+        Ascending int32 block indices ``(B, Hq, stop - first, width)``, padded with -1.
     """
     B, Hq = kept.column.shape[:2]
     blocks = torch.empty(B, Hq, stop - first, width, dtype=torch.int32, device=counts.device)

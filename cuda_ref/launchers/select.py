@@ -19,13 +19,14 @@ class GroupScores:
     """Approximate logits of all keys, from which each group of query heads selects keys.
 
     Attributes:
-        logits: float32 ``(B, Hkv, G, S rounded up to a multiple of 16)``, or uint8 in units of 1/16 nat below the
-            largest logit of the tile (`kernels.numbers.encode_logit`). Logits of invalid keys are -inf or not written.
-        statistics: float32 ``(B, Hkv, G, 2, splits)``: largest logit and sum of exp(logit - largest) of each split.
-        softmax: float32 ``(B, Hkv, G, 2)``, output of `select`: largest logit and 1 / sum of exp(logit - largest).
+        logits: float32 ``(B, Hkv, G, S rounded up to a multiple of 16)``, or uint8 distances from the largest logit of
+            the tile in units of 1/16 nat (`kernels.numbers.encode_logit`). Logits of invalid keys are -inf or not
+            written.
+        statistics: float32 ``(B, Hkv, G, 2, splits)`` largest logit and sum of exp(logit - largest) of each split.
+        softmax: float32 ``(B, Hkv, G, 2)`` largest logit and 1 / sum of exp(logit - largest), written by `select`.
         tickets: int32 ``(B, Hkv, 2)`` counters of finished programs, which must be 0 before the next two launches.
         tile: number of quantized keys per split for uint8 logits, counted from the first valid key of a row. The
-            unquantized keys form the last split. 0 for float32 logits.
+            unquantized keys form the last split. If the logits are float32, ``tile`` is 0.
     """
 
     logits: torch.Tensor
@@ -38,7 +39,10 @@ class GroupScores:
     def empty(
         cls, B: int, Hkv: int, G: int, S: int, splits: int, device: torch.device, *, tile: int = 0
     ) -> GroupScores:
-        """Allocate the arrays for S keys in ``splits`` splits. The logits are uint8 if ``tile`` is not 0."""
+        """Allocate arrays for ``S`` keys that are divided into ``splits`` parts.
+
+        If ``tile`` is 0, the logits are float32. Otherwise they are uint8 and quantized per tile (see `GroupScores`).
+        """
         real: dict[str, Any] = {"dtype": torch.float32, "device": device}
         return cls(
             torch.empty(B, Hkv, G, S + -S % LINE, dtype=torch.uint8 if tile else torch.float32, device=device),
@@ -77,10 +81,10 @@ def block_size(S: int, top_k: int) -> int:
 def select(
     scores: GroupScores, S: int, *, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Select ``top_k`` keys: the last ``local_window`` valid keys, then the keys with the largest scores (sparq.6).
+    """Select ``top_k`` keys, which are the last ``local_window`` valid keys and the best remaining keys (sparq.6).
 
     Returns:
-        Key indices ``(B, Hkv, min(top_k, S))`` int32, ascending, padded with -1. Ties go to the lower index.
+        Ascending int32 key indices ``(B, Hkv, min(top_k, S))``, padded with -1. Ties go to the lower index.
     """
     B, Hkv, G, stride = scores.logits.shape
     device = scores.logits.device

@@ -32,7 +32,7 @@ def sparq_attention(
     value_mean: torch.Tensor | None,
     **selection: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call `sparq_decode` with the arguments that all backends share.
+    """Call `sparq_decode`. The arguments are the same as for `sparq_attention` of the `ops` backend.
 
     `KeyCodes` are converted to a list of tensors, because `sparq_decode` is a torch operator.
     """
@@ -64,7 +64,7 @@ def sparq_decode(
 
     Args:
         scored: a list with the component-major keys ``(B, Hkv, D, S)``, or with the four arrays of `KeyCodes`.
-        value_mean: ``(B, Hkv, D)`` mean of the values for reallocation; None to skip reallocation.
+        value_mean: ``(B, Hkv, D)`` mean of the values for reallocation. If None, skip reallocation.
     """
     queries, keys = queries.contiguous(), rows(keys)
     component_weight, left_padding = contiguous(component_weight), contiguous(left_padding)
@@ -84,7 +84,7 @@ sparq_decode.register_fake(fake_attention)
 def sparq_select(
     queries: torch.Tensor, keys: torch.Tensor, selection: Selection, *, exact: bool
 ) -> tuple[torch.Tensor, GroupScores]:
-    """Select the keys of one decode step. Return ``indices (B, Hkv, min(top_k, S))`` int32 and the approximate logits.
+    """Select the keys of one decode step. Return int32 ``indices (B, Hkv, min(top_k, S))`` and the approximate logits.
 
     Args:
         exact: True if reallocation needs float32 logits. If False, logits from int4 scoring keys have 8 bits.
@@ -108,8 +108,8 @@ def sparq_scores(queries: torch.Tensor, selection: Selection) -> GroupScores:
 
     Args:
         queries: ``(B, Hq, 1, D)``, contiguous.
-        selection: settings and arrays for selecting keys. ``keys_t`` may have any strides, and is read fastest if the
-            last stride is 1 and the other strides are multiples of 16.
+        selection: settings and arrays for selecting keys. ``keys_t`` may have any strides. Reads are fastest if the
+            last stride is 1 and all other strides are multiples of 16.
     """
     keys_t = selection.keys_t
     B, Hkv, _, S = keys_t.shape
@@ -161,8 +161,8 @@ def sparq_scores(queries: torch.Tensor, selection: Selection) -> GroupScores:
 def readable_beyond(keys_t: torch.Tensor) -> bool:
     """Return True if each row of ``keys_t (B, Hkv, D, S)`` may be read up to the next multiple of 16 keys.
 
-    This is true for slices of a cache whose capacity is a multiple of 16. Otherwise the mask must end at S, which turns
-    loads of 16 bytes into loads of single elements.
+    The result is True for slices of a cache whose capacity is a multiple of 16. If it is False, the mask must end at S,
+    which turns loads of 16 bytes into loads of single elements.
     """
     S = keys_t.shape[3]
     beyond = -S % 16
@@ -181,8 +181,8 @@ def sparq_code_scores(queries: torch.Tensor, keys: torch.Tensor, selection: Sele
         queries: ``(B, Hq, 1, D)``, contiguous.
         keys: ``(B, Hkv, S, D)``, last stride 1; only keys outside full groups are read.
         selection: settings and arrays for selecting keys. ``keys_t`` has the codes of all full groups. Reads are
-            fastest if all last strides are 1 and the other strides of ``codes`` are multiples of 16.
-        narrow: True to write the logits as 8-bit codes.
+            fastest if all last strides are 1 and all other strides of ``codes`` are multiples of 16.
+        narrow: if True, write the logits as 8-bit codes.
     """
     B, Hkv, S, D = keys.shape
     G = queries.shape[1] // Hkv

@@ -37,7 +37,7 @@ class Reallocation(NamedTuple):
 
     Attributes:
         logits: float32 ``(B, Hkv, stride, G)`` approximate logits (sparq.3) of ``stride >= S`` keys.
-        softmax: float32 ``(B, Hkv, G, 2)`` with the largest logit and ``1 / sum(exp(logit - largest))``.
+        softmax: float32 ``(B, Hkv, G, 2)``, the largest logit and ``1 / sum(exp(logit - largest))`` per query head.
         value_mean: float32 ``(B, Hkv, D)`` mean of the valid values.
     """
 
@@ -47,7 +47,7 @@ class Reallocation(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Sizes and parameters of a launch over a list of keys. ``length`` is the number of keys in use."""
+    """Sizes and parameters of a launch over a list of keys. ``length`` is the number of keys in the KV cache."""
 
     B: int
     Hq: int
@@ -60,7 +60,7 @@ class Listed(NamedTuple):
 
 
 def splits_of(N: int, lists: int) -> int:
-    """Return the number of threadgroups that share one list of ``N`` entries. There are ``lists`` such lists."""
+    """Return the number of threadgroups that share a list of ``N`` entries. ``lists`` is the number of lists."""
     if N <= UNSPLIT:
         return 1
     part = max(2 * TILE, -(-N * lists // GROUPS // TILE) * TILE)
@@ -74,7 +74,7 @@ def heads_of(D: int, G: int) -> tuple[int, int]:
     The sums of a lane must fit into registers. For each chunk of 128 components, a lane holds four float32 sums per
     head and loads four rows at once. With 512 threads, each thread has about 100 registers, and Metal refuses to launch
     a kernel that needs more. If a query group needs too many registers even with 256 threads, it is divided among
-    threadgroups, and each threadgroup reads all keys and values.
+    threadgroups. Each threadgroup then reads all keys and values.
     """
     chunks = -(-D // 128)
     heads = next(n for n in range(G, 0, -1) if G % n == 0 and (n == 1 or 4 * chunks * (n + 4) <= 96))
@@ -104,14 +104,14 @@ def attend_indices(
 
     Args:
         queries: ``(B, Hq, 1, D)``.
-        keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied. Both are
-            arrays, or both are quantized with the same bits and group size.
-        indices: ``(B, Hkv, N)`` int32; -1, or any number that is not the index of a key, is an empty slot.
-        counts: ``(B, Hkv)`` number of slots in use in each list; later slots are ignored. None uses all slots.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
+            Both buffers are arrays, or both are quantized with the same bits and group size.
+        indices: ``(B, Hkv, N)`` int key indices. A number that is not a key index, such as -1, is an empty slot.
+        counts: ``(B, Hkv)`` number of used slots at the start of each list. If None, all slots are used.
 
     Returns:
-        ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``. Where every slot is empty,
-        ``out`` is 0 and ``lse`` is -inf.
+        ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``. If a list has only empty slots,
+        its out is 0 and its lse is -inf.
     """
     B, Hq, _, _ = queries.shape
     if indices.shape[2] == 0:
@@ -131,10 +131,10 @@ def attend_listed(
     counts: mx.array | None = None,
     reallocation: Reallocation | None = None,
 ) -> list[mx.array]:
-    """Compute `attend_indices` for lists with at least one slot. With ``reallocation``, mix in the mean value.
+    """Compute `attend_indices` for lists that have at least one slot.
 
     Args:
-        reallocation: inputs for mixing in the mean value (sparq.10); cannot be combined with ``counts``.
+        reallocation: inputs for mixing in the mean value (sparq.10), or None. Cannot be combined with ``counts``.
 
     Returns:
         ``out`` and ``lse``. If ``reallocation`` is given, also float32 ``alpha (B, Hq, 1)`` (sparq.8).
@@ -165,8 +165,9 @@ def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
     """Build the launch of `attend_indices` for lists of ``N`` entries.
 
     Each list is divided among ``splits`` threadgroups (`splits_of`). The outputs are float32
-    ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``. If ``mixed``, the third output is ``alpha`` with the
-    shape of ``lse``. If there is only one split, the outputs have the same shapes and types as in `attend_listed`.
+    ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``. If ``mixed`` is True, the third output is
+    ``alpha`` in the shape of ``lse``. If there is only one split, the outputs have the same shapes and types as in
+    `attend_listed`.
     """
     B, Hq, Hkv, D, dtype, length, scale, row_format = n
     G, splits = Hq // Hkv, splits_of(N, B * Hkv)
@@ -190,7 +191,7 @@ def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
 
 
 def attend_candidates(n: Listed, top_k: int) -> Launch:
-    """Build the launch that selects the best ``top_k`` candidates from a `top_k_launch` and attends to these keys.
+    """Build the launch that selects the best ``top_k`` candidates from a `top_k_launch` and attends to them.
 
     The outputs are ``out`` and ``lse`` of `attend_indices`, and float32 ``recall (B, Hkv)`` (sparq.24).
     """

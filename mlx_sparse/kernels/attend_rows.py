@@ -21,7 +21,10 @@ ROWS = Kernel("attend_rows", "attend_rows.h", (*_ROWS, "left_padding", "length",
 
 
 def supports(D: int, rows: int) -> bool:
-    """Return True if the kernel supports head dimension ``D``, a multiple of 16, and query groups of ``rows`` rows."""
+    """Return True if the kernel supports head dimension ``D`` and ``rows`` query rows per KV head.
+
+    The head dimension must be a multiple of 16 and at most 256.
+    """
     return D % 16 == 0 and D <= 256 and rows <= METAL_ROWS
 
 
@@ -39,7 +42,12 @@ def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
 
 
 def splits_of(N: int, lists: int, rows: int) -> int:
-    """Return the number of threadgroups that share ``N`` keys. Each of ``lists`` query groups has ``rows`` rows."""
+    """Return the number of threadgroups that share ``N`` keys of a KV head.
+
+    Args:
+        lists: number of query groups in the batch, B * Hkv.
+        rows: number of query rows per query group.
+    """
     return min(-(-N // max(UNSPLIT, -(-N * lists // GROUPS))), max(N // (KEYS_PER_ROW * rows), 1))
 
 
@@ -56,8 +64,8 @@ def attend_rows(
 
     Args:
         queries: ``(B, Hq, L, D)`` for the last L positions. `supports` must accept ``D`` and ``Hq // Hkv * L`` rows.
-        keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use; not copied if both have the same
-            type.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied if both have the same type. The first
+            ``length`` rows are in use.
         left_padding: ``(B,)`` index of the first valid key of each sequence.
 
     Returns:
@@ -82,8 +90,8 @@ def _attending(
 ) -> Launch:
     """Build the launch of `attend_rows` over ``length`` keys.
 
-    The outputs are ``out (B, Hkv, splits, rows, D)``, float32 if there are several splits, and float32
-    ``lse (B, Hkv, splits, rows)``.
+    The outputs are ``out (B, Hkv, splits, rows, D)`` and float32 ``lse (B, Hkv, splits, rows)``. If there are several
+    splits, ``out`` is float32.
     """
     splits, (in_group, staged) = splits_of(length, B * Hkv, rows), shape_of(D, row_type.size, rows)
     statistic = (B, Hkv, splits, rows)

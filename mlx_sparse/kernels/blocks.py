@@ -46,10 +46,10 @@ def attend_blocks(
 
     Args:
         queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
-        keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use; not copied if queries, keys and
-            values have the same type.
-        blocks: int32 ``(B, Hq, R, N)`` for the R row blocks that contain a query. -1, or any number that is not the
-            index of a block, is an empty slot.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied if queries, keys and values have the
+            same type. The first ``length`` rows are in use.
+        blocks: ``(B, Hq, R, N)`` int block indices for the R row blocks that contain a query. A number that is not a
+            block index, such as -1, is an empty slot.
 
     Returns:
         ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``. For queries that attend to no

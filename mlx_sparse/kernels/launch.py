@@ -27,7 +27,7 @@ def text(name: str) -> str:
 
 @cache
 def flattened(name: str) -> str:
-    """Return the text of header ``name`` with each include expanded once, because MLX compiles a single text."""
+    """Return the text of header ``name`` with each include expanded once, because MLX compiles a single source."""
     parts: dict[str, str] = {}
 
     def add(name: str) -> None:
@@ -43,7 +43,7 @@ def flattened(name: str) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Metal kernel whose body is metal/NAME.metal, which uses the templates in ``header``.
+    """Metal kernel whose body is metal/NAME.metal. The body uses the templates in ``header``.
 
     The comment at the top of metal/NAME.metal describes the inputs, the outputs, the grid and the bytes moved.
     """
@@ -72,13 +72,13 @@ class Kernel:
         groups: tuple[int, int, int],
         threads: int,
     ) -> list[mx.array]:
-        """Launch ``groups`` threadgroups of ``threads`` threads. ``outputs`` has the shape and type of each output."""
+        """Launch ``groups`` threadgroups of size ``threads``. ``outputs`` lists the shape and type of each output."""
         launch = Launch(self, outputs, template=template, groups=groups, threads=threads)
         return launch(*(inputs[name] for name in self.inputs))
 
 
 class Launch:
-    """Kernel with all launch arguments bound, except the input arrays.
+    """Kernel whose launch arguments are bound, so that a call needs only the input arrays.
 
     Building a launch takes host time in every layer. Callers therefore build a launch once for each combination of
     sizes and cache it with `lru_cache`.
@@ -133,7 +133,7 @@ RowFormat = tuple[int, int] | None  # bits and group size of quantized rows; Non
 
 
 def parts_of(rows: Rows) -> tuple[tuple[mx.array, ...], RowFormat]:
-    """Return the arrays that store ``rows``, and the row format: bits and group size, or None if not quantized."""
+    """Return the arrays that store ``rows`` and the `RowFormat`, which is None if ``rows`` are not quantized."""
     return (rows.parts, (rows.bits, rows.group_size)) if isinstance(rows, PackedRows) else ((rows,), None)
 
 

@@ -30,7 +30,7 @@ def launch_rows(heads: int, S: int, D: int) -> int:
 def query_ranges(L: int, S: int, rows: int) -> list[tuple[int, int]]:
     """Split the ``L`` queries at all positions divisible by ``rows``. Return ranges ``[start, stop)`` of query indices.
 
-    The queries are at the last positions of ``S`` keys.
+    The queries are at the last ``L`` of ``S`` positions.
     """
     first = S - L
     cuts = [0, *(position - first for position in range((first // rows + 1) * rows, S, rows)), L]
@@ -43,8 +43,8 @@ def attend_in_launches(
     """Compute ``out`` and ``lse`` of `attend_blocks` with several calls to ``attend``.
 
     Args:
-        attend: function that launches the kernel once. Its arguments are queries, the block lists for the row blocks of
-            these queries, and the number of keys up to the last query.
+        attend: function that launches the kernel once. Its arguments are queries, the block lists of their row blocks,
+            and the number of keys up to the last query.
         queries: ``(B, Hq, L, D)`` for positions ``S - L`` to ``S - 1``.
         blocks: ``(B, Hq, R, N)`` lists of key blocks.
     """

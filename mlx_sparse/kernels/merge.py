@@ -22,8 +22,8 @@ def merging(B: int, Hkv: int, G: int, D: int, dtype: mx.Dtype, mixed: bool = Fal
     """Build the launch that merges the attention results for ``splits`` parts of the keys.
 
     The inputs are float32 ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``. The outputs are
-    ``out (B, Hkv * G, 1, D)`` and ``lse (B, Hkv * G, 1)``. If ``mixed``, the launch also mixes in the mean value
-    (sparq.10).
+    ``out (B, Hkv * G, 1, D)`` and ``lse (B, Hkv * G, 1)``. If ``mixed`` is True, the launch also mixes in the
+    mean value (sparq.10).
     """
     Hq = Hkv * G
     statistic = ((B, Hq, 1), mx.float32)

@@ -40,8 +40,8 @@ def quest_select(
     """Select the keys of the best K = ceil(top_k / page_size) pages (quest.5).
 
     Args:
-        page_min, page_max: ``(B, Hkv, capacity, D)`` bounds of the pages before the current page; not copied.
-        length: number of keys in use, which must fill more than K pages; None uses all keys.
+        page_min, page_max: ``(B, Hkv, capacity, D)`` bounds of the pages before the current page, which are not copied.
+        length: number of keys in use, which must fill more than K pages. If None, all keys are in use.
 
     Returns:
         int32 key indices ``(B, Hkv, K * page_size)``.
@@ -74,8 +74,8 @@ def quest_attention(
     """Run a Quest decode step. Return ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``.
 
     Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied.
-        selection: the other arguments of `quest_select`. If the page bounds are missing, they are computed.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
+        selection: the other arguments of `quest_select`. Page bounds are computed if they are absent.
     """
     indices = quest_select(queries, keys, length=length, **with_bounds(keys, selection))
     return attend_indices(queries, keys, values, indices, scale=scale, length=length)

@@ -59,8 +59,8 @@ def saap_route(
 
     Args:
         queries: pre-RoPE queries ``(B, Hq, 1, D)``.
-        out_weight, out_bias: weights ``(Hkv, H, C)``, or ``(Hkv, D, C)`` without a hidden layer; biases ``(Hkv, C)``.
-        hidden_weight, hidden_bias: weights ``(Hkv, D, H)`` and biases ``(Hkv, H)``.
+        out_weight, out_bias: output layer, ``(Hkv, H, C)`` and ``(Hkv, C)``. If there is no hidden layer, H is D.
+        hidden_weight, hidden_bias: hidden layer, ``(Hkv, D, H)`` and ``(Hkv, H)``; None if there is no hidden layer.
 
     Returns:
         Ascending int32 bucket ids ``(B, Hkv, probes)``. A NaN score counts as +inf.
@@ -102,17 +102,17 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys for a decode step: sink tokens, keys outside the index, and keys in the visited buckets (saap.10).
+    """List the keys that a decode step attends to (saap.10).
 
     Args:
-        visited: ``(B, Hkv, n)`` int bucket ids without duplicates. Any number that is not a bucket id is an empty slot.
-        offsets, key_ids: index of the first ``covered`` keys, from `saap_index`.
+        visited: ``(B, Hkv, n)`` distinct int bucket ids. A number that is not a bucket id is an empty slot.
+        offsets, key_ids: results of `saap_index` for the first ``covered`` keys.
         covered: number of keys in the index, as an int or as int32 ``(B,)``.
-        capacity: length of each list; further keys are omitted.
+        capacity: length of each list. Keys that do not fit are omitted.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)``, with -1 after the last key, and int32 ``counts (B, Hkv)``, the number of
-        keys in each list.
+        int32 ``indices (B, Hkv, capacity)``, padded with -1, and int32 ``counts (B, Hkv)``, the number of keys per
+        list. Each list contains the sinks, then the keys outside the index, then the keys of the visited buckets.
     """
     B, Hkv, slots = visited.shape
     if slots == 0:
@@ -145,7 +145,7 @@ def saap_attention(
     """Run a SAAP decode step.
 
     Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
         visit: the other arguments of `ops.saap.list_keys`.
 
     Returns:

@@ -32,10 +32,11 @@ SUMS = Kernel(
 
 
 def shape_of(rows: int, D: int, itemsize: int) -> dict[str, int]:
-    """Return the kernel's template parameters for ``rows`` sampled rows.
+    """Return the kernel's template parameters for samples of ``rows`` queries, as a dict from name to number.
 
-    The parameters are the number of matrices per SIMD group, the number of SIMD groups and the number of staged keys.
-    A lane holds a part of the queries in registers: two float32 numbers per 8x8 matrix, at most 64 in total.
+    ``FRAGMENTS`` is the number of tiles of eight queries per SIMD group. ``SIMDGROUPS`` is the number of SIMD groups,
+    and ``KEYS`` is the number of staged keys. A SIMD group keeps its queries in registers as 8x8 matrices. Each lane
+    has two float32 numbers of each matrix, and at most 64 numbers in total.
     """
     fragments = 2 if D <= 128 and rows > 32 else 1
     simdgroups = min(8, -(-rows // (SIDE * fragments)))
@@ -53,13 +54,15 @@ def sample_scores(
     rows: int | None = None,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Sum the softmax weights of the sampled rows in each region, per key block and per offset bin.
+    """Sum the softmax weights of the sampled queries in each region, per key block and per offset bin.
+
+    An offset bin is a range of ``block_size`` distances between query and key.
 
     Args:
         queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
-        keys: ``(B, Hkv, capacity, D)`` buffer with ``length`` rows in use; not copied if queries and keys have the same
-            type.
-        rows: number of query rows sampled per region; None uses ``block_size``.
+        keys: ``(B, Hkv, capacity, D)`` buffer, which is not copied if queries and keys have the same type. The first
+            ``length`` rows are in use.
+        rows: number of query rows that are sampled per region. If None, it is ``block_size``.
 
     Returns:
         The sums ``column`` per key block (sample.4) and ``slash`` per offset bin (sample.5), both float32
@@ -124,7 +127,7 @@ def _scores(
 def _samples(samples: tuple[tuple[int, int], ...]) -> mx.array:
     """Convert the sampled row ranges ``[start, stop)`` of C regions to an int32 array ``(max(C, 4), 2)``.
 
-    The array has at least eight elements, because MLX passes smaller arrays in another address space.
+    The array has at least eight elements, because MLX passes smaller arrays in the constant address space.
     """
     numbers = [*samples, *[(0, 0)] * (4 - len(samples))]
     return mx.array(numbers, mx.int32)
@@ -141,7 +144,7 @@ def sample_select(
     scale: float,
     length: int | None = None,
 ) -> mx.array:
-    """Select key blocks for each row block (sample.7). Return sorted int32 ``(B, Hq, R, Nk)``, padded with -1."""
+    """Select key blocks for each row block (sample.7). Return ascending int32 ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2] if length is None else length, chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale, length=layout.S)
     return block_select.select(
@@ -163,8 +166,8 @@ def sample_attention(
 
     Args:
         queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
-        keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use; not copied if queries, keys and
-            values have the same type.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied if queries, keys and values have the
+            same type. The first ``length`` rows are in use.
         selection: the other arguments of `sample_select`.
 
     Returns:

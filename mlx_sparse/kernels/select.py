@@ -53,11 +53,11 @@ def top_k_launch(
     more: Outputs = (),
     template: Mapping[str, Any] = MappingProxyType({}),
 ) -> Launch:
-    """Build the launch that selects the best ``top_k`` items in each tile of a row with ``items`` items.
+    """Build the launch that selects the best ``top_k`` items in each tile of a row of length ``items``.
 
-    The outputs are uint32 ``bits (B, Hkv, tiles * slots)``, which are the scores as ordered integers, int32 ``indices``
-    of the same shape, and the outputs in ``more``. If a row has only one tile, the selection is complete and ``slots``
-    is ``min(top_k, items)``.
+    The first output is uint32 ``bits (B, Hkv, tiles * slots)``, the scores as ordered integers. The second output is
+    int32 ``indices`` in the shape of ``bits``. The outputs in ``more`` follow. If a row has only one tile, the
+    selection is complete and ``slots`` is ``min(top_k, items)``.
     """
     tiles, threads, slots = tiles_of(items, top_k)
     listed = (B, Hkv, tiles * slots)
@@ -75,7 +75,7 @@ def merge(bits: mx.array, indices: mx.array, top_k: int) -> tuple[mx.array, mx.a
     """Select the best ``top_k`` candidates from a `top_k_launch`, in as many launches as needed.
 
     Returns:
-        uint32 ``bits (B, Hkv, top_k)`` and ascending int32 ``indices`` of the same shape, with -1 in empty slots.
+        uint32 ``bits (B, Hkv, top_k)`` and ascending int32 ``indices (B, Hkv, top_k)``, padded with -1.
     """
     while bits.shape[2] > top_k:
         bits, indices = _merging(*bits.shape, top_k)(bits, indices)
@@ -88,14 +88,14 @@ def _merging(B: int, Hkv: int, left: int, top_k: int) -> Launch:
 
 
 def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:
-    """Select the last ``local_window`` valid keys and the best other keys, ``top_k`` in total (sparq.6).
+    """Select ``top_k`` keys, which are the last ``local_window`` valid keys and the best remaining keys (sparq.6).
 
     Args:
-        scores: float32 ``(B, Hkv, S)``. Scores of invalid keys are ignored. -inf is never selected, NaN counts as +inf.
+        scores: float32 ``(B, Hkv, S)``. Scores of invalid keys are ignored. -inf is never selected, and NaN counts as
+            +inf.
 
     Returns:
-        Ascending int32 key indices ``(B, Hkv, min(top_k, S))``, with -1 in empty slots. If scores are equal, the
-        lower index is selected.
+        Ascending int32 key indices ``(B, Hkv, min(top_k, S))``, padded with -1. Ties go to the lower index.
     """
     B, Hkv, S = scores.shape
     bits, indices = top_k_scores_launch(B, Hkv, S, local_window, top_k)(scores, padding_or_zeros(left_padding, B))

@@ -79,10 +79,10 @@ class Sizes(NamedTuple):
         dtype: type of the queries and the output.
         length: number of keys in use.
         weighted: True if the components have weights (sparq.1).
-        scored: scoring keys: "columns" (component-major keys), "codes" (int4) or "rows" (quantized KV cache).
+        scored: "columns" for component-major scoring keys, "codes" for int4, or "rows" for a quantized KV cache.
         exact: True if reallocation needs float32 logits. Logits from "columns" are always float32.
         aligned: True if the capacity of component-major keys is a multiple of 4.
-        row_format: bits and group size of a quantized KV cache; None for other caches.
+        row_format: bits and group size of the KV cache; None if the KV cache is not quantized.
     """
 
     B: int
@@ -103,7 +103,7 @@ class Sizes(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """True if logits are stored in 8 bits, as distances from the tile's largest logit in sixteenths of a nat."""
+        """True if logits are 8-bit distances from the largest logit of their tile, in sixteenths of a nat."""
         return self.scored != "columns" and not self.exact
 
     @property
@@ -134,8 +134,8 @@ def sparq_scores(n: Sizes) -> Launch:
 def sparq_code_scores(n: Sizes) -> Launch:
     """Build the launch that computes approximate logits of all keys from int4 scoring keys (sparq.21).
 
-    The outputs are the same as for `sparq_scores`, with three exceptions: ``stride`` is a multiple of 8, the keys after
-    the last full group have their own tile, and the logits are uint8 if ``n.narrow`` is True.
+    The outputs differ from the outputs of `sparq_scores` in three ways. ``stride`` is a multiple of 8. The keys after
+    the last full group have their own tile. The logits are uint8 if ``n.narrow`` is True.
     """
     per_thread = 8 if n.G <= 4 else 4  # keys; more keys do not fit into the registers
     template = {"D": n.D, "G": n.G, "WEIGHTED": n.weighted, "KEYS": per_thread}
@@ -173,8 +173,8 @@ def _scored(n: Sizes) -> Outputs:
 def sparq_candidates(n: Sizes) -> Launch:
     """Build the launch that lists the best keys of each tile (sparq.6) and computes the logits' softmax (sparq.4).
 
-    The outputs are the ``bits`` and ``indices`` of a `top_k_launch`, and float32 ``softmax (B, Hkv, G, 2)``: the
-    largest logit and ``1 / sum(exp(logit - largest))``.
+    The outputs are the ``bits`` and ``indices`` of a `top_k_launch`, and float32 ``softmax (B, Hkv, G, 2)``. For
+    each query head, ``softmax`` contains the largest logit and ``1 / sum(exp(logit - largest))``.
     """
     return top_k_launch(
         CODE_CANDIDATES if n.narrow else CANDIDATES,
@@ -240,10 +240,10 @@ def find_candidates(
 
     Args:
         selection: parameters for the selection. If ``keys_t`` is a `KeyCodes`, it must cover all full groups. If
-            ``keys_t`` is None and ``rank`` is D, a quantized KV cache is scored directly. In all other cases without
-            ``keys_t``, the keys are transposed first, which takes longer than dense attention.
+            ``keys_t`` is None and ``rank`` is D, a quantized KV cache is scored directly. If ``keys_t`` is
+            None in any other case, the keys are transposed first, which takes longer than dense attention.
         exact: True if reallocation needs float32 logits.
-        length: number of keys in use; None uses all keys.
+        length: number of keys in use. If None, all keys are in use.
     """
     (B, Hq, _, D), Hkv = queries.shape, keys.shape[1]
     weight = _no_weight() if selection.component_weight is None else selection.component_weight
@@ -301,9 +301,9 @@ def sparq_attention(
     """Run a SparQ decode step. See `ops.sparq.sparq_attention` for the results.
 
     Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers with ``length`` rows in use, which are not copied.
-        reallocate: True to mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
-        value_mean: float32 ``(B, Hkv, D)`` mean of the valid values; required if ``reallocate``.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
+        reallocate: if True, mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
+        value_mean: float32 ``(B, Hkv, D)`` mean of the valid values; required if ``reallocate`` is True.
         parameters: fields of `Selection`.
     """
     selection = Selection(**parameters)

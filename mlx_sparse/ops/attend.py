@@ -18,8 +18,8 @@ def group_queries(queries: mx.array, Hkv: int) -> mx.array:
 def softmax_lse(scores: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.array]:
     """Return the softmax and log-sum-exp over the last axis, restricted to keys where ``mask`` is True.
 
-    In a row without keys, the weights are 0 and the log-sum-exp is -inf. In a row with NaN or +inf scores, the weights
-    of these scores are NaN and the other weights are 0.
+    If ``mask`` is False for a whole row, the weights of the row are 0 and its log-sum-exp is -inf. If a row has NaN or
+    +inf scores, the weights of these scores are NaN and all other weights are 0.
     """
     if mask is not None:
         scores = mx.where(mask, scores, -mx.inf)
@@ -32,7 +32,10 @@ def softmax_lse(scores: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.a
 
 
 def exact_logits(queries: mx.array, keys: Rows) -> mx.array:
-    """Return float32 logits ``(B, Hkv, G, S)`` of float32 ``queries (B, Hkv, G, D)`` without dequantizing the keys."""
+    """Return float32 logits ``(B, Hkv, G, S)`` of float32 ``queries (B, Hkv, G, D)``.
+
+    If the keys are quantized, they are not dequantized first.
+    """
     if isinstance(keys, PackedRows):
         group_size, bits = keys.group_size, keys.bits
         return mx.quantized_matmul(queries, *keys.parts, transpose=True, group_size=group_size, bits=bits)
@@ -53,12 +56,12 @@ def attend_indices(
     Args:
         queries: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``. If they are quantized, only the listed rows are dequantized.
-        indices: ``(B, Hkv, N)`` int32; -1, or any number that is not a key index, is an empty slot.
-        counts: ``(B, Hkv)`` number of slots in use in each list; later slots are ignored. None means all slots.
+        indices: ``(B, Hkv, N)`` int32 key indices. A number that is not a key index, such as -1, is an empty slot.
+        counts: ``(B, Hkv)`` number of used slots at the start of each list. If None, all slots are used.
 
     Returns:
-        ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. If all slots are empty, out is
-        0 and lse is -inf.
+        ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. If a list has only empty
+        slots, its out is 0 and its lse is -inf.
     """
     filled = (indices >= 0) & (indices < keys.shape[2])
     if counts is not None:
@@ -92,7 +95,7 @@ def dense_attention(
 
 
 def dense_lse(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention, for computing the attention recall."""
+    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention. Attention recall is computed from it."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale

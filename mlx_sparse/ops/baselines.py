@@ -61,9 +61,10 @@ def flexgen_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Attend to the ``top_k`` keys with the largest softmax weights, summed over the query heads of a group.
+    """Attend to the ``top_k`` keys with the largest softmax weights.
 
-    The weights of the selected keys are not renormalized. The returned log-sum-exp is over the selected keys only.
+    The selection uses the sum of the weights over the query heads of a group. The weights of the selected keys are not
+    renormalized. The returned log-sum-exp is over the selected keys only.
     """
     weights, lse = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
     indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
@@ -87,7 +88,7 @@ def h2o_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run one decode step of H2O and return ``out``, ``lse`` and the new scores (-inf for evicted keys)."""
+    """Run one decode step of H2O. Return ``out``, ``lse`` and the new scores, which are -inf for evicted keys."""
     B, Hkv, S = scores.shape
     scores = scores.astype(mx.float32)
     indices = top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
@@ -106,7 +107,8 @@ def h2o_attention(
 def h2o_scores(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
     """Return the initial ``scores`` for `h2o_attention`, float32 ``(B, Hkv, S)``. Invalid keys have the score -inf.
 
-    The score of a key is the sum of its causal softmax weights over queries, averaged over the query heads of a group.
+    The score of a key is the sum of its causal softmax weights over the queries. Scores are averaged over the query
+    heads of a group.
     """
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]

@@ -14,7 +14,7 @@ def select_share(scores: mx.array, alpha: float) -> mx.array:
     """Select the largest ``scores (..., Nk)`` until their share of the sum reaches ``alpha - 1e-6`` (sample.6).
 
     Returns:
-        Bool mask with the shape of ``scores``; ties go to the lower index. If a score is NaN, all scores are selected.
+        Bool mask in the shape of ``scores``. Ties go to the lower index. If a score is NaN, all scores are selected.
     """
     ordered = -mx.sort(-scores, axis=-1)
     reached = mx.cumsum(ordered, axis=-1)
@@ -46,12 +46,13 @@ def _largest(scores: mx.array, ordered: mx.array, count: mx.array) -> mx.array:
 
 
 def merge(column_kept: mx.array, slash_kept: mx.array, layout: Layout, *, sampled_in_full: bool) -> mx.array:
-    """Convert the selected key blocks and offset bins of each region to a mask of row blocks and key blocks (sample.7).
+    """Convert the selected key blocks and offset bins of each region to a mask of key blocks per row block (sample.7).
 
     Args:
-        column_kept: bool ``(B, Hq, C, Nk)``, selected key blocks of each region.
-        slash_kept: bool ``(B, Hq, C, Nk)``, selected offset bins of each region.
-        sampled_in_full: if True, row blocks with a sampled row attend to every causal block, as in SampleAttention.
+        column_kept: bool ``(B, Hq, C, Nk)``, True for the selected key blocks of each region.
+        slash_kept: bool ``(B, Hq, C, Nk)``, True for the selected offset bins of each region.
+        sampled_in_full: if True, row blocks that contain a sampled row attend to every causal block, as in
+            SampleAttention.
 
     Returns:
         Bool mask ``(B, Hq, R, Nk)``, True where a row block attends to a key block.
@@ -99,7 +100,7 @@ def select(
 ) -> mx.array:
     """Select the key blocks of each row block from ``column`` and ``slash``, the results of `sample_scores`.
 
-    Return int32 lists ``(B, Hq, R, width)`` (`block_lists`).
+    Return int32 lists ``(B, Hq, R, width)`` from `block_lists`.
     """
     kept = select_share(column, alpha_column), select_share(slash, alpha_slash)
     return block_lists(merge(*kept, layout, sampled_in_full=True), width)

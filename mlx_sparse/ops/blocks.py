@@ -32,7 +32,7 @@ def attend_blocks(
     Args:
         queries: ``(B, Hq, L, D)``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int32; -1, or any number that is not a block index, is an empty slot.
+        blocks: ``(B, Hq, R, N)`` int32 block indices. A number that is not a block index, such as -1, is an empty slot.
 
     Returns:
         ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``. If a query attends to no key,
@@ -80,7 +80,7 @@ def batch_size(scores: int) -> int:
 
 
 def causal_scores(queries: mx.array, keys: mx.array) -> mx.array:
-    """Return ``queries @ keys^T (..., n, N)`` for queries at the last n of N positions, with -inf for later keys."""
+    """Return ``queries @ keys^T (..., n, N)`` for queries at the last n of N positions. Later keys score -inf."""
     n, N = queries.shape[-2], keys.shape[-2]
     causal = mx.arange(n) <= mx.arange(n)[:, None]
     edge = mx.where(causal, queries @ keys[..., N - n :, :].swapaxes(-1, -2), -mx.inf)
@@ -90,7 +90,7 @@ def causal_scores(queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _in_blocks(array: mx.array, lead: int, tail: int, block_size: int) -> mx.array:
-    """Add ``lead`` and ``tail`` zero rows before and after ``array (B, H, length, D)``. Split the rows into blocks."""
+    """Add ``lead`` zero rows before and ``tail`` after ``array (B, H, length, D)``, and split the rows into blocks."""
     B, H, _, D = array.shape
     if lead or tail:
         array = mx.pad(array, [(0, 0), (0, 0), (lead, tail), (0, 0)])
@@ -101,8 +101,9 @@ def _batches(blocks: Array, layout: Layout) -> Iterator[tuple[Array, Array, bool
     """Group the row blocks by the length of their lists, and by whether their lists contain the diagonal block.
 
     Yields:
-        The indices ``(M,)`` of row blocks, numbered across all sequences and query heads; the ascending indices
-        ``(M, n)`` of the key blocks in their lists; and True if the last key block of each list is the diagonal block.
+        A tuple of three results. The first is the indices ``(M,)`` of M row blocks, numbered across all sequences and
+        query heads. The second is the ascending indices ``(M, n)`` of the key blocks in their lists. The third is True
+        if the last key block of each list is the diagonal block.
     """
     row_block = np.tile(np.arange(layout.first_block, layout.key_blocks), blocks.shape[0] * blocks.shape[1])
     lists = blocks.reshape(len(row_block), -1)

@@ -11,7 +11,7 @@ import mlx.core as mx
 def saap_index(
     bucket_ids: mx.array, *, buckets: int, sink_tokens: int, left_padding: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """List the keys of each bucket in ascending order, without sinks and padding (saap.9).
+    """List the keys of each bucket in ascending order (saap.9). Sinks and padding are omitted.
 
     Args:
         bucket_ids: ``(B, Hkv, n)`` int bucket of each key. Keys with a bucket outside ``0 .. buckets - 1`` are omitted.

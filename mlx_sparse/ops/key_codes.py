@@ -12,7 +12,7 @@ from .select import take_rows
 def code_keys(keys: Rows, left_padding: mx.array | None) -> KeyCodes:
     """Quantize ``keys (B, Hkv, S, D)`` to int4 in groups of `GROUP` keys. Keys after the last full group are omitted.
 
-    A sequence with padding may have fewer full groups than ``S // GROUP``. Its unused groups are 0.
+    If a sequence has padding, it may have fewer full groups than ``S // GROUP``. Its unused groups are 0.
 
     Args:
         left_padding: ``(B,)`` index of the first valid key of each sequence, where the first group begins.
@@ -30,7 +30,7 @@ def code_keys(keys: Rows, left_padding: mx.array | None) -> KeyCodes:
 
 
 def code_groups(keys: mx.array, center: mx.array | None = None) -> KeyCodes:
-    """Quantize the full groups of ``keys (B, Hkv, S, D)`` without padding. The first group begins with key 0.
+    """Quantize the full groups of ``keys (B, Hkv, S, D)``. All keys must be valid. The first group begins with key 0.
 
     Args:
         center: float32 ``(B, Hkv, D)`` center of earlier groups of the same sequences. If None, the center is computed
@@ -66,9 +66,9 @@ def _full_groups(S: int, left_padding: mx.array) -> mx.array:
 
 
 def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None) -> mx.array:
-    """Estimate the standard deviation of each component from its int4 codes (sparq.22): float32 ``(B, Hkv, D)``.
+    """Estimate the standard deviation of each component, float32 ``(B, Hkv, D)``, from its int4 codes (sparq.22).
 
-    Sequences without a full group use the exact standard deviation of the valid keys.
+    If a sequence has no full group, the result is the exact standard deviation of its valid keys.
     """
     from .sparq import deviation
 
@@ -114,7 +114,7 @@ def approximate_logits(
     coded: KeyCodes,
     left_padding: mx.array | None,
 ) -> mx.array:
-    """Return approximate logits of all keys from int4 codes (sparq.21), float32 ``(B, Hkv, G, S)``.
+    """Compute approximate float32 logits ``(B, Hkv, G, S)`` of all keys from int4 codes (sparq.21).
 
     Args:
         queries: float32 ``(B, Hkv, G, r)``, the selected components of the queries, already scaled.

@@ -16,7 +16,7 @@ CHUNK = 1 << 25  # maximum number of key-centroid products in memory at once: 12
 def assign(keys: mx.array, centroids: mx.array) -> mx.array:
     """Assign each key ``(..., n, D)`` to the centroid ``(..., C, D)`` with the largest inner product (saap.1).
 
-    Returns int32 bucket ids ``(..., n)``. Ties go to the lower bucket. Keys with NaN or inf get bucket 0.
+    Return int32 bucket ids ``(..., n)``. Ties go to the lower bucket. Keys that contain NaN or inf get bucket 0.
     """
     *heads, n, _ = keys.shape
     if n == 0:
@@ -34,7 +34,9 @@ def assign(keys: mx.array, centroids: mx.array) -> mx.array:
 
 
 def fit(keys: mx.array, buckets: int, *, seed: int = 0, iterations: int = ITERATIONS) -> mx.array:
-    """Fit ``buckets`` float32 unit centroids ``(..., C, D)`` to keys ``(..., n, D)``, starting from random keys.
+    """Fit ``buckets`` float32 unit centroids ``(..., C, D)`` to ``keys (..., n, D)``.
+
+    The first iteration starts from random keys.
 
     Raises:
         ConfigError: there are more buckets than keys.
@@ -50,7 +52,7 @@ def fit(keys: mx.array, buckets: int, *, seed: int = 0, iterations: int = ITERAT
 def move(keys: mx.array, centroids: mx.array) -> mx.array:
     """Run one k-means iteration: set each centroid to the normalized sum of the keys in its bucket (saap.2).
 
-    If a bucket is empty or its sum is not finite, its centroid stays the same.
+    If a bucket is empty or its sum is not finite, its centroid does not change.
     """
     *heads, C, D = centroids.shape
     ids = assign(keys, centroids).reshape(-1, keys.shape[-2])
@@ -60,7 +62,7 @@ def move(keys: mx.array, centroids: mx.array) -> mx.array:
 
 
 def start_points(n: int, buckets: int, seed: int) -> np.ndarray:
-    """Return ``buckets`` random key indices below ``n``, without duplicates and in ascending order.
+    """Return ``buckets`` distinct random key indices below ``n`` in ascending order.
 
     Raises:
         ConfigError: there are more buckets than keys.

@@ -28,7 +28,7 @@ def hash_codes(vectors: mx.array, buckets: int) -> mx.array:
 
 
 def hash_sparse_attention(queries: mx.array, keys: mx.array, values: mx.array, *, buckets: int, scale: float) -> Result:
-    """Attend to the earlier keys with the same hash as the query (sample.15).
+    """Attend to the key at the query's position and to the earlier keys that have the query's hash (sample.15).
 
     Returns:
         ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` and int32 indices of the attended keys ``(B, Hq, L, N)``.
@@ -46,7 +46,7 @@ def hash_sparse_attention(queries: mx.array, keys: mx.array, values: mx.array, *
 
 
 def sort_ranks(vectors: mx.array, hash_bits: int) -> mx.array:
-    """Sort ``vectors (..., M, D)`` by a hash of ``hash_bits`` bits, and return their ranks, 0..M - 1 (sample.17)."""
+    """Sort ``vectors (..., M, D)`` by a hash of length ``hash_bits``, and return ranks from 0 to M - 1 (sample.17)."""
     positive = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], hash_bits)) > 0
     # Convert the Gray code to a number: each binary digit is the parity of the signs up to this digit.
     digits = mx.cumsum(positive.astype(mx.int32), axis=-1) % 2
@@ -68,13 +68,15 @@ def hyperattention_attention(
     exact_rows: int,
     scale: float,
 ) -> Result:
-    """Run HyperAttention, (sample.16) to (sample.18).
+    """Run HyperAttention (sample.16 to sample.18).
 
-    A query attends to the keys in its bucket and to a weighted sample of the other keys.
+    The queries are divided into ranges of at most ``exact_rows`` queries. A query attends to all keys of its range up
+    to its own position. Of the keys before the range, the query attends to the keys in its bucket and to a weighted
+    sample.
 
     Returns:
-        ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` without sampling weights, and int32 indices of the attended
-        keys ``(B, Hq, L, N)``.
+        ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` and int32 indices of the attended keys ``(B, Hq, L, N)``. The
+        log-sum-exp excludes the sampling weights.
     """
     L, S = queries.shape[2], keys.shape[2]
     cut = list(pieces(L, S, exact_rows))
@@ -148,8 +150,8 @@ def _attend(
 
     Args:
         steps: ranges ``(start, stop)`` of query positions.
-        choose: function of ``start`` and ``stop`` that returns a mask of the selected keys, and an array to add to the
-            logits (None means 0).
+        choose: function that returns a mask of the selected keys for queries ``start`` to ``stop - 1``. It also returns
+            an array that is added to the logits, or None.
     """
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]

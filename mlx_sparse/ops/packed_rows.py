@@ -31,7 +31,7 @@ class PackedRows:
 
     @classmethod
     def of(cls, rows: mx.array, *, bits: int, group_size: int = 64) -> PackedRows:
-        """Quantize ``rows (B, Hkv, S, D)``. ``group_size`` must be 32, 64 or 128 and divide D."""
+        """Quantize ``rows (B, Hkv, S, D)``. ``group_size`` must be 32, 64 or 128, and a divisor of D."""
         return cls.from_parts(mx.quantize(rows, group_size=group_size, bits=bits), bits)
 
     @classmethod
@@ -74,7 +74,7 @@ class PackedRows:
         return self.codes, self.scales, self.biases
 
     def after(self, done: mx.array) -> PackedRows:
-        """Return the same rows with a dependency on ``done``. MLX then computes ``done`` before it reads the rows."""
+        """Return the rows with a dependency on ``done``, so that MLX computes ``done`` before it reads the rows."""
         return PackedRows(mx.depends(self.codes, done), self.scales, self.biases, self.bits)
 
     def __getitem__(self, at: Any) -> mx.array:

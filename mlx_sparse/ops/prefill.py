@@ -25,7 +25,7 @@ def minference_attention(
     block_size: int,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run MInference on the key blocks and offset bins with the most attention from the last 64 queries (sample.12)."""
+    """Run MInference on the key blocks and offset bins that the last 64 queries attend to most (sample.12)."""
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, MINFERENCE_ROWS)
     scores = sample_scores(queries, keys, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
     budgets = (-(-tokens // block_size) for tokens in (vertical_tokens, slash_tokens))
@@ -63,7 +63,7 @@ def streaming_prefill_attention(
     block_size: int,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run StreamingLLM in prefill: attend to the first key blocks and a window of recent keys (sample.14)."""
+    """Run StreamingLLM in prefill: attend to the first key blocks and to a window of recent keys (sample.14)."""
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, rows=0)
     pattern = streaming_pattern(layout, sink_tokens=sink_tokens, window=window)
     return _static(queries, keys, values, pattern, block_size, scale)

@@ -22,7 +22,8 @@ def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) ->
         left_padding: ``(B,)`` index of the first valid key of each sequence, where the first page begins.
 
     Returns:
-        Minimum and maximum, both ``(B, Hkv, P, D)`` in the dtype of ``keys``. An empty page has +inf and -inf.
+        Minimum and maximum, both ``(B, Hkv, P, D)`` in the dtype of ``keys``. Empty pages have the bounds +inf and
+        -inf.
     """
     keys = keys[:]
     B, Hkv, S, D = keys.shape
@@ -40,7 +41,7 @@ def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) ->
 
 
 def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
-    """Return ``selection`` with ``page_min`` and ``page_max``. Compute these bounds if they are absent."""
+    """Return ``selection``, and add the bounds ``page_min`` and ``page_max`` of the pages if they are absent."""
     if "page_min" in selection:
         return selection
     bounds = page_bounds(keys, selection["left_padding"], page_size=selection["page_size"])
@@ -48,7 +49,7 @@ def with_bounds(keys: Rows, selection: dict[str, Any]) -> dict[str, Any]:
 
 
 def page_scores(queries: mx.array, page_min: mx.array, page_max: mx.array) -> mx.array:
-    """Return the score of each page, float32 ``(B, Hkv, P)`` (quest.2), (quest.3).
+    """Return the score of each page, float32 ``(B, Hkv, P)`` (quest.2, quest.3).
 
     The score is an upper bound on q.k for all keys of the page and all query heads of the group. NaN becomes +inf.
     """
@@ -81,9 +82,9 @@ def quest_select(
     page_min: mx.array,
     page_max: mx.array,
 ) -> mx.array:
-    """Select the best ``K = ceil(top_k / page_size)`` pages, and return their keys, int32 ``(B, Hkv, K * page_size)``.
+    """Select the best ``K = ceil(top_k / page_size)`` pages (quest.4). There must be more than K pages.
 
-    There must be more than K pages (quest.5).
+    Return int32 indices ``(B, Hkv, K * page_size)`` of the keys in the selected pages (quest.5).
     """
     S = keys.shape[2]
     before = (S - 1) // page_size

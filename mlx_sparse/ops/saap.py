@@ -20,15 +20,15 @@ def saap_route(
     hidden_bias: mx.array | None = None,
     probes: int,
 ) -> mx.array:
-    """Select ``probes`` buckets per KV head. All query heads of a KV head share the buckets (saap.5), (saap.8).
+    """Select ``probes`` buckets per KV head. All query heads of a KV head share the buckets (saap.5, saap.8).
 
     Args:
         queries: ``(B, Hq, 1, D)`` before RoPE.
-        out_weight, out_bias: output layer, ``(Hkv, H, C)`` and ``(Hkv, C)``. Without a hidden layer, H is D.
-        hidden_weight, hidden_bias: hidden layer, ``(Hkv, D, H)`` and ``(Hkv, H)``; None without a hidden layer.
+        out_weight, out_bias: output layer, ``(Hkv, H, C)`` and ``(Hkv, C)``. If there is no hidden layer, H is D.
+        hidden_weight, hidden_bias: hidden layer, ``(Hkv, D, H)`` and ``(Hkv, H)``; None if there is no hidden layer.
 
     Returns:
-        int32 bucket ids ``(B, Hkv, probes)``, ascending; a NaN score counts as +inf.
+        Ascending int32 bucket ids ``(B, Hkv, probes)``. A NaN score counts as +inf.
     """
     x = group_queries(queries, out_weight.shape[0])
     if hidden_weight is not None:
@@ -56,17 +56,17 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys to attend to: sinks, keys outside the index, and keys of the visited buckets (saap.10).
+    """List the keys that a decode step attends to (saap.10).
 
     Args:
-        visited: ``(B, Hkv, n)`` int bucket ids without duplicates; a number that is not a bucket is an empty slot.
-        offsets, key_ids: index of the first ``covered`` keys, from `saap_index`.
+        visited: ``(B, Hkv, n)`` distinct int bucket ids. A number that is not a bucket id is an empty slot.
+        offsets, key_ids: results of `saap_index` for the first ``covered`` keys.
         covered: number of keys in the index, as an int or as int ``(B,)``.
-        capacity: length of each list; keys beyond it are omitted.
+        capacity: length of each list. Keys that do not fit are omitted.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)``: the sinks, then the keys outside the index, then the keys of the buckets.
-        The lists are padded with -1; ``counts (B, Hkv)`` contains their lengths without padding.
+        int32 ``indices (B, Hkv, capacity)``, padded with -1, and ``counts (B, Hkv)``, the number of keys per list. Each
+        list contains the sinks, then the keys outside the index, then the keys of the visited buckets.
     """
     B, Hkv, n = visited.shape
     C = offsets.shape[2] - 1
@@ -102,13 +102,13 @@ def saap_indices(
 def saap_attention(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, **visit: Any
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Build a bucket index and run one decode step (saap.9) to (saap.11).
+    """Build a bucket index and run one decode step of SAAP (saap.9 to saap.11).
 
     Args:
         visit: the other arguments of `list_keys`.
 
     Returns:
-        ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and the numbers of attended keys ``counts (B, Hkv)``.
+        ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)``, the number of attended keys.
     """
     indices, counts = list_keys(saap_indices, keys.shape[2], **visit)
     return *attend_indices(queries, keys, values, indices, scale=scale, counts=counts), counts
@@ -132,9 +132,9 @@ def list_keys(
     Args:
         expand: `saap_indices` of a backend.
         S: number of keys in the KV cache.
-        bucket_ids: ``(B, Hkv, S or more)`` int bucket of each key. A key without a valid bucket is attended to only if
-            it is a sink or a recent key.
-        visited: ``(B, Hkv, n)`` int ids of the visited buckets, without duplicates.
+        bucket_ids: ``(B, Hkv, S or more)`` int bucket of each key. A key that has no valid bucket is attended to
+            only if it is a sink or a recent key.
+        visited: ``(B, Hkv, n)`` distinct int ids of the visited buckets.
     """
     window: dict[str, Any] = {"sink_tokens": sink_tokens, "left_padding": left_padding}
     covered = max(S - recent_tokens, 0)

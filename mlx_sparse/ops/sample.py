@@ -14,12 +14,13 @@ from .blocks import attend_blocks, batch_size, causal_scores, wait_for
 def sample_scores(
     queries: mx.array, keys: mx.array, *, chunks: int, block_size: int, scale: float, rows: int | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Sum the softmax weights of each region's sample by key block and by offset bin.
+    """Sum the softmax weights of the sampled queries in each region by key block and by offset bin.
 
-    Both sums are float32 ``(B, Hq, C, Nk)``.
+    An offset bin is a range of ``block_size`` distances between query and key. Both sums are float32
+    ``(B, Hq, C, Nk)``.
 
     Args:
-        rows: number of query rows sampled per region; None means ``block_size``.
+        rows: number of query rows that are sampled per region. If None, it is ``block_size``.
     """
     B, Hq, L, _ = queries.shape
     Hkv, S = keys.shape[1:3]
@@ -78,7 +79,7 @@ def sample_attention(
 
 
 def _masses(queries: mx.array, keys: mx.array, layout: Layout, scale: float) -> mx.array:
-    """Compute softmax weights of ``queries (B, H, n, D)`` at the last n positions, and sum them with `masses_of`."""
+    """Compute the softmax weights of ``queries (B, H, n, D)`` at the last n positions. Sum them with `masses_of`."""
     # (sample.3)
     scores = causal_scores(queries.astype(mx.float32) * scale, keys.astype(mx.float32))
     return masses_of(mx.softmax(scores, axis=-1), layout)
@@ -90,7 +91,7 @@ def masses_of(weights: mx.array, layout: Layout) -> mx.array:
     The n queries are at the last n of the N positions.
 
     Returns:
-        float32 ``(B, H, 2, Nk)``: the third axis contains the sums by key block and the sums by offset bin.
+        float32 ``(B, H, 2, Nk)``. The third axis contains the sums by key block and the sums by offset bin.
     """
     B, H, n, end = weights.shape
     first = end - n
@@ -111,7 +112,8 @@ def masses_of(weights: mx.array, layout: Layout) -> mx.array:
 def _by_block(weights: mx.array, first: int, size: int) -> tuple[mx.array, mx.array]:
     """Sum ``weights (B, H, n, N)`` of one row block by key block, separately for near and far keys.
 
-    A key is near if its offset in the key block is at most the offset of the row in the row block, and far otherwise.
+    A key is near if its offset in the key block is at most the offset of the row in the row block. All other keys are
+    far.
 
     Args:
         first: position of the first row; the last row is at position N - 1.

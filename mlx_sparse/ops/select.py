@@ -50,13 +50,14 @@ def keep_fewest(indices: mx.array, shares: mx.array, local: mx.array, recall: fl
 
 
 def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:
-    """Select the last ``local_window`` valid keys and the best other keys, ``top_k`` in total (sparq.6).
+    """Select ``top_k`` keys, which are the last ``local_window`` valid keys and the best remaining keys (sparq.6).
 
     Args:
-        scores: float32 ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never selected, NaN counts as +inf.
+        scores: float32 ``(B, Hkv, S)``. Scores of invalid keys are ignored. -inf is never selected, and NaN counts as
+            +inf.
 
     Returns:
-        int32 key indices ``(B, Hkv, min(top_k, S))``, ascending, -1 in empty slots.
+        Ascending int32 key indices ``(B, Hkv, min(top_k, S))``, padded with -1.
     """
     S = scores.shape[-1]
     n = min(top_k, S)

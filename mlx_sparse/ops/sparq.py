@@ -15,7 +15,7 @@ from .select import keep_fewest, take_rows, top_k_select, valid_keys
 
 
 def sparq_logits(queries: mx.array, keys: Rows, selection: Selection) -> mx.array:
-    """Return approximate logits of all keys from ``rank`` components, float32 ``(B, Hkv, G, S)``.
+    """Compute approximate float32 logits ``(B, Hkv, G, S)`` of all keys from ``rank`` components.
 
     The logits of padding are undefined. If ``selection.keys_t`` is None, the logits are computed from ``keys``. In this
     case, a quantized KV cache is dequantized unless ``rank`` is D.
@@ -54,8 +54,8 @@ def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[m
     """Select the keys of one decode step with `sparq_logits`.
 
     Returns:
-        int32 key ``indices (B, Hkv, min(top_k, S))``; the approximate attention recall ``alpha (B, Hq)``; and
-        ``recall (B, Hkv)``, the mean of ``alpha`` over the query heads of a KV head (sparq.24).
+        int32 key ``indices (B, Hkv, min(top_k, S))``, the approximate attention recall ``alpha (B, Hq)``, and
+        ``recall (B, Hkv)``. ``recall`` is the mean of ``alpha`` over the query heads of a KV head (sparq.24).
     """
     logits, padding = sparq_logits(queries, keys, selection), selection.left_padding
     # (sparq.4) approximate attention, (sparq.5) sum over the group, (sparq.6) selection of the keys

@@ -27,7 +27,7 @@ def checked(
 
     Raises:
         BackendUnavailable: ``backend`` is neither "auto" nor "oracle".
-        ShapeError: the shapes do not fit together.
+        ShapeError: the shapes are incompatible.
     """
     if backend not in ("auto", "oracle"):
         raise BackendUnavailable(f"backend: expected auto or oracle for mlx_sparse.oracle, got {backend!r}.")
@@ -47,8 +47,8 @@ def logits(queries: Array, keys: Array, scale: float) -> Array:
 def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
     """Return the softmax and log-sum-exp over the last axis, restricted to scores where ``mask`` is True.
 
-    In a row without such scores, the weights are 0 and the log-sum-exp is -inf. In a row with NaN or +inf scores, the
-    weights of these scores are NaN and the other weights are 0.
+    If ``mask`` is False for a whole row, the weights of the row are 0 and its log-sum-exp is -inf. If a row has NaN or
+    +inf scores, the weights of these scores are NaN and all other weights are 0.
     """
     masked = np.where(mask, scores, -np.inf)
     top = np.max(np.where(np.isnan(masked), np.inf, masked), axis=-1, keepdims=True, initial=-np.inf)
@@ -62,16 +62,16 @@ def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
 
 
 def attention_recall(lse: Array, dense_lse: Array) -> Array:
-    """Return the attention recall ``exp(lse - dense_lse)`` of each row. A row without valid keys has recall 1."""
+    """Return the attention recall ``exp(lse - dense_lse)`` of each query, or 1 if the query has no valid keys."""
     some = dense_lse != -np.inf
     recall: Array = np.exp(np.where(some, lse, 0.0) - np.where(some, dense_lse, 0.0))
     return recall
 
 
 def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
-    """Multiply ``weights (B, Hkv, G, L, N)`` by ``values (B, Hkv, N, D)``.
+    """Sum ``values (B, Hkv, N, D)`` with ``weights (B, Hkv, G, L, N)``, and return ``(B, Hkv, G, L, D)``.
 
-    Values may be NaN or inf where ``mask`` is False for every query.
+    If ``mask`` is False for a key and all queries, the value of this key may be NaN or inf.
     """
     attended = np.any(mask, axis=(2, 3))[..., None]
     out: Array = np.einsum("bhgln,bhnd->bhgld", weights, np.where(attended, values, 0.0))
@@ -86,11 +86,11 @@ def attend_indices(
     Args:
         queries: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, S, D)``.
-        indices: ``(B, Hkv, N)`` int32 key indices, ascending. Any other number, such as -1, marks an empty slot.
+        indices: ``(B, Hkv, N)`` ascending int32 key indices. Numbers that are not a key index are empty slots.
         scale: factor by which the dot products are multiplied.
 
     Returns:
-        ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``. If all slots are empty, out is 0 and lse is -inf.
+        ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``. If a list has only empty slots, its out is 0 and its lse is -inf.
 
     Raises:
         ShapeError: ``indices`` does not fit the keys.
@@ -171,7 +171,10 @@ def with_stats(
     top_k: int,
     return_stats: bool | str,
 ) -> Any:
-    """Return ``out``. If ``return_stats`` is set, also return `Stats` with ``elements=moved`` for the decode step."""
+    """Return ``out``. If ``return_stats`` is set, also return the `Stats` of the decode step.
+
+    ``moved`` is the number of elements that the decode step moves per KV head.
+    """
     if not return_stats:
         return out
     S, D = qkv[1].shape[2:]

@@ -42,7 +42,7 @@ def streaming_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the first ``sink_tokens`` and last ``recent_tokens`` valid keys, which keep their RoPE positions."""
+    """Attend to the first ``sink_tokens`` and the last ``recent_tokens`` valid keys. Keys keep their RoPE positions."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("sink_tokens", sink_tokens, 0)
     check_int("recent_tokens", recent_tokens, 1)
@@ -98,9 +98,10 @@ def flexgen_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the ``top_k`` keys with the largest softmax weights, summed over the query heads of a group.
+    """Attend to the ``top_k`` keys with the largest softmax weights.
 
-    The weights of the selected keys are not renormalized.
+    The selection uses the sum of the weights over the query heads of a group. The weights of the selected keys are not
+    renormalized.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("top_k", top_k, 1)
@@ -130,8 +131,8 @@ def h2o_scores(
 ) -> Array:
     """Return the initial ``scores (B, Hkv, S)`` for `h2o_attention` after dense prefill.
 
-    The score of a key is the sum of its causal softmax weights over the queries, averaged over the query heads of a
-    group. Queries at padded positions are not counted. The score of an invalid key is -inf.
+    The score of a key is the sum of its causal softmax weights over the queries. Scores are averaged over the query
+    heads of a group. Queries at padded positions are not counted. The score of an invalid key is -inf.
     """
     q, k = float64(queries), float64(keys)
     n = check_qkv(q, k, k)
@@ -158,14 +159,15 @@ def h2o_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the last ``local_window`` keys and the keys with the best ``scores``, ``top_k`` in total.
+    """Attend to ``top_k`` keys, which are the last ``local_window`` keys and the keys with the best ``scores``.
 
     Args:
-        scores: ``(B, Hkv, S)`` sum of softmax weights per key so far; 0 for the current key, -inf for evicted keys.
+        scores: ``(B, Hkv, S)`` sum of the softmax weights of each key in earlier steps. The score of the current key is
+            0, and the score of an evicted key is -inf.
 
     Returns:
         ``out``, the new ``scores``, and a `Stats` if ``return_stats`` is set. The step evicts all keys that it does not
-        attend to: their new scores are -inf.
+        attend to. The new scores of the evicted keys are -inf.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     check_decode_step(n, "h2o")

@@ -29,7 +29,7 @@ def attend_blocks(
     Args:
         queries: ``(B, Hq, L, D)``; query i is at position ``S - L + i``, in row block ``(S - L + i) // block_size``.
         keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int32 block indices for R row blocks. Other numbers, such as -1, mark empty slots.
+        blocks: ``(B, Hq, R, N)`` int32 block indices for R row blocks. Numbers that are not an index are empty slots.
 
     Returns:
         ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``. If a query attends to no key, its out is 0 and its lse is -inf.
@@ -55,13 +55,13 @@ def attend_blocks(
 
 
 def block_mask(blocks: Array, key_blocks: int) -> Array:
-    """Convert block lists ``(B, Hq, R, N)`` to a bool mask ``(B, Hq, R, key_blocks)``."""
+    """Convert block lists ``(B, Hq, R, N)`` to a bool mask ``(B, Hq, R, key_blocks)``, True for listed blocks."""
     mask: Array = (blocks[..., None] == np.arange(key_blocks)).any(axis=-2)
     return mask
 
 
 def block_lists(mask: Array) -> Array:
-    """Convert a mask ``(B, Hq, R, key_blocks)`` to ascending int32 lists, padded with -1 to equal lengths."""
+    """Convert a mask ``(B, Hq, R, key_blocks)`` to ascending int32 block lists, padded with -1 to equal lengths."""
     key_blocks = mask.shape[-1]
     listed = np.sort(np.where(mask, np.arange(key_blocks), key_blocks), axis=-1)[..., : mask.sum(axis=-1).max()]
     return np.where(listed < key_blocks, listed, -1).astype(np.int32)

@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 def code_keys(keys: npt.ArrayLike, *, left_padding: npt.ArrayLike | None = None) -> KeyCodes:
     """Quantize ``keys (B, Hkv, S, D)`` to int4 in groups of `GROUP` keys. Keys after the last full group are omitted.
 
-    Padding may contain any number.
+    Padded keys may contain any number.
     """
     rows = np.asarray(keys, np.float32)
     B, Hkv, S, D = rows.shape
@@ -51,14 +51,14 @@ def coded_groups(B: int, S: int, left_padding: npt.ArrayLike | None) -> list[tup
 
 
 def unpack(codes: Array) -> Array:
-    """Unpack the two int4 codes of each byte to uint8 ``(..., groups * GROUP)``."""
+    """Unpack the two int4 codes in each byte of ``codes``, and return uint8 ``(..., groups * GROUP)``."""
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
 def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLike | None = None) -> Array:
-    """Return the scoring keys ``(B, Hkv, S, D)`` in float64, minus ``coded.center`` (sparq.21).
+    """Subtract ``coded.center`` from the scoring keys, and return float64 ``(B, Hkv, S, D)`` (sparq.21).
 
-    Keys in full groups are dequantized from ``coded``. The other keys are exact.
+    Keys in full groups are dequantized from ``coded``. The remaining keys are exact.
     """
     lo, step = (np.repeat(array.astype(np.float64), GROUP, axis=-1) for array in (coded.lo, coded.step))
     decoded = (lo + step * unpack(coded.codes)).swapaxes(-1, -2)
@@ -70,7 +70,7 @@ def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLik
 
 
 def key_spread(coded: KeyCodes, keys: Array, *, left_padding: npt.ArrayLike | None = None) -> Array:
-    """Estimate the standard deviation of each component from its int4 codes (sparq.22): float64 ``(B, Hkv, D)``."""
+    """Estimate the standard deviation of each component, float64 ``(B, Hkv, D)``, from its int4 codes (sparq.22)."""
     from .sparq import deviation
 
     B, _, S, _ = keys.shape

@@ -19,7 +19,8 @@ Array = npt.NDArray[Any]
 def hash_codes(vectors: Array, buckets: int) -> Array:
     """Return a hash from 0 to ``buckets - 1`` for each of ``vectors (..., D)`` (sample.15).
 
-    The hash is the index of the random direction that has the largest dot product with the vector.
+    The hash is the index of the direction that has the largest dot product with the vector. There are ``buckets // 2``
+    random directions and their negatives.
     """
     along = vectors @ signs(vectors.shape[-1], buckets // 2)
     codes: Array = np.argmax(np.concatenate([along, -along], axis=-1), axis=-1)
@@ -36,7 +37,7 @@ def hash_sparse_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Attend to the key at the query's position and to the earlier keys with the query's hash (sample.15)."""
+    """Attend to the key at the query's position and to the earlier keys that have the query's hash (sample.15)."""
     q, k, v, n = checked(queries, keys, values, backend)
     code_q, code_k = hash_codes(q, buckets), np.repeat(hash_codes(k, buckets), n.G, axis=1)
     same = code_q[..., :, None] == code_k[..., None, :]
@@ -46,7 +47,7 @@ def hash_sparse_attention(
 
 
 def sort_ranks(vectors: Array, hash_bits: int) -> Array:
-    """Sort ``vectors (..., M, D)`` by a hash of ``hash_bits`` bits, and return their ranks, 0..M - 1 (sample.17).
+    """Sort ``vectors (..., M, D)`` by a hash of length ``hash_bits``, and return ranks from 0 to M - 1 (sample.17).
 
     The signs of a vector's dot products with random directions are decoded as a Gray code. Vectors with
     adjacent hashes therefore differ in one sign.
@@ -72,8 +73,9 @@ def hyperattention_attention(
 ) -> Any:
     """Run HyperAttention (sample.16 to sample.18).
 
-    The queries are divided into ranges of at most ``exact_rows`` queries. A query attends to all keys of its
-    range up to its own position, to earlier keys in its bucket, and to a weighted sample of other earlier keys.
+    The queries are divided into ranges of at most ``exact_rows`` queries. A query attends to all keys of its range up
+    to its own position. Of the keys before the range, the query attends to the keys in its bucket and to a weighted
+    sample.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     offset = n.S - n.L
@@ -96,7 +98,8 @@ def _span_pairs(
 ) -> tuple[Array, Array]:
     """Select query-key pairs in a span of P queries and M keys (sample.17, sample.18).
 
-    Return a mask, True for the selected pairs, and the logarithms of their weights, both ``(B, Hq, P, M)``.
+    Return a mask that is True for the selected pairs, and the logarithms of the pairs' weights. Both arrays are
+    ``(B, Hq, P, M)``.
     """
     P, M, G = span.stop - span.start, span.last - span.first, q.shape[1] // k.shape[1]
     if bucket_size + sampled_keys >= M:
@@ -117,7 +120,7 @@ def _nan_keys(k: Array, G: int) -> Array:
 def _attend(
     qkv: tuple[Array, Array, Array], mask: Array, weight: Array, *, scale: float | None, return_stats: bool | str
 ) -> Any:
-    """Compute attention over the query-key pairs in ``mask (B, Hq, L, S)``, with ``weight`` added to the logits."""
+    """Compute attention over the query-key pairs in ``mask (B, Hq, L, S)``, and add ``weight`` to their logits."""
     q, k, v = qkv
     n = check_qkv(q, k, v)
     grouped = (n.B, n.Hkv, n.G, n.L, n.S)

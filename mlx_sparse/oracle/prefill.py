@@ -26,11 +26,11 @@ def minference_select(
     block_size: int = 64,
     scale: float | None = None,
 ) -> Array:
-    """Return the indices of the key blocks that each row block attends to: int32 ``(B, Hq, R, N)`` (sample.12).
+    """Return int32 indices ``(B, Hq, R, N)`` of the key blocks that each row block attends to (sample.12).
 
-    The softmax weights of the last 64 queries are summed by key block and by offset bin (see `SampleSelection`). A row
-    block attends to the key blocks with the largest sums, ``vertical_tokens`` in total, and to the offset bins with the
-    largest sums, ``slash_tokens`` in total.
+    The softmax weights of the last 64 queries are summed by key block and by offset bin (see `SampleSelection`). Row
+    blocks attend to the ``vertical_tokens / block_size`` key blocks with the largest sums. They also attend to the keys
+    in the ``slash_tokens / block_size`` offset bins with the largest sums. Both quotients are rounded up.
     """
     q, k = float64(queries), float64(keys)
     layout = Layout(q.shape[2], k.shape[2], 1, block_size, MINFERENCE_ROWS)
@@ -90,7 +90,7 @@ def bigbird_attention(
 ) -> Any:
     """Run BigBird (sample.13).
 
-    A query attends to ``window * S`` recent keys, the first ``global_share * S`` keys and random key blocks.
+    A query attends to ``window * S`` recent keys, to the first ``global_share * S`` keys and to random key blocks.
     """
     q, k, v, n = checked(queries, keys, values, backend)
     check_share("window", window)
@@ -115,7 +115,7 @@ def streaming_prefill_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run StreamingLLM in prefill: attend to the first key blocks and a window of ``window * S`` keys (sample.14)."""
+    """Run StreamingLLM in prefill: attend to the first key blocks and to ``window * S`` recent keys (sample.14)."""
     q, k, v, n = checked(queries, keys, values, backend)
     check_int("sink_tokens", sink_tokens, 0)
     check_share("window", window)

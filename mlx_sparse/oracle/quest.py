@@ -50,8 +50,9 @@ def quest_select(
     """Select the pages of one decode step for ``queries (B, Hq, 1, D)`` and ``keys (B, Hkv, S, D)``.
 
     Returns:
-        int32 indices ``(B, Hkv, K * page_size)`` of the keys in K selected pages, -1 in empty slots (quest.5), and page
-        scores ``(B, Hkv, P)`` (quest.3). The score of the current page is +inf; scores of later pages are -inf.
+        int32 indices ``(B, Hkv, K * page_size)`` of the keys in K selected pages (quest.5), and page scores
+        ``(B, Hkv, P)`` (quest.3). Empty slots contain -1. The score of the current page is +inf, and the scores of
+        later pages are -inf.
     """
     q, k = float64(queries), float64(keys)
     B, Hkv, S, D = k.shape

@@ -24,7 +24,7 @@ def saap_assign(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
         centroids: ``(Hkv, C, D)``.
 
     Returns:
-        int32 bucket ids ``(B, Hkv, n)``. Ties go to the lower bucket. Keys with NaN or inf get bucket 0.
+        int32 bucket ids ``(B, Hkv, n)``. Ties go to the lower bucket. Keys that contain NaN or inf get bucket 0.
     """
     k = float64(keys)
     products = np.einsum("bhnd,hcd->bhnc", k, float64(centroids))
@@ -40,8 +40,8 @@ def kmeans_step(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:
         centroids: ``(C, D)``.
 
     Returns:
-        New centroids ``(C, D)``: the sum of the keys of each bucket, normalized to length 1. If a bucket is empty or
-        its sum is not finite, its centroid stays the same.
+        New centroids ``(C, D)``, which are the sums of the keys in each bucket, normalized to length 1. If a bucket is
+        empty or its sum is not finite, its centroid does not change.
     """
     k, c = float64(keys), float64(centroids)
     bucket = saap_assign(k[None, None], c[None])[0, 0]
@@ -58,7 +58,7 @@ class Target(NamedTuple):
 
     Attributes:
         mass: ``(n, C)`` share of a query's long-range attention that each bucket receives (saap.4). Each row sums to 1.
-        rows: ``(n,)`` positions of the queries with long-range attention.
+        rows: ``(n,)`` positions of the queries that have long-range attention.
         far: ``(n,)`` share of a query's attention that the long-range keys receive.
     """
 
@@ -79,16 +79,17 @@ def saap_target(
     scale: float | None = None,
     causal: bool = True,
 ) -> Target:
-    """Compute the share of the long-range attention that each bucket receives (saap.3), (saap.4).
+    """Compute the share of each query's long-range attention that each bucket receives (saap.3, saap.4).
 
     Args:
         queries: ``(S, D)`` of one query head, after RoPE, at positions 0..S-1.
         keys: ``(S, D)`` of the KV head of this query head, after RoPE.
         bucket_ids: ``(S,)`` bucket of each key.
-        recent_tokens: minimum distance between a query and its long-range keys.
-        farthest_top: number of positions. A query is used only if its largest logit, excluding sinks, belongs to a key
-            that is farther away than this number.
-        causal: if True, queries attend only to earlier keys, as in decoding; if False, to all keys, as in the paper.
+        recent_tokens: minimum distance, in tokens, between a query and its long-range keys.
+        farthest_top: distance in tokens. A query is used only if the key with its largest logit is farther away than
+            this distance. Sinks are not considered.
+        causal: if True, queries attend only to keys up to their own position, as in decoding. If False, queries attend
+            to all keys, as in the paper.
     """
     q, k = float64(queries), float64(keys)
     S, D = q.shape
@@ -124,11 +125,11 @@ def query_network(
 
     Args:
         queries: ``(B, Hq, 1, D)``.
-        out_weight, out_bias: output layer, ``(Hkv, H, C)`` and ``(Hkv, C)``. Without a hidden layer, H is D.
-        hidden_weight, hidden_bias: hidden layer, ``(Hkv, D, H)`` and ``(Hkv, H)``; None without a hidden layer.
+        out_weight, out_bias: output layer, ``(Hkv, H, C)`` and ``(Hkv, C)``. If there is no hidden layer, H is D.
+        hidden_weight, hidden_bias: hidden layer, ``(Hkv, D, H)`` and ``(Hkv, H)``; None if there is no hidden layer.
 
     Returns:
-        ``(B, Hkv, G, C)``; the probabilities of each query sum to 1.
+        Probabilities ``(B, Hkv, G, C)``, which sum to 1 for each query.
     """
     q, w2 = float64(queries), float64(out_weight)
     B, Hq, _, D = q.shape
@@ -154,7 +155,7 @@ def fold_batch_norm(
     shift: npt.ArrayLike,
     eps: float = 1e-5,
 ) -> tuple[Array, Array]:
-    """Merge the batch norm after a linear layer into its weight ``(D, H)`` and bias ``(H,)`` (saap.6)."""
+    """Merge the batch norm after a linear layer into the layer's weight ``(D, H)`` and bias ``(H,)`` (saap.6)."""
     factor = float64(gain) / np.sqrt(float64(variance) + eps)
     folded: Array = (float64(bias) - float64(mean)) * factor + float64(shift)
     return float64(weight) * factor, folded
@@ -165,10 +166,10 @@ def saap_route(queries: npt.ArrayLike, *, probes: int, **network: npt.ArrayLike 
 
     Args:
         queries: ``(B, Hq, 1, D)`` before RoPE.
-        network: the arguments of `query_network`.
+        network: the other arguments of `query_network`.
 
     Returns:
-        int32 bucket ids ``(B, Hkv, probes)``, ascending. Ties go to the lower bucket; NaN counts as +inf.
+        Ascending int32 bucket ids ``(B, Hkv, probes)``. Ties go to the lower bucket, and NaN counts as +inf.
     """
     scores = route_scores(queries, **network)
     order = np.argsort(-ranked(scores), axis=-1, kind="stable")[..., :probes]
@@ -177,7 +178,7 @@ def saap_route(queries: npt.ArrayLike, *, probes: int, **network: npt.ArrayLike 
 
 
 def route_scores(queries: npt.ArrayLike, **network: Any) -> Array:
-    """Return the probability of each bucket, summed over the query heads of a KV head: ``(B, Hkv, C)``."""
+    """Return bucket probabilities ``(B, Hkv, C)``, each summed over the query heads of a KV head."""
     scores: Array = query_network(queries, **network).sum(axis=2)
     return scores
 
@@ -188,11 +189,12 @@ def saap_index(
     """Build the index that lists the keys of each bucket (saap.9).
 
     Args:
-        bucket_ids: ``(B, Hkv, n)`` bucket of each key. The index omits sinks, padding and keys without a bucket.
+        bucket_ids: ``(B, Hkv, n)`` bucket of each key. The index omits sinks, padding and keys whose bucket is not in
+            ``0 .. buckets - 1``.
 
     Returns:
-        int32 ``offsets (B, Hkv, C + 1)`` and ``key_ids (B, Hkv, n)``. Bucket c has the keys
-        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending. Slots at ``offsets[C]`` and above are -1.
+        int32 ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)``. Bucket c has the keys
+        ``key_ids[offsets[c]:offsets[c + 1]]``, ascending. Slots at ``offsets[buckets]`` and above are -1.
     """
     ids = np.asarray(bucket_ids)
     B, Hkv, n = ids.shape
@@ -220,16 +222,16 @@ def saap_indices(
     capacity: int,
     left_padding: npt.ArrayLike | None = None,
 ) -> tuple[Array, Array]:
-    """List the keys to attend to: sinks, keys outside the index, and keys of the visited buckets (saap.10).
+    """List the keys that a decode step attends to (saap.10).
 
     Args:
-        visited: ``(B, Hkv, n)`` bucket ids without duplicates. Any other number, such as -1, marks an empty slot.
-        offsets, key_ids: index of the first ``covered`` keys, from `saap_index`.
+        visited: ``(B, Hkv, n)`` distinct bucket ids. A number that is not a bucket id, such as -1, is an empty slot.
+        offsets, key_ids: results of `saap_index` for the first ``covered`` keys.
         covered: number of keys in the index, as an int or as ``(B,)``.
 
     Returns:
-        int32 ``indices (B, Hkv, capacity)``: the sinks, then the keys outside the index, then the keys of the buckets.
-        The lists are padded with -1; ``counts (B, Hkv)`` contains their lengths without padding.
+        int32 ``indices (B, Hkv, capacity)``, padded with -1, and ``counts (B, Hkv)``, the number of keys per list. Each
+        list contains the sinks, then the keys outside the index, then the keys of the visited buckets.
     """
     chosen, starts, ids = (np.asarray(array) for array in (visited, offsets, key_ids))
     B, Hkv, _ = chosen.shape
@@ -296,7 +298,7 @@ def saap_attention(
 def saap_keys(
     bucket_ids: Array, visited: Array, sink_tokens: int, recent_tokens: int, left_padding: npt.ArrayLike | None = None
 ) -> Array:
-    """Return a bool mask ``(B, Hkv, S)``, True for the keys that a decode step attends to (saap.9), (saap.10)."""
+    """Return a bool mask ``(B, Hkv, S)``, True for the keys that a decode step attends to (saap.9, saap.10)."""
     exact, valid = _exact(bucket_ids.shape[0], bucket_ids.shape[2], sink_tokens, recent_tokens, left_padding)
     in_visited = (bucket_ids[..., None] == np.where(visited >= 0, visited, -1)[:, :, None, :]) & (
         bucket_ids[..., None] >= 0
@@ -312,9 +314,9 @@ def selectivity(
     recent_tokens: int,
     left_padding: npt.ArrayLike | None = None,
 ) -> float:
-    """Return the share of keys in visited buckets, averaged over sequences and KV heads (saap.12).
+    """Return the share of the keys that are in visited buckets, averaged over sequences and KV heads (saap.12).
 
-    Sinks and recent keys are excluded. If a sequence has no other keys, its share is 0.
+    Sinks and recent keys are not counted. If a sequence has only sinks and recent keys, its share is 0.
     """
     exact, valid = _exact(bucket_ids.shape[0], bucket_ids.shape[2], sink_tokens, recent_tokens, left_padding)
     outside = (valid & ~exact)[:, None, :]
@@ -331,7 +333,7 @@ def _first(B: int, left_padding: npt.ArrayLike | None) -> list[int]:
 def _exact(
     B: int, S: int, sink_tokens: int, recent_tokens: int, left_padding: npt.ArrayLike | None
 ) -> tuple[Array, Array]:
-    """Return two bool masks ``(B, S)``: the keys that are always attended to, and the valid keys."""
+    """Return two bool masks ``(B, S)``. One is True for keys that are always attended to, the other for valid keys."""
     valid = valid_keys(B, S, left_padding)
     first = np.argmax(valid, axis=1)[:, None]
     position = np.arange(S)
@@ -339,7 +341,10 @@ def _exact(
 
 
 def imbalance(bucket_ids: npt.ArrayLike, buckets: int) -> float:
-    """Return the imbalance ``C * sum(sizes^2) / sum(sizes)^2`` of the bucket sizes (saap.13). Equal sizes give 1."""
+    """Return the imbalance ``buckets * sum(sizes^2) / sum(sizes)^2`` of the bucket sizes (saap.13).
+
+    If all buckets have the same size, the imbalance is 1.
+    """
     check_int("buckets", buckets, 1)
     ids = np.asarray(bucket_ids).ravel()
     sizes = np.bincount(ids[(ids >= 0) & (ids < buckets)], minlength=buckets).astype(np.float64)

@@ -46,7 +46,7 @@ def sample_select(
     block_size: int = 128,
     scale: float | None = None,
 ) -> SampleSelection:
-    """Select the key blocks that each row block attends to, from the attention of sampled queries in each region."""
+    """Select the key blocks of each row block. The selection uses the attention of sampled queries in each region."""
     q, k = float64(queries), float64(keys)
     n = check_qkv(q, k, k)
     check_sample(alpha_column, alpha_slash, chunks, block_size)
@@ -74,7 +74,7 @@ def sample_scores(
     Return the two sums, each ``(B, Hq, C, Nk)``. See `SampleSelection` for the axes and the offset bins.
 
     Args:
-        rows: number of query rows sampled per region; None means ``block_size``.
+        rows: number of query rows that are sampled per region. If None, it is ``block_size``.
     """
     q, k = float64(queries), float64(keys)
     B, Hq, L, D = q.shape
@@ -97,9 +97,9 @@ def sample_scores(
 
 
 def select_share(scores: Array, alpha: float) -> Array:
-    """Return a mask of the fewest ``scores (..., Nk)`` that together reach ``alpha - 1e-6`` of their sum (sample.6).
+    """Select the fewest ``scores (..., Nk)`` whose share of the total is at least ``alpha - 1e-6`` (sample.6).
 
-    If a score is NaN, all scores are selected.
+    Return a mask that is True for the selected scores. If a score is NaN, all scores are selected.
     """
     order = np.argsort(-scores, axis=-1, kind="stable")
     share = np.cumsum(np.take_along_axis(scores, order, axis=-1), axis=-1) / scores.sum(axis=-1, keepdims=True)

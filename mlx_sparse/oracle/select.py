@@ -50,14 +50,14 @@ def fewest(scores: Array, indices: Array, *, share: float, local_window: int) ->
 def top_k_select(
     scores: npt.ArrayLike, *, top_k: int, local_window: int, left_padding: npt.ArrayLike | None = None
 ) -> Array:
-    """Select the last ``local_window`` valid keys and the best-scoring other keys, ``top_k`` in total (sparq.6).
+    """Select ``top_k`` keys, which are the last ``local_window`` valid keys and the best remaining keys (sparq.6).
 
     Args:
-        scores: ``(B, Hkv, S)``; scores of invalid keys are ignored, -inf is never selected, NaN counts as +inf.
+        scores: ``(B, Hkv, S)``. Scores of invalid keys are ignored. -inf is never selected, and NaN counts as +inf.
         left_padding: ``(B,)`` index of the first valid key of each sequence.
 
     Returns:
-        int32 key indices ``(B, Hkv, min(top_k, S))``, ascending, -1 in empty slots. Ties go to the lower index.
+        Ascending int32 key indices ``(B, Hkv, min(top_k, S))``, padded with -1. Ties go to the lower index.
     """
     score = ranked(np.asarray(scores, dtype=np.float64))
     B, Hkv, S = score.shape

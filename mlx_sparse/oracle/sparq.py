@@ -24,7 +24,7 @@ class SparQSelection(NamedTuple):
     Attributes:
         indices: ``(B, Hkv, min(top_k, S))`` int32 indices of the keys to attend to.
         alpha: ``(B, Hq)`` approximate attention recall, the softmax mass of the selected keys (sparq.8).
-        scores: ``(B, Hkv, S)`` score of each key, summed over the group (sparq.5).
+        scores: ``(B, Hkv, S)`` score of each key, summed over the query heads of a group (sparq.5).
         s_hat: ``(B, Hq, S)`` approximate softmax weights (sparq.4).
     """
 
@@ -114,7 +114,7 @@ def sparq_attention(
     backend: str = "auto",
     return_stats: bool | str = False,
 ) -> Any:
-    """Run one decode step of SparQ attention. Calls with several queries are dense.
+    """Run one decode step of SparQ attention. If there are several queries, compute dense attention.
 
     The arguments are the same as for `mlx_sparse.sparq_attention`. ``keys_t`` repeats the data of ``keys``, so only its
     shape is checked.
@@ -169,7 +169,7 @@ def sparq_attention(
 
 
 def masked_mean(rows: Array, valid: Array) -> Array:
-    """Return the mean ``(B, Hkv, D)`` of the valid ``rows (B, Hkv, S, D)`` (sparq.9). Without valid rows, return 0."""
+    """Return the mean ``(B, Hkv, D)`` of the valid ``rows (B, Hkv, S, D)``, or 0 if there are none (sparq.9)."""
     count = np.maximum(valid.sum(axis=1), 1)[:, None, None]
     mean: Array = np.where(valid[:, None, :, None], rows, 0.0).sum(axis=2) / count
     return mean
