@@ -32,7 +32,7 @@ def reallocated(mean, alpha, value_mean, d, D: tl.constexpr):
 
 @triton.jit
 def write_result(out, lse, value_mean, top, total, weighted, alpha, g, d, D: tl.constexpr, G: tl.constexpr):
-    """Normalize the output, reallocate if ``value_mean`` is given, and store the output and its log-sum-exp.
+    """Normalize the output, add the mean value if ``value_mean`` is given, and store output and log-sum-exp.
 
     If a query head has no keys, its output is 0 and its log-sum-exp is -inf.
     """

@@ -23,13 +23,13 @@ def widen(loaded, UPCAST: tl.constexpr):
 
 @triton.jit
 def rounded_up(length):
-    """Round ``length`` up to a multiple of 16. A mask that ends at this multiple does not split 16-byte loads."""
+    """Round ``length`` up to a multiple of 16, so that a mask with this end does not split a 16-byte load."""
     return tl.cdiv(length, 16) * 16
 
 
 @triton.jit
 def rounded_down(first):
-    """Round ``first`` down to a multiple of 16. A mask that begins at this multiple does not split 16-byte loads."""
+    """Round ``first`` down to a multiple of 16, so that a mask with this start does not split a 16-byte load."""
     return first // 16 * 16
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """Options, models and reports of one run of a command of mlx-lm or mlx-vlm.
+    """Options, models and reports of a running command of mlx-lm or mlx-vlm.
 
     Attributes:
         report_format: value of ``--attn-report``.

@@ -104,7 +104,7 @@ class Quality:
 
     @property
     def oracle_fails(self) -> bool:
-        """True if no attempt with `ORACLE`, the best selection of keys, passes."""
+        """True if all attempts with `ORACLE` fail. `ORACLE` is the best selection of keys."""
         return not any(attempt.passes for attempt in self.oracle)
 
     @property

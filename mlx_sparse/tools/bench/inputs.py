@@ -297,7 +297,7 @@ class Prompt:
         return attended / causal
 
     def _masks(self, config: Any, start: int, stop: int) -> Iterator[tuple[Array, Any]]:
-        """Yield a pair for each KV head: the block mask ``(G, row blocks, key blocks)`` of `oracle`, and the layout."""
+        """Yield the oracle's block mask ``(G, row blocks, key blocks)`` and the block layout for each KV head."""
         layout, G, settings = config.layout(stop - start, stop), self.case.shape.G, config.parameters()
         if config.name in PATTERNS:  # the same blocks for every head
             del settings["block_size"]

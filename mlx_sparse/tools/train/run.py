@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _advice(args: argparse.Namespace) -> str:
-    """Return the ``--attn`` text for the trained file. The text has all settings that differ from the defaults."""
+    """Return the value of ``--attn`` for the trained file, with all settings that differ from the defaults."""
     usual = SAAP()
     own: dict[str, Any] = {"probes": min(usual.probes, max(args.buckets // 16, 1))}
     own |= {"sink_tokens": args.sink_tokens, "recent_tokens": args.recent_tokens, "dense_layers": args.dense_layers}

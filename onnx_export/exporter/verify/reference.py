@@ -66,7 +66,8 @@ class Expected:
         sparse: tolerance for sparse logits with float32 caches. It applies to the median over rows of each row's
             largest difference.
         sampled: results of the first layers for a prompt of several blocks; None if prefill is dense.
-        coded: results of the first layers for a prompt and a step that fill int4 key groups; None if no keys are int4.
+        coded: results of the first layers for a prompt and a step, each of which fills a group of int4 keys; None if no
+            keys are int4.
     """
 
     tokens: Array
