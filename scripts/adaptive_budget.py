@@ -120,7 +120,7 @@ def compare(dense: list[Outcome], fixed: list[Outcome], adaptive: list[Outcome],
 
 
 def cost(subject: Steps, keys: int, recall: float) -> dict[str, float]:
-    """Time decode steps. Return the median ratio of the adaptive step's time to the fixed one's, and the mean number of keys."""
+    """Return the mean number of keys, and the median time of adaptive steps relative to fixed steps."""
     mean = run(subject, attn(keys // 4, MOST, recall))[1]
     methods = [attn(keys // 4, MOST, recall), attn(keys // 4, round(mean))]
     times: dict[str, list[Any]] = {method: [] for method in methods}

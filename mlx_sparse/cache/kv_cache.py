@@ -242,7 +242,7 @@ class _OfVlm:
 
 
 def register_vlm(caches: ModuleType) -> None:
-    """Add sparse subclasses of mlx-vlm's KV caches to `SPARSE_CLASSES`. ``caches`` is the module mlx_vlm.models.cache."""
+    """Add sparse subclasses of mlx-vlm's KV caches to `SPARSE_CLASSES`. ``caches`` is mlx_vlm.models.cache."""
     for cls, bases in (
         (caches.KVCache, (_OfVlm, SparseSingle)),
         (caches.QuantizedKVCache, (_OfVlm, SparseQuantized)),

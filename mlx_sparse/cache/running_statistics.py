@@ -90,7 +90,7 @@ class RunningStatistics:
             self.steps = [*self.steps, add(buffer, S)][-STEPS:]
 
     def _with_row(self, buffer: Rows, stop: int) -> State:
-        """Return a copy of ``self.state`` that includes row ``stop - 1``, the row that a decode step has just written."""
+        """Return a copy of ``self.state`` with the new row ``stop - 1``, which a decode step has just written."""
         start, sums = self.state.length, self.state.sums
         row = buffer[..., start:stop, :]
         if self._padding is None:
