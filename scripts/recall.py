@@ -50,7 +50,7 @@ def main() -> int:
     """Print a table for each method, and return the exit code."""
     args = _parse()
     blas.restart_script(True)
-    model, tokenizer, *_ = load(find_model(args.model, cache_directory()))
+    model, tokenizer, *_ = load(find_model(args.model, cache_directory(), args.accept_license))
     (text,) = texts.read([args.text])
     made = TASKS[args.task](encode(tokenizer, text.text), tokenizer, context=args.context, limit=args.limit, seed=0)
     subject = Steps(model, tokenizer, list(made), 2048)
@@ -152,6 +152,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--attn", nargs="+", default=["sparq:dense_below=0"], help="SparQ with its parameters")
     parser.add_argument("--model", help="folder or name of a model (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--accept-license", metavar="NAME", help="license of a model that needs consent")
     parser.add_argument("--text", default="shakespeare", help="file or name of a text")
     parser.add_argument("--task", default="bits_per_byte", choices=list(TASKS))
     parser.add_argument("--context", type=int, default=2048, help="tokens of each prompt")
