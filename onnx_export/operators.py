@@ -221,7 +221,7 @@ OWN: Mapping[str, Operator] = {
                     "length",
                     "tensor(int64)",
                     "1",
-                    "Number of keys, the current tokens included: L to C. It is the same in every row, and no row has "
+                    "Number of keys, including the current tokens (L to C). All rows have the same length, without "
                     "padding.",
                 ),
             ),
