@@ -105,11 +105,13 @@ def _wrap_load_model(module: "ModuleType") -> None:
     @functools.wraps(original)
     def load_model(*args: object, **kwargs: object) -> object:
         loaded = original(*args, **kwargs)
-        # A model that is sharded after its load must be enabled after that, which only commands with --attn do.
-        if sys._getframe(1).f_code.co_name != "sharded_load":
+        sharded = sys._getframe(1).f_code.co_name == "sharded_load"
+        try:
             from mlx_sparse.lm.variable import enable_loaded
-
-            enable_loaded(loaded[0] if isinstance(loaded, tuple) else loaded)
+        except ImportError as error:  # the library has changed
+            print(f"[mlx-sparse] {VARIABLE}: attention is dense: {error}", file=sys.stderr)
+        else:
+            enable_loaded(loaded[0] if isinstance(loaded, tuple) else loaded, sharded=sharded)
         return loaded
 
     load_model.without_variable = original  # type: ignore[attr-defined]

@@ -154,7 +154,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=50, help="number of examples, decoded as one batch")
     parser.add_argument("--out", type=Path, help="append one JSON line for each row to this file")
     parser.add_argument("--cost", action="store_true", help="time decode steps instead")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.context <= MOST:
+        parser.error(f"--context: expected more than {MOST} tokens, got {args.context}.")
+    return args
 
 
 if __name__ == "__main__":

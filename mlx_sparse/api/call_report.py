@@ -93,7 +93,7 @@ class Report(Totals):
             numbers differ between layers.
         weight_bytes: number of weight bytes that a decode step reads in this process.
         adaptive: True if SparQ has an adaptive budget (sparq.25).
-        in_flight: maximum number of calls with statistics that the device may still be computing.
+        in_flight: maximum number of calls per thread with statistics that the device may still be computing.
         counted, recalls: values of `buckets` and `recall` that exclude the decode steps in flight.
     """
 
@@ -113,7 +113,7 @@ class Report(Totals):
     in_flight: int = IN_FLIGHT
     counted: Any = field(default=None, init=False, repr=False)
     recalls: Any = field(default=None, init=False, repr=False)
-    _counting: deque[DeviceCounts] = field(default_factory=deque, init=False, repr=False)
+    _counting: deque[tuple[int, DeviceCounts]] = field(default_factory=deque, init=False, repr=False)
 
     def add(self, counts: Counts) -> None:
         """Add the counts of one model call."""
@@ -123,13 +123,14 @@ class Report(Totals):
                 setattr(self, total.name, _sum(getattr(self, total.name), getattr(counts, total.name)))
             self.counted = _sum(self.counted, counts.decode)
             if counts.counting is not None:
-                self._counting.append(counts.counting)
-            self._settle(self.in_flight)
+                self._counting.append((threading.get_ident(), counts.counting))
+            # Threads alternate, so the oldest counts are not those of a step that has just started.
+            self._settle(self.in_flight * max(1, len({thread for thread, _ in self._counting})))
 
     def _settle(self, in_flight: int = 0) -> None:
         """Wait for the statistics of all calls except the last ``in_flight``, and add them to the report."""
         while len(self._counting) > in_flight:
-            counts = self._counting.popleft()
+            _, counts = self._counting.popleft()
             setattr(self, counts.total, _sum(getattr(self, counts.total), counts.read()))
 
     @property

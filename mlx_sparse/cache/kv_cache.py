@@ -249,7 +249,9 @@ def register_vlm(caches: ModuleType) -> None:
         (caches.BatchKVCache, (_OfVlm, SparseBatch)),
     ):
         if cls not in SPARSE_CLASSES:
-            SPARSE_CLASSES[cls] = type(cls.__name__, (*bases, cls), {"__doc__": cls.__doc__})
+            # mlx-vlm's prefix cache on disk accepts only classes of its own modules.
+            own = {"__doc__": cls.__doc__, "__module__": cls.__module__}
+            SPARSE_CLASSES[cls] = type(cls.__name__, (*bases, cls), own)
 
 
 def adopt(cache: Any) -> None:

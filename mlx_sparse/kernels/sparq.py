@@ -321,7 +321,8 @@ def sparq_attention(
     adaptive: list[mx.array] = []  # number of attended keys
     if selection.recall:
         keep_fewest = registry.load("keep_fewest", "metal")
-        indices, recall = keep_fewest(indices, shares, bits >= LOCAL, selection.recall)
+        S = keys.shape[2] if length is None else length
+        indices, recall = keep_fewest(indices, shares, bits >= LOCAL, selection, S)
         adaptive = [(indices >= 0).sum(axis=-1)]
     else:
         recall = shares.sum(axis=-1)

@@ -80,6 +80,7 @@ class Call:
         self._planned = plan.decodes and self._drafts
         self._prefill_counts: PrefillCounts | None = None
         self._recalls: RecallCounts | None = None  # in a counted step (`SAMPLED_STEPS`)
+        self._guarded: dict[int, bool] = {}  # decisions of the guard by index of the layer's cache
         self._step_keys = 0  # number of keys of a decode step; 0 in other calls
 
     def __enter__(self) -> Call:
@@ -152,7 +153,7 @@ class Call:
         if layer.reason is not None:
             counts.dense_calls[layer.reason] += 1
             return None
-        if self.plan.guard is not None and self.plan.guard.takes_dense_step(layer.index):
+        if self.plan.guard is not None and self._pauses(layer.index):
             counts.dense_calls[reasons.LOW_RECALL] += 1
             return None
         S, (fixed, per_key) = cache.position, layer.sparse_bytes
@@ -171,6 +172,13 @@ class Call:
             counts.dense_calls[reasons.SHORT_SEQUENCES] += 1
             out = chunks.replace_with_dense(out, layer.short, queries, cache, scale, sinks)
         return out
+
+    def _pauses(self, index: int) -> bool:
+        """Return True if the guard makes the layers with cache ``index`` dense in this forward pass."""
+        assert self.plan.guard is not None
+        if index not in self._guarded:  # several layers may share a cache
+            self._guarded[index] = self.plan.guard.takes_dense_step(index)
+        return self._guarded[index]
 
     def count_recall(self, cache: SparseCache, index: int, served: list[int]) -> None:
         """Record the attention recall that the method estimated in the last decode step.

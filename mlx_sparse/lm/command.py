@@ -54,6 +54,7 @@ class Session:
         self.suites = command.endswith("evaluate")
         self.serves = command.endswith("server") and self.library == "mlx_lm"
         self.configs: tuple[Method, ...] = ()
+        self.named = False  # True if an option names the methods, so that MLX_SPARSE_ATTN does not
         self.prefill: Prefill | None = None
         self.decode: Method | None = None
         self.backend = "auto"
@@ -75,6 +76,7 @@ class Session:
 
         self.report_format = args.attn_report
         self.shard, self.lossless = args.shard, args.lossless
+        self.named = args.attn is not None or args.attn_config is not None
         if self.library != "mlx_lm" and (self.shard is not None or self.lossless is not None):
             fail(parser, f"{'--lossless' if self.shard is None else '--shard'}: expected mlx-lm, got {self.command}.")
         if args.attn is args.attn_config is self.shard is None:
@@ -429,7 +431,9 @@ def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[Non
         alone = getattr(original, "without_variable", original)  # --attn takes precedence over MLX_SPARSE_ATTN
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if not session.configs else own(alone, *args, **kwargs)
+            if session.configs:
+                return own(alone, *args, **kwargs)
+            return (alone if session.named else original)(*args, **kwargs)
 
         return call
 

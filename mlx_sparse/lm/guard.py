@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 STEPS = 8  # counted decode steps over which the recall of a layer is averaged
@@ -21,31 +22,42 @@ class Guard:
 
     def __init__(self, least: float) -> None:
         self.least = least
+        self._lock = threading.Lock()
         self._recalls: dict[int, list[float]] = {}
         self._dense: Counter[int] = Counter()
+        self._pauses: Counter[int] = Counter()
 
-    def note(self, recalls: dict[int, float]) -> dict[int, float]:
-        """Note the mean recall of each layer in one decode step, by index of the layer's cache.
+    def pauses(self, layer: int) -> int:
+        """Return how often ``layer`` has become dense. `note` ignores recalls of steps before the last time."""
+        return self._pauses[layer]
+
+    def note(self, recalls: dict[int, tuple[float, int]]) -> dict[int, float]:
+        """Note a decode step: the mean recall of each layer, and the value of `pauses` in that step.
 
         Returns:
-            The layers whose next `PAUSE` steps are dense, with the mean recall that was too low.
+            A dict from the index of each layer whose next `PAUSE` steps are dense to its mean recall.
         """
         low = {}
-        for layer, recall in recalls.items():
-            seen = self._recalls.setdefault(layer, [])
-            seen.append(recall)
-            if len(seen) < STEPS:
-                continue
-            mean = sum(seen) / len(seen)
-            seen.clear()
-            if mean < self.least:
-                low[layer] = mean
-                self._dense[layer] = PAUSE
+        with self._lock:
+            for layer, (recall, pauses) in recalls.items():
+                if pauses != self._pauses[layer]:
+                    continue
+                seen = self._recalls.setdefault(layer, [])
+                seen.append(recall)
+                if len(seen) < STEPS:
+                    continue
+                mean = sum(seen) / len(seen)
+                seen.clear()
+                if mean < self.least:
+                    low[layer] = mean
+                    self._dense[layer] = PAUSE
+                    self._pauses[layer] += 1
         return low
 
     def takes_dense_step(self, layer: int) -> bool:
         """Return True if the next decode step of ``layer`` must be dense. Count this step."""
-        if self._dense[layer] == 0:
+        if not self._dense[layer]:
             return False
-        self._dense[layer] -= 1
+        with self._lock:
+            self._dense[layer] -= self._dense[layer] > 0
         return True

@@ -204,6 +204,7 @@ class Plan:
         if self.calibration.needs_measurement(config, layer):
             edges.append(min(first_rows) + self.calibration.shortest_measured(config))
         lengths = [S - first for first in first_rows]
+        attended = 0 if self.report.adaptive else config.attended  # keys that a sparse step attends to in any case
         heads = keys.shape[0] * keys.shape[1]
         moved, later = (
             (cache.step_bytes(config, position) if hooks is None else hooks.formula_bytes(cache, position)) // heads
@@ -219,7 +220,7 @@ class Plan:
             reason=reason,
             step=DecodeStep.bind(config, _group(queries, keys), backend),
             served=[b for b, length in enumerate(lengths) if length >= shortest],
-            short=[b for b, length in enumerate(lengths) if config.attended < length < shortest],
+            short=[b for b, length in enumerate(lengths) if attended < length < shortest],
             heads=heads,
             dense_bytes=2 * heads * cache.row_bytes,
             sparse_bytes=(moved - per_key * S, per_key),

@@ -93,6 +93,7 @@ class RecallCounts:
     def __init__(self, guard: Guard | None = None) -> None:
         self._guard = guard
         self._layers: list[int] = []
+        self._pauses: dict[int, int] = {}  # of each layer in this step
         self._recalls: list[mx.array] = []
         self._counts: list[mx.array] = []
         self._most: list[tuple[int, int]] = []  # `top_k`, and bytes of a key and a value, for each of the counts
@@ -111,6 +112,8 @@ class RecallCounts:
             row_bytes: bytes of one key or value.
         """
         self._layers += [layer] * recall.size
+        if self._guard is not None:
+            self._pauses[layer] = self._guard.pauses(layer)
         self._recalls.append(recall.flatten())
         if counts is not None:
             self._counts.append(counts.flatten().astype(mx.float32))
@@ -140,5 +143,6 @@ class RecallCounts:
         dense = {}
         if self._guard is not None:
             layers, recalls = np.array(self._layers), steps / RECALL_STEPS
-            dense = self._guard.note({layer: float(recalls[layers == layer].mean()) for layer in set(self._layers)})
+            means = {layer: float(recalls[layers == layer].mean()) for layer in set(self._layers)}
+            dense = self._guard.note({layer: (mean, self._pauses[layer]) for layer, mean in means.items()})
         return RecallStatistics(histogram, int(keys.sum()), unread, dense)

@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 from typing import Any
 
+from ..checks import ConfigError
+
 VARIABLE = "MLX_SPARSE_ATTN"  # also in `_boot`, which imports this module
 _lock = threading.Lock()
 
 
-def enable_loaded(model: Any) -> None:
+def enable_loaded(model: Any, *, sharded: bool = False) -> None:
     """Enable the methods in ``MLX_SPARSE_ATTN`` on a model that was just loaded, and print a line to standard error.
 
-    If an error occurs, the line contains the error, and the model runs with dense attention.
+    If an error occurs, the line contains the error, and the model runs with dense attention. A model that is
+    ``sharded`` after its load also stays dense, because it must be enabled after that.
     """
     attn = os.environ.get(VARIABLE, "").strip()
     if not attn or "drafters" in type(model).__module__:
         return
     try:
-        with _lock:
-            from .loading import unfit_warning
-            from .model import enable, plan_of
-
-            if plan_of(model) is not None:  # a load inside the load
-                return
-            report = enable(model, attn)
-        warning = unfit_warning(report.model_type)
-        line = "; ".join([*report.opening(), *([] if warning is None else [warning])])
+        line = _enable(model, attn, sharded)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         line = f"attention is dense: {reason}"
-    sys.stderr.write(f"[mlx-sparse] {VARIABLE}={attn}: {line}\n")  # one call, so that threads do not mix their lines
-    sys.stderr.flush()
+    if line is None:
+        return
+    text = "".join(c if c.isprintable() else "?" for c in f"[mlx-sparse] {VARIABLE}={attn}: {line}")
+    with contextlib.suppress(Exception):  # standard error may be closed
+        sys.stderr.write(f"{text}\n")  # one call, so that threads do not mix their lines
+        sys.stderr.flush()
+
+
+def _enable(model: Any, attn: str, sharded: bool) -> str | None:
+    """Enable ``attn`` on ``model`` and return a description; None if ``model`` is enabled already."""
+    if sharded:
+        raise ConfigError("the model is sharded after its load. Use a command with --attn.")
+    from .loading import unfit_warning
+    from .model import enable, plan_of
+
+    with _lock:
+        if plan_of(model) is not None:  # a load inside the load
+            return None
+        report = enable(model, attn)
+    warning = unfit_warning(report.model_type)
+    return "; ".join([*report.opening(), *([] if warning is None else [warning])])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from .packed_rows import Rows
 
 LARGEST = 3.4028234663852886e38  # largest finite float32
+SMALLEST = 2.0**-126  # smallest normal float32 above 0
 
 
 def valid_keys(S: int, left_padding: mx.array) -> mx.array:
@@ -24,17 +27,26 @@ def take_rows(array: Rows, rows: mx.array) -> mx.array:
     return array[mx.arange(B)[:, None, None], mx.arange(H)[None, :, None], rows]
 
 
-def keep_fewest(indices: mx.array, shares: mx.array, local: mx.array, recall: float) -> tuple[mx.array, mx.array]:
-    """Keep the local window and the fewest best keys whose shares sum to at least ``recall`` (sparq.25).
+def keep_fewest(
+    indices: mx.array, shares: mx.array, local: mx.array, selection: Any, S: int
+) -> tuple[mx.array, mx.array]:
+    """Keep the local window and the fewest best keys whose shares sum to at least ``selection.recall`` (sparq.25).
+
+    A sequence with at most ``selection.top_k`` valid keys keeps all of them.
 
     Args:
         indices: int32 ``(B, Hkv, N)``, -1 in empty slots.
         shares: float32 ``(B, Hkv, N)``, scores of the keys as shares of the sum of all scores.
         local: bool ``(B, Hkv, N)``, True for keys of the local window.
+        selection: `methods.sparq.Selection`.
+        S: number of keys, including the padding.
 
     Returns:
         int32 indices ``(B, Hkv, N)``, ascending, -1 in empty slots, and the sum ``(B, Hkv)`` of the shares of the keys.
     """
+    recall: Any = max(selection.recall, SMALLEST)
+    if selection.left_padding is not None:
+        recall = mx.where(S - selection.left_padding <= selection.top_k, mx.inf, recall)[:, None, None]
     last = mx.array(2**31 - 1, mx.int32)
     empty = indices < 0
     ranks = mx.where(local, -mx.inf, mx.where(mx.isnan(shares), -LARGEST, -shares))

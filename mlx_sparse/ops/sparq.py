@@ -65,7 +65,8 @@ def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[m
     indices = top_k_select(scores, top_k=selection.top_k, local_window=window, left_padding=padding)
     if selection.recall:
         shares = mx.take_along_axis(scores, mx.maximum(indices, 0), axis=-1) / s_hat.shape[2]
-        indices, recall = keep_fewest(indices, shares, indices >= keys.shape[2] - window, selection.recall)
+        S = keys.shape[2]
+        indices, recall = keep_fewest(indices, shares, indices >= S - window, selection, S)
     else:
         recall = selected_share(scores, indices, s_hat.shape[2], padding)
 

@@ -87,7 +87,9 @@ def sparq_select(
     window = check_local_window(local_window, top_k)
     indices = top_k_select(scores, top_k=top_k, local_window=window, left_padding=left_padding)
     if recall:
-        indices = fewest(scores, indices, share=recall * G, local_window=window)
+        short = valid.sum(axis=1) <= top_k  # these sequences keep all valid keys
+        share = np.where(short, np.inf, recall * G)
+        indices = fewest(scores, indices, share=share, local_window=window)
     # (sparq.8) approximate softmax mass of the selected keys
     filled = indices >= 0
     chosen = np.take_along_axis(s_hat, np.where(filled, indices, 0)[:, :, None, :], axis=-1)

@@ -15,6 +15,7 @@ import mlx_sparse
 from mlx_sparse import ConfigError, oracle
 from mlx_sparse.kernels.sparq import selected_shares
 from mlx_sparse.methods import SparQ
+from mlx_sparse.methods.sparq import Selection
 from mlx_sparse.ops.select import keep_fewest
 from mlx_sparse.oracle.select import fewest, top_k_select
 
@@ -93,6 +94,8 @@ def test_an_adaptive_budget_attends_as_the_oracle(backend: Any, top_k: int, real
     params["reallocate"] = reallocate
     given = {**params, "left_padding": case.padding, "return_stats": True}
     wanted, expected = oracle.sparq_attention(*case.inputs(), **given)
+    dense = oracle.dense_attention(*case.inputs(), left_padding=case.padding)
+    np.testing.assert_allclose(wanted[1], dense[1], rtol=0, atol=1e-12)  # 50 keys are fewer than top_k
     out, stats = backend.public("sparq_attention", case, **given)
     np.testing.assert_allclose(backend.numpy(out), wanted, rtol=0, atol=1e-5)
     np.testing.assert_allclose(backend.numpy(stats.estimated_recall), expected.estimated_recall, rtol=0, atol=1e-5)
@@ -117,16 +120,17 @@ def test_the_oracle_keeps_the_fewest_keys(share: float) -> None:
     scores[2, 0, 38] = np.nan  # in the local window
     padding = np.array([0, 5, 35])
     indices = top_k_select(scores, top_k=12, local_window=4, left_padding=padding)
-    found = fewest(scores, indices, share=share, local_window=4)
+    found = fewest(scores, indices, share=np.where([False, False, True], np.inf, share), local_window=4)
     for row in np.ndindex(3, 2):
         chosen = [j for j in indices[row] if j >= 0]
         rest = sorted((j for j in chosen if j < 36), key=lambda j: -np.nan_to_num(scores[row][j], nan=np.inf))
         sets = [sorted([j for j in chosen if j >= 36] + rest[:n]) for n in range(len(rest) + 1)]
-        wanted = next((one for one in sets if scores[row][one].sum() >= share), sets[-1])
+        wanted = next((one for one in sets if scores[row][one].sum() >= share and row[0] < 2), sets[-1])  # 5 of 12 keys
         assert [j for j in found[row] if j >= 0] == wanted
     shares = np.where(indices >= 0, np.take_along_axis(scores, np.maximum(indices, 0), axis=-1), np.nan)
     local = mx.array(indices >= 36)
-    ours, kept = keep_fewest(mx.array(indices), mx.array(shares, mx.float32), local, share)
+    selection = Selection(1, 12, 4, 1.0, left_padding=mx.array(padding), recall=share)
+    ours, kept = keep_fewest(mx.array(indices), mx.array(shares, mx.float32), local, selection, 40)
     np.testing.assert_array_equal(ours, found)
     sums = np.where(found >= 0, np.take_along_axis(scores, np.maximum(found, 0), axis=-1), 0).sum(axis=-1)
     np.testing.assert_allclose(kept, sums, rtol=0, atol=1e-6)

@@ -150,6 +150,32 @@ def test_an_adaptive_budget_equals_a_fixed_one_if_its_recall_is_never_reached(
     assert float(mx.abs(fewer - fixed).max()) > 1e-3 * float(mx.abs(fixed).max())
 
 
+def test_short_sequences_of_a_batch_attend_to_all_their_keys() -> None:
+    """A sequence with fewer than ``top_k`` keys is dense alone, so it must be dense in a batch."""
+    model = build("llama")
+    attn = "sparq:rank=8,top_k=64,local_window=0,recall=0.3,dense_below=0"
+    padding = [0, 50]  # 80 and 30 tokens
+    tokens = [prompt_of(80), [0] * 50 + prompt_of(30)]
+    with mlx_sparse.sparse(model, attn) as report:
+        both, alone = [BatchKVCache(padding) for _ in model.layers], make_prompt_cache(model)
+        model(mx.array(tokens), cache=both)
+        model(mx.array([tokens[1][50:]]), cache=alone)
+        found = model(mx.array([[5], [5]]), cache=both)[1]
+        np.testing.assert_allclose(found, model(mx.array([[5]]), cache=alone)[0], rtol=0, atol=1e-3)
+    assert report.recall.histogram.sum() == model.args.num_key_value_heads * report.served_layers
+
+
+def test_the_guard_ignores_recalls_of_steps_before_a_pause() -> None:
+    watch = guard.Guard(0.8)
+    before = watch.pauses(3)
+    low = [watch.note({3: (0.5, before)}) for _ in range(guard.STEPS)]
+    assert low == [{}] * (guard.STEPS - 1) + [{3: 0.5}]
+    assert [watch.takes_dense_step(3) for _ in range(guard.PAUSE + 1)] == [True] * guard.PAUSE + [False]
+    assert all(watch.note({3: (0.1, before)}) == {} for _ in range(guard.IN_FLIGHT))
+    assert all(watch.note({3: (0.9, watch.pauses(3))}) == {} for _ in range(guard.STEPS))
+    assert not watch.takes_dense_step(3)
+
+
 def test_drafts_with_an_adaptive_budget_give_the_dense_tokens() -> None:
     model = build("llama")
 

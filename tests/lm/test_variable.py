@@ -105,6 +105,23 @@ def test_any_exception_keeps_the_model(
     variable.enable_loaded(model)
     variable.enable_loaded(model)  # a second load function may call the first
     assert len(capsys.readouterr().err.splitlines()) == 1
+    other = build()
+    variable.enable_loaded(other, sharded=True)
+    assert "attention is dense: the model is sharded after its load" in capsys.readouterr().err
+    assert mlx_sparse.report(other) is None
+
+
+def test_hostile_values_and_a_closed_stream_keep_the_model(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLX_SPARSE_ATTN", "sparq:foo\n\x1b[2J fake=1")
+    variable.enable_loaded(model)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("[mlx-sparse] MLX_SPARSE_ATTN=sparq:foo??[2J fake=1: attention is dense: ")
+    monkeypatch.setenv("MLX_SPARSE_ATTN", SPARSE)
+    monkeypatch.setattr("sys.stderr", None)
+    variable.enable_loaded(model)
+    assert mlx_sparse.report(model) is not None
 
 
 def test_threads_enable_models_at_the_same_time(
@@ -129,6 +146,8 @@ def test_attn_of_a_command_takes_precedence(folder: Path) -> None:
     asked = ["--model", folder, "--prompt", "w3 w4", "--max-tokens", "2"]
     _, err = program(code, *asked, "--attn", "quest:page_size=4,top_k=8,dense_below=0", MLX_SPARSE_ATTN=SPARSE)
     assert "MLX_SPARSE_ATTN" not in err and "[mlx-sparse] quest" in err
+    _, err = program(code, *asked, "--attn", "dense", MLX_SPARSE_ATTN=SPARSE)
+    assert "mlx-sparse" not in err
     _, err = program(code, *asked, MLX_SPARSE_ATTN=SPARSE)
     assert f"MLX_SPARSE_ATTN={SPARSE}: sparq" in err
 

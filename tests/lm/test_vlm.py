@@ -128,6 +128,12 @@ def test_other_caches_stay_dense_with_the_reason(name: str, make: Any) -> None:
     assert all(name in reason for reason in report.dense_calls)
 
 
+def test_sparse_caches_keep_the_module_that_the_prefix_cache_on_disk_accepts(model: Any) -> None:
+    with mlx_sparse.sparse(model, SPARSE):
+        for cls in (vlm_caches.KVCache, vlm_caches.QuantizedKVCache, vlm_caches.BatchKVCache):
+            assert kv_cache.SPARSE_CLASSES[cls].__module__ == cls.__module__
+
+
 def test_the_prefix_cache_stores_plain_caches(model: Any) -> None:
     with mlx_sparse.sparse(model, SPARSE):
         caches = caches_of(model)
