@@ -136,6 +136,14 @@ def test_the_oracle_keeps_the_fewest_keys(share: float) -> None:
     np.testing.assert_allclose(kept, sums, rtol=0, atol=1e-6)
 
 
+def test_the_smallest_recall_selects_the_best_key() -> None:
+    case = Case(1, 4, 2, 100, 64, "f32")
+    params = every_parameter(case, "paper") | {"top_k": 20, "local_window": 0, "reallocate": False}
+    wanted = oracle.sparq_attention(*case.inputs(), **params | {"top_k": 1})
+    found = mlx_sparse.sparq_attention(*map(mx.array, case.inputs()), backend="ops", **params, recall=1e-320)
+    np.testing.assert_allclose(np.array(found), wanted, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("value", [-0.1, 1.5, True, "half", float("nan")])
 def test_recall_is_0_or_a_share(value: Any) -> None:
     q, k, v = Case(1, 4, 2, 20, 64, "f32").inputs()
