@@ -107,6 +107,11 @@ def package_of(model: Any) -> str:
     return "mlx_vlm" if "mlx_vlm" in packages else "mlx_lm"
 
 
+def is_drafter(model: Any) -> bool:
+    """Return True if ``model`` only drafts tokens for another model of mlx-vlm."""
+    return "drafters" in type(model).__module__
+
+
 def text_model(model: Any) -> Any:
     """Return the language model inside a model of mlx-vlm. Return every other model unchanged."""
     if package_of(model) == "mlx_lm":

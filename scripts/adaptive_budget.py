@@ -19,13 +19,12 @@ import copy
 import dataclasses
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from mlx_lm import load
+from recall import step_times
 from tqdm import tqdm
 
 import mlx_sparse
@@ -126,12 +125,7 @@ def cost(subject: Steps, keys: int, recall: float) -> dict[str, float]:
     times: dict[str, list[Any]] = {method: [] for method in methods}
     for turn in range(TURNS):
         for method in methods[:: 1 if turn % 2 else -1]:
-            caches, ends = copy.deepcopy(subject.cache), [time.perf_counter()]
-            with mlx_sparse.sparse(subject.model, method):
-                for position in range(subject.inputs.shape[1]):
-                    mx.eval(subject.model(subject.inputs[:, position : position + 1], cache=caches))
-                    ends.append(time.perf_counter())
-            times[method].append(np.diff(ends)[4:])  # the first steps build the scoring keys
+            times[method].append(step_times(subject, method))
     adaptive, fixed = (np.array(times[method]) for method in methods)
     return {"keys": mean, "ratio": float(np.median(adaptive / fixed))}
 

@@ -81,15 +81,20 @@ def cost(subject: Steps, attn: str) -> dict[str, float]:
     for turn in range(TURNS):
         for mode in list(MODES)[turn % len(MODES) :] + list(MODES)[: turn % len(MODES)]:
             call.SAMPLED_STEPS = MODES[mode]
-            caches, ends = copy.deepcopy(subject.cache), [time.perf_counter()]
-            with mlx_sparse.sparse(subject.model, attn):
-                for position in range(subject.inputs.shape[1]):
-                    mx.eval(subject.model(subject.inputs[:, position : position + 1], cache=caches))
-                    ends.append(time.perf_counter())
-            steps = np.diff(ends)[4:]  # the first steps build the scoring keys
+            steps = step_times(subject, attn)
             times[mode].append(steps[: len(steps) // 4 * 4].reshape(-1, 4).sum(axis=1))
     never = np.array(times.pop("never"))
     return {mode: float(np.median(np.array(found) / never)) for mode, found in times.items()}
+
+
+def step_times(subject: Steps, attn: str) -> Any:
+    """Decode the targets of ``subject`` with ``attn``. Return the seconds of each decode step after the fourth."""
+    caches, ends = copy.deepcopy(subject.cache), [time.perf_counter()]
+    with mlx_sparse.sparse(subject.model, attn):
+        for position in range(subject.inputs.shape[1]):
+            mx.eval(subject.model(subject.inputs[:, position : position + 1], cache=caches))
+            ends.append(time.perf_counter())
+    return np.diff(ends)[4:]  # the first steps build the scoring keys
 
 
 def measure(subject: Steps, attn: str) -> dict[Any, Any]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ..api.call_report import JSON_KEY, Counts, Report, listing
 from ..checks import ConfigError, SparseAttentionError
 from ..methods import NEVER, Method, Prefill, registry
+from ..model_info import is_drafter
 from .distributed.ranks import Ranks, connection_error, difference, facts_of
 from .loading import has_all_weights, loading, refuse_rotating_cache, refuse_unquantizable, unfit_warning
 from .options import add_options, end, fail, print_error, requested
@@ -255,7 +256,7 @@ class Session:
         from .model import enable, plan_of
 
         configs = self.configs
-        if "drafters" in type(model).__module__:  # of mlx-vlm, and not models of their own
+        if is_drafter(model):
             return None
         if self.loading == self.draft:
             # An artefact belongs to the main model, not to the draft model.

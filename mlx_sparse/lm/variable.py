@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 from ..checks import ConfigError
+from ..model_info import is_drafter
 
 VARIABLE = "MLX_SPARSE_ATTN"  # also in `_boot`, which imports this module
 _lock = threading.Lock()
@@ -21,7 +22,7 @@ def enable_loaded(model: Any, *, sharded: bool = False) -> None:
     ``sharded`` after its load also stays dense, because it must be enabled after that.
     """
     attn = os.environ.get(VARIABLE, "").strip()
-    if not attn or "drafters" in type(model).__module__:
+    if not attn or is_drafter(model):
         return
     try:
         line = _enable(model, attn, sharded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from adapters import backends_with
 from cases import CASES, SOME_CASES, Case, every_parameter
+from require import absent
 
 import mlx_sparse
 from mlx_sparse import ConfigError, oracle
@@ -160,13 +162,20 @@ REFUSE = r"^(min_)?recall: expected 0 {}, got 0\.5\. Set top_k instead\.$"
 
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
-def test_other_backends_and_exported_files_refuse_an_adaptive_budget(backend: Any) -> None:
+def test_other_backends_refuse_an_adaptive_budget(backend: Any) -> None:
     case = Case(1, 4, 2, 300, 64, "f32")
     with pytest.raises(ConfigError, match=REFUSE.format("with backend triton")):
         backend.public("sparq_attention", case, rank=16, top_k=32, recall=0.5)
-    hf = pytest.importorskip("mlx_sparse.cuda_ref.hf.cache")
+    from mlx_sparse.cuda_ref.hf.cache import _sparq
+
     with pytest.raises(ConfigError, match=REFUSE.format("with transformers")):
-        hf._sparq("sparq:min_recall=0.5")
-    exporter = pytest.importorskip("mlx_sparse.onnx_export.exporter.methods.sparq")
+        _sparq("sparq:min_recall=0.5")
+
+
+def test_exported_files_refuse_an_adaptive_budget() -> None:
+    if importlib.util.find_spec("onnx") is None:
+        absent("ort", "onnx is not installed")
+    from mlx_sparse.onnx_export.exporter.methods.sparq import SparQDecoding
+
     with pytest.raises(ConfigError, match=REFUSE.format("in an exported file")):
-        exporter.SparQDecoding.resolve(SparQ(recall=0.5), None)
+        SparQDecoding.resolve(SparQ(recall=0.5), None)
