@@ -160,11 +160,6 @@ def check_share(name: str, value: object) -> float:
     return float(number)
 
 
-def check_recall(recall: object, name: str = "recall") -> float:
-    """Return ``recall`` if it is 0 or a number in (0, 1]; raise `ConfigError` with ``name`` otherwise."""
-    return 0.0 if recall == 0 and not isinstance(recall, bool) else check_share(name, recall)
-
-
 def check_block_size(block_size: object) -> None:
     """Raise `ConfigError` unless ``block_size`` is one of `BLOCK_SIZES`."""
     check_choice("block_size", block_size, BLOCK_SIZES)

@@ -86,7 +86,7 @@ class SparQState(State):
         return found
 
     def store_returned(self, *returned: mx.array) -> None:
-        self.recall, self.counts = returned if len(returned) > 1 else (*returned, None)
+        (self.recall,) = returned
 
     def _mixes(self, config: SparQ, G: int) -> bool:
         """Return True if decode steps mix in the mean value (reallocation). The last result is cached."""

@@ -152,9 +152,6 @@ class Method:
         found = self.parameters()
         return found.get("sink_tokens", 0), found.get("recent_tokens", found.get("local_window", 0))
 
-    def require_fixed_budget(self, where: str) -> None:
-        """Raise `ConfigError` if the method has an adaptive budget. ``where`` is the place that cannot run it."""
-
     def for_shard(self, size: int, recent: int) -> Self | None:
         """Return the method that one of ``size`` context-parallel shards applies to its own keys.
 

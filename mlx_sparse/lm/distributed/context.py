@@ -41,8 +41,6 @@ def share_context(plan: Plan, shard: str) -> None:
     served = [*rank_attention.STEPS, SAAP.name]
     if plan.decode is not None and plan.decode.name not in served:
         raise ConfigError(f"shard: expected one of {', '.join(served)} as decode method, got {plan.decode.name}.")
-    if plan.decode is not None:
-        plan.decode.require_fixed_budget("with --shard")
     if plan.decode is not None and BLOCK % plan.decode.unit:
         raise ConfigError(f"page_size: expected a divisor of {BLOCK} with shard, got {plan.decode.unit}.")
     if plan.prefill is not None and plan.prefill.name != Sample.name:

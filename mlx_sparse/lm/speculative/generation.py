@@ -330,8 +330,6 @@ def check_drafts(prefill: Prefill | None, decode: Method | None, draft_tokens: i
     if decode is None or decode.observes_prefill:
         name = "none" if decode is None else f"{decode.name}, which cannot remove rejected drafts"
         raise ConfigError(f"lossless: expected a decode method that can draft, got {name}.")
-    if least := getattr(decode, "min_recall", 0):
-        raise ConfigError(f"min_recall: expected 0 with --lossless, which repairs low recall itself, got {least}.")
 
 
 def check_options(args: argparse.Namespace, command: str, *, generates: bool) -> None:
