@@ -40,8 +40,6 @@ class Totals:
     formula_bytes: int = 0
     dense_bytes: int = 0
     prefill: Any = None
-    sent_bytes: int = 0
-    messages: int = 0
     checked_bytes: int = 0
     drafts: Any = None
 
@@ -84,7 +82,6 @@ class Report(Totals):
             prefill method.
         decodes: True if there is a decode method.
         crossovers: function that returns the crossover lengths of the layers as lines of text.
-        sent_bytes, messages: numbers of bytes and messages sent to the other ranks of a sharded context.
         checked_bytes: bytes that the verification steps and dense decode steps of a lossless model moved.
         drafts: statistics of self-speculative decoding (`mlx_sparse.lm.statistics.DraftStatistics`); None if the
             model is not lossless, and before the first generated token.
@@ -186,12 +183,10 @@ class Report(Totals):
         return lines + self.crossovers()
 
     def _held(self) -> str:
-        """Describe the layers, shards or KV heads that this process runs. The text is empty for a whole model."""
+        """Describe the layers or KV heads that this process runs. The text is empty for a whole model."""
         if self.part.layers is not None:
             last = self.part.first_layer + self.part.layers - 1
             return f", layers {self.part.first_layer} to {last} of the model on this rank"
-        if self.part.shards > 1:
-            return f", keys and values shared by {self.part.shards} ranks"
         here, whole = self.kv_heads or (0, 0)
         return f", {here} of {whole} KV heads on this rank" if here < whole else ""
 
@@ -269,8 +264,6 @@ class Report(Totals):
                 moved = (self.sparse_bytes + self.checked_bytes) / max(self.drafts.tokens, 1)
                 dense = self.dense_bytes * per_step
                 lines.append(f"  keys and values for each token: {_bytes(moved)}, dense {_bytes(dense)}, by formula")
-        if self.messages:
-            lines.append(f"  sent to other ranks: {_bytes(self.sent_bytes)} in {self.messages:,} messages")
         return lines
 
 

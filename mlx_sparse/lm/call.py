@@ -108,10 +108,6 @@ class Call:
                 watch, plan.watch = plan.watch, None
                 watch(self._step_keys, counts)
 
-    def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return ``inputs``, the arguments of a model call. If ranks share the context, use the tokens of rank 0."""
-        return inputs
-
     @property
     def prefill_counts(self) -> PrefillCounts:
         """Counts of the sparse prefill calls in this forward pass."""
@@ -153,7 +149,7 @@ class Call:
         if layer.reason is not None:
             counts.dense_calls[layer.reason] += 1
             return None
-        S, (fixed, per_key) = cache.position, layer.sparse_bytes
+        S, (fixed, per_key) = cache.length, layer.sparse_bytes
         counts.sparse_calls += 1
         counts.dense_bytes += layer.dense_bytes * (S + 1)  # S keys and values are read, one is written
         # Round for each head, so that tensor-parallel ranks together count the same bytes as one process.
@@ -180,7 +176,7 @@ class Call:
         if state is None or state.recall is None:
             return
         recall, state.recall = state.recall, None  # the state keeps no array of a decode step
-        if index >= 0 and cache.position % SAMPLED_STEPS == 0:
+        if index >= 0 and cache.length % SAMPLED_STEPS == 0:
             if len(served) < len(recall):
                 recall = recall[mx.array(served)]
             self._recalls = self._recalls or RecallCounts()
@@ -283,7 +279,7 @@ def under_plan(cls: Any) -> Callable[..., Any]:
         caches = kwargs.get("cache")
         if caches is None:
             caches = signature.bind_partial(self, *args, **kwargs).arguments.get("cache")
-        with (plan.new_call or Call)(plan, caches) as call:
-            return cls.__call__(self, *call.agreed(args), **kwargs)
+        with Call(plan, caches):
+            return cls.__call__(self, *args, **kwargs)
 
     return call

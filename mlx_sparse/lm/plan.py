@@ -37,10 +37,7 @@ class Plan:
         layers: for each pair of a method and a layer shape, the number of layers that can use sparse attention.
         report: report that counts the calls of all forward passes.
         lossless: number of draft tokens per check; 0 to select the number by speed; None if the model is not lossless.
-        shards: number of ranks that share the context.
         calls: number of attention calls in each forward pass of a model of mlx-vlm; 0 for models of mlx-lm.
-        new_call: constructor of the context manager for a forward pass; None to use `lm.call.Call`.
-        new_caches: function that converts the model's new caches; None if they need no conversion.
     """
 
     def __init__(
@@ -69,10 +66,7 @@ class Plan:
         self.watch: Callable[[int, Counts], object] | None = None
         self.layers: Counter[tuple[Method, Layer]] = Counter()
         self.lossless: int | None = None
-        self.shards = 1
         self.calls = 0
-        self.new_call: Callable[..., Any] | None = None
-        self.new_caches: Callable[[list[Any]], list[Any]] | None = None
 
     @property
     def configs(self) -> list[Method]:
@@ -94,8 +88,6 @@ class Plan:
             if self.calibration.needs_measurement(config, layer):
                 first = self.calibration.shortest_measured(config)
                 line = f"{line[:-1]}; will be measured at {first:,} keys)"
-            if self.shards > 1 and config.measurable:
-                line += ", on each rank"
             lines.setdefault(config, Counter())[line] += count
         return [
             f"{count} layers: {line}" if len(alike) > 1 else line

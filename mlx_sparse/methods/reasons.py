@@ -31,7 +31,6 @@ NOTHING_SAVED = "where selecting keys would cost more than it saves"
 TOO_FULL = "with too many selected key blocks"
 ALPHA_OF_ONE = "with alpha_column=1 or alpha_slash=1"
 ALL_SAMPLED = "with sampled queries in every row block"
-BETWEEN_RANKS = "that start inside a block of a context-parallel shard"
 LARGE_SAMPLE = "with more than an eighth of the queries sampled"
 
 # H2O.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..checks import check_choice, check_int, check_local_window, check_rank
 from . import stats
-from .base import NEVER, Method, Step, shard_top_k
+from .base import NEVER, Method, Step
 from .cost import ENOUGH_SAVED
 from .scoring_keys import KEY_BITS
 
@@ -115,10 +115,6 @@ class SparQ(Method):
         ``packed`` is True if the KV cache is quantized.
         """
         return packed and self.score == "rows"
-
-    def for_shard(self, size: int, recent: int) -> SparQ:
-        top_k = max(shard_top_k(self.top_k, size), recent, 1)
-        return dataclasses.replace(self, top_k=top_k, local_window=recent)
 
     def supports_sinks(self, G: int) -> bool:
         return not self.reallocates(G)

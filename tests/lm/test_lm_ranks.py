@@ -183,16 +183,13 @@ def test_one_rank_without_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert Ranks().gather({"a": [1]}) == [{"a": [1]}]
 
 
-@pytest.mark.parametrize("shard", [[], ["--shard", "context"]], ids=["model", "context"])
-def test_unreachable_rank_is_a_one_line_error(
-    shard: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_unreachable_rank_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def init() -> None:
         raise RuntimeError("[ring] Couldn't connect (error: 111)")
 
     monkeypatch.setenv("MLX_RANK", "1")
     monkeypatch.setattr(mx.distributed, "init", init)
-    monkeypatch.setattr(sys, "argv", ["mlx_lm.benchmark", "--model", "model", *SPARSE, *shard])
+    monkeypatch.setattr(sys, "argv", ["mlx_lm.benchmark", "--model", "model", *SPARSE])
     with pytest.raises(SystemExit, match="2"):
         benchmark.main()
     assert capsys.readouterr().err == (
