@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NoReturn
 from mlx_sparse.checks import SparseAttentionError, shortened
 from mlx_sparse.extras import naming_missing
 from mlx_sparse.methods import NEVER
-from mlx_sparse.methods.text import removed
 
 if TYPE_CHECKING:
     from .export import Exported
@@ -27,10 +26,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status. After an error, print one line and exit with status 2."""
     parser = _parser()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if instead := _removed(given):
-        parser.error(instead)
-    args = parser.parse_args(given)
+    args = parser.parse_args(arguments)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # remove partial files, as on Ctrl-C
     try:
         made = _export(args)
@@ -74,15 +70,6 @@ def _export(args: argparse.Namespace) -> Exported:
         native=args.native,
         genai=not args.no_genai,
     )
-
-
-def _removed(arguments: Sequence[str]) -> str | None:
-    """Return an error message if ``arguments`` contain an option that no longer exists, else None."""
-    words = [part for word in arguments for part in word.split("=", 1)]
-    for option, value in zip(words, [*words[1:], ""], strict=True):
-        if replacement := removed("export-onnx", option, value):
-            return f"{option}: {replacement}."
-    return None
 
 
 def _parser() -> argparse.ArgumentParser:
