@@ -35,10 +35,10 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` that shortens its error messages with `shortened`."""
+    """An `argparse.ArgumentParser` that prints one-line errors, shortened with `shortened`, and no usage text."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(shortened(message))
+        self.exit(2, f"{self.prog}: error: {shortened(message)}\n")
 
 
 class SparseAttentionError(Exception):

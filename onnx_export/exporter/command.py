@@ -6,21 +6,14 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from mlx_sparse.checks import SparseAttentionError, shortened
+from mlx_sparse.checks import Parser, SparseAttentionError
 from mlx_sparse.extras import naming_missing
 from mlx_sparse.methods import NEVER
 
 if TYPE_CHECKING:
     from .export import Exported
-
-
-class _Parser(argparse.ArgumentParser):
-    """Argument parser that prints one-line errors and no usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {shortened(message)}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +66,7 @@ def _export(args: argparse.Namespace) -> Exported:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="export-onnx",
         description="Export an mlx-lm model to ONNX. The file runs on stock onnxruntime and onnxruntime-genai, and "
         "faster with the native kernels of this package.",
