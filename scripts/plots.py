@@ -58,7 +58,9 @@ def draw_bytes() -> Path:
         moved = [gigabytes(method.elements(S, D)) for S in CONTEXTS]
         axes.plot(CONTEXTS, moved, "o-", color=color, label=str(method))
     axes.set_yscale("log")
-    _by_context(axes, CONTEXTS, "GB of K and V per token (log scale)", "By formula, not measured: Llama 3.1 8B, float16")
+    _by_context(
+        axes, CONTEXTS, "GB of K and V per token (log scale)", "By formula, not measured: Llama 3.1 8B, float16"
+    )
 
     bytes_of = GEMMA["heads"] * GEMMA["item"] / 1e6
     keys = [LONG if layer in GEMMA["full"] else GEMMA["window"] for layer in range(GEMMA["layers"])]

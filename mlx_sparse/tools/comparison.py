@@ -95,8 +95,8 @@ class Comparison:
         crossovers: one description for each crossover length of the layers.
         crossover: largest crossover length in keys; `NEVER` if sparse attention is not faster at any length.
         context: number of tokens in the prompt.
-        limit: what limited ``context``: "time" (of the prefill), "text" (it is no longer), "model" (its context length),
-            or "" for the intended number of tokens.
+        limit: what limited ``context``: the "time" of the prefill, the "text", the context length of the "model", or ""
+            if the prompt has the intended length.
         forced: True if the method was sparse below its crossover length, because a longer context was impossible.
         prefill_seconds: time of the prefill in seconds.
         dense, sparse: the decoded answers.

@@ -166,7 +166,9 @@ def test_advice_for_a_prompt_below_the_crossover_says_where_the_method_pays(
     found = run(folder, attn, context=None)
     assert (found.limit, found.forced) == ("text", True) and found.report["sparse_calls"] > 0
     _, reason, last = advice(found, "m", None)
-    assert reason == f"It pays at 900 tokens and longer on this machine; this prompt has {found.context}, the whole text."
+    assert (
+        reason == f"It pays at 900 tokens and longer on this machine; this prompt has {found.context}, the whole text."
+    )
     assert last == use
     _, dense, reason, last = advice(run(folder, attn, context=400), "m", None)
     assert dense == "Every step was dense (over fewer than 2,048 keys): the difference is noise."
