@@ -118,8 +118,8 @@ def enable(
         make_lossless(plan, model, draft_tokens)
     elif draft_tokens is not None:
         raise ConfigError(f"draft_tokens: expected None without lossless, got {draft_tokens}.")
-    names = seam.bind(model)
-    if not names:
+    places = seam.bind(model)
+    if not places:
         raise NothingServed(
             f"model: expected attention through {package}.models.base.{seam.NAME}, got {plan.report.model_type}, which "
             f"never calls it. Run this model without {plan.name}.",
@@ -128,7 +128,7 @@ def enable(
     unwrap = wrap() if lossless else None
     cls = type(model)
     # The finalizer restores mlx-lm's functions if the model is deleted without `disable`.
-    release = weakref.finalize(model, _release, names, unwrap)
+    release = weakref.finalize(model, _release, places, unwrap)
     release.atexit = False
     # A normal assignment would add the attribute to the parameters of the nn.Module.
     object.__setattr__(model, "_mlx_sparse", (plan, cls, release))
@@ -155,9 +155,9 @@ def disable(model: Any) -> None:
     release()
 
 
-def _release(names: list[str], unwrap: Callable[[], None] | None) -> None:
-    """Restore the library's functions in the modules ``names``. Skip modules that another enabled model uses."""
-    seam.unbind(names)
+def _release(places: list[seam.Place], unwrap: Callable[[], None] | None) -> None:
+    """Restore the library's functions at ``places``. Skip places that another enabled model uses."""
+    seam.unbind(places)
     if unwrap is not None:
         unwrap()
 
