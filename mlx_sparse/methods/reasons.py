@@ -11,8 +11,6 @@ OTHER_HEAD_DIMS = "with key and value head dims that differ (MLA)"
 OTHER_ROWS = "with keys or values that differ from the KV cache (MLA)"
 SINKS = "with attention sinks"
 OWN_ATTENTION = "with custom attention code or without attention"
-KEEPS_A_STATE = "with a state of fixed size instead of keys"  # in the table of models
-NO_ATTENTION = "without attention"
 
 # Properties of a call.
 ARRAY_MASK = "with an array mask"
