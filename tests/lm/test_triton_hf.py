@@ -327,9 +327,9 @@ def test_threshold_comes_from_the_user_or_the_model(monkeypatch: pytest.MonkeyPa
         cache = sparq_cache("llama", attn)
         with torch.no_grad():
             rows = cache.update(*states(1, 2, 20, D=D), 0)
-            attention.attention(torch.nn.Module(), torch.ones(1, 2 * G, 1, D, device=DEVICE), *rows, None)
-        score = "query_key" if G > 1 and cache.attn.key_bits == 4 else "query"  # from the shapes of queries and keys
-        assert cache.attn.component_score == score
+            module = torch.nn.Module()
+            module.num_key_value_groups = G
+            attention.attention(module, torch.ones(1, 2 * G, 1, D, device=DEVICE), *rows, None)
         return cache.report.crossovers()
 
     assert crossovers("sparq:rank=16,dense_below=300") == ["sparse at 300 keys and longer (given)"]
@@ -339,6 +339,14 @@ def test_threshold_comes_from_the_user_or_the_model(monkeypatch: pytest.MonkeyPa
     config = SparQ(rank=16, component_score="query_key", reallocate=False)
     assert crossovers("sparq:rank=16") == [f"sparse at {config.shortest_context(step):,} keys and longer (modeled)"]
     assert crossovers("sparq:rank=16,key_bits=16", G=16, D=16) == ["never sparse (modeled)"]
+
+
+@pytest.mark.parametrize(("G", "score"), [(1, "query"), (2, "query_key")])
+def test_component_score_depends_on_the_shapes_of_queries_and_keys(G: int, score: str) -> None:
+    cache = sparq_cache("llama", "sparq:rank=16")
+    query, key = torch.ones(1, 2 * G, 1, 64), torch.ones(1, 2, 9, 64)
+    attention._shortest_context(cache, torch.nn.Module(), query, key)  # gpt_bigcode has no num_key_value_groups
+    assert cache.attn.component_score == score
 
 
 def _config(name: str = "llama", **changes: Any) -> Any:

@@ -135,7 +135,7 @@ class ContextCall(Call):
             # This cache is not sharded. Sparse attention would depend on measurements that differ between ranks.
             reason = reasons.NO_CACHE if cache is None else reasons.other_cache(type(cache).__name__)
             if self.probe is not None:
-                self.probe.found.append((cache, reason))
+                self.probe.seen.append((cache, reason))
             else:
                 self.counts.dense_calls[reason] += 1
             return None
@@ -147,7 +147,7 @@ class ContextCall(Call):
         if not isinstance(mask, str) and not (mask is None and queries.shape[2] == 1):
             raise ConfigError("--shard context: expected causal attention, got an array mask.")
         if self.probe is not None:
-            self.probe.found.append((owner, self.probe_reason(queries, keys, owner, mask, sinks)))
+            self.probe.seen.append((owner, self.probe_reason(queries, keys, owner, mask, sinks)))
             return mx.zeros_like(queries)
         owner.sent = self._exchange.so_far()
         if self.plan.decodes and self.hooks is not None:
