@@ -166,8 +166,10 @@ def test_auto_is_metal_if_it_runs_and_supports_the_shape(metal: Metal) -> None:
         assert registry.resolve("auto", "sparq", D=D, G=4) == "ops"
     with pytest.raises(mlx_sparse.BackendUnavailable, match="up to 16 query heads per KV head, not 17"):
         registry.resolve("metal", "sparq", D=64, G=17)
-    with pytest.raises(mlx_sparse.BackendUnavailable, match="it does not support streaming"):
+    with pytest.raises(mlx_sparse.BackendUnavailable, match=r"expected auto or ops, .*it does not support streaming"):
         registry.resolve("metal", "streaming", D=64, G=2)
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="expected auto, ops or metal, got oracle"):
+        registry.resolve("oracle", "sparq", D=64, G=2)
 
 
 @pytest.mark.parametrize("score", ["query", "query_key"])
