@@ -42,6 +42,8 @@ def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto", *
         "variable": _guarded(lambda: _variable(variable, problems), problems, _boot.VARIABLE),
         "seams": _guarded(lambda: _seams("mlx_lm"), problems, "mlx-lm"),
     }
+    if __version__ == "unknown":
+        problems.append(f"the metadata of {NAME} is missing: run {install_hint(options=REBUILD)}")
     problems += [f"{name} is not installed" for name in ("mlx", "mlx-lm") if not findings["packages"][name]]
     problems += [f"mlx-lm: {problem}" for problem in findings["seams"] or []]
     if findings["packages"].get("mlx-vlm"):
