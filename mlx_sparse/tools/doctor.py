@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__, _boot
-from ..checks import SparseAttentionError
+from ..checks import SparseAttentionError, echoed
 from ..extras import NAME, REBUILD, install_hint
 from ..methods.registry import unavailable
 from ..methods.table import BACKENDS
@@ -134,8 +134,8 @@ def _variable(attn: str, problems: list[str]) -> str:
         select_methods(parse(attn))
     except SparseAttentionError as error:
         problems.append(f"{_boot.VARIABLE}: {error}")
-        return f"{attn}, which is refused: models stay dense"
-    return f"{attn}, for every model that mlx-lm or mlx-vlm loads after it is imported"
+        return f"{echoed(attn)}, which is refused: models stay dense"
+    return f"{echoed(attn)}, for every model that mlx-lm or mlx-vlm loads after it is imported"
 
 
 def _hook(problems: list[str]) -> str:
