@@ -129,7 +129,7 @@ class Call:
         if not self.sparse(attended):
             return self.dense()
         out, lse, *estimate = self.run(**parameters)  # SparQ on MLX also estimates the attention recall
-        return (out, self.record(lse, count, attended, *estimate[:1])) if self.return_stats else out
+        return (out, self.record(lse, count, attended, *estimate)) if self.return_stats else out
 
     def record(self, lse: Any, count: Callable[..., int], top_k: int, estimated_recall: Any = None) -> Stats:
         """Return the `Stats` of a decode step that attended to ``top_k`` keys."""

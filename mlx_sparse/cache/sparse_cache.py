@@ -64,14 +64,12 @@ class SparseCache:
 
     Attributes:
         aux_states: dict from the method name to the auxiliary cache state of the method.
-        shards: number of context-parallel shards of the sequence.
         layer_plan: `lm.plan.LayerPlan` from the last decode step; None before the first step and after rows have moved.
     """
 
     keys: Any
     values: Any
     aux_states: Mapping[str, State] = MappingProxyType({})
-    shards = 1
     layer_plan: Any = None
     _full_samples: tuple[FullSample | None, ...] = ()  # one entry, or one per sequence of a batch
 
@@ -98,26 +96,6 @@ class SparseCache:
         """Number of rows in use."""
         length: int = self.offset  # type: ignore[attr-defined]
         return length
-
-    @property
-    def position(self) -> int:
-        """Number of tokens in the sequence. A context-parallel shard has fewer rows (`length`)."""
-        return self.length
-
-    def rows_before(self, position: int) -> int:
-        """Return the number of rows of this cache that precede ``position`` in the sequence."""
-        return position
-
-    def own(self, start: int, rows: mx.array) -> tuple[int, mx.array]:
-        """Select the rows that this cache stores. Return the cache index of the first selected row, and these rows.
-
-        ``rows (B, H, n, D)`` are the keys or values of n consecutive positions from ``start`` on.
-        """
-        return start, rows
-
-    def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Split rows ``[start, stop)`` into runs ``(first row, end row, first position)`` of consecutive positions."""
-        return [(start, stop, start)]
 
     @property
     def padding(self) -> mx.array | None:
@@ -173,12 +151,11 @@ class SparseCache:
         followed = {method: follow(method, state) for method, state in self.aux_states.items()}
         self.aux_states = {method: state for method, state in followed.items() if state is not None}
 
-    def step_bytes(self, config: Method, position: int) -> int:
-        """Return the bytes that a decode step at ``position`` moves on each shard, summed over all KV heads."""
+    def step_bytes(self, config: Method, S: int) -> int:
+        """Return the bytes that a decode step over ``S`` keys moves, summed over all KV heads."""
         keys = self.key_rows
         B, Hkv, _, D = keys.shape
-        moved = config.step_bytes(position, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)
-        return B * Hkv * moved // self.shards
+        return B * Hkv * config.step_bytes(S, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)
 
     def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
         """Run one decode step with the method ``config``. See `take_step` for the arguments and results."""

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..methods import registry
 from ..methods.scoring_keys import GROUP, WORDS, KeyCodes
 from ..methods.sparq import Selection
 from ..ops.packed_rows import Rows
@@ -308,7 +307,7 @@ def sparq_attention(
     """
     selection = Selection(**parameters)
     found = find_candidates(queries, keys, selection, exact=reallocate, length=length)
-    if found.attend is not None and not selection.recall:
+    if found.attend is not None:
         rows = *parts_of(keys)[0], *parts_of(values)[0]
         out, lse, recall = found.attend(queries, *rows, found.bits, found.indices)
         return out, lse, recall
@@ -317,21 +316,12 @@ def sparq_attention(
         assert value_mean is not None
         reallocation = Reallocation(found.logits, found.softmax, value_mean.astype(mx.float32))
     bits, indices = merge(found.bits, found.indices, selection.top_k)
-    shares = selected_shares(bits, queries.shape[1] // keys.shape[1])
-    adaptive: list[mx.array] = []  # number of attended keys
-    if selection.recall:
-        keep_fewest = registry.load("keep_fewest", "metal")
-        S = keys.shape[2] if length is None else length
-        indices, recall = keep_fewest(indices, shares, bits >= LOCAL, selection, S)
-        adaptive = [(indices >= 0).sum(axis=-1)]
-    else:
-        recall = shares.sum(axis=-1)
-    counts = adaptive[0] if adaptive and not reallocate else None
+    recall = selected_shares(bits, queries.shape[1] // keys.shape[1]).sum(axis=-1)
     out, lse, *alpha = attend_listed(
-        queries, keys, values, indices, scale=selection.scale, length=length, counts=counts, reallocation=reallocation
+        queries, keys, values, indices, scale=selection.scale, length=length, reallocation=reallocation
     )
     recall = alpha[0].reshape(*recall.shape, -1).mean(axis=-1) if alpha else recall
-    return out, lse, recall, *adaptive
+    return out, lse, recall
 
 
 def selected_shares(bits: mx.array, G: int) -> mx.array:

@@ -81,7 +81,6 @@ class Call:
         self._planned = plan.decodes and self._drafts
         self._prefill_counts: PrefillCounts | None = None
         self._recalls: RecallCounts | None = None  # in a counted step (`SAMPLED_STEPS`)
-        self._guarded: dict[int, bool] = {}  # decisions of the guard by index of the layer's cache
         self._step_keys = 0  # number of keys of a decode step; 0 in other calls
 
     def __enter__(self) -> Call:
@@ -108,10 +107,6 @@ class Call:
             if self._step_keys and plan.watch is not None:
                 watch, plan.watch = plan.watch, None
                 watch(self._step_keys, counts)
-
-    def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return ``inputs``, the arguments of a model call. If ranks share the context, use the tokens of rank 0."""
-        return inputs
 
     @property
     def prefill_counts(self) -> PrefillCounts:
@@ -154,10 +149,7 @@ class Call:
         if layer.reason is not None:
             counts.dense_calls[layer.reason] += 1
             return None
-        if self.plan.guard is not None and self._guard_makes_dense(layer.index):
-            counts.dense_calls[reasons.LOW_RECALL] += 1
-            return None
-        S, (fixed, per_key) = cache.position, layer.sparse_bytes
+        S, (fixed, per_key) = cache.length, layer.sparse_bytes
         counts.sparse_calls += 1
         counts.dense_bytes += layer.dense_bytes * (S + 1)  # S keys and values are read, one is written
         # Round for each head, so that tensor-parallel ranks together count the same bytes as one process.
@@ -174,13 +166,6 @@ class Call:
             out = chunks.replace_with_dense(out, layer.short, queries, cache, scale, sinks)
         return out
 
-    def _guard_makes_dense(self, index: int) -> bool:
-        """Return True if the guard makes the layers with cache ``index`` dense in this forward pass."""
-        assert self.plan.guard is not None
-        if index not in self._guarded:  # several layers may share a cache
-            self._guarded[index] = self.plan.guard.takes_dense_step(index)
-        return self._guarded[index]
-
     def count_recall(self, cache: SparseCache, index: int, served: list[int]) -> None:
         """Record the attention recall that the method estimated in the last decode step.
 
@@ -190,15 +175,12 @@ class Call:
         state = None if self.plan.decode is None else cache.aux_states.get(self.plan.decode.name)
         if state is None or state.recall is None:
             return
-        recall, counts = state.recall, state.counts
-        state.recall = state.counts = None  # the state keeps no array of a decode step
-        if index >= 0 and (counts is not None or cache.position % SAMPLED_STEPS == 0):
+        recall, state.recall = state.recall, None  # the state keeps no array of a decode step
+        if index >= 0 and cache.length % SAMPLED_STEPS == 0:
             if len(served) < len(recall):
-                rows = mx.array(served)
-                recall, counts = recall[rows], None if counts is None else counts[rows]
-            self._recalls = self._recalls or RecallCounts(self.plan.guard)
-            top_k, row_bytes = getattr(self.plan.decode, "top_k", 0), cache.row_bytes
-            self._recalls.add(index, recall, counts, top_k=top_k, row_bytes=row_bytes)
+                recall = recall[mx.array(served)]
+            self._recalls = self._recalls or RecallCounts()
+            self._recalls.add(index, recall)
 
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
@@ -300,7 +282,7 @@ def under_plan(cls: Any) -> Callable[..., Any]:
         caches = kwargs.get("cache")
         if caches is None:
             caches = signature.bind_partial(self, *args, **kwargs).arguments.get("cache")
-        with (plan.new_call or Call)(plan, caches) as call:
-            return cls.__call__(self, *call.agreed(args), **kwargs)
+        with Call(plan, caches):
+            return cls.__call__(self, *args, **kwargs)
 
     return call

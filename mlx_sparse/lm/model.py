@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from ..api.call_report import Report
 from ..calibrate import Calibration
@@ -47,7 +45,6 @@ def enable(
     backend: str = "auto",
     recall: bool = False,
     calibration: Calibration | None = None,
-    shard: str | None = None,
     lossless: bool = False,
     draft_tokens: int | None = None,
 ) -> Report:
@@ -68,9 +65,6 @@ def enable(
             This takes an additional dense pass over the keys.
         calibration: crossover lengths on this machine. If None, use the lengths that `mlx-sparse calibrate` or
             ``--attn`` has measured. Use estimated or default lengths for layer shapes that were not measured.
-        shard: "context" shards the keys and values of one sequence over the ranks of MLX's distributed runtime. Each
-            rank runs the whole model. If the value is "context:local", each rank selects only among the
-            keys that it stores.
         lossless: True to generate the same tokens as dense attention. Sparse decode steps draft tokens, and one dense
             call checks several draft tokens. This applies to `mlx_lm.generate`, `mlx_lm.stream_generate` and mlx-lm's
             commands, one sequence at a time. Batches and direct calls of the model use dense decode steps.
@@ -90,9 +84,8 @@ def enable(
     seam.require(package)
     seam.library_of(model)
     model = text_model(model)
-    if package != "mlx_lm" and (lossless or shard is not None):
-        option = "lossless=False" if lossless else "shard=None"
-        raise ConfigError(f"model: expected a model of mlx-lm, got a model of mlx-vlm. Use {option}.")
+    if package != "mlx_lm" and lossless:
+        raise ConfigError("model: expected a model of mlx-lm, got a model of mlx-vlm. Use lossless=False.")
     if plan_of(model) is not None:
         raise ConfigError("model: expected a model that is not enabled, got an enabled model. Call mlx_sparse.disable.")
     configs = parse(attn) if isinstance(attn, str) else (attn,) if isinstance(attn, Method) else attn
@@ -105,10 +98,6 @@ def enable(
     plan = Plan(
         prefill, decode, backend, model_type(model), hooks, recall=recall, calibration=calibration or Calibration()
     )
-    if shard is not None:
-        from .distributed.context import share_context  # imported only if needed, to start faster
-
-        share_context(plan, shard)
     if lossless:
         from .speculative.generation import make_lossless, wrap
 
@@ -241,12 +230,6 @@ def _sparse_class(cls: Any, plan: Plan) -> type:
     # Copies of the model are not enabled, so that `disable` affects only one model.
     reduce = seam.reduce_as(cls, "_mlx_sparse")
     own = {"__call__": under_plan(cls), "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    if (convert := plan.new_caches) is not None:
-
-        def make_cache(self: Any) -> list[Any]:
-            return convert(cls.make_cache(self) if hasattr(cls, "make_cache") else [KVCache() for _ in self.layers])
-
-        own["make_cache"] = make_cache
     return type(cls.__name__, (cls,), own)
 
 
@@ -257,14 +240,14 @@ def _probe(model: Any, plan: Plan) -> None:
         ConfigError: no layer of a complete model can use sparse attention, or a parameter does not fit the head dim.
     """
     caches, probe = new_caches(model), Probe(plan)
-    with _unchanged(model), (plan.new_call or Call)(plan, caches, probe=probe):
+    with _unchanged(model), Call(plan, caches, probe=probe):
         model(mx.zeros((1, 1), mx.int32), cache=caches)
     if plan.decode is not None:
         plan.decode = plan.decode.for_model(qk_norm=has_qk_norm(model), grouped=probe.grouped)
     seen = [(cache, reason() if callable(reason) else reason) for cache, reason in probe.seen]
     report = plan.report
     report.attn = plan.attn
-    report.part = dataclasses.replace(part_of(model), shards=plan.shards)
+    report.part = part_of(model)
     heads = {layer.step.heads for _, layer in probe.layers}
     if len(heads) == 1:
         (here,) = heads

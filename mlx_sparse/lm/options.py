@@ -9,7 +9,6 @@ from typing import Any
 
 from ..methods import Dense, Method, parse, read_toml
 
-SHARDS = ("context", "context:local")
 REPORTS = ("text", "full", "recall", "json", "json+recall", "off")
 
 
@@ -54,13 +53,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="Backend: 'metal' (kernels for Apple GPUs), 'ops' (MLX array operations), or 'auto', which selects metal "
         "if it is available (default: auto).",
-    )
-    group.add_argument(
-        "--shard",
-        choices=SHARDS,
-        help="With mlx.launch, shard the context: every process runs the whole model and stores a part of the keys and "
-        "values. With 'context:local', each process selects among the keys that it stores, which needs fewer messages "
-        "(default: mlx-lm shards the model).",
     )
     group.add_argument(
         "--lossless",

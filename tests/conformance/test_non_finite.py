@@ -17,7 +17,7 @@ from sample_cases import selection
 from mlx_sparse import oracle
 
 # Sizes and settings by method.
-ARMS = {"sparq": (("G1", "reallocate"), ("G4", "paper"), ("G4", "eval"))}
+ARMS = {"sparq": (("G1", "reallocate"), ("G4", "paper"), ("G4", "odd-sizes"))}
 STEPS = [(method, edit, *arm) for method, arms in ARMS.items() for edit, arm in covering(list(NON_FINITE), arms)]
 STEPS += [("sparq", edit, "tiles", "paper") for edit in ("nan", "more-than-are-attended")]
 # Skip runtimes that evaluate the same function bodies as another backend.

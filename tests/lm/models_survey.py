@@ -21,6 +21,8 @@ from mlx_sparse.lm.model import Attn, NothingServed, has_qk_norm, sparse
 from mlx_sparse.methods import SparQ, Step, reasons
 from mlx_sparse.model_info import leaves
 
+KEEPS_A_STATE = "with a state of fixed size instead of keys"
+NO_ATTENTION = "without attention"
 PROMPT, STEPS = 96, 4
 # Reasons that only the table of models has.
 KEEPS_A_STATE, NO_ATTENTION = "with a state of fixed size instead of keys", "without attention"
