@@ -25,8 +25,8 @@ from . import __version__
 from .cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
 from .cache.sparse_cache import SparseCache
 from .checks import ArtefactError
+from .core.base import NEVER, Method, Prefill, Step
 from .files import cache_directory, read_regular, replace_file
-from .methods import NEVER, Method, Prefill, Step
 
 SECONDS = {"gpu": 3.0, "cpu": 10.0}  # longest time of a measurement
 SHORT = 1024  # keys; a shorter context does not trigger a measurement

@@ -17,8 +17,11 @@ from transformers.modeling_utils import AttentionInterface
 
 from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.methods import NEVER, QK_NORMS, SparQ, Step, nvidia_kind, reasons
-from mlx_sparse.methods.stats import dense_elements
+from mlx_sparse.core import reasons
+from mlx_sparse.core.base import NEVER, QK_NORMS, Step
+from mlx_sparse.core.cost import nvidia_kind
+from mlx_sparse.core.stats import dense_elements
+from mlx_sparse.methods import SparQ
 
 from ..availability import interpreted
 from ..launchers import configs

@@ -11,8 +11,9 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from mlx_sparse.api.call_report import Report
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.methods import NEVER, SparQ, Step, parse
-from mlx_sparse.methods.scoring_keys import KeyCodes
+from mlx_sparse.core.base import NEVER, Step
+from mlx_sparse.methods import SparQ, parse
+from mlx_sparse.methods.sparq.scoring_keys import KeyCodes
 
 from ..launchers.sparq import sparq_attention
 from . import require

@@ -15,9 +15,9 @@ import mlx.core as mx
 from ..api.call_report import Counts
 from ..cache.kv_cache import SparseBatch, SparseQuantized, adopt, is_padding_mask
 from ..cache.sparse_cache import SparseCache
-from ..methods import reasons
+from ..core import reasons
+from ..core.packed_rows import PackedRows, Rows
 from ..model_info import leaves
-from ..ops.packed_rows import PackedRows, Rows
 from . import chunks, seam
 from .plan import LayerPlan, Plan, Probe, layer_reason
 from .recall import RecallCounts

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..api.call_report import JSON_KEY, Counts, Report, listing
 from ..checks import ConfigError, SparseAttentionError
-from ..methods import NEVER, Method, Prefill, registry
+from ..core import registry
+from ..core.base import NEVER, Method, Prefill
 from ..model_info import is_drafter
 from .distributed.ranks import Ranks, connection_error, difference, facts_of
 from .loading import has_all_weights, loading, refuse_rotating_cache, refuse_unquantizable, unfit_warning

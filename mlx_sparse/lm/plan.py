@@ -13,8 +13,9 @@ from ..api.call_report import Counts, Report
 from ..cache.kv_cache import is_padding_mask
 from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..calibrate import Calibration, Layer, describe
-from ..methods import NEVER, Dense, Method, Prefill, Step, reasons, registry
-from ..ops.packed_rows import PackedRows, Rows
+from ..core import reasons, registry
+from ..core.base import NEVER, Dense, Method, Prefill, Step
+from ..core.packed_rows import PackedRows, Rows
 from .hooks import CallHooks, ModelHooks
 from .statistics import PrefillStatistics
 

@@ -22,8 +22,8 @@ from rich.console import Console
 
 from ..calibrate import Calibration, describe
 from ..checks import ConfigError
+from ..core.base import NEVER, Method
 from ..lm.model import disable, enable, plan_of
-from ..methods import NEVER, Method
 from ..model_info import config_of
 from .evaluate.tasks import encode
 from .progress import Update, stage, token_bar

@@ -11,9 +11,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..calibrate import Layer
+from ..core.base import Method
+from ..core.stats import dense_elements
 from ..lm import seam
-from ..methods import Method
-from ..methods.stats import dense_elements
 from ..model_info import leaves, new_caches, weights_read
 
 FULL, WINDOW, LINEAR, LATENT = "full", "window", "linear", "latent"

@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError, check_choice, check_int, did_you_mean, reason_of
-from mlx_sparse.methods import Dense, Method, Sample, load_toml, parse
+from mlx_sparse.core.base import Dense, Method
+from mlx_sparse.methods import Sample, load_toml, parse
 
 from .. import build
 from ..compose import inline as inlined

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from ... import oracle
 from ...checks import ConfigError, check_choice, check_int
-from ...methods import Method
-from ...methods.block_patterns import bigbird_pattern, streaming_pattern
-from ...methods.stats import saap_elements
+from ...core.base import Method
+from ...core.stats import saap_elements
+from ...methods.patterns.block_patterns import bigbird_pattern, streaming_pattern
 from .core import Case, Request
 
 Array = npt.NDArray[Any]

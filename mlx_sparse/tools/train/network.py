@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx.optimizers import Adam
 
-from ...artefact import Layer
+from ...methods.saap.artefact import Layer
 from .rows import Rows
 
 Params = dict[str, mx.array]

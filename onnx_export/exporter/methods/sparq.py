@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx_sparse
 from mlx_sparse.checks import check_local_window, check_rank
 from mlx_sparse.methods import SparQ
-from mlx_sparse.methods.scoring_keys import GROUP
+from mlx_sparse.methods.sparq.scoring_keys import GROUP
 
 from ...defaults import dense_below
 from ...operators import coded_axes
