@@ -3,7 +3,6 @@
 
 python scripts/plots.py bytes      docs/bytes.svg: bytes of a decode step by context and by layer, from formulas
 python scripts/plots.py speed      docs/speed.svg: tokens per second by context, from docs/results/context.jsonl
-python scripts/plots.py budget     docs/budget.svg: fixed and adaptive budgets, from docs/results/adaptive.jsonl
 python scripts/plots.py measure    measure docs/results/context.jsonl on this machine (6 minutes on two cores)
 
 `mlx-sparse report` draws docs/quality.svg, which shows the quality against the bytes that the methods read.
@@ -39,7 +38,7 @@ TOKENS = 48  # generated per run
 
 def main() -> int:
     """Draw the requested plot or run the measurement, and return the exit code."""
-    actions = {"bytes": draw_bytes, "speed": draw_speed, "budget": draw_budget, "measure": measure}
+    actions = {"bytes": draw_bytes, "speed": draw_speed, "measure": measure}
     if len(sys.argv) != 2 or sys.argv[1] not in actions:
         sys.exit(f"usage: plots.py {'|'.join(actions)}")
     print(actions[sys.argv[1]]())
@@ -90,30 +89,6 @@ def draw_speed() -> Path:
         axes.set_ylim(bottom=0)
         _by_context(axes, contexts, "decoded tokens/s", f"SmolLM2-135M, {name}, CPU")
     return _save(figure, "speed.svg")
-
-
-def draw_budget() -> Path:
-    """Draw the KL divergence of a fixed and of an adaptive budget by the mean number of keys, for each model."""
-    rows = [json.loads(line) for line in (DOCS / "results" / "adaptive.jsonl").read_text().splitlines()]
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, panels = plt.subplots(1, len(models), figsize=(9.6, 3.4), layout="constrained", squeeze=False)
-    for axes, model in zip(panels[0], models, strict=True):
-        for task, style in (("repetition", "o"), ("needle", "s"), ("key_value", "^"), ("bits_per_byte", "v")):
-            own = [row for row in rows if (row["model"], row["task"], row["measure"]) == (model, task, "kl")]
-            keys = [row["keys"] for row in own]
-            for budget, color in (("fixed", "0.45"), ("adaptive", "tab:blue")):
-                label = budget if task == "repetition" else None
-                axes.plot(keys, [row[budget] for row in own], f"{style}-", color=color, label=label, markersize=4)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([32, 64, 128, 256], ["32", "64", "128", "256"])
-        axes.minorticks_off()
-        axes.set_yscale("log")
-        axes.set_xlabel("mean number of attended keys")
-        axes.set_ylabel("KL divergence from dense attention, nats")
-        axes.set_title(f"{model}, four tasks, {rows[0]['context']:,} tokens", fontsize=10)
-        axes.legend(frameon=False)
-        axes.grid(alpha=0.3)
-    return _save(figure, "budget.svg")
 
 
 def measure() -> Path:

@@ -42,7 +42,7 @@ LIMITS = {
 }
 
 
-def main(argv: Sequence[str], console: Console | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``mlx-sparse try``. Return 0 if the dense and the sparse answer were decoded."""
     args = _parser().parse_args(argv)
     args.context = None if args.context is None else read_length(args.context, "--context")
@@ -57,9 +57,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     if variables != dict(os.environ):  # a library can be preloaded only when a process starts
         return subprocess.call([sys.executable, "-m", "mlx_sparse.cli", "try", *argv], env=variables)
     # Files and pipes have no width.
-    console = console or Console(
-        stderr=args.json, highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH
-    )
+    console = Console(stderr=args.json, highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH)
     with stage(console, "loading mlx-lm and the model"):
         # These imports take seconds, so show a message first.
         from ..calibrate import Calibration
