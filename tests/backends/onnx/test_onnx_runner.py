@@ -295,6 +295,20 @@ def test_a_damaged_folder_is_refused_in_one_line(damage: str, tmp_path: Path) ->
         Runner(folder)
 
 
+def test_a_snapshot_of_the_hub_runs_and_a_lone_link_to_the_weights_is_refused(tmp_path: Path) -> None:
+    folder, snapshot = copied(SPARQ, tmp_path), tmp_path / "snapshots" / "main"
+    (tmp_path / "blobs").mkdir()
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(path for path in folder.iterdir() if path.is_file()):
+        file.rename(tmp_path / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    assert list(Runner(snapshot).generate([1, 2, 3], 4)) == list(Runner(exported(SPARQ)).generate([1, 2, 3], 4))
+    model = snapshot / "model.onnx"
+    model.write_bytes((model.read_bytes(), model.unlink())[0])
+    with pytest.raises(ArtefactError, match="escapes model directory"):
+        Runner(snapshot)
+
+
 def test_a_file_that_does_not_run_is_a_one_line_error(tmp_path: Path) -> None:
     def spoil(model: onnx.ModelProto) -> None:
         attention = next(node for node in model.graph.node if node.op_type == "CachedAttention")
