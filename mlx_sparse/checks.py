@@ -45,10 +45,10 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` that shortens its error messages with `shortened`."""
+    """An `argparse.ArgumentParser` that prints one-line errors, shortened with `shortened`, and no usage text."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(shortened(message))
+        self.exit(2, f"{self.prog}: error: {shortened(message)}\n")
 
 
 class SparseAttentionError(Exception):
@@ -168,11 +168,6 @@ def check_share(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < number <= 1:  # NaN too
         raise ConfigError(f"{name}: expected a number above 0 and at most 1, got {value!r}.")
     return float(number)
-
-
-def check_recall(recall: object, name: str = "recall") -> float:
-    """Return ``recall`` if it is 0 or a number in (0, 1]; raise `ConfigError` with ``name`` otherwise."""
-    return 0.0 if recall == 0 and not isinstance(recall, bool) else check_share(name, recall)
 
 
 def check_block_size(block_size: object) -> None:

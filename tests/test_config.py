@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_sparse import methods
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import (
     ENOUGH_SAVED,
@@ -97,6 +98,10 @@ def test_text_is_read_as_values(text: str, expected: Method) -> None:
 
 def test_methods_keep_their_order() -> None:
     assert parse("streaming + sparq:rank=8 + h2o") == (Streaming(), SparQ(rank=8), H2O())
+
+
+def test_every_method_can_be_imported_from_the_package() -> None:
+    assert all(getattr(methods, cls.__name__) is cls for cls in METHODS.values())
 
 
 def test_configurations_are_frozen() -> None:
@@ -198,11 +203,6 @@ NAMES = ", ".join(METHODS)
             "sparq:preset=best",
             "sparq: expected one of the presets paper, robust, got 'best'.",
         ),
-        (
-            "sparq:preset=appendix_b",
-            "sparq: preset=appendix_b was removed: write preset=paper,local_window=0,reallocate=true.",
-        ),
-        ("sparq:preset=eval", "sparq: preset=eval was removed: write preset=paper,top_k=129,local_window=33."),
         ("h2o:preset=paper", "h2o: expected one of the presets none, got 'paper'."),
         ("sparq:rank=0", "rank: expected an integer of at least 1, got 0."),
         ("sparq:rank=-3", "rank: expected an integer of at least 1, got -3."),
@@ -216,18 +216,6 @@ NAMES = ", ".join(METHODS)
         ("sparq:top_k=9,local_window=10", "local_window: expected at most top_k=9, which includes it, got 10."),
         ("sparq:reallocate=yes", "reallocate: expected one of auto, true, false, got 'yes'."),
         ("sparq:reallocate=1", "reallocate: expected one of auto, true, false, got 1."),
-        (
-            "sparq:group_reduce=logits",
-            "sparq: group_reduce=logits was removed: scores are summed over the group after the softmax.",
-        ),
-        (
-            "sparq:key_bits=8",
-            "sparq: key_bits=8 was removed: write key_bits=4, or key_bits=16 for the keys as they are.",
-        ),
-        (
-            "saap:artefact=x,mode=kmeans",
-            "saap: mode=kmeans was removed: write mode=trained for the networks of the artefact, or mode=online.",
-        ),
         ("sparq:key_bits=5", "key_bits: expected one of 16, 4, got 5."),
         ("sparq:component_score=key", "component_score: expected one of auto, query, query_key, got 'key'."),
         ("sparq:dense_below=-1", "dense_below: expected an integer of at least 0, got -1."),
@@ -239,10 +227,6 @@ NAMES = ", ".join(METHODS)
         ("flexgen:top_k=0", "top_k: expected an integer of at least 1, got 0."),
         ("oracle_top_k:top_k=0", "top_k: expected an integer of at least 1, got 0."),
         ("oracle_top_k:local_window=200", "local_window: expected at most top_k=128, which includes it, got 200."),
-        (
-            "oracle_top_k:group_reduce=softmax",
-            "oracle_top_k: group_reduce=softmax was removed: scores are summed over the group after the softmax.",
-        ),
     ],
 )
 def test_a_wrong_text_is_a_one_line_error(text: str, message: str) -> None:
@@ -304,10 +288,6 @@ def test_a_toml_file_of_exactly_the_largest_size_is_read(tmp_path: Path) -> None
         ("[sparq]\ncomponent_score = [1]", "component_score: expected one of auto, query, query_key, got [1]."),
         ("[sparq]\npreset = 3", "sparq: expected one of the presets paper, robust, got 3."),
         ("[sparq]\npreset = [1]", "sparq: expected one of the presets paper, robust, got [1]."),
-        (
-            '[sparq]\npreset = "eval"',
-            "sparq: preset=eval was removed: write preset=paper,top_k=129,local_window=33.",
-        ),
         ("x" * (MAX_TOML_BYTES + 1), "attn-config: expected a TOML file of at most 1 MiB, got {path}."),
     ],
     ids=lambda text: text[:30].replace("\n", " "),

@@ -254,6 +254,4 @@ def _sparq(attn: str | SparQ) -> SparQ:
     if [getattr(config, "name", None) for config in configs] != [SparQ.name]:
         given = "+".join(map(str, configs))
         raise ConfigError(f"attn: expected sparq[:key=value,...] alone, got {given!r}.")
-    config = cast("SparQ", configs[0])
-    config.require_fixed_budget("with transformers")
-    return config
+    return cast("SparQ", configs[0])

@@ -41,9 +41,9 @@ class KeyLists:
         return self.offsets, self.key_ids
 
 
-def needs_rebuild(index: BucketIndex, cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> bool:
+def needs_rebuild(index: BucketIndex, first_rows: list[int], S: int, config: SAAP) -> bool:
     """Return True if a decode step at position ``S`` must call `rebuild_lists` first."""
-    return index.lists is None or index.lists.covered != covered_rows(cache, first_rows, S, config)
+    return index.lists is None or index.lists.covered != covered_rows(first_rows, S, config)
 
 
 def attended_keys(
@@ -76,16 +76,14 @@ def attended_keys(
     return lists
 
 
-def covered_rows(cache: SparseCache, first_rows: list[int], S: int, config: SAAP) -> list[int]:
+def covered_rows(first_rows: list[int], S: int, config: SAAP) -> list[int]:
     """Return the end of the listed rows of each sequence (`KeyLists.covered`) for a decode step at position ``S``.
 
     Keys in the recent window are not listed. The number of positions from the sequence's first key to the end of the
     listed rows is a multiple of ``merge_every``.
     """
     every = config.merge_every
-    return [
-        cache.rows_before(first + max(S - first - config.recent_tokens, 0) // every * every) for first in first_rows
-    ]
+    return [first + max(S - first - config.recent_tokens, 0) // every * every for first in first_rows]
 
 
 def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: Iterable[int] | None = None) -> None:
@@ -96,7 +94,7 @@ def rebuild_lists(caches: list[SparseCache], S: int, config: SAAP, sequences: It
         sequences: indices of the sequences that get centroids; None means all sequences with keys.
     """
     first_rows = caches[0].first_rows(caches)
-    covered = covered_rows(caches[0], first_rows, S, config)
+    covered = covered_rows(first_rows, S, config)
     indexed = [(cache, index) for cache in caches if (index := index_of(cache)) is not None]
     found = [_list_keys(cache, index, covered, config, sequences) for cache, index in indexed]
     numbers: Any = mx.stack([counts for *_, counts in found]).tolist()

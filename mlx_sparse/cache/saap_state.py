@@ -158,12 +158,9 @@ class BucketIndex(State):
             mx.eval(self._assign(self._pre_rope_keys(cache, slice(None), start, stop)))
 
     def _pre_rope_keys(self, cache: SparseCache, sequences: slice, start: int, stop: int) -> mx.array:
-        inverse_rope = self.router.source.inverse_rope
-        found = []
-        for first, last, position in cache.runs(start, stop):
-            offset = position if cache.padding is None else position - cache.padding[sequences]
-            found.append(inverse_rope(cache.key_rows[sequences, :, first:last], offset))
-        return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
+        offset = start if cache.padding is None else start - cache.padding[sequences]
+        rows: mx.array = self.router.source.inverse_rope(cache.key_rows[sequences, :, start:stop], offset)
+        return rows
 
     def _fit(self, cache: SparseCache, config: SAAP, sequences: Iterable[int]) -> None:
         """Fit the missing centroids of ``sequences``, and reassign the keys to the new buckets."""
@@ -196,8 +193,7 @@ class BucketIndex(State):
         chosen = start + np.linspace(0, count - 1, min(max(count, C), KEYS_PER_BUCKET * C)).astype(np.int32)
         # Make each row a sequence of one row, because the inverse RoPE takes one position per sequence.
         keys = cache.key_rows[sequence].swapaxes(0, 1)[mx.array(chosen)][:, :, None]
-        positions = np.concatenate([at + np.arange(last - first) for first, last, at in cache.runs(0, cache.length)])
-        pre_rope = self.router.source.inverse_rope(keys, mx.array(positions[chosen] - first_row))
+        pre_rope = self.router.source.inverse_rope(keys, mx.array(chosen - first_row))
         return kmeans.fit(pre_rope[:, :, 0].swapaxes(0, 1), C).astype(cache.key_rows.dtype)
 
     # The following methods update the index after mlx-lm has changed the rows or the sequences of a batch.

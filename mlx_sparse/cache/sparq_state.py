@@ -86,7 +86,7 @@ class SparQState(State):
         return found
 
     def store_returned(self, *returned: mx.array) -> None:
-        self.recall, self.counts = returned if len(returned) > 1 else (*returned, None)
+        (self.recall,) = returned
 
     def _mixes(self, config: SparQ, G: int) -> bool:
         """Return True if decode steps mix in the mean value (reallocation). The last result is cached."""
@@ -146,13 +146,10 @@ class Codes:
         coded: codes for all rows of the buffer. The codes of groups that are not full are invalid. None before the
             first full group.
         covered: number of rows that have been processed; all full groups in these rows are quantized.
-        center: float32 ``(B, Hkv, D)`` center of the codes (sparq.17) from `set_center`. None if the center is computed
-            from the first group of each sequence.
     """
 
     def __init__(self, padding: mx.array | None, first_rows: list[int]) -> None:
         """Create an empty state. ``padding`` is ``first_rows`` as an array ``(B,)``; None if no row is padding."""
-        self.center: mx.array | None = None
         self.coded: KeyCodes | None = None
         self.covered = 0
         self._padding = padding
@@ -176,16 +173,8 @@ class Codes:
         if self.coded is None or left == [_full(before, first) for first in self._first]:
             return
         self._spread = None
-        if self.center is not None:
-            return
         # The first group of a sequence defines the center, so remove both together.
         self.coded = self.coded._replace(center=self.coded.center * (mx.array(left) > 0)[:, None, None])
-
-    def set_center(self, center: mx.array) -> None:
-        """Set the center of all codes. Groups that are already quantized must have been quantized with this center."""
-        self.center = center
-        if self.coded is not None:
-            self.coded = self.coded._replace(center=center)
 
     def extend(self, keys: Rows, S: int) -> None:
         """Quantize all new full groups in rows ``[0, S)`` of the buffer ``keys``."""
@@ -210,7 +199,7 @@ class Codes:
             stop = min(start + CHUNK // GROUP, new)
             made = code_groups(
                 keys[sequences, :, first + start * GROUP : first + stop * GROUP],
-                center=self.coded.center[sequences] if start else self.center,
+                center=self.coded.center[sequences] if start else None,
             )
             self.coded.codes[sequences, ..., start * WORDS : stop * WORDS] = made.codes
             self.coded.lo[sequences, ..., start:stop] = made.lo
@@ -227,8 +216,7 @@ class Codes:
         if old is None:
             blank = mx.zeros((B, Hkv, D, groups), mx.float16)
             words = mx.zeros((B, Hkv, D, groups * WORDS), mx.uint32)
-            center = mx.zeros((B, Hkv, D)) if self.center is None else self.center
-            self.coded = KeyCodes(words, blank, mx.zeros_like(blank), center)
+            self.coded = KeyCodes(words, blank, mx.zeros_like(blank), mx.zeros((B, Hkv, D)))
             return
         more = groups - old.lo.shape[-1]
         codes, lo, step = (

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..methods import registry
 from ..methods.scoring_keys import GROUP, WORDS, KeyCodes
 from ..methods.sparq import Selection
 from ..ops.packed_rows import Rows
@@ -24,6 +23,7 @@ from .launch import (
     Outputs,
     RowFormat,
     integer,
+    packed_parts,
     padding_or_zeros,
     parts_of,
     real,
@@ -52,16 +52,12 @@ CANDIDATES = Kernel(
     ("bits", "indices", "softmax"),
 )
 _CODED = ("queries", "component_weight", "codes", "lo", "step", "center")
-_PACKED = ("key_codes", "key_scales", "key_biases")
 _GIVEN = ("left_padding", "rank", "length", "scale")
 CODE_SCORES = Kernel("sparq_code_scores", "sparq_code_scores.h", (*_CODED, "keys", *_GIVEN), ("logits", "statistics"))
-CODE_SCORES_PACKED = Kernel(
-    "sparq_code_scores_packed", "sparq_code_scores.h", (*_CODED, *_PACKED, *_GIVEN), ("logits", "statistics")
-)
 ROW_SCORES = Kernel(
     "sparq_row_scores",
     "sparq_row_scores.h",
-    ("queries", *_PACKED, "left_padding", "length", "scale"),
+    ("queries", *packed_parts("keys"), "left_padding", "length", "scale"),
     ("logits", "statistics"),
 )
 CODE_CANDIDATES = Kernel(
@@ -140,7 +136,7 @@ def sparq_code_scores(n: Sizes) -> Launch:
     per_thread = 8 if n.G <= 4 else 4  # keys; more keys do not fit into the registers
     template = {"D": n.D, "G": n.G, "WEIGHTED": n.weighted, "KEYS": per_thread}
     return Launch(
-        CODE_SCORES_PACKED if n.row_format else CODE_SCORES,
+        CODE_SCORES.of_rows(n.row_format),
         _scored(n),
         [integer(n.rank), integer(n.length), real(n.scale)],
         template=template | row_template(n.row_format),
@@ -308,7 +304,7 @@ def sparq_attention(
     """
     selection = Selection(**parameters)
     found = find_candidates(queries, keys, selection, exact=reallocate, length=length)
-    if found.attend is not None and not selection.recall:
+    if found.attend is not None:
         rows = *parts_of(keys)[0], *parts_of(values)[0]
         out, lse, recall = found.attend(queries, *rows, found.bits, found.indices)
         return out, lse, recall
@@ -317,21 +313,12 @@ def sparq_attention(
         assert value_mean is not None
         reallocation = Reallocation(found.logits, found.softmax, value_mean.astype(mx.float32))
     bits, indices = merge(found.bits, found.indices, selection.top_k)
-    shares = selected_shares(bits, queries.shape[1] // keys.shape[1])
-    adaptive: list[mx.array] = []  # number of attended keys
-    if selection.recall:
-        keep_fewest = registry.load("keep_fewest", "metal")
-        S = keys.shape[2] if length is None else length
-        indices, recall = keep_fewest(indices, shares, bits >= LOCAL, selection, S)
-        adaptive = [(indices >= 0).sum(axis=-1)]
-    else:
-        recall = shares.sum(axis=-1)
-    counts = adaptive[0] if adaptive and not reallocate else None
+    recall = selected_shares(bits, queries.shape[1] // keys.shape[1]).sum(axis=-1)
     out, lse, *alpha = attend_listed(
-        queries, keys, values, indices, scale=selection.scale, length=length, counts=counts, reallocation=reallocation
+        queries, keys, values, indices, scale=selection.scale, length=length, reallocation=reallocation
     )
     recall = alpha[0].reshape(*recall.shape, -1).mean(axis=-1) if alpha else recall
-    return out, lse, recall, *adaptive
+    return out, lse, recall
 
 
 def selected_shares(bits: mx.array, G: int) -> mx.array:

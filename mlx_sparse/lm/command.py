@@ -62,7 +62,6 @@ class Session:
         self.max_tokens: int | None = None
         self.max_kv_size: int | None = None
         self.kv_quantization: dict[str, int] = {}  # bits and group size of a quantized KV cache
-        self.shard: str | None = None
         self.lossless: int | None = None  # number of drafts for each check; 0 to select it by speed
         self.draft: str | None = None
         self.loading: str | None = None
@@ -75,20 +74,18 @@ class Session:
         from ..calibrate import Calibration
 
         self.report_format = args.attn_report
-        self.shard, self.lossless = args.shard, args.lossless
+        self.lossless = args.lossless
         self.named = args.attn is not None or args.attn_config is not None
-        if self.library != "mlx_lm" and (self.shard is not None or self.lossless is not None):
-            fail(parser, f"{'--lossless' if self.shard is None else '--shard'}: expected mlx-lm, got {self.command}.")
-        if args.attn is args.attn_config is self.shard is None:
+        if self.library != "mlx_lm" and self.lossless is not None:
+            fail(parser, f"--lossless: expected mlx-lm, got {self.command}.")
+        if args.attn is args.attn_config is None:
             if self.lossless is not None:
                 fail(parser, "--lossless: expected --attn METHOD for the drafts, got none.")
             return
         try:
             configs, calibrates = requested(args)
             quantizes = getattr(args, "kv_bits", None) is not None
-            if self.shard is not None:
-                self._check_shard(args)
-            elif not quantizes and self.lossless is None and not any(config.sparse for config in configs):
+            if not quantizes and self.lossless is None and not any(config.sparse for config in configs):
                 return
             prefill, decode = self._checked(args, configs)
         except SparseAttentionError as error:
@@ -136,25 +133,6 @@ class Session:
             hooks_of(config).check(config)
         return prefill, decode
 
-    def _check_shard(self, args: argparse.Namespace) -> None:
-        """Raise `ConfigError` if the command has an option that is not supported with ``--shard``."""
-        if getattr(args, "kv_bits", None) is not None:
-            raise ConfigError("--shard: expected unquantized caches, got --kv-bits. Drop one option.")
-        if self.suites or getattr(args, "draft_model", None) is not None:
-            got = "mlx_lm.evaluate" if self.suites else "--draft-model"
-            raise ConfigError(f"--shard: expected one model that all processes run together, got {got}.")
-        if getattr(args, "batch_size", 1) > 1:
-            raise ConfigError(f"--shard: expected one sequence at a time, got --batch-size {args.batch_size}.")
-
-    def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Save a prompt cache with mlx-lm's ``save_prompt_cache``. If ``--shard`` is set, combine the shards first."""
-        if self.shard is None:
-            return original(*args, **kwargs)
-        from .distributed.context import save
-
-        with self._exiting_on_error():
-            return save(original, *args, **kwargs)
-
     def handshake(
         self, parser: argparse.ArgumentParser, args: argparse.Namespace | None, *, refused: bool = False
     ) -> None:
@@ -177,9 +155,6 @@ class Session:
             problem = str(error)
         if problem is not None and not refused:
             fail(parser, problem)
-        if self.shard is not None and self.ranks.rank:
-            null = self.exit_stack.enter_context(Path(os.devnull).open("w"))  # noqa: SIM115
-            self.exit_stack.enter_context(contextlib.redirect_stdout(null))
 
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
         """Find ``model`` on disk or on the Hugging Face Hub as mlx-lm does, and record that this command loads it."""
@@ -208,12 +183,7 @@ class Session:
         return loaded
 
     def load_part(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
-        """Load this rank's part of a model and enable the methods. If ``--shard`` is set, load the whole model."""
-        if self.shard is not None:
-            from mlx_lm import utils
-
-            names = ("return_config", "tokenizer_config", "trust_remote_code")
-            return utils.load(model, **{name: kwargs[name] for name in names if name in kwargs})
+        """Load this rank's part of a model and enable the methods."""
         self.loads += 1
         self.loads_part = True
         try:
@@ -268,7 +238,6 @@ class Session:
             backend=self.backend,
             recall="recall" in self.report_format,
             calibration=self.calibration,
-            shard=self.shard,
             lossless=self.lossless is not None,
             draft_tokens=self.lossless or None,
         )
@@ -421,7 +390,6 @@ def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[Non
         "load_model": session.load,
         "_download" if session.library == "mlx_lm" else "get_model_path": session.find,
         "sharded_load": session.load_part,
-        "save_prompt_cache": session.save,
     }
     # Commands import some of these functions by value, so replace them in the globals of `main` too.
     places = [(where, name) for where in (vars(utils), getattr(main, "__globals__", {})) for name in ours]

@@ -12,7 +12,6 @@ from typing import Any
 from ..checks import shortened
 from ..methods import Dense, Method, parse, read_toml
 
-SHARDS = ("context", "context:local")
 REPORTS = ("text", "full", "recall", "json", "json+recall", "off")
 
 OURS = ("argument --attn", "argument --lossless", "argument --shard")  # start of argparse's messages about them
@@ -42,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             fail(parser, f"{message.removeprefix('argument ')}.")
         original(message)
 
-    parser.error = error  # type: ignore[assignment]
+    parser.error = error  # type: ignore[method-assign]
     group = parser.add_argument_group(
         "sparse attention",
         "Use sparse attention for prefill, for decoding, or for both (mlx-sparse-attention). Attention is dense in a "
@@ -67,13 +66,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="Backend: 'metal' (kernels for Apple GPUs), 'ops' (MLX array operations), or 'auto', which selects metal "
         "if it is available (default: auto).",
-    )
-    group.add_argument(
-        "--shard",
-        choices=SHARDS,
-        help="With mlx.launch, shard the context: every process runs the whole model and stores a part of the keys and "
-        "values. With 'context:local', each process selects among the keys that it stores, which needs fewer messages "
-        "(default: mlx-lm shards the model).",
     )
     group.add_argument(
         "--lossless",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -130,9 +129,6 @@ class Indices(CallHooks):
         self._unsubmitted: list[mx.array] = []
         self._writer: SparseCache | None = None
         self._counts = BucketCounts()
-        sinks = {cache.rows_before(self.config.sink_tokens) for cache in caches if isinstance(cache, SparseCache)}
-        if sinks - {self.config.sink_tokens}:
-            self.config = dataclasses.replace(self.config, sink_tokens=min(sinks))
         for layer, cache in enumerate(caches):
             router = self._routers.get(layer)
             if not isinstance(cache, SparseCache) or not isinstance(router, Router):
@@ -159,8 +155,7 @@ class Indices(CallHooks):
 
     def refusal(self, cache: Any) -> str | None:
         router = self._routers.get(self._layers.get(id(cache), -1), reasons.NOT_WRITTEN)
-        # With a sharded context, all ranks need the inverse RoPE, even if a rank stores no keys.
-        return router if isinstance(router, str) else router.source.irreversible if cache.shards > 1 else None
+        return router if isinstance(router, str) else None
 
     def keys_written(self, cache: SparseCache) -> None:
         """Assign the new keys in ``cache`` to buckets."""
@@ -174,7 +169,6 @@ class Indices(CallHooks):
         pre_rope = index.router.source.pre_rope(self._recorder, keys, offset)
         if pre_rope is None:
             return
-        start, pre_rope = cache.own(start, pre_rope)
         ids = index.write(start, pre_rope) if pre_rope.shape[2] else None
         if ids is not None:
             self._unsubmitted.append(ids)
@@ -229,10 +223,10 @@ class Indices(CallHooks):
     def step(
         self, queries: mx.array, cache: SparseCache, step: DecodeStep, served: list[int], scale: float
     ) -> tuple[mx.array, mx.array]:
-        index, S, padding = index_of(cache), cache.position, cache.padding
+        index, S, padding = index_of(cache), cache.length, cache.padding
         assert index is not None
         first_rows = cache.first_rows(self._caches)
-        if index.unfitted(served) or needs_rebuild(index, cache, first_rows, S, self.config):
+        if index.unfitted(served) or needs_rebuild(index, first_rows, S, self.config):
             # Rebuild the lists of all layers together, so that the host waits for the device only once.
             others = [other for other in self._caches if other is not cache and self._updates_with(other, S, served)]
             rebuild_lists([cache, *others], S, self.config, served)
@@ -262,9 +256,9 @@ class Indices(CallHooks):
         of all rows must be available, and the sequences ``served`` must have centroids.
         """
         index = index_of(cache)
-        if index is None or cache.keys is None or not S - 1 <= cache.position <= S:
+        if index is None or cache.keys is None or not S - 1 <= cache.length <= S:
             return False
         # A layer fits centroids in a decode step of this layer, after writing the last key.
-        if index.unfitted(served) or not needs_rebuild(index, cache, cache.first_rows(self._caches), S, self.config):
+        if index.unfitted(served) or not needs_rebuild(index, cache.first_rows(self._caches), S, self.config):
             return False
         return index.length >= cache.length or index.router.source.irreversible is None

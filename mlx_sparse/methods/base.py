@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 QK_NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm"})
 QK_NORMS |= {"query_layernorm", "key_layernorm", "qk_norm"}
 NEVER = 1 << 40  # crossover length in keys for methods that stay dense at every context length
-SLACK = 2  # factor for the keys that a shard selects; the best keys are not evenly distributed over the shards
 # Settings that decide whether a backend is called. They are not arguments of the backend functions.
 SWITCHES = frozenset({"dense_below", "dense_above", "ranges"})
 
@@ -152,21 +151,6 @@ class Method:
         found = self.parameters()
         return found.get("sink_tokens", 0), found.get("recent_tokens", found.get("local_window", 0))
 
-    def require_fixed_budget(self, where: str) -> None:
-        """Raise `ConfigError` if the method has an adaptive budget. ``where`` is the place that cannot run it."""
-
-    def for_shard(self, size: int, recent: int) -> Self | None:
-        """Return the method that one of ``size`` context-parallel shards applies to its own keys.
-
-        Args:
-            recent: number of last keys in this shard that every step attends to (`always_attended`).
-
-        Returns:
-            The method for one shard, or None if the selection does not compare keys. If the result is None, the shards
-            together attend to the same keys as an unsharded model.
-        """
-        return None
-
     @property
     def measurable(self) -> bool:
         """True if a measurement on this machine may replace `modeled_context`, because ``dense_below`` is "auto"."""
@@ -280,11 +264,6 @@ class Prefill(Method):
     def dense_reason(self, L: int, S: int) -> str | None:
         """Return the reason why a prefill chunk of ``L`` queries over ``S`` keys must stay dense, or None."""
         return None
-
-
-def shard_top_k(top_k: int, size: int) -> int:
-    """Return the number of keys that each of ``size`` shards selects, ``min(top_k, SLACK * top_k / size)``."""
-    return min(top_k, -(-SLACK * top_k // size))
 
 
 def read_value(text: str) -> str | int | float | bool | None:

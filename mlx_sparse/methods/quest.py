@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ..checks import check_int
 from . import stats
-from .base import NEVER, Method, Step, shard_top_k
+from .base import NEVER, Method, Step
 from .cost import ENOUGH_SAVED
 
 
@@ -58,9 +57,6 @@ class Quest(Method):
     @property
     def experiment(self) -> bool:
         return self.top_k < Quest.top_k
-
-    def for_shard(self, size: int, recent: int) -> Quest:
-        return dataclasses.replace(self, top_k=max(shard_top_k(self.top_k, size), self.page_size))
 
     def modeled_context(self, step: Step | None) -> int:
         if not step or not step.gpu:

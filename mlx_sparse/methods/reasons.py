@@ -11,8 +11,6 @@ OTHER_HEAD_DIMS = "with key and value head dims that differ (MLA)"
 OTHER_ROWS = "with keys or values that differ from the KV cache (MLA)"
 SINKS = "with attention sinks"
 OWN_ATTENTION = "with custom attention code or without attention"
-KEEPS_A_STATE = "with a state of fixed size instead of keys"  # in the table of models
-NO_ATTENTION = "without attention"
 
 # Properties of a call.
 ARRAY_MASK = "with an array mask"
@@ -21,7 +19,6 @@ A_FEW = "in multi-token decode (verification step or short prompt)"
 PROMPT = "in prefill"
 LAST_OF_PROMPT = "for the last token of a prompt"
 NO_DECODE = "with a single query (no decode method)"
-LOW_RECALL = "with a low estimated recall (min_recall)"
 CHECKED = "in lossless mode (verification or decoding without drafts)"
 OWN_KERNEL = "in a kernel of the model"
 UNKNOWN_PADDING = "on a batch with unknown right padding"
@@ -32,7 +29,6 @@ NOTHING_SAVED = "where selecting keys would cost more than it saves"
 TOO_FULL = "with too many selected key blocks"
 ALPHA_OF_ONE = "with alpha_column=1 or alpha_slash=1"
 ALL_SAMPLED = "with sampled queries in every row block"
-BETWEEN_RANKS = "that start inside a block of a context-parallel shard"
 LARGE_SAMPLE = "with more than an eighth of the queries sampled"
 
 # H2O.

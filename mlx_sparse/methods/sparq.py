@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
 
-from ..checks import ConfigError, check_choice, check_int, check_local_window, check_rank, check_recall
+from ..checks import check_choice, check_int, check_local_window, check_rank
 from . import stats
-from .base import NEVER, Method, Step, shard_top_k
+from .base import NEVER, Method, Step
 from .cost import ENOUGH_SAVED
 from .scoring_keys import KEY_BITS
 
@@ -24,7 +24,6 @@ class Selection(NamedTuple):
             None for ``component_score="query"``.
         left_padding: ``(B,)`` int, index of the first valid key of each sequence.
         keys_t: ``(B, Hkv, D, S)`` component-major keys or `KeyCodes`.
-        recall: estimated attention recall at which the selection stops (sparq.25); 0 selects ``top_k`` keys.
     """
 
     rank: int
@@ -34,7 +33,6 @@ class Selection(NamedTuple):
     component_weight: Any = None
     left_padding: Any = None
     keys_t: Any = None
-    recall: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,10 +43,6 @@ class SparQ(Method):
         rank: number r of query components used to score each key, 1..D.
         top_k: number of attended keys per KV head, including the local window.
         local_window: number of last valid keys that are always attended to, 0..top_k; None means ``top_k // 4``.
-        recall: estimated attention recall at which a KV head selects no more keys, at most ``top_k``; above 0, at most
-            1. The default 0 always selects ``top_k`` keys (docs/spec/sparq.md).
-        min_recall: mean estimated attention recall below which the next 256 decode steps of a layer are dense; at most
-            1. The default 0 never makes a layer dense.
         reallocate: if True, add the mean value, weighted by the softmax mass of the skipped keys. "auto" is True for
             one query head per KV head, but False for "query_key", which underestimates the attention recall
             (docs/spec/sparq.md).
@@ -85,8 +79,6 @@ class SparQ(Method):
     rank: int = 32
     top_k: int = 128
     local_window: int | None = None
-    recall: float = 0.0
-    min_recall: float = 0.0
     reallocate: str | bool = "auto"
     component_score: str = "auto"
     key_bits: int = 4
@@ -99,8 +91,6 @@ class SparQ(Method):
         check_int("rank", self.rank, 1)
         check_int("top_k", self.top_k, 1)
         check_local_window(self.local_window, self.top_k)
-        check_recall(self.recall)
-        check_recall(self.min_recall, "min_recall")
         check_choice("reallocate", self.reallocate, ("auto", True, False))
         check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
         check_choice("key_bits", self.key_bits, KEY_BITS)
@@ -111,11 +101,6 @@ class SparQ(Method):
         score = auto if self.component_score == "auto" else self.component_score
         mixes = False if score == "query_key" and self.reallocate == "auto" else self.reallocate
         return dataclasses.replace(self, component_score=score, reallocate=mixes)
-
-    def require_fixed_budget(self, where: str) -> None:
-        for name in ("recall", "min_recall"):
-            if value := getattr(self, name):
-                raise ConfigError(f"{name}: expected 0 {where}, got {value}. Set top_k instead.")
 
     def check_head_dim(self, D: int) -> None:
         check_rank(self.rank, D)
@@ -131,17 +116,12 @@ class SparQ(Method):
         """
         return packed and self.score == "rows"
 
-    def for_shard(self, size: int, recent: int) -> SparQ:
-        top_k = max(shard_top_k(self.top_k, size), recent, 1)
-        return dataclasses.replace(self, top_k=top_k, local_window=recent)
-
     def supports_sinks(self, G: int) -> bool:
         return not self.reallocates(G)
 
     def parameters(self, G: int = 1) -> dict[str, Any]:
         found = super().parameters(G) | {"reallocate": self.reallocates(G)}
-        names = ["rank", "top_k", "local_window", "reallocate", *(["recall"] if self.recall else [])]
-        return {name: found[name] for name in names}
+        return {name: found[name] for name in ("rank", "top_k", "local_window", "reallocate")}
 
     @property
     def experiment(self) -> bool:

@@ -79,7 +79,6 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "page_keys": _row("page_keys", "ops.quest", "ops.quest", oracle=""),
     "quest_select": _row("quest_select", "ops.quest", "kernels.quest"),
     "sparq_select": _row("sparq_select", "ops.sparq"),
-    "keep_fewest": _row("keep_fewest", "ops.select", "ops.select", oracle=""),
     # Not part of a decode step, so array operations suffice on every backend.
     "dense_lse": _row("dense_lse", "ops.attend", "ops.attend", "cuda_ref.torch_functions", oracle=""),
     "deviation": _row("deviation", "ops.sparq", "ops.sparq", "cuda_ref.torch_functions", oracle=""),

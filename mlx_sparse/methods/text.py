@@ -28,21 +28,6 @@ METHODS: Mapping[str, type[Method]] = {
     method.name: method for method in (Dense, SparQ, SAAP, Quest, Sample, *BASELINES)
 }
 
-# Removed options by method or command, key and value ("*" matches any), with the advice for the error message.
-REMOVED: Mapping[tuple[str, str, object], str] = {
-    ("*", "verify", "*"): "was removed: multi-token calls are dense",
-    ("sparq", "preset", "appendix_b"): "was removed: write preset=paper,local_window=0,reallocate=true",
-    ("sparq", "preset", "eval"): "was removed: write preset=paper,top_k=129,local_window=33",
-    ("export-onnx", "--dense-below", "auto"): "auto was removed: give a number, or nothing for the documented model",
-    ("export-onnx", "--kv-bits", "*"): "was removed: files have float caches; --dtype float16 takes the least memory",
-    ("export-onnx", "--method", "quest"): "quest was removed: use sparq",
-    ("export-onnx", "--static", "*"): "was removed: run onnxruntime.tools.make_dynamic_shape_fixed on the file",
-    ("*", "group_reduce", "*"): "was removed: scores are summed over the group after the softmax",
-    ("sparq", "key_bits", 8): "was removed: write key_bits=4, or key_bits=16 for the keys as they are",
-    ("saap", "fold_every", "*"): "was renamed: write merge_every",
-    ("saap", "mode", "kmeans"): "was removed: write mode=trained for the networks of the artefact, or mode=online",
-}
-
 
 def parse(text: str, base: Mapping[str, Method] | None = None) -> tuple[Method, ...]:
     """Parse the text form METHOD[:key=value,...][+METHOD...] and return the methods.
@@ -159,9 +144,6 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
     cls = _class(name)
     known = [field.name for field in dataclasses.fields(cls)]
     settings = dict(options)
-    for key, value in settings.items():
-        if replacement := removed(name, key, value):
-            raise ConfigError(f"{name}: {key}={value} {replacement}.")
     preset = settings.pop("preset", None)
     if preset is not None and preset not in list(cls.presets):
         listed = ", ".join(cls.presets) or "none"
@@ -176,14 +158,6 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
             )
     inherited = {key: getattr(base, key) for key in known} if base is not None else {}
     return cls(**{**inherited, **cls.presets.get(preset or "", {}), **settings})
-
-
-def removed(name: str, key: str, value: object) -> str | None:
-    """Return the end of the error message for a removed option (`REMOVED`), or None for any other option."""
-    for (owner, old, old_value), replacement in REMOVED.items():
-        if owner in ("*", name) and old == key and old_value in ("*", value):
-            return replacement
-    return None
 
 
 def _split_pair(method: str, pair: str) -> tuple[str, Any]:

@@ -90,17 +90,6 @@ def key_spread(coded: KeyCodes, keys: Rows, left_padding: mx.array | None) -> mx
     return mx.where(there.any(axis=-1), found, deviation(keys[:, :, last:], left_padding - last))
 
 
-def group_statistics(coded: KeyCodes) -> mx.array:
-    """Return the statistics of all groups in ``coded`` that (sparq.22) needs, float32 ``(3, B, Hkv, D)``.
-
-    Each group has a value range with a middle and a width. The statistics are the mean of the middles, the sum of
-    squared deviations from this mean, and the sum of squared widths.
-    """
-    middle, width = _middles(coded)
-    mean = middle.mean(axis=-1)
-    return mx.stack([mean, ((middle - mean[..., None]) ** 2).sum(axis=-1), (width**2).sum(axis=-1)])
-
-
 def _middles(coded: KeyCodes) -> tuple[mx.array, mx.array]:
     """Return the middle and the width of the value range of each group, both float32 ``(B, Hkv, D, groups)``."""
     width = coded.step.astype(mx.float32) * LARGEST_CODE

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 
 from .packed_rows import Rows
 
 LARGEST = 3.4028234663852886e38  # largest finite float32
-SMALLEST = 2.0**-126  # smallest normal float32 above 0
 
 
 def valid_keys(S: int, left_padding: mx.array) -> mx.array:
@@ -25,40 +22,6 @@ def take_rows(array: Rows, rows: mx.array) -> mx.array:
     """
     B, H, _ = rows.shape
     return array[mx.arange(B)[:, None, None], mx.arange(H)[None, :, None], rows]
-
-
-def keep_fewest(
-    indices: mx.array, shares: mx.array, local: mx.array, selection: Any, S: int
-) -> tuple[mx.array, mx.array]:
-    """Keep the local window and the fewest best keys whose shares sum to at least ``selection.recall`` (sparq.25).
-
-    A sequence with at most ``selection.top_k`` valid keys keeps all of them.
-
-    Args:
-        indices: int32 ``(B, Hkv, N)``, -1 in empty slots.
-        shares: float32 ``(B, Hkv, N)``, scores of the keys as shares of the sum of all scores.
-        local: bool ``(B, Hkv, N)``, True for keys of the local window.
-        selection: `methods.sparq.Selection`.
-        S: number of keys, including the padding.
-
-    Returns:
-        int32 indices ``(B, Hkv, N)``, ascending, -1 in empty slots, and the sum ``(B, Hkv)`` of the shares of the keys.
-    """
-    recall: Any = max(selection.recall, SMALLEST)
-    if selection.left_padding is not None:
-        recall = mx.where(S - selection.left_padding <= selection.top_k, mx.inf, recall)[:, None, None]
-    last = mx.array(2**31 - 1, mx.int32)
-    empty = indices < 0
-    ranks = mx.where(local, -mx.inf, mx.where(mx.isnan(shares), -LARGEST, -shares))
-    order = mx.argsort(mx.where(empty, mx.inf, ranks), axis=-1)
-    ordered = mx.take_along_axis(mx.where(empty, 0.0, shares), order, axis=-1)
-    # A sum of NaN reaches no share, but a share that was reached before NaN remains reached.
-    before = mx.cumsum(mx.where(mx.isnan(ordered), -LARGEST, ordered), axis=-1, inclusive=False)
-    before = mx.where(mx.take_along_axis(local, order, axis=-1), -LARGEST, before)
-    kept = mx.cummax(before, axis=-1) < recall
-    chosen = mx.where(kept, mx.take_along_axis(mx.where(empty, last, indices), order, axis=-1), last)
-    chosen = mx.sort(chosen, axis=-1)
-    return mx.where(chosen < last, chosen, -1), mx.where(kept, ordered, 0.0).sum(axis=-1)
 
 
 def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:

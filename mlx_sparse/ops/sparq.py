@@ -11,7 +11,7 @@ from ..methods.sparq import Selection
 from .attend import attend_indices, exact_logits, group_queries, softmax_lse
 from .key_codes import approximate_logits
 from .packed_rows import Rows
-from .select import keep_fewest, take_rows, top_k_select, valid_keys
+from .select import take_rows, top_k_select, valid_keys
 
 
 def sparq_logits(queries: mx.array, keys: Rows, selection: Selection) -> mx.array:
@@ -61,14 +61,9 @@ def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[m
     # (sparq.4) approximate attention, (sparq.5) sum over the group, (sparq.6) selection of the keys
     valid = None if padding is None else valid_keys(keys.shape[2], padding)[:, None, None, :]
     s_hat, _ = softmax_lse(logits, valid)
-    window, scores = selection.local_window, s_hat.sum(axis=2)
-    indices = top_k_select(scores, top_k=selection.top_k, local_window=window, left_padding=padding)
-    if selection.recall:
-        shares = mx.take_along_axis(scores, mx.maximum(indices, 0), axis=-1) / s_hat.shape[2]
-        S = keys.shape[2]
-        indices, recall = keep_fewest(indices, shares, indices >= S - window, selection, S)
-    else:
-        recall = selected_share(scores, indices, s_hat.shape[2], padding)
+    scores, sizes = s_hat.sum(axis=2), {"top_k": selection.top_k, "local_window": selection.local_window}
+    indices = top_k_select(scores, **sizes, left_padding=padding)
+    recall = selected_share(scores, indices, s_hat.shape[2], padding)
 
     # (sparq.8) approximate softmax mass of the selected keys
     chosen = mx.take_along_axis(s_hat, mx.maximum(indices, 0)[:, :, None, :], axis=-1)
@@ -102,7 +97,7 @@ def sparq_attention(
 
     Returns:
         ``out (B, Hq, 1, D)`` in the dtype of ``queries``, float32 ``lse (B, Hq, 1)``, and the estimated attention
-        ``recall (B, Hkv)`` (sparq.24). With an adaptive budget also ``counts (B, Hkv)``, the number of attended keys.
+        ``recall (B, Hkv)`` (sparq.24).
     """
     selection = Selection(**parameters)
     indices, alpha, recall = sparq_select(queries, keys, selection)
@@ -114,8 +109,7 @@ def sparq_attention(
         mean = mx.repeat(value_mean.astype(mx.float32), queries.shape[1] // keys.shape[1], axis=1)[:, :, None, :]
         mixed = alpha * out.astype(mx.float32) + (1.0 - alpha) * mean
         out = mx.where(lse[..., None] == -mx.inf, 0.0, mixed).astype(queries.dtype)
-    counts = [(indices >= 0).sum(axis=-1)] if selection.recall else []
-    return out, lse, recall, *counts
+    return out, lse, recall
 
 
 def masked_mean(rows: Rows, left_padding: mx.array | None) -> mx.array:

@@ -24,30 +24,6 @@ def ranked(scores: Array) -> Array:
     return np.where(np.isnan(scores), np.inf, scores)
 
 
-def fewest(scores: Array, indices: Array, *, share: Array, local_window: int) -> Array:
-    """Keep the local window and the fewest best keys whose scores sum to at least ``share`` (sparq.25).
-
-    Args:
-        scores: ``(B, Hkv, S)``.
-        indices: ``(B, Hkv, N)``, the result of `top_k_select` for these scores.
-        share: ``(B,)``.
-
-    Returns:
-        ``(B, Hkv, N)`` int32, ascending, -1 in empty slots.
-    """
-    found, S = np.full_like(indices, -1), scores.shape[2]
-    for row in np.ndindex(*indices.shape[:2]):
-        chosen = indices[row][indices[row] >= 0]
-        local = chosen >= S - local_window
-        order = np.lexsort((-ranked(scores[row][chosen]), ~local))  # the local window first
-        sums = np.cumsum(scores[row][chosen[order]])
-        before = np.concatenate([[0.0], sums[:-1]])[: len(chosen)]
-        reached = np.logical_or.accumulate((before >= share[row[0]]) & ~local[order])  # a sum of NaN reaches no share
-        kept = np.sort(chosen[order][~reached])
-        found[row][: len(kept)] = kept
-    return found
-
-
 def top_k_select(
     scores: npt.ArrayLike, *, top_k: int, local_window: int, left_padding: npt.ArrayLike | None = None
 ) -> Array:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import check_choice, check_int, check_local_window, check_rank, check_recall, check_shape
+from ..checks import check_choice, check_int, check_local_window, check_rank, check_shape
 from ..methods.scoring_keys import KEY_BITS, KeyCodes, check_keys_t
 from ..methods.stats import dense_elements, sparq_elements
 from .attend import attend_indices, checked, dense_attention, float64, softmax_lse, with_stats
 from .key_codes import approximate_keys, code_keys, key_spread
-from .select import fewest, ranked, top_k_select, valid_keys
+from .select import ranked, top_k_select, valid_keys
 
 Array = npt.NDArray[Any]
 
@@ -41,7 +41,6 @@ def sparq_select(
     rank: int = 32,
     top_k: int = 128,
     local_window: int | None = None,
-    recall: float = 0.0,
     component_score: str = "query",
     key_bits: int = 16,
     scale: float | None = None,
@@ -86,10 +85,6 @@ def sparq_select(
     # (sparq.6) selection of the keys
     window = check_local_window(local_window, top_k)
     indices = top_k_select(scores, top_k=top_k, local_window=window, left_padding=left_padding)
-    if recall:
-        short = valid.sum(axis=1) <= top_k  # these sequences keep all valid keys
-        share = np.where(short, np.inf, recall * G)
-        indices = fewest(scores, indices, share=share, local_window=window)
     # (sparq.8) approximate softmax mass of the selected keys
     filled = indices >= 0
     chosen = np.take_along_axis(s_hat, np.where(filled, indices, 0)[:, :, None, :], axis=-1)
@@ -105,7 +100,6 @@ def sparq_attention(
     rank: int = 32,
     top_k: int = 128,
     local_window: int | None = None,
-    recall: float = 0.0,
     reallocate: str | bool = "auto",
     component_score: str = "query",
     key_bits: int = 16,
@@ -128,7 +122,6 @@ def sparq_attention(
     check_rank(rank, n.D)
     check_int("top_k", top_k, 1)
     check_local_window(local_window, top_k)
-    check_recall(recall)
     check_choice("reallocate", reallocate, ("auto", True, False))
     check_choice("component_score", component_score, ("query", "query_key"))
     check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))
@@ -146,7 +139,6 @@ def sparq_attention(
         rank=rank,
         top_k=top_k,
         local_window=local_window,
-        recall=recall,
         component_score=component_score,
         key_bits=key_bits,
         scale=scale,

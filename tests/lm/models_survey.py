@@ -21,7 +21,11 @@ from mlx_sparse.lm.model import Attn, NothingServed, has_qk_norm, sparse
 from mlx_sparse.methods import SparQ, Step, reasons
 from mlx_sparse.model_info import leaves
 
+KEEPS_A_STATE = "with a state of fixed size instead of keys"
+NO_ATTENTION = "without attention"
 PROMPT, STEPS = 96, 4
+# Reasons that only the table of models has.
+KEEPS_A_STATE, NO_ATTENTION = "with a state of fixed size instead of keys", "without attention"
 FEW = "sparq:rank=4,top_k=4,dense_below=0"  # selecting few keys changes the logits
 SAMPLE = "sample:block_size=32,dense_below=0"
 SAAP = "saap:mode=online,buckets=4,probes=2,sink_tokens=1,recent_tokens=4,dense_layers=0,dense_below=0"
@@ -126,12 +130,12 @@ def _survey(family: str, module: ModuleType) -> Facts:
     names = {part for name, _ in model.named_modules() for part in name.split(".")}
     trained = hasattr(module, "Indexer") or any(name.startswith("index") for name in names)
     own = with_keys.count(True) if not calls else 0 if trained else unseen - sum(map(_is_state, leaves(caches)))
-    for reason, count in ((reasons.OWN_ATTENTION, own), (reasons.KEEPS_A_STATE, states)):
+    for reason, count in ((reasons.OWN_ATTENTION, own), (KEEPS_A_STATE, states)):
         if count > 0:
             found.dense[reason] = count
     found.layers = max(len(model.layers), found.served["sparq"] + sum(found.dense.values()))
     if rest := found.layers - found.served["sparq"] - sum(found.dense.values()):
-        found.dense[reasons.NO_ATTENTION] = rest
+        found.dense[NO_ATTENTION] = rest
     found.kinds = _kinds(found, trained, any(name.startswith(LATENT) for name in names), _state(model))
     return found
 
@@ -204,9 +208,9 @@ def _kinds(found: Facts, trained: bool, latent: bool, state: str) -> dict[str, i
             kind = "sliding window"
         elif "Chunked" in reason:
             kind = "chunks"
-        elif reason == reasons.NO_ATTENTION:
+        elif reason == NO_ATTENTION:
             kind = "without"
-        elif reason == reasons.KEEPS_A_STATE:
+        elif reason == KEEPS_A_STATE:
             kind = state
         else:
             kind = "MLA" if latent else "own attention" if reason == reasons.OWN_ATTENTION else "full"

@@ -76,9 +76,9 @@ class Decoder:
         """Return the indices of the keys of a decode step, and their counts."""
         cache, S = self.cache, self.cache.length
         index, first_rows = self.index, cache.first_rows()
-        if index.unfitted(range(len(first_rows))) or needs_rebuild(index, cache, first_rows, S, self.config):
+        if index.unfitted(range(len(first_rows))) or needs_rebuild(index, first_rows, S, self.config):
             rebuild_lists([cache], S, self.config)
-        assert not needs_rebuild(index, cache, first_rows, S, self.config)
+        assert not needs_rebuild(index, first_rows, S, self.config)
         indices, counts = attended_keys(index, mx.array(queries), S, self.config, cache.padding, "ops")
         return np.array(indices), np.array(counts)
 
@@ -348,5 +348,5 @@ def test_rebuild_synchronizes_once_for_all_layers(monkeypatch: pytest.MonkeyPatc
     assert len(waits) == 1 + len(decoders), "one small array per layer, and one array of all layers that is read"
     assert tolist is mx.array.tolist
     for decoder in decoders:
-        wants = {S: needs_rebuild(decoder.index, decoder.cache, [0], S, CONFIG) for S in (99, 100, 115, 116)}
+        wants = {S: needs_rebuild(decoder.index, [0], S, CONFIG) for S in (99, 100, 115, 116)}
         assert wants == {99: True, 100: False, 115: False, 116: True}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
-import re
 from typing import Any
 
 import mlx.core as mx
@@ -18,10 +16,9 @@ import mlx_sparse
 from mlx_sparse.api.call_report import IN_FLIGHT, Counts, Report
 from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.cache.sparse_cache import SparseCache
-from mlx_sparse.lm import guard
 from mlx_sparse.lm.call import SAMPLED_STEPS
 from mlx_sparse.lm.recall import RecallCounts, RecallStatistics
-from mlx_sparse.methods import SparQ, reasons, registry
+from mlx_sparse.methods import SparQ, registry
 
 ATTN = "sparq:rank=4,top_k=16,dense_below=0"
 
@@ -107,123 +104,6 @@ def test_scores_of_a_quantized_cache_estimate_the_exact_recall() -> None:
     dense = registry.load("dense_lse", "ops")(queries, cache.rows("ops")[0], scale=0.3, left_padding=None)
     exact = mx.exp(lse - dense).reshape(2, 2, 2).mean(axis=2)
     np.testing.assert_allclose(cache.aux_states["sparq"].recall, exact, rtol=0, atol=1e-5)
-
-
-def test_an_adaptive_budget_reports_its_keys_and_reaches_its_recall() -> None:
-    model = build("llama")
-    with mlx_sparse.sparse(model, "sparq:rank=4,top_k=64,local_window=4,recall=0.6,dense_below=0") as report:
-        decode(model, 8 * SAMPLED_STEPS)
-    found = report.as_dict()["recall"]
-    assert 0.6 <= found["low"] <= found["median"] < 0.8
-    assert 4 < found["keys"] < 64
-    assert report.recall.lines()[0].endswith(f", {found['keys']:.0f} keys on average")
-
-
-@pytest.mark.parametrize("key_bits", [4, 16])
-@pytest.mark.parametrize(
-    ("family", "batch", "bits"),
-    [("llama", None, None), ("llama", [0, 9], None), ("llama", None, 8), ("gpt_oss", None, None)],
-    ids=["one sequence", "left padding", "quantized KV cache", "sinks"],
-)
-def test_an_adaptive_budget_equals_a_fixed_one_if_its_recall_is_never_reached(
-    family: str, batch: list[int] | None, bits: int | None, key_bits: int
-) -> None:
-    model = build(family, head_dim=32)
-    attn = f"sparq:rank=8,top_k=16,reallocate=false,key_bits={key_bits},dense_below=0"
-    tokens = mx.array([prompt_of(80, seed) for seed in range(len(batch or [0]))])
-
-    def run(method: str) -> tuple[mx.array, Any]:
-        caches = make_prompt_cache(model) if batch is None else [BatchKVCache(batch) for _ in model.layers]
-        with mlx_sparse.sparse(model, method) as report:
-            model(tokens, cache=caches)
-            if bits is not None:
-                caches = [cache.to_quantized(group_size=32, bits=bits) for cache in caches]
-            logits = [model(tokens[:, i : i + 1], cache=caches) for i in range(6)]
-            return mx.concatenate(logits, axis=1), report
-
-    fixed, _ = run(attn)
-    same, report = run(f"{attn},recall=1")
-    assert report.recall.keys == 16 * report.recall.histogram.sum() > 0
-    np.testing.assert_allclose(same, fixed, rtol=0, atol=1e-5 * float(mx.abs(fixed).max()))
-    fewer, report = run(f"{attn},recall=0.3")
-    assert 0 < report.recall.keys < 16 * report.recall.histogram.sum()
-    assert float(mx.abs(fewer - fixed).max()) > 1e-3 * float(mx.abs(fixed).max())
-
-
-def test_short_sequences_of_a_batch_attend_to_all_their_keys() -> None:
-    """A sequence with fewer than ``top_k`` keys is dense alone, so it must be dense in a batch."""
-    model = build("llama")
-    attn = "sparq:rank=8,top_k=64,local_window=0,recall=0.3,dense_below=0"
-    padding = [0, 50]  # 80 and 30 tokens
-    tokens = [prompt_of(80), [0] * 50 + prompt_of(30)]
-    with mlx_sparse.sparse(model, attn) as report:
-        both, alone = [BatchKVCache(padding) for _ in model.layers], make_prompt_cache(model)
-        model(mx.array(tokens), cache=both)
-        model(mx.array([tokens[1][50:]]), cache=alone)
-        found = model(mx.array([[5], [5]]), cache=both)[1]
-        np.testing.assert_allclose(found, model(mx.array([[5]]), cache=alone)[0], rtol=0, atol=1e-3)
-    assert report.recall.histogram.sum() == model.args.num_key_value_heads * report.served_layers
-
-
-def test_the_guard_ignores_recalls_of_steps_before_a_pause() -> None:
-    watch = guard.Guard(0.8)
-    before = watch.pauses(3)
-    low = [watch.note({3: (0.5, before)}) for _ in range(guard.STEPS)]
-    assert low == [{}] * (guard.STEPS - 1) + [{3: 0.5}]
-    assert [watch.takes_dense_step(3) for _ in range(guard.PAUSE + 1)] == [True] * guard.PAUSE + [False]
-    assert all(watch.note({3: (0.1, before)}) == {} for _ in range(guard.IN_FLIGHT))
-    assert all(watch.note({3: (0.9, watch.pauses(3))}) == {} for _ in range(guard.STEPS))
-    assert not watch.takes_dense_step(3)
-
-
-def test_drafts_with_an_adaptive_budget_give_the_dense_tokens() -> None:
-    model = build("llama")
-
-    def tokens() -> list[int]:
-        steps = importlib.import_module("mlx_lm.generate").generate_step(mx.array(prompt_of(80)), model, max_tokens=24)
-        return [int(token) for token, _ in steps]
-
-    dense = tokens()
-    with mlx_sparse.lossless(model, "sparq:rank=4,top_k=16,recall=0.5,dense_below=0", draft_tokens=3) as report:
-        assert tokens() == dense
-    assert report.recall.keys > 0
-
-
-def test_the_bytes_of_an_adaptive_budget_follow_the_number_of_keys() -> None:
-    model = build("llama")
-    attn = "sparq:rank=4,top_k=64,local_window=4,dense_below=0"
-    with mlx_sparse.sparse(model, attn) as fixed:
-        decode(model, 8 * SAMPLED_STEPS)
-    with mlx_sparse.sparse(model, attn + ",recall=0.6") as report:
-        decode(model, 8 * SAMPLED_STEPS)
-    row = 2 * model.args.head_dim * 4  # a key and a value in float32
-    attended = report.recall.keys
-    heads = report.sparse_calls * model.args.num_key_value_heads
-    assert report.sparse_calls == fixed.sparse_calls
-    assert fixed.sparse_bytes - report.sparse_bytes == row * (64 * heads - attended)
-
-
-def test_a_guard_makes_layers_with_a_low_recall_dense_and_tries_them_again() -> None:
-    model = build("llama")
-    attn = "sparq:rank=4,top_k=16,local_window=4,dense_below=0,min_recall={}"
-    steps = SAMPLED_STEPS * (2 * guard.STEPS + 2 * guard.IN_FLIGHT) + guard.PAUSE
-    with mlx_sparse.sparse(model, attn.format(1.0)) as low:
-        decode(model, steps)
-    assert set(low.recall.dense) == set(low.recall.layers)
-    assert all(0 < recall < 1 for recall in low.recall.dense.values())
-    assert low.dense_calls[reasons.LOW_RECALL] >= guard.PAUSE * low.served_layers
-    assert low.sparse_calls > SAMPLED_STEPS * guard.STEPS * low.served_layers  # before and after the pause
-    assert re.search(r"\n  dense for 256 steps at a time: layer 0 \(recall 0\.\d\d\), layer 1 ", str(low))
-    assert low.as_dict()["recall"]["dense_layers"].keys() == {"0", "1"}
-    with mlx_sparse.sparse(model, attn.format(0.01)) as fine:
-        decode(model, steps)
-    assert not fine.recall.dense and reasons.LOW_RECALL not in fine.dense_calls
-    assert fine.sparse_calls == steps * fine.served_layers
-
-
-def test_a_guard_is_refused_with_lossless_decoding() -> None:
-    with pytest.raises(mlx_sparse.ConfigError, match=r"^min_recall: expected 0 with --lossless, .* got 0\.5\.$"):
-        mlx_sparse.enable(build("llama"), "sparq:min_recall=0.5", lossless=True)
 
 
 @pytest.mark.parametrize("attn", ["streaming:sink_tokens=1,recent_tokens=15", "sparq:rank=4"])

@@ -471,7 +471,7 @@ def test_help_shows_the_options(program: str, command: str, finished: Runs):
     assert result.out.startswith(f"usage: {program}{command} ")
     group = result.out.partition("sparse attention:\n")[2]
     assert re.findall(r"^  (--[\w-]+)", group, re.MULTILINE) == [
-        *("--attn", "--attn-config", "--attn-backend", "--shard", "--lossless", "--no-calibrate", "--attn-report")
+        *("--attn", "--attn-config", "--attn-backend", "--lossless", "--no-calibrate", "--attn-report")
     ]
 
 

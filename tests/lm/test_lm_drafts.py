@@ -335,7 +335,6 @@ def test_unsupported_methods_are_refused_in_one_line(attn: str, options: dict[st
     [
         ({}, False, "--lossless: expected a command that generates from one prompt, got mlx_lm.evaluate."),
         ({"draft_model": "a"}, True, "--lossless: expected no --draft-model, got both options. Drop one option."),
-        ({"shard": "context"}, True, "--lossless: expected no --shard, got both options. Drop one option."),
         ({"max_kv_size": 8}, True, "--lossless: expected no --max-kv-size, got both options. Drop one option."),
         ({"batch_size": 2}, True, "--lossless: expected one sequence at a time, got --batch-size 2."),
     ],

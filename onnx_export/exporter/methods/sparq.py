@@ -29,7 +29,6 @@ class SparQDecoding(Decoding):
     @classmethod
     def resolve(cls, config: SparQ, model: Any) -> SparQDecoding:
         """Resolve every "auto" as `mlx_sparse.enable` does, except that `defaults.dense_below` sets ``dense_below``."""
-        config.require_fixed_budget("in an exported file")
         attention = model.layers[0].self_attn
         G, D = attention.n_heads // attention.n_kv_heads, head_dim(attention)
         check_rank(config.rank, D)
