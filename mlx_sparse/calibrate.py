@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -116,6 +117,7 @@ def describe(config: Method, found: Threshold) -> str:
 MeasurementKey = dict[str, str | int]
 FORMAT = 3
 MAX_BYTES = 1 << 16
+WRITING = threading.Lock()  # held while a file is written, so that a program can end between two files
 
 
 def folder() -> Path:
@@ -156,7 +158,8 @@ def write_measurement(key: MeasurementKey, result: Mapping[str, Any]) -> None:
     path = path_of(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"key": key, "result": result}, indent=1)
-    replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))
+    with WRITING:
+        replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))
 
 
 def _is_number(value: Any) -> bool:

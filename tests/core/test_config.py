@@ -260,6 +260,7 @@ def test_toml_has_one_table_per_method(tmp_path: Path) -> None:
 
 
 def test_text_overrides_toml(tmp_path: Path) -> None:
+    assert load_toml(write(tmp_path, "\ufeff[sparq]\n")) == {"sparq": SparQ()}, "with a byte order mark"
     base = load_toml(write(tmp_path, "[sparq]\nrank = 16\ntop_k = 64\n[h2o]\ntop_k = 9\n"))
     assert parse("sparq:top_k=32", base) == (SparQ(rank=16, top_k=32),)
 

@@ -28,6 +28,7 @@ from mlx_sparse.checks import (
 )
 from mlx_sparse.core import registry
 from mlx_sparse.files import replace_file
+from mlx_sparse.lm.loading import loading
 from mlx_sparse.methods import load_toml, parse
 from mlx_sparse.methods.text import split_methods
 from mlx_sparse.tools import formats
@@ -122,6 +123,8 @@ def test_commands_truncate_input(argv: list[str], capsys: pytest.CaptureFixture[
     ("call", "suggestion"),
     [
         (lambda: parse("sparc"), "got 'sparc'. Did you mean sparq?"),
+        (lambda: parse("SparQ"), "got 'SparQ'. Did you mean sparq?"),
+        (lambda: parse("spraq"), "got 'spraq'. Did you mean sparq?"),
         (lambda: parse("sparq:topk=4"), "got 'topk'. Did you mean top_k?"),
         (lambda: parse("sparq:preset=robot"), "got 'robot'. Did you mean robust?"),
         (lambda: parse("sparq:component_score=quer"), "got 'quer'. Did you mean query?"),
@@ -214,3 +217,15 @@ def test_pinned_libraries_match_the_wheel(blas_environment: dict[str, str]) -> N
         pytest.skip("no BLAS is preloaded on this machine")
     found = blas_environment["LD_PRELOAD"].split(":")
     assert [Path(path).name for path in found] == list(blas.BUILDS[blas.platform.machine()].libraries)
+
+
+def test_errors_of_the_hub_keep_their_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    export = pytest.importorskip("mlx_sparse.onnx_export.exporter.export")
+
+    def failing() -> None:
+        with loading("m"):
+            raise OSError("404 Client Error. (Request ID: 1)\n\nIf the repo is gated,\nlog in.")
+
+    assert message_of(failing).endswith("got m (404 Client Error. (Request ID: 1) If the repo is gated, log in.).")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "set 'HF_HUB_OFFLINE=0'" in message_of(lambda: export.load("nowhere/at-all"))

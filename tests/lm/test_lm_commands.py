@@ -124,6 +124,13 @@ BAD: dict[str, tuple[list[str], str]] = {
         [*SPARSE, "--attn-report", "recall"],
         "--attn-report: expected text, full, json or off with --attn sparq, got recall",
     ),
+    "unknown report": (
+        ["--attn-report", "xml"],
+        "--attn-report: invalid choice: 'xml' ",
+    ),
+    "no number of drafts": ([*SPARSE, "--lossless", "many"], "--lossless: invalid int value: 'many'"),
+    "a long option": ([*SPARSE, "--prompt-cache-file", "x" * 1000], f"--prompt-cache-file: .* got {'x' * 200}[.]{{2}}"),
+    "a folder as artefact": (["--attn", "saap:artefact=llama"], r"llama: expected .*, got none .* \(a folder\)"),
     "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),
     "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),
     "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected this option once, got it twice"),
@@ -289,6 +296,20 @@ def test_chat_prints_the_first_line_before_the_first_question(tmp_path: Path, wi
 def test_the_report_can_be_turned_off(finished: Runs):
     assert finished("no report").err == ""
     assert finished("no report").text == finished("mlx_lm.generate sparse").text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_full_standard_error_changes_no_text(finished: Runs, tmp_path: Path):
+    write(tmp_path / "llama")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [str(BIN / "mlx_lm.generate"), *GENERATE, *SPARSE],
+            **{"cwd": tmp_path, "input": words(prompt_of(PROMPT)), "stdout": subprocess.PIPE, "stderr": full},
+            text=True,
+            check=False,
+        )
+    assert Finished(done.returncode, done.stdout, "").text == finished("mlx_lm.generate sparse").text
+    assert done.returncode == 0
 
 
 def test_attn_overrides_parameters_of_the_file(finished: Runs):

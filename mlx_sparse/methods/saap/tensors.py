@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     Raises:
         ArtefactError: the file cannot be read, is truncated or damaged, or has tensors of unsupported types.
     """
-    if not path.is_file():  # reading a pipe could block forever
+    if not os.path.isfile(path):  # noqa: PTH113 - reading a pipe could block; False for a name that is too long
         raise refuse(path, f"none that can be read ({'a folder' if path.is_dir() else 'no file'})")
     try:
         with safe_open(path, framework="mlx") as file:
