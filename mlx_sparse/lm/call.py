@@ -69,6 +69,9 @@ class Call:
             adopt(caches or [])
             caches = leaves(caches or [])
         self.caches: list[Any] = caches
+        for cache in caches:
+            if isinstance(cache, SparseCache):
+                cache.drop_stale_states()
         if plan.calls:  # mlx-vlm, whose models may get batches of either library
             for cache in caches:
                 if isinstance(cache, SparseBatch):
@@ -89,6 +92,9 @@ class Call:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         seam.active.reset(self._token)
+        for cache in self.caches:
+            if isinstance(cache, SparseCache):
+                cache.accept_arrays()
         counts, hooks, plan = self.counts, self.hooks, self.plan
         if hooks is not None:
             hooks.end()

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checks import ConfigError, SparseAttentionError
+from ..checks import ConfigError, SparseAttentionError, reason_of
 from ..model_info import leaves, new_caches, text_model
 
 
@@ -21,15 +21,16 @@ def loading(model: object) -> Iterator[None]:
     """Convert errors that are raised while the ``with`` block loads ``model`` to one-line errors.
 
     Raises:
-        ConfigError: mlx-lm or the Hugging Face Hub raised an error. The message contains the first line of this error.
+        ConfigError: mlx-lm or the Hugging Face Hub raised an error. The message contains this error.
     """
     try:
         yield
     except SparseAttentionError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).") from None
+        raise ConfigError(
+            f"--model: expected a model that mlx-lm can load, got {model} ({reason_of(error)})."
+        ) from None
 
 
 def load_text_model(name: str | Path, *, lazy: bool = False, only_mlx_lm: bool = False) -> tuple[Any, Any, Any]:
@@ -98,7 +99,7 @@ def quantizing(caches: list[Any], *, group_size_option: bool = True) -> Iterator
     try:
         yield
     except (NotImplementedError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+        reason = reason_of(error).rstrip(".")
         keys = [cache.keys for cache in caches if isinstance(getattr(cache, "keys", None), mx.array)]
         fits = [size for size in GROUP_SIZES if all(rows.shape[-1] % size == 0 for rows in keys)]
         divides = isinstance(error, ValueError) and group_size_option and fits

@@ -18,7 +18,7 @@ from mlx_lm import utils
 from tqdm import tqdm
 
 import mlx_sparse
-from mlx_sparse.checks import ConfigError, check_choice, check_int, did_you_mean
+from mlx_sparse.checks import ConfigError, check_choice, check_int, did_you_mean, reason_of
 from mlx_sparse.methods import Dense, Method, Sample, load_toml, parse
 
 from .. import build
@@ -227,8 +227,9 @@ def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
     except ConfigError:
         raise
     except Exception as error:  # mlx-lm, huggingface_hub and MLX raise many types
-        reason = shorten(str(error), 200) or type(error).__name__
-        raise ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).") from None
+        raise ConfigError(
+            f"--model: expected a model that mlx-lm can load, got {model} ({reason_of(error)})."
+        ) from None
     return loaded, source, {**settings, "eos_token_id": ends}
 
 

@@ -211,7 +211,7 @@ KERNELS = [value for module in MODULES for value in vars(module).values() if isi
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_the_comment_of_a_kernel_lists_its_inputs_and_outputs(kernel: launch.Kernel) -> None:
-    comment = re.sub(r"\n// {10,}", " ", launch.text(f"{kernel.name}.metal"))
+    comment = re.sub(r"\n// {10,}", " ", launch.text(f"{kernel.body}.metal"))
     fields = dict(re.findall(r"^// (\w+) {2,}(.+)$", comment, re.M))
     assert {"grid", "threadgroup", "reads", "writes"} <= fields.keys()
     for field, expected in (("inputs", kernel.inputs), ("outputs", kernel.outputs)):
