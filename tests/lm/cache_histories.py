@@ -291,7 +291,7 @@ class History:
 class WrittenHistory(History):
     """A random history of a program that also writes arrays and lengths of its caches directly."""
 
-    more: ClassVar = {"write": 6}
+    more: ClassVar = {"write": 12}
 
     def build(self) -> tuple[str, Any]:
         """Draw a model without sliding windows, whose caches have further attributes."""
