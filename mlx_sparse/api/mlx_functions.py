@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..checks import MAX_BUCKETS, ConfigError, ShapeError, Sizes, check_shape
-from ..methods import METHODS, registry
+from ..methods import registry
 from ..ops.packed_rows import PackedRows, Rows
 from .functions import Functions
 
@@ -62,8 +62,4 @@ _functions = Functions(MLX())
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if not hasattr(_functions, name) and (method := METHODS.get(name.removesuffix("_attention"))):
-        return _functions._of_method(method)
-    return getattr(_functions, name)
+    return _functions.public(name)

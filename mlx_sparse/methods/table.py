@@ -31,12 +31,14 @@ WHOLE_BUFFERS = frozenset({"metal"})
 EXPORTED = {"onnx": "onnx_export:operator_model", "ort": "onnx_export:session_options"}
 
 
-def _row(name: str, ops: str, metal: str = "", triton: str = "", *, oracle: str = "oracle") -> dict[str, str]:
+def _row(name: str, ops: str, metal: str = "", triton: str = "", *, oracle: str | None = None) -> dict[str, str]:
     """Return a dict from each backend that supports the function ``name`` to the import string of the function.
 
     ``ops``, ``metal``, ``triton`` and ``oracle`` are module names, or ``module:function`` if the function has a
-    different name in this module. An empty string means that the backend does not support the function.
+    different name in this module. An empty string means that the backend does not support the function. By default,
+    the module of the oracle has the name of the module in ``ops``.
     """
+    oracle = ops.replace("ops.", "oracle.", 1) if oracle is None else oracle
     modules = {"oracle": oracle, "ops": ops, "metal": metal, "triton": triton}
     return {key: module if ":" in module else f"{module}:{name}" for key, module in modules.items() if module}
 
@@ -62,10 +64,12 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "sample_scores": _row("sample_scores", "ops.sample", "kernels.sample", "cuda_ref.api.parts"),
     "sample_select": _row("sample_select", "ops.sample", "kernels.sample", "cuda_ref.launchers.sample"),
     # metal: a matrix product and a maximum, once per key
-    "saap_assign": _row("saap_assign", "ops.kmeans:assign", "ops.kmeans:assign", "cuda_ref.torch_functions"),
+    "saap_assign": _row(
+        "saap_assign", "ops.kmeans:assign", "ops.kmeans:assign", "cuda_ref.torch_functions", oracle="oracle.saap"
+    ),
     "saap_route": _row("saap_route", "ops.saap", "kernels.saap", "cuda_ref.launchers.saap"),
     # metal: once every few hundred tokens
-    "saap_index": _row("saap_index", "ops.csr", "ops.csr", "cuda_ref.api.parts"),
+    "saap_index": _row("saap_index", "ops.csr", "ops.csr", "cuda_ref.api.parts", oracle="oracle.saap"),
     "saap_indices": _row("saap_indices", "ops.saap", "kernels.saap", "cuda_ref.api.parts"),
     "attend_blocks": _row("attend_blocks", "ops.blocks", "kernels.blocks", "cuda_ref.launchers.blocks"),
     "attend_indices": _row("attend_indices", "ops.attend", "kernels.attend", "cuda_ref.launchers.attend"),
@@ -80,9 +84,9 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "quest_select": _row("quest_select", "ops.quest", "kernels.quest"),
     "sparq_select": _row("sparq_select", "ops.sparq"),
     # Not part of a decode step, so array operations suffice on every backend.
-    "dense_lse": _row("dense_lse", "ops.attend", "ops.attend", "cuda_ref.torch_functions", oracle=""),
-    "deviation": _row("deviation", "ops.sparq", "ops.sparq", "cuda_ref.torch_functions", oracle=""),
-    "masked_mean": _row("masked_mean", "ops.sparq", "ops.sparq", "cuda_ref.torch_functions", oracle=""),
+    "dense_lse": _row("dense_lse", "ops.attend", "ops.attend", "cuda_ref.torch_functions"),
+    "deviation": _row("deviation", "ops.sparq", "ops.sparq", "cuda_ref.torch_functions", oracle="oracle.key_codes"),
+    "masked_mean": _row("masked_mean", "ops.sparq", "ops.sparq", "cuda_ref.torch_functions", oracle="oracle.key_codes"),
 }
 
 # Class of a method's auxiliary cache state (`mlx_sparse.cache.state.State`), created at the first decode step.

@@ -1,27 +1,16 @@
 """Implement every method in NumPy as a reference. Comments refer to the equations in docs/spec.
 
-Inputs of any float dtype are converted to float64, and results are float64. The code is written for clarity, not for
-speed. Only the tests, the evaluation and the benchmarks import this package.
+This package has the public functions of `mlx_sparse`, for NumPy arrays of any float dtype. Results are float64. The
+modules contain the mathematics, which `mlx_sparse.api` calls after it has checked the arguments. The code is written
+for clarity, not for speed. Only the tests, the evaluation and the benchmarks import this package.
 """
 
-from .attend import attend_indices, dense_attention
-from .baselines import (
-    flexgen_attention,
-    h2o_attention,
-    h2o_scores,
-    oracle_top_k_attention,
-    streaming_attention,
-)
-from .blocks import attend_blocks, block_lists, block_mask
-from .key_codes import code_keys, key_spread
-from .lsh import hash_sparse_attention, hyperattention_attention
-from .prefill import (
-    bigbird_attention,
-    minference_attention,
-    minference_select,
-    streaming_prefill_attention,
-)
-from .quest import page_bounds, quest_attention, quest_select
+from typing import Any
+
+from .blocks import block_lists, block_mask
+from .key_codes import key_spread
+from .prefill import minference_select
+from .quest import page_bounds, quest_select
 from .saap import (
     Target,
     fold_batch_norm,
@@ -29,64 +18,48 @@ from .saap import (
     kmeans_step,
     query_network,
     route_scores,
-    saap_assign,
-    saap_attention,
     saap_index,
     saap_indices,
     saap_keys,
-    saap_route,
     saap_target,
     selectivity,
 )
-from .sample import SampleSelection, merge, sample_attention, sample_scores, sample_select, select_share
+from .sample import SampleSelection, merge, sample_scores, sample_selection, select_share
 from .select import top_k_select, valid_keys
-from .sparq import SparQSelection, sparq_attention, sparq_select
+from .sparq import SparQSelection, sparq_select
 
 __all__ = [
     "SampleSelection",
     "SparQSelection",
     "Target",
-    "attend_blocks",
-    "attend_indices",
-    "bigbird_attention",
     "block_lists",
     "block_mask",
-    "code_keys",
-    "dense_attention",
-    "flexgen_attention",
     "fold_batch_norm",
-    "h2o_attention",
-    "h2o_scores",
-    "hash_sparse_attention",
-    "hyperattention_attention",
     "imbalance",
     "key_spread",
     "kmeans_step",
     "merge",
-    "minference_attention",
     "minference_select",
-    "oracle_top_k_attention",
     "page_bounds",
     "query_network",
-    "quest_attention",
     "quest_select",
     "route_scores",
-    "saap_assign",
-    "saap_attention",
     "saap_index",
     "saap_indices",
     "saap_keys",
-    "saap_route",
     "saap_target",
-    "sample_attention",
     "sample_scores",
-    "sample_select",
+    "sample_selection",
     "select_share",
     "selectivity",
-    "sparq_attention",
     "sparq_select",
-    "streaming_attention",
-    "streaming_prefill_attention",
     "top_k_select",
     "valid_keys",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public function (`mlx_sparse.api.functions`)."""
+    from ..api import numpy_functions
+
+    return getattr(numpy_functions, name)

@@ -307,8 +307,8 @@ class Prompt:
         select = getattr(oracle, f"{config.name}_select")
         for h in range(self.case.shape.Hkv):
             queries = self.queries[:, h * G : (h + 1) * G, start:stop].astype(np.float64)
-            found = select(queries, self.keys[:, h : h + 1, :stop].astype(np.float64), **settings)
-            listed = getattr(found, "blocks", found)[0]
+            keys = self.keys[:, h : h + 1, :stop].astype(np.float64)
+            listed = select(queries, keys, **settings, scale=keys.shape[3] ** -0.5)[0]
             mask = np.zeros((*listed.shape[:2], layout.key_blocks + 1), bool)
             np.put_along_axis(mask, np.where(listed < 0, layout.key_blocks, listed), True, axis=2)
             yield mask[..., :-1], layout
