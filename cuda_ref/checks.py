@@ -12,7 +12,7 @@ from .availability import interpreted, unavailable
 from .launchers import configs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CODE_TYPES = {  # dtypes of the arrays of `mlx_sparse.methods.scoring_keys.KeyCodes`
+CODE_TYPES = {  # dtypes of the arrays of `mlx_sparse.methods.sparq.scoring_keys.KeyCodes`
     "keys_t.codes": torch.uint8,
     "keys_t.lo": torch.float16,
     "keys_t.step": torch.float16,

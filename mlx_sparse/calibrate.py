@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +22,13 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 from mlx_lm.models.base import scaled_dot_product_attention
 
+from . import __version__
 from .cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
 from .cache.sparse_cache import SparseCache
 from .checks import ArtefactError
+from .core.base import NEVER, Method, Prefill, Step
+from .core.blocks.layout import Layout
 from .files import cache_directory, read_regular, replace_file
-from .methods import NEVER, Method, Prefill, Step
-from .methods.block_layout import Layout
 
 SECONDS = {"gpu": 3.0, "cpu": 10.0}  # longest time of a measurement
 SHORT = 1024  # keys; a shorter context does not trigger a measurement
@@ -116,6 +118,7 @@ def describe(config: Method, found: Threshold) -> str:
 MeasurementKey = dict[str, str | int]
 FORMAT = 3
 MAX_BYTES = 1 << 16
+WRITING = threading.Lock()  # held while a file is written, so that a program can end between two files
 
 
 def folder() -> Path:
@@ -156,7 +159,8 @@ def write_measurement(key: MeasurementKey, result: Mapping[str, object]) -> None
     path = path_of(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"key": key, "result": result}, indent=1)
-    replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))
+    with WRITING:
+        replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))
 
 
 def _is_number(value: Any) -> bool:
@@ -461,7 +465,7 @@ def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
         "processors": os.cpu_count() or 1,
         "preloaded": os.environ.get("LD_PRELOAD", ""),  # a fast BLAS changes mainly dense attention
         **{"system": platform.platform(), "python": platform.python_version()},
-        **{name: version(name) for name in ("mlx-sparse-attention", "mlx")},
+        **{"mlx-sparse-attention": __version__, "mlx": version("mlx")},
     }
 
 

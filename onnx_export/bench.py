@@ -18,7 +18,7 @@ import onnx
 import onnxruntime
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
+from mlx_sparse.methods.sparq.scoring_keys import GROUP, KeyCodes
 from mlx_sparse.oracle import code_keys
 from mlx_sparse.tools import environment
 from mlx_sparse.tools.bench import inputs

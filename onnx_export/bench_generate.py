@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_sparse.lm.saap import load_artefact
+from mlx_sparse.lm.hooks.saap import load_artefact
 from mlx_sparse.methods import parse
 from mlx_sparse.tools.bench.core import check_memory
 from mlx_sparse.tools.bench.generate import Context, Generation

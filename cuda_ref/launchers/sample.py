@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mlx_sparse.methods.block_layout import Layout
+from mlx_sparse.core.blocks.layout import Layout
 
 from ..kernels.sample_scores import merge_blocks as merge_kernel
 from ..kernels.sample_scores import sample_scores as parts_kernel

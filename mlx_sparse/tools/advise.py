@@ -19,9 +19,10 @@ from tqdm import tqdm
 
 from ..calibrate import Calibration
 from ..checks import ConfigError, Parser, check_int, read_length
+from ..core.base import Method, Prefill
 from ..lm.loading import unfit_warning
 from ..lm.model import disable, enable, plan_of
-from ..methods import Method, Prefill, parse
+from ..methods import parse
 from ..model_info import config_of, model_type
 from . import environment, formats
 from .assets.models import DEFAULT

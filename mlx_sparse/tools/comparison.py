@@ -22,8 +22,8 @@ from rich.console import Console
 
 from ..calibrate import Calibration, describe
 from ..checks import ConfigError
+from ..core.base import NEVER, Method
 from ..lm.model import disable, enable, plan_of
-from ..methods import NEVER, Method
 from ..model_info import config_of
 from .evaluate.tasks import encode
 from .progress import Update, stage, token_bar
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mlx import nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
-CHUNK = 512  # tokens of a prefill chunk; small, so that the progress bar also moves on a CPU
+CHUNK = 512  # tokens of a prefill chunk in `compare`; small, so that the progress bar also moves on a CPU
 TURNS = 2  # number of dense runs and of sparse runs, which alternate; the steps of all runs count
 
 
@@ -99,7 +99,8 @@ class Comparison:
         crossovers: one description for each crossover length of the layers.
         crossover: largest crossover length in keys; `NEVER` if sparse attention is not faster at any length.
         context: number of tokens in the prompt.
-        target: intended number of tokens in the prompt. If the prefill ran out of time, ``context`` is smaller.
+        limit: what limited ``context``: the "time" of the prefill, the "text", the context length of the "model", or ""
+            if the prompt has the intended length.
         forced: True if the method was sparse below its crossover length, because a longer context was impossible.
         prefill_seconds: time of the prefill in seconds.
         dense, sparse: the decoded answers.
@@ -110,7 +111,7 @@ class Comparison:
     crossovers: list[str]
     crossover: int
     context: int
-    target: int
+    limit: str
     forced: bool
     prefill_seconds: float
     dense: Decoded
@@ -189,6 +190,7 @@ def compare(
     known = config_of(model).get("max_position_embeddings")
     longest = min(prompt.length, known - max_tokens if isinstance(known, int) else NEVER)
     target = min(context or margin * crossover, longest)
+    limit = "" if target < longest else "text" if target == prompt.length else "model"
     if target <= len(prompt.end):
         fewest = len(prompt.end) + 1
         raise ConfigError(f"--context: expected at least {fewest:,} tokens for the question, got {target:,}.")
@@ -200,6 +202,7 @@ def compare(
         prefill(model, cache, prompt.end[:-1], math.inf, lambda more: update(done + more))
     took = time.perf_counter() - start
     reached = done + len(prompt.end)
+    limit = "time" if reached < target else limit
     forced = context is None and reached < crossover and config.measurable
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "prompt.safetensors")
@@ -214,7 +217,7 @@ def compare(
                 report = enable(model, used, calibration=calibration)
             try:
                 with token_bar(console, name, max_tokens) as update:
-                    answers.append(decode(model, tokenizer, path, last, max_tokens, update))
+                    answers.append(decode(model, tokenizer, load_prompt_cache(path), last, max_tokens, update))
             finally:
                 disable(model)
         dense, sparse = (
@@ -222,7 +225,7 @@ def compare(
             for first, second in zip(answers[:2], answers[2:], strict=True)
         )
         assert report is not None
-    return Comparison(attn, crossovers, crossover, reached, target, forced, took, dense, sparse, report.as_dict())
+    return Comparison(attn, crossovers, crossover, reached, limit, forced, took, dense, sparse, report.as_dict())
 
 
 def measure_crossover(model: nn.Module, config: Method, calibration: Calibration) -> tuple[list[str], int]:
@@ -241,7 +244,14 @@ def measure_crossover(model: nn.Module, config: Method, calibration: Calibration
 
 
 def prefill(
-    model: nn.Module, cache: list[Any], tokens: Sequence[int], seconds: float, update: Update, *, later: int = 0
+    model: nn.Module,
+    cache: list[Any],
+    tokens: Sequence[int],
+    seconds: float,
+    update: Update,
+    *,
+    later: int = 0,
+    chunk: int = CHUNK,
 ) -> int:
     """Prefill ``tokens`` in chunks. Stop before a chunk that would exceed ``seconds``, but always run the first chunk.
 
@@ -252,31 +262,32 @@ def prefill(
         seconds: time limit in seconds. The limit includes the estimated time of the ``later`` tokens.
         update: callback for progress.
         later: number of tokens that the caller prefills afterwards.
+        chunk: number of tokens in a chunk.
 
     Returns:
         The number of tokens that were added to the cache.
     """
     start, took, done = time.perf_counter(), 0.0, 0
-    while done < len(tokens) and (not done or time.perf_counter() - start + took * (1 + later / CHUNK) < seconds):
+    while done < len(tokens) and (not done or time.perf_counter() - start + took * (1 + later / chunk) < seconds):
         before = time.perf_counter()
-        model(mx.array([tokens[done : done + CHUNK]]), cache=cache)
+        model(mx.array([tokens[done : done + chunk]]), cache=cache)
         mx.eval([layer.state for layer in cache])
         mx.clear_cache()
         took = time.perf_counter() - before
-        done = min(done + CHUNK, len(tokens))
+        done = min(done + chunk, len(tokens))
         update(done)
     return done
 
 
 def decode(
-    model: nn.Module, tokenizer: Tokenizer, cache: str, tokens: list[int], max_tokens: int, update: Update
+    model: nn.Module, tokenizer: Tokenizer, cache: list[Any], tokens: list[int], max_tokens: int, update: Update
 ) -> Decoded:
-    """Load the prompt cache from the file ``cache``, append ``tokens``, and decode an answer greedily."""
-    loaded, greedy = load_prompt_cache(cache), make_sampler(temp=0.0)
+    """Append ``tokens`` to the prompt ``cache``, and decode an answer greedily."""
+    greedy = make_sampler(temp=0.0)
     mx.reset_peak_memory()
     start = time.perf_counter()
     text, found, times = "", [], []
-    for part in stream_generate(model, tokenizer, tokens, max_tokens, sampler=greedy, prompt_cache=loaded):
+    for part in stream_generate(model, tokenizer, tokens, max_tokens, sampler=greedy, prompt_cache=cache):
         text += part.text
         found.append(part.token)
         times.append(time.perf_counter())

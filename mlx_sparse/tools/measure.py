@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from ..calibrate import MODELED, SECONDS, Calibration, Layer, describe, device_kind
 from ..checks import ConfigError, Parser, check_int
+from ..core.base import Method
 from ..lm.loading import load_text_model
 from ..lm.model import disable, enable, plan_of
-from ..methods import Method
 from .bench.core import log
 
 Served = dict[tuple[Method, Layer], int]  # number of layers for each method and layer shape

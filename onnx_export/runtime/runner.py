@@ -67,9 +67,9 @@ class Runner:
         states, vocabulary = _states(self.path, proto.graph)
         self._capacity = states["past_key_values.0.key"][1][2]
         self.max_length = _number(self.path, self.metadata, "max_length", self._capacity)
-        # Older files call this entry prompt_piece, or do not have it.
-        name = next((one for one in ("prefill_chunk", "prompt_piece") if f"mlx_sparse.{one}" in self.metadata), None)
-        self._chunk = CHUNK if name is None else _number(self.path, self.metadata, name, MAX_CHUNK)
+        self._chunk = CHUNK
+        if "mlx_sparse.prefill_chunk" in self.metadata:
+            self._chunk = _number(self.path, self.metadata, "prefill_chunk", MAX_CHUNK)
         ours = any(opset.domain == DOMAIN for opset in proto.opset_import)  # False for files exported with --inline
         self._session = self._open(_options(native, threads))
         self.native = ours and native == "auto" and kernels.unavailable() is None

@@ -124,6 +124,13 @@ BAD: dict[str, tuple[list[str], str]] = {
         [*SPARSE, "--attn-report", "recall"],
         "--attn-report: expected text, full, json or off with --attn sparq, got recall",
     ),
+    "unknown report": (
+        ["--attn-report", "xml"],
+        "--attn-report: invalid choice: 'xml' ",
+    ),
+    "no number of drafts": ([*SPARSE, "--lossless", "many"], "--lossless: invalid int value: 'many'"),
+    "a long option": ([*SPARSE, "--prompt-cache-file", "x" * 1000], f"--prompt-cache-file: .* got {'x' * 200}[.]{{2}}"),
+    "a folder as artefact": (["--attn", "saap:artefact=llama"], r"llama: expected .*, got none .* \(a folder\)"),
     "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),
     "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),
     "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected this option once, got it twice"),
@@ -291,6 +298,20 @@ def test_the_report_can_be_turned_off(finished: Runs):
     assert finished("no report").text == finished("mlx_lm.generate sparse").text
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_full_standard_error_changes_no_text(finished: Runs, tmp_path: Path):
+    write(tmp_path / "llama")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [str(BIN / "mlx_lm.generate"), *GENERATE, *SPARSE],
+            **{"cwd": tmp_path, "input": words(prompt_of(PROMPT)), "stdout": subprocess.PIPE, "stderr": full},
+            text=True,
+            check=False,
+        )
+    assert Finished(done.returncode, done.stdout, "").text == finished("mlx_lm.generate sparse").text
+    assert done.returncode == 0
+
+
 def test_attn_overrides_parameters_of_the_file(finished: Runs):
     assert finished("toml").text == finished("mlx_lm.generate sparse").text
     assert finished("toml").reports[0]["attn"] == finished("mlx_lm.generate sparse").reports[0]["attn"]
@@ -450,7 +471,7 @@ def test_help_shows_the_options(program: str, command: str, finished: Runs):
     assert result.out.startswith(f"usage: {program}{command} ")
     group = result.out.partition("sparse attention:\n")[2]
     assert re.findall(r"^  (--[\w-]+)", group, re.MULTILINE) == [
-        *("--attn", "--attn-config", "--attn-backend", "--shard", "--lossless", "--no-calibrate", "--attn-report")
+        *("--attn", "--attn-config", "--attn-backend", "--lossless", "--no-calibrate", "--attn-report")
     ]
 
 

@@ -11,7 +11,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from ...checks import SparseAttentionError
-from ...methods import Method
+from ...core.base import Method
 from ..formats import Printer, table
 
 MICRO = 1e-6

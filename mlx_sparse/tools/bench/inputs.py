@@ -14,10 +14,11 @@ import numpy as np
 
 from ... import oracle
 from ...checks import ConfigError, check_choice, check_int
-from ...methods import SAAP, Method, Prefill
-from ...methods.block_layout import Layout
-from ...methods.block_patterns import bigbird_pattern, streaming_pattern
-from ...methods.stats import saap_elements
+from ...core.base import Method, Prefill
+from ...core.blocks.layout import Layout
+from ...core.stats import saap_elements
+from ...methods import SAAP
+from ...methods.patterns.block_patterns import bigbird_pattern, streaming_pattern
 from .core import Case, Request
 
 Array = np.ndarray

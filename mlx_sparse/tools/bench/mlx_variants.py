@@ -20,11 +20,12 @@ import mlx.core as mx
 import numpy as np
 
 from ...cache.kv_cache import SparseKVCache, adopt
-from ...cache.saap_lists import attended_keys, rebuild_lists
-from ...cache.saap_state import BucketIndex, Router, index_of
 from ...checks import BackendUnavailable, ConfigError
-from ...methods import Method, Step, registry, table
-from ...ops.packed_rows import BITS
+from ...core import registry, table
+from ...core.base import Method, Step
+from ...core.packed_rows import BITS
+from ...methods.saap.lists import attended_keys, rebuild_lists
+from ...methods.saap.state import BucketIndex, Router, index_of
 from ..environment import machine, memory
 from .core import Case, Request, Variant, check_memory
 from .inputs import Index, Problem, Prompt, buckets_of, check_request, planted_problem, random_problem

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from ...api.call_report import Report
 from ...checks import ConfigError
+from ...core.reasons import NO_DECODE
 from ...lm import sparse
-from ...methods.reasons import NO_DECODE
 from ...model_info import logits_of, new_caches
 from .journal import Journal
 from .results import Outcome, Row, Trial, row_of

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ...artefact import Layer
-from ...ops.kmeans import assign, fit
+from ...methods.saap.artefact import Layer
+from ...methods.saap.kmeans import assign, fit
 from .. import formats
 from . import network
 from .network import MIN_ROWS, Training, has_enough_rows, train_layer

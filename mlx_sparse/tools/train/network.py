@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.optimizers import Adam
 
-from ...artefact import Layer
+from ...methods.saap.artefact import Layer
 from .rows import Rows
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import mlx.core as mx
 
-from mlx_sparse.methods import Method
+from mlx_sparse.core.base import Method
 
 from ...operators import OPERATORS
 from ..graph import Graph

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, ClassVar
 import mlx.core as mx
 
 import mlx_sparse
-from mlx_sparse import artefact
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import SAAP
+from mlx_sparse.methods.saap import artefact
 
 from ...defaults import saap_dense_below
 from ..families import window_of
