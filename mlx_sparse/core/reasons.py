@@ -7,8 +7,8 @@ VERIFY_QUERIES = 16
 
 # Properties of a layer.
 NO_CACHE = "without a KV cache"
-OTHER_HEAD_DIMS = "with key and value head dims that differ (MLA)"
-OTHER_ROWS = "with keys or values that differ from the KV cache (MLA)"
+OTHER_HEAD_DIMS = "with key and value head dims that differ"
+OTHER_ROWS = "with keys or values that differ from the KV cache"
 SINKS = "with attention sinks"
 OWN_ATTENTION = "with custom attention code or without attention"
 

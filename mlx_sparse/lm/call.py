@@ -194,7 +194,7 @@ class Call:
         """Run a prefill chunk, or a decode step if the layer has no valid plan. Return None for dense attention."""
         if isinstance(cache, SparseQuantized) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
-        reason = layer_reason(keys, values, cache)
+        reason = layer_reason(queries, keys, values, cache)
         if self.probe is not None:
             self.probe.seen.append((cache, reason or self.probe_reason(queries, keys, cache, mask, sinks)))
             return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from tiny_models import build, prompt_of
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache, adopt
 from mlx_sparse.cache.state import State
-from mlx_sparse.core import table
+from mlx_sparse.core import reasons, table
 from mlx_sparse.lm.hooks import ModelHooks, hooks_of
 from mlx_sparse.methods import METHODS
 from mlx_sparse.methods.sparq.state import SparQState
@@ -151,3 +153,112 @@ def test_an_appended_token_copies_no_buffer(state: str):
         append()
     assert cache.keys.shape[2] == S
     assert mx.get_peak_memory() - before < 0.1 * cache.keys.nbytes
+
+
+def replace_rows(cache: Any, other: Any) -> None:
+    cache.keys, cache.values = other.keys, other.values
+
+
+def repeat_rows(cache: Any, other: Any) -> None:
+    for name in ("keys", "values", "left_padding", "offset"):
+        rows = getattr(cache, name, None)
+        if isinstance(rows, mx.array):
+            setattr(cache, name, mx.repeat(rows, 3, axis=0))
+        elif isinstance(rows, (list, tuple)):
+            setattr(cache, name, [mx.repeat(part, 3, axis=0) for part in rows])
+
+
+def rewrite_rows(cache: Any, other: Any) -> None:
+    """Write rows below the length in place, with the length set lower meanwhile."""
+    length = "_idx" if hasattr(cache, "_idx") else "offset"
+    stop = getattr(cache, length)
+    pairs = [(cache.keys, other.keys), (cache.values, other.values)]
+    if isinstance(cache.keys, (list, tuple)):
+        pairs = [*zip(cache.keys, other.keys, strict=True), *zip(cache.values, other.values, strict=True)]
+    for mine, theirs in pairs:
+        mine[..., stop - 30 : stop - 4, :] = theirs[..., stop - 30 : stop - 4, :]
+    setattr(cache, length, stop - 4)
+
+
+def replace_parts(cache: Any, other: Any) -> None:
+    """Replace the arrays of a quantized cache inside its lists."""
+    if isinstance(cache.keys, list):
+        cache.keys[:], cache.values[:] = other.keys, other.values
+    else:
+        replace_rows(cache, other)
+
+
+EVERY_STATE = [
+    "sparq:rank=4,top_k=8,component_score=query_key,reallocate=true,dense_below=0",
+    "sparq:rank=4,top_k=8,component_score=query_key,reallocate=true,dense_below=0,key_bits=16",
+    "saap:mode=online,buckets=8,probes=2,recent_tokens=8,merge_every=1,dense_layers=0,dense_below=0",
+    "quest:page_size=4,top_k=8,dense_below=0",
+    "h2o:top_k=8",
+]
+
+
+@pytest.mark.parametrize("attn", EVERY_STATE)
+@pytest.mark.parametrize("write", [replace_rows, repeat_rows, rewrite_rows, replace_parts])
+@pytest.mark.parametrize("kind", ["single", "batch", "quantized"])
+def test_a_step_after_a_program_wrote_a_cache_equals_a_step_over_a_new_cache(attn: str, write: Callable, kind: str):
+    model = build(head_dim=32)
+
+    def filled(seed: int) -> list[Any]:
+        found = make_prompt_cache(model)
+        model(mx.array([prompt_of(100, seed)]), cache=found)
+        if kind != "single":
+            found = [cache.merge([cache]) if kind == "batch" else cache.to_quantized(32, 8) for cache in found]
+        for token in (3, 4):
+            model(mx.array([[token]]), cache=found)
+        return found
+
+    with mlx_sparse.sparse(model, attn) as report:
+        caches, others = filled(1), filled(2)
+        assert report.sparse_calls, "the caches have auxiliary state"
+        for cache, other in zip(caches, others, strict=True):
+            write(cache, other)
+        fresh = copy.deepcopy(caches)
+        for cache in fresh:
+            cache.state = cache.state
+        tokens = mx.array([[5]] * (3 if write is repeat_rows else 1))
+        before, dense = report.sparse_calls, report.dense_calls[reasons.UNCOUNTED]
+        expected = model(tokens, cache=fresh)
+        assert mx.array_equal(model(tokens, cache=caches), expected)
+        lost = report.dense_calls[reasons.UNCOUNTED] - dense
+        assert (report.sparse_calls - before, lost) == ((0, 4) if attn.startswith("h2o") else (4, 0))
+
+
+@pytest.mark.parametrize("attn", EVERY_STATE)
+def test_a_model_that_wraps_its_keys_in_a_dependency_keeps_the_auxiliary_state(
+    attn: str, monkeypatch: pytest.MonkeyPatch
+):
+    model = build()
+    inner = type(model.model)
+    forward = inner.__call__
+
+    def pipelined(self: Any, inputs: mx.array, cache: Any, *more: Any) -> mx.array:  # as mlx-lm's pipeline stages
+        hidden = forward(self, inputs, cache, *more)
+        cache[-1].keys = mx.depends(cache[-1].keys, hidden)
+        return hidden
+
+    monkeypatch.setattr(inner, "__call__", pipelined)
+    with mlx_sparse.sparse(model, attn):
+        caches, states = make_prompt_cache(model), []
+        for tokens in (prompt_of(100), [3], [4]):
+            model(mx.array([tokens]), cache=caches)
+            states.append(dict(caches[-1].aux_states))
+    assert states[1]
+    assert states[1] == states[2]
+
+
+def test_a_batch_with_repeated_rows_but_not_padding_attends_densely():
+    model = build()
+    with mlx_sparse.sparse(model, EVERY_STATE[0]) as report:
+        single = make_prompt_cache(model)
+        model(mx.array([prompt_of(100)]), cache=single)
+        caches = [cache.merge([cache]) for cache in single]
+        for cache in caches:
+            cache.keys, cache.values = (mx.repeat(rows, 3, axis=0) for rows in (cache.keys, cache.values))
+        model(mx.array([[5], [6], [7]]), cache=caches)
+        assert report.dense_calls[reasons.OTHER_ROWS] == 2
+        assert report.sparse_calls == 0

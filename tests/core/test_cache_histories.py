@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cache_histories import SPARQ, Summary, nothing
+from cache_histories import QUEST, SAAP, SPARQ, Summary, WrittenHistory, nothing
 
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache
 from mlx_sparse.methods.saap.state import BucketIndex
@@ -15,7 +15,6 @@ from mlx_sparse.methods.sparq.state import SparQState
 
 pytestmark = pytest.mark.slow  # random histories
 
-SAAP = "saap:mode=online,buckets=8,probes=2,recent_tokens=8,merge_every=7,dense_layers=0,dense_below=0"
 STREAMING = "streaming:sink_tokens=2,recent_tokens=8"
 
 
@@ -38,6 +37,15 @@ def test_random_histories_equal_the_oracle(attn: str | None, histories: int, tmp
     assert found.histories == sum(found.families.values()) == histories
     assert sum(found.sparse.values()) > 10 * histories
     assert found.operations["trim"] > 0
+
+
+@pytest.mark.parametrize("attn", [SPARQ, f"{SPARQ},key_bits=16", SAAP, QUEST, "h2o:top_k=8"])
+def test_histories_of_programs_that_write_cache_attributes_equal_the_oracle(attn: str, tmp_path: Path):
+    found = Summary()
+    for seed in range(4, 8):
+        found.take(seed, tmp_path, attn, WrittenHistory)
+    assert found.mismatches == []
+    assert found.sparse.total() >= 10 and found.operations["write"] > 4
 
 
 def test_same_seed_gives_the_same_history(tmp_path: Path):

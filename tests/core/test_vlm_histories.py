@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import vlm_models
 from attention_recorder import Sequence, dequantized
-from cache_histories import SPARQ, History, Summary, Tracked, nothing
+from cache_histories import QUEST, SAAP, SPARQ, History, Summary, Tracked, WrittenHistory, nothing
 from mlx_vlm import apc
 from tiny_models import EveryStepSparQ
 
@@ -69,6 +69,17 @@ class LmTwin(VlmHistory):
     library = 0
 
 
+class WrittenVlmHistory(WrittenHistory, VlmHistory):
+    """A random history of mlx-vlm's caches that a program also writes directly."""
+
+    more: ClassVar = VlmHistory.more | WrittenHistory.more
+
+    def quantize(self) -> None:
+        """Quantize a cache. SAAP assigns keys before they are quantized, and the recorder sees only quantized keys."""
+        if self.attn != SAAP:
+            super().quantize()
+
+
 class ImageHistory(VlmHistory):
     """A random history of a tiny Qwen3-VL whose prompts begin with an image."""
 
@@ -97,7 +108,7 @@ class ImageHistory(VlmHistory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("attn", "histories"), [(None, 14), ("quest:page_size=4,top_k=8,dense_below=0", 4)])
+@pytest.mark.parametrize(("attn", "histories"), [(None, 14), (QUEST, 4)])
 def test_histories_equal_the_oracle_and_those_of_mlx_lm_bit_for_bit(
     attn: str | None, histories: int, tmp_path: Path
 ) -> None:
@@ -133,6 +144,16 @@ def test_histories_with_images_equal_the_oracle(attn: str | None, tmp_path: Path
         found.take(seed, tmp_path, attn, ImageHistory)
     assert found.mismatches == []
     assert found.sparse.total() > 10 * found.histories
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attn", [SPARQ, SAAP, QUEST, "h2o:top_k=8"])
+def test_histories_of_programs_that_write_cache_attributes_equal_the_oracle(attn: str, tmp_path: Path) -> None:
+    found = Summary()
+    for seed in range(4):
+        found.take(seed, tmp_path, attn, WrittenVlmHistory)
+    assert found.mismatches == []
+    assert found.sparse.total() >= 10 and found.operations["write"] > 4
 
 
 def unmoved(batch: Any, rows: Any, prefix_lens: Any) -> Any:

@@ -77,6 +77,17 @@ def test_int4_scores_of_all_families_follow_the_shapes_of_queries_and_keys() -> 
     assert all("query_key" in found[family] for family in ("gpt_bigcode", "nemotron-nas", "dbrx", "lille-130m"))
 
 
+def test_only_families_with_latent_vectors_are_labeled_mla() -> None:
+    (line,) = [
+        line for line in models_table.PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("* MLA: ")
+    ]
+    assert {"`deepseek_v3`", "`minicpm3`", "`mistral4`"} <= set(re.findall(r"`\w+`", line))
+    for family in ("mimo_v2_flash", "plamo"):  # value heads of another size, and heads that are repeated
+        names = {name for name, _ in family_models.build(family).named_modules()}
+        assert not any("kv_a" in name or "kv_b" in name for name in names)
+        assert "MLA" not in models_table.markdown([KNOWN[family]], MLX_LM)
+
+
 def test_all_runs_are_correct() -> None:
     run = [found for found in FACTS if found.how == "run"]
     assert len(run) > 80

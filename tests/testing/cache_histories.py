@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import mlx.core as mx
 import numpy as np
 from attention_recorder import AttentionRecorder, Sequence
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
@@ -33,6 +34,8 @@ MAX_HISTORIES = 40  # until a planted bug is found
 
 
 SPARQ = "sparq:rank=4,top_k=8,component_score=query_key,reallocate=true,dense_below=0"
+SAAP = "saap:mode=online,buckets=8,probes=2,recent_tokens=8,merge_every=7,dense_layers=0,dense_below=0"
+QUEST = "quest:page_size=4,top_k=8,dense_below=0"
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -250,6 +253,33 @@ class History:
             cache.finalize()
         self.feed(tracked, 1)
 
+    def write(self) -> None:
+        """Write arrays and lengths directly, as programs do that know nothing of the auxiliary state."""
+        if (tracked := self.pick()) is None:
+            return
+        others = [other for other in self.tracked if other is not tracked and kinds(other) == kinds(tracked)]
+        cut = self.draw.number(1, 9)
+        if tracked.batch and self.draw.number(0, 1):
+            order = [self.draw.number(0, len(tracked.rows) - 1) for _ in tracked.rows]
+            self.log(f"write sequences {order}", tracked)
+            for cache in tracked.caches:
+                change(cache, lambda name, value: value if name == "_idx" else value[mx.array(order)])
+            tracked.rows = [tracked.rows[place] for place in order]
+        elif others and self.draw.number(0, 2):
+            other = self.draw.one(others)
+            self.log(f"write cache {self.tracked.index(other)}", tracked)
+            for mine, theirs in zip(tracked.caches, other.copied().caches, strict=True):
+                change(mine, lambda name, value, theirs=theirs: getattr(theirs, name))
+            tracked.rows = other.rows
+        elif cut < min(row.length for row in tracked.rows):
+            self.log(f"write a length less {cut}", tracked)
+            for cache in tracked.caches:
+                change(cache, lambda name, value: value - cut if name in ("offset", "_idx") else value)
+            for row in tracked.rows:
+                row.trim(cut)
+        tracked.rows = [row.copy(rebuilt=True) for row in tracked.rows]
+        self.feed(tracked, 1)
+
     def rebuild(self) -> None:
         """Compare the next decode step with a decode step over a fresh cache with the same rows."""
         plan, tracked = plan_of(self.model), self.pick()
@@ -265,6 +295,31 @@ class History:
             one, other = pairs[0]
             off = float(np.abs(one.out - other.out).max())
             assert off <= one.allowed + other.allowed, f"a rebuilt cache differs by {off:.3g}"
+
+
+class WrittenHistory(History):
+    """A random history of a program that also writes arrays and lengths of its caches directly."""
+
+    more: ClassVar = {"write": 12}
+
+    def build(self) -> tuple[str, Any]:
+        """Draw a model without sliding windows, whose caches have further attributes."""
+        family, model = super().build()
+        while kinds(Tracked(new_caches(model), [])) & {("RotatingKVCache", None)}:
+            family, model = super().build()
+        return family, model
+
+
+def change(cache: Any, new: Callable[[str, Any], Any]) -> None:
+    """Set each attribute that a program may write to ``new(name, value)``."""
+    for name in ("keys", "values", "left_padding", "offset", "_idx"):
+        if hasattr(cache, name):
+            setattr(cache, name, new(name, getattr(cache, name)))
+
+
+def kinds(tracked: Tracked) -> set[tuple[str, Any]]:
+    """Return the names of the cache classes and the numbers of bits of their rows."""
+    return {(type(cache).__name__, getattr(cache, "bits", None)) for cache in tracked.caches}
 
 
 # Return True if rebuilding the auxiliary cache state does not change the output of a method. H2O loses its scores.

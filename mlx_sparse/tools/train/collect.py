@@ -282,7 +282,7 @@ def find_layer_shapes(model: nn.Module, dense_layers: int) -> dict[int, LayerSha
         elif order.index(seen.layer) < dense_layers:
             reasons.append("that stay dense")
         elif seen.queries.shape[3] != D:
-            reasons.append("with key and value head dims that differ (MLA)")
+            reasons.append("with key and value head dims that differ")
         else:
             layer_shapes[seen.layer] = LayerShape(seen.layer, Hq, Hkv, D, seen.scale)
 
