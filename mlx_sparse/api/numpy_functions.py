@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checks import BackendUnavailable, ConfigError, ShapeError, Sizes, check_shape
-from ..methods import registry
+from ..core import registry
 from .functions import Functions
 
 Array = npt.NDArray[Any]

@@ -13,8 +13,9 @@ from ..api.call_report import Counts, Report
 from ..cache.kv_cache import is_padding_mask
 from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..calibrate import Calibration, Layer, describe
-from ..methods import NEVER, Dense, Method, Prefill, Step, reasons, registry
-from ..ops.packed_rows import PackedRows, Rows
+from ..core import reasons, registry
+from ..core.base import NEVER, Dense, Method, Prefill, Step
+from ..core.packed_rows import PackedRows, Rows
 from .hooks import CallHooks, ModelHooks
 from .statistics import PrefillStatistics
 
@@ -59,8 +60,7 @@ class Plan:
         self.hooks = hooks
         self.hooked = type(hooks) is not ModelHooks
         self.decodes = True
-        attn = "+".join(map(str, self.configs)) or Dense.name
-        self.report = Report(attn=attn, backend=backend, model_type=family, decodes=decode is not None)
+        self.report = Report(attn=self.attn, backend=backend, model_type=family, decodes=decode is not None)
         self.report.add(Counts(prefill=prefill and PrefillStatistics(), decode=hooks.statistics))
         self.report.crossovers = self.crossovers
         self.watch: Callable[[int, Counts], object] | None = None
@@ -72,6 +72,11 @@ class Plan:
     def configs(self) -> list[Method]:
         """List of the prefill method and the decode method; a dense stage has no entry."""
         return [config for config in (self.prefill, self.decode) if config is not None]
+
+    @property
+    def attn(self) -> str:
+        """Text form of the methods."""
+        return "+".join(map(str, self.configs)) or Dense.name
 
     @property
     def name(self) -> str:
@@ -255,14 +260,16 @@ class Probe:
 
     Attributes:
         plan: `Plan` of the model.
-        found: for each attention call, the cache and the reason why the layer stays dense. The reason is None if the
-            layer can use sparse attention.
+        seen: for each attention call, the cache and the reason why the layer stays dense. The reason is a function if
+            it depends on the settings of the method, which depend on ``grouped``.
+        grouped: True if several query heads share a KV head in any layer.
         backends: names of the backends that the layers use.
         layers: for each pair of a method and a layer shape, the number of layers that can use sparse attention.
     """
 
     plan: Plan
-    found: list[tuple[Any, str | None]] = field(default_factory=list)
+    seen: list[tuple[Any, str | Callable[[], str | None]]] = field(default_factory=list)
+    grouped: bool = False
     backends: set[str] = field(default_factory=set)
     layers: Counter[tuple[Method, Layer]] = field(default_factory=Counter)
 
@@ -300,7 +307,7 @@ class Probe:
         return None if serving else refusal or reasons.SINKS
 
 
-def layer_reason(keys: Any, values: Any, cache: Any) -> str | None:
+def layer_reason(queries: mx.array, keys: Any, values: Any, cache: Any) -> str | None:
     """Return the reason why a layer with ``cache`` can never use sparse attention, or None."""
     if cache is None:
         return reasons.NO_CACHE
@@ -308,11 +315,14 @@ def layer_reason(keys: Any, values: Any, cache: Any) -> str | None:
         return reasons.other_cache(type(cache).__name__)
     if keys.shape != values.shape:
         return reasons.OTHER_HEAD_DIMS
+    B = queries.shape[0]
     for rows, stored in ((keys, cache.key_rows), (values, cache.value_rows)):
         same = isinstance(rows, PackedRows) == isinstance(stored, PackedRows)
-        if not same or rows.shape[1:] != (stored.shape[1], cache.length, stored.shape[3]):
+        expected = B, stored.shape[1], cache.length, stored.shape[3]
+        if not same or stored.shape[0] != B or rows.shape != expected:
             return reasons.OTHER_ROWS
-    return None
+    # A program can repeat the rows of a batch but not its padding. A kernel would read beyond the padding.
+    return None if cache.padding is None or cache.padding.size == B else reasons.OTHER_ROWS
 
 
 def _group(queries: mx.array, keys: Rows) -> int:

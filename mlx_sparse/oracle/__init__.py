@@ -7,11 +7,19 @@ for clarity, not for speed. Only the tests, the evaluation and the benchmarks im
 
 from typing import Any
 
-from .blocks import block_lists, block_mask
-from .key_codes import key_spread
-from .prefill import minference_select
-from .quest import page_bounds, quest_select
-from .saap import (
+from ..core.attend import oracle as attend
+from ..core.blocks import oracle as blocks
+from ..core.blocks.oracle import block_lists, block_mask
+from ..core.select import oracle as select
+from ..core.select.oracle import top_k_select, valid_keys
+from ..methods.baselines import oracle as baselines
+from ..methods.patterns import oracle as prefill
+from ..methods.patterns import oracle_lsh as lsh
+from ..methods.patterns.oracle import minference_select
+from ..methods.quest import oracle as quest
+from ..methods.quest.oracle import page_bounds, quest_select
+from ..methods.saap import oracle as saap
+from ..methods.saap.oracle import (
     Target,
     fold_batch_norm,
     imbalance,
@@ -24,34 +32,48 @@ from .saap import (
     saap_target,
     selectivity,
 )
-from .sample import SampleSelection, merge, sample_scores, sample_selection, select_share
-from .select import top_k_select, valid_keys
-from .sparq import SparQSelection, sparq_select
+from ..methods.sample import oracle as sample
+from ..methods.sample.oracle import SampleSelection, merge, sample_scores, sample_selection, select_share
+from ..methods.sparq import oracle as sparq
+from ..methods.sparq import oracle_codes as key_codes
+from ..methods.sparq.oracle import SparQSelection, sparq_select
+from ..methods.sparq.oracle_codes import key_spread
 
 __all__ = [
     "SampleSelection",
     "SparQSelection",
     "Target",
+    "attend",
+    "baselines",
     "block_lists",
     "block_mask",
+    "blocks",
     "fold_batch_norm",
     "imbalance",
+    "key_codes",
     "key_spread",
     "kmeans_step",
+    "lsh",
     "merge",
     "minference_select",
     "page_bounds",
+    "prefill",
     "query_network",
+    "quest",
     "quest_select",
     "route_scores",
+    "saap",
     "saap_index",
     "saap_indices",
     "saap_keys",
     "saap_target",
+    "sample",
     "sample_scores",
     "sample_selection",
+    "select",
     "select_share",
     "selectivity",
+    "sparq",
     "sparq_select",
     "top_k_select",
     "valid_keys",

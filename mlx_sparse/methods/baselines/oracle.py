@@ -1,0 +1,143 @@
+"""Run the decode baselines of the SparQ paper (docs/spec/sparq.md, "Baselines")."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.attend.oracle import attend_indices, float64, logits, softmax_lse, weighted_values
+from ...core.select.oracle import top_k_select, valid_keys
+
+Array = npt.NDArray[Any]
+
+
+def streaming_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    sink_tokens: int,
+    recent_tokens: int,
+    scale: float,
+    left_padding: npt.ArrayLike | None,
+) -> tuple[Array, Array]:
+    """Attend to the first ``sink_tokens`` and the last ``recent_tokens`` valid keys. Keys keep their RoPE positions."""
+    B, Hkv, S, _ = np.shape(keys)
+    valid = valid_keys(B, S, left_padding)
+    first = np.argmax(valid, axis=1)[:, None]
+    sinks = valid & (np.arange(S) < first + sink_tokens)
+    scores = np.where(sinks, 1.0, -np.inf)[:, None, :].repeat(Hkv, axis=1)
+    top_k = sink_tokens + recent_tokens
+    indices = top_k_select(scores, top_k=top_k, local_window=recent_tokens, left_padding=left_padding)
+    return attend_indices(queries, keys, values, indices, scale=scale)
+
+
+def oracle_top_k_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    top_k: int,
+    local_window: int,
+    scale: float,
+    left_padding: npt.ArrayLike | None,
+) -> tuple[Array, Array]:
+    """Run SparQ with ``rank=D`` and ``reallocate=False``, so that the ``top_k`` keys are selected by exact scores."""
+    _, weights = _exact(float64(queries), float64(keys), scale, left_padding)
+    indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=local_window, left_padding=left_padding)
+    return attend_indices(queries, keys, values, indices, scale=scale)
+
+
+def flexgen_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    top_k: int,
+    scale: float,
+    left_padding: npt.ArrayLike | None,
+) -> tuple[Array, Array]:
+    """Attend to the ``top_k`` keys with the largest softmax weights.
+
+    The selection uses the sum of the weights over the query heads of a group. The weights of the selected keys are not
+    renormalized.
+    """
+    q, v = float64(queries), float64(values)
+    exact, weights = _exact(q, float64(keys), scale, left_padding)
+    indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
+    mask = listed(indices, v.shape[2])[:, :, None, None, :]
+    kept = np.where(mask, weights[:, :, :, None, :], 0.0)
+    lse = softmax_lse(exact[:, :, :, None, :], np.broadcast_to(mask, kept.shape))[1]
+    return weighted_values(kept, v, mask).reshape(q.shape), lse.reshape(q.shape[:3])
+
+
+def h2o_scores(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    *,
+    scale: float,
+    left_padding: npt.ArrayLike | None,
+) -> Array:
+    """Return the initial ``scores (B, Hkv, S)`` for `h2o_attention` after dense prefill.
+
+    The score of a key is the sum of its causal softmax weights over the queries. Scores are averaged over the query
+    heads of a group. Queries at padded positions are not counted. The score of an invalid key is -inf.
+    """
+    q, k = float64(queries), float64(keys)
+    L, S = q.shape[2], k.shape[2]
+    valid = valid_keys(len(k), S, left_padding)
+    mask = valid[:, None, None, None, :] & (np.arange(S) <= np.arange(S - L, S)[:, None])
+    k = np.where(valid[:, None, :, None], k, 0.0)
+    exact = logits(q, k, scale)
+    weights, _ = softmax_lse(exact, np.broadcast_to(mask, exact.shape))
+    received = weights.mean(axis=2).sum(axis=2)
+    return np.where(valid[:, None, :], received, -np.inf)
+
+
+def h2o_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    scores: npt.ArrayLike,
+    top_k: int,
+    local_window: int,
+    scale: float,
+    left_padding: npt.ArrayLike | None,
+) -> tuple[Array, Array, Array]:
+    """Attend to ``top_k`` keys, which are the last ``local_window`` keys and the keys with the best ``scores``.
+
+    Args:
+        scores: ``(B, Hkv, S)`` sum of the softmax weights of each key in earlier steps. The score of the current key is
+            0, and the score of an evicted key is -inf.
+
+    Returns:
+        ``out``, ``lse`` and the new ``scores``. The step evicts all keys that it does not attend to. The new scores of
+        the evicted keys are -inf.
+    """
+    received = float64(scores)
+    indices = top_k_select(received, top_k=top_k, local_window=local_window, left_padding=left_padding)
+    out, lse = attend_indices(queries, keys, values, indices, scale=scale)
+    kept = listed(indices, received.shape[2])
+    exact = _exact(float64(queries), float64(keys), scale, left_padding)[0]
+    weights, _ = softmax_lse(exact, np.broadcast_to(kept[:, :, None, :], exact.shape))
+    return out, lse, np.where(kept, received + weights.mean(axis=2), -np.inf)
+
+
+def listed(indices: Array, S: int) -> Array:
+    """Convert ``indices (B, Hkv, N)`` to a bool mask ``(B, Hkv, S)``, True for the listed keys."""
+    mask = np.zeros((*indices.shape[:2], S), dtype=bool)
+    for b, h in np.ndindex(indices.shape[:2]):
+        mask[b, h, indices[b, h][indices[b, h] >= 0]] = True
+    return mask
+
+
+def _exact(q: Array, k: Array, scale: float, left_padding: npt.ArrayLike | None) -> tuple[Array, Array]:
+    """Return the exact logits and softmax weights of one decode step, each ``(B, Hkv, G, S)``."""
+    valid = valid_keys(k.shape[0], k.shape[2], left_padding)
+    k = np.where(valid[:, None, :, None], k, 0.0)
+    exact = logits(q, k, scale)[:, :, :, 0, :]
+    weights, _ = softmax_lse(exact, np.broadcast_to(valid[:, None, None, :], exact.shape))
+    return exact, weights
