@@ -5,32 +5,30 @@ for models are `enable`, `disable`, `sparse`, `lossless` and `report`. Every nam
 this package imports neither mlx nor mlx_lm.
 """
 
-# Importing typing would add 10 ms to every start of Python, because the start-up hook imports this file.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
     from .checks import ArtefactError as ArtefactError
     from .checks import BackendUnavailable as BackendUnavailable
     from .checks import ConfigError as ConfigError
     from .checks import ShapeError as ShapeError
     from .checks import SparseAttentionError as SparseAttentionError
+    from .core.packed_rows import PackedRows as PackedRows
+    from .core.stats import Stats as Stats
     from .lm import disable as disable
     from .lm import enable as enable
     from .lm import lossless as lossless
     from .lm import report as report
     from .lm import sparse as sparse
-    from .methods.scoring_keys import KeyCodes as KeyCodes
-    from .methods.stats import Stats as Stats
-    from .ops.packed_rows import PackedRows as PackedRows
+    from .methods.sparq.scoring_keys import KeyCodes as KeyCodes
 
     __version__: str
 
 _HOMES = {
     "checks": "ArtefactError BackendUnavailable ConfigError ShapeError SparseAttentionError",
-    "methods.scoring_keys": "KeyCodes",
-    "ops.packed_rows": "PackedRows",
-    "methods.stats": "Stats",
+    "methods.sparq.scoring_keys": "KeyCodes",
+    "core.packed_rows": "PackedRows",
+    "core.stats": "Stats",
     "api.mlx_functions": "attend_blocks attend_indices code_keys h2o_scores saap_assign saap_route sample_select",
     "lm": "disable enable lossless report sparse",
 }
@@ -43,11 +41,14 @@ def _attention() -> list[str]:
     return [f"{method}_attention" for method in METHODS]
 
 
-def __getattr__(name: str) -> "Any":
+def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("mlx-sparse-attention")
+        try:
+            return version("mlx-sparse-attention")
+        except PackageNotFoundError:  # an interrupted uninstall removed the metadata
+            return "unknown"
     home_of = dict.fromkeys(_attention(), "api.mlx_functions") if name.endswith("_attention") else _HOME_OF
     if name not in home_of:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

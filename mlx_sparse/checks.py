@@ -24,21 +24,31 @@ _WORD = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|\S+""")
 
 def shortened(message: str) -> str:
     """Shorten ``message`` and its long words and quotations. Messages may quote hostile input."""
-    message = _WORD.sub(lambda word: word[0] if len(word[0]) <= ECHO else f"{word[0][:ECHO]}...", message)
+    message = _WORD.sub(lambda word: echoed(word[0]), message)
     return message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
+
+
+def echoed(value: str) -> str:
+    """Return ``value``, cut after `ECHO` characters."""
+    return value if len(value) <= ECHO else f"{value[:ECHO]}..."
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the message of another library's error in one line, with the advice at its end."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
     """Return " Did you mean X?" with the known name X that is most similar to ``name``, or an empty string."""
-    close = difflib.get_close_matches(str(name)[:ECHO], [str(one) for one in known], n=1, cutoff=0.7)
+    close = difflib.get_close_matches(str(name)[:ECHO].lower(), [str(one) for one in known], n=1, cutoff=0.7)
     return f" Did you mean {close[0]}?" if close else ""
 
 
 class Parser(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` that shortens its error messages with `shortened`."""
+    """An `argparse.ArgumentParser` that prints one-line errors, shortened with `shortened`, and no usage text."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(shortened(message))
+        self.exit(2, f"{self.prog}: error: {shortened(message)}\n")
 
 
 class SparseAttentionError(Exception):
@@ -158,11 +168,6 @@ def check_share(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < number <= 1:  # NaN too
         raise ConfigError(f"{name}: expected a number above 0 and at most 1, got {value!r}.")
     return float(number)
-
-
-def check_recall(recall: object, name: str = "recall") -> float:
-    """Return ``recall`` if it is 0 or a number in (0, 1]; raise `ConfigError` with ``name`` otherwise."""
-    return 0.0 if recall == 0 and not isinstance(recall, bool) else check_share(name, recall)
 
 
 def check_block_size(block_size: object) -> None:

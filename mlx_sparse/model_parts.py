@@ -19,14 +19,12 @@ class Part:
         first_layer: index of the part's first layer in the whole model.
         layers: number of layers in the part; None for all layers.
         rank, size: the heads of every layer are split into ``size`` equal parts, and this part has index ``rank``.
-        shards: number of ranks that share the keys and values of a context.
     """
 
     first_layer: int = 0
     layers: int | None = None
     rank: int = 0
     size: int = 1
-    shards: int = 1
 
     @property
     def whole(self) -> bool:

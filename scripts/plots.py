@@ -3,7 +3,6 @@
 
 python scripts/plots.py bytes      docs/bytes.svg: bytes of a decode step by context and by layer, from formulas
 python scripts/plots.py speed      docs/speed.svg: tokens per second by context, from docs/results/context.jsonl
-python scripts/plots.py budget     docs/budget.svg: fixed and adaptive budgets, from docs/results/adaptive.jsonl
 python scripts/plots.py measure    measure docs/results/context.jsonl on this machine (6 minutes on two cores)
 
 `mlx-sparse report` draws docs/quality.svg, which shows the quality against the bytes that the methods read.
@@ -19,7 +18,8 @@ from typing import Any
 
 import matplotlib
 
-from mlx_sparse.methods.stats import dense_elements, sparq_elements
+from mlx_sparse.core.stats import dense_elements
+from mlx_sparse.methods import SparQ
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "mlx-sparse"  # makes the files reproducible
@@ -38,7 +38,7 @@ TOKENS = 48  # generated per run
 
 def main() -> int:
     """Draw the requested plot or run the measurement, and return the exit code."""
-    actions = {"bytes": draw_bytes, "speed": draw_speed, "budget": draw_budget, "measure": measure}
+    actions = {"bytes": draw_bytes, "speed": draw_speed, "measure": measure}
     if len(sys.argv) != 2 or sys.argv[1] not in actions:
         sys.exit(f"usage: plots.py {'|'.join(actions)}")
     print(actions[sys.argv[1]]())
@@ -53,24 +53,26 @@ def draw_bytes() -> Path:
 
     figure, (axes, bars) = plt.subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
     axes.plot(CONTEXTS, [gigabytes(dense_elements(S, D)) for S in CONTEXTS], "o-", color="0.45", label="dense")
-    for rank, color in ((32, "tab:blue"), (16, "tab:cyan")):
-        moved = [gigabytes(sparq_elements(S, D, rank=rank, top_k=128)) for S in CONTEXTS]
-        axes.plot(CONTEXTS, moved, "o-", color=color, label=f"sparq:rank={rank},top_k=128")
+    for method, color in ((SparQ(), "tab:blue"), (SparQ(key_bits=16), "tab:cyan")):
+        moved = [gigabytes(method.elements(S, D)) for S in CONTEXTS]
+        axes.plot(CONTEXTS, moved, "o-", color=color, label=str(method))
     axes.set_yscale("log")
-    _by_context(axes, CONTEXTS, "GB of K and V per token", "Computed for Llama 3.1 8B in float16")
+    _by_context(
+        axes, CONTEXTS, "GB of K and V per token (log scale)", "By formula, not measured: Llama 3.1 8B, float16"
+    )
 
     bytes_of = GEMMA["heads"] * GEMMA["item"] / 1e6
     keys = [LONG if layer in GEMMA["full"] else GEMMA["window"] for layer in range(GEMMA["layers"])]
     dense = [bytes_of * dense_elements(S, GEMMA["D"]) for S in keys]
-    sparse = [bytes_of * sparq_elements(S, GEMMA["D"], rank=64, top_k=128) if S == LONG else None for S in keys]
+    sparse = [bytes_of * SparQ().elements(S, GEMMA["D"]) if S == LONG else None for S in keys]
     bars.bar(range(len(keys)), dense, color="0.75", label="dense")
     served = [(layer, moved) for layer, moved in enumerate(sparse) if moved is not None]
-    bars.bar(*zip(*served, strict=True), color="tab:blue", label="sparq:rank=64,top_k=128")
+    bars.bar(*zip(*served, strict=True), color="tab:blue", label="sparq")
     bars.set_xticks(range(1, len(keys), 4))
     bars.set_ylim(top=1.4 * max(dense))  # room for the legend
     bars.set_xlabel("layer (layers with short bars have a sliding window)")
     bars.set_ylabel("MB of K and V per token")
-    bars.set_title(f"Computed for Gemma 3 270M, {LONG // 1024}k tokens", fontsize=10)
+    bars.set_title(f"By formula, not measured: Gemma 3 270M, {LONG // 1024}k tokens", fontsize=10)
     bars.legend(frameon=False)
     return _save(figure, "bytes.svg")
 
@@ -87,30 +89,6 @@ def draw_speed() -> Path:
         axes.set_ylim(bottom=0)
         _by_context(axes, contexts, "decoded tokens/s", f"SmolLM2-135M, {name}, CPU")
     return _save(figure, "speed.svg")
-
-
-def draw_budget() -> Path:
-    """Draw the KL divergence of a fixed and of an adaptive budget by the mean number of keys, for each model."""
-    rows = [json.loads(line) for line in (DOCS / "results" / "adaptive.jsonl").read_text().splitlines()]
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, panels = plt.subplots(1, len(models), figsize=(9.6, 3.4), layout="constrained", squeeze=False)
-    for axes, model in zip(panels[0], models, strict=True):
-        for task, style in (("repetition", "o"), ("needle", "s"), ("key_value", "^"), ("bits_per_byte", "v")):
-            own = [row for row in rows if (row["model"], row["task"], row["measure"]) == (model, task, "kl")]
-            keys = [row["keys"] for row in own]
-            for budget, color in (("fixed", "0.45"), ("adaptive", "tab:blue")):
-                label = budget if task == "repetition" else None
-                axes.plot(keys, [row[budget] for row in own], f"{style}-", color=color, label=label, markersize=4)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([32, 64, 128, 256], ["32", "64", "128", "256"])
-        axes.minorticks_off()
-        axes.set_yscale("log")
-        axes.set_xlabel("mean number of attended keys")
-        axes.set_ylabel("KL divergence from dense attention, nats")
-        axes.set_title(f"{model}, four tasks, {rows[0]['context']:,} tokens", fontsize=10)
-        axes.legend(frameon=False)
-        axes.grid(alpha=0.3)
-    return _save(figure, "budget.svg")
 
 
 def measure() -> Path:

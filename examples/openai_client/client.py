@@ -1,4 +1,4 @@
-"""Ask mlx_lm.server a question with OpenAI's client, and print the report of sparse attention."""
+"""Ask mlx_lm.server a question with OpenAI's client."""
 
 import argparse
 from pathlib import Path
@@ -23,7 +23,3 @@ stream = client.chat.completions.create(
 print("answer: ", end="")
 for chunk in stream:
     print(chunk.choices[0].delta.content or "", end="", flush=True)
-
-(report,) = client.get("/sparse", cast_to=object)["mlx_sparse_report"]
-print(f"\n{report['attn']} on {report['backend']}: {report['served_layers']} of {report['layers']} layers")
-print(f"{report['sparse_calls']} sparse calls moved {report['sparse_bytes'] / report['dense_bytes']:.0%} of the bytes")

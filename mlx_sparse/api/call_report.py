@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-from ..methods.reasons import SHORTER
+from ..core.reasons import SHORTER
 from ..model_parts import Part
 
 JSON_KEY = "mlx_sparse_report"  # key in the output of ``--attn-report json``
-IN_FLIGHT = 64  # default of `Report.in_flight`
+IN_FLIGHT = 64  # maximum number of calls per thread whose statistics the device may still be computing
 
 # All reports share one lock, because updates and reads are short.
 _lock = threading.RLock()
@@ -40,8 +40,6 @@ class Totals:
     formula_bytes: int = 0
     dense_bytes: int = 0
     prefill: Any = None
-    sent_bytes: int = 0
-    messages: int = 0
     checked_bytes: int = 0
     drafts: Any = None
 
@@ -84,7 +82,6 @@ class Report(Totals):
             prefill method.
         decodes: True if there is a decode method.
         crossovers: function that returns the crossover lengths of the layers as lines of text.
-        sent_bytes, messages: numbers of bytes and messages sent to the other ranks of a sharded context.
         checked_bytes: bytes that the verification steps and dense decode steps of a lossless model moved.
         drafts: statistics of self-speculative decoding (`mlx_sparse.lm.statistics.DraftStatistics`); None if the
             model is not lossless, and before the first generated token.
@@ -92,8 +89,6 @@ class Report(Totals):
         kv_heads: pair of the number of KV heads of a served layer on this rank and in the whole model; None if the
             numbers differ between layers.
         weight_bytes: number of weight bytes that a decode step reads in this process.
-        adaptive: True if SparQ has an adaptive budget (sparq.25).
-        in_flight: maximum number of calls per thread with statistics that the device may still be computing.
         counted, recalls: values of `buckets` and `recall` that exclude the decode steps in flight.
     """
 
@@ -109,8 +104,6 @@ class Report(Totals):
     part: Part = field(default_factory=Part)
     kv_heads: tuple[int, int] | None = None
     weight_bytes: int = 0
-    adaptive: bool = False
-    in_flight: int = IN_FLIGHT
     counted: Any = field(default=None, init=False, repr=False)
     recalls: Any = field(default=None, init=False, repr=False)
     _counting: deque[tuple[int, DeviceCounts]] = field(default_factory=deque, init=False, repr=False)
@@ -125,7 +118,7 @@ class Report(Totals):
             if counts.counting is not None:
                 self._counting.append((threading.get_ident(), counts.counting))
             # Threads alternate, so the oldest counts are not those of a step that has just started.
-            self._settle(self.in_flight * max(1, len({thread for thread, _ in self._counting})))
+            self._settle(IN_FLIGHT * max(1, len({thread for thread, _ in self._counting})))
 
     def _settle(self, in_flight: int = 0) -> None:
         """Wait for the statistics of all calls except the last ``in_flight``, and add them to the report."""
@@ -155,11 +148,10 @@ class Report(Totals):
     def sparse_bytes(self) -> int:
         """Bytes that the sparse calls moved, according to the papers' formulas.
 
-        If the method is SAAP, or SparQ with an adaptive budget, reading this property waits for the device.
+        If the method is SAAP, reading this property waits for the device.
         """
         with _lock:
-            unread = self.recall.unread_bytes if self.adaptive and self.recall else 0
-            return self.formula_bytes - unread + (self.buckets.bytes if self.buckets else 0)
+            return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dict that can be serialized as JSON."""
@@ -171,7 +163,7 @@ class Report(Totals):
             data["drafts"] = self.drafts and self.drafts.as_dict()
             data["recall"] = self.recall and self.recall.as_dict()
             data["crossovers"] = self.crossovers()
-            for name in ("formula_bytes", "part", "kv_heads", "adaptive", "in_flight", "counted", "recalls"):
+            for name in ("formula_bytes", "part", "kv_heads", "counted", "recalls"):
                 data.pop(name, None)
             data["sparse_bytes"] = self.sparse_bytes
             return data
@@ -191,12 +183,10 @@ class Report(Totals):
         return lines + self.crossovers()
 
     def _held(self) -> str:
-        """Describe the layers, shards or KV heads that this process runs. The text is empty for a whole model."""
+        """Describe the layers or KV heads that this process runs. The text is empty for a whole model."""
         if self.part.layers is not None:
             last = self.part.first_layer + self.part.layers - 1
             return f", layers {self.part.first_layer} to {last} of the model on this rank"
-        if self.part.shards > 1:
-            return f", keys and values shared by {self.part.shards} ranks"
         here, whole = self.kv_heads or (0, 0)
         return f", {here} of {whole} KV heads on this rank" if here < whole else ""
 
@@ -274,8 +264,6 @@ class Report(Totals):
                 moved = (self.sparse_bytes + self.checked_bytes) / max(self.drafts.tokens, 1)
                 dense = self.dense_bytes * per_step
                 lines.append(f"  keys and values for each token: {_bytes(moved)}, dense {_bytes(dense)}, by formula")
-        if self.messages:
-            lines.append(f"  sent to other ranks: {_bytes(self.sent_bytes)} in {self.messages:,} messages")
         return lines
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..checks import Sizes, check_choice, check_qkv, check_shape
-from ..methods import stats
-from ..methods.block_layout import Layout
-from ..methods.scoring_keys import KeyCodes, check_keys_t
-from ..methods.stats import Stats
+from ..core import stats
+from ..core.blocks.layout import Layout
+from ..core.stats import Stats
+from ..methods.sparq.scoring_keys import KeyCodes, check_keys_t
 
 INF = float("inf")
 
@@ -129,7 +129,7 @@ class Call:
         if not self.sparse(attended):
             return self.dense()
         out, lse, *estimate = self.run(**parameters)  # SparQ on MLX also estimates the attention recall
-        return (out, self.record(lse, count, attended, *estimate[:1])) if self.return_stats else out
+        return (out, self.record(lse, count, attended, *estimate)) if self.return_stats else out
 
     def record(self, lse: Any, count: Callable[..., int], top_k: int, estimated_recall: Any = None) -> Stats:
         """Return the `Stats` of a decode step that attended to ``top_k`` keys."""
@@ -149,7 +149,8 @@ class Call:
 
     def prefill(self, layout: Layout, **parameters: Any) -> Any:
         """Run a prefill method. Return ``out``, and a `Stats` if ``return_stats`` is set."""
-        out, lse, blocks = self.load(self.function)(*self.arrays, scale=self.scale, **parameters)
+        rows = [array[:] for array in self.arrays]  # dequantizes a quantized KV cache
+        out, lse, blocks = self.load(self.function)(*rows, scale=self.scale, **parameters)
         if not self.return_stats:
             return out
         # (sample.9)

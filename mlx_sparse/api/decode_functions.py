@@ -6,17 +6,15 @@ from functools import partial
 from typing import Any
 
 from ..checks import (
-    ConfigError,
     ShapeError,
     check_choice,
     check_decode_step,
     check_int,
     check_local_window,
     check_rank,
-    check_recall,
 )
-from ..methods import stats
-from ..methods.scoring_keys import KEY_BITS, KeyCodes
+from ..core import stats
+from ..methods.sparq.scoring_keys import KEY_BITS, KeyCodes
 from .checked_call import Call, Library
 
 Array = Any  # array type of the library
@@ -81,7 +79,6 @@ class DecodeFunctions:
         rank: int = 32,
         top_k: int = 128,
         local_window: int | None = None,
-        recall: float = 0.0,
         reallocate: str | bool = "auto",
         component_score: str = "query",
         key_bits: int = 16,
@@ -94,12 +91,12 @@ class DecodeFunctions:
     ) -> Any:
         """Run one decode step of SparQ attention (docs/spec/sparq.md; arXiv 2312.04985, Algorithm 1).
 
+        The defaults are those of `sparq:preset=paper`. `--attn sparq` uses int4 scoring keys.
+
         Args:
             rank: number r of query components used to score each key, 1..D.
             top_k: number of attended keys per KV head, including the local window.
             local_window: number of last valid keys that are always attended to; None means ``top_k // 4``.
-            recall: estimated attention recall at which a KV head selects no more keys, above 0 up to 1; 0 always
-                selects ``top_k`` keys. Only the MLX backends support it.
             reallocate: if True, add the mean value, weighted by the softmax mass of the skipped keys. "auto" means True
                 if each KV head has one query head.
             component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation
@@ -119,8 +116,6 @@ class DecodeFunctions:
         check_rank(rank, n.D)
         check_int("top_k", top_k, 1)
         window = check_local_window(local_window, top_k)
-        if check_recall(recall) and call.backend not in ("ops", "metal"):
-            raise ConfigError(f"recall: expected 0 with backend {call.backend}, got {recall}. Set top_k instead.")
         check_choice("reallocate", reallocate, ("auto", True, False))
         check_choice("component_score", component_score, ("query", "query_key"))
         check_choice("key_bits", key_bits, KEY_BITS)
@@ -149,7 +144,6 @@ class DecodeFunctions:
             component_weight=weight,
             keys_t=keys_t,
             value_mean=value_mean,
-            **({"recall": float(recall)} if recall else {}),
         )
 
     def code_keys(self, keys: Array, *, left_padding: Array | None = None, backend: str = "auto") -> KeyCodes:

@@ -5,16 +5,19 @@ The auxiliary state stays valid when a cache is trimmed, extended, copied or bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
 
-from ..methods import Method, Prefill, registry
-from ..methods.table import WHOLE_BUFFERS
-from ..ops.packed_rows import PackedRows, Rows
+from ..core import registry
+from ..core.base import Method, Prefill
+from ..core.packed_rows import PackedRows, Rows
+from ..core.table import WHOLE_BUFFERS
 from .state import State
 
 # Function for `SparseCache.by_heads`. Arguments: slice of the query heads, queries of these heads, keys, values, and
@@ -64,16 +67,17 @@ class SparseCache:
 
     Attributes:
         aux_states: dict from the method name to the auxiliary cache state of the method.
-        shards: number of context-parallel shards of the sequence.
         layer_plan: `lm.plan.LayerPlan` from the last decode step; None before the first step and after rows have moved.
     """
 
     keys: Any
     values: Any
     aux_states: Mapping[str, State] = MappingProxyType({})
-    shards = 1
     layer_plan: Any = None
     _full_samples: tuple[FullSample | None, ...] = ()  # one entry, or one per sequence of a batch
+    # Function that returns the length and the arrays that the auxiliary state depends on. It takes this cache.
+    _contents: Callable[[Any], tuple[Any, ...]] = staticmethod(attrgetter("offset", "keys", "values"))
+    _recorded: tuple[Any, ...] = (None,)  # result of `_contents` after the last change by a method of this class
 
     @property
     def key_rows(self) -> Rows:
@@ -100,26 +104,6 @@ class SparseCache:
         return length
 
     @property
-    def position(self) -> int:
-        """Number of tokens in the sequence. A context-parallel shard has fewer rows (`length`)."""
-        return self.length
-
-    def rows_before(self, position: int) -> int:
-        """Return the number of rows of this cache that precede ``position`` in the sequence."""
-        return position
-
-    def own(self, start: int, rows: mx.array) -> tuple[int, mx.array]:
-        """Select the rows that this cache stores. Return the cache index of the first selected row, and these rows.
-
-        ``rows (B, H, n, D)`` are the keys or values of n consecutive positions from ``start`` on.
-        """
-        return start, rows
-
-    def runs(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Split rows ``[start, stop)`` into runs ``(first row, end row, first position)`` of consecutive positions."""
-        return [(start, stop, start)]
-
-    @property
     def padding(self) -> mx.array | None:
         """Index of the first valid row of each sequence, ``(B,)``; None if no row is padding."""
         return None
@@ -131,8 +115,7 @@ class SparseCache:
 
     @state.setter
     def state(self, value: Any) -> None:
-        self._moved(lambda method, state: None)
-        self._full_samples = ()
+        self._drop_states()
         super(SparseCache, type(self)).state.fset(self, value)  # type: ignore[misc]
 
     @property
@@ -140,7 +123,43 @@ class SparseCache:
         own: int = super().nbytes  # type: ignore[misc]
         return own + sum(state.nbytes for state in self.aux_states.values())
 
+    def drop_stale_states(self) -> None:
+        """Drop the auxiliary state if a program has replaced an array or set the length since the last own change.
+
+        This compares identities and does not wait for the device. Writes into the same array are not noticed.
+        """
+        contents = self._contents(self)
+        if not all(map(is_, self._recorded, contents)):
+            self._drop_states()
+            self._recorded = contents
+
+    def _drop_states(self) -> None:
+        self._moved(lambda method, state: None)
+        self._full_samples = ()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change rows in a ``with`` block that also updates the auxiliary state."""
+        self.drop_stale_states()
+        yield
+        self._recorded = self._contents(self)
+
+    def accept_arrays(self) -> None:
+        """Keep the auxiliary state although a forward pass has replaced arrays after the rows were written.
+
+        Models of mlx-lm wrap ``keys`` in `mx.depends`, which does not change the rows.
+        """
+        contents = self._contents(self)
+        if contents[0] is self._recorded[0]:
+            self._recorded = contents
+
+    def trim(self, n: int) -> int:
+        with self._changing():
+            trimmed: int = super().trim(n)  # type: ignore[misc]
+        return trimmed
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        self.drop_stale_states()
         for state in self.aux_states.values():
             state.rewind(self.length)
             if state.listening:
@@ -149,7 +168,9 @@ class SparseCache:
             rows = [self.length - first for first in self.first_rows()]
             kept = zip(self._full_samples, rows, strict=False)  # a batch without padding may share one record
             self._full_samples = tuple(full if full and full.keys <= length else None for full, length in kept)
-        return super().update_and_fetch(keys, values)  # type: ignore[misc]
+        fetched = super().update_and_fetch(keys, values)  # type: ignore[misc]
+        self._recorded = self._contents(self)
+        return fetched
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
         """Return the first valid row of each sequence. Wait for the device only once for this cache and ``others``."""
@@ -157,6 +178,7 @@ class SparseCache:
 
     def add_state(self, method: str, state: State) -> State:
         """Add ``state`` as the auxiliary state of ``method``, and return it."""
+        self.drop_stale_states()
         self.aux_states = {**self.aux_states, method: state}
         return state
 
@@ -173,12 +195,11 @@ class SparseCache:
         followed = {method: follow(method, state) for method, state in self.aux_states.items()}
         self.aux_states = {method: state for method, state in followed.items() if state is not None}
 
-    def step_bytes(self, config: Method, position: int) -> int:
-        """Return the bytes that a decode step at ``position`` moves on each shard, summed over all KV heads."""
+    def step_bytes(self, config: Method, S: int) -> int:
+        """Return the bytes that a decode step over ``S`` keys moves, summed over all KV heads."""
         keys = self.key_rows
         B, Hkv, _, D = keys.shape
-        moved = config.step_bytes(position, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)
-        return B * Hkv * moved // self.shards
+        return B * Hkv * config.step_bytes(S, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)
 
     def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
         """Run one decode step with the method ``config``. See `take_step` for the arguments and results."""

@@ -26,13 +26,11 @@ class State(ABC):
         received: start row and keys ``(B, Hkv, n, D)`` of the last write; None after the method has read them.
         recall: estimated attention recall ``(B, Hkv)`` of the last decode step; None if the method makes no estimate,
             or after the call has read the estimate.
-        counts: number of keys ``(B, Hkv)`` that the same decode step attended to; None without an adaptive budget.
     """
 
     listening: bool = False
     received: tuple[int, mx.array] | None = None
     recall: mx.array | None = None
-    counts: mx.array | None = None
 
     @property
     @abstractmethod

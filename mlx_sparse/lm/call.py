@@ -15,9 +15,9 @@ import mlx.core as mx
 from ..api.call_report import Counts
 from ..cache.kv_cache import SparseBatch, SparseQuantized, adopt, is_padding_mask
 from ..cache.sparse_cache import SparseCache
-from ..methods import reasons
+from ..core import reasons
+from ..core.packed_rows import PackedRows, Rows
 from ..model_info import leaves
-from ..ops.packed_rows import PackedRows, Rows
 from . import chunks, seam
 from .plan import LayerPlan, Plan, Probe, layer_reason
 from .recall import RecallCounts
@@ -69,6 +69,9 @@ class Call:
             adopt(caches or [])
             caches = leaves(caches or [])
         self.caches: list[Any] = caches
+        for cache in caches:
+            if isinstance(cache, SparseCache):
+                cache.drop_stale_states()
         if plan.calls:  # mlx-vlm, whose models may get batches of either library
             for cache in caches:
                 if isinstance(cache, SparseBatch):
@@ -81,7 +84,6 @@ class Call:
         self._planned = plan.decodes and self._drafts
         self._prefill_counts: PrefillCounts | None = None
         self._recalls: RecallCounts | None = None  # in a counted step (`SAMPLED_STEPS`)
-        self._guarded: dict[int, bool] = {}  # decisions of the guard by index of the layer's cache
         self._step_keys = 0  # number of keys of a decode step; 0 in other calls
 
     def __enter__(self) -> Call:
@@ -90,6 +92,9 @@ class Call:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         seam.active.reset(self._token)
+        for cache in self.caches:
+            if isinstance(cache, SparseCache):
+                cache.accept_arrays()
         counts, hooks, plan = self.counts, self.hooks, self.plan
         if hooks is not None:
             hooks.end()
@@ -108,10 +113,6 @@ class Call:
             if self._step_keys and plan.watch is not None:
                 watch, plan.watch = plan.watch, None
                 watch(self._step_keys, counts)
-
-    def agreed(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return ``inputs``, the arguments of a model call. If ranks share the context, use the tokens of rank 0."""
-        return inputs
 
     @property
     def prefill_counts(self) -> PrefillCounts:
@@ -154,10 +155,7 @@ class Call:
         if layer.reason is not None:
             counts.dense_calls[layer.reason] += 1
             return None
-        if self.plan.guard is not None and self._guard_makes_dense(layer.index):
-            counts.dense_calls[reasons.LOW_RECALL] += 1
-            return None
-        S, (fixed, per_key) = cache.position, layer.sparse_bytes
+        S, (fixed, per_key) = cache.length, layer.sparse_bytes
         counts.sparse_calls += 1
         counts.dense_bytes += layer.dense_bytes * (S + 1)  # S keys and values are read, one is written
         # Round for each head, so that tensor-parallel ranks together count the same bytes as one process.
@@ -174,13 +172,6 @@ class Call:
             out = chunks.replace_with_dense(out, layer.short, queries, cache, scale, sinks)
         return out
 
-    def _guard_makes_dense(self, index: int) -> bool:
-        """Return True if the guard makes the layers with cache ``index`` dense in this forward pass."""
-        assert self.plan.guard is not None
-        if index not in self._guarded:  # several layers may share a cache
-            self._guarded[index] = self.plan.guard.takes_dense_step(index)
-        return self._guarded[index]
-
     def count_recall(self, cache: SparseCache, index: int, served: list[int]) -> None:
         """Record the attention recall that the method estimated in the last decode step.
 
@@ -190,15 +181,12 @@ class Call:
         state = None if self.plan.decode is None else cache.aux_states.get(self.plan.decode.name)
         if state is None or state.recall is None:
             return
-        recall, counts = state.recall, state.counts
-        state.recall = state.counts = None  # the state keeps no array of a decode step
-        if index >= 0 and (counts is not None or cache.position % SAMPLED_STEPS == 0):
+        recall, state.recall = state.recall, None  # the state keeps no array of a decode step
+        if index >= 0 and cache.length % SAMPLED_STEPS == 0:
             if len(served) < len(recall):
-                rows = mx.array(served)
-                recall, counts = recall[rows], None if counts is None else counts[rows]
-            self._recalls = self._recalls or RecallCounts(self.plan.guard)
-            top_k, row_bytes = getattr(self.plan.decode, "top_k", 0), cache.row_bytes
-            self._recalls.add(index, recall, counts, top_k=top_k, row_bytes=row_bytes)
+                recall = recall[mx.array(served)]
+            self._recalls = self._recalls or RecallCounts()
+            self._recalls.add(index, recall)
 
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
@@ -206,9 +194,9 @@ class Call:
         """Run a prefill chunk, or a decode step if the layer has no valid plan. Return None for dense attention."""
         if isinstance(cache, SparseQuantized) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
-        reason = layer_reason(keys, values, cache)
+        reason = layer_reason(queries, keys, values, cache)
         if self.probe is not None:
-            self.probe.found.append((cache, reason or self.probe_reason(queries, keys, cache, mask, sinks)))
+            self.probe.seen.append((cache, reason or self.probe_reason(queries, keys, cache, mask, sinks)))
             return None
         if reason is not None:
             self.counts.dense_calls[reason] += 1
@@ -276,11 +264,14 @@ class Call:
             return reasons.CHECKED
         return self.plan.chunk_reason(L, S, self.caches, mask)
 
-    def probe_reason(self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None) -> Any:
-        """Return the reason why a layer can never use sparse attention, or None if the layer can use it."""
+    def probe_reason(
+        self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None
+    ) -> Callable[[], str | None]:
+        """Return a function that calls `Probe.reason`. Call the function after the trial call."""
         assert self.probe is not None
+        self.probe.grouped |= queries.shape[1] > keys.shape[1]
         masked = mask is not None and not is_padding_mask(mask, self.caches)
-        return self.probe.reason(queries, keys, cache, masked=masked, sinks=sinks, hooks=self.hooks)
+        return functools.partial(self.probe.reason, queries, keys, cache, masked=masked, sinks=sinks, hooks=self.hooks)
 
     def layer_index(self, cache: Any) -> int:
         """Return the index of ``cache`` among the model's caches, or -1 if the model does not use ``cache``."""
@@ -297,7 +288,7 @@ def under_plan(cls: Any) -> Callable[..., Any]:
         caches = kwargs.get("cache")
         if caches is None:
             caches = signature.bind_partial(self, *args, **kwargs).arguments.get("cache")
-        with (plan.new_call or Call)(plan, caches) as call:
-            return cls.__call__(self, *call.agreed(args), **kwargs)
+        with Call(plan, caches):
+            return cls.__call__(self, *args, **kwargs)
 
     return call

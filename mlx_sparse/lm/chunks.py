@@ -9,10 +9,10 @@ import mlx.core as mx
 
 from ..cache.kv_cache import SparseBatch
 from ..cache.sparse_cache import SparseCache
-from ..kernels import attend_rows as metal
-from ..methods import reasons, registry
-from ..ops.blocks import batch_size, wait_for
-from ..ops.packed_rows import PackedRows, Rows
+from ..core import reasons, registry
+from ..core.attend import metal_rows as metal
+from ..core.blocks.ops import batch_size, wait_for
+from ..core.packed_rows import PackedRows, Rows
 from . import seam
 
 if TYPE_CHECKING:

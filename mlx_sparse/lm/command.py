@@ -14,7 +14,6 @@ import importlib
 import json
 import logging
 import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..api.call_report import JSON_KEY, Counts, Report, listing
 from ..checks import ConfigError, SparseAttentionError
-from ..methods import NEVER, Method, Prefill, registry
+from ..core import registry
+from ..core.base import NEVER, Method, Prefill
 from ..model_info import is_drafter
 from .distributed.ranks import Ranks, connection_error, difference, facts_of
-from .loading import has_all_weights, loading, refuse_rotating_cache, refuse_unquantizable, unfit_warning
-from .options import add_options, end, fail, print_error, requested
+from .loading import has_all_weights, loading, quantizing, refuse_rotating_cache, unfit_warning
+from .options import add_options, end, fail, print_error, print_line, requested
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -62,8 +62,6 @@ class Session:
         self.calibration: Calibration | None = None
         self.max_tokens: int | None = None
         self.max_kv_size: int | None = None
-        self.kv_quantization: dict[str, int] = {}  # bits and group size of a quantized KV cache
-        self.shard: str | None = None
         self.lossless: int | None = None  # number of drafts for each check; 0 to select it by speed
         self.draft: str | None = None
         self.loading: str | None = None
@@ -76,20 +74,18 @@ class Session:
         from ..calibrate import Calibration
 
         self.report_format = args.attn_report
-        self.shard, self.lossless = args.shard, args.lossless
+        self.lossless = args.lossless
         self.named = args.attn is not None or args.attn_config is not None
-        if self.library != "mlx_lm" and (self.shard is not None or self.lossless is not None):
-            fail(parser, f"{'--lossless' if self.shard is None else '--shard'}: expected mlx-lm, got {self.command}.")
-        if args.attn is args.attn_config is self.shard is None:
+        if self.library != "mlx_lm" and self.lossless is not None:
+            fail(parser, f"--lossless: expected mlx-lm, got {self.command}.")
+        if args.attn is args.attn_config is None:
             if self.lossless is not None:
                 fail(parser, "--lossless: expected --attn METHOD for the drafts, got none.")
             return
         try:
             configs, calibrates = requested(args)
             quantizes = getattr(args, "kv_bits", None) is not None
-            if self.shard is not None:
-                self._check_shard(args)
-            elif not quantizes and self.lossless is None and not any(config.sparse for config in configs):
+            if not quantizes and self.lossless is None and not any(config.sparse for config in configs):
                 return
             prefill, decode = self._checked(args, configs)
         except SparseAttentionError as error:
@@ -101,11 +97,11 @@ class Session:
                 f"--attn-report: expected text, full, json or off with --attn {names}, got {self.report_format}.",
             )
         prompt_cache = getattr(args, "prompt_cache_file", None)
-        if prompt_cache is not None and not self.only_prompts and not Path(prompt_cache).is_file():
+        if prompt_cache is not None and not self.only_prompts and not os.path.isfile(prompt_cache):  # noqa: PTH113 - False for a name that is too long
             fail(parser, f"--prompt-cache-file: expected an existing file, got {prompt_cache}.")
         if self.suites and prefill is not None and args.batch_size > 1:
             args.batch_size = 1
-            print(f"[mlx-sparse] using --batch-size 1: {prefill.name} needs prompts without padding.", file=sys.stderr)
+            print_line(f"[mlx-sparse] using --batch-size 1: {prefill.name} needs prompts without padding.")
         self.configs, self.prefill, self.decode = configs, prefill, decode
         self.backend = args.attn_backend
         self.calibration = Calibration(
@@ -113,8 +109,6 @@ class Session:
         )
         self.max_tokens = getattr(args, "max_tokens", None) if self.command.endswith("generate") else None
         self.max_kv_size = getattr(args, "max_kv_size", None) if self.library == "mlx_lm" else None
-        if quantizes and self.library == "mlx_lm":
-            self.kv_quantization = {"group_size": getattr(args, "kv_group_size", 64), "bits": args.kv_bits}
         self.draft = getattr(args, "draft_model", None)
         self.loads_at_start = sum(getattr(args, name, None) is not None for name in ("model", "draft_model"))
         if self.serves:
@@ -136,25 +130,6 @@ class Session:
             registry.require(args.attn_backend, config.name)
             hooks_of(config).check(config)
         return prefill, decode
-
-    def _check_shard(self, args: argparse.Namespace) -> None:
-        """Raise `ConfigError` if the command has an option that is not supported with ``--shard``."""
-        if getattr(args, "kv_bits", None) is not None:
-            raise ConfigError("--shard: expected unquantized caches, got --kv-bits. Drop one option.")
-        if self.suites or getattr(args, "draft_model", None) is not None:
-            got = "mlx_lm.evaluate" if self.suites else "--draft-model"
-            raise ConfigError(f"--shard: expected one model that all processes run together, got {got}.")
-        if getattr(args, "batch_size", 1) > 1:
-            raise ConfigError(f"--shard: expected one sequence at a time, got --batch-size {args.batch_size}.")
-
-    def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Save a prompt cache with mlx-lm's ``save_prompt_cache``. If ``--shard`` is set, combine the shards first."""
-        if self.shard is None:
-            return original(*args, **kwargs)
-        from .distributed.context import save
-
-        with self._exiting_on_error():
-            return save(original, *args, **kwargs)
 
     def handshake(
         self, parser: argparse.ArgumentParser, args: argparse.Namespace | None, *, refused: bool = False
@@ -178,9 +153,6 @@ class Session:
             problem = str(error)
         if problem is not None and not refused:
             fail(parser, problem)
-        if self.shard is not None and self.ranks.rank:
-            null = self.exit_stack.enter_context(Path(os.devnull).open("w"))  # noqa: SIM115
-            self.exit_stack.enter_context(contextlib.redirect_stdout(null))
 
     def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
         """Find ``model`` on disk or on the Hugging Face Hub as mlx-lm does, and record that this command loads it."""
@@ -188,6 +160,11 @@ class Session:
         self.loading = model
         with self._exiting_on_error(), loading(model):
             return original(model, *args, **kwargs)
+
+    def quantize(self, original: Callable[..., Any], caches: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """Quantize ``caches`` as mlx-lm's ``maybe_quantize_kv_cache`` does, from the start that the user has set."""
+        with quantizing(caches):
+            return original(caches, *args, **kwargs)
 
     def load(self, original: Callable[..., Any], model: Path, *args: Any, **kwargs: Any) -> Any:
         """Load a model as mlx-lm's ``load_model`` does, and enable the methods on this model."""
@@ -199,8 +176,6 @@ class Session:
                     refuse_rotating_cache(Path(model))
                 loaded = original(model, *args, **kwargs)
             enabled = loaded[0] if isinstance(loaded, tuple) else loaded  # mlx-vlm returns the model only
-            if self.kv_quantization:
-                refuse_unquantizable(enabled, self.kv_quantization)
             if self.loads_part:
                 complete = any(config.file is not None for config in self.configs) and has_all_weights(Path(model))
                 record_facts(enabled, complete=complete)
@@ -209,12 +184,7 @@ class Session:
         return loaded
 
     def load_part(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
-        """Load this rank's part of a model and enable the methods. If ``--shard`` is set, load the whole model."""
-        if self.shard is not None:
-            from mlx_lm import utils
-
-            names = ("return_config", "tokenizer_config", "trust_remote_code")
-            return utils.load(model, **{name: kwargs[name] for name in names if name in kwargs})
+        """Load this rank's part of a model and enable the methods."""
         self.loads += 1
         self.loads_part = True
         try:
@@ -269,7 +239,6 @@ class Session:
             backend=self.backend,
             recall="recall" in self.report_format,
             calibration=self.calibration,
-            shard=self.shard,
             lossless=self.lossless is not None,
             draft_tokens=self.lossless or None,
         )
@@ -332,7 +301,7 @@ class Session:
     def print_line(self, text: str) -> None:
         """Print ``text`` with a prefix to standard error. Do nothing if `prints` is False."""
         if self.prints():
-            print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
+            print_line(f"[mlx-sparse] {text}")
 
     def log(self, text: str) -> None:
         """Write ``text`` to the command's log. Do nothing if `prints` is False."""
@@ -349,11 +318,11 @@ class Session:
         if not self.prints():
             return
         if "json" in self.report_format:
-            print(json.dumps(self.as_dict()), file=sys.stderr)
+            print_line(json.dumps(self.as_dict()))
         else:
             for report in self.reports.values():
                 text = report.summary() if self.report_format == "text" else report
-                print(f"[mlx-sparse] {text}", file=sys.stderr)
+                print_line(f"[mlx-sparse] {text}")
 
     def calls(self) -> Counts:
         """Return the call counts of all models. Its ``prefill`` is the number of sparse prefill calls, or None."""
@@ -422,10 +391,14 @@ def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[Non
         "load_model": session.load,
         "_download" if session.library == "mlx_lm" else "get_model_path": session.find,
         "sharded_load": session.load_part,
-        "save_prompt_cache": session.save,
+        "maybe_quantize_kv_cache": session.quantize,
     }
     # Commands import some of these functions by value, so replace them in the globals of `main` too.
-    places = [(where, name) for where in (vars(utils), getattr(main, "__globals__", {})) for name in ours]
+    scopes = [vars(utils), getattr(main, "__globals__", {})]
+    if session.library == "mlx_lm":
+        scopes.append(vars(importlib.import_module("mlx_lm.generate")))
+    distinct = {id(scope): scope for scope in scopes}.values()
+    places = [(scope, name) for scope in distinct for name in ours]
     originals = [(place, name, place[name]) for place, name in places if name in place]
 
     def replaced(original: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..checks import ConfigError, SparseAttentionError
+import mlx.core as mx
+
+from ..checks import ConfigError, SparseAttentionError, reason_of
 from ..model_info import leaves, new_caches, text_model
 
 
@@ -19,15 +21,16 @@ def loading(model: object) -> Iterator[None]:
     """Convert errors that are raised while the ``with`` block loads ``model`` to one-line errors.
 
     Raises:
-        ConfigError: mlx-lm or the Hugging Face Hub raised an error. The message contains the first line of this error.
+        ConfigError: mlx-lm or the Hugging Face Hub raised an error. The message contains this error.
     """
     try:
         yield
     except SparseAttentionError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).") from None
+        raise ConfigError(
+            f"--model: expected a model that mlx-lm can load, got {model} ({reason_of(error)})."
+        ) from None
 
 
 def load_text_model(name: str | Path, *, lazy: bool = False, only_mlx_lm: bool = False) -> tuple[Any, Any, Any]:
@@ -80,25 +83,38 @@ def refuse_rotating_cache(model_path: Path) -> None:
         )
 
 
-def refuse_unquantizable(model: Any, form: Mapping[str, int]) -> None:
-    """Raise `ConfigError` if mlx-lm cannot quantize the caches of ``model`` and would fail during prefill.
+GROUP_SIZES = (32, 64, 128)  # group sizes of MLX
+
+
+@contextlib.contextmanager
+def quantizing(caches: list[Any], *, group_size_option: bool = True) -> Iterator[None]:
+    """Convert errors that are raised while the ``with`` block quantizes ``caches`` to one-line errors.
 
     Args:
-        form: keyword arguments for a cache's ``to_quantized``, which are the bits and the group size.
-    """
-    import mlx.core as mx
+        group_size_option: True if the command has the option ``--kv-group-size``.
 
+    Raises:
+        ConfigError: mlx-lm cannot quantize a cache.
+    """
+    try:
+        yield
+    except (NotImplementedError, ValueError) as error:
+        reason = reason_of(error).rstrip(".")
+        keys = [cache.keys for cache in caches if isinstance(getattr(cache, "keys", None), mx.array)]
+        fits = [size for size in GROUP_SIZES if all(rows.shape[-1] % size == 0 for rows in keys)]
+        divides = isinstance(error, ValueError) and group_size_option and fits
+        advice = f"Set --kv-group-size {fits[0]}, or drop --kv-bits." if divides else "Drop --kv-bits."
+        raise ConfigError(f"--kv-bits: expected caches that mlx-lm can quantize, got: {reason}. {advice}") from None
+
+
+def refuse_unquantizable(model: Any, bits: int) -> None:
+    """Raise `ConfigError` if mlx-lm cannot quantize the caches of ``model`` with its default group size."""
     caches = new_caches(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)  # not evaluated
     for cache in leaves(caches):
-        try:
-            if hasattr(cache, "to_quantized"):
-                cache.to_quantized(**form)
-        except (NotImplementedError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError(
-                f"--kv-bits: expected caches that mlx-lm can quantize, got: {reason} Drop --kv-bits."
-            ) from None
+        if hasattr(cache, "to_quantized"):
+            with quantizing([cache], group_size_option=False):
+                cache.to_quantized(bits=bits)
 
 
 # Reason why a model family is unfit for sparse attention, by mlx-lm's family name. docs/advise.md has the sources.

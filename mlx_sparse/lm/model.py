@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from ..api.call_report import Report
 from ..calibrate import Calibration
 from ..checks import ConfigError
-from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, reasons, registry
-from ..model_info import config_of, kv_heads, leaves, model_type, new_caches, package_of, text_model, weights_read
+from ..core import reasons, registry
+from ..core.base import QK_NORMS, Dense, Method, Prefill
+from ..methods import METHODS, parse
+from ..model_info import kv_heads, leaves, model_type, new_caches, package_of, text_model, weights_read
 from ..model_parts import part_of
 from . import seam
 from .call import Call, under_plan
 from .hooks import hooks_of
 from .plan import Plan, Probe
 
-M = TypeVar("M", bound=Method)
 NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
 
 Attn = str | Method | tuple[Method, ...]
@@ -48,7 +47,6 @@ def enable(
     backend: str = "auto",
     recall: bool = False,
     calibration: Calibration | None = None,
-    shard: str | None = None,
     lossless: bool = False,
     draft_tokens: int | None = None,
 ) -> Report:
@@ -69,9 +67,6 @@ def enable(
             This takes an additional dense pass over the keys.
         calibration: crossover lengths on this machine. If None, use the lengths that `mlx-sparse calibrate` or
             ``--attn`` has measured. Use estimated or default lengths for layer shapes that were not measured.
-        shard: "context" shards the keys and values of one sequence over the ranks of MLX's distributed runtime. Each
-            rank runs the whole model. If the value is "context:local", each rank selects only among the
-            keys that it stores.
         lossless: True to generate the same tokens as dense attention. Sparse decode steps draft tokens, and one dense
             call checks several draft tokens. This applies to `mlx_lm.generate`, `mlx_lm.stream_generate` and mlx-lm's
             commands, one sequence at a time. Batches and direct calls of the model use dense decode steps.
@@ -91,35 +86,28 @@ def enable(
     seam.require(package)
     seam.library_of(model)
     model = text_model(model)
-    if package != "mlx_lm" and (lossless or shard is not None):
-        option = "lossless=False" if lossless else "shard=None"
-        raise ConfigError(f"model: expected a model of mlx-lm, got a model of mlx-vlm. Use {option}.")
+    if package != "mlx_lm" and lossless:
+        raise ConfigError("model: expected a model of mlx-lm, got a model of mlx-vlm. Use lossless=False.")
     if plan_of(model) is not None:
         raise ConfigError("model: expected a model that is not enabled, got an enabled model. Call mlx_sparse.disable.")
     configs = parse(attn) if isinstance(attn, str) else (attn,) if isinstance(attn, Method) else attn
     if not isinstance(configs, tuple) or not all(isinstance(config, Method) for config in configs):
         raise ConfigError(f"attn: expected a string, a method or a tuple of methods, got {attn!r}.")
     prefill, decode = select_methods(configs)
-    if decode is not None:
-        decode = resolve(decode, model)
     for config in configs:
         registry.require(backend, config.name)
     hooks = hooks_of(decode)(decode, model)
     plan = Plan(
         prefill, decode, backend, model_type(model), hooks, recall=recall, calibration=calibration or Calibration()
     )
-    if shard is not None:
-        from .distributed.context import share_context  # imported only if needed, to start faster
-
-        share_context(plan, shard)
     if lossless:
         from .speculative.generation import make_lossless, wrap
 
         make_lossless(plan, model, draft_tokens)
     elif draft_tokens is not None:
         raise ConfigError(f"draft_tokens: expected None without lossless, got {draft_tokens}.")
-    names = seam.bind(model)
-    if not names:
+    places = seam.bind(model)
+    if not places:
         raise NothingServed(
             f"model: expected attention through {package}.models.base.{seam.NAME}, got {plan.report.model_type}, which "
             f"never calls it. Run this model without {plan.name}.",
@@ -128,7 +116,7 @@ def enable(
     unwrap = wrap() if lossless else None
     cls = type(model)
     # The finalizer restores mlx-lm's functions if the model is deleted without `disable`.
-    release = weakref.finalize(model, _release, names, unwrap)
+    release = weakref.finalize(model, _release, places, unwrap)
     release.atexit = False
     # A normal assignment would add the attribute to the parameters of the nn.Module.
     object.__setattr__(model, "_mlx_sparse", (plan, cls, release))
@@ -155,9 +143,9 @@ def disable(model: Any) -> None:
     release()
 
 
-def _release(names: list[str], unwrap: Callable[[], None] | None) -> None:
-    """Restore the library's functions in the modules ``names``. Skip modules that another enabled model uses."""
-    seam.unbind(names)
+def _release(places: list[seam.Place], unwrap: Callable[[], None] | None) -> None:
+    """Restore the library's functions at ``places``. Skip places that another enabled model uses."""
+    seam.unbind(places)
     if unwrap is not None:
         unwrap()
 
@@ -228,14 +216,6 @@ def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method 
     return next(iter(prefill), None), next(iter(decode), None)
 
 
-def resolve(config: M, model: Any) -> M:
-    """Replace each "auto" parameter of ``config`` with the value for ``model``, and return the result."""
-    sizes = config_of(model)
-    heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
-    grouped = heads is not None and kv_heads is not None and kv_heads < heads
-    return config.for_model(qk_norm=has_qk_norm(model), grouped=grouped)
-
-
 def has_qk_norm(model: Any) -> bool:
     """Return True if any layer of the model normalizes its queries or keys."""
     modules = model.named_modules()
@@ -252,12 +232,6 @@ def _sparse_class(cls: Any, plan: Plan) -> type:
     # Copies of the model are not enabled, so that `disable` affects only one model.
     reduce = seam.reduce_as(cls, "_mlx_sparse")
     own = {"__call__": under_plan(cls), "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    if (convert := plan.new_caches) is not None:
-
-        def make_cache(self: Any) -> list[Any]:
-            return convert(cls.make_cache(self) if hasattr(cls, "make_cache") else [KVCache() for _ in self.layers])
-
-        own["make_cache"] = make_cache
     return type(cls.__name__, (cls,), own)
 
 
@@ -268,20 +242,24 @@ def _probe(model: Any, plan: Plan) -> None:
         ConfigError: no layer of a complete model can use sparse attention, or a parameter does not fit the head dim.
     """
     caches, probe = new_caches(model), Probe(plan)
-    with _unchanged(model), (plan.new_call or Call)(plan, caches, probe=probe):
+    with _unchanged(model), Call(plan, caches, probe=probe):
         model(mx.zeros((1, 1), mx.int32), cache=caches)
+    if plan.decode is not None:
+        plan.decode = plan.decode.for_model(qk_norm=has_qk_norm(model), grouped=probe.grouped)
+    seen = [(cache, reason() if callable(reason) else reason) for cache, reason in probe.seen]
     report = plan.report
-    report.part = dataclasses.replace(part_of(model), shards=plan.shards)
+    report.attn = plan.attn
+    report.part = part_of(model)
     heads = {layer.step.heads for _, layer in probe.layers}
     if len(heads) == 1:
         (here,) = heads
         report.kv_heads = here, kv_heads(model, report.part, here)
     plan.layers = probe.layers
-    plan.calls = 0 if package_of(model) == "mlx_lm" else len(probe.found)
+    plan.calls = 0 if package_of(model) == "mlx_lm" else len(seen)
     report.backend = " and ".join(sorted(probe.backends)) or plan.backend
-    seen = {id(cache) for cache, _ in probe.found}
-    found = [reason for _, reason in probe.found]
-    found += [reasons.OWN_ATTENTION for c in leaves(caches) if id(c) not in seen]
+    with_calls = {id(cache) for cache, _ in seen}
+    found = [reason for _, reason in seen]
+    found += [reasons.OWN_ATTENTION for c in leaves(caches) if id(c) not in with_calls]
     report.layers, report.served_layers = len(found), found.count(None)
     report.weight_bytes = weights_read(model)
     report.dense_layers.update(reason for reason in found if reason is not None)

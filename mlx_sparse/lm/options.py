@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from ..methods import Dense, Method, parse, read_toml
+from ..checks import shortened
+from ..core.base import Dense, Method
+from ..methods import parse, read_toml
 
-SHARDS = ("context", "context:local")
 REPORTS = ("text", "full", "recall", "json", "json+recall", "off")
+
+OURS = ("argument --attn", "argument --lossless", "argument --shard")  # start of argparse's messages about them
 
 
 class _Once(argparse.Action):
@@ -29,7 +34,15 @@ class _Once(argparse.Action):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sparse attention options to the parser of a command."""
+    """Add the sparse attention options to the parser of a command. Errors in them are one line, without the usage."""
+    original = parser.error
+
+    def error(message: str) -> Any:
+        if message.startswith(OURS):
+            fail(parser, f"{message.removeprefix('argument ')}.")
+        original(message)
+
+    parser.error = error  # type: ignore[method-assign]
     group = parser.add_argument_group(
         "sparse attention",
         "Use sparse attention for prefill, for decoding, or for both (mlx-sparse-attention). Attention is dense in a "
@@ -56,13 +69,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "if it is available (default: auto).",
     )
     group.add_argument(
-        "--shard",
-        choices=SHARDS,
-        help="With mlx.launch, shard the context: every process runs the whole model and stores a part of the keys and "
-        "values. With 'context:local', each process selects among the keys that it stores, which needs fewer messages "
-        "(default: mlx-lm shards the model).",
-    )
-    group.add_argument(
         "--lossless",
         nargs="?",
         const=0,
@@ -82,10 +88,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--attn-report",
         choices=REPORTS,
+        metavar="FORMAT",
         default="text",
         help="Format of the report on standard error at the end: sparse calls, bytes saved, and dense calls with "
-        "reasons, in at most eight lines (default: text). 'full' lists everything. 'recall' and 'json+recall' also "
-        "measure the attention recall of prefill, which takes an additional dense pass over the keys.",
+        "reasons, in at most eight lines ('text', the default); everything ('full'); JSON ('json'); nothing ('off'). "
+        "With a prefill method, 'recall' and 'json+recall' also measure the attention recall of prefill, which takes "
+        "an additional dense pass over the keys.",
     )
 
 
@@ -112,4 +120,12 @@ def end(program: str, message: str) -> Any:
 
 def print_error(program: str, message: str) -> None:
     """Print a one-line error to standard error."""
-    print(f"{program}: error: {message}", file=sys.stderr, flush=True)
+    print_line(f"{program}: error: {shortened(message)}")
+
+
+def print_line(text: str) -> None:
+    """Print ``text`` to standard error. If this fails, for example on a full disk, print nothing from then on."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - Python writes the buffered text again when it ends

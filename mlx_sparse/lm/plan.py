@@ -13,9 +13,9 @@ from ..api.call_report import Counts, Report
 from ..cache.kv_cache import is_padding_mask
 from ..cache.sparse_cache import DecodeStep, SparseCache
 from ..calibrate import Calibration, Layer, describe
-from ..methods import NEVER, Dense, Method, Prefill, Step, reasons, registry
-from ..ops.packed_rows import PackedRows, Rows
-from .guard import IN_FLIGHT, Guard
+from ..core import reasons, registry
+from ..core.base import NEVER, Dense, Method, Prefill, Step
+from ..core.packed_rows import PackedRows, Rows
 from .hooks import CallHooks, ModelHooks
 from .statistics import PrefillStatistics
 
@@ -38,11 +38,7 @@ class Plan:
         layers: for each pair of a method and a layer shape, the number of layers that can use sparse attention.
         report: report that counts the calls of all forward passes.
         lossless: number of draft tokens per check; 0 to select the number by speed; None if the model is not lossless.
-        guard: object that makes layers with a low estimated recall dense for a while; None if ``min_recall`` is 0.
-        shards: number of ranks that share the context.
         calls: number of attention calls in each forward pass of a model of mlx-vlm; 0 for models of mlx-lm.
-        new_call: constructor of the context manager for a forward pass; None to use `lm.call.Call`.
-        new_caches: function that converts the model's new caches; None if they need no conversion.
     """
 
     def __init__(
@@ -64,27 +60,23 @@ class Plan:
         self.hooks = hooks
         self.hooked = type(hooks) is not ModelHooks
         self.decodes = True
-        attn = "+".join(map(str, self.configs)) or Dense.name
-        self.report = Report(attn=attn, backend=backend, model_type=family, decodes=decode is not None)
+        self.report = Report(attn=self.attn, backend=backend, model_type=family, decodes=decode is not None)
         self.report.add(Counts(prefill=prefill and PrefillStatistics(), decode=hooks.statistics))
         self.report.crossovers = self.crossovers
         self.watch: Callable[[int, Counts], object] | None = None
         self.layers: Counter[tuple[Method, Layer]] = Counter()
-        self.report.adaptive = getattr(decode, "recall", 0.0) > 0
-        least = getattr(decode, "min_recall", 0.0)
-        self.guard = Guard(least) if least else None
-        if self.guard is not None:
-            self.report.in_flight = IN_FLIGHT
         self.lossless: int | None = None
-        self.shards = 1
         self.calls = 0
-        self.new_call: Callable[..., Any] | None = None
-        self.new_caches: Callable[[list[Any]], list[Any]] | None = None
 
     @property
     def configs(self) -> list[Method]:
         """List of the prefill method and the decode method; a dense stage has no entry."""
         return [config for config in (self.prefill, self.decode) if config is not None]
+
+    @property
+    def attn(self) -> str:
+        """Text form of the methods."""
+        return "+".join(map(str, self.configs)) or Dense.name
 
     @property
     def name(self) -> str:
@@ -101,8 +93,6 @@ class Plan:
             if self.calibration.needs_measurement(config, layer):
                 first = self.calibration.shortest_measured(config)
                 line = f"{line[:-1]}; will be measured at {first:,} keys)"
-            if self.shards > 1 and config.measurable:
-                line += ", on each rank"
             lines.setdefault(config, Counter())[line] += count
         return [
             f"{count} layers: {line}" if len(alike) > 1 else line
@@ -123,7 +113,7 @@ class Plan:
     def count_in(self, report: Report) -> None:
         """Count later calls in ``report``, which belongs to an earlier plan for the same model and methods."""
         if report is not self.report:
-            same = "backend layers served_layers dense_layers crossovers part kv_heads in_flight adaptive"
+            same = "backend layers served_layers dense_layers crossovers part kv_heads"
             for name in same.split():
                 setattr(report, name, getattr(self.report, name))
             self.report = report
@@ -204,7 +194,6 @@ class Plan:
         if self.calibration.needs_measurement(config, layer):
             edges.append(min(first_rows) + self.calibration.shortest_measured(config))
         lengths = [S - first for first in first_rows]
-        attended = 0 if self.report.adaptive else config.attended  # keys that a sparse step attends to in any case
         heads = keys.shape[0] * keys.shape[1]
         moved, later = (
             (cache.step_bytes(config, position) if hooks is None else hooks.formula_bytes(cache, position)) // heads
@@ -220,7 +209,7 @@ class Plan:
             reason=reason,
             step=DecodeStep.bind(config, _group(queries, keys), backend),
             served=[b for b, length in enumerate(lengths) if length >= shortest],
-            short=[b for b, length in enumerate(lengths) if attended < length < shortest],
+            short=[b for b, length in enumerate(lengths) if config.attended < length < shortest],
             heads=heads,
             dense_bytes=2 * heads * cache.row_bytes,
             sparse_bytes=(moved - per_key * S, per_key),
@@ -271,14 +260,16 @@ class Probe:
 
     Attributes:
         plan: `Plan` of the model.
-        found: for each attention call, the cache and the reason why the layer stays dense. The reason is None if the
-            layer can use sparse attention.
+        seen: for each attention call, the cache and the reason why the layer stays dense. The reason is a function if
+            it depends on the settings of the method, which depend on ``grouped``.
+        grouped: True if several query heads share a KV head in any layer.
         backends: names of the backends that the layers use.
         layers: for each pair of a method and a layer shape, the number of layers that can use sparse attention.
     """
 
     plan: Plan
-    found: list[tuple[Any, str | None]] = field(default_factory=list)
+    seen: list[tuple[Any, str | Callable[[], str | None]]] = field(default_factory=list)
+    grouped: bool = False
     backends: set[str] = field(default_factory=set)
     layers: Counter[tuple[Method, Layer]] = field(default_factory=Counter)
 
@@ -316,7 +307,7 @@ class Probe:
         return None if serving else refusal or reasons.SINKS
 
 
-def layer_reason(keys: Any, values: Any, cache: Any) -> str | None:
+def layer_reason(queries: mx.array, keys: Any, values: Any, cache: Any) -> str | None:
     """Return the reason why a layer with ``cache`` can never use sparse attention, or None."""
     if cache is None:
         return reasons.NO_CACHE
@@ -324,11 +315,14 @@ def layer_reason(keys: Any, values: Any, cache: Any) -> str | None:
         return reasons.other_cache(type(cache).__name__)
     if keys.shape != values.shape:
         return reasons.OTHER_HEAD_DIMS
+    B = queries.shape[0]
     for rows, stored in ((keys, cache.key_rows), (values, cache.value_rows)):
         same = isinstance(rows, PackedRows) == isinstance(stored, PackedRows)
-        if not same or rows.shape[1:] != (stored.shape[1], cache.length, stored.shape[3]):
+        expected = B, stored.shape[1], cache.length, stored.shape[3]
+        if not same or stored.shape[0] != B or rows.shape != expected:
             return reasons.OTHER_ROWS
-    return None
+    # A program can repeat the rows of a batch but not its padding. A kernel would read beyond the padding.
+    return None if cache.padding is None or cache.padding.size == B else reasons.OTHER_ROWS
 
 
 def _group(queries: mx.array, keys: Rows) -> int:

@@ -1,4 +1,4 @@
-"""Add to `mlx_lm.server` a log line about sparse attention for each request, and ``GET /v1/sparse``.
+"""Add to `mlx_lm.server` a log line about sparse attention for each request.
 
 The server has one thread for each connection. Another thread runs the model for all requests, and one forward pass may
 serve several requests. So the log line of a request includes all calls between the start and the end of the request.
@@ -7,19 +7,21 @@ serve several requests. So the log line of a request includes all calls between 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..api.call_report import Counts, listing
+from ..calibrate import WRITING
 
 if TYPE_CHECKING:
     from .command import Session
 
-PATH = "/v1/sparse"
+SECONDS_TO_STOP = 0.5  # time that a request and a calibration get to end after Ctrl-C
 
 
 @dataclass(eq=False)
@@ -104,35 +106,36 @@ def changed_interface() -> str | None:
     """Return the first interface of mlx-lm's server that differs from the supported version, or None."""
     from mlx_lm import server
 
-    expected = {
-        "APIHandler.do_GET": ["self"],
-        "APIHandler._set_completion_headers": ["self", "status_code"],
-        "ResponseGenerator.generate": ["self", "request", "generation_args", "progress_callback"],
-    }
-    for name, parameters in expected.items():
-        owner, _, attribute = name.partition(".")
-        found = getattr(getattr(server, owner, None), attribute, None)
-        if not callable(found) or list(inspect.signature(found).parameters) != parameters:
-            return name
+    generate = getattr(getattr(server, "ResponseGenerator", None), "generate", None)
+    expected = ["self", "request", "generation_args", "progress_callback"]
+    if not callable(generate) or list(inspect.signature(generate).parameters) != expected:
+        return "ResponseGenerator.generate"
     named = getattr(getattr(server, "GenerationContext", None), "__annotations__", {})
     return None if {"prompt", "prompt_cache_count"} <= set(named) else "GenerationContext"
 
 
+def stop(generator: Any, session: Session) -> None:
+    """Stop the server. If its thread is busy with a request or a calibration, print the report and end the process."""
+    generator._stop = True
+    generator._generation_thread.join(SECONDS_TO_STOP)
+    if generator._generation_thread.is_alive():
+        session.print_report()
+        with WRITING:
+            os._exit(0)
+
+
 @contextlib.contextmanager
 def request_logging(session: Session) -> Iterator[None]:
-    """Add log lines and ``GET /v1/sparse`` to mlx-lm's server. If its interfaces have changed, print a warning."""
+    """Add log lines to mlx-lm's server. If its interfaces have changed, print a warning."""
     found = changed_interface()
     if found is not None:
-        session.print_line(
-            f"warning: no log lines and no {PATH}: mlx-lm's {found} has changed. The report is printed at the end."
-        )
+        session.print_line(f"warning: no log lines: mlx-lm's {found} has changed. The report is printed at the end.")
         yield
         return
     from mlx_lm import server
 
-    handler_class: Any = server.APIHandler
     requests = Requests(session.calls, session.log)
-    generate, get = server.ResponseGenerator.generate, handler_class.do_GET
+    generate = server.ResponseGenerator.generate
 
     def ours(generator: Any, *args: Any, **kwargs: Any) -> Any:
         request = requests.begin()
@@ -143,28 +146,18 @@ def request_logging(session: Session) -> Iterator[None]:
             raise
         return context, requests.answer(request, context, responses)
 
-    def do_GET(handler: Any) -> None:
-        if handler.path.partition("?")[0] != PATH:
-            get(handler)
-            return
-        body = json.dumps(session.as_dict()).encode()
-        handler._set_completion_headers(200)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        handler.wfile.write(body)
-
-    replaced: list[tuple[Any, str, Any, Any]] = [
-        (server.ResponseGenerator, "generate", generate, ours),
-        (handler_class, "do_GET", get, do_GET),
-    ]
+    replaced: list[tuple[str, Any, Any]] = [("generate", generate, ours)]
+    if hasattr(server.ResponseGenerator, "stop_and_join"):
+        original = server.ResponseGenerator.stop_and_join
+        replaced.append(("stop_and_join", original, functools.partialmethod(stop, session)))
     if session.lossless is not None and hasattr(server.ResponseGenerator, "_is_batchable"):
         # Batches would decode densely, so the server takes one request at a time, as with a draft model.
         batchable = server.ResponseGenerator._is_batchable
-        replaced.append((server.ResponseGenerator, "_is_batchable", batchable, lambda generator, args: False))
-    for owner, name, _, own in replaced:
-        setattr(owner, name, own)
+        replaced.append(("_is_batchable", batchable, lambda generator, args: False))
+    for name, _, own in replaced:
+        setattr(server.ResponseGenerator, name, own)
     try:
         yield
     finally:
-        for owner, name, original, _ in replaced:
-            setattr(owner, name, original)
+        for name, original, _ in replaced:
+            setattr(server.ResponseGenerator, name, original)

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..methods.block_layout import Layout
+from ..core.blocks.layout import Layout
 
 BINS = 1000  # bins in the histogram of attention recall
 LOW_QUANTILE = 0.01

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import ConfigError, did_you_mean
-from .base import Dense, Method, read_value
-from .baselines import BASELINES
-from .quest import Quest
-from .saap import SAAP
-from .sample import Sample
-from .sparq import SparQ
+from ..core.base import Dense, Method, read_value
+from .baselines.config import BASELINES
+from .patterns.config import PATTERNS
+from .quest.config import Quest
+from .saap.config import SAAP
+from .sample.config import Sample
+from .sparq.config import SparQ
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,22 +26,7 @@ else:  # Python 3.10
 MAX_TOML_BYTES = 1 << 20  # a larger file is probably a model file that was named by mistake
 
 METHODS: Mapping[str, type[Method]] = {
-    method.name: method for method in (Dense, SparQ, SAAP, Quest, Sample, *BASELINES)
-}
-
-# Removed options by method or command, key and value ("*" matches any), with the advice for the error message.
-REMOVED: Mapping[tuple[str, str, object], str] = {
-    ("*", "verify", "*"): "was removed: multi-token calls are dense",
-    ("sparq", "preset", "appendix_b"): "was removed: write preset=paper,local_window=0,reallocate=true",
-    ("sparq", "preset", "eval"): "was removed: write preset=paper,top_k=129,local_window=33",
-    ("export-onnx", "--dense-below", "auto"): "auto was removed: give a number, or nothing for the documented model",
-    ("export-onnx", "--kv-bits", "*"): "was removed: files have float caches; --dtype float16 takes the least memory",
-    ("export-onnx", "--method", "quest"): "quest was removed: use sparq",
-    ("export-onnx", "--static", "*"): "was removed: run onnxruntime.tools.make_dynamic_shape_fixed on the file",
-    ("*", "group_reduce", "*"): "was removed: scores are summed over the group after the softmax",
-    ("sparq", "key_bits", 8): "was removed: write key_bits=4, or key_bits=16 for the keys as they are",
-    ("saap", "fold_every", "*"): "was renamed: write merge_every",
-    ("saap", "mode", "kmeans"): "was removed: write mode=trained for the networks of the artefact, or mode=online",
+    method.name: method for method in (Dense, SparQ, SAAP, Quest, Sample, *BASELINES, *PATTERNS)
 }
 
 
@@ -124,7 +110,7 @@ def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tup
     if len(text) > MAX_TOML_BYTES:
         raise ConfigError(f"attn-config: expected a TOML file of at most 1 MiB, got {file}.")
     try:
-        tables = tomllib.loads(text.decode("utf-8"))
+        tables = tomllib.loads(text.decode("utf-8-sig"))
         _check_integers(tables)
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, an integer too long, brackets too deep
         raise ConfigError(f"attn-config: expected valid TOML, got {file} ({error}).") from None
@@ -159,9 +145,6 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
     cls = _class(name)
     known = [field.name for field in dataclasses.fields(cls)]
     settings = dict(options)
-    for key, value in settings.items():
-        if replacement := removed(name, key, value):
-            raise ConfigError(f"{name}: {key}={value} {replacement}.")
     preset = settings.pop("preset", None)
     if preset is not None and preset not in list(cls.presets):
         listed = ", ".join(cls.presets) or "none"
@@ -176,14 +159,6 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
             )
     inherited = {key: getattr(base, key) for key in known} if base is not None else {}
     return cls(**{**inherited, **cls.presets.get(preset or "", {}), **settings})
-
-
-def removed(name: str, key: str, value: object) -> str | None:
-    """Return the end of the error message for a removed option (`REMOVED`), or None for any other option."""
-    for (owner, old, old_value), replacement in REMOVED.items():
-        if owner in ("*", name) and old == key and old_value in ("*", value):
-            return replacement
-    return None
 
 
 def _split_pair(method: str, pair: str) -> tuple[str, Any]:

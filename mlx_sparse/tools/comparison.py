@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm import stream_generate
@@ -22,13 +22,17 @@ from rich.console import Console
 
 from ..calibrate import Calibration, describe
 from ..checks import ConfigError
+from ..core.base import NEVER, Method
 from ..lm.model import disable, enable, plan_of
-from ..methods import NEVER, Method
 from ..model_info import config_of
 from .evaluate.tasks import encode
 from .progress import Update, stage, token_bar
 
-CHUNK = 512  # tokens of a prefill chunk; small, so that the progress bar also moves on a CPU
+if TYPE_CHECKING:
+    from mlx import nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
+
+CHUNK = 512  # tokens of a prefill chunk in `compare`; small, so that the progress bar also moves on a CPU
 TURNS = 2  # number of dense runs and of sparse runs, which alternate; the steps of all runs count
 
 
@@ -51,7 +55,7 @@ class Prompt:
         return len(self.document) + len(self.end)
 
 
-def encode_prompt(tokenizer: Any, document: str, end: str) -> Prompt:
+def encode_prompt(tokenizer: Tokenizer, document: str, end: str) -> Prompt:
     """Encode ``document`` and ``end`` as one user message. If the model has a chat template, apply the template."""
     before = after = ""
     if tokenizer.chat_template is not None:
@@ -95,7 +99,8 @@ class Comparison:
         crossovers: one description for each crossover length of the layers.
         crossover: largest crossover length in keys; `NEVER` if sparse attention is not faster at any length.
         context: number of tokens in the prompt.
-        target: intended number of tokens in the prompt. If the prefill ran out of time, ``context`` is smaller.
+        limit: what limited ``context``: the "time" of the prefill, the "text", the context length of the "model", or ""
+            if the prompt has the intended length.
         forced: True if the method was sparse below its crossover length, because a longer context was impossible.
         prefill_seconds: time of the prefill in seconds.
         dense, sparse: the decoded answers.
@@ -106,7 +111,7 @@ class Comparison:
     crossovers: list[str]
     crossover: int
     context: int
-    target: int
+    limit: str
     forced: bool
     prefill_seconds: float
     dense: Decoded
@@ -137,7 +142,7 @@ class Comparison:
         calls = self.report["sparse_calls"]
         return self.report[f"{kind}_bytes"] / calls * self.report["served_layers"] if calls else None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the comparison as a dict for JSON."""
         return (
             asdict(self)
@@ -147,8 +152,8 @@ class Comparison:
 
 
 def compare(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: Tokenizer,
     prompt: Prompt,
     config: Method,
     *,
@@ -185,6 +190,7 @@ def compare(
     known = config_of(model).get("max_position_embeddings")
     longest = min(prompt.length, known - max_tokens if isinstance(known, int) else NEVER)
     target = min(context or margin * crossover, longest)
+    limit = "" if target < longest else "text" if target == prompt.length else "model"
     if target <= len(prompt.end):
         fewest = len(prompt.end) + 1
         raise ConfigError(f"--context: expected at least {fewest:,} tokens for the question, got {target:,}.")
@@ -196,6 +202,7 @@ def compare(
         prefill(model, cache, prompt.end[:-1], math.inf, lambda more: update(done + more))
     took = time.perf_counter() - start
     reached = done + len(prompt.end)
+    limit = "time" if reached < target else limit
     forced = context is None and reached < crossover and config.measurable
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "prompt.safetensors")
@@ -210,7 +217,7 @@ def compare(
                 report = enable(model, used, calibration=calibration)
             try:
                 with token_bar(console, name, max_tokens) as update:
-                    answers.append(decode(model, tokenizer, path, last, max_tokens, update))
+                    answers.append(decode(model, tokenizer, load_prompt_cache(path), last, max_tokens, update))
             finally:
                 disable(model)
         dense, sparse = (
@@ -218,10 +225,10 @@ def compare(
             for first, second in zip(answers[:2], answers[2:], strict=True)
         )
         assert report is not None
-    return Comparison(attn, crossovers, crossover, reached, target, forced, took, dense, sparse, report.as_dict())
+    return Comparison(attn, crossovers, crossover, reached, limit, forced, took, dense, sparse, report.as_dict())
 
 
-def measure_crossover(model: Any, config: Method, calibration: Calibration) -> tuple[list[str], int]:
+def measure_crossover(model: nn.Module, config: Method, calibration: Calibration) -> tuple[list[str], int]:
     """Return a description of each crossover length of the layers, and the largest crossover length in keys.
 
     If ``calibration.measures`` is True, measure unknown crossover lengths first.
@@ -237,7 +244,14 @@ def measure_crossover(model: Any, config: Method, calibration: Calibration) -> t
 
 
 def prefill(
-    model: Any, cache: list[Any], tokens: Sequence[int], seconds: float, update: Update, *, later: int = 0
+    model: nn.Module,
+    cache: list[Any],
+    tokens: Sequence[int],
+    seconds: float,
+    update: Update,
+    *,
+    later: int = 0,
+    chunk: int = CHUNK,
 ) -> int:
     """Prefill ``tokens`` in chunks. Stop before a chunk that would exceed ``seconds``, but always run the first chunk.
 
@@ -248,29 +262,32 @@ def prefill(
         seconds: time limit in seconds. The limit includes the estimated time of the ``later`` tokens.
         update: callback for progress.
         later: number of tokens that the caller prefills afterwards.
+        chunk: number of tokens in a chunk.
 
     Returns:
         The number of tokens that were added to the cache.
     """
     start, took, done = time.perf_counter(), 0.0, 0
-    while done < len(tokens) and (not done or time.perf_counter() - start + took * (1 + later / CHUNK) < seconds):
+    while done < len(tokens) and (not done or time.perf_counter() - start + took * (1 + later / chunk) < seconds):
         before = time.perf_counter()
-        model(mx.array([tokens[done : done + CHUNK]]), cache=cache)
+        model(mx.array([tokens[done : done + chunk]]), cache=cache)
         mx.eval([layer.state for layer in cache])
         mx.clear_cache()
         took = time.perf_counter() - before
-        done = min(done + CHUNK, len(tokens))
+        done = min(done + chunk, len(tokens))
         update(done)
     return done
 
 
-def decode(model: Any, tokenizer: Any, cache: str, tokens: list[int], max_tokens: int, update: Update) -> Decoded:
-    """Load the prompt cache from the file ``cache``, append ``tokens``, and decode an answer greedily."""
-    loaded, greedy = load_prompt_cache(cache), make_sampler(temp=0.0)
+def decode(
+    model: nn.Module, tokenizer: Tokenizer, cache: list[Any], tokens: list[int], max_tokens: int, update: Update
+) -> Decoded:
+    """Append ``tokens`` to the prompt ``cache``, and decode an answer greedily."""
+    greedy = make_sampler(temp=0.0)
     mx.reset_peak_memory()
     start = time.perf_counter()
     text, found, times = "", [], []
-    for part in stream_generate(model, tokenizer, tokens, max_tokens, sampler=greedy, prompt_cache=loaded):
+    for part in stream_generate(model, tokenizer, tokens, max_tokens, sampler=greedy, prompt_cache=cache):
         text += part.text
         found.append(part.token)
         times.append(time.perf_counter())

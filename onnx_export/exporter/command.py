@@ -6,31 +6,20 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from mlx_sparse.checks import SparseAttentionError, shortened
+from mlx_sparse.checks import Parser, SparseAttentionError
+from mlx_sparse.core.base import NEVER
 from mlx_sparse.extras import naming_missing
-from mlx_sparse.methods import NEVER
-from mlx_sparse.methods.text import removed
 
 if TYPE_CHECKING:
     from .export import Exported
 
 
-class _Parser(argparse.ArgumentParser):
-    """Argument parser that prints one-line errors and no usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {shortened(message)}\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status. After an error, print one line and exit with status 2."""
     parser = _parser()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if instead := _removed(given):
-        parser.error(instead)
-    args = parser.parse_args(given)
+    args = parser.parse_args(arguments)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # remove partial files, as on Ctrl-C
     try:
         made = _export(args)
@@ -76,17 +65,8 @@ def _export(args: argparse.Namespace) -> Exported:
     )
 
 
-def _removed(arguments: Sequence[str]) -> str | None:
-    """Return an error message if ``arguments`` contain an option that no longer exists, else None."""
-    words = [part for word in arguments for part in word.split("=", 1)]
-    for option, value in zip(words, [*words[1:], ""], strict=True):
-        if replacement := removed("export-onnx", option, value):
-            return f"{option}: {replacement}."
-    return None
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="export-onnx",
         description="Export an mlx-lm model to ONNX. The file runs on stock onnxruntime and onnxruntime-genai, and "
         "faster with the native kernels of this package.",

@@ -28,9 +28,9 @@ STATES = {"past_key_values.": "present.", **{f"past_{name}.": f"present_{name}."
 MAX_CHUNK = 1 << 20  # largest prefill chunk in tokens that a file may request
 MASK_STEP = 1024  # the attention mask grows in steps of this size, because the graph reads all of it for every token
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 Pick = Callable[[Array], int]
-State = tuple[np.dtype[Any] | None, list[int]]
+State = tuple[np.dtype | None, list[int]]
 
 
 class Runner:
@@ -67,9 +67,9 @@ class Runner:
         states, vocabulary = _states(self.path, proto.graph)
         self._capacity = states["past_key_values.0.key"][1][2]
         self.max_length = _number(self.path, self.metadata, "max_length", self._capacity)
-        # Older files call this entry prompt_piece, or do not have it.
-        name = next((one for one in ("prefill_chunk", "prompt_piece") if f"mlx_sparse.{one}" in self.metadata), None)
-        self._chunk = CHUNK if name is None else _number(self.path, self.metadata, name, MAX_CHUNK)
+        self._chunk = CHUNK
+        if "mlx_sparse.prefill_chunk" in self.metadata:
+            self._chunk = _number(self.path, self.metadata, "prefill_chunk", MAX_CHUNK)
         ours = any(opset.domain == DOMAIN for opset in proto.opset_import)  # False for files exported with --inline
         self._session = self._open(_options(native, threads))
         self.native = ours and native == "auto" and kernels.unavailable() is None

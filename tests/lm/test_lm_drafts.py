@@ -28,14 +28,14 @@ from tiny_models import build, prompt_of
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError
+from mlx_sparse.core import reasons
+from mlx_sparse.core.packed_rows import PackedRows
 from mlx_sparse.lm.chunks import large_group
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.lm.speculative import generation
 from mlx_sparse.lm.speculative.draft_length import MAX_DRAFTS
 from mlx_sparse.lm.speculative.generation import UNEVEN, check_options, make_lossless
-from mlx_sparse.methods import reasons
 from mlx_sparse.model_info import leaves
-from mlx_sparse.ops.packed_rows import PackedRows
 
 SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
 GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # most drafts are accepted
@@ -405,7 +405,6 @@ def test_unsupported_methods_are_refused_in_one_line(attn: str, options: dict[st
     [
         ({}, False, "--lossless: expected a command that generates from one prompt, got mlx_lm.evaluate."),
         ({"draft_model": "a"}, True, "--lossless: expected no --draft-model, got both options. Drop one option."),
-        ({"shard": "context"}, True, "--lossless: expected no --shard, got both options. Drop one option."),
         ({"max_kv_size": 8}, True, "--lossless: expected no --max-kv-size, got both options. Drop one option."),
         ({"batch_size": 2}, True, "--lossless: expected one sequence at a time, got --batch-size 2."),
     ],

@@ -18,15 +18,15 @@ from mlx_lm import benchmark
 from rank_processes import run_ranks, start_ranks
 from run_ranks import CUTS, METHODS
 from saap_artefacts import write_artefact
-from test_lm_server import Server, free_port
+from test_lm_server import Server, free_port, reports_in
 from tiny_models import build, write
 
-from mlx_sparse.artefact import load
 from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.lm.distributed.ranks import Ranks, connection_error, difference, facts_of
+from mlx_sparse.methods.saap.artefact import load
 from mlx_sparse.model_parts import Part, part_of
 
-RUN = Path(__file__).parents[1] / "fixtures" / "run_ranks.py"
+RUN = Path(__file__).parents[1] / "testing" / "run_ranks.py"
 SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0"]
 BENCHMARK = ["mlx_lm.benchmark", "-p", "60", "-g", "6", "--model", "model"]
 STEPS, LAYERS = 7, 2  # mlx-lm computes one token ahead
@@ -183,16 +183,13 @@ def test_one_rank_without_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert Ranks().gather({"a": [1]}) == [{"a": [1]}]
 
 
-@pytest.mark.parametrize("shard", [[], ["--shard", "context"]], ids=["model", "context"])
-def test_unreachable_rank_is_a_one_line_error(
-    shard: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_unreachable_rank_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def init() -> None:
         raise RuntimeError("[ring] Couldn't connect (error: 111)")
 
     monkeypatch.setenv("MLX_RANK", "1")
     monkeypatch.setattr(mx.distributed, "init", init)
-    monkeypatch.setattr(sys, "argv", ["mlx_lm.benchmark", "--model", "model", *SPARSE, *shard])
+    monkeypatch.setattr(sys, "argv", ["mlx_lm.benchmark", "--model", "model", *SPARSE])
     with pytest.raises(SystemExit, match="2"):
         benchmark.main()
     assert capsys.readouterr().err == (
@@ -245,7 +242,7 @@ def test_server_on_two_ranks_reports_rank_0(folder: Path):
     try:
         server.wait_until_up()
         assert server.ask("w1 w2 w3 w4 w5 w6 w7 w8")
-        (report,) = server.sparse()
+        (report,) = reports_in(server.interrupt())
         assert report["served_layers"] == LAYERS
         assert report["sparse_calls"] >= LAYERS * STEPS
     finally:

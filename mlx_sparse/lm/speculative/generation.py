@@ -22,7 +22,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from ...api.call_report import Counts
 from ...checks import BackendUnavailable, ConfigError
-from ...methods import Method, Prefill
+from ...core.base import Method, Prefill
 from ...model_info import leaves
 from ...model_parts import part_of
 from ..call import Phase, in_phase
@@ -320,15 +320,13 @@ def check_drafts(prefill: Prefill | None, decode: Method | None, draft_tokens: i
     if decode is None or decode.observes_prefill:
         name = "none" if decode is None else f"{decode.name}, which cannot remove rejected drafts"
         raise ConfigError(f"lossless: expected a decode method that can draft, got {name}.")
-    if least := getattr(decode, "min_recall", 0):
-        raise ConfigError(f"min_recall: expected 0 with --lossless, which repairs low recall itself, got {least}.")
 
 
 def check_options(args: argparse.Namespace, command: str, *, generates: bool) -> None:
     """Raise `ConfigError` if the command or one of its options is not supported with ``--lossless``."""
     if not generates:
         raise ConfigError(f"--lossless: expected a command that generates from one prompt, got {command}.")
-    for name in ("draft_model", "shard", "max_kv_size"):
+    for name in ("draft_model", "max_kv_size"):
         if getattr(args, name, None) is not None:
             raise ConfigError(f"--lossless: expected no --{name.replace('_', '-')}, got both options. Drop one option.")
     if getattr(args, "batch_size", 1) > 1:
@@ -343,7 +341,7 @@ def make_lossless(plan: Any, model: Any, draft_tokens: int | None) -> None:
         BackendUnavailable: mlx-lm's `generate_step` has no parameter of a required name.
     """
     check_drafts(plan.prefill, plan.decode, draft_tokens)
-    if not part_of(model).whole or plan.shards > 1:
+    if not part_of(model).whole:
         raise ConfigError("lossless: expected a whole model on one process, got a part of a model. Disable lossless.")
     if plan.report.model_type in UNEVEN:
         family = plan.report.model_type

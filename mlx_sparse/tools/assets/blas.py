@@ -75,13 +75,6 @@ def child_environment(requested: bool, cache: Path) -> dict[str, str]:
     return dict(os.environ)
 
 
-def restart_script(requested: bool) -> None:
-    """Restart the running script and preload OpenBLAS, if ``requested`` is True and OpenBLAS makes MLX faster."""
-    variables = child_environment(requested, cache_directory())
-    if variables != dict(os.environ):  # a library can be preloaded only when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], variables)
-
-
 def environment(cache: Path | None = None) -> dict[str, str]:
     """Return this process's environment variables. If OpenBLAS is faster, add variables that preload OpenBLAS."""
     inherited = dict(os.environ)

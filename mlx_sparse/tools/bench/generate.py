@@ -1,15 +1,17 @@
-"""Implement ``mlx-sparse bench generate``: alternate sparse and dense runs of ``mlx_lm.generate`` or an exported model.
+"""Implement ``mlx-sparse bench generate``: alternate sparse and dense runs of an mlx-lm model or an exported model.
 
-The MLX variants run ``mlx_lm.generate`` on real text. `onnx_export.bench_generate` has the ONNX Runtime variants.
+The MLX variants prefill and decode real text with the functions of ``mlx-sparse try``. `onnx_export.bench_generate` has
+the ONNX Runtime variants.
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
 import importlib
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -17,34 +19,29 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ...checks import ArtefactError, ConfigError, check_int, read_length
+from ...checks import ConfigError, check_int, read_length
 from ...files import cache_directory
 from ...methods import parse, split_methods
 from .. import formats
 from ..assets.models import add_model_options, check_model, find_model
 from ..environment import machine
 from ..evaluate import texts
-from ..generate_command import generate_command, parse_outcome, run_command
 from .core import Row, Spread, Variant, collect, prepare_and_check, take_turns
 
 ONNX = "mlx_sparse.onnx_export.bench_generate"  # imported by name, because mlx_sparse does not require onnx
 RUNTIMES = ("mlx", "onnx")
 LENGTHS, MAX_TOKENS, REPEAT = "2k,4k", 32, 3
 DENSE = "dense"
-LONG_TOKEN = 16  # characters; more than the average length of a token
-SLACK = 64  # extra characters to try for a prefix with the exact number of tokens
-
-Encode = Callable[[str], list[int]]
+CHUNK = 2048  # tokens of a prefill chunk, as in mlx_lm.generate
 
 
 @dataclass(frozen=True)
 class Context:
-    """A prompt of ``S`` tokens. ``text`` is empty if the prompt is given as token ids."""
+    """A prompt of ``S`` tokens."""
 
     S: int
-    text: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return a dict from the name to the value of each column that describes the prompt in a result row."""
         return {"S": self.S}
 
@@ -59,7 +56,7 @@ class Generation(Variant):
 
     remark: str | None = None
 
-    def __init__(self, context: Context, method: str, backend: str, **details: Any) -> None:
+    def __init__(self, context: Context, method: str, backend: str, **details: object) -> None:
         self.case, self.role = context, "dense" if method == DENSE else "sparse"
         self.row = Row(context, method, backend, details, spreads={})
         self.speeds: dict[str, list[float]] = {"prompt": [], "generation": []}
@@ -104,9 +101,9 @@ def run(args: argparse.Namespace) -> int:
         make = partial(importlib.import_module(ONNX).variants, threads=threads)
     else:
         (source,) = texts.read([args.text or texts.DEFAULT], cache=cache)
-        make = partial(commands, text=source)
+        make = partial(variants_of, text=source.text)
     model = find_model(args.model, cache, args.accept_license)
-    facts: dict[str, Any] = {"command": args.command, "date": date.today().isoformat(), "machine": where}
+    facts: dict[str, object] = {"command": args.command, "date": date.today().isoformat(), "machine": where}
     printer = formats.Printer(args, facts | {"load average": f"{load:.1f} before, {os.cpu_count()} processors"})
     rows = list[Row]()
     for variants in make(model, [DENSE, *methods], lengths, tokens):
@@ -120,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the options of ``mlx-sparse bench generate``."""
     parser.description = (
-        "Run mlx_lm.generate on real text, alternately with dense attention and each method, and print the speeds of "
-        "prefill and generation. With --runtime onnx, decode with the model as export-onnx writes it in float32."
+        "Generate from real text, alternately with dense attention and each method, and print the speeds of prefill "
+        "and generation with mlx-lm. With --runtime onnx, decode with the model as export-onnx writes it in float32."
     )
     add_model_options(parser)
     parser.add_argument("--runtime", choices=RUNTIMES, default="mlx", help="library to time (default: mlx)")
@@ -140,78 +137,82 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 # MLX
 
 
-def commands(
-    model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, text: texts.Text
+def variants_of(
+    model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, text: str
 ) -> Iterator[list[Generation]]:
     """Yield one list of variants for each prompt length, with one variant per method.
 
     Raises:
-        ConfigError: the text is too short, or no prefix of the text has exactly the requested number of tokens.
+        ConfigError: the text is too short.
     """
-    encode = _encoder(model)
-    for context in [Context(S, prompt_of(text.text, S, encode)) for S in lengths]:
-        yield [Command(context, method, model, tokens, encode) for method in methods]
+    from mlx_lm import load
+
+    from ...lm.loading import loading
+
+    with loading(model):
+        loaded, tokenizer, *_ = load(model)
+    prompt = list(tokenizer.encode(text))
+    if max(lengths) > len(prompt):
+        raise ConfigError(
+            f"--lengths: expected prompts that are not longer than the text, got {max(lengths)} of {len(prompt)} "
+            "tokens. Give a longer --text."
+        )
+    for S in lengths:
+        yield [Answer(prompt[:S], method, loaded, tokenizer, tokens) for method in methods]
 
 
-class Command(Generation):
-    """A run of ``mlx_lm.generate`` with one method. Each turn starts a new process."""
+class Answer(Generation):
+    """An answer of an mlx-lm model with one method, which each turn prefills and decodes anew."""
 
-    def __init__(self, context: Context, method: str, model: str, tokens: int, encode: Encode) -> None:
-        super().__init__(context, method, "mlx", peak_memory=0.0)
-        attn = [] if method == DENSE else ["--attn", method, "--attn-report", "json"]
-        self._command = [*generate_command(model, tokens), "--ignore-chat-template", *attn]
-        self._encode, self._what = encode, f"{method}, {context.S} tokens,"
+    def __init__(self, prompt: list[int], method: str, model: Any, tokenizer: Any, tokens: int) -> None:
+        super().__init__(Context(len(prompt)), method, "mlx", peak_memory=0.0)
+        self._prompt, self._model, self._tokenizer, self._most = prompt, model, tokenizer, tokens
 
     def check(self) -> str | None:
         return None  # `finish` compares the generated tokens with dense attention
 
     def run(self, turn: int) -> float:
-        out = parse_outcome(run_command(self._what, self._command, self.case.text, dict(os.environ)))
-        if out.prompt_tokens != self.case.S:
-            raise ArtefactError(f"mlx_lm.generate: expected a prompt of {self.case.S} tokens, got {out.prompt_tokens}.")
-        self.speeds["prompt"].append(out.prompt_tps)
-        self.speeds["generation"].append(out.generation_tps)
-        peak = max(self.row.details["peak_memory"], out.peak_memory or 0.0)
-        self.row.details |= {"peak_memory": peak, "tokens": out.generation_tokens}
-        self.tokens = self._encode(out.text)[len(self._encode("")) :]  # the same in every turn
-        self.row.details["report"], self.remark = out.report, never_sparse(self.row.method, out.report)
-        return out.generation_tps
+        import mlx.core as mx
+        from mlx_lm.models.cache import make_prompt_cache
+
+        from ...calibrate import Calibration
+        from ...lm.model import disable, enable
+        from ..comparison import decode, prefill
+
+        def ignore(done: int) -> None:
+            """Show no progress, because it would be timed."""
+
+        model, method, details = self._model, self.row.method, self.row.details
+        calibration = Calibration(measures=True, chunk=CHUNK)
+        report = None if method == DENSE else enable(model, method, calibration=calibration)
+        try:
+            cache, start = make_prompt_cache(model), time.perf_counter()
+            mx.reset_peak_memory()
+            prefill(model, cache, self._prompt[:-1], math.inf, ignore, chunk=CHUNK)
+            self.speeds["prompt"].append((len(self._prompt) - 1) / (time.perf_counter() - start))
+            peak = mx.get_peak_memory()
+            found = decode(model, self._tokenizer, cache, self._prompt[-1:], self._most, ignore)
+        finally:
+            disable(model)
+        details["peak_memory"] = max(details["peak_memory"], peak / 1e9, found.peak_memory / 1e9)
+        details["tokens"], self.tokens = len(found.tokens), found.tokens  # the same in every turn
+        details["report"] = report and report.as_dict()
+        self.remark = never_sparse(method, details["report"])
+        self.speeds["generation"].append(found.tokens_per_second)
+        return found.tokens_per_second
 
     def finish(self, dense: Generation) -> None:
         super().finish(dense)
-        assert isinstance(dense, Command)
+        assert isinstance(dense, Answer)
         pairs = zip(self.tokens, dense.tokens, strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self.row.details |= {"same_tokens": same, "as_dense": self.tokens == dense.tokens}
 
 
-def prompt_of(text: str, S: int, encode: Encode) -> str:
-    """Return a prefix of ``text`` with exactly ``S`` tokens.
-
-    Raises:
-        ConfigError: no prefix has ``S`` tokens.
-    """
-    enough = range(min(len(text), LONG_TOKEN * S) + 1)
-    shortest = bisect.bisect_left(enough, S, key=lambda n: len(encode(text[:n])))
-    for n in range(shortest, min(shortest + SLACK, len(text) + 1)):
-        if len(encode(text[:n])) == S:
-            return text[:n]
-    raise ConfigError(
-        f"--lengths: expected prompts that are shorter than the text, got {S} of {len(encode(text))} tokens. "
-        "Give a longer --text."
-    )
-
-
 def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
-    """Return a note if the prefill method or the decode method made only dense calls, else None.
-
-    Raises:
-        ArtefactError: ``method`` is not "dense", but ``report`` is None.
-    """
-    if method == DENSE:
+    """Return a note if the prefill method or the decode method made only dense calls, else None."""
+    if report is None:  # dense
         return None
-    if report is None:
-        raise ArtefactError(f"--attn: expected a report of {method}, got none. Run `mlx-sparse doctor`.")
     from ...lm.model import select_methods
 
     counts = (report.get("prefill") or {}).get("calls", 0), report["sparse_calls"]
@@ -219,18 +220,6 @@ def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
     never = [config.name for config, calls in parts if config and not calls]
     reasons = ", ".join(f"{count:,} {why}" for why, count in report["dense_calls"].items())
     return f"no call of {' and '.join(never)} was sparse: {reasons}" if never else None
-
-
-def _encoder(model: str) -> Encode:
-    """Return a function that encodes text in the same way as ``mlx_lm.generate --ignore-chat-template``."""
-    from mlx_lm import utils
-
-    from ...lm.loading import loading
-
-    with loading(model):
-        load_tokenizer: Any = utils.load_tokenizer
-        tokenizer = load_tokenizer(utils._download(model))
-    return lambda text: list(tokenizer.encode(text, add_special_tokens=True))
 
 
 SPEEDS = ("prefill, tokens/s", "speed-up", "generation, tokens/s", "speed-up")
