@@ -79,7 +79,6 @@ class Traffic:
 
     Attributes:
         weights: bytes of the weights that a decode step reads.
-        caches: kind and size of each layer's cache.
     """
 
     weights: int

@@ -210,7 +210,6 @@ class _Evaluation:
             yield Steps(self.model, self.tokenizer, batch, self.args.prefill_step_size, observed=observed)
 
     def facts(self) -> Facts:
-        """Return facts about the inputs and the machine of the run."""
         args = self.args
         read = list(zip(self.texts, self.lengths, strict=True))
         options = {"seed": args.seed, "prefill_step_size": args.prefill_step_size, "batch": args.batch}

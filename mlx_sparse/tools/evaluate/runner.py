@@ -263,7 +263,7 @@ def observed_by(variants: Sequence[Variant]) -> str | None:
 
 def prefill(model: nn.Module, tokens: mx.array, step: int) -> list[Any]:
     """Process ``tokens (examples, length)`` in chunks of ``step`` tokens, and return the filled KV caches."""
-    cache: list[Any] = new_caches(model)
+    cache = new_caches(model)
     for start in range(0, tokens.shape[1], step):
         model(tokens[:, start : start + step], cache=cache)
         mx.eval([entry.state for entry in cache])
@@ -272,7 +272,7 @@ def prefill(model: nn.Module, tokens: mx.array, step: int) -> list[Any]:
 
 def passage_logits(model: nn.Module, passage: Passage, step: int) -> tuple[mx.array, float]:
     """Return float32 logits ``(scored, vocabulary)`` at the scored positions, and the prefill time in seconds."""
-    cache: list[Any] = new_caches(model)
+    cache = new_caches(model)
     rows = []
     began = time.perf_counter()
     for start in range(0, len(passage.tokens), step):

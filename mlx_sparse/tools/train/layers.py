@@ -31,7 +31,6 @@ class HeadReport:
     """Training and held-out statistics of one KV head.
 
     Attributes:
-        layer, head: index of the layer and of its KV head.
         rows: number of training rows. Each row is a long-range query. If there are fewer than `MIN_ROWS` rows, the head
             keeps the k-means router.
         long_range: share of the held-out queries that are long-range.
@@ -103,7 +102,6 @@ class Recipe:
     Attributes:
         buckets: number of k-means clusters per KV head.
         distances: minimum distances in tokens at which keys are far and queries are long-range.
-        training: hyperparameters of the query networks.
         max_rows: largest number of training rows per head. The targets take ``2 * max_rows * buckets`` bytes per head.
         seed: seed of k-means and of the sampled rows.
     """

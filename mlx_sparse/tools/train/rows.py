@@ -53,7 +53,6 @@ class Texts:
         pre_rope_keys, rope_keys: keys ``(W, Hkv, S, D)`` before and after RoPE.
         pre_rope_queries, rope_queries: sampled queries ``(W, Hq, n, D)`` before and after RoPE.
         positions: ascending positions ``(W, n)`` of the sampled queries in their texts.
-        scale: scale of the attention scores.
     """
 
     pre_rope_keys: Array
@@ -65,7 +64,6 @@ class Texts:
 
     @property
     def heads(self) -> int:
-        """Number of KV heads."""
         return int(self.pre_rope_keys.shape[1])
 
     def thinned(self, max_rows: int) -> Texts:
