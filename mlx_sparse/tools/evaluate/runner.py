@@ -246,12 +246,11 @@ def run(
                         journal.add(name, trial)
             trials += [journal.results[name] for name in names]
             progress.update(len(names))
-    about: dict[str, Any] = {"task": task, "context": context, "prefill": prefill}
     rows = []
     for variant, trials in found.items():
         formula = None if prefill else variant.formula(context, D)
         own = {"method": str(variant), "budget": variant.budget, "formula": formula}
-        rows.append(row_of(trials, found[DENSE], depths, **about, **own))
+        rows.append(row_of(trials, found[DENSE], depths, task=task, context=context, prefill=prefill, **own))
     return rows
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -206,8 +205,8 @@ def long_range_rows(
             rows = np.sort(np.random.default_rng([seed, window]).choice(rows, share, replace=False))
         if not len(rows):
             continue
-        options: dict[str, Any] = {"buckets": buckets, "distances": distances, "scale": texts.scale}
-        mass = bucket_mass(after[rows], keys, ids[window, head], positions[rows], **options)
+        own = after[rows], keys, ids[window, head], positions[rows]
+        mass = bucket_mass(*own, buckets=buckets, distances=distances, scale=texts.scale)
         far = mass.sum(axis=1)
         queries.append(before[rows][far > 0])
         targets.append((mass[far > 0] / far[far > 0, None]).astype(np.float16))
