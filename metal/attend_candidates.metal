@@ -3,13 +3,13 @@
 // threadgroup processes HEADS query heads of a KV head. If several threadgroups share a KV head, each repeats the
 // selection.
 //
-// inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity, D) T; candidate_bits (B, Hkv, N) uint;
+// inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity) ROWS; candidate_bits (B, Hkv, N) uint;
 //              candidate_indices (B, Hkv, N) int; length () int; scale () float
 // outputs      out (B, Hq, 1, D) T; lse (B, Hq, 1) float; recall (B, Hkv) float
 // template     D, G, HEADS, SIMDGROUPS, SLOTS
 // grid         SIMDGROUPS * 32, Hkv * G // HEADS, B
 // threadgroup  SIMDGROUPS * 32, 1, 1
-// reads        B * Hkv * (2 * SLOTS * D * T + G * D * T + N * 8)
+// reads        B * Hkv * (2 * SLOTS * ROW + G * D * T + N * 8)
 // writes       B * Hkv * (G * (D * T + 4) + 4)
 threadgroup float4 scratch[AttendSizes<D, HEADS, SIMDGROUPS>::scratch / 4];
 threadgroup int list[ATTEND_TILE];
@@ -41,6 +41,6 @@ if (first_head == 0 && place.index() == 0) {
 
 float4 sums[HEADS][RowLayout<D>::chunks] = {};
 attend_list<D, HEADS, SIMDGROUPS>(
-    queries + head * D, plain_rows<D>(keys, rows_at), plain_rows<D>(values, rows_at),
+    queries + head * D, ROWS(keys, rows_at), ROWS(values, rows_at),
     static_cast<threadgroup int*>(chosen), SLOTS, uint(length), scale, NoMass{}, sums, shared, place);
 store_sums<D, HEADS, SIMDGROUPS>(sums, shared, out + head * D, lse + head, Attended{}, place);

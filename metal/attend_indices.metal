@@ -2,13 +2,13 @@
 // `splits` parts of the list with HEADS query heads of a KV head. If COUNTED, only the first counts[b, h] entries are
 // divided into parts, and threadgroups without entries return at once.
 //
-// inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity, D) T; indices (B, Hkv, N) int;
+// inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity) ROWS; indices (B, Hkv, N) int;
 //              counts (B, Hkv) int; length () int; scale () float
 // outputs      out (B, Hkv, splits, G, D) O; lse (B, Hkv, splits, G) float
 // template     D, G, HEADS, SIMDGROUPS, COUNTED
 // grid         splits * SIMDGROUPS * 32, Hkv * G // HEADS, B
 // threadgroup  SIMDGROUPS * 32, 1, 1
-// reads        B * Hkv * (2 * used * D * T + G * D * T + used * 4 + COUNTED * 4)
+// reads        B * Hkv * (2 * used * ROW + G * D * T + used * 4 + COUNTED * 4)
 // writes       B * Hkv * splits * G * (D * O + 4)
 threadgroup float4 scratch[AttendSizes<D, HEADS, SIMDGROUPS>::scratch / 4];
 threadgroup int list[ATTEND_TILE];
@@ -32,6 +32,6 @@ if (part.count == 0) {  // uniform
 
 float4 sums[HEADS][RowLayout<D>::chunks] = {};
 attend_list<D, HEADS, SIMDGROUPS>(
-    queries + (row * G + first_head) * D, plain_rows<D>(keys, rows_at), plain_rows<D>(values, rows_at),
+    queries + (row * G + first_head) * D, ROWS(keys, rows_at), ROWS(values, rows_at),
     entries, part.count, uint(length), scale, NoMass{}, sums, shared, place);
 store_sums<D, HEADS, SIMDGROUPS>(sums, shared, out + head * D, lse + head, Attended{}, place);

@@ -1,14 +1,14 @@
 // attend_reallocate: attend_indices that also sums the approximate attention mass alpha of the listed keys (sparq.8).
 // With one split, this kernel mixes in the mean value (sparq.10); with several splits, merge_reallocate does so.
 //
-// inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity, D) T; indices (B, Hkv, N) int;
+// inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity) ROWS; indices (B, Hkv, N) int;
 //              logits (B, Hkv, stride, G) float; softmax (B, Hkv, G, 2) float; value_mean (B, Hkv, D) float;
 //              length () int; scale () float
 // outputs      out (B, Hkv, splits, G, D) O; lse, alpha (B, Hkv, splits, G) float
 // template     D, G, HEADS, SIMDGROUPS
 // grid         splits * SIMDGROUPS * 32, Hkv * G // HEADS, B
 // threadgroup  SIMDGROUPS * 32, 1, 1
-// reads        B * Hkv * (2 * N * D * T + G * D * T + N * 4 + N * 128 + G * 8 + D * 4)
+// reads        B * Hkv * (2 * N * ROW + G * D * T + N * 4 + N * G * 4 + G * 8 + D * 4)
 // writes       B * Hkv * splits * G * (D * O + 8)
 threadgroup float4 scratch[AttendSizes<D, HEADS, SIMDGROUPS>::scratch / 4];
 threadgroup int list[ATTEND_TILE];
@@ -31,7 +31,7 @@ auto softmax_at = softmax + (row * G + first_head) * 2;
 auto mean_at = value_mean + row * D;
 const ChosenMass<G, decltype(logits_at), decltype(softmax_at)> mass = {logits_at, softmax_at};
 attend_list<D, HEADS, SIMDGROUPS>(
-    queries + (row * G + first_head) * D, plain_rows<D>(keys, rows_at), plain_rows<D>(values, rows_at),
+    queries + (row * G + first_head) * D, ROWS(keys, rows_at), ROWS(values, rows_at),
     entries, part.count, uint(length), scale, mass, sums, shared, place);
 if (splits == 1) {
   const Reallocated<D, decltype(mean_at)> mixed = {mean_at};

@@ -1,4 +1,13 @@
 // Readers for the key or value rows of one head in a cache. They read chunks of four components.
+//
+// A kernel whose body reads an input with ROWS has two variants. The variant NAME has the inputs
+// keys, values (B, Hkv, capacity, D) T, and a row has ROW = D * T bytes.
+//
+// The variant NAME_packed reads a quantized KV cache (quantized.1). The launcher defines PACKED_ROWS and adds the
+// template parameters ROW_BITS, ROW_GROUP. Each input of rows becomes three inputs:
+// keys (B, Hkv, capacity, D * ROW_BITS / 32) uint; keys_scales, keys_biases (B, Hkv, capacity, D / ROW_GROUP) T.
+// A row has ROW = D * ROW_BITS // 8 + 2 * D // ROW_GROUP * T bytes, and each part is at least one memory line, so
+// scattered rows move more bytes. A row is dequantized in registers once for all heads of a threadgroup.
 #pragma once
 
 #include "threadgroup.h"
@@ -57,3 +66,10 @@ template <int D, uint BITS, uint GROUP, typename Codes, typename Scales>
 PackedRows<D, BITS, GROUP, Codes, Scales> packed_rows(Codes codes, Scales scales, Scales biases, size_t first) {
   return {codes + first * (D * BITS / 32), scales + first * (D / GROUP), biases + first * (D / GROUP)};
 }
+
+// Return the reader of the rows of `input` for a KV head, whose first row is `first`.
+#ifdef PACKED_ROWS
+#define ROWS(input, first) packed_rows<D, ROW_BITS, ROW_GROUP>(input, input##_scales, input##_biases, first)
+#else
+#define ROWS(input, first) plain_rows<D>(input, first)
+#endif

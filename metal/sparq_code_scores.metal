@@ -3,14 +3,15 @@
 // after the last full group.
 //
 // inputs       queries (B, Hq, 1, D) T; component_weight (B, Hkv, D) float; codes (B, Hkv, D, words) uint;
-//              lo, step (B, Hkv, D, groups) half; center (B, Hkv, D) float; keys (B, Hkv, capacity, D) T;
+//              lo, step (B, Hkv, D, groups) half; center (B, Hkv, D) float; keys (B, Hkv, capacity) ROWS;
 //              left_padding (B,) int; rank, length () int; scale () float
 // outputs      logits (B, Hkv, stride, G) O, stride = S up to a multiple of 8: float, -inf for invalid keys, or uchar, see
 //              to_eight_bits; statistics (B, Hkv, tiles, G, 2) float
 // template     D, G, WEIGHTED, KEYS
 // grid         tiles * (1024 // KEYS), Hkv, B
 // threadgroup  1024 // KEYS, 1, 1
-// reads        B * Hkv * (rank * (S // 64) * 36 + rank * (S % 64) * T + G * D * T + WEIGHTED * D * 4 + rank * 4)
+// reads        B * Hkv * (rank * (S // 64) * 36 + tail + G * D * T + WEIGHTED * D * 4 + rank * 4), where tail is
+//              rank * (S % 64) * T for plain rows and at most ROW * (S % 64) for packed rows
 // writes       B * Hkv * (S * G * O + tiles * G * 8)
 threadgroup uint4 component[D / 4];
 threadgroup int chosen[D];
@@ -31,7 +32,7 @@ coverage_factors<D, G, WEIGHTED>(queries + row * G * D, uint(rank), scale, q_r, 
 
 float own[KEYS][G] = {};
 if (tile.is_tail && count > 0) {
-  const auto rows = plain_rows<D>(keys, row * size_t(keys_shape[2]) + tile.padding);
+  const auto rows = ROWS(keys, row * size_t(keys_shape[2]) + tile.padding);
   tail_logits<G>(rows, first, center + row * D, uint(rank), chosen, q_r, own[0]);
 } else if (count > 0) {
   using Word = typename conditional<KEYS == 4, ushort, uint>::type;

@@ -1,8 +1,8 @@
 // sparq_row_scores: logits of all keys from all components of a quantized KV cache (quantized.2), and the softmax
 // statistics of each tile (sparq.4). Tiles and outputs are the same as in sparq_code_scores.
 //
-// inputs       queries (B, Hq, 1, D) T; key_codes (B, Hkv, capacity, D * ROW_BITS / 32) uint;
-//              key_scales, key_biases (B, Hkv, capacity, D / ROW_GROUP) T; left_padding (B,) int; length () int;
+// inputs       queries (B, Hq, 1, D) T; keys (B, Hkv, capacity, D * ROW_BITS / 32) uint;
+//              keys_scales, keys_biases (B, Hkv, capacity, D / ROW_GROUP) T; left_padding (B,) int; length () int;
 //              scale () float
 // outputs      logits (B, Hkv, stride, G) O, stride = S up to a multiple of 8: float, -inf for invalid keys, or uchar, see
 //              to_eight_bits; statistics (B, Hkv, tiles, G, 2) float
@@ -23,8 +23,8 @@ const uint count = first < tile.stop ? min(uint(KEYS), tile.stop - first) : 0;  
 
 load_units<D, G>(queries + row * G * D, reinterpret_cast<threadgroup float*>(q), totals, place);
 float own[KEYS][G];
-const size_t rows_at = row * size_t(key_codes_shape[2]) + tile.padding;
-const auto rows = packed_rows<D, ROW_BITS, ROW_GROUP>(key_codes, key_scales, key_biases, rows_at);
+const size_t rows_at = row * size_t(keys_shape[2]) + tile.padding;
+const auto rows = packed_rows<D, ROW_BITS, ROW_GROUP>(keys, keys_scales, keys_biases, rows_at);
 row_logits(rows, first, tile.stop, q, totals, own, place);
 #pragma clang loop unroll(full)
 for (uint v = 0; v < KEYS; ++v) {

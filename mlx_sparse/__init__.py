@@ -5,11 +5,9 @@ for models are `enable`, `disable`, `sparse`, `lossless` and `report`. Every nam
 this package imports neither mlx nor mlx_lm.
 """
 
-# Importing typing would add 10 ms to every start of Python, because the start-up hook imports this file.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
     from .checks import ArtefactError as ArtefactError
     from .checks import BackendUnavailable as BackendUnavailable
     from .checks import ConfigError as ConfigError
@@ -43,11 +41,14 @@ def _attention() -> list[str]:
     return [f"{method}_attention" for method in METHODS]
 
 
-def __getattr__(name: str) -> "Any":
+def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("mlx-sparse-attention")
+        try:
+            return version("mlx-sparse-attention")
+        except PackageNotFoundError:  # an interrupted uninstall removed the metadata
+            return "unknown"
     home_of = dict.fromkeys(_attention(), "api.mlx_functions") if name.endswith("_attention") else _HOME_OF
     if name not in home_of:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

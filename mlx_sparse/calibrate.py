@@ -21,6 +21,7 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 from mlx_lm.models.base import scaled_dot_product_attention
 
+from . import __version__
 from .cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
 from .cache.sparse_cache import SparseCache
 from .checks import ArtefactError
@@ -460,7 +461,7 @@ def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
         "processors": os.cpu_count() or 1,
         "preloaded": os.environ.get("LD_PRELOAD", ""),  # a fast BLAS changes mainly dense attention
         **{"system": platform.platform(), "python": platform.python_version()},
-        **{name: version(name) for name in ("mlx-sparse-attention", "mlx")},
+        **{"mlx-sparse-attention": __version__, "mlx": version("mlx")},
     }
 
 

@@ -24,13 +24,23 @@ _WORD = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|\S+""")
 
 def shortened(message: str) -> str:
     """Shorten ``message`` and its long words and quotations. Messages may quote hostile input."""
-    message = _WORD.sub(lambda word: word[0] if len(word[0]) <= ECHO else f"{word[0][:ECHO]}...", message)
+    message = _WORD.sub(lambda word: echoed(word[0]), message)
     return message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
+
+
+def echoed(value: str) -> str:
+    """Return ``value``, cut after `ECHO` characters."""
+    return value if len(value) <= ECHO else f"{value[:ECHO]}..."
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the message of another library's error in one line, with the advice at its end."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
     """Return " Did you mean X?" with the known name X that is most similar to ``name``, or an empty string."""
-    close = difflib.get_close_matches(str(name)[:ECHO], [str(one) for one in known], n=1, cutoff=0.7)
+    close = difflib.get_close_matches(str(name)[:ECHO].lower(), [str(one) for one in known], n=1, cutoff=0.7)
     return f" Did you mean {close[0]}?" if close else ""
 
 

@@ -8,8 +8,8 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
+from . import __version__
 from ._boot import VARIABLE
 from .checks import ConfigError, Parser, SparseAttentionError
 from .extras import naming_missing
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "  mlx_lm.generate --model MODEL --prompt - --attn sparq:rank=16 < question.txt",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=version("mlx-sparse-attention"))
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser(
         "try", help="compare dense and sparse decoding of your model on your text; the first command to run"

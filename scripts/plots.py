@@ -18,7 +18,8 @@ from typing import Any
 
 import matplotlib
 
-from mlx_sparse.methods.stats import dense_elements, sparq_elements
+from mlx_sparse.methods import SparQ
+from mlx_sparse.methods.stats import dense_elements
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "mlx-sparse"  # makes the files reproducible
@@ -52,24 +53,26 @@ def draw_bytes() -> Path:
 
     figure, (axes, bars) = plt.subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
     axes.plot(CONTEXTS, [gigabytes(dense_elements(S, D)) for S in CONTEXTS], "o-", color="0.45", label="dense")
-    for rank, color in ((32, "tab:blue"), (16, "tab:cyan")):
-        moved = [gigabytes(sparq_elements(S, D, rank=rank, top_k=128)) for S in CONTEXTS]
-        axes.plot(CONTEXTS, moved, "o-", color=color, label=f"sparq:rank={rank},top_k=128")
+    for method, color in ((SparQ(), "tab:blue"), (SparQ(key_bits=16), "tab:cyan")):
+        moved = [gigabytes(method.elements(S, D)) for S in CONTEXTS]
+        axes.plot(CONTEXTS, moved, "o-", color=color, label=str(method))
     axes.set_yscale("log")
-    _by_context(axes, CONTEXTS, "GB of K and V per token", "Computed for Llama 3.1 8B in float16")
+    _by_context(
+        axes, CONTEXTS, "GB of K and V per token (log scale)", "By formula, not measured: Llama 3.1 8B, float16"
+    )
 
     bytes_of = GEMMA["heads"] * GEMMA["item"] / 1e6
     keys = [LONG if layer in GEMMA["full"] else GEMMA["window"] for layer in range(GEMMA["layers"])]
     dense = [bytes_of * dense_elements(S, GEMMA["D"]) for S in keys]
-    sparse = [bytes_of * sparq_elements(S, GEMMA["D"], rank=64, top_k=128) if S == LONG else None for S in keys]
+    sparse = [bytes_of * SparQ().elements(S, GEMMA["D"]) if S == LONG else None for S in keys]
     bars.bar(range(len(keys)), dense, color="0.75", label="dense")
     served = [(layer, moved) for layer, moved in enumerate(sparse) if moved is not None]
-    bars.bar(*zip(*served, strict=True), color="tab:blue", label="sparq:rank=64,top_k=128")
+    bars.bar(*zip(*served, strict=True), color="tab:blue", label="sparq")
     bars.set_xticks(range(1, len(keys), 4))
     bars.set_ylim(top=1.4 * max(dense))  # room for the legend
     bars.set_xlabel("layer (layers with short bars have a sliding window)")
     bars.set_ylabel("MB of K and V per token")
-    bars.set_title(f"Computed for Gemma 3 270M, {LONG // 1024}k tokens", fontsize=10)
+    bars.set_title(f"By formula, not measured: Gemma 3 270M, {LONG // 1024}k tokens", fontsize=10)
     bars.legend(frameon=False)
     return _save(figure, "bytes.svg")
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_sparse import methods
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import (
     ENOUGH_SAVED,
@@ -97,6 +98,10 @@ def test_text_is_read_as_values(text: str, expected: Method) -> None:
 
 def test_methods_keep_their_order() -> None:
     assert parse("streaming + sparq:rank=8 + h2o") == (Streaming(), SparQ(rank=8), H2O())
+
+
+def test_every_method_can_be_imported_from_the_package() -> None:
+    assert all(getattr(methods, cls.__name__) is cls for cls in METHODS.values())
 
 
 def test_configurations_are_frozen() -> None:

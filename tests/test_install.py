@@ -43,7 +43,7 @@ def dependencies(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dependencies")
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         wanted = not MINE.match(entry.name) and entry.name.partition("-")[0] != "torch"
-        if wanted and entry.suffix not in (".pth", ".start"):
+        if wanted and entry.suffix != ".pth":
             (folder / entry.name).symlink_to(entry)
     return folder
 
@@ -132,7 +132,7 @@ def test_wheel_has_every_source_file(built):
     }
     assert wanted >= {"mlx_sparse/py.typed", "mlx_sparse/metal/README.md", "mlx_sparse/cuda_ref/__init__.py"}
     found = {name for name in names(built["wheel without compiler"]) if ".dist-info/" not in name}
-    assert found - wanted == {"mlx_sparse_attention.pth", "mlx_sparse_attention.start"}
+    assert found - wanted == {"mlx_sparse_attention.pth"}
     assert wanted <= found
     for wheel in ("wheel without compiler", "wheel of sdist"):
         run(sys.executable, "-m", "check_wheel_contents", built[wheel])
@@ -187,6 +187,16 @@ def test_mapped_folders_refuse_direct_imports(installed):
             f"ImportError: {folder}/ is installed as mlx_sparse.{folder}: run `pip install -e .`, then import that"
         )
         assert result.stderr.splitlines()[-1] == message
+
+
+def test_doctor_works_without_the_metadata(installed):
+    """An interrupted uninstall leaves the package without its metadata."""
+    (metadata,) = installed.folder.glob("lib/python*/site-packages/mlx_sparse_attention-*.dist-info")
+    removed = metadata.rename(installed.folder / "removed")
+    done = run(installed.folder / "bin" / "mlx-sparse", "doctor", cwd=installed.folder, check=False)
+    removed.rename(metadata)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "problem: the metadata of mlx-sparse-attention is missing: run `pip install " in done.stdout
 
 
 def test_uninstall_leaves_nothing(installed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -77,3 +78,26 @@ def test_files_of_journeys_exist() -> None:
         assert any(file.endswith(f"/{name.rstrip('/')}") for file in files), name
     for row in journeys.splitlines()[4:]:
         assert row.count("`, `") < 12, row
+
+
+def test_files_of_the_map_of_the_code_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rooms = re.split(r"^(?=\w[\w/]*/ )", text.split("## Map of the code")[1].split("```")[1], flags=re.MULTILINE)[1:]
+    assert [room.split()[0] for room in rooms][:2] == ["mlx_sparse/", "metal/"]
+    for room in rooms:
+        for name in re.findall(r"[\w/]+\.py", room):
+            assert list((ROOT / room.split()[0]).rglob(name)) or (ROOT / name).exists(), room.split()[0] + name
+
+
+def test_pages_mention_every_option() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    found = set()
+    for room in ("mlx_sparse", "onnx_export", "cuda_ref"):
+        for path in (ROOT / room).rglob("*.py"):
+            for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                name = call.func if isinstance(call, ast.Call) else None
+                if (getattr(name, "attr", None) or getattr(name, "id", "")) in ("add_argument", "add_number"):
+                    found |= {arg.value for arg in call.args if isinstance(arg, ast.Constant)}
+    options = {option for option in found if str(option).startswith("--")} - {"--help", "--version", "--output"}
+    assert len(options) > 60
+    assert not [option for option in sorted(options) if not re.search(rf"{option}(?![\w-])", pages)]

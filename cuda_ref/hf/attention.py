@@ -70,11 +70,9 @@ def attention(
         if query.shape[2] == 1 < key.shape[2]:
             _warn_once()
     else:
-        reasons = chain(
-            _layer_reasons(origin, query, key, value, kwargs),
-            _call_reasons(origin, module, query, key, attention_mask, padding, dropout),
-        )
-        reason = next(reasons, None)
+        layer = _layer_reasons(origin, query, key, value, kwargs)
+        call = _call_reasons(origin, module, query, key, attention_mask, padding, dropout)
+        reason = next(chain(layer, call), None)
     if origin is None or reason is not None:
         counted = _without_cache if origin is None else origin.cache.report
         counted.add(Counts(dense_calls=Counter([str(reason)])))
@@ -96,11 +94,10 @@ def _counts(config: SparQ, key: torch.Tensor) -> Counts:
     return Counts(1, formula_bytes=size * config.elements(S, D), dense_bytes=size * dense_elements(S, D))
 
 
-def _resolve(cache: SparQCache, module: torch.nn.Module) -> SparQ:
+def _resolve(cache: SparQCache, module: torch.nn.Module, *, grouped: bool) -> SparQ:
     """Replace "auto" in the SparQ settings of ``cache`` by values for this model, and return the settings."""
     attn = cache.attn
     if attn.component_score == "auto" or (attn.component_score == "query_key" and attn.reallocate == "auto"):
-        grouped = getattr(module, "num_key_value_groups", 1) > 1
         cache.attn = attn.for_model(qk_norm=has_qk_norm(module), grouped=grouped)
         cache.report.attn = str(cache.attn)
     return cache.attn
@@ -180,7 +177,7 @@ def _shortest_context(cache: SparQCache, module: torch.nn.Module, query: torch.T
     B, Hkv, _, D = key.shape
     step = Step(B * Hkv, query.shape[1] // Hkv, D, key.element_size(), gpu_kind(key.device))
     if step not in cache.thresholds:
-        cache.thresholds[step] = _resolve(cache, module).shortest_context(step)
+        cache.thresholds[step] = _resolve(cache, module, grouped=step.G > 1).shortest_context(step)
     return cache.thresholds[step]
 
 

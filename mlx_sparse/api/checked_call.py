@@ -149,7 +149,8 @@ class Call:
 
     def prefill(self, layout: Layout, **parameters: Any) -> Any:
         """Run a prefill method. Return ``out``, and a `Stats` if ``return_stats`` is set."""
-        out, lse, blocks = self.load(self.function)(*self.arrays, scale=self.scale, **parameters)
+        rows = [array[:] for array in self.arrays]  # dequantizes a quantized KV cache
+        out, lse, blocks = self.load(self.function)(*rows, scale=self.scale, **parameters)
         if not self.return_stats:
             return out
         # (sample.9)

@@ -91,6 +91,8 @@ class DecodeFunctions:
     ) -> Any:
         """Run one decode step of SparQ attention (docs/spec/sparq.md; arXiv 2312.04985, Algorithm 1).
 
+        The defaults are those of `sparq:preset=paper`. `--attn sparq` uses int4 scoring keys.
+
         Args:
             rank: number r of query components used to score each key, 1..D.
             top_k: number of attended keys per KV head, including the local window.

@@ -50,7 +50,7 @@ class PrefillFunctions:
         if len(blocks.shape) != 4 or tuple(blocks.shape[:3]) != expected:
             raise ShapeError(f"blocks: expected shape (B, Hq, R, N) with {expected} first, got {tuple(blocks.shape)}.")
         run = call.load("attend_blocks")
-        result: tuple[Array, Array] = run(queries, keys, values, blocks, block_size=block_size, scale=call.scale)
+        result: tuple[Array, Array] = run(queries, keys[:], values[:], blocks, block_size=block_size, scale=call.scale)
         return result
 
     def sample_select(
@@ -74,7 +74,7 @@ class PrefillFunctions:
         check_sample(alpha_column, alpha_slash, chunks, block_size)
         blocks: Array = call.load("sample_select")(
             queries,
-            keys,
+            keys[:],
             alpha_column=float(alpha_column),
             alpha_slash=float(alpha_slash),
             chunks=chunks,

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .. import __version__
 from ..checks import MAX_BUCKETS, ArtefactError
 from ..model_info import identity, kv_shapes, model_type, recorded_facts
 from ..model_parts import Part, part_of
@@ -191,7 +192,7 @@ def _share(index: int, layer: Layer, shape: tuple[int, int] | None, part: Part) 
 
 def versions() -> dict[str, str]:
     """Return a dict from package name to installed version for mlx-sparse-attention, mlx and mlx-lm."""
-    return {name: version(name) for name in ("mlx-sparse-attention", "mlx", "mlx-lm")}
+    return {"mlx-sparse-attention": __version__, **{name: version(name) for name in ("mlx", "mlx-lm")}}
 
 
 def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:

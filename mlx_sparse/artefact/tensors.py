@@ -23,7 +23,7 @@ def read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
         ArtefactError: the file cannot be read, is truncated or damaged, or has tensors of unsupported types.
     """
     if not path.is_file():  # reading a pipe could block forever
-        raise refuse(path, "none that can be read (no file)")
+        raise refuse(path, f"none that can be read ({'a folder' if path.is_dir() else 'no file'})")
     try:
         with safe_open(path, framework="mlx") as file:
             names = list(file.keys())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +36,7 @@ class SparseSingle(SparseCache):
         return merge(caches)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
+        self.drop_stale_states()
         packed: Any = super().to_quantized(group_size=group_size, bits=bits)  # type: ignore[misc]
         for method, state in self.aux_states.items():
             if (found := state.pack()) is not None:
@@ -47,6 +49,10 @@ class SparseQuantized(SparseCache):
     """Mixin that adds sparse attention to a quantized KV cache. Decode steps pass quantized rows to the backend."""
 
     bits: int
+
+    @staticmethod
+    def _contents(cache: Any) -> tuple[Any, ...]:
+        return cache.offset, *(cache.keys or [None]), *(cache.values or [None])
 
     @property
     def key_rows(self) -> PackedRows:
@@ -89,6 +95,7 @@ class SparseBatch(SparseCache):
     _first: list[int] | None = None  # cached `first_rows`; None after rows moved
     # End row of each prompt while mlx-lm processes prompts of different lengths with right padding. `lm.seam` sets it.
     prompt_ends: list[int] | None = None
+    _contents = staticmethod(attrgetter("_idx", "keys", "values", "left_padding"))
 
     @property
     def length(self) -> int:
@@ -145,6 +152,7 @@ class SparseBatch(SparseCache):
         rows = slice(0, None) if first == 0 else slice(first, stop)
         one.keys, one.values = (array[sequence : sequence + 1, :, rows] for array in (self.keys, self.values))
         one.offset = stop - first
+        one.drop_stale_states()
         one._full_samples = self._samples_by_sequence[sequence : sequence + 1]
         return one
 
@@ -160,28 +168,33 @@ class SparseBatch(SparseCache):
     # The following methods move rows, so they also update the auxiliary state.
 
     def prepare(self, **kwargs: Any) -> None:
-        self._moved(lambda method, state: state.roll(None, self.length))
-        super().prepare(**kwargs)  # type: ignore[misc]
+        with self._changing():
+            self._moved(lambda method, state: state.roll(None, self.length))
+            super().prepare(**kwargs)  # type: ignore[misc]
 
     def finalize(self) -> None:
-        self._moved(lambda method, state: state.roll(self._right_padding, self.length))
-        super().finalize()  # type: ignore[misc]
+        with self._changing():
+            self._moved(lambda method, state: state.roll(self._right_padding, self.length))
+            super().finalize()  # type: ignore[misc]
 
     def filter(self, batch_indices: Any) -> None:
         length = self.length
         kept: Any = mx.array(batch_indices).tolist()
-        samples = self._samples_by_sequence
-        self._full_samples = tuple(samples[sequence] for sequence in kept)
-        super().filter(batch_indices)  # type: ignore[misc]
-        self._moved(lambda method, state: state.filter(kept, length, length - self.length))
+        with self._changing():
+            samples = self._samples_by_sequence
+            self._full_samples = tuple(samples[sequence] for sequence in kept)
+            super().filter(batch_indices)  # type: ignore[misc]
+            self._moved(lambda method, state: state.filter(kept, length, length - self.length))
 
     def extend(self, other: Any) -> None:
         adopt(other)
-        self._full_samples = self._samples_by_sequence + other._samples_by_sequence
-        self._moved(lambda method, state: state.join(self, other.aux_states.get(method), other))
-        super().extend(other)  # type: ignore[misc]
+        with self._changing(), other._changing():
+            self._full_samples = self._samples_by_sequence + other._samples_by_sequence
+            self._moved(lambda method, state: state.join(self, other.aux_states.get(method), other))
+            super().extend(other)  # type: ignore[misc]
 
     def extract(self, idx: int) -> Any:
+        self.drop_stale_states()
         one = super().extract(idx)  # type: ignore[misc]
         for method, state in self.aux_states.items():
             if (found := state.extract(idx, self.length, self.length - one.offset)) is not None:
@@ -194,6 +207,9 @@ def merge(caches: list[Any]) -> Any:
     """Merge single-sequence caches and their auxiliary states into a batch. This replaces `KVCache.merge`."""
     plain = next(cls for cls in type(caches[0]).__mro__ if cls in SPARSE_CLASSES)
     merged = sys.modules[plain.__module__].BatchKVCache.merge(caches)
+    for cache in caches:
+        if isinstance(cache, SparseCache):
+            cache.drop_stale_states()
     states = {method: state for cache in caches for method, state in getattr(cache, "aux_states", {}).items()}
     for method, state in states.items():
         adopt(caches)

@@ -159,8 +159,8 @@ class BucketIndex(State):
 
     def _pre_rope_keys(self, cache: SparseCache, sequences: slice, start: int, stop: int) -> mx.array:
         offset = start if cache.padding is None else start - cache.padding[sequences]
-        keys: mx.array = self.router.source.inverse_rope(cache.key_rows[sequences, :, start:stop], offset)
-        return keys
+        rows: mx.array = self.router.source.inverse_rope(cache.key_rows[sequences, :, start:stop], offset)
+        return rows
 
     def _fit(self, cache: SparseCache, config: SAAP, sequences: Iterable[int]) -> None:
         """Fit the missing centroids of ``sequences``, and reassign the keys to the new buckets."""

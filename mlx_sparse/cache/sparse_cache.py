@@ -5,8 +5,10 @@ The auxiliary state stays valid when a cache is trimmed, extended, copied or bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any
 
@@ -72,6 +74,9 @@ class SparseCache:
     aux_states: Mapping[str, State] = MappingProxyType({})
     layer_plan: Any = None
     _full_samples: tuple[FullSample | None, ...] = ()  # one entry, or one per sequence of a batch
+    # Function that returns the length and the arrays that the auxiliary state depends on. It takes this cache.
+    _contents: Callable[[Any], tuple[Any, ...]] = staticmethod(attrgetter("offset", "keys", "values"))
+    _recorded: tuple[Any, ...] = (None,)  # result of `_contents` after the last change by a method of this class
 
     @property
     def key_rows(self) -> Rows:
@@ -109,8 +114,7 @@ class SparseCache:
 
     @state.setter
     def state(self, value: Any) -> None:
-        self._moved(lambda method, state: None)
-        self._full_samples = ()
+        self._drop_states()
         super(SparseCache, type(self)).state.fset(self, value)  # type: ignore[misc]
 
     @property
@@ -118,7 +122,43 @@ class SparseCache:
         own: int = super().nbytes  # type: ignore[misc]
         return own + sum(state.nbytes for state in self.aux_states.values())
 
+    def drop_stale_states(self) -> None:
+        """Drop the auxiliary state if a program has replaced an array or set the length since the last own change.
+
+        This compares identities and does not wait for the device. Writes into the same array are not noticed.
+        """
+        contents = self._contents(self)
+        if not all(map(is_, self._recorded, contents)):
+            self._drop_states()
+            self._recorded = contents
+
+    def _drop_states(self) -> None:
+        self._moved(lambda method, state: None)
+        self._full_samples = ()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change rows in a ``with`` block that also updates the auxiliary state."""
+        self.drop_stale_states()
+        yield
+        self._recorded = self._contents(self)
+
+    def accept_arrays(self) -> None:
+        """Keep the auxiliary state although a forward pass has replaced arrays after the rows were written.
+
+        Models of mlx-lm wrap ``keys`` in `mx.depends`, which does not change the rows.
+        """
+        contents = self._contents(self)
+        if contents[0] is self._recorded[0]:
+            self._recorded = contents
+
+    def trim(self, n: int) -> int:
+        with self._changing():
+            trimmed: int = super().trim(n)  # type: ignore[misc]
+        return trimmed
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        self.drop_stale_states()
         for state in self.aux_states.values():
             state.rewind(self.length)
             if state.listening:
@@ -127,7 +167,9 @@ class SparseCache:
             rows = [self.length - first for first in self.first_rows()]
             kept = zip(self._full_samples, rows, strict=False)  # a batch without padding may share one record
             self._full_samples = tuple(full if full and full.keys <= length else None for full, length in kept)
-        return super().update_and_fetch(keys, values)  # type: ignore[misc]
+        fetched = super().update_and_fetch(keys, values)  # type: ignore[misc]
+        self._recorded = self._contents(self)
+        return fetched
 
     def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
         """Return the first valid row of each sequence. Wait for the device only once for this cache and ``others``."""
@@ -135,6 +177,7 @@ class SparseCache:
 
     def add_state(self, method: str, state: State) -> State:
         """Add ``state`` as the auxiliary state of ``method``, and return it."""
+        self.drop_stale_states()
         self.aux_states = {**self.aux_states, method: state}
         return state
 

@@ -15,21 +15,13 @@ from .select import ITEMS
 TILE = 128  # list entries per tile: ATTEND_TILE
 
 _ROWS = ("keys", "values")
-_PACKED = ("key_codes", "key_scales", "key_biases", "value_codes", "value_scales", "value_biases")
 _COUNTED = ("indices", "counts", "length", "scale")
 _MIXED = ("indices", "logits", "softmax", "value_mean", "length", "scale")
 _CANDIDATES = ("candidate_bits", "candidate_indices", "length", "scale")
 ATTEND = Kernel("attend_indices", "attend.h", ("queries", *_ROWS, *_COUNTED), ("out", "lse"))
-ATTEND_PACKED = Kernel("attend_indices_packed", "attend.h", ("queries", *_PACKED, *_COUNTED), ("out", "lse"))
 REALLOCATE = Kernel("attend_reallocate", "attend.h", ("queries", *_ROWS, *_MIXED), ("out", "lse", "alpha"))
-REALLOCATE_PACKED = Kernel(
-    "attend_reallocate_packed", "attend.h", ("queries", *_PACKED, *_MIXED), ("out", "lse", "alpha")
-)
 _RESULTS = ("out", "lse", "recall")
 CANDIDATES = Kernel("attend_candidates", "attend_candidates.h", ("queries", *_ROWS, *_CANDIDATES), _RESULTS)
-CANDIDATES_PACKED = Kernel(
-    "attend_candidates_packed", "attend_candidates.h", ("queries", *_PACKED, *_CANDIDATES), _RESULTS
-)
 
 
 class Reallocation(NamedTuple):
@@ -174,9 +166,8 @@ def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
     heads, simdgroups = heads_of(D, G)
     statistic = ((B, Hq, 1) if splits == 1 else (B, Hkv, splits, G), mx.float32)
     template = {"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, **row_template(row_format)}
-    plain, packed = (REALLOCATE, REALLOCATE_PACKED) if mixed else (ATTEND, ATTEND_PACKED)
     return Launch(
-        packed if row_format else plain,
+        (REALLOCATE if mixed else ATTEND).of_rows(row_format),
         [((*statistic[0], D), dtype if splits == 1 else mx.float32), *[statistic] * (1 + mixed)],
         [integer(length), real(scale)],
         template=template if mixed else {**template, "COUNTED": counted},
@@ -199,7 +190,7 @@ def attend_candidates(n: Listed, top_k: int) -> Launch:
     G = Hq // Hkv
     heads, simdgroups = heads_of(D, G)
     return Launch(
-        CANDIDATES_PACKED if row_format else CANDIDATES,
+        CANDIDATES.of_rows(row_format),
         [((B, Hq, 1, D), dtype), ((B, Hq, 1), mx.float32), ((B, Hkv), mx.float32)],
         [integer(length), real(scale)],
         template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k, **row_template(row_format)},

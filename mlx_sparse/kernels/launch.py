@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from importlib.resources import files
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,8 @@ from ..ops.packed_rows import PackedRows, Rows
 LANES = 32  # threads per SIMD group
 LAUNCH_CACHE_SIZE = 64  # size of each cache of launches; a decode step needs one launch per kernel and layer shape
 Outputs = Sequence[tuple[tuple[int, ...], mx.Dtype]]  # shape and type of each output
+
+RowFormat = tuple[int, int] | None  # bits and group size of quantized rows; None for rows that are not quantized
 
 INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 
@@ -43,15 +46,29 @@ def flattened(name: str) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Metal kernel whose body is metal/NAME.metal. The body uses the templates in ``header``.
+    """Metal kernel whose body is metal/BODY.metal. The body uses the templates in ``header``.
 
-    The comment at the top of metal/NAME.metal describes the inputs, the outputs, the grid and the bytes moved.
+    The comment at the top of metal/BODY.metal describes the inputs, the outputs, the grid and the bytes moved.
     """
 
-    name: str
+    body: str
     header: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    packed: bool = False  # the variant for a quantized KV cache; see `of_rows`
+
+    @property
+    def name(self) -> str:
+        return f"{self.body}_packed" if self.packed else self.body
+
+    def of_rows(self, row_format: RowFormat) -> Kernel:
+        """Return the variant of the kernel that reads keys and values in ``row_format`` with ROWS of metal/rows.h."""
+        return self if row_format is None else self._of_packed_rows
+
+    @cached_property
+    def _of_packed_rows(self) -> Kernel:
+        names = (packed_parts(name) if name in ("keys", "values") else (name,) for name in self.inputs)
+        return replace(self, inputs=tuple(chain.from_iterable(names)), packed=True)
 
     @cached_property
     def compiled(self) -> Any:
@@ -59,8 +76,8 @@ class Kernel:
             name=self.name,
             input_names=list(self.inputs),
             output_names=list(self.outputs),
-            header=flattened(self.header),
-            source=text(f"{self.name}.metal"),
+            header=("#define PACKED_ROWS\n" if self.packed else "") + flattened(self.header),
+            source=text(f"{self.body}.metal"),
         )
 
     def __call__(
@@ -129,12 +146,14 @@ def of_one_type(*arrays: mx.array) -> list[mx.array]:
     return [array if array.dtype == dtype else array.astype(dtype) for array in arrays]
 
 
-RowFormat = tuple[int, int] | None  # bits and group size of quantized rows; None for rows that are not quantized
-
-
 def parts_of(rows: Rows) -> tuple[tuple[mx.array, ...], RowFormat]:
     """Return the arrays that store ``rows`` and the `RowFormat`, which is None if ``rows`` are not quantized."""
     return (rows.parts, (rows.bits, rows.group_size)) if isinstance(rows, PackedRows) else ((rows,), None)
+
+
+def packed_parts(rows: str) -> tuple[str, str, str]:
+    """Return the names of the inputs that store the quantized ``rows``, in the order of `parts_of`."""
+    return rows, f"{rows}_scales", f"{rows}_biases"
 
 
 def row_template(row_format: RowFormat) -> dict[str, int]:

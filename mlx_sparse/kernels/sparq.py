@@ -23,6 +23,7 @@ from .launch import (
     Outputs,
     RowFormat,
     integer,
+    packed_parts,
     padding_or_zeros,
     parts_of,
     real,
@@ -51,16 +52,12 @@ CANDIDATES = Kernel(
     ("bits", "indices", "softmax"),
 )
 _CODED = ("queries", "component_weight", "codes", "lo", "step", "center")
-_PACKED = ("key_codes", "key_scales", "key_biases")
 _GIVEN = ("left_padding", "rank", "length", "scale")
 CODE_SCORES = Kernel("sparq_code_scores", "sparq_code_scores.h", (*_CODED, "keys", *_GIVEN), ("logits", "statistics"))
-CODE_SCORES_PACKED = Kernel(
-    "sparq_code_scores_packed", "sparq_code_scores.h", (*_CODED, *_PACKED, *_GIVEN), ("logits", "statistics")
-)
 ROW_SCORES = Kernel(
     "sparq_row_scores",
     "sparq_row_scores.h",
-    ("queries", *_PACKED, "left_padding", "length", "scale"),
+    ("queries", *packed_parts("keys"), "left_padding", "length", "scale"),
     ("logits", "statistics"),
 )
 CODE_CANDIDATES = Kernel(
@@ -139,7 +136,7 @@ def sparq_code_scores(n: Sizes) -> Launch:
     per_thread = 8 if n.G <= 4 else 4  # keys; more keys do not fit into the registers
     template = {"D": n.D, "G": n.G, "WEIGHTED": n.weighted, "KEYS": per_thread}
     return Launch(
-        CODE_SCORES_PACKED if n.row_format else CODE_SCORES,
+        CODE_SCORES.of_rows(n.row_format),
         _scored(n),
         [integer(n.rank), integer(n.length), real(n.scale)],
         template=template | row_template(n.row_format),

@@ -69,6 +69,9 @@ class Call:
             adopt(caches or [])
             caches = leaves(caches or [])
         self.caches: list[Any] = caches
+        for cache in caches:
+            if isinstance(cache, SparseCache):
+                cache.drop_stale_states()
         if plan.calls:  # mlx-vlm, whose models may get batches of either library
             for cache in caches:
                 if isinstance(cache, SparseBatch):
@@ -89,6 +92,9 @@ class Call:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         seam.active.reset(self._token)
+        for cache in self.caches:
+            if isinstance(cache, SparseCache):
+                cache.accept_arrays()
         counts, hooks, plan = self.counts, self.hooks, self.plan
         if hooks is not None:
             hooks.end()
@@ -190,7 +196,7 @@ class Call:
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(keys, values, cache)
         if self.probe is not None:
-            self.probe.found.append((cache, reason or self.probe_reason(queries, keys, cache, mask, sinks)))
+            self.probe.seen.append((cache, reason or self.probe_reason(queries, keys, cache, mask, sinks)))
             return None
         if reason is not None:
             self.counts.dense_calls[reason] += 1
@@ -258,11 +264,14 @@ class Call:
             return reasons.CHECKED
         return self.plan.chunk_reason(L, S, self.caches, mask)
 
-    def probe_reason(self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None) -> Any:
-        """Return the reason why a layer can never use sparse attention, or None if the layer can use it."""
+    def probe_reason(
+        self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None
+    ) -> Callable[[], str | None]:
+        """Return a function that calls `Probe.reason`. Call the function after the trial call."""
         assert self.probe is not None
+        self.probe.grouped |= queries.shape[1] > keys.shape[1]
         masked = mask is not None and not is_padding_mask(mask, self.caches)
-        return self.probe.reason(queries, keys, cache, masked=masked, sinks=sinks, hooks=self.hooks)
+        return functools.partial(self.probe.reason, queries, keys, cache, masked=masked, sinks=sinks, hooks=self.hooks)
 
     def layer_index(self, cache: Any) -> int:
         """Return the index of ``cache`` among the model's caches, or -1 if the model does not use ``cache``."""

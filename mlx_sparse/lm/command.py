@@ -14,7 +14,6 @@ import importlib
 import json
 import logging
 import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from ..methods import NEVER, Method, Prefill, registry
 from ..model_info import is_drafter
 from .distributed.ranks import Ranks, connection_error, difference, facts_of
 from .loading import has_all_weights, loading, refuse_rotating_cache, refuse_unquantizable, unfit_warning
-from .options import add_options, end, fail, print_error, requested
+from .options import add_options, end, fail, print_error, print_line, requested
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -102,7 +101,7 @@ class Session:
             fail(parser, f"--prompt-cache-file: expected an existing file, got {prompt_cache}.")
         if self.suites and prefill is not None and args.batch_size > 1:
             args.batch_size = 1
-            print(f"[mlx-sparse] using --batch-size 1: {prefill.name} needs prompts without padding.", file=sys.stderr)
+            print_line(f"[mlx-sparse] using --batch-size 1: {prefill.name} needs prompts without padding.")
         self.configs, self.prefill, self.decode = configs, prefill, decode
         self.backend = args.attn_backend
         self.calibration = Calibration(
@@ -301,7 +300,7 @@ class Session:
     def print_line(self, text: str) -> None:
         """Print ``text`` with a prefix to standard error. Do nothing if `prints` is False."""
         if self.prints():
-            print(f"[mlx-sparse] {text}", file=sys.stderr, flush=True)
+            print_line(f"[mlx-sparse] {text}")
 
     def log(self, text: str) -> None:
         """Write ``text`` to the command's log. Do nothing if `prints` is False."""
@@ -318,11 +317,11 @@ class Session:
         if not self.prints():
             return
         if "json" in self.report_format:
-            print(json.dumps(self.as_dict()), file=sys.stderr)
+            print_line(json.dumps(self.as_dict()))
         else:
             for report in self.reports.values():
                 text = report.summary() if self.report_format == "text" else report
-                print(f"[mlx-sparse] {text}", file=sys.stderr)
+                print_line(f"[mlx-sparse] {text}")
 
     def calls(self) -> Counts:
         """Return the call counts of all models. Its ``prefill`` is the number of sparse prefill calls, or None."""

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..checks import ConfigError, SparseAttentionError
+from ..checks import ConfigError, SparseAttentionError, reason_of
 from ..model_info import leaves, new_caches, text_model
 
 
@@ -19,15 +19,16 @@ def loading(model: object) -> Iterator[None]:
     """Convert errors that are raised while the ``with`` block loads ``model`` to one-line errors.
 
     Raises:
-        ConfigError: mlx-lm or the Hugging Face Hub raised an error. The message contains the first line of this error.
+        ConfigError: mlx-lm or the Hugging Face Hub raised an error. The message contains this error.
     """
     try:
         yield
     except SparseAttentionError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).") from None
+        raise ConfigError(
+            f"--model: expected a model that mlx-lm can load, got {model} ({reason_of(error)})."
+        ) from None
 
 
 def load_text_model(name: str | Path, *, lazy: bool = False, only_mlx_lm: bool = False) -> tuple[Any, Any, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 
@@ -13,14 +13,13 @@ from ..api.call_report import Report
 from ..calibrate import Calibration
 from ..checks import ConfigError
 from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, reasons, registry
-from ..model_info import config_of, kv_heads, leaves, model_type, new_caches, package_of, text_model, weights_read
+from ..model_info import kv_heads, leaves, model_type, new_caches, package_of, text_model, weights_read
 from ..model_parts import part_of
 from . import seam
 from .call import Call, under_plan
 from .hooks import hooks_of
 from .plan import Plan, Probe
 
-M = TypeVar("M", bound=Method)
 NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
 
 Attn = str | Method | tuple[Method, ...]
@@ -93,8 +92,6 @@ def enable(
     if not isinstance(configs, tuple) or not all(isinstance(config, Method) for config in configs):
         raise ConfigError(f"attn: expected a string, a method or a tuple of methods, got {attn!r}.")
     prefill, decode = select_methods(configs)
-    if decode is not None:
-        decode = resolve(decode, model)
     for config in configs:
         registry.require(backend, config.name)
     hooks = hooks_of(decode)(decode, model)
@@ -107,8 +104,8 @@ def enable(
         make_lossless(plan, model, draft_tokens)
     elif draft_tokens is not None:
         raise ConfigError(f"draft_tokens: expected None without lossless, got {draft_tokens}.")
-    names = seam.bind(model)
-    if not names:
+    places = seam.bind(model)
+    if not places:
         raise NothingServed(
             f"model: expected attention through {package}.models.base.{seam.NAME}, got {plan.report.model_type}, which "
             f"never calls it. Run this model without {plan.name}.",
@@ -117,7 +114,7 @@ def enable(
     unwrap = wrap() if lossless else None
     cls = type(model)
     # The finalizer restores mlx-lm's functions if the model is deleted without `disable`.
-    release = weakref.finalize(model, _release, names, unwrap)
+    release = weakref.finalize(model, _release, places, unwrap)
     release.atexit = False
     # A normal assignment would add the attribute to the parameters of the nn.Module.
     object.__setattr__(model, "_mlx_sparse", (plan, cls, release))
@@ -144,9 +141,9 @@ def disable(model: Any) -> None:
     release()
 
 
-def _release(names: list[str], unwrap: Callable[[], None] | None) -> None:
-    """Restore the library's functions in the modules ``names``. Skip modules that another enabled model uses."""
-    seam.unbind(names)
+def _release(places: list[seam.Place], unwrap: Callable[[], None] | None) -> None:
+    """Restore the library's functions at ``places``. Skip places that another enabled model uses."""
+    seam.unbind(places)
     if unwrap is not None:
         unwrap()
 
@@ -217,14 +214,6 @@ def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method 
     return next(iter(prefill), None), next(iter(decode), None)
 
 
-def resolve(config: M, model: Any) -> M:
-    """Replace each "auto" parameter of ``config`` with the value for ``model``, and return the result."""
-    sizes = config_of(model)
-    heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
-    grouped = heads is not None and kv_heads is not None and kv_heads < heads
-    return config.for_model(qk_norm=has_qk_norm(model), grouped=grouped)
-
-
 def has_qk_norm(model: Any) -> bool:
     """Return True if any layer of the model normalizes its queries or keys."""
     modules = model.named_modules()
@@ -253,18 +242,22 @@ def _probe(model: Any, plan: Plan) -> None:
     caches, probe = new_caches(model), Probe(plan)
     with _unchanged(model), Call(plan, caches, probe=probe):
         model(mx.zeros((1, 1), mx.int32), cache=caches)
+    if plan.decode is not None:
+        plan.decode = plan.decode.for_model(qk_norm=has_qk_norm(model), grouped=probe.grouped)
+    seen = [(cache, reason() if callable(reason) else reason) for cache, reason in probe.seen]
     report = plan.report
+    report.attn = plan.attn
     report.part = part_of(model)
     heads = {layer.step.heads for _, layer in probe.layers}
     if len(heads) == 1:
         (here,) = heads
         report.kv_heads = here, kv_heads(model, report.part, here)
     plan.layers = probe.layers
-    plan.calls = 0 if package_of(model) == "mlx_lm" else len(probe.found)
+    plan.calls = 0 if package_of(model) == "mlx_lm" else len(seen)
     report.backend = " and ".join(sorted(probe.backends)) or plan.backend
-    seen = {id(cache) for cache, _ in probe.found}
-    found = [reason for _, reason in probe.found]
-    found += [reasons.OWN_ATTENTION for c in leaves(caches) if id(c) not in seen]
+    with_calls = {id(cache) for cache, _ in seen}
+    found = [reason for _, reason in seen]
+    found += [reasons.OWN_ATTENTION for c in leaves(caches) if id(c) not in with_calls]
     report.layers, report.served_layers = len(found), found.count(None)
     report.weight_bytes = weights_read(model)
     report.dense_layers.update(reason for reason in found if reason is not None)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from ..checks import shortened
 from ..methods import Dense, Method, parse, read_toml
 
 REPORTS = ("text", "full", "recall", "json", "json+recall", "off")
+
+OURS = ("argument --attn", "argument --lossless", "argument --shard")  # start of argparse's messages about them
 
 
 class _Once(argparse.Action):
@@ -28,7 +33,15 @@ class _Once(argparse.Action):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sparse attention options to the parser of a command."""
+    """Add the sparse attention options to the parser of a command. Errors in them are one line, without the usage."""
+    original = parser.error
+
+    def error(message: str) -> Any:
+        if message.startswith(OURS):
+            fail(parser, f"{message.removeprefix('argument ')}.")
+        original(message)
+
+    parser.error = error  # type: ignore[assignment]
     group = parser.add_argument_group(
         "sparse attention",
         "Use sparse attention for prefill, for decoding, or for both (mlx-sparse-attention). Attention is dense in a "
@@ -74,10 +87,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--attn-report",
         choices=REPORTS,
+        metavar="FORMAT",
         default="text",
         help="Format of the report on standard error at the end: sparse calls, bytes saved, and dense calls with "
-        "reasons, in at most eight lines (default: text). 'full' lists everything. 'recall' and 'json+recall' also "
-        "measure the attention recall of prefill, which takes an additional dense pass over the keys.",
+        "reasons, in at most eight lines ('text', the default); everything ('full'); JSON ('json'); nothing ('off'). "
+        "With a prefill method, 'recall' and 'json+recall' also measure the attention recall of prefill, which takes "
+        "an additional dense pass over the keys.",
     )
 
 
@@ -104,4 +119,12 @@ def end(program: str, message: str) -> Any:
 
 def print_error(program: str, message: str) -> None:
     """Print a one-line error to standard error."""
-    print(f"{program}: error: {message}", file=sys.stderr, flush=True)
+    print_line(f"{program}: error: {shortened(message)}")
+
+
+def print_line(text: str) -> None:
+    """Print ``text`` to standard error. If this fails, for example on a full disk, print nothing from then on."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - Python writes the buffered text again when it ends

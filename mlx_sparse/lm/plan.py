@@ -59,8 +59,7 @@ class Plan:
         self.hooks = hooks
         self.hooked = type(hooks) is not ModelHooks
         self.decodes = True
-        attn = "+".join(map(str, self.configs)) or Dense.name
-        self.report = Report(attn=attn, backend=backend, model_type=family, decodes=decode is not None)
+        self.report = Report(attn=self.attn, backend=backend, model_type=family, decodes=decode is not None)
         self.report.add(Counts(prefill=prefill and PrefillStatistics(), decode=hooks.statistics))
         self.report.crossovers = self.crossovers
         self.watch: Callable[[int, Counts], object] | None = None
@@ -72,6 +71,11 @@ class Plan:
     def configs(self) -> list[Method]:
         """List of the prefill method and the decode method; a dense stage has no entry."""
         return [config for config in (self.prefill, self.decode) if config is not None]
+
+    @property
+    def attn(self) -> str:
+        """Text form of the methods."""
+        return "+".join(map(str, self.configs)) or Dense.name
 
     @property
     def name(self) -> str:
@@ -255,14 +259,16 @@ class Probe:
 
     Attributes:
         plan: `Plan` of the model.
-        found: for each attention call, the cache and the reason why the layer stays dense. The reason is None if the
-            layer can use sparse attention.
+        seen: for each attention call, the cache and the reason why the layer stays dense. The reason is a function if
+            it depends on the settings of the method, which depend on ``grouped``.
+        grouped: True if several query heads share a KV head in any layer.
         backends: names of the backends that the layers use.
         layers: for each pair of a method and a layer shape, the number of layers that can use sparse attention.
     """
 
     plan: Plan
-    found: list[tuple[Any, str | None]] = field(default_factory=list)
+    seen: list[tuple[Any, str | Callable[[], str | None]]] = field(default_factory=list)
+    grouped: bool = False
     backends: set[str] = field(default_factory=set)
     layers: Counter[tuple[Method, Layer]] = field(default_factory=Counter)
 

@@ -301,7 +301,7 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
         visit(seen)
         recorder.clear()
 
-    names = seam.bind(model)
+    places = seam.bind(model)
     try:
         with _counting_rotations() as rotations:
             observer = _Observer(leaves(caches), visit_and_forget, rotations)
@@ -312,7 +312,7 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
             finally:
                 seam.active.reset(token)
     finally:
-        seam.unbind(names)
+        seam.unbind(places)
         recorder.clear()
     return logits
 

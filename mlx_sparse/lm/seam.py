@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 from importlib import import_module
@@ -19,6 +17,7 @@ from ..model_info import package_of
 
 NAME = "scaled_dot_product_attention"
 SUPPORTED = {"mlx_lm": "mlx-lm 0.31.3 or 0.32", "mlx_vlm": "mlx-vlm 0.6.5 to 0.7"}
+Place = tuple[int, str]  # id of the global variables of a model file, and the name of the attention function there
 PARAMETERS = ["queries", "keys", "values", "cache", "scale", "mask", "sinks"]
 
 
@@ -78,7 +77,8 @@ class Library:
         caches: the module of the cache classes.
         original: the attention function.
         attention: the replacement of ``original``.
-        bound: for each module name, the number of enabled models that use the module.
+        bound: for each name that `bind` replaced, as (id of the global variables, name): the global variables and the
+            number of enabled models that use them.
     """
 
     def __init__(self, package: str) -> None:
@@ -86,34 +86,38 @@ class Library:
         self.caches: Any = import_module(f"{package}.models.cache")
         self.original: Callable[..., mx.array] = getattr(import_module(f"{package}.models.base"), NAME)
         self.attention = _replacement(self.original)
-        self.bound: Counter[str] = Counter()
+        self.bound: dict[Place, tuple[dict[str, Any], int]] = {}
         self.prepare: Any = getattr(self.caches.BatchKVCache, "prepare", None)
         self.prepare_and_store_ends = _storing_ends(self.prepare)
         self.merge = inspect.getattr_static(self.caches.KVCache, "merge", None)
 
-    def bind(self, names: set[str]) -> set[str]:
-        """Replace the attention function in those modules of ``names`` that use the function.
-
-        Return the names of the changed modules.
-        """
+    def bind(self, scopes: dict[int, dict[str, Any]]) -> list[Place]:
+        """Replace the attention function in the global variables ``scopes``, and return the replaced names."""
         ours = (self.original, self.attention)
-        names = {name for name in names if getattr(sys.modules.get(name), NAME, None) in ours}
-        for name in names:
-            self.bound[name] += 1
-            setattr(sys.modules[name], NAME, self.attention)
-        if names:
+        places = [
+            (key, name)
+            for key, scope in scopes.items()
+            for name, value in scope.items()
+            if any(value is function for function in ours)
+        ]
+        for key, name in places:
+            _, models = self.bound.get((key, name), (None, 0))
+            self.bound[key, name] = scopes[key], models + 1
+            scopes[key][name] = self.attention
+        if places:
             self.caches.BatchKVCache.prepare = self.prepare_and_store_ends
             self.caches.KVCache.merge = staticmethod(kv_cache.merge)
-        return names
+        return places
 
-    def unbind(self, names: list[str]) -> None:
+    def unbind(self, places: list[Place]) -> None:
         """Undo one call to `bind`. Restore the library's functions once all calls are undone."""
-        for name in names:
-            if name in self.bound:
-                self.bound[name] -= 1
-                if self.bound[name] == 0:
-                    setattr(sys.modules[name], NAME, self.original)
-                    del self.bound[name]
+        for place in places:
+            if place in self.bound:
+                scope, models = self.bound.pop(place)
+                if models > 1:
+                    self.bound[place] = scope, models - 1
+                else:
+                    scope[place[1]] = self.original
         if not self.bound:
             self.caches.BatchKVCache.prepare = self.prepare
             self.caches.KVCache.merge = self.merge
@@ -132,21 +136,24 @@ def library_of(model: Any) -> Library:
     return LIBRARIES[package]
 
 
-def bind(model: Any) -> list[str]:
-    """Replace the attention function in the modules of ``model``, and return the names of the changed modules.
+def bind(model: Any) -> list[Place]:
+    """Replace the attention function in the files of ``model``, and return the replaced names.
 
-    Each model file has its own reference to the library's function, so every module must be changed. The function also
+    Each model file has its own reference to the library's function, so every file must be changed. The function also
     replaces `KVCache.merge` and `BatchKVCache.prepare`, because the libraries call both before they call the model.
     """
-    names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
+    classes = {cls for _, module in model.named_modules() for cls in type(module).__mro__}
+    # A model's own architecture file is not in sys.modules, so find the global variables of its functions.
+    found = [getattr(value, "__globals__", {}) for cls in classes for value in vars(cls).values()]
+    scopes = {id(scope): scope for scope in found if scope is not globals()}  # this file's `reduce_as`
     library_of(model)
-    return sorted(set().union(*(library.bind(names) for library in LIBRARIES.values())))
+    return [place for library in LIBRARIES.values() for place in library.bind(scopes)]
 
 
-def unbind(names: list[str]) -> None:
+def unbind(places: list[Place]) -> None:
     """Undo one call to `bind`. Restore the functions of mlx-lm and mlx-vlm once all calls are undone."""
     for library in LIBRARIES.values():
-        library.unbind(names)
+        library.unbind(places)
 
 
 def changed_interfaces(package: str = "mlx_lm") -> list[str]:

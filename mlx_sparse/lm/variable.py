@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import Any
 
-from ..checks import ConfigError
+from ..checks import ConfigError, echoed, reason_of, shortened
 from ..model_info import is_drafter
 
 VARIABLE = "MLX_SPARSE_ATTN"  # also in `_boot`, which imports this module
@@ -27,11 +27,10 @@ def enable_loaded(model: Any, *, sharded: bool = False) -> None:
     try:
         line = _enable(model, attn, sharded)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        line = f"attention is dense: {reason}"
+        line = f"attention is dense: {shortened(reason_of(error))}"
     if line is None:
         return
-    text = "".join(c if c.isprintable() else "?" for c in f"[mlx-sparse] {VARIABLE}={attn}: {line}")
+    text = "".join(c if c.isprintable() else "?" for c in f"[mlx-sparse] {VARIABLE}={echoed(attn)}: {line}")
     with contextlib.suppress(Exception):  # standard error may be closed
         sys.stderr.write(f"{text}\n")  # one call, so that threads do not mix their lines
         sys.stderr.flush()

@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from .base import *
     from .baselines import *
     from .cost import *
+    from .quest import *
     from .saap import *
     from .sample import *
     from .sparq import *
     from .text import *
 
 _HOMES = {
-    "baselines": "BigBird FlexGen H2O MInference OracleTopK Streaming StreamingPrefill",
+    "baselines": "BigBird FlexGen H2O HashSparse HyperAttention MInference OracleTopK Streaming StreamingPrefill",
     "base": "NEVER QK_NORMS Dense Method Prefill Step",
     "cost": "ENOUGH_SAVED SAMPLE_DENSE_BELOW SAMPLE_DENSE_ABOVE nvidia_kind",
+    "quest": "Quest",
     "saap": "SAAP",
     "sample": "Sample SampleRange",
     "sparq": "SparQ",

@@ -109,7 +109,8 @@ def require(backend: str, function: str, reason: str | None = None) -> None:
         BackendUnavailable: the backend cannot run the function. A call never falls back to another backend.
     """
     if backend != "auto" and (reason := refusal(backend, function, reason)) is not None:
-        raise BackendUnavailable(f"backend: expected auto or ops, got {backend} ({reason}).")
+        *others, last = ["auto", *(name for name in BACKENDS if name != backend and refusal(name, function) is None)]
+        raise BackendUnavailable(f"backend: expected {', '.join(others)} or {last}, got {backend} ({reason}).")
 
 
 def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = None) -> str:

@@ -109,7 +109,7 @@ def read_toml(path: str | Path, base: Mapping[str, Method] | None = None) -> tup
     if len(text) > MAX_TOML_BYTES:
         raise ConfigError(f"attn-config: expected a TOML file of at most 1 MiB, got {file}.")
     try:
-        tables = tomllib.loads(text.decode("utf-8"))
+        tables = tomllib.loads(text.decode("utf-8-sig"))
         _check_integers(tables)
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, an integer too long, brackets too deep
         raise ConfigError(f"attn-config: expected valid TOML, got {file} ({error}).") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .blocks import batch_size, causal_scores, wait_for
+from .blocks import batch_size, causal_scores, wait_for, zero_sinks
 from .packed_rows import PackedRows, Rows
 from .select import take_rows, valid_keys
 
@@ -83,15 +83,15 @@ def dense_attention(
     """Compute dense causal attention with MLX's kernel. The queries are at the last L of the S positions."""
     keys, values = keys[:], values[:]
     L, S, dtype = queries.shape[2], keys.shape[2], queries.dtype
-    if left_padding is None:
-        mask = "causal" if L > 1 else None
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask).astype(dtype)
-    valid = valid_keys(S, left_padding)
-    seen = causal_mask(L, S, left_padding)[:, None]
-    # Padding may contain any number, and 0 * inf is NaN.
-    keys, values = (mx.where(valid[:, None, :, None], rows, 0) for rows in (keys, values))
-    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen)
-    return mx.where(seen.any(axis=-1, keepdims=True), out, 0).astype(dtype)
+    mask: mx.array | str | None = "causal" if L > 1 else None
+    if left_padding is not None:
+        mask = causal_mask(L, S, left_padding)[:, None]
+        # Padding may contain any number, and 0 * inf is NaN.
+        valid = valid_keys(S, left_padding)[:, None, :, None]
+        keys, values = (mx.where(valid, rows, 0) for rows in (keys, values))
+    sinks = zero_sinks(queries.shape[1], dtype)
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    return out.astype(dtype)
 
 
 def dense_lse(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:

@@ -89,6 +89,19 @@ def causal_scores(queries: mx.array, keys: mx.array) -> mx.array:
     return mx.concatenate([queries @ keys[..., : N - n, :].swapaxes(-1, -2), edge], axis=-1)
 
 
+def softmax(scores: mx.array) -> mx.array:
+    """Return the softmax over the last axis. If all scores of a query are -inf, its weights are 0."""
+    return mx.where(mx.max(scores, axis=-1, keepdims=True) == -mx.inf, 0.0, mx.softmax(scores, axis=-1))
+
+
+def zero_sinks(heads: int, dtype: mx.Dtype) -> mx.array:
+    """Return sinks for MLX's attention kernel. If all scores of a query are -inf, the sink makes its output 0.
+
+    MLX masks scores with the lowest number, so the sink is larger. In any other softmax its weight is 0.
+    """
+    return mx.full(heads, mx.finfo(dtype).min / 2, dtype)
+
+
 def _in_blocks(array: mx.array, lead: int, tail: int, block_size: int) -> mx.array:
     """Add ``lead`` zero rows before and ``tail`` after ``array (B, H, length, D)``, and split the rows into blocks."""
     B, H, _, D = array.shape
@@ -125,12 +138,13 @@ def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float, di
     """Compute attention for one batch with MLX's kernel, whose causal mask aligns the last query with the last key."""
     q, k, v = (array[:, None] for array in (queries, keys, values))
     mask = "causal" if diagonal else None
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)[:, 0]
+    sinks = zero_sinks(1, queries.dtype)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)[:, 0]
 
 
 def _plain(queries: mx.array, keys: mx.array, values: mx.array, scale: float, diagonal: bool) -> mx.array:
     """Compute attention for one batch with float32 matrix products. On a CPU, 16-bit products are slower."""
-    return mx.softmax(_scores(queries, keys, scale, diagonal), axis=-1) @ values.astype(mx.float32)
+    return softmax(_scores(queries, keys, scale, diagonal)) @ values.astype(mx.float32)
 
 
 def _lse(queries: mx.array, keys: mx.array, scale: float, diagonal: bool) -> mx.array:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..methods.lsh_spans import Span, pieces, sampled, signs
 from .block_select import block_lists
-from .blocks import batch_size, wait_for
+from .blocks import batch_size, softmax, wait_for
 
 Result = tuple[mx.array, mx.array, mx.array]
 
@@ -166,7 +166,7 @@ def _attend(
         scores = (grouped @ k[..., :stop, :].swapaxes(-1, -2)).reshape(B, Hq, stop - start, stop)
         scores = mx.where(kept, scores, -mx.inf)
         lses.append(mx.logsumexp(scores, axis=-1))
-        weights = mx.softmax(scores if weight is None else scores + weight, axis=-1)
+        weights = softmax(scores if weight is None else scores + weight)
         out = weights.reshape(B, Hkv, Hq // Hkv, stop - start, stop) @ v[..., :stop, :]
         outs.append(out.reshape(B, Hq, stop - start, D).astype(queries.dtype))
         lists.append(block_lists(kept))

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..methods.block_layout import Layout
 from . import block_select
-from .blocks import attend_blocks, batch_size, causal_scores, wait_for
+from .blocks import attend_blocks, batch_size, causal_scores, softmax, wait_for
 
 
 def sample_scores(
@@ -82,7 +82,7 @@ def _masses(queries: mx.array, keys: mx.array, layout: Layout, scale: float) -> 
     """Compute the softmax weights of ``queries (B, H, n, D)`` at the last n positions. Sum them with `masses_of`."""
     # (sample.3)
     scores = causal_scores(queries.astype(mx.float32) * scale, keys.astype(mx.float32))
-    return masses_of(mx.softmax(scores, axis=-1), layout)
+    return masses_of(softmax(scores), layout)
 
 
 def masses_of(weights: mx.array, layout: Layout) -> mx.array:

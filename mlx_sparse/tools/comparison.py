@@ -95,7 +95,8 @@ class Comparison:
         crossovers: one description for each crossover length of the layers.
         crossover: largest crossover length in keys; `NEVER` if sparse attention is not faster at any length.
         context: number of tokens in the prompt.
-        target: intended number of tokens in the prompt. If the prefill ran out of time, ``context`` is smaller.
+        limit: what limited ``context``: the "time" of the prefill, the "text", the context length of the "model", or ""
+            if the prompt has the intended length.
         forced: True if the method was sparse below its crossover length, because a longer context was impossible.
         prefill_seconds: time of the prefill in seconds.
         dense, sparse: the decoded answers.
@@ -106,7 +107,7 @@ class Comparison:
     crossovers: list[str]
     crossover: int
     context: int
-    target: int
+    limit: str
     forced: bool
     prefill_seconds: float
     dense: Decoded
@@ -185,6 +186,7 @@ def compare(
     known = config_of(model).get("max_position_embeddings")
     longest = min(prompt.length, known - max_tokens if isinstance(known, int) else NEVER)
     target = min(context or margin * crossover, longest)
+    limit = "" if target < longest else "text" if target == prompt.length else "model"
     if target <= len(prompt.end):
         fewest = len(prompt.end) + 1
         raise ConfigError(f"--context: expected at least {fewest:,} tokens for the question, got {target:,}.")
@@ -196,6 +198,7 @@ def compare(
         prefill(model, cache, prompt.end[:-1], math.inf, lambda more: update(done + more))
     took = time.perf_counter() - start
     reached = done + len(prompt.end)
+    limit = "time" if reached < target else limit
     forced = context is None and reached < crossover and config.measurable
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "prompt.safetensors")
@@ -218,7 +221,7 @@ def compare(
             for first, second in zip(answers[:2], answers[2:], strict=True)
         )
         assert report is not None
-    return Comparison(attn, crossovers, crossover, reached, target, forced, took, dense, sparse, report.as_dict())
+    return Comparison(attn, crossovers, crossover, reached, limit, forced, took, dense, sparse, report.as_dict())
 
 
 def measure_crossover(model: Any, config: Method, calibration: Calibration) -> tuple[list[str], int]:

@@ -129,12 +129,12 @@ def layer_caches(model: Any) -> tuple[LayerCache, ...]:
     """Run ``model`` on one token, and return the kind and size of each layer's cache."""
     caches = new_caches(model)
     readers = _Readers(leaves(caches))
-    names, token = seam.bind(model), seam.active.set(readers)
+    places, token = seam.bind(model), seam.active.set(readers)
     try:
         model(mx.zeros((1, 1), mx.int32), cache=caches)
     finally:
         seam.active.reset(token)
-        seam.unbind(names)
+        seam.unbind(places)
     return tuple(_layer_cache(leaf, max(1, readers.calls[index])) for index, leaf in enumerate(leaves(caches)))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__, _boot
-from ..checks import SparseAttentionError
+from ..checks import SparseAttentionError, echoed
 from ..extras import NAME, REBUILD, install_hint
 from ..methods.registry import unavailable
 from ..methods.table import BACKENDS
@@ -42,6 +42,8 @@ def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto", *
         "variable": _guarded(lambda: _variable(variable, problems), problems, _boot.VARIABLE),
         "seams": _guarded(lambda: _seams("mlx_lm"), problems, "mlx-lm"),
     }
+    if __version__ == "unknown":
+        problems.append(f"the metadata of {NAME} is missing: run {install_hint(options=REBUILD)}")
     problems += [f"{name} is not installed" for name in ("mlx", "mlx-lm") if not findings["packages"][name]]
     problems += [f"mlx-lm: {problem}" for problem in findings["seams"] or []]
     if findings["packages"].get("mlx-vlm"):
@@ -132,8 +134,8 @@ def _variable(attn: str, problems: list[str]) -> str:
         select_methods(parse(attn))
     except SparseAttentionError as error:
         problems.append(f"{_boot.VARIABLE}: {error}")
-        return f"{attn}, which is refused: models stay dense"
-    return f"{attn}, for every model that mlx-lm or mlx-vlm loads after it is imported"
+        return f"{echoed(attn)}, which is refused: models stay dense"
+    return f"{echoed(attn)}, for every model that mlx-lm or mlx-vlm loads after it is imported"
 
 
 def _hook(problems: list[str]) -> str:

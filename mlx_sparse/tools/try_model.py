@@ -35,6 +35,11 @@ MARGIN = 3  # ratio of the default context to the crossover length
 SECONDS = 90.0  # longest time of the prefill
 WIDTH = 80
 BAR = 40  # characters of the longer bar
+LIMITS = {
+    "time": f", the longest that fits into about {SECONDS:.0f} s",
+    "text": ", the whole text",
+    "model": ", the longest that the model supports",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -149,24 +154,30 @@ def show(found: Comparison, name: str, warning: str | None, console: Console) ->
 
 
 def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
-    """Return sentences about the speed-up, the agreement of the two answers, and the command to use."""
+    """Return sentences about the speed-up, the agreement of the two answers, and when to use the method."""
     same = "are identical" if found.identical else f"agree in the first {found.same_tokens} tokens"
     lines = [f"Warning: {warning}."] if warning else []
     lines.append(f"{found.attn} is {found.speedup:.2f} x as fast as dense attention here. The answers {same}.")
-    if found.forced:
-        lines.append("It was made sparse below its crossover length, because no longer prompt fits.")
-    elif not found.report["sparse_calls"]:
-        lines.append("Every step was dense, because the prompt is shorter than the crossover length.")
-    if found.crossover < NEVER:
-        lines.append(f"Use it: mlx_lm.generate --model {model} --attn {found.attn}")
+    use = f"mlx_lm.generate --model {model} --attn {found.attn}"
+    if not found.report["sparse_calls"]:
+        lines.append(f"Every step was dense ({', '.join(found.report['dense_calls'])}): the difference is noise.")
+    if found.crossover >= NEVER:
+        lines.append("No length was found at which it is faster on this machine.")
+    elif found.context < found.crossover:
+        shorter = f"this prompt has {found.context:,}{_reason(found)}"
+        lines.append(f"It pays at {found.crossover:,} tokens and longer on this machine; {shorter}.")
+        lines.append(f"For such prompts, use it: {use}")
+    elif found.report["sparse_calls"]:
+        slower = "Dense attention is faster for this prompt, so do not use it at this length."
+        lines.append(f"Use it: {use}" if found.speedup >= 1 else slower)
     return lines
 
 
 def _reason(found: Comparison) -> str:
-    """Return the reason for the prompt length if it is the time limit or the default, else ""."""
-    if found.context < found.target:
-        return f", the longest that fits into about {SECONDS:.0f} s"
-    if found.crossover < NEVER and found.target == MARGIN * found.crossover:
+    """Return the reason for the prompt length, or "" if the user gave the length."""
+    if found.limit:
+        return LIMITS[found.limit]
+    if 0 < found.crossover < NEVER and found.context == MARGIN * found.crossover:
         return f", {MARGIN} times the crossover length"
     return ""
 

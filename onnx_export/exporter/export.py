@@ -18,7 +18,7 @@ from mlx_lm import utils
 from tqdm import tqdm
 
 import mlx_sparse
-from mlx_sparse.checks import ConfigError, check_choice, check_int, did_you_mean
+from mlx_sparse.checks import ConfigError, check_choice, check_int, did_you_mean, reason_of
 from mlx_sparse.methods import Dense, Method, Sample, load_toml, parse
 
 from .. import build
@@ -211,7 +211,7 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
 
 
 def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
-    """Load a model with lazy weights. Return mlx-lm's model, its folder and its config.json.
+    """Load a model with lazy weights. Return mlx-lm's model, its folder, and its config.json with all `end_tokens`.
 
     Raises:
         ConfigError: mlx-lm cannot load the model, or its architecture cannot be exported.
@@ -222,13 +222,28 @@ def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
         family_of(settings)
         loaded, settings = utils.load_model(source, lazy=True)
         loaded(mx.array([[0, 0]]))  # lazy, so this call checks shapes without any computation
+        _check_tokens(settings)
+        ends = end_tokens(source, settings)
     except ConfigError:
         raise
     except Exception as error:  # mlx-lm, huggingface_hub and MLX raise many types
-        reason = shorten(str(error), 200) or type(error).__name__
-        raise ConfigError(f"--model: expected a model that mlx-lm can load, got {model} ({reason}).") from None
-    _check_tokens(settings)
-    return loaded, source, settings
+        raise ConfigError(
+            f"--model: expected a model that mlx-lm can load, got {model} ({reason_of(error)})."
+        ) from None
+    return loaded, source, {**settings, "eos_token_id": ends}
+
+
+def end_tokens(source: Path, settings: Mapping[str, Any]) -> list[int]:
+    """Return the token ids at which mlx-lm ends a text.
+
+    They come from ``settings``, in which mlx-lm combines config.json and generation_config.json, and from the tokenizer
+    in the folder ``source``, if there is one.
+    """
+    ends = eos_tokens(settings)
+    if any((source / name).is_file() for name in TOKENIZER if name != "generation_config.json"):
+        found = utils.load_tokenizer(source, eos_token_ids=ends or None).eos_token_ids
+        ends = [token for token in found if token is not None]  # mlx-lm 0.31 lists None for a tokenizer without one
+    return sorted(ends)
 
 
 def _check_tokens(settings: Mapping[str, Any]) -> None:

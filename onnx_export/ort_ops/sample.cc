@@ -76,7 +76,7 @@ void Sample::score(int64_t head, int64_t c) {
       if (near[at] + far[at] != 0) inverse[i] += (near[at] + far[at]) * std::exp(top[at] - most[i]);
     }
   }
-  for (int64_t i = 0; i < n; i++) inverse[i] = 1 / inverse[i];
+  for (int64_t i = 0; i < n; i++) inverse[i] = inverse[i] == 0 ? 0 : 1 / inverse[i];  // 0: all logits are -inf
   std::fill(column, column + Nk_, 0.0f);
   std::fill(slash, slash + Nk_, 0.0f);
   for (int64_t m = 0; m < blocks; m++) {

@@ -88,7 +88,7 @@ void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch&
   for (int64_t g = 0; g < G; g++) {
     const float factor = head.rows.sum[g] == 0 ? 0 : 1 / head.rows.sum[g];
     for (float* out = head.rows.output + g * D; out < head.rows.output + (g + 1) * D; out++) *out *= factor;
-    if (s.reallocate && !head.everything) mix(head, g, chosen, count);
+    if (s.reallocate && !head.everything && head.rows.sum[g] != 0) mix(head, g, chosen, count);
   }
   a.typed().narrow(static_cast<char*>(a.output) + a.group_offset(head.b, head.h), head.rows.output, G * D);
 }

@@ -24,8 +24,8 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
     Args:
         folder: the folder of model.onnx.
-        config: content of the model's config.json. Only ``eos_token_id``, ``bos_token_id``, ``pad_token_id`` and the
-            network sizes are used.
+        config: content of the model's config.json, with all end-of-sequence tokens as ``eos_token_id``. Only
+            ``eos_token_id``, ``bos_token_id``, ``pad_token_id`` and the network sizes are used.
 
     Raises:
         ArtefactError: model.onnx has no caches.
@@ -82,7 +82,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def eos_tokens(config: Mapping[str, Any]) -> list[int]:
-    """Return the end-of-sequence token ids of config.json, or an empty list if ``eos_token_id`` is missing or null."""
+    """Return the end-of-sequence token ids of ``config``, or an empty list if ``eos_token_id`` is missing or null."""
     eos = config.get("eos_token_id")
     return [int(token) for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])]
 

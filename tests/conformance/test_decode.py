@@ -25,7 +25,12 @@ STEPS = [
     if (name, method) != ("metal", "dense")  # MLX's own kernel
 ]
 # One setting of each code path of a method.
-WAYS = [("sparq", "paper"), ("sparq", "reallocate"), ("sparq", "eval"), *((m, "") for m in DECODE if "" in DECODE[m])]
+WAYS = [
+    ("sparq", "paper"),
+    ("sparq", "reallocate"),
+    ("sparq", "odd-sizes"),
+    *((m, "") for m in DECODE if "" in DECODE[m]),
+]
 EACH_WAY = [(name, *way) for way in WAYS for name in backends_with(way[0]) if (name, way[0]) != ("metal", "dense")]
 by_way = pytest.mark.parametrize(("backend", "method", "setting"), EACH_WAY, indirect=["backend"])
 

@@ -10,14 +10,24 @@ import pytest
 from adapters import backends_with
 from cases import SPARQ, Array, Case, assert_same_selection, covering, every_parameter
 from expected import Expected, expected
-from non_finite_cases import INF, NAN, NON_FINITE, SIZES, NonFinite, NonFiniteChunk, assert_same_with_nan
+from non_finite_cases import (
+    FEW_KEYS,
+    INF,
+    NAN,
+    NON_FINITE,
+    SIZES,
+    NonFinite,
+    NonFiniteChunk,
+    NoSoftmaxChunk,
+    assert_same_with_nan,
+)
 from saap_cases import SaapCase, assert_attends, visited
 from sample_cases import selection
 
 from mlx_sparse import oracle
 
 # Sizes and settings by method.
-ARMS = {"sparq": (("G1", "reallocate"), ("G4", "paper"), ("G4", "eval"))}
+ARMS = {"sparq": (("G1", "reallocate"), ("G4", "paper"), ("G4", "odd-sizes"))}
 STEPS = [(method, edit, *arm) for method, arms in ARMS.items() for edit, arm in covering(list(NON_FINITE), arms)]
 STEPS += [("sparq", edit, "tiles", "paper") for edit in ("nan", "more-than-are-attended")]
 # Skip runtimes that evaluate the same function bodies as another backend.
@@ -44,6 +54,22 @@ def test_non_finite_numbers_are_ranked_and_shown_as_in_the_oracle(
     wanted = expected(case, setting, method)
     assert_same_keys(found.choice, wanted)
     assert_same_with_nan(found.out, wanted.out, atol=4e-3 if case.dtype == "f16" else 2e-5)
+
+
+@pytest.mark.parametrize("method", ["sparq", "dense"])
+@pytest.mark.parametrize("sizes", [FEW_KEYS, SIZES["G4"], SIZES["tiles"]])
+@by_backend
+def test_a_head_whose_logits_are_all_minus_inf_attends_to_nothing(backend: Any, sizes: Any, method: str) -> None:
+    case = NonFinite(*sizes, edit="every-logit-minus-inf")
+    setting = "reallocate" if method == "sparq" else ""
+    found, wanted = (
+        getattr(backend, method)(case, every_parameter(case, setting, method)),
+        expected(case, setting, method),
+    )
+    assert (wanted.out[0, 0] == 0).all()
+    assert wanted.lse[0, 0] == -INF
+    assert_same_with_nan(found.out, wanted.out, atol=4e-3 if case.dtype == "f16" else 2e-5)
+    assert found.lse is None or found.lse[0, 0] == -INF
 
 
 @pytest.mark.parametrize("setting", [setting for setting in SPARQ if setting != "k1"])  # k1 reads only one component
@@ -80,6 +106,29 @@ def test_a_prompt_with_a_nan_key_has_the_nans_of_dense_attention() -> None:
     case = NonFiniteChunk(1, 4, 2, 250, 400, 64, "f32", 32, 1, 0.3, 0.3, NAN)
     sparse = oracle.sample_attention(*case.inputs(), **case.parameters)
     np.testing.assert_array_equal(np.isnan(sparse), np.isnan(oracle.dense_attention(*case.inputs())))
+
+
+NO_SOFTMAX = NoSoftmaxChunk(1, 4, 2, 250, 400, 64, "f32", 32, 1, 0.3, 0.3)
+
+
+@by_backend
+def test_queries_of_a_prompt_whose_logits_are_all_minus_inf_attend_to_nothing(backend: Any) -> None:
+    wanted = oracle.dense_attention(*NO_SOFTMAX.inputs())
+    assert (wanted[0, :2, ::2] == 0).all()
+    _, out, lse = backend.dense(NO_SOFTMAX, {"scale": NO_SOFTMAX.scale})
+    assert_same_with_nan(out, wanted)
+    assert lse is None or np.isneginf(lse[0, :2, ::2]).all()
+
+
+@by_backend
+def test_sampled_queries_whose_logits_are_all_minus_inf_select_nothing(backend: Any) -> None:
+    layout = NO_SOFTMAX.layout
+    choice, out, lse = backend.sample(NO_SOFTMAX)
+    listed, wanted = (oracle.block_mask(lists, layout.key_blocks) for lists in (choice, selection(NO_SOFTMAX).blocks))
+    np.testing.assert_array_equal(listed, wanted)
+    assert (wanted[0].sum(axis=(1, 2)) < layout.causal_pairs).all()
+    assert_same_with_nan(out, oracle.sample_attention(*NO_SOFTMAX.inputs(), **NO_SOFTMAX.parameters))
+    assert lse is None or np.isneginf(lse[0, :2, ::2]).all()
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,12 @@ from cases import (
 )
 from expected import METHODS, assert_coded_step, assert_conforms, attended, coded_parameters, expected
 from quantized_cases import PackedCase, adapter, packed_cases
+from sample_cases import SampleCase
 
-from mlx_sparse import ShapeError, oracle
+from mlx_sparse import PackedRows, ShapeError, oracle
+from mlx_sparse.methods import METHODS as CLASSES
+
+PREFILL = [name for name, method in CLASSES.items() if method.stage == "prefill"]
 
 HERE = [("ops", case) for case in packed_cases()]
 by_backend = pytest.mark.parametrize("backend", ["ops"], indirect=True)
@@ -28,7 +32,7 @@ ON_METAL = [
     PackedCase(1, 4, 1, 8300, 64, "f16", bits=4),
 ]
 # A case takes seconds in the harness, so only some cases run there. The kernels require all components.
-SETTINGS = ["rank-D", "paper", "robust", "reallocate", "eval"]
+SETTINGS = ["rank-D", "paper", "robust", "reallocate", "odd-sizes"]
 PAIRS = [*HERE, *(("metal", case) for case in (*packed_cases()[1::6], *ON_METAL))]
 ARMS = [(*pair, setting) for pair, setting in covering(HERE, SETTINGS)]
 ARMS += [(*pair, SETTINGS[0]) for pair in PAIRS if pair[0] == "metal"] + [("metal", ON_METAL[0], "reallocate")]
@@ -96,3 +100,39 @@ def test_public_functions_accept_quantized_rows(backend: Any) -> None:
     with pytest.raises(ShapeError, match="values: expected the shape of keys"):
         q, k, v = packed.arrays(case)
         packed.functions.sparq_attention(q, k, v.first(100))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        SampleCase(1, 4, 2, 200, 200, 64, "f16", 32, 1, 0.4, 0.4),
+        SampleCase(1, 4, 2, 256, 256, 64, "f16", 32, 1, 0.4, 0.4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("method", PREFILL)
+@by_backend
+def test_prefill_functions_dequantize_the_rows(backend: Any, method: str, case: SampleCase) -> None:
+    q, *rows = backend.arrays(case)
+    packed = [PackedRows.of(array, bits=4) for array in rows]
+    attention = getattr(backend.functions, f"{method}_attention")
+    settings = case.parameters if method == "sample" else {}
+    found, wanted = (
+        attention(q, *given, backend=backend.name, return_stats="recall", **settings)
+        for given in (packed, [array[:] for array in packed])
+    )
+    np.testing.assert_array_equal(backend.numpy(found[0]), backend.numpy(wanted[0]))
+    np.testing.assert_array_equal(backend.numpy(found[1].recall), backend.numpy(wanted[1].recall))
+
+
+@by_backend
+def test_selected_blocks_of_quantized_rows_equal_those_of_dequantized_rows(backend: Any) -> None:
+    case = SampleCase(1, 4, 2, 200, 260, 64, "f16", 32, 1, 0.4, 0.4)
+    q, *rows = backend.arrays(case)
+    keys, values = (PackedRows.of(array, bits=4) for array in rows)
+    blocks = backend.functions.sample_select(q, keys, **case.parameters)
+    np.testing.assert_array_equal(blocks, backend.functions.sample_select(q, keys[:], **case.parameters))
+    found = backend.functions.attend_blocks(q, keys, values, blocks, block_size=32)
+    wanted = backend.functions.attend_blocks(q, keys[:], values[:], blocks, block_size=32)
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(backend.numpy(ours), backend.numpy(theirs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tiny_models import build, greedy, prompt_of, write
 import mlx_sparse
 from mlx_sparse import cli
 from mlx_sparse.calibrate import Calibration
-from mlx_sparse.methods import parse
+from mlx_sparse.methods import NEVER, parse
 from mlx_sparse.tools import comparison
 from mlx_sparse.tools.comparison import CHUNK, Comparison, compare, encode_prompt, prefill
 from mlx_sparse.tools.try_model import AFTER_KEY, KEY, MARGIN, QUESTION, advice, show, split_text
@@ -32,15 +33,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, attn: str = SPARSE, **options: Any) -> Comparison:
     model, tokenizer = load(str(folder))  # type: ignore[misc]
-    prompt = encode_prompt(tokenizer, TEXT, " w1 w2")
     given: dict[str, Any] = {
+        "prompt": encode_prompt(tokenizer, TEXT, " w1 w2"),
+        "config": parse(attn)[0],
         "context": 300,
         "margin": MARGIN,
         "seconds": 90.0,
         "max_tokens": 6,
         "calibration": Calibration(),
     }
-    return compare(model, tokenizer, prompt, parse(attn)[0], console=Console(quiet=True), **given | options)
+    return compare(model, tokenizer, console=Console(quiet=True), **given | options)
 
 
 def test_prompt_has_the_chat_template_around_document_and_question(folder: Path) -> None:
@@ -76,7 +78,7 @@ def test_both_answers_continue_the_same_prompt(folder: Path) -> None:
     model, tokenizer = load(str(folder))  # type: ignore[misc]
     prompt = encode_prompt(tokenizer, TEXT, " w1 w2")
     tokens = [*prompt.document[: 300 - len(prompt.end)], *prompt.end]
-    assert (found.context, found.target, found.forced) == (300, 300, False)
+    assert (found.context, found.limit, found.forced) == (300, "", False)
     assert found.dense.tokens[1:] == greedy(model, tokens, 5)[0]
     with mlx_sparse.sparse(model, SPARSE):
         cache = make_prompt_cache(model)
@@ -94,7 +96,7 @@ def test_method_is_forced_below_its_crossover_only_if_the_time_allows_no_more(
     monkeypatch.setattr(comparison, "measure_crossover", lambda *_: (["sparse at 600 keys and longer"], 600))
     assert not run(folder, attn, context=None).forced  # the whole text is longer than the crossover length
     found = run(folder, attn, context=None, seconds=0.0)
-    assert found.forced and found.report["sparse_calls"] > 0 and found.context < 600 < found.target
+    assert found.forced and found.report["sparse_calls"] > 0 and found.context < 600 and found.limit == "time"
     given = run(folder, attn, context=400, seconds=0.0)
     assert not given.forced and given.report["sparse_calls"] == 0
 
@@ -126,21 +128,54 @@ def test_output_fits_a_terminal_and_ends_with_the_command(
     assert max(map(len, out.splitlines())) <= 80
     assert "Question: w3 [red]w4" in out
     assert " x as fast as dense attention here" in out
-    assert out.replace("\n", "").endswith(f"--attn {SPARSE}")
     assert cli.main(["try", *options, "--context", "300", "--max-tokens", "4", "--json"]) == 0
     result = json.loads(capfd.readouterr().out)
     assert (result["context"], result["attn"], result["family"]) == (300, SPARSE, "llama")
     assert len(result["tokens_per_second"]) == 2
 
 
-def test_advice_names_forced_and_dense_runs(folder: Path) -> None:
+def faster(found: Comparison, speedup: float, **changes: Any) -> Comparison:
+    """Return ``found`` with steps whose times have the ratio ``speedup``."""
+    dense, sparse = (
+        dataclasses.replace(answer, steps=[1.0, seconds])
+        for answer, seconds in ((found.dense, speedup), (found.sparse, 1.0))
+    )
+    return dataclasses.replace(found, dense=dense, sparse=sparse, **changes)
+
+
+def test_advice_recommends_only_what_was_faster(folder: Path) -> None:
     found = run(folder)
-    lines = advice(found, "m", "the family is unusual")
+    lines = advice(faster(found, 1.25), "m", "the family is unusual")
     assert lines[0] == "Warning: the family is unusual."
+    assert lines[1].startswith(f"{SPARSE} is 1.25 x as fast as dense attention here.")
     assert lines[-1] == f"Use it: mlx_lm.generate --model m --attn {SPARSE}"
+    lines = advice(faster(found, 0.87), "m", None)
+    assert lines[-1] == "Dense attention is faster for this prompt, so do not use it at this length."
+    lines = advice(faster(found, 0.87, crossover=NEVER), "m", None)
+    assert lines[-1] == "No length was found at which it is faster on this machine."
     console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     show(found, "m", None, console)
     assert "dense   █" in console.export_text()
+
+
+def test_advice_for_a_prompt_below_the_crossover_says_where_the_method_pays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attn, use = "sparq:rank=4", "For such prompts, use it: mlx_lm.generate --model m --attn sparq:rank=4"
+    monkeypatch.setattr(comparison, "measure_crossover", lambda *_: (["sparse at 900 keys and longer"], 900))
+    found = run(folder, attn, context=None)
+    assert (found.limit, found.forced) == ("text", True) and found.report["sparse_calls"] > 0
+    _, reason, last = advice(found, "m", None)
+    assert (
+        reason == f"It pays at 900 tokens and longer on this machine; this prompt has {found.context}, the whole text."
+    )
+    assert last == use
+    _, dense, reason, last = advice(run(folder, attn, context=400), "m", None)
+    assert dense == "Every step was dense (over fewer than 2,048 keys): the difference is noise."
+    assert (reason, last) == ("It pays at 900 tokens and longer on this machine; this prompt has 400.", use)
+    monkeypatch.setattr(comparison, "measure_crossover", lambda *_: (["sparse at 9000 keys and longer"], 9000))
+    long = encode_prompt(load(str(folder))[1], 5 * TEXT, " w1 w2")  # longer than the model supports
+    assert run(folder, attn, prompt=long, context=None).limit == "model"
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import onnx
 import pytest
@@ -27,6 +28,7 @@ from mlx_sparse.onnx_export.exporter import command, decoder, export, weights
 from mlx_sparse.onnx_export.exporter.folder import atomic_folder
 from mlx_sparse.onnx_export.exporter.methods.sparq import SparQDecoding
 from mlx_sparse.onnx_export.exporter.verify import compare
+from mlx_sparse.onnx_export.runtime.runner import Runner
 
 from mlx_sparse import cli
 from mlx_sparse.checks import ArtefactError
@@ -84,11 +86,18 @@ def test_export_prints_the_method_and_the_verification(run: Callable[..., str], 
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
-def test_metadata_contains_every_end_token(run: Callable[..., str], tmp_path: Path) -> None:
-    run(changed(tmp_path / "model", eos_token_id=[0, 5]), "--method", SPARQ, "--max-length", "64")
-    proto = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
-    said = {entry.key: entry.value for entry in proto.metadata_props}
-    assert json.loads(said["mlx_sparse.eos_token_ids"]) == [0, 5]
+@pytest.mark.parametrize("in_config", [None, 5, [0, 5]], ids=str)
+@pytest.mark.parametrize("generation", [{}, {"eos_token_id": [7, 3]}], ids=str)
+def test_an_exported_model_ends_at_the_tokens_of_mlx_lm(
+    run: Callable[..., str], tmp_path: Path, in_config: Any, generation: dict[str, Any]
+) -> None:
+    folder = changed(tmp_path / "model", eos_token_id=in_config)  # the tokenizer ends at token 0
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    run(folder, "--method", SPARQ, "--max-length", "64")
+    _, tokenizer = mlx_lm.load(str(folder))
+    assert Runner(tmp_path / "out").eos == tokenizer.eos_token_ids
+    genai = json.loads((tmp_path / "out" / "genai_config.json").read_text())["model"]
+    assert set(genai["eos_token_id"]) == tokenizer.eos_token_ids
 
 
 def test_attn_config_sets_parameters(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def bucketed(case: SaapCase) -> File:
 
 
 FILES = {
-    "sparq": sparq_step(Case(2, 6, 2, 300, 64, "f32", padding=(0, 290)), "eval"),
+    "sparq": sparq_step(Case(2, 6, 2, 300, 64, "f32", padding=(0, 290)), "odd-sizes"),
     "sparq-f16": sparq_step(Case(2, 4, 4, 300, 64, "f16", padding=(0, 40)), "reallocate"),
     "cached-sparq": cached(Case(2, 6, 2, 300, 64, "f32", padding=(5, 250)), "robust"),
     "cached-sparq-f16": cached(Case(1, 8, 2, 300, 80, "f16"), "paper"),

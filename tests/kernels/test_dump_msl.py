@@ -35,7 +35,9 @@ def test_the_calls_reach_every_kernel(calls: list[Call]) -> None:
         if "H1x1" not in call.name:
             kinds.setdefault(call.name.partition(" B")[0].partition(" of ")[0], call)
     found = dump_msl.texts(kinds.values(), "")
-    assert {text.kernel for text in found} == {path.stem for path in (ROOT / "metal").glob("*.metal")}
+    bodies = {path.stem: path.read_text() for path in (ROOT / "metal").glob("*.metal")}
+    packed = {f"{name}_packed" for name, body in bodies.items() if "ROWS(" in body}
+    assert {text.kernel for text in found} == bodies.keys() | packed
 
 
 def texts_of(*calls: Call, header: str = "") -> list[dump_msl.Text]:

@@ -64,7 +64,7 @@ def lists() -> Any:
 
 
 # One run of each kernel with barriers, long enough for a second iteration of each loop. The kernels named _packed have
-# the same barriers as the kernels without this suffix.
+# the bodies of the kernels without this suffix.
 RUNS: dict[str, Callable[[], Any]] = {
     "sparq_scores": decode,
     "sparq_candidates": decode,

@@ -166,8 +166,10 @@ def test_auto_is_metal_if_it_runs_and_supports_the_shape(metal: Metal) -> None:
         assert registry.resolve("auto", "sparq", D=D, G=4) == "ops"
     with pytest.raises(mlx_sparse.BackendUnavailable, match="up to 16 query heads per KV head, not 17"):
         registry.resolve("metal", "sparq", D=64, G=17)
-    with pytest.raises(mlx_sparse.BackendUnavailable, match="it does not support streaming"):
+    with pytest.raises(mlx_sparse.BackendUnavailable, match=r"expected auto or ops, .*it does not support streaming"):
         registry.resolve("metal", "streaming", D=64, G=2)
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="expected auto, ops or metal, got oracle"):
+        registry.resolve("oracle", "sparq", D=64, G=2)
 
 
 @pytest.mark.parametrize("score", ["query", "query_key"])
@@ -209,7 +211,7 @@ KERNELS = [value for module in MODULES for value in vars(module).values() if isi
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_the_comment_of_a_kernel_lists_its_inputs_and_outputs(kernel: launch.Kernel) -> None:
-    comment = re.sub(r"\n// {10,}", " ", launch.text(f"{kernel.name}.metal"))
+    comment = re.sub(r"\n// {10,}", " ", launch.text(f"{kernel.body}.metal"))
     fields = dict(re.findall(r"^// (\w+) {2,}(.+)$", comment, re.M))
     assert {"grid", "threadgroup", "reads", "writes"} <= fields.keys()
     for field, expected in (("inputs", kernel.inputs), ("outputs", kernel.outputs)):

@@ -55,10 +55,10 @@ def test_a_quantized_cache_decodes_on_metal_as_on_ops(metal: Metal, spec: str, l
         np.testing.assert_allclose(to_numpy(out), to_numpy(ops_out), rtol=0, atol=2e-3)
         np.testing.assert_allclose(np.array(lse), np.array(ops_lse), rtol=0, atol=1e-4)
         # MLX copies a slice on every call.
-        packed = [given.inputs for given in launched if "key_codes" in given.inputs]
+        packed = [given.inputs for given in launched if "keys_scales" in given.inputs]
         assert len(packed) == (1 if spec == "quest" else 2)
-        assert all(inputs["key_codes"] is cache.keys[0] for inputs in packed)
-        assert packed[-1]["value_scales"] is cache.values[1]
+        assert all(inputs["keys"] is cache.keys[0] for inputs in packed)
+        assert packed[-1]["values_scales"] is cache.values[1]
         launched.clear()
 
 

@@ -24,6 +24,8 @@ from mlx_sparse.model_info import leaves
 KEEPS_A_STATE = "with a state of fixed size instead of keys"
 NO_ATTENTION = "without attention"
 PROMPT, STEPS = 96, 4
+# Reasons that only the table of models has.
+KEEPS_A_STATE, NO_ATTENTION = "with a state of fixed size instead of keys", "without attention"
 FEW = "sparq:rank=4,top_k=4,dense_below=0"  # selecting few keys changes the logits
 SAMPLE = "sample:block_size=32,dense_below=0"
 SAAP = "saap:mode=online,buckets=4,probes=2,sink_tokens=1,recent_tokens=4,dense_layers=0,dense_below=0"

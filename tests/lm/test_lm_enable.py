@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import inspect
 import sys
 import threading
 from importlib import metadata
@@ -22,7 +23,8 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tiny_models import FAMILIES, EveryStepSparQ, build, greedy, prompt_of
+from mlx_lm.utils import load_model
+from tiny_models import FAMILIES, EveryStepSparQ, build, greedy, prompt_of, write
 
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseKVCache
@@ -59,6 +61,25 @@ def test_mlx_lm_functions_are_restored_after_the_last_lossless_model(leave: Any)
         gc.collect()
         assert (generate.generate_step is generate_step) == (left == 0)
         assert (llama.scaled_dot_product_attention is seam.original) == (left == 0)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"scaled_dot_product_attention": "attend"}], ids=["by name", "by another name"]
+)
+def test_a_model_with_an_architecture_file_of_its_own_is_sparse(changes: dict[str, str], tmp_path: Path):
+    source = Path(llama.__file__).read_text(encoding="utf-8").replace("from .", "from mlx_lm.models.")
+    for name, other in changes.items():
+        source = source.replace(name, other).replace(f", {other}", f", {name} as {other}")
+    folder = write(tmp_path / "model", model_file="architecture.py")
+    (folder / "architecture.py").write_text(source, encoding="utf-8")
+    trusted = {name: True for name in inspect.signature(load_model).parameters if name == "trust_remote_code"}
+    own, other = (load_model(folder, **trusted)[0] for _ in range(2))
+    attention = type(own.layers[0].self_attn).__call__.__globals__
+    untouched, dense = dict(attention), tokens_of(own)
+    with mlx_sparse.sparse(own, EVERY_KEY) as report:
+        assert tokens_of(own) == dense == tokens_of(other)
+    assert report.sparse_calls == LAYERS * STEPS
+    assert attention == untouched
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,7 @@ def test_only_long_sequences_of_a_batch_are_sparse(sinks: mx.array | None, model
 
 def test_prepare_of_batch_caches_is_restored(model: Any, monkeypatch: pytest.MonkeyPatch):
     own = seam.LIBRARIES["mlx_lm"].prepare
-    monkeypatch.setattr(seam.LIBRARIES["mlx_lm"], "bound", Counter())  # models of other tests may still be enabled
+    monkeypatch.setattr(seam.LIBRARIES["mlx_lm"], "bound", {})  # models of other tests may still be enabled
     monkeypatch.setattr(seam.LIBRARIES["mlx_lm"].caches.BatchKVCache, "prepare", own)
     with mlx_sparse.sparse(model, SAMPLE):
         assert seam.LIBRARIES["mlx_lm"].caches.BatchKVCache.prepare is not own

@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import family_models
+import mlx.core as mx
 import mlx_lm.models
 import models_survey as survey
 import models_table
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from models_table import NOTES
 
+from mlx_sparse.lm import seam
 from mlx_sparse.lm.loading import UNFIT
+from mlx_sparse.lm.model import sparse
+from mlx_sparse.methods import SparQ
 
 pytestmark = pytest.mark.slow  # tiny models of all families
 
@@ -43,6 +49,32 @@ def test_table_has_every_module_with_a_model() -> None:
 def test_survey_of_a_family_equals_the_table(family: str) -> None:
     found = survey.facts(family)
     assert found == KNOWN[family], AGAIN
+
+
+class Groups:
+    """Listener that records whether several query heads share a KV head."""
+
+    grouped = False
+
+    def attend(self, queries: mx.array, keys: mx.array, *_: object) -> None:
+        self.grouped |= queries.shape[1] > keys.shape[1]
+
+
+def test_int4_scores_of_all_families_follow_the_shapes_of_queries_and_keys() -> None:
+    found, expected = {}, {}
+    for family in [known.family for known in FACTS if known.served.get("sparq")]:
+        model, groups = family_models.build(family), Groups()
+        with sparse(model, "sparq:dense_below=0,rank=4") as report:
+            found[family] = report.attn
+        places, token = seam.bind(model), seam.active.set(groups)
+        model(mx.array([[1]]), cache=make_prompt_cache(model))
+        seam.active.reset(token)
+        seam.unbind(places)
+        score = "query_key" if groups.grouped or KNOWN[family].qk_norm else "query"
+        expected[family] = str(SparQ(rank=4, dense_below=0).for_model(qk_norm=False, grouped=score == "query_key"))
+    assert found == expected
+    assert {"gpt_bigcode", "nemotron-nas", "dbrx", "lille-130m"} <= set(found)
+    assert all("query_key" in found[family] for family in ("gpt_bigcode", "nemotron-nas", "dbrx", "lille-130m"))
 
 
 def test_all_runs_are_correct() -> None:

@@ -341,6 +341,14 @@ def test_threshold_comes_from_the_user_or_the_model(monkeypatch: pytest.MonkeyPa
     assert crossovers("sparq:rank=16,key_bits=16", G=16, D=16) == ["never sparse (modeled)"]
 
 
+@pytest.mark.parametrize(("G", "score"), [(1, "query"), (2, "query_key")])
+def test_component_score_depends_on_the_shapes_of_queries_and_keys(G: int, score: str) -> None:
+    cache = sparq_cache("llama", "sparq:rank=16")
+    query, key = torch.ones(1, 2 * G, 1, 64), torch.ones(1, 2, 9, 64)
+    attention._shortest_context(cache, torch.nn.Module(), query, key)  # gpt_bigcode has no num_key_value_groups
+    assert cache.attn.component_score == score
+
+
 def _config(name: str = "llama", **changes: Any) -> Any:
     config = AutoConfig.for_model(name, **{**SIZES, **HEADS, **changes})
     config._attn_implementation = changes.get("attn_implementation", "sparq")
