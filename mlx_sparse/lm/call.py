@@ -16,6 +16,7 @@ from ..api.call_report import Counts
 from ..cache.kv_cache import SparseBatch, SparseQuantized, adopt, is_padding_mask
 from ..cache.sparse_cache import SparseCache
 from ..methods import reasons
+from ..methods.decide import Facts, refusal
 from ..model_info import leaves
 from ..ops.packed_rows import PackedRows, Rows
 from . import chunks, seam
@@ -238,9 +239,10 @@ class Call:
                     return out if sinks is None else chunks.with_sinks(out, lse, sinks)
                 reason = reasons.TOO_FULL
         else:
-            reason = self.step_reason(queries, keys, cache, mask, sinks)
+            facts = self.plan.facts(queries, keys, self.caches, mask, sinks)
+            reason = self.step_reason(cache, facts)
             if reason is None:
-                layer = self.plan.plan_layer(queries, keys, cache, self.caches, self.hooks, layer_index)
+                layer = self.plan.plan_layer(queries, keys, cache, self.caches, self.hooks, facts, layer_index)
                 cache.layer_plan = layer
                 return self._step(layer, queries, cache, scale, sinks)
         self.counts.dense_calls[reason] += 1
@@ -249,13 +251,11 @@ class Call:
             self.counts.checked_bytes += 2 * B * Hkv * cache.row_bytes * (S + 1)
         return None
 
-    def step_reason(
-        self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None
-    ) -> str | None:
+    def step_reason(self, cache: SparseCache, facts: Facts) -> str | None:
         """Return the reason why a decode step is dense at every context length, or None if the step can be sparse."""
         if not self._drafts:
             return reasons.CHECKED
-        reason = self.plan.step_reason(queries, keys, self.caches, mask, sinks)
+        reason = refusal(self.plan.decode, facts)
         return reason if reason is not None or self.hooks is None else self.hooks.step_reason(cache)
 
     def chunk_reason(self, L: int, S: int, mask: Any) -> str | None:
