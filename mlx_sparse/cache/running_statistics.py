@@ -7,8 +7,8 @@ from functools import partial
 
 import mlx.core as mx
 
+from ..ops.attend import valid_keys
 from ..ops.packed_rows import Rows
-from ..ops.select import valid_keys
 
 # Number of rows that are summed together, to limit rounding errors. Longer trims restore the state after a block.
 BLOCK = 128

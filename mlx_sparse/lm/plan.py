@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from ..api.call_report import Counts, Report
 from ..cache.kv_cache import is_padding_mask
-from ..cache.sparse_cache import DecodeStep, SparseCache
+from ..cache.sparse_cache import SparseCache
+from ..cache.sparse_cache import Step as BoundStep
 from ..calibrate import Calibration, Layer, describe
 from ..methods import NEVER, Dense, Method, Prefill, Step, reasons, registry
 from ..methods.decide import Facts, chunk_refusal, decide
@@ -61,7 +62,7 @@ class Plan:
         self.hooked = type(hooks) is not ModelHooks
         self.decodes = True
         self.report = Report(attn=self.attn, backend=backend, model_type=family, decodes=decode is not None)
-        self.report.add(Counts(prefill=prefill and PrefillStatistics(), decode=hooks.statistics))
+        self.report.add(Counts(prefill=prefill and PrefillStatistics(), counted=hooks.statistics))
         self.report.crossovers = self.crossovers
         self.watch: Callable[[int, Counts], object] | None = None
         self.layers: Counter[tuple[Method, Layer]] = Counter()
@@ -181,7 +182,8 @@ class Plan:
             (cache.step_bytes(config, position) if hooks is None else hooks.formula_bytes(cache, position)) // heads
             for position in (S, S + SPAN)
         )
-        per_key = (later - moved) / SPAN
+        per_key, G = (later - moved) / SPAN, facts.G
+        step = cache.bind(config, G, backend) if hooks is None else hooks.bind(cache, G, backend, decision.served)
         return LayerPlan(
             self,
             index,
@@ -189,7 +191,7 @@ class Plan:
             start=padding + decision.start,
             stop=padding + decision.stop,
             reason=decision.reason,
-            step=DecodeStep.bind(config, _group(queries, keys), backend),
+            step=step,
             served=decision.served,
             short=decision.short,
             heads=heads,
@@ -208,7 +210,7 @@ class LayerPlan:
         queries: shape of the queries, ``(B, Hq, 1, D)``.
         start, stop: the plan is valid for ``start <= cache.length < stop``.
         reason: the reason why decode steps are dense; None if decode steps are sparse.
-        step: decode method, bound to the function of its backend.
+        step: function that runs the decode method over the cache.
         served: indices of the sequences that are long enough for sparse attention.
         short: indices of the sequences that are too short for sparse attention and get dense attention. Sequences with
             at most ``config.attended`` keys are not listed, because the sparse method attends to all their keys.
@@ -224,7 +226,7 @@ class LayerPlan:
     start: int
     stop: int
     reason: str | None
-    step: DecodeStep
+    step: BoundStep
     served: list[int]
     short: list[int]
     heads: int

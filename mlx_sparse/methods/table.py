@@ -69,10 +69,10 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "saap_indices": _row("saap_indices", "ops.saap", "kernels.saap", "cuda_ref.api.parts"),
     "attend_blocks": _row("attend_blocks", "ops.blocks", "kernels.blocks", "cuda_ref.launchers.blocks"),
     "attend_indices": _row("attend_indices", "ops.attend", "kernels.attend", "cuda_ref.launchers.attend"),
-    "top_k_select": _row("top_k_select", "ops.select", "kernels.select", "cuda_ref.api.parts"),
+    "top_k_select": _row("top_k_select", "ops.attend", "kernels.select", "cuda_ref.api.parts"),
     # metal: once every 64 tokens
-    "code_keys": _row("code_keys", "ops.key_codes", "ops.key_codes", "cuda_ref.torch_functions"),
-    "key_spread": _row("key_spread", "ops.key_codes", "ops.key_codes", "cuda_ref.torch_functions"),
+    "code_keys": _row("code_keys", "ops.sparq", "ops.sparq", "cuda_ref.torch_functions"),
+    "key_spread": _row("key_spread", "ops.sparq", "ops.sparq", "cuda_ref.torch_functions"),
     # metal: once every `page_size` tokens
     "page_bounds": _row("page_bounds", "ops.quest", "ops.quest"),
     # metal: only a few numbers per page

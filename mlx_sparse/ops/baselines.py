@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .attend import attend_indices, exact_logits, group_queries, softmax_lse
+from .attend import attend_indices, exact_logits, group_queries, softmax_lse, take_rows, top_k_select, valid_keys
 from .blocks import batch_size, causal_scores, wait_for
 from .packed_rows import Rows
-from .select import take_rows, top_k_select, valid_keys
 
 
 def streaming_attention(

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 
 from ..calibrate import Layer
 from ..lm import seam
+from ..lm.call import active
 from ..methods import Method
 from ..methods.stats import dense_elements
 from ..model_info import leaves, new_caches, weights_read
@@ -129,11 +130,11 @@ def layer_caches(model: Any) -> tuple[LayerCache, ...]:
     """Run ``model`` on one token, and return the kind and size of each layer's cache."""
     caches = new_caches(model)
     readers = _Readers(leaves(caches))
-    places, token = seam.bind(model), seam.active.set(readers)
+    places, token = seam.bind(model), active.set(readers)
     try:
         model(mx.zeros((1, 1), mx.int32), cache=caches)
     finally:
-        seam.active.reset(token)
+        active.reset(token)
         seam.unbind(places)
     return tuple(_layer_cache(leaf, max(1, readers.calls[index])) for index, leaf in enumerate(leaves(caches)))
 

@@ -26,7 +26,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import build, prompt_of
 
 import mlx_sparse
-from mlx_sparse.lm.statistics import PrefillCounts, PrefillStatistics
+from mlx_sparse.lm.statistics import PrefillStatistics, recall_arrays
 from mlx_sparse.methods.block_layout import Layout
 from mlx_sparse.ops import attend, blocks
 
@@ -127,10 +127,8 @@ def test_statistics_keep_no_arrays_alive():
         big = mx.random.normal((1 << 20,), key=mx.random.key(step))
         mx.eval(big)
         blocks = mx.where(big.max() > 0, mx.array([[[[0, -1], [0, 1]]]]), -1)
-        counts = PrefillCounts()
-        counts.add(0, blocks, layout)
-        counts.add_recall(0, mx.full((1, 1, 64), 0.5) + 0 * big[:64])
-        statistics += counts.read() or PrefillStatistics()
+        arrays = [(blocks >= 0).sum(axis=(2, 3)), *recall_arrays(mx.full((1, 1, 64), 0.5) + 0 * big[:64])]
+        statistics += PrefillStatistics.read([((0, layout), arrays)])
     assert mx.get_active_memory() - before < 3 * big.nbytes
     assert statistics.density == {0: [1.0]}
     assert statistics.recall == {"mean": 0.5, "low": 0.5, "min": 0.5}

@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
-from mlx_sparse.lm.recall import RECALL_STEPS, RecallStatistics
-from mlx_sparse.lm.statistics import DraftStatistics, LayerStatistics, PrefillStatistics
+from mlx_sparse.lm.statistics import (
+    RECALL_STEPS,
+    DraftStatistics,
+    LayerStatistics,
+    PrefillStatistics,
+    RecallStatistics,
+)
 from mlx_sparse.methods.reasons import shorter_than
 
 SHORT = shorter_than(4096)
