@@ -190,7 +190,8 @@ class SparseCache:
     def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
         """Run one decode step with the method ``config``. See `Step` for the arguments and results."""
         step = self.bind(config, queries.shape[1] // self.key_rows.shape[1], backend)
-        return step(queries, self, self.length, scale)[:2]
+        out, lse, *_ = step(queries, self, self.length, scale)
+        return out, lse
 
     def bind(self, config: Method, G: int, backend: str) -> Step:
         """Return a function that runs decode steps over this cache with ``G`` query heads per KV head.
