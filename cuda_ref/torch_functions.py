@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from mlx_sparse.methods.scoring_keys import GROUP, LARGEST, LARGEST_CODE, KeyCodes
+from mlx_sparse.methods.sparq.scoring_keys import GROUP, LARGEST, LARGEST_CODE, KeyCodes
 
 from .launchers.attend import dense_decode
 from .launchers.blocks import attend_blocks

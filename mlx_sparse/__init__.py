@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     from .checks import ConfigError as ConfigError
     from .checks import ShapeError as ShapeError
     from .checks import SparseAttentionError as SparseAttentionError
+    from .core.packed_rows import PackedRows as PackedRows
+    from .core.stats import Stats as Stats
     from .lm import disable as disable
     from .lm import enable as enable
     from .lm import lossless as lossless
     from .lm import report as report
     from .lm import sparse as sparse
-    from .methods.scoring_keys import KeyCodes as KeyCodes
-    from .methods.stats import Stats as Stats
-    from .ops.packed_rows import PackedRows as PackedRows
+    from .methods.sparq.scoring_keys import KeyCodes as KeyCodes
 
     __version__: str
 
 _HOMES = {
     "checks": "ArtefactError BackendUnavailable ConfigError ShapeError SparseAttentionError",
-    "methods.scoring_keys": "KeyCodes",
-    "ops.packed_rows": "PackedRows",
-    "methods.stats": "Stats",
+    "methods.sparq.scoring_keys": "KeyCodes",
+    "core.packed_rows": "PackedRows",
+    "core.stats": "Stats",
     "api.mlx_functions": "attend_blocks attend_indices code_keys h2o_scores saap_assign saap_route sample_select",
     "lm": "disable enable lossless report sparse",
 }

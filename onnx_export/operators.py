@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mlx_sparse.checks import BLOCK_SIZES
-from mlx_sparse.methods.scoring_keys import GROUP
+from mlx_sparse.methods.sparq.scoring_keys import GROUP
 
 from .domain import Attribute, Operator, Tensor
 

@@ -77,14 +77,14 @@ if has xdist; then
 fi
 transformers=()
 if has transformers || $dry_run; then
-  transformers=(tests/lm/test_triton_hf.py tests/lm/test_triton_hf_cache.py)
+  transformers=(tests/backends/triton/test_triton_hf.py tests/backends/triton/test_triton_hf_cache.py)
 fi
 if has pytest || $dry_run; then
-  run timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/kernels/test_triton_kernels.py \
-    tests/kernels/test_triton_saap.py tests/kernels/test_triton_prompts.py tests/evaluate/test_triton_bench.py \
+  run timeout --signal=INT --kill-after=10 200 python3 -m pytest tests/backends/triton/test_triton_kernels.py \
+    tests/backends/triton/test_triton_saap.py tests/backends/triton/test_triton_prompts.py tests/backends/triton/test_triton_bench.py \
     "${transformers[@]}" \
-    tests/conformance/test_decode.py tests/conformance/test_select.py tests/conformance/test_prefill.py tests/conformance/test_buckets.py -k triton \
-    --import-mode=importlib -o "pythonpath=tests tests/fixtures" -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" ||
+    tests/core/test_decode.py tests/core/test_select.py tests/methods/sample/test_prefill.py tests/methods/saap/test_buckets.py -k triton \
+    --import-mode=importlib -o "pythonpath=tests tests/testing" -p no:cacheprovider "${parallel[@]}" -q --junitxml="$work/tests.xml" ||
     echo "status: $?" | tee "$work/tests_status.txt"
 else
   echo "pytest is not installed: the tests do not run, the benchmark checks its results itself." | tee "$work/no_tests"

@@ -47,9 +47,9 @@ save() {
 tests() {
   local name=$1 status=0
   shift
-  run "$@" .venv/bin/python -m pytest tests/kernels/test_metal_kernels.py tests/kernels/test_metal_prefill.py \
-    tests/conformance/test_decode.py tests/conformance/test_select.py tests/conformance/test_prefill.py \
-    tests/conformance/test_buckets.py -k metal --capture=sys \
+  run "$@" .venv/bin/python -m pytest tests/backends/metal/test_metal_kernels.py tests/backends/metal/test_metal_prefill.py \
+    tests/core/test_decode.py tests/core/test_select.py tests/methods/sample/test_prefill.py \
+    tests/methods/saap/test_buckets.py -k metal --capture=sys \
     --junitxml="$work/$name.xml" 2>"$work/$name.log" || status=$?
   if ((status)); then
     echo "The tests ended with status $status."

@@ -18,8 +18,8 @@ from typing import Any
 
 import matplotlib
 
+from mlx_sparse.core.stats import dense_elements
 from mlx_sparse.methods import SparQ
-from mlx_sparse.methods.stats import dense_elements
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "mlx-sparse"  # makes the files reproducible

@@ -24,15 +24,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 
 # These plugins need mlx, which scripts/gpu_check.sh does not install on machines with an NVIDIA GPU.
-MODELS = ["fixtures_msl", "fixtures_smollm2"] if importlib.util.find_spec("mlx") else []
-pytest_plugins = ["fixtures_onnx", "fixtures_triton", *MODELS]
+MODELS = ["fixtures_lm", "fixtures_msl", "fixtures_smollm2"] if importlib.util.find_spec("mlx") else []
+pytest_plugins = ["fixtures_backends", "fixtures_onnx", "fixtures_triton", *MODELS]
 
 # onnxruntime 1.31 and the tools of the site need Python 3.11. The kernel modules import triton, which has wheels for
 # Linux only.
 OLD = "on this Python" if sys.version_info < (3, 11) else ""
 NO_TRITON = "" if importlib.util.find_spec("triton") or required("triton") else "without triton"
 NO_VLM = "" if importlib.util.find_spec("mlx_vlm") or required("mlx_vlm") else "without mlx-vlm"
-NOT_HERE = {"*test_onnx_*.py": OLD, "test_site.py": OLD, "*test_triton_*.py": NO_TRITON, "*test_vlm*.py": NO_VLM}
+NOT_HERE = {"*test_onnx_*.py": OLD, "docs/test_site.py": OLD, "*test_triton_*.py": NO_TRITON, "*test_vlm*.py": NO_VLM}
 collect_ignore_glob = [names for names, why in NOT_HERE.items() if why]
 
 

@@ -2,7 +2,7 @@
 
 Arguments that are slices of larger buffers are not copied. ``keys_t`` is read fastest if it is a slice of a buffer
 whose capacity is a multiple of 16 keys. Each function validates its arguments and calls a launcher, which is a torch
-operator listed in `mlx_sparse.methods.table`. Functions that exist only in this backend are in
+operator listed in `mlx_sparse.core.table`. Functions that exist only in this backend are in
 `mlx_sparse.cuda_ref.api.parts`.
 """
 
@@ -16,7 +16,7 @@ import triton as triton  # raises here, when a function is imported, if triton i
 
 from mlx_sparse.api.functions import Functions
 from mlx_sparse.checks import ShapeError, Sizes
-from mlx_sparse.methods import registry
+from mlx_sparse.core import registry
 
 from .. import checks
 
@@ -62,13 +62,13 @@ class Torch:
     def load(self, function: str, backend: str) -> Callable[..., Any]:
         return registry.load(function, backend)
 
-    def padding(self, left_padding: Any, sizes: Sizes, like: torch.Tensor) -> torch.Tensor | None:
+    def padding(self, left_padding: checks.Padding, sizes: Sizes, like: torch.Tensor) -> torch.Tensor | None:
         return checks.as_padding(left_padding, sizes, like.device)
 
     def ones(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         return torch.ones(shape, device=like.device)
 
-    def visit(self, bucket_ids: torch.Tensor, visited: torch.Tensor) -> dict[str, Any]:
+    def visit(self, bucket_ids: torch.Tensor, visited: torch.Tensor) -> dict[str, object]:
         return {"bucket_ids": bucket_ids, "visited": visited}
 
     def count_blocks(self, blocks: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from itertools import groupby
 
 import torch
 
-from mlx_sparse.methods.scoring_keys import GROUP, KeyCodes
+from mlx_sparse.methods.sparq.scoring_keys import GROUP, KeyCodes
 
 from ..torch_functions import code_groups, key_spread
 from .running_statistics import outside_inference_mode

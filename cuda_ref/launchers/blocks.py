@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from mlx_sparse.methods.block_layout import Layout
+from mlx_sparse.core.blocks.layout import Layout
 
 from ..kernels.attend_blocks import attend_blocks as kernel
 from . import configs

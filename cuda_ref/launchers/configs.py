@@ -1,7 +1,7 @@
 """Define tile sizes, warps and pipeline stages per GPU architecture in a fixed table, for reproducible launches.
 
-tests/kernels/test_triton_aot.py compiles every entry of the table. The test rejects register spills, tiles that do not
-fit and scalar loads. The values pass this test, but were not tuned by timing on a GPU.
+tests/backends/triton/test_triton_aot.py compiles every entry of the table. The test rejects register spills, tiles
+that do not fit and scalar loads. The values pass this test, but were not tuned by timing on a GPU.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class Launch:
 
     kernel: Any
     grid: tuple[int, int, int]
-    arguments: Mapping[str, Any]
-    constants: Mapping[str, Any]
+    arguments: Mapping[str, object]
+    constants: Mapping[str, object]
     options: Mapping[str, int]
 
     def run(self) -> None:

@@ -220,7 +220,7 @@ def saap_decode(
 
 @saap_decode.register_fake
 def _(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visited: torch.Tensor, *_: Any
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visited: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return *fake_attention(queries), visited.new_empty(visited.shape[:2])
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mlx_sparse.methods.block_layout import Layout
+from mlx_sparse.core.blocks.layout import Layout
 
 from ..kernels.sample_scores import merge_blocks as merge_kernel
 from ..kernels.sample_scores import sample_scores as parts_kernel
@@ -97,8 +97,9 @@ def sample_scores(
 
 
 @sample_scores.register_fake
-def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    chunks, block_size, _ = given
+def _(
+    queries: torch.Tensor, keys: torch.Tensor, chunks: int, block_size: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     shape = (*queries.shape[:2], min(chunks, layout.row_blocks), layout.key_blocks)
     return queries.new_empty(shape, dtype=torch.float32), queries.new_empty(shape, dtype=torch.float32)

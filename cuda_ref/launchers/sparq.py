@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from mlx_sparse.methods.scoring_keys import CODE_BITS, GROUP, KeyCodes
-from mlx_sparse.methods.sparq import Selection
+from mlx_sparse.methods.sparq.config import Selection
+from mlx_sparse.methods.sparq.scoring_keys import CODE_BITS, GROUP, KeyCodes
 
 from ..kernels.sparq_code_scores import sparq_code_scores as code_kernel
 from ..kernels.sparq_scores import sparq_scores as kernel

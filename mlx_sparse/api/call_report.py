@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..methods.reasons import SHORTER
+from ..core.reasons import SHORTER
 from ..model_parts import Part
 
 JSON_KEY = "mlx_sparse_report"  # key in the output of ``--attn-report json``

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..checks import Sizes, check_choice, check_qkv, check_shape
-from ..methods import stats
-from ..methods.block_layout import Layout
-from ..methods.scoring_keys import KeyCodes, check_keys_t
-from ..methods.stats import Stats
+from ..core import stats
+from ..core.blocks.layout import Layout
+from ..core.stats import Stats
+from ..methods.sparq.scoring_keys import KeyCodes, check_keys_t
 
 INF = float("inf")
 

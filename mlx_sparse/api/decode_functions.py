@@ -13,8 +13,8 @@ from ..checks import (
     check_local_window,
     check_rank,
 )
-from ..methods import stats
-from ..methods.scoring_keys import KEY_BITS, KeyCodes
+from ..core import stats
+from ..methods.sparq.scoring_keys import KEY_BITS, KeyCodes
 from .checked_call import Call, Library
 
 Array = Any  # array type of the library

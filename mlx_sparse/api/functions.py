@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ..methods.table import FUNCTIONS
+from ..core.table import FUNCTIONS
 from .checked_call import Call, Library
 from .decode_functions import DecodeFunctions
 from .prefill_functions import PrefillFunctions

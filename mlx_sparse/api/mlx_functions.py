@@ -8,8 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..checks import MAX_BUCKETS, ConfigError, ShapeError, Sizes, check_shape
-from ..methods import METHODS, registry
-from ..ops.packed_rows import PackedRows, Rows
+from ..core import registry
+from ..core.packed_rows import PackedRows, Rows
+from ..methods import METHODS
 from .functions import Functions
 
 

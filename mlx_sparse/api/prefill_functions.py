@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..checks import ShapeError, check_block_size, check_sample
-from ..methods.block_layout import Layout
+from ..core.blocks.layout import Layout
 from .checked_call import Call, Library
 
 Array = Any  # array type of the library

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..checks import MAX_BUCKETS, Sizes, check_centroids, check_int, check_router, check_saap
-from ..methods import stats
+from ..core import stats
 from .checked_call import Call, Library
 
 Array = Any  # array type of the library

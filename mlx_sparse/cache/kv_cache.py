@@ -19,8 +19,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
-from ..methods.table import WHOLE_BUFFERS
-from ..ops.packed_rows import PackedRows
+from ..core.packed_rows import PackedRows
+from ..core.table import WHOLE_BUFFERS
 from .sparse_cache import FullSample, Run, SparseCache
 from .state import State
 

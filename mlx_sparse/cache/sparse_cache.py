@@ -14,9 +14,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..methods import Method, Prefill, registry
-from ..methods.table import WHOLE_BUFFERS
-from ..ops.packed_rows import PackedRows, Rows
+from ..core import registry
+from ..core.base import Method, Prefill
+from ..core.packed_rows import PackedRows, Rows
+from ..core.table import WHOLE_BUFFERS
 from .state import State
 
 # Function for `SparseCache.by_heads`. Arguments: slice of the query heads, queries of these heads, keys, values, and

@@ -15,10 +15,10 @@ import mlx.core as mx
 from ..api.call_report import Counts
 from ..cache.kv_cache import SPARSE_CLASSES, SparseBatch, SparseQuantized, adopt, is_padding_mask
 from ..cache.sparse_cache import SparseCache
-from ..methods import reasons, registry
-from ..methods.decide import Facts, refusal
+from ..core import reasons, registry
+from ..core.decide import Facts, refusal
+from ..core.packed_rows import PackedRows, Rows
 from ..model_info import leaves
-from ..ops.packed_rows import PackedRows, Rows
 from . import dense
 from .plan import LayerPlan, Plan, Probe, layer_reason
 from .statistics import PrefillStatistics, RecallStatistics, recall_arrays
@@ -210,7 +210,7 @@ class Call:
         """Run a prefill chunk, or a decode step if the layer has no valid plan. Return None for dense attention."""
         if isinstance(cache, SparseQuantized) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
-        reason = layer_reason(keys, values, cache)
+        reason = layer_reason(queries, keys, values, cache)
         if self.probe is not None:
             self.probe.seen.append((cache, reason or self.probe_reason(queries, keys, cache, mask, sinks)))
             return None

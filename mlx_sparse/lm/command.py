@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..api.call_report import JSON_KEY, Counts, Report, listing
 from ..checks import ConfigError, SparseAttentionError
-from ..methods import NEVER, Method, Prefill, registry
+from ..core import registry
+from ..core.base import NEVER, Method, Prefill
 from ..model_info import is_drafter
 from .distributed.ranks import Ranks, connection_error, difference, facts_of
-from .loading import has_all_weights, loading, refuse_rotating_cache, refuse_unquantizable, unfit_warning
+from .loading import has_all_weights, loading, quantizing, refuse_rotating_cache, unfit_warning
 from .options import add_options, end, fail, print_error, print_line, requested
 
 if TYPE_CHECKING:
@@ -61,7 +62,6 @@ class Session:
         self.calibration: Calibration | None = None
         self.max_tokens: int | None = None
         self.max_kv_size: int | None = None
-        self.kv_quantization: dict[str, int] = {}  # bits and group size of a quantized KV cache
         self.lossless: int | None = None  # number of drafts for each check; 0 to select it by speed
         self.draft: str | None = None
         self.loading: str | None = None
@@ -97,7 +97,7 @@ class Session:
                 f"--attn-report: expected text, full, json or off with --attn {names}, got {self.report_format}.",
             )
         prompt_cache = getattr(args, "prompt_cache_file", None)
-        if prompt_cache is not None and not self.only_prompts and not Path(prompt_cache).is_file():
+        if prompt_cache is not None and not self.only_prompts and not os.path.isfile(prompt_cache):  # noqa: PTH113 - False for a name that is too long
             fail(parser, f"--prompt-cache-file: expected an existing file, got {prompt_cache}.")
         if self.suites and prefill is not None and args.batch_size > 1:
             args.batch_size = 1
@@ -109,8 +109,6 @@ class Session:
         )
         self.max_tokens = getattr(args, "max_tokens", None) if self.command.endswith("generate") else None
         self.max_kv_size = getattr(args, "max_kv_size", None) if self.library == "mlx_lm" else None
-        if quantizes and self.library == "mlx_lm":
-            self.kv_quantization = {"group_size": getattr(args, "kv_group_size", 64), "bits": args.kv_bits}
         self.draft = getattr(args, "draft_model", None)
         self.loads_at_start = sum(getattr(args, name, None) is not None for name in ("model", "draft_model"))
         if self.serves:
@@ -163,6 +161,11 @@ class Session:
         with self._exiting_on_error(), loading(model):
             return original(model, *args, **kwargs)
 
+    def quantize(self, original: Callable[..., Any], caches: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """Quantize ``caches`` as mlx-lm's ``maybe_quantize_kv_cache`` does, from the start that the user has set."""
+        with quantizing(caches):
+            return original(caches, *args, **kwargs)
+
     def load(self, original: Callable[..., Any], model: Path, *args: Any, **kwargs: Any) -> Any:
         """Load a model as mlx-lm's ``load_model`` does, and enable the methods on this model."""
         from ..model_info import record_facts
@@ -173,8 +176,6 @@ class Session:
                     refuse_rotating_cache(Path(model))
                 loaded = original(model, *args, **kwargs)
             enabled = loaded[0] if isinstance(loaded, tuple) else loaded  # mlx-vlm returns the model only
-            if self.kv_quantization:
-                refuse_unquantizable(enabled, self.kv_quantization)
             if self.loads_part:
                 complete = any(config.file is not None for config in self.configs) and has_all_weights(Path(model))
                 record_facts(enabled, complete=complete)
@@ -390,9 +391,14 @@ def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[Non
         "load_model": session.load,
         "_download" if session.library == "mlx_lm" else "get_model_path": session.find,
         "sharded_load": session.load_part,
+        "maybe_quantize_kv_cache": session.quantize,
     }
     # Commands import some of these functions by value, so replace them in the globals of `main` too.
-    places = [(where, name) for where in (vars(utils), getattr(main, "__globals__", {})) for name in ours]
+    scopes = [vars(utils), getattr(main, "__globals__", {})]
+    if session.library == "mlx_lm":
+        scopes.append(vars(importlib.import_module("mlx_lm.generate")))
+    distinct = {id(scope): scope for scope in scopes}.values()
+    places = [(scope, name) for scope in distinct for name in ours]
     originals = [(place, name, place[name]) for place, name in places if name in place]
 
     def replaced(original: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:

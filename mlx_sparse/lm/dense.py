@@ -8,10 +8,10 @@ import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from ..cache.sparse_cache import SparseCache
-from ..kernels import attend_rows as metal
-from ..methods import registry
-from ..ops.blocks import batch_size, wait_for
-from ..ops.packed_rows import Rows
+from ..core import registry
+from ..core.attend import metal_rows as metal
+from ..core.blocks.ops import batch_size, wait_for
+from ..core.packed_rows import Rows
 
 # Limits of MLX's attention kernel for few queries: queries, query rows of a KV head (query heads x queries), head dim.
 QUERIES, ROWS, HEAD_DIMS = 8, 32, (64, 96, 128, 256)

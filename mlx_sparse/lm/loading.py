@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from ..checks import ConfigError, SparseAttentionError, reason_of
 from ..model_info import leaves, new_caches, text_model
 
@@ -81,25 +83,38 @@ def refuse_rotating_cache(model_path: Path) -> None:
         )
 
 
-def refuse_unquantizable(model: Any, form: Mapping[str, int]) -> None:
-    """Raise `ConfigError` if mlx-lm cannot quantize the caches of ``model`` and would fail during prefill.
+GROUP_SIZES = (32, 64, 128)  # group sizes of MLX
+
+
+@contextlib.contextmanager
+def quantizing(caches: list[Any], *, group_size_option: bool = True) -> Iterator[None]:
+    """Convert errors that are raised while the ``with`` block quantizes ``caches`` to one-line errors.
 
     Args:
-        form: keyword arguments for a cache's ``to_quantized``, which are the bits and the group size.
-    """
-    import mlx.core as mx
+        group_size_option: True if the command has the option ``--kv-group-size``.
 
+    Raises:
+        ConfigError: mlx-lm cannot quantize a cache.
+    """
+    try:
+        yield
+    except (NotImplementedError, ValueError) as error:
+        reason = reason_of(error).rstrip(".")
+        keys = [cache.keys for cache in caches if isinstance(getattr(cache, "keys", None), mx.array)]
+        fits = [size for size in GROUP_SIZES if all(rows.shape[-1] % size == 0 for rows in keys)]
+        divides = isinstance(error, ValueError) and group_size_option and fits
+        advice = f"Set --kv-group-size {fits[0]}, or drop --kv-bits." if divides else "Drop --kv-bits."
+        raise ConfigError(f"--kv-bits: expected caches that mlx-lm can quantize, got: {reason}. {advice}") from None
+
+
+def refuse_unquantizable(model: Any, bits: int) -> None:
+    """Raise `ConfigError` if mlx-lm cannot quantize the caches of ``model`` with its default group size."""
     caches = new_caches(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)  # not evaluated
     for cache in leaves(caches):
-        try:
-            if hasattr(cache, "to_quantized"):
-                cache.to_quantized(**form)
-        except (NotImplementedError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError(
-                f"--kv-bits: expected caches that mlx-lm can quantize, got: {reason} Drop --kv-bits."
-            ) from None
+        if hasattr(cache, "to_quantized"):
+            with quantizing([cache], group_size_option=False):
+                cache.to_quantized(bits=bits)
 
 
 # Reason why a model family is unfit for sparse attention, by mlx-lm's family name. docs/advise.md has the sources.

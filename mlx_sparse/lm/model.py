@@ -12,7 +12,9 @@ import mlx.core as mx
 from ..api.call_report import Report
 from ..calibrate import Calibration
 from ..checks import ConfigError
-from ..methods import METHODS, QK_NORMS, Dense, Method, Prefill, parse, reasons, registry
+from ..core import reasons, registry
+from ..core.base import QK_NORMS, Dense, Method, Prefill
+from ..methods import METHODS, parse
 from ..model_info import kv_heads, leaves, model_type, new_caches, package_of, text_model, weights_read
 from ..model_parts import part_of
 from . import seam

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import shortened
-from ..methods import Dense, Method, parse, read_toml
+from ..core.base import Dense, Method
+from ..methods import parse, read_toml
 
 REPORTS = ("text", "full", "recall", "json", "json+recall", "off")
 
@@ -41,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             fail(parser, f"{message.removeprefix('argument ')}.")
         original(message)
 
-    parser.error = error  # type: ignore[assignment]
+    parser.error = error  # type: ignore[method-assign]
     group = parser.add_argument_group(
         "sparse attention",
         "Use sparse attention for prefill, for decoding, or for both (mlx-sparse-attention). Attention is dense in a "

@@ -14,9 +14,10 @@ from ..cache.kv_cache import is_padding_mask
 from ..cache.sparse_cache import SparseCache
 from ..cache.sparse_cache import Step as BoundStep
 from ..calibrate import Calibration, Layer, describe
-from ..methods import NEVER, Dense, Method, Prefill, Step, reasons, registry
-from ..methods.decide import Facts, chunk_refusal, decide
-from ..ops.packed_rows import PackedRows, Rows
+from ..core import reasons, registry
+from ..core.base import NEVER, Dense, Method, Prefill, Step
+from ..core.decide import Facts, chunk_refusal, decide
+from ..core.packed_rows import PackedRows, Rows
 from .hooks import CallHooks, ModelHooks
 from .statistics import PrefillStatistics
 
@@ -291,7 +292,7 @@ class Probe:
         return None if serving else refusal or reasons.SINKS
 
 
-def layer_reason(keys: Any, values: Any, cache: Any) -> str | None:
+def layer_reason(queries: mx.array, keys: Any, values: Any, cache: Any) -> str | None:
     """Return the reason why a layer with ``cache`` can never use sparse attention, or None."""
     if cache is None:
         return reasons.NO_CACHE
@@ -299,11 +300,14 @@ def layer_reason(keys: Any, values: Any, cache: Any) -> str | None:
         return reasons.other_cache(type(cache).__name__)
     if keys.shape != values.shape:
         return reasons.OTHER_HEAD_DIMS
+    B = queries.shape[0]
     for rows, stored in ((keys, cache.key_rows), (values, cache.value_rows)):
         same = isinstance(rows, PackedRows) == isinstance(stored, PackedRows)
-        if not same or rows.shape[1:] != (stored.shape[1], cache.length, stored.shape[3]):
+        expected = B, stored.shape[1], cache.length, stored.shape[3]
+        if not same or stored.shape[0] != B or rows.shape != expected:
             return reasons.OTHER_ROWS
-    return None
+    # A program can repeat the rows of a batch but not its padding. A kernel would read beyond the padding.
+    return None if cache.padding is None or cache.padding.size == B else reasons.OTHER_ROWS
 
 
 def _group(queries: mx.array, keys: Rows) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..methods import reasons
+from ..core import reasons
 from ..model_info import leaves, new_caches
 from ..model_parts import without_pipeline
 from . import seam

@@ -7,16 +7,21 @@ serve several requests. So the log line of a request includes all calls between 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..api.call_report import Counts, listing
+from ..calibrate import WRITING
 
 if TYPE_CHECKING:
     from .command import Session
+
+SECONDS_TO_STOP = 0.5  # time that a request and a calibration get to end after Ctrl-C
 
 
 @dataclass(eq=False)
@@ -109,6 +114,16 @@ def changed_interface() -> str | None:
     return None if {"prompt", "prompt_cache_count"} <= set(named) else "GenerationContext"
 
 
+def stop(generator: Any, session: Session) -> None:
+    """Stop the server. If its thread is busy with a request or a calibration, print the report and end the process."""
+    generator._stop = True
+    generator._generation_thread.join(SECONDS_TO_STOP)
+    if generator._generation_thread.is_alive():
+        session.print_report()
+        with WRITING:
+            os._exit(0)
+
+
 @contextlib.contextmanager
 def request_logging(session: Session) -> Iterator[None]:
     """Add log lines to mlx-lm's server. If its interfaces have changed, print a warning."""
@@ -132,6 +147,9 @@ def request_logging(session: Session) -> Iterator[None]:
         return context, requests.answer(request, context, responses)
 
     replaced: list[tuple[str, Any, Any]] = [("generate", generate, ours)]
+    if hasattr(server.ResponseGenerator, "stop_and_join"):
+        original = server.ResponseGenerator.stop_and_join
+        replaced.append(("stop_and_join", original, functools.partialmethod(stop, session)))
     if session.lossless is not None and hasattr(server.ResponseGenerator, "_is_batchable"):
         # Batches would decode densely, so the server takes one request at a time, as with a draft model.
         batchable = server.ResponseGenerator._is_batchable

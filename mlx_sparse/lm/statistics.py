@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ..methods.block_layout import Layout
+from ..core.blocks.layout import Layout
 
 BINS = 1000  # bins in the histogram of attention recall
 LOW_QUANTILE = 0.01

@@ -1,7 +1,7 @@
 """Define one frozen dataclass per method, with its settings, crossover length and bytes moved.
 
 The text form of a method is ``METHOD[:key=value,...][+METHOD...]``, for example ``"sparq:rank=16,top_k=64"``. `parse`
-reads the text form, and ``str(method)`` prints it. `METHODS` lists all methods by name. `mlx_sparse.methods.table`
+reads the text form, and ``str(method)`` prints it. `METHODS` lists all methods by name. `mlx_sparse.core.table`
 lists the function of each method on each backend, and the class of its auxiliary cache state. Every name is imported
 on first use, because `mlx_sparse.cuda_ref` needs only the table.
 """
@@ -11,24 +11,24 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .base import *
-    from .baselines import *
-    from .cost import *
-    from .quest import *
-    from .saap import *
-    from .sample import *
-    from .sparq import *
+    from ..core.base import Dense as Dense
+    from .baselines.config import *
+    from .patterns.config import *
+    from .quest.config import *
+    from .saap.config import *
+    from .sample.config import *
+    from .sparq.config import *
     from .text import *
 
 _HOMES = {
-    "baselines": "BigBird FlexGen H2O HashSparse HyperAttention MInference OracleTopK Streaming StreamingPrefill",
-    "base": "NEVER QK_NORMS Dense Method Prefill Step",
-    "cost": "ENOUGH_SAVED SAMPLE_DENSE_BELOW SAMPLE_DENSE_ABOVE nvidia_kind",
-    "quest": "Quest",
-    "saap": "SAAP",
-    "sample": "Sample SampleRange",
-    "sparq": "SparQ",
-    "text": "MAX_TOML_BYTES METHODS load_toml parse read_toml split_methods",
+    "..core.base": "Dense",
+    ".baselines.config": "FlexGen H2O OracleTopK Streaming",
+    ".patterns.config": "BigBird HashSparse HyperAttention MInference StreamingPrefill",
+    ".quest.config": "Quest",
+    ".saap.config": "SAAP",
+    ".sample.config": "Sample SampleRange",
+    ".sparq.config": "SparQ",
+    ".text": "MAX_TOML_BYTES METHODS load_toml parse read_toml split_methods",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
@@ -38,5 +38,5 @@ def __getattr__(name: str) -> "Any":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    value = globals()[name] = getattr(import_module(_HOME_OF[name], __name__), name)
     return value

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import ConfigError, did_you_mean
-from .base import Dense, Method, read_value
-from .baselines import BASELINES
-from .quest import Quest
-from .saap import SAAP
-from .sample import Sample
-from .sparq import SparQ
+from ..core.base import Dense, Method, read_value
+from .baselines.config import BASELINES
+from .patterns.config import PATTERNS
+from .quest.config import Quest
+from .saap.config import SAAP
+from .sample.config import Sample
+from .sparq.config import SparQ
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,7 +26,7 @@ else:  # Python 3.10
 MAX_TOML_BYTES = 1 << 20  # a larger file is probably a model file that was named by mistake
 
 METHODS: Mapping[str, type[Method]] = {
-    method.name: method for method in (Dense, SparQ, SAAP, Quest, Sample, *BASELINES)
+    method.name: method for method in (Dense, SparQ, SAAP, Quest, Sample, *BASELINES, *PATTERNS)
 }
 
 

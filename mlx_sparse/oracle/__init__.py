@@ -4,25 +4,25 @@ Inputs of any float dtype are converted to float64, and results are float64. The
 speed. Only the tests, the evaluation and the benchmarks import this package.
 """
 
-from .attend import attend_indices, dense_attention
-from .baselines import (
+from ..core.attend.oracle import attend_indices, dense_attention
+from ..core.blocks.oracle import attend_blocks, block_lists, block_mask
+from ..core.select.oracle import top_k_select, valid_keys
+from ..methods.baselines.oracle import (
     flexgen_attention,
     h2o_attention,
     h2o_scores,
     oracle_top_k_attention,
     streaming_attention,
 )
-from .blocks import attend_blocks, block_lists, block_mask
-from .key_codes import code_keys, key_spread
-from .lsh import hash_sparse_attention, hyperattention_attention
-from .prefill import (
+from ..methods.patterns.oracle import (
     bigbird_attention,
     minference_attention,
     minference_select,
     streaming_prefill_attention,
 )
-from .quest import page_bounds, quest_attention, quest_select
-from .saap import (
+from ..methods.patterns.oracle_lsh import hash_sparse_attention, hyperattention_attention
+from ..methods.quest.oracle import page_bounds, quest_attention, quest_select
+from ..methods.saap.oracle import (
     Target,
     fold_batch_norm,
     imbalance,
@@ -38,9 +38,9 @@ from .saap import (
     saap_target,
     selectivity,
 )
-from .sample import SampleSelection, merge, sample_attention, sample_scores, sample_select, select_share
-from .select import top_k_select, valid_keys
-from .sparq import SparQSelection, sparq_attention, sparq_select
+from ..methods.sample.oracle import SampleSelection, merge, sample_attention, sample_scores, sample_select, select_share
+from ..methods.sparq.oracle import SparQSelection, sparq_attention, sparq_select
+from ..methods.sparq.oracle_codes import code_keys, key_spread
 
 __all__ = [
     "SampleSelection",

@@ -13,15 +13,16 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from ..calibrate import Calibration
 from ..checks import ConfigError, Parser, check_int, read_length
+from ..core.base import Method, Prefill
 from ..lm.loading import unfit_warning
 from ..lm.model import disable, enable, plan_of
-from ..methods import Method, Prefill, parse
+from ..methods import parse
 from ..model_info import config_of, model_type
 from . import environment, formats
 from .assets.models import DEFAULT
@@ -35,6 +36,10 @@ from .evaluate.table import plus_minus
 from .evaluate.tasks import SHORTEST, TASKS
 from .evaluate.variants import Variant, read_budget, read_methods, variants_of
 from .formats import check_own, write_toml
+
+if TYPE_CHECKING:
+    from mlx import nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
 METHODS, BUDGETS = "sparq,quest,streaming,h2o", "1/2,1/4,1/8"
 CONTEXTS = (4096, 32_768, 131_072)  # context lengths in the table, in addition to --context
@@ -115,8 +120,8 @@ class Quality:
 
 
 def measure(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: Tokenizer,
     tokens: list[int],
     methods: Sequence[str],
     budgets: Sequence[Fraction],
@@ -306,7 +311,7 @@ class Page:
             ]
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the output as a dict for JSON."""
         found = {name: getattr(self, name) for name in ("model", "family", "machine", "date", "context", "made_for")}
         traffic = self.traffic
@@ -339,7 +344,7 @@ def for_everyday_use(best: Attempt) -> Method:
     (requested,) = parse(best.variant.method)
     if not hasattr(requested, "dense_below"):
         return config
-    changes: dict[str, Any] = {"dense_below": requested.dense_below}
+    changes: dict[str, object] = {"dense_below": requested.dense_below}
     config = dataclasses.replace(config, **changes)
     if config.experiment:
         changes = {config.budget_setting: getattr(type(config), config.budget_setting)}
@@ -438,7 +443,7 @@ def _page(args: argparse.Namespace) -> Page:
     if args.no_quality or not candidates:
         return found
     tokens = read_tokens(tokenizer, args.text, args.cache_dir)
-    about: dict[str, Any] = {"context": args.passage, "limit": args.limit, "seed": args.seed}
+    about = {"context": args.passage, "limit": args.limit, "seed": args.seed}
     methods, D = [one.method for one in candidates], candidates[0].served[0].layer.step.D
     names = ", ".join(args.text or [texts.DEFAULT])
     text = (
@@ -449,7 +454,7 @@ def _page(args: argparse.Namespace) -> Page:
     return dataclasses.replace(found, text=text, quality=quality)
 
 
-def _candidates(model: Any, methods: Sequence[str]) -> tuple[list[Candidate], list[str]]:
+def _candidates(model: nn.Module, methods: Sequence[str]) -> tuple[list[Candidate], list[str]]:
     """Return the methods that can run in a layer of ``model``, and an error message for each method that cannot run."""
     calibration = Calibration()
     found, refused = [], []

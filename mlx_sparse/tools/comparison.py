@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm import stream_generate
@@ -22,11 +22,15 @@ from rich.console import Console
 
 from ..calibrate import Calibration, describe
 from ..checks import ConfigError
+from ..core.base import NEVER, Method
 from ..lm.model import disable, enable, plan_of
-from ..methods import NEVER, Method
 from ..model_info import config_of
 from .evaluate.tasks import encode
 from .progress import Update, stage, token_bar
+
+if TYPE_CHECKING:
+    from mlx import nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
 CHUNK = 512  # tokens of a prefill chunk in `compare`; small, so that the progress bar also moves on a CPU
 TURNS = 2  # number of dense runs and of sparse runs, which alternate; the steps of all runs count
@@ -51,7 +55,7 @@ class Prompt:
         return len(self.document) + len(self.end)
 
 
-def encode_prompt(tokenizer: Any, document: str, end: str) -> Prompt:
+def encode_prompt(tokenizer: Tokenizer, document: str, end: str) -> Prompt:
     """Encode ``document`` and ``end`` as one user message. If the model has a chat template, apply the template."""
     before = after = ""
     if tokenizer.chat_template is not None:
@@ -138,7 +142,7 @@ class Comparison:
         calls = self.report["sparse_calls"]
         return self.report[f"{kind}_bytes"] / calls * self.report["served_layers"] if calls else None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the comparison as a dict for JSON."""
         return (
             asdict(self)
@@ -148,8 +152,8 @@ class Comparison:
 
 
 def compare(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: Tokenizer,
     prompt: Prompt,
     config: Method,
     *,
@@ -224,7 +228,7 @@ def compare(
     return Comparison(attn, crossovers, crossover, reached, limit, forced, took, dense, sparse, report.as_dict())
 
 
-def measure_crossover(model: Any, config: Method, calibration: Calibration) -> tuple[list[str], int]:
+def measure_crossover(model: nn.Module, config: Method, calibration: Calibration) -> tuple[list[str], int]:
     """Return a description of each crossover length of the layers, and the largest crossover length in keys.
 
     If ``calibration.measures`` is True, measure unknown crossover lengths first.
@@ -240,7 +244,7 @@ def measure_crossover(model: Any, config: Method, calibration: Calibration) -> t
 
 
 def prefill(
-    model: Any,
+    model: nn.Module,
     cache: list[Any],
     tokens: Sequence[int],
     seconds: float,
@@ -275,7 +279,9 @@ def prefill(
     return done
 
 
-def decode(model: Any, tokenizer: Any, cache: list[Any], tokens: list[int], max_tokens: int, update: Update) -> Decoded:
+def decode(
+    model: nn.Module, tokenizer: Tokenizer, cache: list[Any], tokens: list[int], max_tokens: int, update: Update
+) -> Decoded:
     """Append ``tokens`` to the prompt ``cache``, and decode an answer greedily."""
     greedy = make_sampler(temp=0.0)
     mx.reset_peak_memory()

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..calibrate import Layer
+from ..core.base import Method
+from ..core.stats import dense_elements
 from ..lm import seam
 from ..lm.call import active
-from ..methods import Method
-from ..methods.stats import dense_elements
 from ..model_info import leaves, new_caches, weights_read
+
+if TYPE_CHECKING:
+    from mlx import nn
 
 FULL, WINDOW, LINEAR, LATENT = "full", "window", "linear", "latent"
 
@@ -101,7 +104,7 @@ class Traffic:
         return total / max(1, total - sum(one.saved(S) for one in served))
 
 
-def traffic_of(model: Any) -> Traffic:
+def traffic_of(model: nn.Module) -> Traffic:
     """Return the traffic of a loaded model on which `enable` was not called. No array is evaluated."""
     return Traffic(weights_read(model), layer_caches(model))
 
@@ -126,7 +129,7 @@ class _Readers:
         self.calls[index] += 1
 
 
-def layer_caches(model: Any) -> tuple[LayerCache, ...]:
+def layer_caches(model: nn.Module) -> tuple[LayerCache, ...]:
     """Run ``model`` on one token, and return the kind and size of each layer's cache."""
     caches = new_caches(model)
     readers = _Readers(leaves(caches))

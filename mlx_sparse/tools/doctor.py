@@ -13,9 +13,9 @@ from typing import Any
 
 from .. import __version__, _boot
 from ..checks import SparseAttentionError, echoed
+from ..core.registry import unavailable
+from ..core.table import BACKENDS
 from ..extras import NAME, REBUILD, install_hint
-from ..methods.registry import unavailable
-from ..methods.table import BACKENDS
 from . import environment
 
 PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "numpy", "tqdm", "transformers", "torch", "triton")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.registry import unavailable
+from ..core.table import BACKENDS, FUNCTIONS
 from ..methods import METHODS
-from ..methods.registry import unavailable
-from ..methods.table import BACKENDS, FUNCTIONS
 
 
 def rows() -> list[dict[str, Any]]:

@@ -6,13 +6,13 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..calibrate import MODELED, SECONDS, Calibration, Layer, describe, device_kind
 from ..checks import ConfigError, Parser, check_int
+from ..core.base import Method
 from ..lm.loading import load_text_model
 from ..lm.model import disable, enable, plan_of
-from ..methods import Method
 from .bench.core import log
 
 Served = dict[tuple[Method, Layer], int]  # number of layers for each method and layer shape
@@ -70,7 +70,7 @@ def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Ite
         disable(model)
 
 
-def rows_of(served: Served, calibration: Calibration, *, measures: bool = False) -> list[dict[str, Any]]:
+def rows_of(served: Served, calibration: Calibration, *, measures: bool = False) -> list[dict[str, object]]:
     """Return one row for each method and layer shape, with the crossover length in keys.
 
     If ``measures`` is True, first measure every crossover length that can be measured.

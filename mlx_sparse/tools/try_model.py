@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checks import ConfigError, Parser, check_int, read_length
+from ..core.base import NEVER, Prefill
 from ..files import cache_directory
-from ..methods import NEVER, Prefill, parse
+from ..methods import parse
 from . import environment
 from .assets import blas
 from .assets.models import DEFAULT, add_model_options, check_model

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mlx_sparse.checks import Parser, SparseAttentionError
+from mlx_sparse.core.base import NEVER
 from mlx_sparse.extras import naming_missing
-from mlx_sparse.methods import NEVER
 
 if TYPE_CHECKING:
     from .export import Exported

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 import onnx
@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError, check_choice, check_int, did_you_mean, reason_of
-from mlx_sparse.methods import Dense, Method, Sample, load_toml, parse
+from mlx_sparse.core.base import Dense, Method
+from mlx_sparse.methods import Sample, load_toml, parse
 
 from .. import build
 from ..compose import inline as inlined
@@ -28,13 +29,16 @@ from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from ..runtime import native as kernels
 from ..runtime.genai import eos_tokens, write_config
 from .decoder import Decoder, Target
-from .families import check_modules, family_of
+from .families import Family, check_modules, family_of
 from .folder import atomic_folder, check_free
 from .graph import DataFile, Graph
 from .methods import DECODE, sample
 from .verify.compare import Agreement, compare
 from .verify.reference import reference
 from .weights import QUANTIZED
+
+if TYPE_CHECKING:
+    from mlx import nn
 
 _NAMES = [kind.name for kind in DECODE]
 EXPORTED = [*_NAMES, Sample.name, *(f"{Sample.name}+{name}" for name in _NAMES if name != Dense.name)]
@@ -170,7 +174,7 @@ def _with_dense_below(config: Method, given: int) -> Method:
     if configured != "auto":
         raise ConfigError(f"--dense-below: expected no value with dense_below={configured} in --method, got {given}.")
     check_int("--dense-below", given, 0, MOST)
-    setting: dict[str, Any] = {"dense_below": given}
+    setting: dict[str, object] = {"dense_below": given}
     return dataclasses.replace(config, **setting)
 
 
@@ -210,7 +214,7 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
     return prompts, next(iter(configs.values()), Dense())
 
 
-def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
+def load(model: str) -> tuple[nn.Module, Path, Mapping[str, object]]:
     """Load a model with lazy weights. Return mlx-lm's model, its folder, and its config.json with all `end_tokens`.
 
     Raises:
@@ -233,7 +237,7 @@ def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
     return loaded, source, {**settings, "eos_token_id": ends}
 
 
-def end_tokens(source: Path, settings: Mapping[str, Any]) -> list[int]:
+def end_tokens(source: Path, settings: Mapping[str, object]) -> list[int]:
     """Return the token ids at which mlx-lm ends a text.
 
     They come from ``settings``, in which mlx-lm combines config.json and generation_config.json, and from the tokenizer
@@ -246,7 +250,7 @@ def end_tokens(source: Path, settings: Mapping[str, Any]) -> list[int]:
     return sorted(ends)
 
 
-def _check_tokens(settings: Mapping[str, Any]) -> None:
+def _check_tokens(settings: Mapping[str, object]) -> None:
     """Raise `ConfigError` if the id of a special token in a config.json is not an integer."""
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         value = settings.get(key)
@@ -255,7 +259,7 @@ def _check_tokens(settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"--model: expected {key} to be a token id, got {shorten(repr(value), 80)}.")
 
 
-def length_of(settings: Mapping[str, Any], requested: int | None) -> int:
+def length_of(settings: Mapping[str, object], requested: int | None) -> int:
     """Return the maximum number of tokens. If ``requested`` is None, return the default for a model's ``settings``.
 
     Raises:
@@ -272,7 +276,7 @@ def length_of(settings: Mapping[str, Any], requested: int | None) -> int:
     return requested
 
 
-def weight_dtype(model: Any) -> str:
+def weight_dtype(model: nn.Module) -> str:
     """Return the dtype name of the embedding weights, or of their scales if the weights are quantized."""
     embedding = model.model.embed_tokens
     dtype = (embedding.scales if isinstance(embedding, QUANTIZED) else embedding.weight).dtype
@@ -283,7 +287,7 @@ def weight_dtype(model: Any) -> str:
 
 
 def _write(
-    folder: Path, model: Any, family: Any, target: Target, settings: Mapping[str, Any], *, compat: bool
+    folder: Path, model: nn.Module, family: Family, target: Target, settings: Mapping[str, object], *, compat: bool
 ) -> onnx.ModelProto:
     """Write the external data file of model.onnx to ``folder`` and return the model.
 
@@ -304,7 +308,7 @@ def _write(
     return graph.model(COMPAT if compat else DEFAULT, metadata(target, settings))
 
 
-def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
+def metadata(target: Target, settings: Mapping[str, object]) -> dict[str, str]:
     """Return a dict with the metadata of model.onnx, such as the method, the maximum length and the versions."""
     metadata = {
         "spec": SPEC,

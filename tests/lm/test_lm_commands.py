@@ -101,12 +101,20 @@ GOOD: dict[str, list[list[str]]] = {
     "--kv-bits": [WIDE],
     "--kv-bits, --attn dense": [[*WIDE, "--attn", "dense", *JSON]],
     "--kv-bits sparse": [[*WIDE, *SPARSE, *JSON]],
+    "windows, --kv-bits": [["mlx_lm.generate", "--model", "gemma3", *GENERATE[2:], *SPARSE, "--kv-bits", "8"]],
     "saved with --kv-bits, resumed sparse": [
         ["mlx_lm.cache_prompt", "--model", "wide", *SAVE[3:], "q.safetensors", *PACKED, *SPARSE],
         [*RESUME, "q.safetensors", *PACKED, *SPARSE, *JSON],
     ],
     **{f"mlx_lm.{name} --help": [[f"mlx_lm.{name}", "--help"]] for name in COMMANDS},
     "mlx-sparse generate --help": [["mlx-sparse", "generate", "--help"]],  # the other commands share this code
+}
+
+# By name: a model whose cache mlx-lm cannot quantize, and a pattern of the error.
+UNQUANTIZABLE = {
+    "windows": ("gemma3", r"RotatingKVCache Quantization NYI\. Drop --kv-bits"),
+    "heads that no group divides": ("llama", "quantization group size 64.* Drop --kv-bits"),
+    "heads that a smaller group divides": ("wide", "quantization group size 64.* Set --kv-group-size 32, or drop"),
 }
 
 # By name: arguments after "mlx_lm.generate --model llama", and a pattern of the one-line error.
@@ -124,6 +132,13 @@ BAD: dict[str, tuple[list[str], str]] = {
         [*SPARSE, "--attn-report", "recall"],
         "--attn-report: expected text, full, json or off with --attn sparq, got recall",
     ),
+    "unknown report": (
+        ["--attn-report", "xml"],
+        "--attn-report: invalid choice: 'xml' ",
+    ),
+    "no number of drafts": ([*SPARSE, "--lossless", "many"], "--lossless: invalid int value: 'many'"),
+    "a long option": ([*SPARSE, "--prompt-cache-file", "x" * 1000], f"--prompt-cache-file: .* got {'x' * 200}[.]{{2}}"),
+    "a folder as artefact": (["--attn", "saap:artefact=llama"], r"llama: expected .*, got none .* \(a folder\)"),
     "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),
     "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),
     "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected this option once, got it twice"),
@@ -134,14 +149,6 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no prompt cache": (
         [*SPARSE, "--prompt-cache-file", "no.safetensors"],
         "--prompt-cache-file: expected an existing file",
-    ),
-    "--kv-bits of windows": (
-        ["--model", "gemma3", *SPARSE, "--kv-bits", "8"],
-        "--kv-bits: expected caches that mlx-lm can quantize, got: RotatingKVCache Quantization NYI",
-    ),
-    "--kv-bits of heads that no group divides": (
-        [*SPARSE, "--kv-bits", "8"],
-        "--kv-bits: expected caches that mlx-lm can quantize, got: .*divisible by the quantization group size",
     ),
     "artefact of another model": (
         ["--attn", "saap:artefact=other.saap.safetensors,probes=2"],
@@ -170,13 +177,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory, without_torch: Any) -> It
         f'[saap]\nartefact = "{artefact.name}"\nrecent_tokens = 16\nmerge_every = 4\ndense_layers = 0\n'
     )
     prompt = words(prompt_of(PROMPT))
+    quantized = [*GENERATE[2:], *SPARSE, "--kv-bits", "8", "--quantized-kv-start", "0"]
+    unquantizable = {
+        f"unquantizable: {name}": [["mlx_lm.generate", "--model", model, *quantized]]
+        for name, (model, _) in UNQUANTIZABLE.items()
+    }
     bad = {f"bad: {name}": [["mlx_lm.generate", "--model", "llama", *argv]] for name, (argv, _) in BAD.items()}
 
     @functools.cache
     def last(name: str) -> Finished:
         stdin = CHAT if name.startswith("chat") else prompt
         run = start if name in STARTED else forks.run
-        commands = {**GOOD, **bad}[name]
+        commands = {**GOOD, **unquantizable, **bad}[name]
         results = [run(argv, folder, stdin, XDG_CACHE_HOME=str(folder / "cache")) for argv in commands]
         assert all(result.code == 0 for result in results[:-1]), results
         return results[-1]
@@ -289,6 +301,20 @@ def test_chat_prints_the_first_line_before_the_first_question(tmp_path: Path, wi
 def test_the_report_can_be_turned_off(finished: Runs):
     assert finished("no report").err == ""
     assert finished("no report").text == finished("mlx_lm.generate sparse").text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_full_standard_error_changes_no_text(finished: Runs, tmp_path: Path):
+    write(tmp_path / "llama")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [str(BIN / "mlx_lm.generate"), *GENERATE, *SPARSE],
+            **{"cwd": tmp_path, "input": words(prompt_of(PROMPT)), "stdout": subprocess.PIPE, "stderr": full},
+            text=True,
+            check=False,
+        )
+    assert Finished(done.returncode, done.stdout, "").text == finished("mlx_lm.generate sparse").text
+    assert done.returncode == 0
 
 
 def test_attn_overrides_parameters_of_the_file(finished: Runs):
@@ -429,6 +455,20 @@ def test_decode_steps_over_a_quantized_cache_are_sparse(finished: Runs):
     assert (result.code, result.reports[0]["sparse_calls"]) == (0, LAYERS * STEPS)
     resumed = finished("saved with --kv-bits, resumed sparse")
     assert (resumed.code, resumed.reports[0]["sparse_calls"]) == (0, LAYERS * STEPS)
+
+
+def test_a_text_that_ends_before_mlx_lm_quantizes_is_answered(finished: Runs):
+    result = finished("windows, --kv-bits")
+    assert (result.code, result.text) == (0, finished("windows").text)
+
+
+@pytest.mark.parametrize("name", UNQUANTIZABLE)
+def test_a_cache_that_mlx_lm_cannot_quantize_ends_the_command_with_advice(name: str, finished: Runs):
+    result = finished(f"unquantizable: {name}")
+    assert result.code == 2
+    beginning = r"mlx_lm\.generate: error: --kv-bits: expected caches that mlx-lm can quantize, got: "
+    assert re.search(f"^{beginning}.*{UNQUANTIZABLE[name][1]}", result.err, re.MULTILINE)
+    assert "Traceback" not in result.err
 
 
 def test_dense_attention_over_a_quantized_cache_gives_mlx_lms_text(finished: Runs):

@@ -13,8 +13,9 @@ from tiny_models import build
 import mlx_sparse
 from mlx_sparse.api.call_report import Report
 from mlx_sparse.calibrate import GIVEN, MODELED, Calibration, Threshold, describe
+from mlx_sparse.core.base import NEVER
 from mlx_sparse.lm.model import enable, plan_of
-from mlx_sparse.methods import NEVER, Sample, SparQ
+from mlx_sparse.methods import Sample, SparQ
 
 ONLINE = "saap:mode=online,buckets=4,probes=2,recent_tokens=8,dense_layers=0,dense_below=0"
 

@@ -28,13 +28,13 @@ from tiny_models import build, prompt_of
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError
+from mlx_sparse.core import reasons
+from mlx_sparse.core.packed_rows import PackedRows
 from mlx_sparse.lm.dense import large_group
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.lm.speculative import generation
 from mlx_sparse.lm.speculative.draft_length import MAX_DRAFTS
 from mlx_sparse.lm.speculative.generation import UNEVEN, check_options, make_lossless
-from mlx_sparse.methods import reasons
-from mlx_sparse.ops.packed_rows import PackedRows
 
 SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
 GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # most drafts are accepted

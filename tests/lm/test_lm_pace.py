@@ -8,10 +8,10 @@ import json
 import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
+from mlx_sparse.core.registry import METAL_ROWS
 from mlx_sparse.lm.dense import drafts_per_kernel
 from mlx_sparse.lm.speculative.draft_length import DENSE_EVERY, MAX_DRAFTS, PAUSE, DraftLength
 from mlx_sparse.lm.statistics import DraftStatistics
-from mlx_sparse.methods.registry import METAL_ROWS
 
 
 def simulate(

@@ -20,10 +20,12 @@ from tiny_models import build, greedy, prompt_of
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseQuantizedKVCache, adopt
 from mlx_sparse.calibrate import Calibration, Layer, measurement_key
+from mlx_sparse.core import reasons
+from mlx_sparse.core.base import Step
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods import METHODS, SparQ, Step, reasons
+from mlx_sparse.methods import METHODS, SparQ
 
 LAYERS, PROMPT, STEPS = 2, 300, 8
 QUANTIZED = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}

@@ -21,12 +21,12 @@ from saap_artefacts import write_artefact
 from test_lm_server import Server, free_port, reports_in
 from tiny_models import build, write
 
-from mlx_sparse.artefact import load
 from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.lm.distributed.ranks import Ranks, connection_error, difference, facts_of
+from mlx_sparse.methods.saap.artefact import load
 from mlx_sparse.model_parts import Part, part_of
 
-RUN = Path(__file__).parents[1] / "fixtures" / "run_ranks.py"
+RUN = Path(__file__).parents[1] / "testing" / "run_ranks.py"
 SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0"]
 BENCHMARK = ["mlx_lm.benchmark", "-p", "60", "-g", "6", "--model", "model"]
 STEPS, LAYERS = 7, 2  # mlx-lm computes one token ahead

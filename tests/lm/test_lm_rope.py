@@ -13,9 +13,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import initialize_rope
 from tiny_models import FAMILIES, build, prompt_of
 
+from mlx_sparse.core import reasons
 from mlx_sparse.lm import rope as rope_module
 from mlx_sparse.lm.rope import Recorder, Seen, Source, find_sources, inverse, irreversible, observe, ropes, rotate
-from mlx_sparse.methods import reasons
 
 D = 64
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

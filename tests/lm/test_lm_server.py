@@ -91,6 +91,20 @@ class Server:
         return err
 
 
+def test_control_c_ends_a_calibration(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with running(model, "--attn", "sparq:rank=4") as server, ThreadPoolExecutor(1) as pool:
+        server.wait_until_up()
+        pool.submit(server.ask, words(prompt_of(1100)))
+        assert server.process.stderr
+        while "calibrating" not in server.process.stderr.readline():
+            assert server.process.poll() is None
+        err = server.interrupt()
+    assert "it took" not in err and "Traceback" not in err, "the calibration ended before the server"
+    assert "[mlx-sparse] sparq:rank=4" in err, "the report"
+    assert not list(tmp_path.rglob("*.json"))
+
+
 def requests_in(err: str) -> list[str]:
     """Return the lines in ``err`` about requests."""
     return [line.partition("[mlx-sparse] ")[2] for line in err.splitlines() if "[mlx-sparse] prompt of" in line]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
+from mlx_sparse.core.reasons import shorter_than
 from mlx_sparse.lm.statistics import (
     RECALL_STEPS,
     DraftStatistics,
@@ -13,7 +14,6 @@ from mlx_sparse.lm.statistics import (
     PrefillStatistics,
     RecallStatistics,
 )
-from mlx_sparse.methods.reasons import shorter_than
 
 SHORT = shorter_than(4096)
 

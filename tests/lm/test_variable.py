@@ -124,6 +124,15 @@ def test_hostile_values_and_a_closed_stream_keep_the_model(
     assert mlx_sparse.report(model) is not None
 
 
+@pytest.mark.parametrize("value", ["x" * 100_000, "x y " * 30_000, "sparq:rank=4," + "x" * 100_000])
+def test_a_long_value_is_cut(value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MLX_SPARSE_ATTN", value)
+    variable.enable_loaded(build())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"[mlx-sparse] MLX_SPARSE_ATTN={value[:200]}...: attention is dense: ")
+    assert value[:201] not in line
+
+
 def test_threads_enable_models_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,8 +20,8 @@ from vlm_models import caches_of, call, greedy
 
 import mlx_sparse
 from mlx_sparse.cache import kv_cache
+from mlx_sparse.core import reasons
 from mlx_sparse.lm import seam
-from mlx_sparse.methods import reasons
 
 SPARSE = "sparq:rank=4,top_k=4,dense_below=0"
 PROMPT, STEPS = 24, 6

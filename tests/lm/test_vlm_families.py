@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from importlib.metadata import version
 
+import family_models
+import mlx.core as mx
 import pytest
 import tier
+import vlm_models
 import vlm_table
+
+import mlx_sparse
 
 ROWS = {row.family: row for row in vlm_table.read()}
 EQUAL = [family for family, row in ROWS.items() if row.equal]
@@ -27,3 +32,17 @@ def test_the_page_has_the_saved_facts() -> None:
     for family in ROWS:
         assert f"`{family}`" in page
     assert re.search(rf"For {len(EQUAL)} families", page) and len(EQUAL) >= 20
+
+
+def test_mistral4_is_sparse_in_every_layer() -> None:
+    text = family_models.config_of("mistral4")
+    text["v_head_dim"] = text["qk_nope_head_dim"] + text["qk_rope_head_dim"]  # 128 of 128 in Mistral Small 4
+    vision = {"model_type": "pixtral", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4, "head_dim": 16}
+    model = vlm_models.of_config({"model_type": "mistral3", "text_config": text, "vision_config": vision})
+    mx.eval(model.parameters())
+    with mlx_sparse.sparse(model, vlm_table.FEW) as report:
+        caches = vlm_models.caches_of(model)
+        for tokens in (family_models.prompt_of(vlm_table.PROMPT), [1]):
+            mx.eval(vlm_models.call(model, [tokens], caches))
+    assert report.sparse_calls == report.served_layers == report.layers == text["num_hidden_layers"]

@@ -11,7 +11,7 @@ import sys
 import mlx.core as mx
 import numpy as np
 
-from mlx_sparse.kernels.select import top_k_select
+from mlx_sparse.core.select.metal import top_k_select
 from mlx_sparse.tools.environment import machine
 
 

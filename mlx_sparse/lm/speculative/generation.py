@@ -23,7 +23,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from ...api.call_report import Counts
 from ...checks import BackendUnavailable, ConfigError
-from ...methods import Method, Prefill
+from ...core.base import Method, Prefill
 from ...model_info import leaves
 from ...model_parts import part_of
 from ..call import Phase, in_phase

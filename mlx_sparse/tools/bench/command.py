@@ -17,8 +17,9 @@ from datetime import date
 from itertools import product
 
 from ...checks import ConfigError, Parser, SparseAttentionError, check_int, read_length, read_shape
+from ...core.base import Method
 from ...extras import naming_missing
-from ...methods import Method, parse, split_methods
+from ...methods import parse, split_methods
 from .. import formats
 from .core import ITEM_SIZES, Case, Request, Row, Shape, collect, log, measure, text
 

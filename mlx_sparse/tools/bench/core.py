@@ -11,7 +11,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from ...checks import SparseAttentionError
-from ...methods import Method
+from ...core.base import Method
 from ..formats import Printer, table
 
 MICRO = 1e-6
@@ -69,7 +69,7 @@ class Case:
         """Size of all keys in bytes. The values have the same size."""
         return self.rows * self.S * self.shape.D * self.item
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return a dict from the names of a result row's columns to the sizes."""
         found = {"dtype": self.dtype, "shape": str(self.shape), "batch": self.B, "S": self.S}
         return found if self.step is None else found | {"step": self.step}
@@ -151,7 +151,7 @@ class Row:
     note: str | None = None
     failed: bool = False
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the row as a dict for JSON. Missing values are None."""
         found = {"kind": "row", **self.case.as_dict(), "method": self.method, "backend": self.backend, **self.details}
         for name, spread in self.spreads.items():
@@ -177,7 +177,7 @@ class Variant(ABC):
     ours = True
     upkeep = 0.0
 
-    def __init__(self, case: Any, method: str, backend: str = "", **details: Any) -> None:
+    def __init__(self, case: Any, method: str, backend: str = "", **details: object) -> None:
         """Create the row. For a baseline, ``method`` is "dense" and ``details["dense"]`` is the baseline's name."""
         self.case = case
         self.row = Row(case, method, backend)

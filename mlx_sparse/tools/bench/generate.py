@@ -41,7 +41,7 @@ class Context:
 
     S: int
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return a dict from the name to the value of each column that describes the prompt in a result row."""
         return {"S": self.S}
 
@@ -56,7 +56,7 @@ class Generation(Variant):
 
     remark: str | None = None
 
-    def __init__(self, context: Context, method: str, backend: str, **details: Any) -> None:
+    def __init__(self, context: Context, method: str, backend: str, **details: object) -> None:
         self.case, self.role = context, "dense" if method == DENSE else "sparse"
         self.row = Row(context, method, backend, details, spreads={})
         self.speeds: dict[str, list[float]] = {"prompt": [], "generation": []}
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         (source,) = texts.read([args.text or texts.DEFAULT], cache=cache)
         make = partial(variants_of, text=source.text)
     model = find_model(args.model, cache, args.accept_license)
-    facts: dict[str, Any] = {"command": args.command, "date": date.today().isoformat(), "machine": where}
+    facts: dict[str, object] = {"command": args.command, "date": date.today().isoformat(), "machine": where}
     printer = formats.Printer(args, facts | {"load average": f"{load:.1f} before, {os.cpu_count()} processors"})
     rows = list[Row]()
     for variants in make(model, [DENSE, *methods], lengths, tokens):

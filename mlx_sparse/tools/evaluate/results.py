@@ -8,11 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from statistics import mean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...model_info import config_of, kv_shapes, model_type, weights_hash
 from .. import environment
 from .texts import Text
+
+if TYPE_CHECKING:
+    from mlx import nn
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,7 @@ class Facts:
     texts: list[TextFacts]
 
 
-def run_facts(command: str, name: str, model: Any, texts: Sequence[tuple[Text, int]], **options: int) -> Facts:
+def run_facts(command: str, name: str, model: nn.Module, texts: Sequence[tuple[Text, int]], **options: int) -> Facts:
     """Collect the inputs and the machine of a run.
 
     Args:

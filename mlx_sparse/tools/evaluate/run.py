@@ -161,7 +161,7 @@ class _Evaluation:
         self.args = args
         self.model, self.tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_license)
         for bits in args.kv_bits:
-            refuse_unquantizable(self.model, {"bits": bits})
+            refuse_unquantizable(self.model, bits)
         self.texts = texts.read(args.text, cache=cache_directory(args.cache_dir))
         tokens = encode_texts(self.tokenizer, self.texts)
         self.lengths = list(map(len, tokens))

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from ... import artefact
 from ...checks import ConfigError
+from ...core import stats
+from ...core.base import Method, Prefill
 from ...lm.model import select_methods
-from ...methods import Method, Prefill, parse, split_methods, stats
+from ...methods import parse, split_methods
+from ...methods.saap import artefact
 from ..assets.store import file_hash
 
 

@@ -10,11 +10,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ...checks import ArtefactError, ConfigError
@@ -23,7 +22,11 @@ from ...model_info import leaves
 from ..evaluate.journal import Journal
 from .rows import Texts
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    from mlx import nn
+    from tqdm import tqdm
+
+Array = np.ndarray
 STEP = 512  # tokens of a prefill chunk
 
 
@@ -151,7 +154,7 @@ class Collection:
 
 
 def collect(
-    model: Any,
+    model: nn.Module,
     layer_shapes: dict[int, LayerShape],
     windows: Sequence[Sequence[int]],
     folder: Path,
@@ -160,7 +163,7 @@ def collect(
     first: int,
     seed: int,
     key: str,
-    progress: Any,
+    progress: tqdm,
 ) -> Collection:
     """Run ``model`` on texts of equal length, and store the queries and keys of its attention layers.
 
@@ -217,12 +220,12 @@ def _completed_texts(journal: Journal[Done], collection: Collection) -> int:
 
 
 def _run(
-    model: Any,
+    model: nn.Module,
     collection: Collection,
     sources: dict[int, Source | str],
     window: int,
     tokens: Sequence[int],
-    progress: Any,
+    progress: tqdm,
 ) -> None:
     caches = make_prompt_cache(model)
     needed = leaves(caches)[: 1 + max(collection.layer_shapes)]
@@ -253,7 +256,7 @@ def _run(
             progress.update(len(chunk))
 
 
-def find_layer_shapes(model: Any, dense_layers: int) -> dict[int, LayerShape]:
+def find_layer_shapes(model: nn.Module, dense_layers: int) -> dict[int, LayerShape]:
     """Return a dict from the index of each layer that can use SAAP to the shape of the layer.
 
     The first ``dense_layers`` attention layers are omitted.
@@ -279,7 +282,7 @@ def find_layer_shapes(model: Any, dense_layers: int) -> dict[int, LayerShape]:
         elif order.index(seen.layer) < dense_layers:
             reasons.append("that stay dense")
         elif seen.queries.shape[3] != D:
-            reasons.append("with key and value head dims that differ (MLA)")
+            reasons.append("with key and value head dims that differ")
         else:
             layer_shapes[seen.layer] = LayerShape(seen.layer, Hq, Hkv, D, seen.scale)
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
-from ...artefact import Layer
-from ...ops.kmeans import assign, fit
+from ...methods.saap.artefact import Layer
+from ...methods.saap.kmeans import assign, fit
 from .. import formats
 from . import network
 from .network import MIN_ROWS, Training, has_enough_rows, train_layer
 from .rows import Distances, Rows, Texts, best_distance, bucket_mass, long_range_rows
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+Array = np.ndarray
 ROUTERS = ("trained", "kmeans")
 SELECTIVITIES = (0.05, 0.1, 0.2)
 FEW = 16  # queries; the mean of fewer queries is too noisy
@@ -84,7 +86,7 @@ def summary(heads: Sequence[HeadReport]) -> dict[str, Any]:
     }
 
 
-def as_dict(heads: Sequence[HeadReport]) -> dict[str, Any]:
+def as_dict(heads: Sequence[HeadReport]) -> dict[str, object]:
     """Return the reports of all heads and the means over all heads as a dict for JSON."""
     return {"selectivities": list(SELECTIVITIES), "mean": summary(heads), "heads": [asdict(found) for found in heads]}
 
@@ -113,7 +115,7 @@ class Recipe:
     seed: int
 
 
-def make_layer(texts: Texts, recipe: Recipe, *, progress: Any = None) -> tuple[Layer, list[Rows]]:
+def make_layer(texts: Texts, recipe: Recipe, *, progress: tqdm = None) -> tuple[Layer, list[Rows]]:
     """Train one layer. Return centroids and query networks in float16, and the training rows of each KV head."""
     centroids = make_centroids(texts, recipe)
     ids = bucket_ids(texts.pre_rope_keys, centroids)

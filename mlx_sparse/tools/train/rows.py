@@ -11,11 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from ...checks import check_int
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 CHUNK = 1 << 23  # scores in memory at a time; 32 MiB for each temporary array
 
 

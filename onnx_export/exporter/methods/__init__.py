@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mlx_sparse.methods import SAAP, Dense, Method, SparQ
+from mlx_sparse.core.base import Dense, Method
+from mlx_sparse.methods import SAAP, SparQ
 
 from .base import Decoding
 from .saap import SaapDecoding

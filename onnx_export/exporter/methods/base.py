@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import mlx.core as mx
 
-from mlx_sparse.methods import Method
+from mlx_sparse.core.base import Method
 
 from ...operators import OPERATORS
 from ..graph import Graph
+
+if TYPE_CHECKING:
+    from mlx import nn
 
 # For verification: number of prompt tokens, and maximum number of keys that a sparse step attends to. KEYS is less than
 # PROMPT, so that a step after the prompt is sparse.
@@ -54,7 +57,7 @@ class Decoding:
     method: Method
 
     @classmethod
-    def resolve(cls, config: Any, model: Any) -> Decoding:
+    def resolve(cls, config: Any, model: nn.Module) -> Decoding:
         """Return the decode method for ``config``. Resolve every "auto" for mlx-lm's ``model``.
 
         Raises:

@@ -1,0 +1,204 @@
+"""Compute exact attention over listed keys on the GPU for all decode methods (metal/attend.h)."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..launch import LANES, LAUNCH_CACHE_SIZE, Kernel, Launch, RowFormat, integer, parts_of, real, row_template
+from ..packed_rows import Rows
+from ..select.metal import ITEMS
+from .metal_merge import GROUPS, UNSPLIT, merging
+
+TILE = 128  # list entries per tile: ATTEND_TILE
+
+_ROWS = ("keys", "values")
+_COUNTED = ("indices", "counts", "length", "scale")
+_MIXED = ("indices", "logits", "softmax", "value_mean", "length", "scale")
+_CANDIDATES = ("candidate_bits", "candidate_indices", "length", "scale")
+ATTEND = Kernel("attend_indices", "attend.h", ("queries", *_ROWS, *_COUNTED), ("out", "lse"))
+REALLOCATE = Kernel("attend_reallocate", "attend.h", ("queries", *_ROWS, *_MIXED), ("out", "lse", "alpha"))
+_RESULTS = ("out", "lse", "recall")
+CANDIDATES = Kernel("attend_candidates", "attend_candidates.h", ("queries", *_ROWS, *_CANDIDATES), _RESULTS)
+
+
+class Reallocation(NamedTuple):
+    """Inputs for mixing in the mean value (sparq.10).
+
+    Attributes:
+        logits: float32 ``(B, Hkv, stride, G)`` approximate logits (sparq.3) of ``stride >= S`` keys.
+        softmax: float32 ``(B, Hkv, G, 2)``, the largest logit and ``1 / sum(exp(logit - largest))`` per query head.
+        value_mean: float32 ``(B, Hkv, D)`` mean of the valid values.
+    """
+
+    logits: mx.array
+    softmax: mx.array
+    value_mean: mx.array
+
+
+class Listed(NamedTuple):
+    """Sizes and parameters of a launch over a list of keys. ``length`` is the number of keys in the KV cache."""
+
+    B: int
+    Hq: int
+    Hkv: int
+    D: int
+    dtype: mx.Dtype
+    length: int
+    scale: float
+    row_format: RowFormat
+
+
+def splits_of(N: int, lists: int) -> int:
+    """Return the number of threadgroups that share a list of ``N`` entries. ``lists`` is the number of lists."""
+    if N <= UNSPLIT:
+        return 1
+    part = max(2 * TILE, -(-N * lists // GROUPS // TILE) * TILE)
+    return -(-N // part)
+
+
+@cache
+def heads_of(D: int, G: int) -> tuple[int, int]:
+    """Return the number of query heads and the number of SIMD groups per threadgroup.
+
+    The sums of a lane must fit into registers. For each chunk of 128 components, a lane holds four float32 sums per
+    head and loads four rows at once. With 512 threads, each thread has about 100 registers, and Metal refuses to launch
+    a kernel that needs more. If a query group needs too many registers even with 256 threads, it is divided among
+    threadgroups. Each threadgroup then reads all keys and values.
+    """
+    chunks = -(-D // 128)
+    heads = next(n for n in range(G, 0, -1) if G % n == 0 and (n == 1 or 4 * chunks * (n + 4) <= 96))
+    return heads, 16 if 4 * chunks * (heads + 4) <= 48 else 8
+
+
+def _narrow(indices: mx.array, keys: int) -> mx.array:
+    """Convert indices to int32. A 64-bit index outside ``[0, keys)`` becomes -1 instead of wrapping to a key index."""
+    if indices.dtype == mx.int32:
+        return indices
+    if indices.itemsize > 4:
+        indices = mx.where((indices >= 0) & (indices < keys), indices, -1)
+    return indices.astype(mx.int32)
+
+
+def attend_indices(
+    queries: mx.array,
+    keys: Rows,
+    values: Rows,
+    indices: mx.array,
+    *,
+    scale: float,
+    length: int | None = None,
+    counts: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Compute exact attention of one query per head over the listed keys (sparq.7).
+
+    Args:
+        queries: ``(B, Hq, 1, D)``.
+        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
+            Both buffers are arrays, or both are quantized with the same bits and group size.
+        indices: ``(B, Hkv, N)`` int key indices. A number that is not a key index, such as -1, is an empty slot.
+        counts: ``(B, Hkv)`` number of used slots at the start of each list. If None, all slots are used.
+
+    Returns:
+        ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``. If a list has only empty slots,
+        its out is 0 and its lse is -inf.
+    """
+    B, Hq, _, _ = queries.shape
+    if indices.shape[2] == 0:
+        return mx.zeros_like(queries), mx.full((B, Hq, 1), -mx.inf)
+    out, lse = attend_listed(queries, keys, values, indices, scale=scale, length=length, counts=counts)
+    return out, lse
+
+
+def attend_listed(
+    queries: mx.array,
+    keys: Rows,
+    values: Rows,
+    indices: mx.array,
+    *,
+    scale: float,
+    length: int | None = None,
+    counts: mx.array | None = None,
+    reallocation: Reallocation | None = None,
+) -> list[mx.array]:
+    """Compute `attend_indices` for lists that have at least one slot.
+
+    Args:
+        reallocation: inputs for mixing in the mean value (sparq.10), or None. Cannot be combined with ``counts``.
+
+    Returns:
+        ``out`` and ``lse``. If ``reallocation`` is given, also float32 ``alpha (B, Hq, 1)`` (sparq.8).
+    """
+    B, Hq, _, D = queries.shape
+    (Hkv, capacity), N = keys.shape[1:3], indices.shape[2]
+    length = capacity if length is None else length
+    counted, mixed = counts is not None, reallocation is not None
+    (key_parts, row_format), (value_parts, other) = parts_of(keys), parts_of(values)
+    assert row_format == other
+    listed = _narrow(indices, capacity)
+    used = _no_counts() if counts is None else counts.astype(mx.int32)
+    launch = _attending(Listed(B, Hq, Hkv, D, queries.dtype, length, scale, row_format), N, counted, mixed)
+    rows = queries, *key_parts, *value_parts, listed
+    if reallocation is not None:
+        assert counts is None
+        results = launch(*rows, *reallocation)
+    else:
+        results = launch(*rows, used)
+    if splits_of(N, B * Hkv) > 1:
+        mean = [] if reallocation is None else [reallocation.value_mean]
+        results = merging(B, Hkv, Hq // Hkv, D, queries.dtype, mixed)(*results, *mean)
+    return results
+
+
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
+def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
+    """Build the launch of `attend_indices` for lists of ``N`` entries.
+
+    Each list is divided among ``splits`` threadgroups (`splits_of`). The outputs are float32
+    ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``. If ``mixed`` is True, the third output is
+    ``alpha`` in the shape of ``lse``. If there is only one split, the outputs have the same shapes and types as in
+    `attend_listed`.
+    """
+    B, Hq, Hkv, D, dtype, length, scale, row_format = n
+    G, splits = Hq // Hkv, splits_of(N, B * Hkv)
+    heads, simdgroups = heads_of(D, G)
+    statistic = ((B, Hq, 1) if splits == 1 else (B, Hkv, splits, G), mx.float32)
+    template = {"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, **row_template(row_format)}
+    return Launch(
+        (REALLOCATE if mixed else ATTEND).of_rows(row_format),
+        [((*statistic[0], D), dtype if splits == 1 else mx.float32), *[statistic] * (1 + mixed)],
+        [integer(length), real(scale)],
+        template=template if mixed else {**template, "COUNTED": counted},
+        groups=(splits, Hq // heads, B),
+        threads=simdgroups * LANES,
+    )
+
+
+def takes_candidates(D: int, G: int, candidates: int, top_k: int) -> bool:
+    """Return True if one threadgroup of `attend_candidates` can load all candidates and attend to ``top_k`` keys."""
+    return top_k <= UNSPLIT and candidates <= ITEMS * LANES * heads_of(D, G)[1]
+
+
+def attend_candidates(n: Listed, top_k: int) -> Launch:
+    """Build the launch that selects the best ``top_k`` candidates from a `top_k_launch` and attends to them.
+
+    The outputs are ``out`` and ``lse`` of `attend_indices`, and float32 ``recall (B, Hkv)`` (sparq.24).
+    """
+    B, Hq, Hkv, D, dtype, length, scale, row_format = n
+    G = Hq // Hkv
+    heads, simdgroups = heads_of(D, G)
+    return Launch(
+        CANDIDATES.of_rows(row_format),
+        [((B, Hq, 1, D), dtype), ((B, Hq, 1), mx.float32), ((B, Hkv), mx.float32)],
+        [integer(length), real(scale)],
+        template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k, **row_template(row_format)},
+        groups=(1, Hq // heads, B),
+        threads=simdgroups * LANES,
+    )
+
+
+@cache
+def _no_counts() -> mx.array:
+    return mx.array([0], mx.int32)

@@ -1,0 +1,1 @@
+"""Attend exactly to listed key blocks in prefill (`attend_blocks`)."""

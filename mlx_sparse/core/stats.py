@@ -1,0 +1,124 @@
+"""Define `Stats`, and count the elements that each method moves. The formulas are from the papers.
+
+The functions return numbers of elements for S keys of head dim D. A number is per KV head for a decode step, and per
+query head for a prefill chunk. To get bytes, multiply the number by the item size. Equation numbers refer to
+docs/spec/sparq.md, sample.md, saap.md and quest.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .blocks.layout import Layout
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Statistics of an attention call, returned if ``return_stats`` is set.
+
+    Attributes:
+        elements: number of elements moved per KV head and decode step, or per query head in prefill.
+        dense_elements: number of elements that dense attention would move in the call.
+        density: share of the keys that the call attended to. In prefill, share of the causal block pairs that the call
+            attended to (sample.9).
+        recall: float32 ``(B, Hq, L)`` attention recall ``exp(lse_sparse - lse_dense)``, the share of the softmax mass
+            on the attended keys. None unless ``return_stats`` is "recall".
+        head_density: ``density`` of each head in prefill, ``(B, Hq)``; None for a decode step.
+        sampled: share of the queries that were sampled to select key blocks; 0 for decode methods.
+        selectivity: share of the keys that are in visited buckets (saap.12). Keys that SAAP always attends to are not
+            counted. 0 for other methods.
+        estimated_recall: float32 ``(B, Hkv)`` attention recall that SparQ estimates (sparq.24); None for other
+            methods, dense calls and `cuda_ref`.
+    """
+
+    elements: int
+    dense_elements: int
+    density: float
+    recall: Any = None
+    head_density: Any = None
+    sampled: float = 0.0
+    selectivity: float = 0.0
+    estimated_recall: Any = None
+
+    @property
+    def compression(self) -> float:
+        """Elements that the call moves, as a share of the elements that dense attention moves; smaller is better."""
+        return self.elements / self.dense_elements
+
+
+def dense_elements(S: int, D: int) -> int:
+    """Return the number of elements that a dense decode step moves, ``2 S D + 2 D`` (sparq.11).
+
+    The step reads S keys and values, and writes one key and one value.
+    """
+    return 2 * S * D + 2 * D
+
+
+def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16) -> int:
+    """Return the number of elements that a SparQ decode step moves, ``S r + 2 k D + 4 D`` (sparq.12).
+
+    The step reads r = ``rank`` components of S keys, and k = ``top_k`` keys and values. The step writes one key and one
+    value, and reads and writes the mean value. If ``key_bits`` is below 16, the first term is
+    ``S r (key_bits + 1/2) / 16`` (sparq.23). This term counts the codes, ``lo`` and ``step`` in elements of 16 bits.
+    """
+    scored = S * rank if key_bits == 16 else -(-S * rank * (2 * key_bits + 1) // 32)
+    return scored + 2 * min(top_k, S) * D + 4 * D
+
+
+def streaming_elements(S: int, D: int, *, top_k: int) -> int:
+    """Return the number of elements that a StreamingLLM or OracleTopK step moves, ``2 k D + 2 D`` (sparq.13).
+
+    The step reads k = ``top_k`` keys and values, and writes one key and one value. The selection is not counted.
+    """
+    return 2 * min(top_k, S) * D + 2 * D
+
+
+def h2o_elements(S: int, D: int, *, top_k: int) -> int:
+    """Return the number of elements that an H2O decode step moves, ``2 k D + 2 D + 2 S`` (sparq.14).
+
+    The step reads k = ``top_k`` keys and values, writes one key and one value, and reads and writes S scores.
+    """
+    return 2 * min(top_k, S) * D + 2 * D + 2 * S
+
+
+def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
+    """Return the number of elements that a FlexGen decode step moves, ``S D + k D + 2 D`` (sparq.15).
+
+    The step reads S keys and k = ``top_k`` values, and writes one key and one value.
+    """
+    return S * D + min(top_k, S) * D + 2 * D
+
+
+def quest_elements(S: int, D: int, *, top_k: int, page_size: int) -> int:
+    """Return the number of elements that a Quest decode step moves, ``2 P D + 2 k D + 2 D`` (quest.6).
+
+    The step reads two bounds of P pages and k = ``top_k`` keys and values, and writes one key and one value.
+    """
+    return 2 * -(-S // page_size) * D + 2 * min(top_k, S) * D + 2 * D
+
+
+def saap_elements(D: int, attended: int, *, network: int = 0) -> int:
+    """Return the number of elements that a SAAP decode step moves, ``2 n D + n + 2 D + w`` (saap.14).
+
+    The step reads n = ``attended`` keys, their values, n key indices, and w = ``network`` weights of the query network.
+    The step writes one key and one value.
+    """
+    return 2 * attended * D + attended + 2 * D + network
+
+
+def prefill_elements(layout: Layout, D: int, density: float | None = None) -> int:
+    """Return the number of elements that a prefill chunk moves per query head (sample.10).
+
+    The number includes the queries, the output, the keys and values of each attended block pair, and the keys that the
+    sampled queries read. If ``density`` is None, attention is dense.
+    """
+    share = 1.0 if density is None else density
+    sampling = 0 if density is None or not layout.sampled_share else len(layout.regions) * layout.S * D
+    return round(2 * layout.L * D + 2 * layout.block_size * D * layout.causal_pairs * share) + sampling
+
+
+def as_prefill(stats: Stats, layout: Layout, D: int) -> Stats:
+    """Return a copy of ``stats``, the statistics of a dense call, that counts the elements per query head."""
+    moved = prefill_elements(layout, D)
+    return replace(stats, elements=moved, dense_elements=moved)

@@ -1,0 +1,150 @@
+"""Run the decode baselines (docs/spec/sparq.md, "Baselines")."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ...core.attend.ops import (
+    attend_indices,
+    exact_logits,
+    group_queries,
+    softmax_lse,
+    take_rows,
+    top_k_select,
+    valid_keys,
+)
+from ...core.blocks.ops import batch_size, causal_scores, wait_for
+from ...core.packed_rows import Rows
+
+
+def streaming_attention(
+    queries: mx.array,
+    keys: Rows,
+    values: Rows,
+    *,
+    sink_tokens: int,
+    recent_tokens: int,
+    scale: float,
+    left_padding: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """Attend to the first ``sink_tokens`` and the last ``recent_tokens`` valid keys.
+
+    S must be larger than ``sink_tokens + recent_tokens``.
+    """
+    B, Hkv, S, _ = keys.shape
+    first = mx.zeros((B, 1), mx.int32) if left_padding is None else left_padding[:, None].astype(mx.int32)
+    slots = mx.concatenate([first + mx.arange(sink_tokens), mx.arange(S - recent_tokens, S) + 0 * first], axis=1)
+    # With padding, a sink can be in the recent window, and the window can begin before the first valid key.
+    is_sink = mx.arange(sink_tokens + recent_tokens) < sink_tokens
+    valid = mx.where(is_sink, slots < S - recent_tokens, slots >= first)
+    indices = mx.sort(mx.where(valid, slots, S), axis=-1)
+    indices = mx.where(indices < S, indices, -1).astype(mx.int32)
+    indices = mx.broadcast_to(indices[:, None, :], (B, Hkv, sink_tokens + recent_tokens))
+    return attend_indices(queries, keys, values, indices, scale=scale)
+
+
+def oracle_top_k_attention(
+    queries: mx.array,
+    keys: Rows,
+    values: Rows,
+    *,
+    top_k: int,
+    local_window: int,
+    scale: float,
+    left_padding: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """Attend to the keys that SparQ would select if the scores were exact."""
+    weights, _ = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
+    indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=local_window, left_padding=left_padding)
+    return attend_indices(queries, keys, values, indices, scale=scale)
+
+
+def flexgen_attention(
+    queries: mx.array,
+    keys: Rows,
+    values: Rows,
+    *,
+    top_k: int,
+    scale: float,
+    left_padding: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """Attend to the ``top_k`` keys with the largest softmax weights.
+
+    The selection uses the sum of the weights over the query heads of a group. The weights of the selected keys are not
+    renormalized. The returned log-sum-exp is over the selected keys only.
+    """
+    weights, lse = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
+    indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
+    filled = (indices >= 0)[:, :, None, :]
+    rows = mx.maximum(indices, 0)
+    kept = mx.where(filled, mx.take_along_axis(weights, rows[:, :, None, :], axis=-1), 0.0)
+    values_n = take_rows(values, rows).astype(mx.float32)
+    out = kept @ mx.where((indices >= 0)[..., None], values_n, 0.0)
+    kept_lse = mx.log(kept.sum(axis=-1)) + lse
+    return out.reshape(queries.shape).astype(queries.dtype), kept_lse.reshape(queries.shape[:3])
+
+
+def h2o_attention(
+    queries: mx.array,
+    keys: Rows,
+    values: Rows,
+    *,
+    scores: mx.array,
+    top_k: int,
+    local_window: int,
+    scale: float,
+    left_padding: mx.array | None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Run one decode step of H2O. Return ``out``, ``lse`` and the new scores, which are -inf for evicted keys."""
+    B, Hkv, S = scores.shape
+    scores = scores.astype(mx.float32)
+    indices = top_k_select(scores, top_k=top_k, local_window=local_window, left_padding=left_padding)
+    out, lse = attend_indices(queries, keys, values, indices, scale=scale)
+    filled = indices >= 0
+    rows = mx.maximum(indices, 0)
+    keys_n = take_rows(keys, rows).astype(mx.float32)
+    weights, _ = softmax_lse((group_queries(queries, Hkv) * scale) @ keys_n.swapaxes(-1, -2), filled[:, :, None, :])
+    received = mx.take_along_axis(scores, rows, axis=-1) + weights.mean(axis=2)
+    # Empty slots write to an additional slot S, which is removed.
+    updated = mx.full((B, Hkv, S + 1), -mx.inf)
+    updated = mx.put_along_axis(updated, mx.where(filled, indices, S), received, axis=-1)
+    return out, lse, updated[..., :S]
+
+
+def h2o_scores(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
+    """Return the initial ``scores`` for `h2o_attention`, float32 ``(B, Hkv, S)``. Invalid keys have the score -inf.
+
+    The score of a key is the sum of its causal softmax weights over the queries. Scores are averaged over the query
+    heads of a group.
+    """
+    B, Hq, L, D = queries.shape
+    Hkv, S = keys.shape[1:3]
+    grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale
+    keys = keys[:][:, :, None].astype(mx.float32)
+    step = batch_size(B * Hq * S)
+    received = mx.zeros((B, Hkv, S))
+    for first in range(0, L, step):
+        stop = min(first + step, L)
+        end = S - L + stop
+        scores = causal_scores(wait_for([received], grouped[..., first:stop, :]), keys[..., :end, :])
+        if left_padding is not None:
+            scores = mx.where(valid_keys(end, left_padding)[:, None, None, None], scores, -mx.inf)
+        # Same as `softmax_lse`, but a matrix product normalizes the weights, to avoid a second array of their size.
+        top = mx.max(scores, axis=-1, keepdims=True)
+        top = mx.where(top == -mx.inf, 0.0, mx.where(mx.isnan(top), mx.inf, top))
+        exps = mx.exp(scores - top)
+        sums = exps.sum(axis=-1, keepdims=True)
+        share = mx.where(sums > 0, 1.0 / sums, 0.0).swapaxes(-1, -2)
+        total = (share @ exps).sum(axis=(2, 3)) / (Hq // Hkv)
+        received = received + mx.pad(total, [(0, 0), (0, 0), (0, S - end)])
+    return received if left_padding is None else mx.where(valid_keys(S, left_padding)[:, None], received, -mx.inf)
+
+
+def exact_weights(
+    queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    """Return the float32 softmax weights ``(B, Hkv, G, S)`` and log-sum-exp ``(B, Hkv, G)`` of dense attention."""
+    S = keys.shape[2]
+    logits = exact_logits(group_queries(queries, keys.shape[1]) * scale, keys)
+    valid = None if left_padding is None else valid_keys(S, left_padding)[:, None, None, :]
+    return softmax_lse(logits, valid)

@@ -1,0 +1,72 @@
+"""Define the parameters of Quest, and estimate its transfers and crossover length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...checks import check_int
+from ...core import stats
+from ...core.base import NEVER, Method, Step
+from ...core.cost import ENOUGH_SAVED
+
+
+@dataclass(frozen=True)
+class Quest(Method):
+    """Attend to the pages of keys with the largest upper bounds on their scores (docs/spec/quest.md).
+
+    Attributes:
+        page_size: number of consecutive keys per page, at least 1.
+        top_k: number of attended keys per KV head, rounded up to whole pages. The current page is included. The
+            default is the budget at which Quest matches dense attention on LongBench in the paper.
+        dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
+            on this machine. Before a measurement, "auto" is ``4 * top_k`` on the `ops` backend. There, reading a
+            gathered row takes 2.5 times as long as reading a row in dense attention (docs/results/speed.md). On a GPU
+            backend, "auto" is the length at which a step saves `ENOUGH_SAVED` bytes. If ``top_k`` is below the default,
+            as in experiments on short texts, every step that can be sparse is sparse.
+    """
+
+    name: ClassVar[str] = "quest"
+    source: ClassVar[str] = "Quest, arXiv 2406.10774"
+    reads: ClassVar[str] = (
+        "the smallest and largest components of each page of 16 keys, then the `top_k` keys and values of the pages "
+        "with the largest bounds ([Quest](docs/spec/quest.md))"
+    )
+    plot_style: ClassVar[tuple[str, str]] = ("#F0E442", "P")
+    budget_setting: ClassVar[str] = "top_k"
+
+    page_size: int = 16
+    top_k: int = 1024
+    dense_below: str | int = "auto"
+
+    def __post_init__(self) -> None:
+        if self.dense_below != "auto":
+            check_int("dense_below", self.dense_below, 0)
+        check_int("page_size", self.page_size, 1)
+        check_int("top_k", self.top_k, 1)
+
+    @property
+    def attended(self) -> int:
+        return -(-self.top_k // self.page_size) * self.page_size
+
+    @property
+    def unit(self) -> int:
+        return self.page_size
+
+    @property
+    def experiment(self) -> bool:
+        return self.top_k < Quest.top_k
+
+    def modeled_context(self, step: Step | None) -> int:
+        if not step or not step.gpu:
+            return 4 * self.attended
+        # A sparse step skips rows, but it reads the page bounds (quest.6), and writes and reads the page scores.
+        row = 2 * step.itemsize * step.D
+        saved = row - (row + 8) / self.page_size
+        if saved <= 0:
+            return NEVER
+        return self.attended + 1 + math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + row * self.attended) / saved)
+
+    def elements(self, S: int, D: int, buckets: int = 0) -> int:
+        return stats.quest_elements(S, D, top_k=self.attended, page_size=self.page_size)

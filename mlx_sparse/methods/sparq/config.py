@@ -1,0 +1,167 @@
+"""Define the parameters of SparQ, and estimate its transfers and crossover length."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, NamedTuple
+
+from ...checks import check_choice, check_int, check_local_window, check_rank
+from ...core import stats
+from ...core.base import NEVER, Method, Step
+from ...core.cost import ENOUGH_SAVED
+from .scoring_keys import KEY_BITS
+
+
+class Selection(NamedTuple):
+    """Parameters for selecting the keys of one decode step.
+
+    Attributes:
+        component_weight: float32 ``(B, Hkv, D)`` standard deviation of the keys for ``component_score="query_key"``;
+            None for ``component_score="query"``.
+        left_padding: ``(B,)`` int, index of the first valid key of each sequence.
+        keys_t: ``(B, Hkv, D, S)`` component-major keys or `KeyCodes`.
+    """
+
+    rank: int
+    top_k: int
+    local_window: int
+    scale: float
+    component_weight: Any = None
+    left_padding: Any = None
+    keys_t: Any = None
+
+
+@dataclass(frozen=True)
+class SparQ(Method):
+    """Attend to the ``top_k`` keys that score highest on a few query components (docs/spec/sparq.md).
+
+    Attributes:
+        rank: number r of query components used to score each key, 1..D.
+        top_k: number of attended keys per KV head, including the local window.
+        local_window: number of last valid keys that are always attended to, 0..top_k; None means ``top_k // 4``.
+        reallocate: if True, add the mean value, weighted by the softmax mass of the skipped keys. "auto" is True for
+            one query head per KV head, but False for "query_key", which underestimates the attention recall
+            (docs/spec/sparq.md).
+        component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation of the
+            keys ("query_key"). "auto" is "query_key" for models with q/k-norm, because their channels have learned
+            scales, and for grouped query heads with quantized scoring keys. Otherwise "auto" is "query".
+        key_bits: number of bits per component of the scoring keys: 16 (as in the paper) or 4. An int4 copy of the keys
+            needs about a quarter of the transfers and memory of a 16-bit copy (docs/spec/sparq.md).
+            docs/results/quality.md reports the loss of quality.
+        score: data used to score the keys of a quantized KV cache (``--kv-bits``). "rows" reads all components
+            of the cache and needs no additional memory. "copy" reads a copy of the keys, as for caches that are not
+            quantized (docs/spec/quantized.md).
+        dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
+            on this machine (`mlx-sparse calibrate`). Before a measurement, "auto" is ``16 * top_k`` on the `ops`
+            backend (docs/results/speed.md). On a GPU backend, "auto" is the length at which a step saves `ENOUGH_SAVED`
+            bytes. If ``top_k`` is below the default, as in experiments on short texts, every step that can be sparse is
+            sparse.
+    """
+
+    name: ClassVar[str] = "sparq"
+    source: ClassVar[str] = "SparQ Attention, arXiv 2312.04985"
+    reads: ClassVar[str] = (
+        "`rank` components of every key, then `top_k` whole keys and values ([SparQ](docs/spec/sparq.md))"
+    )
+    plot_style: ClassVar[tuple[str, str]] = ("#0072B2", "o")
+    budget_setting: ClassVar[str] = "top_k"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        # Algorithm 1 with its GQA paragraph: the default of the functions.
+        "paper": {"component_score": "query", "key_bits": 16},
+        # Variant of this project: components ranked by |q| times the standard deviation of the keys.
+        "robust": {"component_score": "query_key"},
+    }
+
+    rank: int = 32
+    top_k: int = 128
+    local_window: int | None = None
+    reallocate: str | bool = "auto"
+    component_score: str = "auto"
+    key_bits: int = 4
+    score: str = "rows"
+    dense_below: str | int = "auto"
+
+    def __post_init__(self) -> None:
+        if self.dense_below != "auto":
+            check_int("dense_below", self.dense_below, 0)
+        check_int("rank", self.rank, 1)
+        check_int("top_k", self.top_k, 1)
+        check_local_window(self.local_window, self.top_k)
+        check_choice("reallocate", self.reallocate, ("auto", True, False))
+        check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
+        check_choice("key_bits", self.key_bits, KEY_BITS)
+        check_choice("score", self.score, ("rows", "copy"))
+
+    def for_model(self, *, qk_norm: bool, grouped: bool = True) -> SparQ:
+        auto = "query_key" if qk_norm or (self.key_bits < 16 and grouped) else "query"
+        score = auto if self.component_score == "auto" else self.component_score
+        mixes = False if score == "query_key" and self.reallocate == "auto" else self.reallocate
+        return dataclasses.replace(self, component_score=score, reallocate=mixes)
+
+    def check_head_dim(self, D: int) -> None:
+        check_rank(self.rank, D)
+
+    def reallocates(self, G: int) -> bool:
+        """Return True if a layer with ``G`` query heads per KV head adds the mean value (sparq.9)."""
+        return G == 1 if self.reallocate == "auto" else bool(self.reallocate)
+
+    def scores_rows(self, *, packed: bool) -> bool:
+        """Return True if SparQ scores the cache's own keys instead of a copy.
+
+        ``packed`` is True if the KV cache is quantized.
+        """
+        return packed and self.score == "rows"
+
+    def supports_sinks(self, G: int) -> bool:
+        return not self.reallocates(G)
+
+    def parameters(self, G: int = 1) -> dict[str, Any]:
+        found = super().parameters(G) | {"reallocate": self.reallocates(G)}
+        return {name: found[name] for name in ("rank", "top_k", "local_window", "reallocate")}
+
+    @property
+    def experiment(self) -> bool:
+        return self.top_k < SparQ.top_k
+
+    def modeled_context(self, step: Step | None) -> int:
+        if not step or not step.gpu:
+            return 16 * self.top_k
+        # The step must save `ENOUGH_SAVED` bytes. It saves the elements of keys and values that it does not read,
+        # (sparq.11) minus (sparq.12) or (sparq.23). It writes and reads the score buffer, one number per key and query
+        # head: float32, or 8 bits if the precision suffices.
+        packed = step.packed is not None
+        by_rows = self.scores_rows(packed=packed)
+        coded = self.key_bits < 16 and not by_rows
+        narrow = (packed if by_rows else coded) and not self.reallocates(step.G)
+        scored = self.rank * ((2 * self.key_bits + 1) / 16 if coded else step.itemsize)
+        per_key = 2 * step.row_bytes - (step.row_bytes if by_rows else scored) - 2 * (1 if narrow else 4) * step.G
+        if per_key <= 0:
+            return NEVER
+        fixed = 2 * (self.top_k + 1) * step.row_bytes
+        return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)
+
+    def elements(self, S: int, D: int, buckets: int = 0) -> int:
+        return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k, key_bits=self.key_bits)
+
+    def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int) -> int:
+        if not self.scores_rows(packed=row_bytes < D * itemsize):
+            return super().step_bytes(S, D, itemsize=itemsize, row_bytes=row_bytes)
+        every = dataclasses.replace(self, rank=D, key_bits=16, score="copy")
+        moved = every.step_bytes(S, D, itemsize=itemsize, row_bytes=row_bytes)
+        return moved - S * (D * itemsize - row_bytes)  # the quantized rows are scored
+
+    def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SparQ, str]:
+        """Spend half of the budget on scores and half on attention.
+
+        If ``named`` contains ``rank`` or ``top_k``, the caller adjusts only the other setting of the two.
+        """
+        config = self if "dense_below" in named else dataclasses.replace(self, dense_below=0)
+        if not {"rank", "top_k"} & set(named):
+            rank = share * D if self.key_bits == 16 else share * D * 32 / (2 * self.key_bits + 1)
+            return dataclasses.replace(config, rank=min(max(1, int(rank)), D)), "top_k"
+        free = [setting for setting in ("top_k", "rank") if setting not in named]
+        return config, free[0] if free else ""

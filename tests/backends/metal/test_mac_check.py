@@ -1,0 +1,145 @@
+"""Test scripts/mac_check.sh on a machine that is not a Mac."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import check_report
+import pytest
+from shell import OWN, ROOT, run, write_commands
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # reports
+
+SCRIPT = ROOT / "scripts" / "mac_check.sh"
+FILES = [
+    "backends/metal/test_metal_kernels",
+    "backends/metal/test_metal_prefill",
+    "core/test_decode",
+    "core/test_select",
+    "methods/sample/test_prefill",
+    "methods/saap/test_buckets",
+]
+
+# Output of a Mac's commands, and tests of a project that has only the parts that the script calls.
+MAC = {
+    "uname": "echo Darwin arm64",
+    "sysctl": "echo Mac14,9",
+    "sw_vers": "echo 26.1",
+    "system_profiler": "echo '      Total Number of Cores: 19'",
+}
+TESTS = """
+import os, pytest
+@pytest.mark.parametrize("backend", ["ops", "metal"])
+def test_kernel(backend):
+    os.write(2, b"{message}\\n")
+    assert not {fails}
+"""
+
+
+@pytest.fixture
+def mac(tmp_path: Path) -> Path:
+    """Create a project and fake commands that print the output of a Mac's commands."""
+    if sys.platform == "darwin":
+        pytest.skip("this machine is a Mac, so the whole benchmark would run")
+    for folder in ("scripts", "tests"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "scripts" / "dev.py").write_text("print('ready')")
+    for script in (SCRIPT, ROOT / "scripts" / "check_report.py"):
+        shutil.copy(script, tmp_path / "scripts")
+    real = {"python": sys.executable, "mlx-sparse": f"{sys.executable} -m mlx_sparse.cli"}
+    commands = {f"bin/{name}": body for name, body in MAC.items()}
+    commands |= {f".venv/bin/{name}": f'exec {command} "$@"' for name, command in real.items()}
+    write_commands(tmp_path, commands)
+    return tmp_path
+
+
+def check(mac: Path, *, message: str, fails: bool) -> tuple[subprocess.CompletedProcess[str], dict]:
+    for name in FILES:
+        path = mac / "tests" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(TESTS.format(message=message, fails=fails))
+    path = f"{mac / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = run("bash", mac / "scripts" / "mac_check.sh", "-o", mac / "result.json", cwd=mac, PATH=path, **OWN)
+    return done, json.loads((mac / "result.json").read_text())
+
+
+def test_report_names_the_machine_and_tests(mac: Path) -> None:
+    done, found = check(mac, message="Metal GPU Validation Enabled", fails=False)
+    assert {"model": "Mac14,9", "macos": "26.1", "gpu_cores": "19"}.items() <= found["machine"].items()
+    assert found["machine"]["mlx"]
+    for name in ("validated", "plain"):
+        assert (found["tests"][name]["tests"], found["tests"][name]["failed"]) == (8, [])
+    assert found["validation"] == []
+    # The real benchmark fails because there is no Metal GPU.
+    assert found["problems"] == ["the benchmark did not finish", "the prefill benchmark did not finish"]
+    assert done.returncode == 1
+    assert "expected one that has sparq here, got metal (MLX finds no Metal GPU on this machine)" in done.stderr
+    assert "expected one that has sample here, got metal" in done.stderr
+
+
+def module(name: str) -> str:
+    """Return the JUnit name of a test module."""
+    return f"tests.{name}".replace("/", ".")
+
+
+def test_failures_and_validation_messages_are_reported(mac: Path) -> None:
+    _, found = check(mac, message="Invalid device load at offset 4096", fails=True)
+    assert [bad["test"] for bad in found["tests"]["validated"]["failed"]] == [
+        # all tests of the Metal files, and the metal ones of the other files
+        *(f"{module(name)}::test_kernel[{backend}]" for name in FILES[:2] for backend in ("ops", "metal")),
+        *(f"{module(name)}::test_kernel[metal]" for name in FILES[2:]),
+    ]
+    assert found["validation"] == ["Invalid device load at offset 4096"] * 8
+    assert found["problems"][:3] == [
+        "8 of 8 tests (validated) failed",
+        "8 of 8 tests (plain) failed",
+        "Metal's validation reports 8 lines",
+    ]
+
+
+RUN = {"tests": 9, "skipped": 0, "failed": []}
+BAD = {"tests": 9, "skipped": 0, "failed": [{"test": "a", "message": "b"}]}
+
+
+@pytest.mark.parametrize(
+    ("found", "problems"),
+    [
+        ({"tests": {"validated": RUN, "plain": RUN}, "problems": ["the benchmark did not finish"]}, []),
+        ({"tests": {"validated": BAD, "plain": RUN}}, ["1 of 9 tests (validated) failed"]),
+        ({"tests": {"validated": RUN, "plain": None}}, ["tests (plain) did not finish"]),
+        ({"tests": {"validated": RUN, "plain": {**RUN, "skipped": 9}}}, ["no test (plain) ran"]),
+        ({}, ["tests (validated) did not finish", "tests (plain) did not finish"]),
+    ],
+)
+def test_passed_command_checks_the_tests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], found: dict, problems: list[str]
+) -> None:
+    report = tmp_path / "mac_check.json"
+    if found:  # a killed script leaves no report
+        report.write_text(json.dumps(found))
+    assert check_report.main(["passed", str(report)]) == bool(problems)
+    assert capsys.readouterr().out.splitlines() == (problems or [f"{report}: no problems"])
+
+
+def test_validation_command_checks_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "tests.log"
+    log.write_text("2026-11-23 python[1] Metal API Validation Enabled\n")
+    assert check_report.main(["validation", str(log)]) == 0
+    log.write_text(log.read_text() + "-[MTLDebugComputeCommandEncoder dispatch:]: failed: Invalid device load\n")
+    assert check_report.main(["validation", str(log)]) == 1
+
+
+@pytest.mark.parametrize(("chip", "marked"), [("Apple Paravirtual device", True), ("Apple M4 Max", False)])
+def test_virtual_gpu_timings_are_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chip: str, marked: bool
+) -> None:
+    monkeypatch.setattr(check_report, "machine", lambda: {"chip": chip})
+    check_report.main(["mac", str(tmp_path), str(tmp_path / "result.json")])
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert ("timings" in found) == marked
+    assert not marked or found["timings"].startswith("meaningless")

@@ -1,0 +1,258 @@
+"""Test single Metal kernels with lengths, lists and groups that tests/core does not have."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from adapters import ADAPTERS
+from cases import (
+    Case,
+    assert_as_good_as_plain,
+    every_parameter,
+    plain_attention,
+)
+from expected import METHODS, assert_conforms
+from fixtures_msl import Launched
+from mlx_arrays import to_mlx, to_numpy, whole
+from msl import Metal
+
+import mlx_sparse
+from mlx_sparse import oracle
+from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
+from mlx_sparse.core import launch, registry
+from mlx_sparse.core.attend import metal as attend
+from mlx_sparse.core.attend import metal_merge as merge
+from mlx_sparse.core.attend import metal_rows as attend_rows
+from mlx_sparse.core.blocks import metal as blocks
+from mlx_sparse.core.select import metal as select
+from mlx_sparse.methods import SparQ
+from mlx_sparse.methods.quest import metal as quest
+from mlx_sparse.methods.saap import metal as saap
+from mlx_sparse.methods.sample import metal as sample
+from mlx_sparse.methods.sparq import metal as sparq
+
+# attend
+
+
+@pytest.mark.parametrize("N", [1, 129, 512, 513, 20_000])
+def test_attend_takes_lists_of_any_length(metal: Metal, N: int) -> None:
+    case = Case(1, 4, 2, max(N, 200), 64, "f16")
+    q, k, v = case.inputs()
+    rng = np.random.default_rng(N)
+    lists = [np.sort(rng.choice(case.S, N, replace=False)) for _ in range(case.Hkv)]
+    indices = np.array([lists])
+    indices[0, 0, rng.random(N) < 0.2] = -1
+    expected, lse = oracle.attend_indices(q, k, v, indices, scale=case.D**-0.5)
+    args = (whole(k, case.S + 5, "f16"), whole(v, case.S + 5, "f16"), mx.array(indices))
+    out, got = attend.attend_indices(to_mlx(q, "f16"), *args, scale=case.D**-0.5, length=case.S)
+    assert_as_good_as_plain(to_numpy(out), expected, plain_attention(q, k, v, indices, case.D**-0.5, "f16"), "f16")
+    np.testing.assert_allclose(np.array(got), lse, rtol=0, atol=2e-6 * np.abs(lse[np.isfinite(lse)]).max(initial=1))
+
+
+# the decode step
+
+
+SIZES = (1, 2, 5, 33, 64, 129, 1024, 1025, 4097, 8200)
+# Long and short contexts, padding, split key lists, and several tiles of scores.
+LENGTHS = [
+    *((Case(2, 4, 2, S, 64, "f32", padding=(0, S // 2)), {"top_k": min(16, S)}) for S in SIZES),
+    (Case(1, 2, 2, 2000, 64, "bf16", padding=(30,)), {"top_k": 900, "reallocate": True}),
+    (Case(1, 2, 2, 8300, 64, "f16"), {"top_k": 40, "reallocate": True}),
+]
+# Head dims D and groups G that are not in the list of cases.
+SHAPES = [
+    *((64, 16, "f16", True), (80, 5, "bf16", False), (256, 16, "f32", False)),
+    *((192, 13, "f32", True), (20, 3, "f16", False), (8, 2, "bf16", True)),
+]
+WIDE = {"top_k": 150, "component_score": "query_key"}
+LENGTHS += [
+    (Case(1, 2 * G, 2, 400, D, dtype), {**WIDE, "rank": min(32, D), "reallocate": reallocate})
+    for D, G, dtype, reallocate in SHAPES
+]
+
+
+@pytest.mark.parametrize(("case", "settings"), LENGTHS, ids=str)
+def test_a_step_attends_as_the_oracle(metal: Metal, case: Case, settings: dict[str, Any]) -> None:
+    params = {**every_parameter(case, "paper"), "reallocate": False, **settings}
+    params["local_window"] = params["top_k"] // 4
+    assert_conforms(ADAPTERS["metal"].sparq(case, params), METHODS["sparq"](case, params), case)
+    if metal.emulated and case.S == 8200:
+        names = [report.kernel for report in metal.launches][:3]
+        assert names == ["sparq_scores", "sparq_candidates", "attend_candidates"]
+
+
+def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
+    texts: set[tuple[str, str]] = set()
+    for S in (300, 301, 4000, 4097):
+        q, k, v = (to_mlx(array, "f16") for array in Case(1, 4, 2, S, 64, "f16").inputs())
+        keys, values = (mx.pad(rows, [(0, 0), (0, 0), (0, 4160 - S), (0, 0)]) for rows in (k, v))
+        out, *_ = sparq.sparq_attention(
+            q,
+            keys,
+            values,
+            **{"rank": 16, "top_k": 32, "local_window": 8, "scale": 0.125, "length": S},
+            **{"component_weight": None, "left_padding": None, "keys_t": mx.contiguous(keys.swapaxes(-1, -2))},
+            reallocate=True,
+            value_mean=mx.zeros((1, 2, 64)),
+        )
+        mx.eval(out)
+        if metal.emulated:
+            texts.update(metal.texts.items())
+    names = [name for name, _ in texts]
+    assert len(names) == len(set(names))
+
+
+# the cache and the model
+
+
+@pytest.mark.parametrize(
+    ("make", "bits"),
+    [(SparseKVCache, 16), (lambda: SparseBatchKVCache([0, 40]), 4)],
+    ids=["one sequence", "a padded batch"],
+)
+def test_a_cache_decodes_on_metal_as_on_ops(metal: Metal, make: Callable[[], Any], bits: int) -> None:
+    rng = np.random.default_rng(3)
+    cache = make()
+    config = SparQ(rank=8, top_k=16, component_score="query_key", reallocate=True, key_bits=bits, dense_below=0)
+    for L in (70, 1, 1, 1, 200, 1, 1):
+        k, v = (to_mlx(rng.normal(size=(2, 2, L, 64)), "f16") for _ in range(2))
+        cache.update_and_fetch(k, v)
+        queries = to_mlx(rng.standard_t(3, size=(2, 4, 1, 64)), "f16")
+        metal_out, metal_lse = cache.attend(queries, config, scale=0.125, backend="metal")
+        ops_out, ops_lse = cache.attend(queries, config, scale=0.125, backend="ops")
+        np.testing.assert_allclose(to_numpy(metal_out), to_numpy(ops_out), rtol=0, atol=2e-3)
+        np.testing.assert_allclose(np.array(metal_lse), np.array(ops_lse), rtol=0, atol=1e-4)
+
+
+def test_kernels_receive_the_whole_buffers_of_a_cache(metal: Metal, launched: list[Launched]) -> None:
+    """Test that kernels receive cache buffers and not slices, which MLX would copy. Rows of keys_t must be aligned."""
+    cache = SparseKVCache()
+    for L in (301, 1, 1001, 1):  # mlx-lm's buffers have odd lengths
+        row = mx.ones((1, 2, L, 64), mx.float16)
+        cache.update_and_fetch(row, row)
+    config = SparQ(rank=8, top_k=16, component_score="query", key_bits=16, dense_below=0)
+    cache.attend(mx.ones((1, 4, 1, 64), mx.float16), config, scale=1.0, backend="metal")
+    (scores, how), *_, (attended, _) = launched
+    assert attended["keys"] is cache.keys
+    assert attended["values"] is cache.values
+    assert scores["keys_t"].shape[3] % 64 == 0
+    assert scores["keys_t"].shape[3] >= cache.keys.shape[2]
+    assert how["ALIGNED"]
+    launched.clear()
+    coded = SparQ(rank=8, top_k=16, key_bits=4, dense_below=0)
+    cache.attend(mx.ones((1, 4, 1, 64), mx.float16), coded, scale=1.0, backend="metal")
+    scores, _ = launched[0]
+    assert scores["keys"] is cache.keys
+    assert scores["codes"] is cache.aux_states["sparq"].codes.coded.codes  # type: ignore[attr-defined]
+    assert scores["codes"].shape[3] * 4 % 128 == 0
+
+
+def test_layers_of_a_step_share_launches(metal: Metal) -> None:
+    config = SparQ(rank=8, top_k=16, component_score="query", dense_below=0)
+    layers = [SparseKVCache() for _ in range(3)]
+    sparq.launches.cache_clear()
+    for L in (100, 1):
+        for cache in layers:
+            cache.update_and_fetch(mx.ones((1, 2, L, 64)), mx.ones((1, 2, L, 64)))
+            cache.attend(mx.ones((1, 4, 1, 64)), config, scale=1.0, backend="metal")
+    assert sparq.launches.cache_info()[:2] == (4, 2)  # hits, misses
+
+
+def test_auto_is_metal_if_it_runs_and_supports_the_shape(metal: Metal) -> None:
+    assert registry.resolve("auto", "sparq", D=128, G=4) == "metal"
+    assert registry.resolve("auto", "streaming", D=128, G=4) == "ops"
+    assert registry.resolve("auto", "sparq", D=320, G=4) == "ops"
+    assert registry.resolve("auto", "sparq", D=64, G=17) == "ops"
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="head dims that are multiples of 4 from 8 to 256, not 320"):
+        registry.resolve("metal", "sparq", D=320, G=4)
+    for D in (4, 6):
+        assert registry.resolve("auto", "sparq", D=D, G=4) == "ops"
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="up to 16 query heads per KV head, not 17"):
+        registry.resolve("metal", "sparq", D=64, G=17)
+    with pytest.raises(mlx_sparse.BackendUnavailable, match=r"expected auto or ops, .*it does not support streaming"):
+        registry.resolve("metal", "streaming", D=64, G=2)
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="expected auto, ops or metal, got oracle"):
+        registry.resolve("oracle", "sparq", D=64, G=2)
+
+
+@pytest.mark.parametrize("score", ["query", "query_key"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("G", [20, 32])
+def test_a_large_query_group_runs_in_array_operations(metal: Metal, G: int, packed: bool, score: str) -> None:
+    q, k, v = Case(1, G, 1, 90, 64, "f32").inputs()
+    settings: dict[str, Any] = {"rank": 64, "top_k": 20, "component_score": score}
+    keys, values = (mx.array(rows) for rows in (k, v))
+    if packed:
+        keys, values = (mlx_sparse.PackedRows.of(rows, bits=8) for rows in (keys, values))
+        k, v = (np.array(rows[:]) for rows in (keys, values))
+    out = mlx_sparse.sparq_attention(mx.array(q), keys, values, **settings)
+    np.testing.assert_allclose(np.array(out), oracle.sparq_attention(q, k, v, **settings), atol=2e-5)
+    assert not metal.launches
+    with pytest.raises(mlx_sparse.BackendUnavailable, match=f"up to 16 query heads per KV head, not {G}"):
+        mlx_sparse.sparq_attention(mx.array(q), keys, values, **settings, backend="metal")
+
+
+def test_metal_is_refused_while_the_cpu_is_the_default_device(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu, 0))
+    assert registry.resolve("auto", "sparq", D=128, G=4) == "ops"
+    with pytest.raises(mlx_sparse.BackendUnavailable, match="the default device is not the GPU"):
+        registry.resolve("metal", "sparq", D=128, G=4)
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="there is a Metal GPU")
+def test_without_a_metal_gpu_metal_is_refused_and_auto_is_ops() -> None:
+    assert registry.resolve("auto", "sparq", D=128, G=4) == "ops"
+    with pytest.raises(mlx_sparse.BackendUnavailable, match=r"got metal .MLX finds no Metal GPU on this machine"):
+        registry.resolve("metal", "sparq", D=128, G=4)
+
+
+# comments of the kernels
+
+MODULES = (attend, attend_rows, blocks, merge, quest, saap, sample, select, sparq)
+KERNELS = [value for module in MODULES for value in vars(module).values() if isinstance(value, launch.Kernel)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_the_comment_of_a_kernel_lists_its_inputs_and_outputs(kernel: launch.Kernel) -> None:
+    comment = re.sub(r"\n// {10,}", " ", launch.text(f"{kernel.body}.metal"))
+    fields = dict(re.findall(r"^// (\w+) {2,}(.+)$", comment, re.M))
+    assert {"grid", "threadgroup", "reads", "writes"} <= fields.keys()
+    for field, expected in (("inputs", kernel.inputs), ("outputs", kernel.outputs)):
+        groups = (group.partition(" (")[0].strip() for group in fields[field].split("; "))
+        assert tuple(name for group in groups for name in group.split(", ")) == expected
+
+
+# edge cases and shared constants
+
+
+def test_the_smallest_keys_are_attended(metal: Metal) -> None:
+    """Test the smallest arrays that the registry accepts. MLX passes smaller arrays in the constant address space."""
+    q, k, v = map(mx.array, Case(1, 1, 1, 1, 8, "f32").inputs())
+    out, _ = mlx_sparse.attend_indices(q, k, v, mx.zeros((1, 1, 1), mx.int32), backend="metal")
+    np.testing.assert_allclose(np.array(out), np.array(v), rtol=0, atol=1e-6)
+
+
+def test_shared_constants_serve_every_thread() -> None:
+    """Test that shared arrays are evaluated, because a lazy array belongs to its thread."""
+    shared: list[Any] = [launch._zeros, sparq._no_weight, attend._no_counts, saap._zeros]
+    sizes = [(7,), (), (), (2, 5)]
+
+    def made() -> list[mx.array]:
+        return [make(*size) for make, size in zip(shared, sizes, strict=True)]
+
+    for make in shared:
+        make.cache_clear()
+    maker = threading.Thread(target=made)
+    maker.start()
+    maker.join()
+    try:
+        mx.eval([array + 1 for array in made()])
+    finally:
+        for make in shared:
+            make.cache_clear()

@@ -1,0 +1,248 @@
+"""Test SAAP's Metal kernels with networks, lists and calls that tests/core does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from adapters import ADAPTERS
+from cases import Array, Case, covering
+from mlx_arrays import to_mlx, to_numpy, whole
+from msl import Metal
+from saap_cases import FILLINGS, SaapCase, assert_same_buckets, visited
+
+from mlx_sparse import oracle
+from mlx_sparse.core import registry
+from mlx_sparse.core.attend import metal as attend
+from mlx_sparse.methods.saap import metal as saap
+from mlx_sparse.methods.saap.csr import saap_index
+
+network_of = ADAPTERS["metal"].network
+
+
+def route(case: SaapCase, **weights: mx.array | None) -> Array:
+    queries = to_mlx(case.queries_before(), case.step.dtype)
+    return np.array(saap.saap_route(queries, probes=case.probes, **(network_of(case) | weights)))
+
+
+def router(D: int, G: int, hidden: int | None, buckets: int, probes: int, *types: str) -> SaapCase:
+    query, weights = types
+    return SaapCase(Case(1, 2 * G, 2, 1, D, query), "random", buckets, probes, hidden, weights=weights)
+
+
+# route
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        router(256, 3, 512, 100, 7, "bf16", "bf16"),
+        router(128, 16, 1024, 4096, 32, "f16", "f16"),  # the activations exceed threadgroup memory
+        router(128, 1, 1024, 1024, 128, "f32", "bf16"),
+        router(128, 4, None, 4096, 4096, "bf16", "f32"),  # every bucket
+        router(8, 2, None, 1, 1, "f32", "f16"),
+        *(router(64, 5, hidden, buckets, 3, "f32", "f16") for hidden, buckets in ((33, 64), (1, 5), (7, 1023))),
+        SaapCase(Case(1, 2, 1, 1, 8, "f32"), "random", buckets=4, probes=2, hidden=1),  # in the constant address space
+    ],
+    ids=str,
+)
+def test_any_network_visits_the_buckets_of_the_oracle(metal: Metal, case: SaapCase) -> None:
+    assert_same_buckets(route(case), case)
+
+
+@pytest.mark.parametrize("hidden", [None, 24])
+def test_ties_go_to_the_lower_bucket(metal: Metal, hidden: int | None) -> None:
+    case = router(64, 4, hidden, 40, 9, "f16", "f32")
+    weights = network_of(case)
+    assert (route(case, **{name: mx.zeros_like(array) for name, array in weights.items()}) == np.arange(9)).all()
+
+
+def test_a_missing_bias_is_zero(metal: Metal) -> None:
+    case = router(64, 4, 48, 64, 6, "f16", "f16")
+    zeros = {name: mx.zeros_like(network_of(case)[name]) for name in ("hidden_bias", "out_bias")}
+    assert (route(case, hidden_bias=None, out_bias=None) == route(case, **zeros)).all()
+
+
+@pytest.mark.parametrize("spoiled", ["query", "hidden_weight", "out_weight"])
+def test_nan_visits_the_first_buckets_and_stays_in_its_head(metal: Metal, spoiled: str) -> None:
+    case = router(64, 4, 48, 64, 6, "f32", "f32")
+    queries, weights = mx.array(case.queries_before()), network_of(case)
+    expected = route(case)
+    if spoiled == "query":
+        queries[0, 1, 0, 5] = mx.nan
+    else:
+        weights[spoiled][0, 3] = mx.nan
+    got = np.array(saap.saap_route(queries, probes=case.probes, **weights))
+    assert (got[0, 0] == np.arange(case.probes)).all()
+    assert (got[0, 1] == expected[0, 1]).all()
+
+
+@pytest.mark.parametrize("hidden", [None, 192])
+def test_weights_are_read_once_for_the_whole_group(metal: Metal, hidden: int | None) -> None:
+    case = SaapCase(Case(2, 8, 2, 1, 128, "f16"), "random", buckets=1100, probes=4, hidden=hidden, weights="f16")
+    route(case)
+    if metal.emulated:
+        for name, array in network_of(case).items():
+            read = metal.last("saap_route").reads[name]
+            assert read.lane == case.step.B * array.nbytes, name
+            assert read.threadgroup <= case.step.B * (array.nbytes + 2 * 128 * case.step.Hkv), name
+
+
+# list
+
+
+def listed(case: SaapCase, chosen: Array, *, pending: int = 0, spare: int = 0) -> tuple[list[Array], list[Array]]:
+    """Return the indices and counts of a step with ``spare`` additional slots, and the same from the oracle."""
+    covered, capacity = max(case.covered - pending, 0), case.step.S + spare
+    window = {"sink_tokens": case.sink_tokens, "left_padding": case.step.padding}
+    index = oracle.saap_index(case.bucket_ids()[..., :covered], buckets=case.buckets, **window)
+    sizes = {"length": case.step.S, "covered": covered, "capacity": capacity}
+    found = ADAPTERS["metal"].lists(case, chosen, covered, capacity)[1]
+    return found, list(oracle.saap_indices(chosen, *index, **sizes, **window))
+
+
+LONG = SaapCase(Case(2, 2, 2, 6000, 8, "f32", padding=(0, 300)), "skewed", buckets=512, recent_tokens=600)
+
+
+@pytest.mark.parametrize(
+    ("filling", "buckets", "probes"),
+    [(filling, *sizes) for filling, sizes in covering(list(FILLINGS), [(512, 1), (512, 31), (512, 512), (4096, 1500)])],
+)
+def test_a_long_list_equals_the_oracle_in_order(metal: Metal, filling: str, buckets: int, probes: int) -> None:
+    case = SaapCase(LONG.step, filling, buckets, probes, hidden=None, recent_tokens=600)
+    rng = np.random.default_rng(probes)
+    chosen = np.array([[rng.permutation(buckets)[:probes] for _ in range(2)] for _ in range(2)])
+    if filling == "one":  # visit the full bucket first
+        full = case.bucket_ids()[0, 0, 0]
+        chosen[chosen == full] = chosen[..., :1][(chosen == full).any(axis=-1)].ravel()
+        chosen[..., 0] = full
+    for pending, spare in ((0, 0), (100, 2000), (10**6, 0)):
+        got, expected = listed(case, chosen, pending=pending, spare=spare)
+        assert (got[1] == expected[1]).all()
+        assert (got[0] == expected[0]).all()
+
+
+def test_a_random_index_and_duplicate_buckets_cause_no_fault(metal: Metal) -> None:
+    rng = np.random.default_rng(0)
+    offsets = mx.array(rng.integers(-(2**31), 2**31, size=(1, 2, 65)).astype(np.int32))
+    key_ids = mx.array(rng.integers(-(2**31), 2**31, size=(1, 2, 300)).astype(np.int32))
+    chosen = mx.array(np.full((1, 2, 50), 3, np.int32))
+    sizes = {"length": 400, "covered": 300, "sink_tokens": 1, "capacity": 777}
+    for visits in (chosen, mx.broadcast_to(mx.arange(64, dtype=mx.int32), (1, 2, 64))):
+        indices, counts = saap.saap_indices(visits, offsets, key_ids, **sizes)
+        assert indices.shape == (1, 2, 777)
+        assert ((np.array(counts) >= 101) & (np.array(counts) <= 777)).all()
+
+
+def test_a_bucket_of_half_the_keys_is_divided_among_threadgroups(metal: Metal) -> None:
+    case = SaapCase(Case(1, 1, 1, 20_000, 8, "f32"), "one", buckets=16, probes=4)
+    got, _ = listed(case, visited(case))
+    assert (got[1] == 20_000).all()
+    if metal.emulated:
+        report = metal.last("saap_indices")
+        assert report.grid[0] // report.threadgroup[0] == 20
+        assert report.reads["key_ids"].lane == 4 * (20_000 - 42)  # each key once
+
+
+# attention over counted lists
+
+WIDE = Case(1, 8, 2, 9000, 64, "f16")
+
+
+def attend_counted(counts: list[int], N: int = 9000) -> tuple[Array, Array, Array, Array]:
+    """Attend to the counted entries of lists of length ``N``. Return output and lse, and the same from the oracle."""
+    q, k, v = WIDE.inputs()
+    lists = np.array([[np.random.default_rng(head).permutation(WIDE.S)[:N] for head in range(WIDE.Hkv)]])
+    arrays = to_mlx(q, "f16"), whole(k, WIDE.S + 9, "f16"), whole(v, WIDE.S + 9, "f16")
+    used = mx.array([counts], dtype=mx.int32)
+    out, lse = attend.attend_indices(*arrays, mx.array(lists), counts=used, scale=0.125, length=WIDE.S)
+    lists = np.where(np.arange(N) < np.array(counts)[None, :, None], lists, -1)
+    return to_numpy(out), np.array(lse), *oracle.attend_indices(q, k, v, lists, scale=0.125)
+
+
+@pytest.mark.parametrize(
+    ("N", "counts"), covering([1, 300, 512, 513, 9000], [(0, 0), (300, 9000), (130, 127), (1, 0)]), ids=str
+)
+def test_only_counted_entries_of_a_list_are_attended(metal: Metal, N: int, counts: tuple[int, int]) -> None:
+    out, lse, expected, expected_lse = attend_counted([min(count, N) for count in counts], N)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-3)
+    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=2e-5)
+
+
+def test_an_invalid_count_is_the_whole_list(metal: Metal) -> None:
+    out, lse, _, _ = attend_counted([9000, 9000])
+    for counts in ([9001, 2**31 - 1], [-1, -(2**31)]):
+        got, got_lse, _, _ = attend_counted(counts)
+        assert (got == out).all()
+        assert (got_lse == lse).all()
+
+
+@pytest.mark.parametrize("counts", [(9000, 9000), (2500, 700), (100, 0)], ids=str)
+def test_threadgroups_divide_the_counted_entries_and_others_return_at_once(
+    metal: Metal, counts: tuple[int, int]
+) -> None:
+    attend_counted(list(counts))
+    if not metal.emulated:
+        return
+    report = next(report for report in metal.launches if report.kernel == "attend_indices")
+    splits = report.grid[0] // report.threadgroup[0]
+    assert splits == 36
+    # Each working threadgroup reads the queries of its group once. The tiles are divided evenly.
+    tiles = [-(-count // attend.TILE) for count in counts]
+    working = [-(-n // -(-n // splits)) if n else 0 for n in tiles]
+    row = WIDE.D * 2
+    assert report.reads["queries"].lane == sum(working) * WIDE.Hq // WIDE.Hkv * row
+    for name in ("keys", "values"):
+        assert report.reads[name].lane == report.reads[name].dispatch == sum(counts) * row
+    assert report.reads["indices"].lane == sum(counts) * 4
+
+
+# the whole step
+
+
+def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
+    texts: set[tuple[str, str]] = set()
+    for S, pending in ((2100, 0), (2101, 1), (2350, 250)):
+        case = SaapCase(Case(1, 4, 2, S, 64, "f16"), "balanced")
+        ADAPTERS["metal"].lists(case, route(case), case.covered - pending, 2400)
+        arrays = [
+            mx.pad(array, [(0, 0), (0, 0), (0, 2400 - S), (0, 0)]) for array in ADAPTERS["metal"].arrays(case.step)[1:]
+        ]
+        lists = mx.zeros((1, 2, 2400), mx.int32), mx.ones((1, 2), mx.int32)
+        queries = to_mlx(case.inputs()[0], "f16")
+        out, _ = attend.attend_indices(queries, *arrays, lists[0], counts=lists[1], scale=0.125, length=S)
+        mx.eval(out)
+        texts.update(metal.texts.items())
+    assert len(texts) == (4 if metal.emulated else 0)
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="the GPU's own launches are not recorded")
+def test_a_step_is_four_launches_and_nothing_waits_for_the_gpu() -> None:
+    """Trace the step without running it, so that reading a value would fail."""
+    case = SaapCase(Case(1, 4, 2, 900, 64, "f16"), "balanced", buckets=64, probes=8)
+    ids = mx.array(case.bucket_ids()[..., :860])
+    index = saap_index(ids, buckets=64, sink_tokens=2)
+    q, k, v = (to_mlx(array, "f16") for array in case.inputs())
+    weights = network_of(case)
+
+    def traced(q: mx.array, k: mx.array, v: mx.array, *arrays: mx.array) -> tuple[mx.array, mx.array]:
+        *named, offsets, key_ids = arrays
+        chosen = saap.saap_route(q, probes=8, **dict(zip(weights, named, strict=True)))
+        sizes = {"length": 900, "covered": 860, "sink_tokens": 2, "capacity": 1200}
+        indices, counts = saap.saap_indices(chosen, offsets, key_ids, **sizes)
+        return attend.attend_indices(q, k, v, indices, counts=counts, scale=0.125, length=900)
+
+    nodes: list[dict[str, Any]] = []
+    mx.export_function(nodes.append, traced, q, k, v, *weights.values(), *index)
+    launched = [node["arguments"][0] for node in nodes if node.get("name") == "CustomKernel"]
+    kinds = ["saap_route", "saap_indices", "attend_indices", "merge_parts"]
+    assert [next(kind for kind in kinds if kind in name) for name in launched] == kinds
+
+
+@pytest.mark.parametrize("function", ["saap", "saap_route", "saap_indices"])
+def test_auto_is_metal_for_saap_if_it_supports_the_shape(metal: Metal, function: str) -> None:
+    assert registry.resolve("auto", function, D=128, G=16) == "metal"
+    assert registry.resolve("auto", function, D=128, G=17) == "ops"
+    assert registry.resolve("auto", function, D=320, G=4) == "ops"

@@ -1,0 +1,232 @@
+"""Compare every backend of Quest with the oracle, and test the bounds in caches and models."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from adapters import ADAPTERS, Result
+from cases import CASES, QUEST, Array, Case, covering
+from expected import Expected, assert_conforms, attended
+from mlx_lm.models.cache import BatchKVCache, KVCache
+from msl import Metal
+from tiny_models import build, greedy, prompt_of
+
+import mlx_sparse
+from mlx_sparse import oracle
+from mlx_sparse.cache.kv_cache import adopt
+from mlx_sparse.cache.sparse_cache import SparseCache
+from mlx_sparse.core import registry, table
+from mlx_sparse.core.stats import quest_elements
+from mlx_sparse.methods import parse
+from mlx_sparse.methods.quest.config import Quest
+from mlx_sparse.tools.evaluate.variants import fit_budget, transfers
+
+BACKENDS = [name for name in ADAPTERS if name in table.FUNCTIONS["quest"]]
+
+
+def of_keys(scores: Array, case: Case, page_size: int) -> Array:
+    """Return for each key the score of its page, ``(B, Hkv, S)``; -inf for keys before the first valid key."""
+    each = np.full((case.B, case.Hkv, case.S), -np.inf)
+    for row, first in enumerate(case.padding or [0] * case.B):
+        each[row, :, first:] = np.repeat(scores[row], page_size, axis=-1)[:, : case.S - first]
+    return each
+
+
+@dataclass(frozen=True)
+class Spoiled(Case):
+    """A case with ``number`` in a component of some keys of the first KV head, and in all padded rows."""
+
+    rows: tuple[int, int] = (0, 0)
+    number: float = np.nan
+
+    def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
+        q, k, v = super().inputs(seed, L)
+        k[0, 0, slice(*self.rows), 3] = self.number
+        for row, first in enumerate(self.padding or ()):
+            k[row, :, :first] = v[row, :, :first] = self.number
+        return q, k, v
+
+
+class Negative(Case):
+    """A case in which all logits, and therefore all bounds, are negative."""
+
+    def inputs(self, seed: int = 0, L: int = 1) -> tuple[Array, Array, Array]:
+        q, k, v = super().inputs(seed, L)
+        return np.abs(q), -np.abs(k), v
+
+
+def wanted(case: Case, setting: str) -> Expected:
+    q, k, _ = case.inputs()
+    indices, scores = oracle.quest_select(q, k, left_padding=case.padding, **QUEST[setting])
+    scores = of_keys(scores, case, QUEST[setting]["page_size"])
+    real = np.abs(scores) < 1e300
+    finite = np.where(real, scores, 2 * np.abs(scores[real]).max(initial=1))
+    return attended(case, indices, case.D**-0.5, finite)
+
+
+def run(backend: Any, case: Case, setting: str) -> Result:
+    return backend.quest(case, QUEST[setting])
+
+
+STEPS = [
+    pytest.param(name, setting, case, id=f"{setting}-{case}-{name}")
+    for name in BACKENDS
+    for case, setting in covering([case for case in CASES if case.S > 64], list(QUEST))
+]
+
+
+@pytest.mark.parametrize(("backend", "setting", "case"), STEPS, indirect=["backend"])
+def test_a_backend_selects_and_attends_as_the_oracle(backend: Any, setting: str, case: Case) -> None:
+    assert_conforms(run(backend, case, setting), wanted(case, setting), case)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_pages_are_ranked_where_every_bound_is_negative(backend: Any) -> None:
+    case = Negative(1, 6, 2, 300, 64, "f32")
+    assert_conforms(run(backend, case, "ragged"), wanted(case, "ragged"), case)
+
+
+NUMBERS = [((40, 41), np.nan), ((40, 41), np.inf), ((40, 41), -np.inf), ((20, 90), np.nan), ((0, 0), 1e3)]
+
+
+@pytest.mark.parametrize(("rows", "number"), NUMBERS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_pages_with_non_finite_keys_come_first_and_padding_does_not_count(
+    backend: Any, rows: tuple[int, int], number: float
+) -> None:
+    case = Spoiled(3, 4, 2, 130, 64, "f32", (0, 7, 130), rows, number)
+    expected, found = wanted(case, "pages"), run(backend, case, "pages")
+    if found.choice is not None:
+        np.testing.assert_array_equal(found.choice, expected.choice)
+    np.testing.assert_array_equal(np.isnan(found.out), np.isnan(expected.out))
+    np.testing.assert_allclose(found.out, expected.out, rtol=0, atol=2e-5)
+    dense = oracle.dense_attention(*case.inputs(), left_padding=case.padding)
+    np.testing.assert_array_equal(np.isnan(expected.out), np.isnan(dense))
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+def test_no_key_scores_more_than_its_page_and_the_current_page_is_attended(case: Case) -> None:
+    q, k, _ = case.inputs()
+    indices, scores = oracle.quest_select(q, k, page_size=7, top_k=20, left_padding=case.padding)
+    valid = oracle.valid_keys(case.B, case.S, case.padding)[:, None]
+    exact = np.einsum("bhgd,bhsd->bhgs", q.reshape(case.B, case.Hkv, -1, case.D).astype(float), k).max(axis=2)
+    assert (np.where(valid, exact, -np.inf) <= of_keys(scores, case, 7) + 1e-9).all()
+    assert (indices == case.S - 1).any(axis=-1).all()
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if hasattr(ADAPTERS[name], "public")], indirect=True)
+def test_public_functions_equal_the_oracle_and_are_dense_with_all_pages(backend: Any) -> None:
+    case = Case(2, 6, 2, 70, 64, "f32", (0, 30))
+    given = {"left_padding": case.padding}
+    every, dense = (backend.public(f"{name}_attention", case, **given) for name in ("quest", "dense"))
+    assert (backend.numpy(every) == backend.numpy(dense)).all()
+    given |= {"top_k": 20, "return_stats": "recall"}
+    expected, figures = oracle.quest_attention(*case.inputs(), **given)
+    out, stats = backend.public("quest_attention", case, **given)
+    np.testing.assert_allclose(backend.numpy(out), expected, rtol=0, atol=1e-5)
+    assert (stats.elements, stats.density) == (figures.elements, figures.density) == (4864, 32 / 70)
+    np.testing.assert_allclose(backend.numpy(stats.recall), figures.recall, rtol=1e-4)
+
+
+def test_settings_budgets_and_contexts() -> None:
+    assert Quest(top_k=20, page_size=8).attended == 24
+    assert [Quest().shortest_context(), Quest(top_k=20).shortest_context()] == [4096, 33]
+    assert str(parse("quest:top_k=64")[0]) == "quest:top_k=64"
+    assert transfers(parse(fit_budget("quest", Fraction(1, 4), 8192, 128) or "")[0], 8192, 128) <= 1 / 4
+    with pytest.raises(mlx_sparse.ConfigError, match="page_size: expected an integer of at least 1, got 0"):
+        parse("quest:page_size=0")
+
+
+def attend(cache: Any, page_size: int = 4) -> None:
+    """Run a step and assert that the bounds in the cache match the keys."""
+    config = Quest(page_size=page_size, top_k=page_size)
+    query = mx.random.normal((cache.keys.shape[0], 4, 1, 8))
+    out, _ = cache.attend(query, config, scale=0.3, backend="ops")
+    keys, values, _ = cache.rows("ops")
+    fresh = registry.load("page_bounds", "ops")(keys, cache.padding, page_size=page_size)
+    for row, first in enumerate(cache.first_rows()):
+        full = max(cache.length - 1 - first, 0) // page_size
+        for kept, bound in zip(cache.aux_states["quest"].bounds, fresh, strict=True):
+            assert mx.array_equal(kept[row, :, :full], bound[row, :, :full])
+    how = {"left_padding": cache.padding, "scale": 0.3, "page_size": page_size, "top_k": page_size}
+    assert mx.array_equal(out, mlx_sparse.quest_attention(query, keys, values, **how))
+
+
+@pytest.mark.parametrize("padding", [None, [3, 0, 1]], ids=["alone", "batch"])
+@pytest.mark.parametrize("seed", range(4))
+def test_bounds_are_right_after_any_history(padding: list[int] | None, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    cache: Any = KVCache() if padding is None else BatchKVCache(padding)
+    adopt(cache)
+    actions = ["append"] * 6 + ["trim", "copy", "page"] + (["filter", "extend"] if padding else [])
+    for action in ["append", *random.choice(actions, 40)]:
+        count = 250 if action == "append" and random.random() < 0.1 else int(random.integers(1, 12))
+        B = 1 if padding is None else cache.left_padding.size
+        if action == "append":
+            cache.update_and_fetch(*(mx.array(random.normal(size=(B, 2, count, 8)), mx.float16) for _ in "kv"))
+        elif action == "trim":
+            cache.trim(min(count, cache.length - 9))
+        elif action == "copy":
+            cache = copy.deepcopy(other := cache)
+            other.update_and_fetch(*(mx.ones((B, 2, 5, 8), mx.float16) for _ in "kv"))
+        elif action == "filter" and B > 1:
+            cache.filter(mx.array([B - 1, 0]))
+        elif action == "extend" and B < 4:
+            cache.extend(copy.deepcopy(cache))
+        if cache.length > 9:
+            attend(cache, 7 if action == "page" else 4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3"])
+def test_a_model_attends_at_every_step_as_the_oracle(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attending, steps = SparseCache.take_step, []
+
+    def checked(cache: Any, queries: mx.array, step: Any, scale: float) -> tuple[mx.array, mx.array]:
+        out, lse = attending(cache, queries, step, scale)
+        rows = [np.array(array.astype(mx.float32)) for array in (queries, *cache.rows("ops")[:2])]
+        expected = oracle.quest_attention(*rows, page_size=4, top_k=16, scale=scale)
+        np.testing.assert_allclose(np.array(out.astype(mx.float32)), expected, rtol=0, atol=1e-4)
+        steps.append(cache.length)
+        return out, lse
+
+    monkeypatch.setattr(SparseCache, "take_step", checked)
+    model = build(family)
+    with mlx_sparse.sparse(model, "quest:page_size=4,top_k=16"):
+        greedy(model, prompt_of(30), 8)
+    assert set(steps) >= set(range(31, 38))
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
+@pytest.mark.parametrize("G", [1, 8])
+def test_metal_reads_the_bounds_once_for_the_group(metal: Metal, G: int) -> None:
+    S, D, Hkv, pages = 8192, 128, 2, 512
+    q, k, v = (mx.random.normal(shape).astype(mx.float16) for shape in [(1, Hkv * G, 1, D), *[(1, Hkv, S, D)] * 2])
+    low, high = registry.load("page_bounds", "metal")(k, None, page_size=16)
+    how = {"page_size": 16, "top_k": 256, "left_padding": None, "page_min": low, "page_max": high}
+    registry.load("quest", "metal")(q, k, v, scale=0.1, **how)
+    report = metal.last("quest_scores")
+    for level in ("lane", "threadgroup", "dispatch"):
+        read = [getattr(report.reads[name], level) for name in ("page_min", "page_max")]
+        assert read == [Hkv * (pages - 1) * D * 2] * 2
+    assert (report.reads["queries"].dispatch, report.writes["scores"].dispatch) == (Hkv * G * D * 2, Hkv * pages * 4)
+    moved = sum(t.dispatch for each in metal.launches for n, t in each.reads.items() if n in (*how, "keys", "values"))
+    assert 0.98 <= moved / (Hkv * 2 * quest_elements(S, D, top_k=256, page_size=16)) <= 1
+
+
+def test_left_padding_does_not_change_the_output() -> None:
+    """Test that pages begin at the first valid key, so that other requests of a batch do not move pages."""
+    q, k, v = Case(1, 4, 2, 203, 64, "f32").inputs()
+    how: dict[str, Any] = {"page_size": 8, "top_k": 32}
+    alone = oracle.quest_attention(q, k, v, **how)
+    found = np.array(mlx_sparse.quest_attention(*map(mx.array, (q, k, v)), **how))
+    for padding in (1, 3, 8, 29):
+        shifted = [np.concatenate([np.full((1, 2, padding, 64), np.nan, np.float32), rows], axis=2) for rows in (k, v)]
+        np.testing.assert_allclose(oracle.quest_attention(q, *shifted, **how, left_padding=[padding]), alone)
+        padded = mlx_sparse.quest_attention(*map(mx.array, (q, *shifted)), **how, left_padding=mx.array([padding]))
+        np.testing.assert_array_equal(np.array(padded), found)

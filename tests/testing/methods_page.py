@@ -1,0 +1,55 @@
+"""Generate the parameter tables of docs/methods.md from the dataclasses of the methods.
+
+Usage: python tests/testing/methods_page.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+from mlx_sparse.core.base import Method
+from mlx_sparse.methods import METHODS
+from mlx_sparse.methods.baselines.config import BASELINES
+
+PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
+SECTION = re.compile(r"(?<=<!-- parameters of )(\w+)( -->\n).*?(?=<!-- /parameters -->)", re.DOTALL)
+
+
+def page(text: str) -> str:
+    """Return the page ``text`` with newly generated tables."""
+    return SECTION.sub(lambda found: found[1] + found[2] + _table(found[1]), text)
+
+
+def _table(name: str) -> str:
+    if name == "baselines":
+        rows = [("baseline", "parameters (defaults)")]
+        rows += [(f"`{one.name}`", ", ".join(map(_parameter, dataclasses.fields(one)))) for one in BASELINES]
+    else:
+        meanings = _meanings(METHODS[name])
+        rows = [("parameter (default)", "meaning")]
+        rows += [(_parameter(field), meanings[field.name]) for field in dataclasses.fields(METHODS[name])]
+    lines = [f"| {first} | {second} |\n" for first, second in rows]
+    return "".join([lines[0], "|---|---|\n", *lines[1:]])
+
+
+def _parameter(field: dataclasses.Field[object]) -> str:
+    default = "none" if field.default in (None, ()) else field.default
+    return f"`{field.name}` ({default})"
+
+
+def _meanings(method: type[Method]) -> dict[str, str]:
+    """Return a dict from parameter names to the first sentence about the parameter in the method's docstring."""
+    entries = (inspect.getdoc(method) or "").partition("Attributes:\n")[2]
+    found = {}
+    for entry in re.split(r"\n(?=    \w)", "\n" + entries)[1:]:
+        name, _, text = entry.strip().partition(": ")
+        sentence = re.split(r"(?<=\.)\s+(?=[A-Z\"])", " ".join(text.split()))[0]
+        found[name] = sentence.rstrip(".").replace("``", "`").replace("|", r"\|")
+    return found
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
