@@ -83,10 +83,10 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "saap_indices": _row("saap_indices", "methods.saap.ops", "methods.saap.metal", "cuda_ref.api.parts"),
     "attend_blocks": _row("attend_blocks", "core.blocks.ops", "core.blocks.metal", "cuda_ref.launchers.blocks"),
     "attend_indices": _row("attend_indices", "core.attend.ops", "core.attend.metal", "cuda_ref.launchers.attend"),
-    "top_k_select": _row("top_k_select", "core.select.ops", "core.select.metal", "cuda_ref.api.parts"),
+    "top_k_select": _row("top_k_select", "core.attend.ops", "core.select.metal", "cuda_ref.api.parts"),
     # metal: once every 64 tokens
-    "code_keys": _row("code_keys", "methods.sparq.ops_codes", "methods.sparq.ops_codes", "cuda_ref.torch_functions"),
-    "key_spread": _row("key_spread", "methods.sparq.ops_codes", "methods.sparq.ops_codes", "cuda_ref.torch_functions"),
+    "code_keys": _row("code_keys", "methods.sparq.ops", "methods.sparq.ops", "cuda_ref.torch_functions"),
+    "key_spread": _row("key_spread", "methods.sparq.ops", "methods.sparq.ops", "cuda_ref.torch_functions"),
     # metal: once every `page_size` tokens
     "page_bounds": _row("page_bounds", "methods.quest.ops", "methods.quest.ops"),
     # metal: only a few numbers per page
@@ -120,6 +120,6 @@ STATES: Mapping[str, str] = {
 
 # Class of a method's hooks around a model and its calls (`mlx_sparse.lm.hooks.ModelHooks`).
 HOOKS: Mapping[str, str] = {
-    "saap": "lm.saap:Buckets",
-    "h2o": "lm.h2o:ObservedPrompts",
+    "saap": "lm.hooks.saap:Buckets",
+    "h2o": "lm.hooks.h2o:ObservedPrompts",
 }

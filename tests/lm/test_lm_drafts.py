@@ -30,7 +30,7 @@ import mlx_sparse
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.core import reasons
 from mlx_sparse.core.packed_rows import PackedRows
-from mlx_sparse.lm.chunks import large_group
+from mlx_sparse.lm.dense import large_group
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.lm.speculative import generation
 from mlx_sparse.lm.speculative.draft_length import MAX_DRAFTS

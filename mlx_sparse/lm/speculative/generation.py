@@ -26,7 +26,7 @@ from ...core.base import Method, Prefill
 from ...model_info import leaves
 from ...model_parts import part_of
 from ..call import Phase, in_phase
-from ..chunks import drafts_per_kernel, rows_at_once
+from ..dense import drafts_per_kernel, rows_at_once
 from ..statistics import DraftStatistics
 from .draft_length import MAX_DRAFTS, DraftLength
 from .rewind import ROWS, Checked, Random, Undo
