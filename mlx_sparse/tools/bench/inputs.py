@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -209,9 +210,9 @@ class Index:
         return case.rows * saap_elements(case.shape.D, attended) * case.item + case.B * network
 
 
-def buckets_of(config: Method) -> int:
+def buckets_of(config: Any) -> int:
     """Return the number of buckets in SAAP's index. In online mode, ``config`` sets the number instead of `BUCKETS`."""
-    return config.fitted_buckets if isinstance(config, SAAP) and config.mode == "online" else BUCKETS
+    return config.fitted_buckets if config.mode == "online" else BUCKETS
 
 
 def check_request(request: Request, backends: tuple[str, ...], shared_only: bool = True) -> None:
