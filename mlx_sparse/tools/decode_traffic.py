@@ -79,7 +79,6 @@ class Traffic:
 
     Attributes:
         weights: bytes of the weights that a decode step reads.
-        caches: kind and size of each layer's cache.
     """
 
     weights: int
@@ -117,7 +116,7 @@ class _Readers:
 
     def __init__(self, caches: list[Any]) -> None:
         self.indices = {id(cache): index for index, cache in enumerate(caches)}
-        self.keys: dict[int, tuple[Any, int]] = {}  # keeps the keys alive, so that their ids stay unique
+        self.keys: dict[int, tuple[object, int]] = {}  # keeps the keys alive, so that their ids stay unique
         self.calls: Counter[int] = Counter()
 
     def attend(

@@ -85,7 +85,6 @@ class Problem:
     """Inputs for a decode step, and the keys that the step must attend to. All numbers are rounded to ``dtype``.
 
     Attributes:
-        dtype: name of the data type.
         queries: float32 ``(1, Hq, 1, D)``.
         keys, values: float32 ``(1, Hkv, S, D)``.
         selected: indices of the attended keys for each KV head; None for all keys.
