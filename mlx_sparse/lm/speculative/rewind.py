@@ -80,7 +80,7 @@ class Checked:
     def _run(self, count: int) -> None:
         """Run the model on the first ``count`` tokens. MLX computes only the states that a caller uses."""
         # Only the last run may write to the caches, because later writes would depend on the results of earlier runs.
-        caches = self._caches if count == self._kept else _references(self._caches)
+        caches = self._caches if count == self._kept else _copies(self._caches)
         self._model(self._inputs[None, :count], cache=caches)
         if caches is not self._caches:
             for own, used in zip(leaves(self._caches), leaves(caches), strict=True):
@@ -96,11 +96,19 @@ def _references(value: Any) -> Any:
         return value[...]
     if isinstance(value, dict):
         return {name: _references(part) for name, part in value.items()}
-    if hasattr(value, "nbytes"):
-        copied = copy(value)
-        vars(copied).update(_references(vars(value)))
-        return copied
     return type(value)(map(_references, value)) if isinstance(value, list | tuple) else value
+
+
+def _copies(caches: Any) -> Any:
+    """Return copies of ``caches`` that share array memory."""
+    if isinstance(caches, (list, tuple)):
+        return type(caches)(map(_copies, caches))
+    copied: Any = copy(caches)
+    if hasattr(caches, "caches"):
+        copied.caches = _copies(caches.caches)
+    else:
+        vars(copied).update(_references(vars(caches)))
+    return copied
 
 
 class Random:
