@@ -49,9 +49,12 @@ def device() -> torch.device:
     return torch.device("cpu" if interpreted() else "cuda")
 
 
-def machine() -> dict[str, Any]:
+def machine() -> dict[str, object]:
     """Return a dict that describes the GPU, the platform and the package versions for the report."""
-    found: dict[str, Any] = {"platform": platform.platform()} | versions(("torch", "triton", "mlx-sparse-attention"))
+    found: dict[str, object] = {
+        "platform": platform.platform(),
+        **versions(("torch", "triton", "mlx-sparse-attention")),
+    }
     if interpreted():
         return found | {"chip": "CPU, Triton's interpreter: the times are meaningless", "device": "cpu"}
     gpu = torch.cuda.get_device_properties(0)
@@ -112,7 +115,7 @@ class Timer:
 
     def __init__(self, step: Step, copies: int, moved: int) -> None:
         self._step, self.output = step, step(0)  # the first call also compiles the kernels
-        self._graph: Any = None
+        self._graph: torch.cuda.CUDAGraph | None = None
         if interpreted():
             return
         self._count = copies * math.ceil(ENOUGH / (copies * moved / FASTEST))
@@ -141,13 +144,13 @@ class Timer:
         return 1e-3 * float(begin.elapsed_time(end)) / self._count
 
 
-def to_torch(array: Any, dtype: str | None = None) -> torch.Tensor:
+def to_torch(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
     """Copy a NumPy array to the device, and convert it to ``dtype`` if ``dtype`` is not None."""
     found = torch.from_numpy(np.ascontiguousarray(array)).to(device())
     return found if dtype is None else found.to(getattr(torch, dtype))
 
 
-def to_numpy(tensor: torch.Tensor) -> Any:
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor as a float32 NumPy array."""
     return tensor.float().cpu().numpy()
 
@@ -157,11 +160,11 @@ class TorchVariant(Variant):
 
     copies = 1
 
-    def __init__(self, case: Case, method: str, name: str | None = None, **details: Any) -> None:
+    def __init__(self, case: Case, method: str, name: str | None = None, **details: object) -> None:
         super().__init__(case, method, "" if name else "triton", dense=name, bytes_plain=2 * case.keys, **details)
         self.role, self.ours = ("dense" if name else "sparse"), not (name or "").startswith("torch")
 
-    def batch(self, array: Any, dtype: str | None = None) -> torch.Tensor:
+    def batch(self, array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
         """Copy ``array (1, ...)`` to the device as ``dtype``, and repeat the array for each sequence of the batch."""
         found = to_torch(array, dtype)
         return found.expand(self.case.B, *found.shape[1:]).contiguous()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ CODE_TYPES = {  # dtypes of the arrays of `mlx_sparse.methods.sparq.scoring_keys
     "keys_t.step": torch.float16,
     "keys_t.center": torch.float32,
 }
+Padding = torch.Tensor | Sequence[int] | None  # number of padding keys of each sequence
 GRID_LIMIT = 65535  # CUDA's maximum number of programs along the second and the third axis of a grid
 
 
@@ -64,7 +65,7 @@ def check_code_type(name: str, array: torch.Tensor) -> None:
         )
 
 
-def check_tensor(name: str, array: Any) -> None:
+def check_tensor(name: str, array: object) -> None:
     """Raise `ConfigError` unless ``array`` is a torch tensor."""
     if not isinstance(array, torch.Tensor):
         raise ConfigError(f"{name}: expected a torch tensor, got {type(array).__name__}.")
@@ -82,7 +83,7 @@ def check_integers(name: str, array: torch.Tensor) -> None:
         raise ShapeError(f"{name}: expected integers, got {type_name(array.dtype)}.")
 
 
-def as_padding(left_padding: Any, n: Sizes, device: torch.device) -> torch.Tensor | None:
+def as_padding(left_padding: Padding, n: Sizes, device: torch.device) -> torch.Tensor | None:
     """Validate ``left_padding`` and return an int32 tensor on ``device`` with values clamped to 0..S.
 
     If ``left_padding`` is None, return None.

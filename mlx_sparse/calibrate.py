@@ -27,6 +27,7 @@ from .cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
 from .cache.sparse_cache import SparseCache
 from .checks import ArtefactError
 from .core.base import NEVER, Method, Prefill, Step
+from .core.blocks.layout import Layout
 from .files import cache_directory, read_regular, replace_file
 
 SECONDS = {"gpu": 3.0, "cpu": 10.0}  # longest time of a measurement
@@ -77,13 +78,12 @@ class Layer:
 
     Attributes:
         step: sizes of a decode step. Its attribute ``measured`` is None.
-        dtype: dtype of keys and values.
         L: number of tokens in a prefill chunk; 1 for decode steps.
     """
 
     backend: str
     step: Step
-    dtype: Any
+    dtype: mx.Dtype
     L: int = 1
 
     @property
@@ -130,7 +130,7 @@ def path_of(key: MeasurementKey) -> Path:
     return folder() / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
 
 
-def read_measurement(key: MeasurementKey) -> dict[str, Any] | None:
+def read_measurement(key: MeasurementKey) -> dict[str, object] | None:
     """Read the stored measurement that has the key ``key``, or return None if there is no file.
 
     Raises:
@@ -145,11 +145,11 @@ def read_measurement(key: MeasurementKey) -> dict[str, Any] | None:
         raise ArtefactError(f"{path}: expected a measurement, got {str(error)[:80]}.") from None
     if not isinstance(found, dict) or found.get("key") != key or not isinstance(found.get("result"), dict):
         raise ArtefactError(f"{path}: expected a measurement of this machine and version, got something else.")
-    result: dict[str, Any] = found["result"]
+    result: dict[str, object] = found["result"]
     return result
 
 
-def write_measurement(key: MeasurementKey, result: Mapping[str, Any]) -> None:
+def write_measurement(key: MeasurementKey, result: Mapping[str, object]) -> None:
     """Store ``result`` in the calibration file for ``key``.
 
     Raises:
@@ -399,7 +399,7 @@ class Calibration:
             self._progress(f"the measurement cannot be saved: {error}. It is used for this run only.")
         return found
 
-    def _measure_steps(self, config: Method, layer: Layer, seconds: float) -> dict[str, Any]:
+    def _measure_steps(self, config: Method, layer: Layer, seconds: float) -> dict[str, object]:
         shortest, first = self.shortest_measured(config), int(self.modeled(config, layer).value)
         most = int(FREE_SHARE * free_memory()) // (LEAST_LAYERS * NEEDED * layer.row)
         if most < shortest:
@@ -519,7 +519,7 @@ def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
     return mx.contiguous(rows[:, :, :S])
 
 
-def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, Any]:
+def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, object]:
     """Time dense attention, the selection of blocks, and attention to few and to many blocks in a prefill chunk.
 
     Return a dict with the lengths "S" and "L" and two estimates of the largest density at which sparse attention is
@@ -548,7 +548,7 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
         return cache.attend_prefill(queries, config, scale=scale, backend=layer.backend, blocks=blocks)[0]
 
     listed = [_some_blocks(layout, share, heads * G) for share in DENSITIES]
-    runs: list[Callable[[], Any]] = [
+    runs: list[Callable[[], object]] = [
         lambda: mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal"),
         lambda: cache.select_prefill(queries, config, scale=scale, backend=layer.backend, max_density=1.0),
         *(partial(attend, blocks) for blocks in listed),
@@ -574,7 +574,7 @@ def _share(kept: Sequence[float], dense: float, select: float, few: float, many:
     return min(max(kept[0] + left / slope, 0.0), 1.0) if slope > 0 else float(left > 0)
 
 
-def _some_blocks(layout: Any, share: float, heads: int) -> mx.array:
+def _some_blocks(layout: Layout, share: float, heads: int) -> mx.array:
     """Return lists ``(1, heads, R, N)`` of evenly spaced key blocks, padded with -1.
 
     Each row block lists the share ``share`` of its causal key blocks, and always the last causal key block.
@@ -589,7 +589,7 @@ def _some_blocks(layout: Any, share: float, heads: int) -> mx.array:
     return mx.contiguous(mx.broadcast_to(lists, (1, heads, *lists.shape)))
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def _seconds(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     mx.eval(run())
     return time.perf_counter() - start

@@ -7,12 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from .model_parts import Part
+
+if TYPE_CHECKING:
+    from mlx import nn
 
 CONFIG = (
     "hidden_size",
@@ -33,7 +36,7 @@ EXPERTS = ("SwitchLinear", "QuantizedSwitchLinear")  # classes of both libraries
 ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 
 
-def identity(model: Any) -> dict[str, str]:
+def identity(model: nn.Module) -> dict[str, str]:
     """Return ``model_type`` and a ``hash`` of the config, the RoPE scaling, and the first values of all vectors.
 
     The vectors are norms and biases. Quantization, conversion to bfloat16 and LoRA do not change the vectors, so the
@@ -61,7 +64,7 @@ def identity(model: Any) -> dict[str, str]:
     return {"model_type": family, "hash": digest.hexdigest()}
 
 
-def weights_hash(model: Any) -> str:
+def weights_hash(model: nn.Module) -> str:
     """Return a hash of the whole config and of the first and last values of every weight.
 
     Quantization, a different dtype and fine-tuning change the measured results and the hash. Only a few bytes of each
@@ -96,23 +99,23 @@ def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": {**numbers, "type": kind}}
 
 
-def config_of(model: Any) -> dict[str, Any]:
+def config_of(model: nn.Module) -> dict[str, Any]:
     """Return the config of ``model`` as a flat dict that includes the config of its text model."""
     return _flat(getattr(model, "args", None) or getattr(model, "config", None))
 
 
-def package_of(model: Any) -> str:
+def package_of(model: nn.Module) -> str:
     """Return "mlx_vlm" for a model of mlx-vlm, and "mlx_lm" for every other model."""
     packages = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
     return "mlx_vlm" if "mlx_vlm" in packages else "mlx_lm"
 
 
-def is_drafter(model: Any) -> bool:
+def is_drafter(model: nn.Module) -> bool:
     """Return True if ``model`` only drafts tokens for another model of mlx-vlm."""
     return "drafters" in type(model).__module__
 
 
-def text_model(model: Any) -> Any:
+def text_model(model: nn.Module) -> Any:
     """Return the language model inside a model of mlx-vlm. Return every other model unchanged."""
     if package_of(model) == "mlx_lm":
         return model
@@ -121,14 +124,14 @@ def text_model(model: Any) -> Any:
     return language if inner is None or package_of(inner) != "mlx_lm" else inner
 
 
-def logits_of(model: Any, tokens: mx.array, caches: list[Any]) -> mx.array:
+def logits_of(model: nn.Module, tokens: mx.array, caches: list[Any]) -> mx.array:
     """Call a model of mlx-lm, or a text model of mlx-vlm, and return the logits ``(B, L, vocabulary)``."""
     out = model(tokens, cache=caches)
     logits: mx.array = getattr(out, "logits", out)
     return logits
 
 
-def new_caches(model: Any) -> list[Any]:
+def new_caches(model: nn.Module) -> list[Any]:
     """Return empty caches for the layers of ``model``, made by the library that loaded the model."""
     caches: list[Any] = import_module(f"{package_of(model)}.models.cache").make_prompt_cache(model)
     return caches
@@ -139,7 +142,7 @@ def _flat(args: Any) -> dict[str, Any]:
     return {**_flat(known["text_config"]), **known} if "text_config" in known else dict(known)
 
 
-def weights_read(model: Any) -> int:
+def weights_read(model: nn.Module) -> int:
     """Return the number of weight bytes that a decode step reads.
 
     If the config sets the number of active experts, count only that many experts. Count an embedding only if it is also
@@ -163,7 +166,7 @@ def weights_read(model: Any) -> int:
     return found
 
 
-def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
+def _is_output(module: nn.Module, config: dict[str, Any], head: set[int]) -> bool:
     """Return True if the embedding ``module`` is also the output matrix of the model.
 
     The embedding must have the shape of the output matrix. Its number of rows must not be in ``head``, which contains
@@ -175,7 +178,7 @@ def _is_output(module: Any, config: dict[str, Any], head: set[int]) -> bool:
     return sizes and rows not in head
 
 
-def kv_shapes(model: Any) -> list[tuple[int, int] | None]:
+def kv_shapes(model: nn.Module) -> list[tuple[int, int] | None]:
     """Return (number of KV heads, head dim) of each cache; None if a cache has no keys. No array is evaluated."""
     caches = new_caches(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
@@ -193,13 +196,13 @@ def leaves(caches: Any) -> list[Any]:
     return leaves(caches.caches) if hasattr(caches, "caches") else [caches]
 
 
-def model_type(model: Any) -> str:
+def model_type(model: nn.Module) -> str:
     """Return the name of the model family in mlx-lm, such as "llama"."""
     declared = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
     return str(declared)
 
 
-def kv_heads(model: Any, part: Part, here: int) -> int:
+def kv_heads(model: nn.Module, part: Part, here: int) -> int:
     """Return the number of KV heads that a layer had before sharding.
 
     Args:
@@ -223,13 +226,13 @@ class ModelFacts:
     shapes: Sequence[tuple[int, int] | None]
 
 
-def record_facts(model: Any, *, complete: bool) -> None:
+def record_facts(model: nn.Module, *, complete: bool) -> None:
     """Record the `ModelFacts` of ``model`` before it is split. ``complete`` is True if this process has all weights."""
     # With setattr, nn.Module would list the attribute among the parameters.
     object.__setattr__(model, NOTE, ModelFacts(identity(model) if complete else None, kv_shapes(model)))
 
 
-def recorded_facts(model: Any) -> ModelFacts | None:
+def recorded_facts(model: nn.Module) -> ModelFacts | None:
     """Return the `ModelFacts` that `record_facts` recorded for ``model``, or None."""
     noted: ModelFacts | None = getattr(model, NOTE, None)
     return noted

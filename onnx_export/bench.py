@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnxruntime
 
@@ -30,14 +29,14 @@ from .defaults import CHUNK, lanes_for
 from .operators import CODE_RECORD, coded_axes
 from .runtime import memory, native
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 
 BYTES_IN_TURNS = 600_000_000  # total bytes of the KV cache copies that a variant cycles through
 LARGEST_SHARE = 0.8  # maximum share of the machine's memory that a case may use
 PAUSE = 0.003  # seconds between two variants, so that the threads of the previous variant stop
 
 
-def machine() -> dict[str, Any]:
+def machine() -> dict[str, object]:
     """Return a description of the machine and the versions of onnxruntime and onnx, for the report."""
     return environment.machine() | {"onnxruntime": version("onnxruntime"), "onnx": version("onnx")}
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mlx_sparse.lm.hooks.saap import load_artefact
 from mlx_sparse.methods import parse
@@ -55,7 +54,7 @@ def variants(
             yield [Decoder(Context(S), *one, backend, tokens) for backend in modes for one in named]
 
 
-def _fill(caches: Mapping[str, npt.NDArray[Any]], method: str) -> None:
+def _fill(caches: Mapping[str, np.ndarray], method: str) -> None:
     """Fill the caches with random numbers. The seed is fixed, so that all backends get the same numbers.
 
     Raises:
@@ -86,7 +85,7 @@ class Decoder(Generation):
         if method != "dense" and context.S < below:
             self.remark = f"decode steps are dense below {below:,} keys"
 
-    def _first(self, runner: Runner, token: int) -> npt.NDArray[Any]:
+    def _first(self, runner: Runner, token: int) -> np.ndarray:
         runner.resume_at(self.case.S)
         return runner.step([[token]]).copy()
 

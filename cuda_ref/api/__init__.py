@@ -62,13 +62,13 @@ class Torch:
     def load(self, function: str, backend: str) -> Callable[..., Any]:
         return registry.load(function, backend)
 
-    def padding(self, left_padding: Any, sizes: Sizes, like: torch.Tensor) -> torch.Tensor | None:
+    def padding(self, left_padding: checks.Padding, sizes: Sizes, like: torch.Tensor) -> torch.Tensor | None:
         return checks.as_padding(left_padding, sizes, like.device)
 
     def ones(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         return torch.ones(shape, device=like.device)
 
-    def visit(self, bucket_ids: torch.Tensor, visited: torch.Tensor) -> dict[str, Any]:
+    def visit(self, bucket_ids: torch.Tensor, visited: torch.Tensor) -> dict[str, object]:
         return {"bucket_ids": bucket_ids, "visited": visited}
 
     def count_blocks(self, blocks: torch.Tensor) -> torch.Tensor:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mlx_sparse.api.checked_call import Call
 from mlx_sparse.checks import ShapeError, Sizes, check_int, check_local_window, check_sample
 
-from ..checks import as_padding, check_backend, check_device, check_head_dim, check_integers, check_tensor
+from ..checks import Padding, as_padding, check_backend, check_device, check_head_dim, check_integers, check_tensor
 from ..launchers import saap as launchers
 from ..launchers import sample, select
 from . import Torch
 
 
 def top_k_select(
-    scores: torch.Tensor, *, top_k: int, local_window: int, left_padding: Any = None, backend: str = "auto"
+    scores: torch.Tensor, *, top_k: int, local_window: int, left_padding: Padding = None, backend: str = "auto"
 ) -> torch.Tensor:
     """Select ``top_k`` keys, which are the last ``local_window`` valid keys and the best remaining keys (sparq.6).
 
@@ -63,7 +61,7 @@ def sample_scores(
 
 
 def saap_index(
-    bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: Any = None
+    bucket_ids: torch.Tensor, *, buckets: int, sink_tokens: int, left_padding: Padding = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort the keys by bucket with torch.sort (saap.9). Sinks and padding are omitted.
 
@@ -90,7 +88,7 @@ def saap_indices(
     covered: int,
     sink_tokens: int,
     capacity: int,
-    left_padding: Any = None,
+    left_padding: Padding = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """List the keys that a decode step attends to (saap.10).

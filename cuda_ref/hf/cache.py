@@ -38,7 +38,7 @@ class SparQLayer(DynamicLayer):
         self._set_views(Buffers(key_states, value_states))
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values ``(B, Hkv, L, D)``. Return all keys and values as slices of the buffers."""
         if self.buffers is None:
@@ -212,7 +212,7 @@ class SparQCache(DynamicCache):
             )
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values to layer ``layer_idx``, and return all keys and values of this layer.
 

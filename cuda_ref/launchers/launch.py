@@ -19,15 +19,14 @@ class Launch:
     Attributes:
         kernel: a Triton function of the package `kernels`.
         grid: number of programs along the three axes.
-        arguments: dict from parameter name to tensor or number.
         constants: dict from parameter name to compile-time argument.
         options: dict with ``num_warps`` and ``num_stages``.
     """
 
     kernel: Any
     grid: tuple[int, int, int]
-    arguments: Mapping[str, Any]
-    constants: Mapping[str, Any]
+    arguments: Mapping[str, object]
+    constants: Mapping[str, object]
     options: Mapping[str, int]
 
     def run(self) -> None:

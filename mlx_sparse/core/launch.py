@@ -85,7 +85,7 @@ class Kernel:
         inputs: Mapping[str, mx.array],
         outputs: Outputs,
         *,
-        template: Mapping[str, Any],
+        template: Mapping[str, object],
         groups: tuple[int, int, int],
         threads: int,
     ) -> list[mx.array]:
@@ -107,7 +107,7 @@ class Launch:
         outputs: Outputs,
         numbers: Sequence[mx.array] = (),
         *,
-        template: Mapping[str, Any],
+        template: Mapping[str, object],
         groups: tuple[int, int, int],
         threads: int,
     ) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -37,6 +37,10 @@ from .evaluate.tasks import SHORTEST, TASKS
 from .evaluate.variants import Variant, read_budget, read_methods, variants_of
 from .formats import check_own, write_toml
 
+if TYPE_CHECKING:
+    from mlx import nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
+
 METHODS, BUDGETS = "sparq,quest,streaming,h2o", "1/2,1/4,1/8"
 CONTEXTS = (4096, 32_768, 131_072)  # context lengths in the table, in addition to --context
 FIRST_LINE = "# Written by mlx-sparse advise"
@@ -56,7 +60,6 @@ class Attempt:
     """A method with its settings, and its results in both tasks.
 
     Attributes:
-        variant: the method with its settings.
         share: number of K and V elements that a decode step of the variant moves, divided by the number that dense
             attention moves. The method's formula gives this share. None if there is no formula.
         rows: one row of results for each task.
@@ -94,7 +97,6 @@ class Quality:
     Attributes:
         dense: results of dense attention, one row for each task.
         oracle: attempts with `ORACLE`, the best selection of keys.
-        attempts: attempts with the requested methods.
         left_out: one message for each method and budget that could not run.
     """
 
@@ -116,8 +118,8 @@ class Quality:
 
 
 def measure(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: Tokenizer,
     tokens: list[int],
     methods: Sequence[str],
     budgets: Sequence[Fraction],
@@ -176,8 +178,6 @@ class Candidate:
     """A sparse method, and the layers of the model that can use it.
 
     Attributes:
-        method: the method as text.
-        served: the layers that can be sparse.
         layers: number of attention layers in the model.
         dense: dict from a reason to the number of layers that always stay dense for that reason.
         keys: largest crossover length of the served layers, in keys.
@@ -197,14 +197,9 @@ class Page:
     """The output of ``mlx-sparse advise``.
 
     Attributes:
-        model: name of the model.
-        family: mlx-lm's name for the model family.
         machine: chip and MLX device.
-        date: date of the run.
-        context: the value of ``--context``.
         made_for: maximum context length in the model's config, or None.
         traffic: sizes in bytes of the weights and caches that a decode step reads.
-        candidates: the methods that can run.
         refused: one sentence for each method that cannot run, with the reason.
         text: description of the examples on which quality was measured.
         quality: the measured quality; None if quality was not measured.
@@ -307,7 +302,7 @@ class Page:
             ]
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the output as a dict for JSON."""
         found = {name: getattr(self, name) for name in ("model", "family", "machine", "date", "context", "made_for")}
         traffic = self.traffic
@@ -340,7 +335,7 @@ def for_everyday_use(best: Attempt) -> Method:
     (requested,) = parse(best.variant.method)
     if not hasattr(requested, "dense_below"):
         return config
-    changes: dict[str, Any] = {"dense_below": requested.dense_below}
+    changes: dict[str, object] = {"dense_below": requested.dense_below}
     config = dataclasses.replace(config, **changes)
     if config.experiment:
         changes = {config.budget_setting: getattr(type(config), config.budget_setting)}
@@ -439,7 +434,7 @@ def _page(args: argparse.Namespace) -> Page:
     if args.no_quality or not candidates:
         return found
     tokens = read_tokens(tokenizer, args.text, args.cache_dir)
-    about: dict[str, Any] = {"context": args.passage, "limit": args.limit, "seed": args.seed}
+    about = {"context": args.passage, "limit": args.limit, "seed": args.seed}
     methods, D = [one.method for one in candidates], candidates[0].served[0].layer.step.D
     names = ", ".join(args.text or [texts.DEFAULT])
     text = (
@@ -450,7 +445,7 @@ def _page(args: argparse.Namespace) -> Page:
     return dataclasses.replace(found, text=text, quality=quality)
 
 
-def _candidates(model: Any, methods: Sequence[str]) -> tuple[list[Candidate], list[str]]:
+def _candidates(model: nn.Module, methods: Sequence[str]) -> tuple[list[Candidate], list[str]]:
     """Return the methods that can run in a layer of ``model``, and an error message for each method that cannot run."""
     calibration = Calibration()
     found, refused = [], []

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm import stream_generate
@@ -27,6 +27,10 @@ from ..lm.model import disable, enable, plan_of
 from ..model_info import config_of
 from .evaluate.tasks import encode
 from .progress import Update, stage, token_bar
+
+if TYPE_CHECKING:
+    from mlx import nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
 CHUNK = 512  # tokens of a prefill chunk in `compare`; small, so that the progress bar also moves on a CPU
 TURNS = 2  # number of dense runs and of sparse runs, which alternate; the steps of all runs count
@@ -47,11 +51,10 @@ class Prompt:
 
     @property
     def length(self) -> int:
-        """Number of tokens in the whole prompt."""
         return len(self.document) + len(self.end)
 
 
-def encode_prompt(tokenizer: Any, document: str, end: str) -> Prompt:
+def encode_prompt(tokenizer: Tokenizer, document: str, end: str) -> Prompt:
     """Encode ``document`` and ``end`` as one user message. If the model has a chat template, apply the template."""
     before = after = ""
     if tokenizer.chat_template is not None:
@@ -69,8 +72,6 @@ class Decoded:
     """An answer that was decoded from a saved prompt cache.
 
     Attributes:
-        text: the answer.
-        tokens: token ids of the answer.
         steps: time of each decode step in seconds. The first sparse step also builds the auxiliary cache state.
         peak_memory: peak memory in bytes, as reported by MLX.
     """
@@ -98,8 +99,6 @@ class Comparison:
         limit: what limited ``context``: the "time" of the prefill, the "text", the context length of the "model", or ""
             if the prompt has the intended length.
         forced: True if the method was sparse below its crossover length, because a longer context was impossible.
-        prefill_seconds: time of the prefill in seconds.
-        dense, sparse: the decoded answers.
         report: result of `Report.as_dict` for the last sparse run, with the numbers of attention calls and bytes.
     """
 
@@ -138,7 +137,7 @@ class Comparison:
         calls = self.report["sparse_calls"]
         return self.report[f"{kind}_bytes"] / calls * self.report["served_layers"] if calls else None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the comparison as a dict for JSON."""
         return (
             asdict(self)
@@ -148,8 +147,8 @@ class Comparison:
 
 
 def compare(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: Tokenizer,
     prompt: Prompt,
     config: Method,
     *,
@@ -224,7 +223,7 @@ def compare(
     return Comparison(attn, crossovers, crossover, reached, limit, forced, took, dense, sparse, report.as_dict())
 
 
-def measure_crossover(model: Any, config: Method, calibration: Calibration) -> tuple[list[str], int]:
+def measure_crossover(model: nn.Module, config: Method, calibration: Calibration) -> tuple[list[str], int]:
     """Return a description of each crossover length of the layers, and the largest crossover length in keys.
 
     If ``calibration.measures`` is True, measure unknown crossover lengths first.
@@ -240,7 +239,7 @@ def measure_crossover(model: Any, config: Method, calibration: Calibration) -> t
 
 
 def prefill(
-    model: Any,
+    model: nn.Module,
     cache: list[Any],
     tokens: Sequence[int],
     seconds: float,
@@ -275,7 +274,9 @@ def prefill(
     return done
 
 
-def decode(model: Any, tokenizer: Any, cache: list[Any], tokens: list[int], max_tokens: int, update: Update) -> Decoded:
+def decode(
+    model: nn.Module, tokenizer: Tokenizer, cache: list[Any], tokens: list[int], max_tokens: int, update: Update
+) -> Decoded:
     """Append ``tokens`` to the prompt ``cache``, and decode an answer greedily."""
     greedy = make_sampler(temp=0.0)
     mx.reset_peak_memory()

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "mlx-sparse-attention")
 
 
-def machine() -> dict[str, Any]:
+def machine() -> dict[str, object]:
     """Return a dict of the hardware of this machine, and of the versions of Python and of `PACKAGES`."""
-    return hardware() | versions()
+    return {**hardware(), **versions()}
 
 
-def hardware() -> dict[str, Any]:
+def hardware() -> dict[str, str | int | None]:
     """Return a dict of the platform, the chip, its architecture, MLX's default device, and the memory size in bytes."""
     import mlx.core as mx
 

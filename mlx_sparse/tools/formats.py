@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..checks import ConfigError
 from ..files import replace_file
@@ -76,14 +75,11 @@ class Printer:
     Args:
         args: parsed options of the command. They include the options of `add_options`.
         facts: command, date and machine of the run. Markdown starts with the command. Each JSON line repeats all facts.
-
-    Attributes:
-        lines: the results that were added so far.
     """
 
-    def __init__(self, args: argparse.Namespace, facts: Mapping[str, Any]) -> None:
+    def __init__(self, args: argparse.Namespace, facts: Mapping[str, object]) -> None:
         self._form, self._target, self._facts = args.output, args.out, facts
-        self.lines: list[Mapping[str, Any]] = []
+        self.lines: list[Mapping[str, object]] = []
         self._printed: list[str] = []
 
     @property
@@ -91,7 +87,7 @@ class Printer:
         """True if each result is printed immediately and not at the end."""
         return bool(self._form == "jsonl")
 
-    def line(self, line: Mapping[str, Any]) -> None:
+    def line(self, line: Mapping[str, object]) -> None:
         """Add the result ``line``. If the output format is JSON lines, also print the result."""
         self.lines.append(line)
         if self.at_once:

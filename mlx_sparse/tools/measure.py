@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..calibrate import MODELED, SECONDS, Calibration, Layer, describe, device_kind
 from ..checks import ConfigError, Parser, check_int
@@ -70,7 +70,7 @@ def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Ite
         disable(model)
 
 
-def rows_of(served: Served, calibration: Calibration, *, measures: bool = False) -> list[dict[str, Any]]:
+def rows_of(served: Served, calibration: Calibration, *, measures: bool = False) -> list[dict[str, object]]:
     """Return one row for each method and layer shape, with the crossover length in keys.
 
     If ``measures`` is True, first measure every crossover length that can be measured.

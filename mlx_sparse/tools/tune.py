@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -42,6 +42,11 @@ from .evaluate.tasks import (
 )
 from .formats import check_own, write_toml
 
+if TYPE_CHECKING:
+    from mlx import nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
+    from tqdm import tqdm
+
 # Values from Table 6 of the paper, and the numbers of chunks that the paper selects.
 ALPHAS = (0.80, 0.85, 0.90, 0.92, 0.95, 0.98)
 CHUNKS = (1, 2)
@@ -53,7 +58,7 @@ RANGES = (16 << 10, 48 << 10, 80 << 10, 112 << 10, math.inf)  # upper limits of 
 QUESTIONS = 4  # questions in one passage of needles
 
 
-def needles(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
+def needles(tokens: list[int], tokenizer: Tokenizer, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
     """Yield ``limit`` passages of text that contain a pass key for each city.
 
     `QUESTIONS` questions and their answers follow at the end of each passage.
@@ -137,8 +142,7 @@ class Measured:
         """
         return self.density + self.sampled / 2
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the setting and its measurements as a dict for JSON."""
+    def as_dict(self) -> dict[str, object]:
         found = asdict(self)
         return (found.pop("setting") or {}) | found | {"accuracy": self.accuracy, "work": self.work}
 
@@ -164,18 +168,17 @@ class Tuned:
 class Search:
     """A search for the best settings. ``journal`` stores the trials, and ``args`` contains the command's options."""
 
-    model: Any
-    tokenizer: Any
+    model: nn.Module
+    tokenizer: Tokenizer
     tokens: list[int]
     journal: Journal[Trial]
     args: argparse.Namespace
 
     @property
     def grid(self) -> list[Setting]:
-        """The settings to try."""
         return settings_grid(self.args.alpha_column, self.args.alpha_slash, self.args.chunks)
 
-    def tune(self, up_to: int, lengths: tuple[int, ...], progress: Any) -> Tuned:
+    def tune(self, up_to: int, lengths: tuple[int, ...], progress: tqdm) -> Tuned:
         """Run every setting at ``lengths`` and select two settings.
 
         Raises:
@@ -191,7 +194,7 @@ class Search:
         measured = [self._measure(setting, lengths, progress) for setting in self.grid]
         return Tuned(up_to, lengths, dense, measured, *select(dense, measured))
 
-    def _measure(self, setting: Setting | None, lengths: tuple[int, ...], progress: Any) -> Measured:
+    def _measure(self, setting: Setting | None, lengths: tuple[int, ...], progress: tqdm) -> Measured:
         trials: list[tuple[str, int, Trial]] = []
         for length, (task, make) in itertools.product(lengths, RETRIEVAL.items()):
             options = {"context": length, "limit": self.args.examples, "seed": self.args.seed}
@@ -433,7 +436,7 @@ def table(tuned: Sequence[Tuned]) -> str:
     return "\n".join(lines + [f"Below {one.up_to:,} keys: {NOT_LOSSLESS}" for one in tuned if not one.lossless])
 
 
-def as_dict(tuned: Sequence[Tuned], model: str, block_size: int) -> dict[str, Any]:
+def as_dict(tuned: Sequence[Tuned], model: str, block_size: int) -> dict[str, object]:
     """Return all measurements and the selected settings as a dict for JSON."""
     ranges = [
         {name: getattr(found, name) for name in ("up_to", "lengths", "lossless")}

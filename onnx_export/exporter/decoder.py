@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from onnx import TensorProto
@@ -24,6 +24,9 @@ from .methods import EXACT, sample
 from .methods.base import Decoding
 from .weights import Weights
 
+if TYPE_CHECKING:
+    from mlx import nn
+
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 CONV = Tensor("conv", "tensor(float)", "B 1 1", "Unused. onnxruntime-genai requires two further states or none.")
 
@@ -33,9 +36,7 @@ class Target:
     """Settings of an exported file.
 
     Attributes:
-        decode: method for decode steps.
         prompts: prefill method, with every "auto" resolved; None if prefill is dense.
-        max_length: maximum number of tokens in a sequence.
         lanes: number of keys per chunk of component-major keys.
         dtype: type of the caches and of unquantized weights.
         dequantize: True to dequantize quantized weights and store them in ``dtype``.
@@ -94,7 +95,7 @@ class Decoder:
     """
 
     def __init__(
-        self, model: Any, family: Family, target: Target, graph: Graph, written: Callable[[str], None]
+        self, model: nn.Module, family: Family, target: Target, graph: Graph, written: Callable[[str], None]
     ) -> None:
         self.model, self.family, self.target, self.g = model, family, target, graph
         self.weights = Weights(graph, target.dtype, dequantize=target.dequantize, written=written)
@@ -147,7 +148,7 @@ class Decoder:
         positions = g.op("Add", g.op("Unsqueeze", past_tokens, g.constant([1])), step)
         self.positions = g.op("Unsqueeze", g.op("Cast", positions, to=FLOAT), g.constant([2]))
 
-    def _layer(self, i: int, layer: Any, h: str) -> str:
+    def _layer(self, i: int, layer: nn.Module, h: str) -> str:
         name, family = f"model.layers.{i}", self.family
 
         def normed(which: str | None, x: str) -> str:
@@ -158,7 +159,7 @@ class Decoder:
         made = self._mlp(f"{name}.mlp", layer.mlp, normed(family.before_mlp, h))
         return self.g.op("Add", h, normed(family.after_mlp, made), output=output_of(i))
 
-    def _norm(self, name: str, module: Any, x: str) -> str:
+    def _norm(self, name: str, module: nn.Module, x: str) -> str:
         """Add RMSNorm over the last axis, in a form that ONNX Runtime fuses into one node."""
         g = self.g
         square = g.op("Pow", x, g.constant(2.0, np.float32))
@@ -167,7 +168,7 @@ class Decoder:
         weight = self.weights.vector(f"{name}.weight", module.weight, self.family.norm_shift)
         return g.op("Mul", g.op("Div", x, root), weight)
 
-    def _mlp(self, name: str, mlp: Any, x: str) -> str:
+    def _mlp(self, name: str, mlp: nn.Module, x: str) -> str:
         g = self.g
         if "gate_up_proj" in mlp:
             both = self.weights.linear(f"{name}.gate_up_proj", mlp.gate_up_proj, x)
@@ -195,7 +196,7 @@ class Decoder:
         half = g.op("Mul", x, g.op("Add", g.op("Tanh", inner), g.constant(1, np.float32)))
         return g.op("Mul", half, g.constant(0.5, np.float32))
 
-    def _attention(self, i: int, layer: Any, x: str) -> str:
+    def _attention(self, i: int, layer: nn.Module, x: str) -> str:
         g, attention = self.g, layer.self_attn
         name = f"model.layers.{i}.self_attn"
         Hq, Hkv, D = attention.n_heads, attention.n_kv_heads, head_dim(attention)

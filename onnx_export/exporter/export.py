@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 import onnx
@@ -29,13 +29,16 @@ from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from ..runtime import native as kernels
 from ..runtime.genai import eos_tokens, write_config
 from .decoder import Decoder, Target
-from .families import check_modules, family_of
+from .families import Family, check_modules, family_of
 from .folder import atomic_folder, check_free
 from .graph import DataFile, Graph
 from .methods import DECODE, sample
 from .verify.compare import Agreement, compare
 from .verify.reference import reference
 from .weights import QUANTIZED
+
+if TYPE_CHECKING:
+    from mlx import nn
 
 _NAMES = [kind.name for kind in DECODE]
 EXPORTED = [*_NAMES, Sample.name, *(f"{Sample.name}+{name}" for name in _NAMES if name != Dense.name)]
@@ -61,9 +64,7 @@ class Exported:
     """Result of `export`.
 
     Attributes:
-        folder: the output folder.
         method: the method and its settings as text, with every "auto" resolved.
-        max_length: maximum number of tokens in a sequence.
         nbytes: size of model.onnx and its data in bytes.
         agreement: differences between the logits of the exported file and MLX's logits.
         sparse_from: number of keys at and above which decode steps are sparse; None if all decode steps are dense.
@@ -171,7 +172,7 @@ def _with_dense_below(config: Method, given: int) -> Method:
     if configured != "auto":
         raise ConfigError(f"--dense-below: expected no value with dense_below={configured} in --method, got {given}.")
     check_int("--dense-below", given, 0, MOST)
-    setting: dict[str, Any] = {"dense_below": given}
+    setting: dict[str, object] = {"dense_below": given}
     return dataclasses.replace(config, **setting)
 
 
@@ -211,7 +212,7 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
     return prompts, next(iter(configs.values()), Dense())
 
 
-def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
+def load(model: str) -> tuple[nn.Module, Path, Mapping[str, object]]:
     """Load a model with lazy weights. Return mlx-lm's model, its folder, and its config.json with all `end_tokens`.
 
     Raises:
@@ -234,7 +235,7 @@ def load(model: str) -> tuple[Any, Path, Mapping[str, Any]]:
     return loaded, source, {**settings, "eos_token_id": ends}
 
 
-def end_tokens(source: Path, settings: Mapping[str, Any]) -> list[int]:
+def end_tokens(source: Path, settings: Mapping[str, object]) -> list[int]:
     """Return the token ids at which mlx-lm ends a text.
 
     They come from ``settings``, in which mlx-lm combines config.json and generation_config.json, and from the tokenizer
@@ -247,8 +248,7 @@ def end_tokens(source: Path, settings: Mapping[str, Any]) -> list[int]:
     return sorted(ends)
 
 
-def _check_tokens(settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the id of a special token in a config.json is not an integer."""
+def _check_tokens(settings: Mapping[str, object]) -> None:
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         value = settings.get(key)
         ids = value if isinstance(value, list) and key.startswith("eos") else [] if value is None else [value]
@@ -256,7 +256,7 @@ def _check_tokens(settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"--model: expected {key} to be a token id, got {shorten(repr(value), 80)}.")
 
 
-def length_of(settings: Mapping[str, Any], requested: int | None) -> int:
+def length_of(settings: Mapping[str, object], requested: int | None) -> int:
     """Return the maximum number of tokens. If ``requested`` is None, return the default for a model's ``settings``.
 
     Raises:
@@ -273,7 +273,7 @@ def length_of(settings: Mapping[str, Any], requested: int | None) -> int:
     return requested
 
 
-def weight_dtype(model: Any) -> str:
+def weight_dtype(model: nn.Module) -> str:
     """Return the dtype name of the embedding weights, or of their scales if the weights are quantized."""
     embedding = model.model.embed_tokens
     dtype = (embedding.scales if isinstance(embedding, QUANTIZED) else embedding.weight).dtype
@@ -284,7 +284,7 @@ def weight_dtype(model: Any) -> str:
 
 
 def _write(
-    folder: Path, model: Any, family: Any, target: Target, settings: Mapping[str, Any], *, compat: bool
+    folder: Path, model: nn.Module, family: Family, target: Target, settings: Mapping[str, object], *, compat: bool
 ) -> onnx.ModelProto:
     """Write the external data file of model.onnx to ``folder`` and return the model.
 
@@ -305,7 +305,7 @@ def _write(
     return graph.model(COMPAT if compat else DEFAULT, metadata(target, settings))
 
 
-def metadata(target: Target, settings: Mapping[str, Any]) -> dict[str, str]:
+def metadata(target: Target, settings: Mapping[str, object]) -> dict[str, str]:
     """Return a dict with the metadata of model.onnx, such as the method, the maximum length and the versions."""
     metadata = {
         "spec": SPEC,

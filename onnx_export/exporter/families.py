@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +21,9 @@ from mlx_lm.utils import MODEL_REMAPPING
 from mlx_sparse.checks import ConfigError, did_you_mean
 
 from .quantized import BITS, REMAKE, REMEDY
+
+if TYPE_CHECKING:
+    from mlx import nn
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of(config: Mapping[str, object]) -> Family:
     """Return the family of a model from its config.json.
 
     Raises:
@@ -105,7 +108,7 @@ class Rope:
     traditional: bool
 
 
-def rope_of(module: Any) -> Rope | None:
+def rope_of(module: nn.Module) -> Rope | None:
     """Return the parameters of an attention layer's ``rope`` module, or None if the layer has no RoPE.
 
     Raises:
@@ -139,7 +142,7 @@ def rope_of(module: Any) -> Rope | None:
     return Rope(tuple(np.array(mx.reciprocal(module._freqs)).tolist()), 1.0, float(factor), bool(traditional))
 
 
-def window_of(layer: Any, model: Any) -> int:
+def window_of(layer: nn.Module, model: nn.Module) -> int:
     """Return the number of keys in a layer's sliding window, or 0 if the layer attends to all keys."""
     if getattr(layer, "use_sliding", False):
         window = model.model.sliding_window
@@ -152,14 +155,14 @@ def window_of(layer: Any, model: Any) -> int:
     return window
 
 
-def head_dim(attention: Any) -> int:
+def head_dim(attention: nn.Module) -> int:
     """Return the head dimension of an attention layer."""
     if "qkv_proj" in attention:
         return int(attention.qkv_proj.weight.shape[0] // (attention.n_heads + 2 * attention.n_kv_heads))
     return int(attention.k_proj.weight.shape[0]) // int(attention.n_kv_heads)
 
 
-def check_modules(model: Any, *, dequantize: bool) -> None:
+def check_modules(model: nn.Module, *, dequantize: bool) -> None:
     """Check the modules and the quantization of a model before anything is written.
 
     Raises:
@@ -177,7 +180,7 @@ def check_modules(model: Any, *, dequantize: bool) -> None:
             )
 
 
-def _is_norm(module: Any) -> bool:
+def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__ == "RMSNorm"
 
 

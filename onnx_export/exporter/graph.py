@@ -72,7 +72,7 @@ class Graph:
     def add(self, node: onnx.NodeProto) -> None:
         self.nodes.append(node)
 
-    def constant(self, value: Any, dtype: type = np.int64) -> str:
+    def constant(self, value: object, dtype: type = np.int64) -> str:
         """Return the name of a small constant. If the graph has no equal constant, add the constant first."""
         array: np.ndarray = np.asarray(value, dtype)
         key = array.dtype.name, array.shape, array.tobytes()

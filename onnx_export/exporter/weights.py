@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +14,9 @@ from mlx_sparse.checks import ArtefactError, ConfigError
 
 from .graph import MICROSOFT, Graph
 from .quantized import Blocks, blocks
+
+if TYPE_CHECKING:
+    from mlx import nn
 
 QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
@@ -51,7 +54,7 @@ class Weights:
         _check_finite(name, array)
         return self._graph.weight(name, numpy_of(array.astype(mx.float32) + shift))
 
-    def linear(self, name: str, module: Any, x: str) -> str:
+    def linear(self, name: str, module: nn.Module, x: str) -> str:
         """Add nodes that apply ``nn.Linear`` or ``nn.QuantizedLinear`` to x (..., K), and return the output's name."""
         if self._stays_quantized(module):
             halves, offsets = self._halves(name, module)
@@ -63,7 +66,7 @@ class Weights:
             y = self._graph.op("Add", y, self.vector(f"{name}.bias", module.bias))
         return y
 
-    def embedding(self, name: str, module: Any, ids: str) -> tuple[str, Callable[[str], str]]:
+    def embedding(self, name: str, module: nn.Module, ids: str) -> tuple[str, Callable[[str], str]]:
         """Add an embedding of ``ids`` (B, L) and return the name of its float32 output (B, L, K).
 
         Also return a function that adds a tied output head, which multiplies by the same weight.
@@ -106,10 +109,10 @@ class Weights:
 
         return g.op("Reshape", rows, g.constant([0, 0, -1])), head
 
-    def _stays_quantized(self, module: Any) -> bool:
+    def _stays_quantized(self, module: nn.Module) -> bool:
         return isinstance(module, QUANTIZED) and not self._dequantize
 
-    def _matrix(self, name: str, module: Any, *, transposed: bool = False) -> str:
+    def _matrix(self, name: str, module: nn.Module, *, transposed: bool = False) -> str:
         """Store a matrix (N, K) or its transpose as an unquantized weight, and return the name of the weight."""
         weight = f"{name}.weight"
         if isinstance(module, QUANTIZED):
@@ -128,12 +131,12 @@ class Weights:
     def _widened(self, value: str) -> str:
         return value if self._dtype == "float32" else self._graph.op("Cast", value, to=TensorProto.FLOAT)
 
-    def _parts(self, name: str, module: Any) -> list[mx.array]:
+    def _parts(self, name: str, module: nn.Module) -> list[mx.array]:
         for part in ("weight", "scales", "biases"):
             self._written(f"{name}.{part}")
         return [module.weight, module.scales, module.biases]
 
-    def _halves(self, name: str, module: Any) -> tuple[list[Blocks], str | None]:
+    def _halves(self, name: str, module: nn.Module) -> tuple[list[Blocks], str | None]:
         """Return a quantized matrix as one or two 4-bit weights, and the name of its offsets (N, blocks) or None."""
         arrays = map(numpy_of, self._parts(name, module))
         made = blocks(f"{name}.weight", *arrays, group_size=module.group_size, bits=module.bits)

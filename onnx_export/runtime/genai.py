@@ -115,6 +115,6 @@ def add_native_library(folder: Path) -> Path:
     return copy
 
 
-def _write(folder: Path, content: Mapping[str, Any]) -> None:
+def _write(folder: Path, content: Mapping[str, object]) -> None:
     text = json.dumps(content, indent=2) + "\n"
     replace_file(folder / CONFIG, lambda new: new.write_text(text, encoding="utf-8"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from math import prod
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +14,7 @@ HUGE = 2 << 20  # bytes of a huge page
 LINE = 64  # bytes of a cache line and of the widest vector
 ONNX_BFLOAT16 = 16
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 
 
 def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from mlx_sparse.checks import ArtefactError, ConfigError, Parser, check_int
 from mlx_sparse.methods import parse
 
 from .runner import Array, Pick, Runner, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 MAX_TOKENS = 256
 RULE = "=" * 10
@@ -104,7 +107,9 @@ class Result:
         )
 
 
-def _generate(runner: Runner, tokenizer: Any, prompt: list[int], wanted: int, pick: Pick, *, quiet: bool) -> Result:
+def _generate(
+    runner: Runner, tokenizer: Tokenizer, prompt: list[int], wanted: int, pick: Pick, *, quiet: bool
+) -> Result:
     """Generate at most ``wanted`` tokens. Unless ``quiet`` is True, print the text while it is generated.
 
     As in mlx-lm, the prompt time ends when the first new token is available.
@@ -156,7 +161,7 @@ def _all_steps_dense(method: str, keys: int) -> bool:
     return any(keys < config.shortest_context() for config in configs)
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer of an exported folder. Download nothing, and run no code from the folder.
 
     Raises:
@@ -173,13 +178,13 @@ def load_tokenizer(folder: Path) -> Any:
         raise ArtefactError(f"model: expected a tokenizer in {folder}, got: {first_line(error)}") from None
 
 
-def encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
+def encode(tokenizer: Tokenizer, prompt: str, *, chat: bool) -> list[int]:
     """Return the token ids of a prompt. If ``chat`` is True, first apply the tokenizer's chat template, if any."""
     templated = chat and tokenizer.chat_template is not None
     if templated:
         message = [{"role": "user", "content": prompt}]
         try:
-            prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            prompt = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is a program and can raise any exception
             raise ArtefactError(
                 f"model: expected a chat template that runs, got: {first_line(error)}. Set --ignore-chat-template."
@@ -193,7 +198,7 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
 class Detokenizer:
     """Incremental detokenizer, which returns a character after all bytes of the character have been generated."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []  # the last returned tokens, which determine spaces, and pending tokens
         self._returned = 0

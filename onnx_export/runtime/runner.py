@@ -28,9 +28,9 @@ STATES = {"past_key_values.": "present.", **{f"past_{name}.": f"present_{name}."
 MAX_CHUNK = 1 << 20  # largest prefill chunk in tokens that a file may request
 MASK_STEP = 1024  # the attention mask grows in steps of this size, because the graph reads all of it for every token
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 Pick = Callable[[Array], int]
-State = tuple[np.dtype[Any] | None, list[int]]
+State = tuple[np.dtype | None, list[int]]
 
 
 class Runner:

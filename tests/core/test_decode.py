@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 from adapters import backends_with
 from cases import (
     CASES,
@@ -67,7 +68,7 @@ def test_a_backend_selects_and_attends_as_the_oracle(backend: Any, method: str, 
 def test_attention_to_the_keys_of_the_oracle_equals_the_oracle(backend: Any, case: Case) -> None:
     """Attend to the oracle's keys, so that ties do not affect the comparison."""
     q, k, _ = case.inputs()
-    chosen = oracle.sparq_select(q, k, rank=16, top_k=40, left_padding=case.padding).indices
+    chosen = reference.sparq_select(q, k, rank=16, top_k=40, left_padding=case.padding).indices
     found, wanted = backend.attend_indices(case, chosen, 0.2), attended(case, chosen, 0.2)
     assert_conforms(found, wanted, case)
     if backend.name in ("ops", "metal"):
@@ -92,7 +93,7 @@ def test_an_index_that_is_not_a_key_is_an_empty_slot(backend: Any, empty: int) -
     found = backend.attend_indices(case, indices, 0.2)
     assert_conforms(found, attended(case, indices[..., :2], 0.2), case)
     np.testing.assert_array_equal(
-        oracle.attend_indices(*case.inputs(), indices, scale=0.2)[0], attended(case, indices[..., :2], 0.2).out
+        oracle.attend.attend_indices(*case.inputs(), indices, scale=0.2)[0], attended(case, indices[..., :2], 0.2).out
     )
 
 
@@ -144,7 +145,7 @@ def test_a_zero_query_attends_uniformly(backend: Any) -> None:
 
     case = Zero(1, 2, 2, 300, 64, "f32")
     params = every_parameter(case, "paper")
-    wanted = oracle.sparq_attention(*case.inputs(), **params)
+    wanted = reference.sparq_attention(*case.inputs(), **params)
     np.testing.assert_allclose(backend.sparq(case, params).out, wanted, rtol=0, atol=1e-5)
 
 
@@ -210,7 +211,7 @@ def test_several_queries_are_attended_densely_and_causally(
     q, k, v = case.inputs(L=L)
     arrays = [backend.array(array, "f32") for array in (q, k, v)]
     function = getattr(backend.functions, f"{method}_attention")
-    wanted = oracle.dense_attention(q, k, v, left_padding=padding)
+    wanted = reference.dense_attention(q, k, v, left_padding=padding)
     out = function(*arrays, left_padding=padding, backend=backend.name)
     np.testing.assert_allclose(backend.numpy(out), wanted, rtol=0, atol=1e-5)
 
@@ -234,6 +235,6 @@ def test_a_value_mean_of_any_strides_is_used_and_alpha_is_not_rounded(backend: A
     mean = np.linspace(0, most, 128, dtype=np.float32).reshape(1, 64, 2)
     settings = {"rank": 32, "top_k": 250}
     out = backend.public("sparq_attention", case, value_mean=backend.array(mean, "f32").swapaxes(1, 2), **settings)
-    wanted = oracle.sparq_attention(*case.inputs(), value_mean=mean.swapaxes(1, 2), **settings)
+    wanted = reference.sparq_attention(*case.inputs(), value_mean=mean.swapaxes(1, 2), **settings)
     rounding = np.abs(wanted) * 2.0 ** -(PRECISION[dtype] + 1) if dtype != "f32" else 0
     assert (np.abs(backend.numpy(out) - wanted) <= 2 * rounding + 1e-5 * max(most / 7, 1)).all()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
 
 import mlx.core as mx
 
@@ -51,7 +50,7 @@ def top_k_launch(
     numbers: Sequence[mx.array],
     *,
     more: Outputs = (),
-    template: Mapping[str, Any] = MappingProxyType({}),
+    template: Mapping[str, object] = MappingProxyType({}),
 ) -> Launch:
     """Build the launch that selects the best ``top_k`` items in each tile of a row of length ``items``.
 

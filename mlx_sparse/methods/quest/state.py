@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ...cache.state import State
+from ...cache.state import Read, State
 from ...core import registry
 from .config import Quest
 
@@ -37,17 +37,22 @@ class QuestState(State):
     def rewind(self, length: int) -> None:
         self.rows = min(self.rows, length)
 
-    def read(self, cache: SparseCache, config: Quest, G: int, *, whole: bool) -> dict[str, Any]:
+    def bind(self, cache: SparseCache, config: Quest, G: int, *, whole: bool) -> Read:
         if config.page_size != self.page_size:
             self.bounds, self.page_size, self.rows = [], config.page_size, 0
-        self._make_room(cache)
-        before = cache.length - 1  # every step attends to the current page, which needs no bounds
-        for sequence, first in enumerate(cache.first_rows()):
-            known, full = ((max(rows - first, 0)) // self.page_size for rows in (self.rows, before))
-            if full > known:
-                self._add(cache, sequence, first, known, full)
-        self.rows = before
-        return dict(zip(("page_min", "page_max"), self.bounds, strict=True))
+        first_rows, page_bounds = cache.first_rows(), registry.load("page_bounds", "ops")
+
+        def read(cache: SparseCache, S: int) -> dict[str, Any]:
+            self._make_room(cache)
+            before = S - 1  # every step attends to the current page, which needs no bounds
+            for sequence, first in enumerate(first_rows):
+                known, full = ((max(rows - first, 0)) // self.page_size for rows in (self.rows, before))
+                if full > known:
+                    self._add(cache, sequence, first, known, full, page_bounds)
+            self.rows = before
+            return dict(zip(("page_min", "page_max"), self.bounds, strict=True))
+
+        return read
 
     def _make_room(self, cache: SparseCache) -> None:
         B, Hkv, capacity, D = cache.key_rows.shape
@@ -58,11 +63,9 @@ class QuestState(State):
         if missing > 0:
             self.bounds = [mx.pad(bound, [(0, 0), (0, 0), (0, missing), (0, 0)]) for bound in self.bounds]
 
-    def _add(self, cache: SparseCache, sequence: int, first: int, known: int, full: int) -> None:
+    def _add(self, cache: SparseCache, sequence: int, first: int, known: int, full: int, page_bounds: Any) -> None:
         """Compute the bounds of pages ``[known, full)`` of ``sequence``, whose first valid row is ``first``."""
         keys = cache.key_rows if len(self.bounds[0]) == 1 else cache.key_rows[sequence : sequence + 1]
         rows = keys[..., first + known * self.page_size : first + full * self.page_size, :]
-        for bound, new in zip(
-            self.bounds, registry.load("page_bounds", "ops")(rows, None, page_size=self.page_size), strict=True
-        ):
+        for bound, new in zip(self.bounds, page_bounds(rows, None, page_size=self.page_size), strict=True):
             bound[sequence : sequence + 1, :, known:full] = new

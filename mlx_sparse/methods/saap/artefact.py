@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -17,6 +17,9 @@ from ...checks import MAX_BUCKETS, ArtefactError
 from ...model_info import identity, kv_shapes, model_type, recorded_facts
 from ...model_parts import Part, part_of
 from .tensors import read_tensors, refuse, write_tensors
+
+if TYPE_CHECKING:
+    from mlx import nn
 
 __all__ = ["MAX_HIDDEN", "Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
 
@@ -53,8 +56,6 @@ class Artefact:
 
     Attributes:
         layers: dict from the index of a layer's KV cache in the model to the layer's centroids and query networks.
-        buckets: number of buckets C of every layer.
-        hidden: number of hidden units H of every layer.
         sink_tokens, recent_tokens: numbers of first and last keys that every decode step attends to. The training
             targets exclude these keys.
         model: ``model_type`` and ``hash`` of the model that was used for training.
@@ -68,10 +69,10 @@ class Artefact:
     sink_tokens: int
     recent_tokens: int
     model: Mapping[str, str]
-    training: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, object] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
-    def check_model(self, model: Any) -> None:
+    def check_model(self, model: nn.Module) -> None:
         """Raise `ArtefactError` unless the artefact was trained on ``model`` or a copy with the same `identity`."""
         self._check(identity(model), kv_shapes(model))
 
@@ -98,7 +99,7 @@ class Artefact:
                 f"artefact: expected one for {found}, got one for {self.model['model_type']}. Train an artefact."
             )
 
-    def part_for(self, model: Any) -> Artefact:
+    def part_for(self, model: nn.Module) -> Artefact:
         """Return the part of this artefact for ``model``, which may have only some of the trained layers and KV heads.
 
         The artefact is checked as in `check_model`. If the model is split across processes, this check needs the facts

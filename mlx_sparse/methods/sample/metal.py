@@ -173,7 +173,6 @@ def sample_attention(
     Returns:
         ``out (B, Hq, L, D)`` in the type of ``queries``, float32 ``lse (B, Hq, L)`` and the result of `sample_select`.
     """
-    given: dict[str, Any] = {"block_size": block_size, "scale": scale, "length": length}
-    blocks = sample_select(queries, keys, **selection, **given)
-    out, lse = attend_lists(queries, keys, values, blocks, **given)
+    blocks = sample_select(queries, keys, block_size=block_size, scale=scale, length=length, **selection)
+    out, lse = attend_lists(queries, keys, values, blocks, block_size=block_size, scale=scale, length=length)
     return out, lse, blocks

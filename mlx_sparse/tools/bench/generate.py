@@ -17,7 +17,7 @@ from datetime import date
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...checks import ConfigError, check_int, read_length
 from ...files import cache_directory
@@ -27,6 +27,10 @@ from ..assets.models import add_model_options, check_model, find_model
 from ..environment import machine
 from ..evaluate import texts
 from .core import Row, Spread, Variant, collect, prepare_and_check, take_turns
+
+if TYPE_CHECKING:
+    from mlx import nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
 ONNX = "mlx_sparse.onnx_export.bench_generate"  # imported by name, because mlx_sparse does not require onnx
 RUNTIMES = ("mlx", "onnx")
@@ -41,7 +45,7 @@ class Context:
 
     S: int
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return a dict from the name to the value of each column that describes the prompt in a result row."""
         return {"S": self.S}
 
@@ -56,7 +60,7 @@ class Generation(Variant):
 
     remark: str | None = None
 
-    def __init__(self, context: Context, method: str, backend: str, **details: Any) -> None:
+    def __init__(self, context: Context, method: str, backend: str, **details: object) -> None:
         self.case, self.role = context, "dense" if method == DENSE else "sparse"
         self.row = Row(context, method, backend, details, spreads={})
         self.speeds: dict[str, list[float]] = {"prompt": [], "generation": []}
@@ -103,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         (source,) = texts.read([args.text or texts.DEFAULT], cache=cache)
         make = partial(variants_of, text=source.text)
     model = find_model(args.model, cache, args.accept_license)
-    facts: dict[str, Any] = {"command": args.command, "date": date.today().isoformat(), "machine": where}
+    facts: dict[str, object] = {"command": args.command, "date": date.today().isoformat(), "machine": where}
     printer = formats.Printer(args, facts | {"load average": f"{load:.1f} before, {os.cpu_count()} processors"})
     rows = list[Row]()
     for variants in make(model, [DENSE, *methods], lengths, tokens):
@@ -164,7 +168,7 @@ def variants_of(
 class Answer(Generation):
     """An answer of an mlx-lm model with one method, which each turn prefills and decodes anew."""
 
-    def __init__(self, prompt: list[int], method: str, model: Any, tokenizer: Any, tokens: int) -> None:
+    def __init__(self, prompt: list[int], method: str, model: nn.Module, tokenizer: Tokenizer, tokens: int) -> None:
         super().__init__(Context(len(prompt)), method, "mlx", peak_memory=0.0)
         self._prompt, self._model, self._tokenizer, self._most = prompt, model, tokenizer, tokens
 

@@ -5,23 +5,24 @@ The inputs have one sequence. If the batch is larger, each variant repeats the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ... import oracle
 from ...checks import ConfigError, check_choice, check_int
-from ...core.base import Method
+from ...core.base import Method, Prefill
+from ...core.blocks.layout import Layout
 from ...core.stats import saap_elements
+from ...methods import SAAP
 from ...methods.patterns.block_patterns import bigbird_pattern, streaming_pattern
 from .core import Case, Request
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 DISTINCT = 4096  # distinct random keys; longer contexts repeat them
@@ -34,7 +35,7 @@ BUCKETS = 1024  # default number of buckets of SAAP's index
 LOAD_FACTOR = 2  # average size of a visited bucket, divided by the average size of all buckets
 VISIT_LOGIT = 100.0  # bias of the visited buckets, large enough to determine the routing
 PEAK = 14.0  # logit of the important keys of a prompt
-PATTERNS: dict[str, Any] = {"bigbird": bigbird_pattern, "streaming_prefill": streaming_pattern}
+PATTERNS: dict[str, Callable[..., np.ndarray]] = {"bigbird": bigbird_pattern, "streaming_prefill": streaming_pattern}
 CHECKED = 8  # queries of a prompt that are compared with float64
 # Rounding a float32 sum may change which blocks are selected. At most SHARE_DIFFERENT of the checked rows may therefore
 # differ, with a relative error of at most MAX_DIFFERENCE.
@@ -85,7 +86,6 @@ class Problem:
     """Inputs for a decode step, and the keys that the step must attend to. All numbers are rounded to ``dtype``.
 
     Attributes:
-        dtype: name of the data type.
         queries: float32 ``(1, Hq, 1, D)``.
         keys, values: float32 ``(1, Hkv, S, D)``.
         selected: indices of the attended keys for each KV head; None for all keys.
@@ -168,7 +168,7 @@ class Index:
     network: Mapping[str, Array]
 
     @classmethod
-    def of(cls, case: Case, config: Any, hidden: int) -> Index:
+    def of(cls, case: Case, config: SAAP, hidden: int) -> Index:
         """Generate an index whose visited buckets have `LOAD_FACTOR` times as many keys as the average bucket.
 
         The router has ``hidden`` hidden units.
@@ -189,7 +189,7 @@ class Index:
         np.put_along_axis(network["out_bias"], visited, np.float16(VISIT_LOGIT), axis=1)
         return cls(visited, ids, network)
 
-    def problem(self, case: Case, config: Any, merge_every: int = 1) -> Problem:
+    def problem(self, case: Case, config: SAAP, merge_every: int = 1) -> Problem:
         """Generate a problem whose query attends to sinks, to keys in visited buckets and to the most recent keys.
 
         The most recent keys are not yet in the bucket lists. The lists cover a multiple of ``merge_every`` keys.
@@ -287,7 +287,7 @@ class Prompt:
         step = self.case.step or self.case.S
         return [(start, min(start + step, self.case.S)) for start in range(0, self.case.S, step)]
 
-    def density(self, config: Any) -> float:
+    def density(self, config: Prefill) -> float:
         """Return the share of the causal block pairs that the reference `oracle` selects in all chunks and heads."""
         attended = causal = 0
         for start, stop in self.chunks:
@@ -296,7 +296,7 @@ class Prompt:
                 causal += layout.causal_pairs * len(mask)
         return attended / causal
 
-    def _masks(self, config: Any, start: int, stop: int) -> Iterator[tuple[Array, Any]]:
+    def _masks(self, config: Prefill, start: int, stop: int) -> Iterator[tuple[Array, Layout]]:
         """Yield the oracle's block mask ``(G, row blocks, key blocks)`` and the block layout for each KV head."""
         layout, G, settings = config.layout(stop - start, stop), self.case.shape.G, config.parameters()
         if config.name in PATTERNS:  # the same blocks for every head
@@ -307,13 +307,13 @@ class Prompt:
         select = getattr(oracle, f"{config.name}_select")
         for h in range(self.case.shape.Hkv):
             queries = self.queries[:, h * G : (h + 1) * G, start:stop].astype(np.float64)
-            found = select(queries, self.keys[:, h : h + 1, :stop].astype(np.float64), **settings)
-            listed = getattr(found, "blocks", found)[0]
+            keys = self.keys[:, h : h + 1, :stop].astype(np.float64)
+            listed = select(queries, keys, **settings, scale=keys.shape[3] ** -0.5)[0]
             mask = np.zeros((*listed.shape[:2], layout.key_blocks + 1), bool)
             np.put_along_axis(mask, np.where(listed < 0, layout.key_blocks, listed), True, axis=2)
             yield mask[..., :-1], layout
 
-    def wrong(self, out: Array, config: Any = None) -> str | None:
+    def wrong(self, out: Array, config: Prefill | None = None) -> str | None:
         """Return a message if the output ``out (B, Hq, L, D)`` of the last chunk is wrong, else None.
 
         For `CHECKED` queries of each head, compare with float64 attention to the blocks that the reference `oracle`

@@ -100,20 +100,20 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
         yield from (MlxStep(case, shared, config, backend, bits) for bits in request.kv_bits if not why)
 
 
-def timed(run: Callable[[], Any]) -> float:
+def timed(run: Callable[[], object]) -> float:
     """Call ``run``, evaluate its result, and return the time in seconds."""
     start = time.perf_counter()
     mx.eval(run())
     return time.perf_counter() - start
 
 
-def to_mlx(array: Any, dtype: str) -> mx.array:
+def to_mlx(array: np.ndarray, dtype: str) -> mx.array:
     """Convert a NumPy array to an MLX array of type ``dtype``."""
     found: mx.array = mx.array(array).astype(getattr(mx, dtype))
     return found
 
 
-def to_numpy(array: mx.array) -> Any:
+def to_numpy(array: mx.array) -> np.ndarray:
     """Convert an MLX array to a float32 NumPy array."""
     return np.array(array.astype(mx.float32))
 
@@ -204,7 +204,7 @@ class MlxVariant(Variant):
         backend: str = "",
         *,
         name: str = "",
-        implementation: Any = None,
+        implementation: Attend | None = None,
     ) -> None:
         super().__init__(case, str(config or "dense"), backend, dense=name or None)
         self.role = "sparse" if config else "read" if implementation is read else "dense"
@@ -250,7 +250,7 @@ class MlxStep(MlxVariant):
         """Return the inputs and the expected output for `check`."""
         return random_problem(self.case) if self.config is None else planted_problem(self.case, self.config)
 
-    def batch(self, array: Any) -> mx.array:
+    def batch(self, array: np.ndarray) -> mx.array:
         """Convert an array of a problem to MLX, and repeat it for each sequence of the batch."""
         return mx.contiguous(mx.repeat(to_mlx(array, self.case.dtype), self.case.B, axis=0))
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...checks import ConfigError
 from ...files import cache_directory
@@ -17,6 +17,10 @@ from .. import environment
 from ..assets.models import add_model_options, check_model, find_model
 from . import texts
 from .tasks import encode
+
+if TYPE_CHECKING:
+    from mlx import nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
 
 def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
@@ -45,7 +49,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 def load_model(
     name: str | None, cache: str | None, license: str | None = None, *, only_mlx_lm: bool = False
-) -> tuple[Any, Any, dict[str, Any]]:
+) -> tuple[nn.Module, Tokenizer, dict[str, Any]]:
     """Load the model ``name`` (default: SmolLM2). Return the model, its tokenizer and its config.
 
     ``cache`` is the folder for fetched files. ``license`` is the name of the license that the user accepts.
@@ -55,20 +59,20 @@ def load_model(
     return load_text_model(find_model(name, cache_directory(cache), license), only_mlx_lm=only_mlx_lm)
 
 
-def encode_texts(tokenizer: Any, read: Sequence[texts.Text]) -> list[list[int]]:
+def encode_texts(tokenizer: Tokenizer, read: Sequence[texts.Text]) -> list[list[int]]:
     """Return the tokens of each text. BOS is omitted. Every text except the first begins with an empty line."""
     # Suppress the warning of transformers about long texts, because only parts of the texts are used.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return [encode(tokenizer, ("\n\n" if i else "") + text.text) for i, text in enumerate(read)]
 
 
-def read_tokens(tokenizer: Any, names: list[str] | None, cache: str | None, option: str = "--text") -> list[int]:
+def read_tokens(tokenizer: Tokenizer, names: list[str] | None, cache: str | None, option: str = "--text") -> list[int]:
     """Read the texts ``names``, and return the tokens of all texts as one list. Messages begin with ``option``."""
     found = texts.read(names, option, cache_directory(cache))
     return [token for tokens in encode_texts(tokenizer, found) for token in tokens]
 
 
-def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
+def fingerprint(model: nn.Module, tokens: Sequence[int], *options: object) -> str:
     """Return a hash of everything that affects the results: model, text, options, versions and chip."""
     import numpy as np
 
@@ -78,7 +82,7 @@ def fingerprint(model: Any, tokens: Sequence[int], *options: Any) -> str:
     return digest.hexdigest()
 
 
-def head_dim(model: Any) -> int:
+def head_dim(model: nn.Module) -> int:
     """Return the head dim of the first layer with a KV cache.
 
     Raises:

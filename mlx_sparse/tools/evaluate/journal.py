@@ -21,13 +21,13 @@ LARGEST = 1 << 63  # limit for numbers; Python cannot convert much larger intege
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
-def as_json(record: Any) -> dict[str, Any]:
+def as_json(record: Any) -> dict[str, object]:
     """Convert a dataclass to plain data for JSON. NaN becomes None. `from_json` is the inverse."""
-    data: dict[str, Any] = _without_nan(asdict(record))
+    data: dict[str, object] = _without_nan(asdict(record))
     return data
 
 
-def _without_nan(value: Any) -> Any:
+def _without_nan(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _without_nan(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -63,7 +63,7 @@ def from_json(kind: Any, value: Any) -> Any:
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: type) -> dict[str, object]:
     return get_type_hints(kind)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -47,7 +46,7 @@ def read(path: Path) -> tuple[list[Row], Facts]:
         ArtefactError: the file is missing or damaged, has the format of a different version, or contains several runs.
     """
 
-    def read_line(line: dict[str, Any]) -> tuple[Facts, Row]:
+    def read_line(line: dict[str, object]) -> tuple[Facts, Row]:
         row = from_json(Row, line)
         if row.task not in (*TASKS, *PASSAGES):
             raise ValueError(row.task)
@@ -82,7 +81,7 @@ def write(folder: Path, rows: Sequence[Row], facts: Facts) -> None:
     replace_file(folder / PAGE, lambda new: new.write_text(text, encoding="utf-8"))
 
 
-def _printable(value: Any) -> Any:
+def _printable(value: object) -> object:
     """Replace the control characters in a string, because HTML forbids these characters."""
     if type(value) is not str:  # markup of the template
         return value

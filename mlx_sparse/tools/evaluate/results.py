@@ -8,11 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from statistics import mean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...model_info import config_of, kv_shapes, model_type, weights_hash
 from .. import environment
 from .texts import Text
+
+if TYPE_CHECKING:
+    from mlx import nn
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,6 @@ class Row:
     If there is only one example, the standard errors are NaN.
 
     Attributes:
-        task: name of the task.
         method: the method as the user wrote it.
         attn: the method with all automatic settings resolved.
         budget: largest share of dense attention's elements that the method may move, such as "1/8"; None if no setting
@@ -233,7 +235,7 @@ class Facts:
     texts: list[TextFacts]
 
 
-def run_facts(command: str, name: str, model: Any, texts: Sequence[tuple[Text, int]], **options: int) -> Facts:
+def run_facts(command: str, name: str, model: nn.Module, texts: Sequence[tuple[Text, int]], **options: int) -> Facts:
     """Collect the inputs and the machine of a run.
 
     Args:

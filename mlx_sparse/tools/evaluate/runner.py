@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -25,6 +25,11 @@ from .journal import Journal
 from .results import Outcome, Row, Trial, row_of
 from .tasks import Example, Passage, digest
 from .variants import DENSE, Variant
+
+if TYPE_CHECKING:
+    from mlx import nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
+    from tqdm import tqdm
 
 Array = npt.NDArray[np.float64]
 SLICE = 128  # positions to compare at once
@@ -74,7 +79,7 @@ def outcome(scores: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
     return Outcome(nats / (math.log(2) * n_bytes), right / n, agreed / n, kl / n, matched, float(right == n))
 
 
-def step_outcome(scores: Array, example: Example, tokenizer: Any) -> Outcome:
+def step_outcome(scores: Array, example: Example, tokenizer: Tokenizer) -> Outcome:
     """Return the outcome of an example, given the `position_scores` ``(len(target), 4)`` of its target tokens."""
     scored = range(len(example.target)) if example.scored is None else example.scored
     wrong = next((position for position in scored if not scores[position, 1]), len(example.target))
@@ -106,7 +111,13 @@ class Steps:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, examples: Sequence[Example], step: int, *, observed: str | None = None
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        examples: Sequence[Example],
+        step: int,
+        *,
+        observed: str | None = None,
     ) -> None:
         """Store examples that are decoded as one batch.
 
@@ -167,7 +178,9 @@ class Steps:
 class Prompt:
     """A passage with tokens that are scored during the prefill. `run` uses this class in the same way as `Steps`."""
 
-    def __init__(self, model: Any, tokenizer: Any, passage: Passage, step: int, *, recall: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Tokenizer, passage: Passage, step: int, *, recall: bool = False
+    ) -> None:
         """Store a passage. If ``recall`` is True, `trials` also measures attention recall from all scores."""
         self.model, self.passage, self.step, self.recall = model, passage, step, recall
         self.depths: list[float | None] = [None]
@@ -196,7 +209,7 @@ def run(
     task: str,
     subjects: Iterable[Steps | Prompt],
     variants: Sequence[Variant],
-    progress: Any,
+    progress: tqdm,
     journal: Journal[Trial],
     *,
     context: int,
@@ -233,12 +246,11 @@ def run(
                         journal.add(name, trial)
             trials += [journal.results[name] for name in names]
             progress.update(len(names))
-    about: dict[str, Any] = {"task": task, "context": context, "prefill": prefill}
     rows = []
     for variant, trials in found.items():
         formula = None if prefill else variant.formula(context, D)
         own = {"method": str(variant), "budget": variant.budget, "formula": formula}
-        rows.append(row_of(trials, found[DENSE], depths, **about, **own))
+        rows.append(row_of(trials, found[DENSE], depths, task=task, context=context, prefill=prefill, **own))
     return rows
 
 
@@ -248,18 +260,18 @@ def observed_by(variants: Sequence[Variant]) -> str | None:
     return next((method.name for method in decode if method is not None and method.observes_prefill), None)
 
 
-def prefill(model: Any, tokens: mx.array, step: int) -> list[Any]:
+def prefill(model: nn.Module, tokens: mx.array, step: int) -> list[Any]:
     """Process ``tokens (examples, length)`` in chunks of ``step`` tokens, and return the filled KV caches."""
-    cache: list[Any] = new_caches(model)
+    cache = new_caches(model)
     for start in range(0, tokens.shape[1], step):
         model(tokens[:, start : start + step], cache=cache)
         mx.eval([entry.state for entry in cache])
     return cache
 
 
-def passage_logits(model: Any, passage: Passage, step: int) -> tuple[mx.array, float]:
+def passage_logits(model: nn.Module, passage: Passage, step: int) -> tuple[mx.array, float]:
     """Return float32 logits ``(scored, vocabulary)`` at the scored positions, and the prefill time in seconds."""
-    cache: list[Any] = new_caches(model)
+    cache = new_caches(model)
     rows = []
     began = time.perf_counter()
     for start in range(0, len(passage.tokens), step):

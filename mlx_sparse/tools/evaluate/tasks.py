@@ -9,9 +9,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ...checks import ConfigError
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
 SHORTEST = 512  # tokens of the shortest context that fits every task
 
@@ -21,7 +24,6 @@ class Example:
     """Token ids of a prompt and of the text after it.
 
     Attributes:
-        prompt: tokens of the prompt.
         target: tokens after the prompt.
         scored: ascending positions in ``target`` that are scored; None if all positions are scored.
         depth: depth of the answer in the prompt, from 0 (start) to 1 (end); None if the task has no depth.
@@ -57,7 +59,9 @@ M_co = TypeVar("M_co", Example, Passage, covariant=True)
 class Maker(Protocol[M_co]):
     """A function that makes examples or passages from a text. The same ``seed`` gives the same result."""
 
-    def __call__(self, tokens: list[int], tokenizer: Any, /, *, context: int, limit: int, seed: int) -> Iterator[M_co]:
+    def __call__(
+        self, tokens: list[int], tokenizer: Tokenizer, /, *, context: int, limit: int, seed: int
+    ) -> Iterator[M_co]:
         """Yield ``limit`` examples or passages from different parts of ``tokens``. Each prompt has ``context`` tokens.
 
         Raises:
@@ -66,13 +70,13 @@ class Maker(Protocol[M_co]):
         ...
 
 
-def opening(tokenizer: Any) -> list[int]:
+def opening(tokenizer: Tokenizer) -> list[int]:
     """Return the tokens that the model requires before a text, such as BOS."""
     ids: list[int] = tokenizer.encode("")
     return ids
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the tokens of a text. The tokens of `opening` are omitted."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
@@ -97,7 +101,7 @@ COPY_TARGET = 80  # tokens of the excerpt to copy
 COPY_EVERY, MAX_COPIES = 512, 4  # tokens of the second half of a passage for each copy; largest number of copies
 
 
-def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+def bits_per_byte(tokens: list[int], tokenizer: Tokenizer, *, context: int, limit: int, seed: int) -> Iterator[Example]:
     """Yield examples from random positions of the text. The `BITS_TOKENS` tokens after the prompt are the target."""
     rng = random.Random(seed)
     first = opening(tokenizer)
@@ -107,7 +111,7 @@ def bits_per_byte(tokens: list[int], tokenizer: Any, *, context: int, limit: int
         yield Example(window[:context], window[context:])
 
 
-def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
+def read_text(tokens: list[int], tokenizer: Tokenizer, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
     """Yield passages of the text. In the second half of each passage, at most `MAX_SCORED` positions are scored.
 
     The scored positions are evenly spaced.
@@ -120,7 +124,7 @@ def read_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
         yield Passage(passage, list(positions[:: -(-len(positions) // MAX_SCORED)]))
 
 
-def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+def repetition(tokens: list[int], tokenizer: Tokenizer, *, context: int, limit: int, seed: int) -> Iterator[Example]:
     """Yield examples in which the model must copy an excerpt from the middle 80 % of the prompt.
 
     The prompt ends with the first tokens of the excerpt. The other tokens of the excerpt are scored.
@@ -135,7 +139,7 @@ def repetition(tokens: list[int], tokenizer: Any, *, context: int, limit: int, s
         yield Example(first + window + excerpt[:COPY_PROMPT], excerpt[COPY_PROMPT:])
 
 
-def copy_text(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
+def copy_text(tokens: list[int], tokenizer: Tokenizer, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
     """Yield passages that repeat excerpts from their first half at random positions in their second half.
 
     Only the copies are scored. The first `COPY_PROMPT` tokens of each copy are not scored.
@@ -183,7 +187,7 @@ class Question:
     scored: list[int]
 
 
-def make_question(tokenizer: Any, question: str, answer: str) -> Question:
+def make_question(tokenizer: Tokenizer, question: str, answer: str) -> Question:
     """Encode a question and its answer as one text, because the tokens of the answer depend on the text before it."""
     asked, whole = encode(tokenizer, question), encode(tokenizer, question + answer)
     same = next((i for i, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), min(len(asked), len(whole)))
@@ -193,7 +197,7 @@ def make_question(tokenizer: Any, question: str, answer: str) -> Question:
 
 
 def insert_statements(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     text: list[int],
     statements: Sequence[tuple[float, str]],
     question: Question,
@@ -230,7 +234,7 @@ def numbers(rng: random.Random, count: int, text: str) -> list[str]:
     return found
 
 
-def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+def needle(tokens: list[int], tokenizer: Tokenizer, *, context: int, limit: int, seed: int) -> Iterator[Example]:
     """Yield examples whose text contains a pass key or a fact about a city.
 
     The prompt ends with a question about the pass key or the fact. Pass keys and facts alternate, and the depths rotate
@@ -250,7 +254,7 @@ def needle(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed:
     return _examples(make, tokens, tokenizer, context, limit, seed)
 
 
-def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+def multi_key(tokens: list[int], tokenizer: Tokenizer, *, context: int, limit: int, seed: int) -> Iterator[Example]:
     """Yield examples whose text contains the pass keys of eight cities, like RULER's multi-key needles.
 
     The question at the end of the prompt asks for one of the pass keys.
@@ -268,7 +272,7 @@ def multi_key(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
     return _examples(make, tokens, tokenizer, context, limit, seed)
 
 
-def key_value(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+def key_value(tokens: list[int], tokenizer: Tokenizer, *, context: int, limit: int, seed: int) -> Iterator[Example]:
     """Yield examples whose text contains `PAIRS` lines ``key: value``. The prompt ends with one of the keys.
 
     The model must repeat the value of the key at the end. The depths of the lines rotate through `DEPTHS`. Keys are
@@ -288,7 +292,7 @@ def key_value(tokens: list[int], tokenizer: Any, *, context: int, limit: int, se
 def _examples(
     make: Callable[[random.Random, int, str, float], Statements],
     tokens: list[int],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     context: int,
     limit: int,
     seed: int,
@@ -319,7 +323,7 @@ class Cloze:
     answer: str
 
 
-def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, seed: int) -> Iterator[Example]:
+def question(tokens: list[int], tokenizer: Tokenizer, *, context: int, limit: int, seed: int) -> Iterator[Example]:
     """Yield examples in which the model must complete a sentence from one of eight passages.
 
     The task is similar to SQuAD with confusion contexts. The prompt ends with the sentence up to the answer. The answer
@@ -348,7 +352,7 @@ def question(tokens: list[int], tokenizer: Any, *, context: int, limit: int, see
         yield Example(prompt + asked.tokens, asked.answer, asked.scored)
 
 
-def _clozes(tokens: list[int], tokenizer: Any, start: int, least: int, most: int) -> Iterator[tuple[int, Cloze]]:
+def _clozes(tokens: list[int], tokenizer: Tokenizer, start: int, least: int, most: int) -> Iterator[tuple[int, Cloze]]:
     """Yield pairs of a passage's start position and a cloze from the passage. The first passage starts at ``start``.
 
     The sentence is within the first ``least`` tokens of the passage. The answer occurs only once in the first ``most``
@@ -378,7 +382,7 @@ def _count(word: str, text: str) -> int:
 
 
 def _distractors(
-    tokens: list[int], tokenizer: Any, cloze: Cloze, length: int, place: int, rng: random.Random
+    tokens: list[int], tokenizer: Tokenizer, cloze: Cloze, length: int, place: int, rng: random.Random
 ) -> list[int]:
     """Return start positions of at most `PARTS` - 1 passages that share many words with ``cloze``.
 

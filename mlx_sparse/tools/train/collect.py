@@ -10,11 +10,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ...checks import ArtefactError, ConfigError
@@ -23,7 +22,11 @@ from ...model_info import leaves
 from ..evaluate.journal import Journal
 from .rows import Texts
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    from mlx import nn
+    from tqdm import tqdm
+
+Array = np.ndarray
 STEP = 512  # tokens of a prefill chunk
 
 
@@ -56,7 +59,6 @@ class Collection:
     The arrays contain all keys and the sampled queries of each text, before and after RoPE.
 
     Attributes:
-        folder: the folder that contains the files.
         layer_shapes: dict from the index of each collected layer to its shape.
         windows: number of texts.
         length: number of tokens in each text.
@@ -151,7 +153,7 @@ class Collection:
 
 
 def collect(
-    model: Any,
+    model: nn.Module,
     layer_shapes: dict[int, LayerShape],
     windows: Sequence[Sequence[int]],
     folder: Path,
@@ -160,7 +162,7 @@ def collect(
     first: int,
     seed: int,
     key: str,
-    progress: Any,
+    progress: tqdm,
 ) -> Collection:
     """Run ``model`` on texts of equal length, and store the queries and keys of its attention layers.
 
@@ -217,12 +219,12 @@ def _completed_texts(journal: Journal[Done], collection: Collection) -> int:
 
 
 def _run(
-    model: Any,
+    model: nn.Module,
     collection: Collection,
     sources: dict[int, Source | str],
     window: int,
     tokens: Sequence[int],
-    progress: Any,
+    progress: tqdm,
 ) -> None:
     caches = make_prompt_cache(model)
     needed = leaves(caches)[: 1 + max(collection.layer_shapes)]
@@ -253,7 +255,7 @@ def _run(
             progress.update(len(chunk))
 
 
-def find_layer_shapes(model: Any, dense_layers: int) -> dict[int, LayerShape]:
+def find_layer_shapes(model: nn.Module, dense_layers: int) -> dict[int, LayerShape]:
     """Return a dict from the index of each layer that can use SAAP to the shape of the layer.
 
     The first ``dense_layers`` attention layers are omitted.

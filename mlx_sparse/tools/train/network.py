@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 from mlx.optimizers import Adam
 
 from ...methods.saap.artefact import Layer
 from .rows import Rows
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 Params = dict[str, mx.array]
 EPS = 1e-5  # epsilon of batch norm
@@ -32,7 +34,7 @@ class Spread:
     covariance: mx.array
 
     @classmethod
-    def of(cls, queries: Sequence[npt.NDArray[Any]]) -> Spread:
+    def of(cls, queries: Sequence[np.ndarray]) -> Spread:
         """Compute the mean and covariance of each head's queries ``(N, D)``."""
         means = np.stack([rows.mean(axis=0, keepdims=True, dtype=np.float64) for rows in queries])
         spread = [(rows - mean).T @ (rows - mean) / len(rows) for rows, mean in zip(queries, means, strict=True)]
@@ -133,7 +135,7 @@ def logits(network: Params, rows: mx.array) -> mx.array:
     return x @ network["out_weight"] + network["out_bias"][:, None]
 
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 MIN_ROWS = 64  # a head with fewer long-range queries keeps the k-means router
 
 
@@ -142,8 +144,6 @@ class Training:
     """Hyperparameters of the query networks.
 
     Attributes:
-        hidden: number of hidden units.
-        steps: number of Adam steps.
         batch: number of rows per step and head.
         rate: learning rate of the first step.
         seed: seed of the initial networks and of the batches.
@@ -171,7 +171,7 @@ def train_layer(
     training: Training,
     *,
     scale: float,
-    progress: Any = None,
+    progress: tqdm = None,
 ) -> Layer:
     """Train the query networks of a layer. Return the layer with its centroids and networks in float32.
 
@@ -200,7 +200,7 @@ def _train(
     centroids: mx.array,
     training: Training,
     scale: float,
-    progress: Any,
+    progress: tqdm,
 ) -> Params:
     spread = Spread.of([found.queries for found in rows])
     params = start(centroids, spread, training.hidden, scale, training.seed)

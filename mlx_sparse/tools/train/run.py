@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -24,6 +24,10 @@ from .collect import Collection, LayerShape, collect, find_layer_shapes, locked,
 from .layers import HeadReport, Recipe, as_dict, make_layer, report_layer, table
 from .network import Training
 from .rows import Distances
+
+if TYPE_CHECKING:
+    from mlx import nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
 LONGEST = 32768  # default upper limit of the tokens of a text
 REPORT = "report"  # metadata key in the file of a layer
@@ -55,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 def _advice(args: argparse.Namespace) -> str:
     """Return the value of ``--attn`` for the trained file, with all settings that differ from the defaults."""
     usual = SAAP()
-    own: dict[str, Any] = {"probes": min(usual.probes, max(args.buckets // 16, 1))}
+    own: dict[str, object] = {"probes": min(usual.probes, max(args.buckets // 16, 1))}
     own |= {"sink_tokens": args.sink_tokens, "recent_tokens": args.recent_tokens, "dense_layers": args.dense_layers}
     changed = [f",{name}={value}" for name, value in own.items() if value != getattr(usual, name)]
     return f"saap:artefact={args.out}{''.join(changed)}"
@@ -154,7 +158,9 @@ def _train(args: argparse.Namespace, work: Path) -> list[HeadReport]:
     return heads
 
 
-def _texts(args: argparse.Namespace, tokenizer: Any, config: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
+def _texts(
+    args: argparse.Namespace, tokenizer: Tokenizer, config: dict[str, Any]
+) -> tuple[list[list[int]], list[list[int]]]:
     """Return the training texts and the held-out texts. Each text has ``--context`` tokens."""
     limit = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
     context: int = min(limit or LONGEST, LONGEST) if args.context is None else args.context
@@ -184,7 +190,7 @@ def _cut(tokens: list[int], length: int, most: int, opening: list[int]) -> list[
     return [opening + tokens[start : start + length] for start in starts]
 
 
-def _select_layers(args: argparse.Namespace, model: Any) -> dict[int, LayerShape]:
+def _select_layers(args: argparse.Namespace, model: nn.Module) -> dict[int, LayerShape]:
     layer_shapes = find_layer_shapes(model, args.dense_layers)
     if args.layers is None:
         return layer_shapes
@@ -208,7 +214,7 @@ def _recipe(args: argparse.Namespace, layer_shapes: dict[int, LayerShape], texts
 def _collect(
     args: argparse.Namespace,
     work: Path,
-    model: Any,
+    model: nn.Module,
     layer_shapes: dict[int, LayerShape],
     texts: tuple[list[list[int]], list[list[int]]],
 ) -> tuple[Collection, Collection]:

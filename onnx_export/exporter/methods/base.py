@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import mlx.core as mx
 
@@ -12,6 +12,9 @@ from mlx_sparse.core.base import Method
 
 from ...operators import OPERATORS
 from ..graph import Graph
+
+if TYPE_CHECKING:
+    from mlx import nn
 
 # For verification: number of prompt tokens, and maximum number of keys that a sparse step attends to. KEYS is less than
 # PROMPT, so that a step after the prompt is sparse.
@@ -23,11 +26,9 @@ class Step:
     """Inputs of one decode step of a layer in MLX.
 
     Attributes:
-        layer: layer number.
         query: query of the new token, ``(B, Hq, 1, D)``.
         keys, values: keys and values of all tokens, the new token included, ``(B, Hkv, S, D)``.
         before: pre-RoPE ``query`` and ``keys``.
-        scale: factor by which the logits are multiplied.
     """
 
     layer: int
@@ -54,7 +55,7 @@ class Decoding:
     method: Method
 
     @classmethod
-    def resolve(cls, config: Any, model: Any) -> Decoding:
+    def resolve(cls, config: Any, model: nn.Module) -> Decoding:
         """Return the decode method for ``config``. Resolve every "auto" for mlx-lm's ``model``.
 
         Raises:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import mlx.core as mx
 
@@ -20,6 +20,9 @@ from ..families import window_of
 from ..graph import Graph
 from ..weights import numpy_of
 from .base import KEYS, Decoding, Step
+
+if TYPE_CHECKING:
+    from mlx import nn
 
 NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 
@@ -37,7 +40,7 @@ class SaapDecoding(Decoding):
     layers: Mapping[int, artefact.Layer]
 
     @classmethod
-    def resolve(cls, config: SAAP, model: Any) -> SaapDecoding:
+    def resolve(cls, config: SAAP, model: nn.Module) -> SaapDecoding:
         made = cls(config, _saap_layers(config, model))
         below = saap_dense_below(config, *made._sizes)
         return dataclasses.replace(made, method=dataclasses.replace(config, dense_below=below))
@@ -102,7 +105,7 @@ class SaapDecoding(Decoding):
         return D, buckets, sum(network[name].size for name in NETWORK) // heads
 
 
-def _saap_layers(config: SAAP, model: Any) -> Mapping[int, artefact.Layer]:
+def _saap_layers(config: SAAP, model: nn.Module) -> Mapping[int, artefact.Layer]:
     """Load the artefact of ``config``. Return a dict from layer number to `Layer` for the layers that use SAAP.
 
     Raises:

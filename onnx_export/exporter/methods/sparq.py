@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import mlx.core as mx
 
@@ -18,6 +18,9 @@ from ...operators import coded_axes
 from ..families import head_dim
 from .base import KEYS, Decoding, Step
 
+if TYPE_CHECKING:
+    from mlx import nn
+
 
 @dataclass(frozen=True)
 class SparQDecoding(Decoding):
@@ -27,7 +30,7 @@ class SparQDecoding(Decoding):
     method: SparQ
 
     @classmethod
-    def resolve(cls, config: SparQ, model: Any) -> SparQDecoding:
+    def resolve(cls, config: SparQ, model: nn.Module) -> SparQDecoding:
         """Resolve every "auto" as `mlx_sparse.enable` does, except that `defaults.dense_below` sets ``dense_below``."""
         attention = model.layers[0].self_attn
         G, D = attention.n_heads // attention.n_kv_heads, head_dim(attention)

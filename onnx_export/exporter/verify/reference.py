@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 from mlx import nn
 from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
@@ -26,7 +25,10 @@ from ..methods import sample
 from ..methods.base import PROMPT, Step
 from ..weights import QUANTIZED
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    from mlx import nn
+
+Array = np.ndarray
 Attention = Callable[..., mx.array]
 
 ATTENTION = "scaled_dot_product_attention"  # name of mlx-lm's attention function in model modules
@@ -79,7 +81,7 @@ class Expected:
     coded: FirstLayers | None = None
 
 
-def reference(model: Any, target: Target) -> Expected:
+def reference(model: nn.Module, target: Target) -> Expected:
     """Compute logits and tolerances on the CPU, because Metal's matrix products may be less exact than float32.
 
     This function rounds the parameters of ``model`` in place, as the exporter does for the file.
@@ -91,7 +93,7 @@ def reference(model: Any, target: Target) -> Expected:
         return _reference(model, target)
 
 
-def _reference(model: Any, target: Target) -> Expected:
+def _reference(model: nn.Module, target: Target) -> Expected:
     _as_stored(model, target.dtype)
     tokens = np.random.default_rng(0).integers(0, model.model.embed_tokens.weight.shape[0], (ROWS, PROMPT + 1))
     embedding = model.model.embed_tokens = _Float32Embedding(model.model.embed_tokens)
@@ -131,7 +133,7 @@ def _reference(model: Any, target: Target) -> Expected:
     return Expected(tokens, exact, *bounds, sampled, coded)
 
 
-def _run_first_layers(model: Any, short: Target, count: int, last: int, noise: float) -> FirstLayers:
+def _run_first_layers(model: nn.Module, short: Target, count: int, last: int, noise: float) -> FirstLayers:
     """Run the first layers on ``count`` random tokens. The final ``last`` tokens run in a separate call.
 
     The tolerance comes from a second run, which adds relative ``noise`` to the embeddings.
@@ -155,7 +157,7 @@ def _run_first_layers(model: Any, short: Target, count: int, last: int, noise: f
 
 
 @contextmanager
-def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+def _replaced(*changes: tuple[object, str, object]) -> Iterator[None]:
     """Set attributes ``(object, name, value)`` during a ``with`` block, and then restore their old values."""
     before = [(place, name, getattr(place, name)) for place, name, _ in changes]
     for change in changes:
@@ -167,7 +169,7 @@ def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
             setattr(*original)
 
 
-def _columns(module: Any) -> int:
+def _columns(module: nn.Module) -> int:
     if isinstance(module, QUANTIZED):
         return int(module.scales.shape[1] * module.group_size)
     return int(module.weight.shape[1])
@@ -178,7 +180,7 @@ def largest(found: Sequence[Array], wanted: Sequence[Array]) -> float:
     return float(np.max([np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)]))
 
 
-def _as_stored(model: Any, dtype: str) -> None:
+def _as_stored(model: nn.Module, dtype: str) -> None:
     """Round the matrices of a model to the type of the exported file, and convert vectors and scales to float32."""
 
     def stored(name: str, array: mx.array) -> mx.array:
@@ -195,7 +197,7 @@ def _as_stored(model: Any, dtype: str) -> None:
 class _Float32Embedding(nn.Module):
     """Embedding that returns float32, so that all later activations are float32. Relative ``noise`` is added."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.inner = inner
         self.noise = 0.0
@@ -210,7 +212,7 @@ class _Float32Embedding(nn.Module):
 
 
 class _LastTokenHead(nn.Module):
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.inner = inner
 
@@ -219,12 +221,12 @@ class _LastTokenHead(nn.Module):
         return logits
 
 
-def _layer_by_layer(model: Any) -> AbstractContextManager[None]:
+def _layer_by_layer(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context that evaluates layers one by one, so that only one layer has float32 weights in memory."""
     layer = type(model.layers[0])
     original = layer.__call__
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+    def call(self: nn.Module, *args: object, **kwargs: object) -> mx.array:
         out: mx.array = original(self, *args, **kwargs)
         mx.eval(out)
         mx.clear_cache()
@@ -236,15 +238,15 @@ def _layer_by_layer(model: Any) -> AbstractContextManager[None]:
 class _RecordedRope:
     """RoPE module that appends its layer number and each input to ``seen``."""
 
-    def __init__(self, inner: Any, layer: int, seen: deque[tuple[int, mx.array]]) -> None:
+    def __init__(self, inner: nn.Module, layer: int, seen: deque[tuple[int, mx.array]]) -> None:
         self._inner, self._layer, self._seen = inner, layer, seen
 
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: mx.array, *args: object, **kwargs: object) -> object:
         self._seen.append((self._layer, x))
         return self._inner(x, *args, **kwargs)
 
 
-def _sparse(model: Any, short: Target) -> AbstractContextManager[None]:
+def _sparse(model: nn.Module, short: Target) -> AbstractContextManager[None]:
     """Return a context in which the layers that are sparse in the file call `mlx_sparse` instead of mlx-lm's attention.
 
     The prompt before a decode step must run in a single call.
@@ -255,7 +257,7 @@ def _sparse(model: Any, short: Target) -> AbstractContextManager[None]:
     prompts, decode = short.prompts, short.decode
 
     def attention(original: Attention) -> Attention:
-        def attend(queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, **others: Any) -> mx.array:
+        def attend(queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, **others: object) -> mx.array:
             (layer, query), (_, new) = seen
             L = queries.shape[2]
             if L > 1:
@@ -274,7 +276,7 @@ def _sparse(model: Any, short: Target) -> AbstractContextManager[None]:
     return _replaced(*ropes, *_attention_of(model, attention))
 
 
-def _rounding(model: Any, dtype: str) -> AbstractContextManager[None]:
+def _rounding(model: nn.Module, dtype: str) -> AbstractContextManager[None]:
     """Return a context in which mlx-lm's attention rounds its inputs and outputs to ``dtype``."""
     kind = getattr(mx, dtype)
 
@@ -291,18 +293,18 @@ def _rounding(model: Any, dtype: str) -> AbstractContextManager[None]:
     return _replaced(*caches, *_attention_of(model, attention))
 
 
-def _attention_of(model: Any, wrap: Callable[[Attention], Attention]) -> list[tuple[Any, str, Attention]]:
+def _attention_of(model: nn.Module, wrap: Callable[[Attention], Attention]) -> list[tuple[object, str, Attention]]:
     """Return the changes for `_replaced` that wrap mlx-lm's attention function in all modules of a model."""
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
     modules = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), ATTENTION)]
     return [(module, ATTENTION, wrap(getattr(module, ATTENTION))) for module in modules]
 
 
-def _run_chunks(model: Any, chunks: Sequence[Array], cache: Any) -> Array:
+def _run_chunks(model: nn.Module, chunks: Sequence[Array], cache: Any) -> Array:
     """Run ``chunks`` in successive calls with one cache. Return the logits (rows, vocabulary) of the last call."""
     return [_run(model, chunk, cache) for chunk in chunks][-1]
 
 
-def _run(model: Any, tokens: Array, cache: Any) -> Array:
+def _run(model: nn.Module, tokens: Array, cache: Any) -> Array:
     """Run one call and return the logits (rows, vocabulary) of its last token."""
     return np.array(model(mx.array(tokens), cache=cache)[:, -1])
