@@ -110,10 +110,7 @@ def test_configurations_are_frozen() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "settings"),
-    [
-        ("paper", {"component_score": "query", "key_bits": 16}),
-        ("robust", {"component_score": "query_key"}),
-    ],
+    [("paper", {"component_score": "query", "key_bits": 16}), ("robust", {"component_score": "query_key"})],
 )
 def test_a_preset_sets_what_the_specification_lists(preset: str, settings: dict[str, Any]) -> None:
     assert parse(f"sparq:preset={preset}") == (SparQ(**settings),)
@@ -172,14 +169,7 @@ def test_keys_override_a_preset_in_any_order(text: str) -> None:
 
 def test_keys_override_presets_bases_and_defaults_in_this_order() -> None:
     base = {"sparq": SparQ(rank=8, top_k=500, reallocate=False)}
-    expected = SparQ(
-        rank=8,
-        reallocate=False,
-        component_score="query",
-        top_k=500,
-        local_window=9,
-        key_bits=16,
-    )
+    expected = SparQ(rank=8, reallocate=False, component_score="query", top_k=500, local_window=9, key_bits=16)
     assert parse("sparq:preset=paper,local_window=9", base) == (expected,)
 
 
@@ -211,10 +201,7 @@ NAMES = ", ".join(METHODS)
         ("sparq:preset=paper,preset=robust", "sparq: expected each key once, got 'preset' 2 times."),
         ("flexgen:k=3", "flexgen: expected one of the keys top_k, preset, got 'k'."),
         ("dense:rank=3", "dense: expected one of the keys preset, got 'rank'."),
-        (
-            "sparq:preset=best",
-            "sparq: expected one of the presets default, paper, robust, got 'best'.",
-        ),
+        ("sparq:preset=best", "sparq: expected one of the presets default, paper, robust, got 'best'."),
         ("h2o:preset=paper", "h2o: expected one of the presets none, got 'paper'."),
         ("sparq:rank=0", "rank: expected an integer of at least 1, got 0."),
         ("sparq:rank=-3", "rank: expected an integer of at least 1, got -3."),

@@ -116,10 +116,7 @@ UNQUANTIZABLE = {
 # By name: arguments after "mlx_lm.generate --model llama", and a pattern of the one-line error.
 BAD: dict[str, tuple[list[str], str]] = {
     "unknown method": (["--attn", "flash"], "attn: expected one of .*sparq.*, got 'flash'"),
-    "no such backend": (
-        ["--attn", "sparq", "--attn-backend", "tpu"],
-        r"backend: .*got tpu \(unknown; this version",
-    ),
+    "no such backend": (["--attn", "sparq", "--attn-backend", "tpu"], r"backend: .*got tpu \(unknown; this version"),
     "a backend for torch": (
         ["--attn", "sparq", "--attn-backend", "triton"],
         r"backend: .*got triton \(it takes torch tensors: .* mlx_sparse\.cuda_ref",
@@ -128,10 +125,7 @@ BAD: dict[str, tuple[list[str], str]] = {
         [*SPARSE, "--attn-report", "recall"],
         "--attn-report: expected text, full, json or off with --attn sparq, got recall",
     ),
-    "unknown report": (
-        ["--attn-report", "xml"],
-        "--attn-report: invalid choice: 'xml' ",
-    ),
+    "unknown report": (["--attn-report", "xml"], "--attn-report: invalid choice: 'xml' "),
     "no number of drafts": ([*SPARSE, "--lossless", "many"], "--lossless: invalid int value: 'many'"),
     "a long option": ([*SPARSE, "--prompt-cache-file", "x" * 1000], f"--prompt-cache-file: .* got {'x' * 200}[.]{{2}}"),
     "a folder as artefact": (["--attn", "saap:artefact=llama"], r"llama: expected .*, got none .* \(a folder\)"),

@@ -18,11 +18,7 @@ import pytest
 from mlx_lm import batch_generate, stream_generate
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
-from mlx_lm.models.cache import (
-    KVCache,
-    make_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model
 from tiny_models import FAMILIES, EveryStepSparQ, build, greedy, prompt_of, write

@@ -43,10 +43,7 @@ def run(subjects: list[Any], *methods: str, journal: Journal[Trial] | None = Non
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Row]:
-    methods = [
-        "sparq:rank=4,top_k=500",
-        "sparq:rank=4,top_k=8",
-    ]
+    methods = ["sparq:rank=4,top_k=500", "sparq:rank=4,top_k=8"]
     examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:107], TOKENS[107:127])]
     progress, subject = Progress(), Steps(build(), WordTokenizer(), examples, 512)
     result = runner.run("needle", [subject], variants(*methods), progress, no_journal(), context=100, D=16)

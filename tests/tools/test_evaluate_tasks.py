@@ -192,10 +192,7 @@ def test_question_completes_a_sentence_of_a_passage(kind: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "no capital and no stop. " * 2000,
-            "--text: expected sentences with a word that occurs once, got none",
-        ),
+        ("no capital and no stop. " * 2000, "--text: expected sentences with a word that occurs once, got none"),
         ("The cat sat on a mat when Peter came. " * 2000, "--text: expected sentences with a word"),
     ],
 )

@@ -151,10 +151,7 @@ def test_generation_can_fill_the_caches() -> None:
         model.step([[1]])
 
 
-@pytest.mark.parametrize(
-    ("tokens", "padding"),
-    TABLES["steps"],
-)
+@pytest.mark.parametrize(("tokens", "padding"), TABLES["steps"])
 def test_a_step_of_wrong_shape_is_refused(tokens: Any, padding: list[int] | None) -> None:
     model = Runner(exported("dense"))
     error, name = (ShapeError, "tokens") if padding is None else (ConfigError, "left_padding")
@@ -173,10 +170,7 @@ def test_padding_after_the_start_is_refused() -> None:
 # Files that export-onnx did not write
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    TABLES["metadata"],
-)
+@pytest.mark.parametrize(("metadata", "message"), TABLES["metadata"])
 def test_foreign_and_newer_files_are_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
     def spoil(model: onnx.ModelProto) -> None:
         known = {entry.key.removeprefix("mlx_sparse."): entry.value for entry in model.metadata_props} | metadata
@@ -216,10 +210,7 @@ MALFORMED: dict[str, tuple[Any, str]] = {
         lambda i, o: [resize(info, "batch", 2, 64, 16) for info in (i["past_key_values.1.key"], o["present.1.key"])],
         "caches of one length",
     ),
-    "another successor": (
-        lambda i, o: resize(o["present.0.key"], "batch", 2, 64, 16),
-        "caches and their successors",
-    ),
+    "another successor": (lambda i, o: resize(o["present.0.key"], "batch", 2, 64, 16), "caches and their successors"),
     "an input that is none": (lambda i, o: i["attention_mask"].__setattr__("name", "surprise"), "inputs input_ids"),
     "an unknown state": (
         lambda i, o: i["past_key_values.1.key"].__setattr__("name", "surprise"),

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 import reference
 from cases import Array, Case
-from onnx_operators import (
-    LANES,
-    Operator,
-    attributes,
-    by_runtime,
-    parameters,
-)
+from onnx_operators import LANES, Operator, attributes, by_runtime, parameters
 from sample_cases import SampleCase
 
 # Decode steps are always dense, which does not affect prefill.

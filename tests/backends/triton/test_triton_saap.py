@@ -10,9 +10,7 @@ import torch
 from cases import Case
 from mlx_sparse.cuda_ref import torch_functions
 from mlx_sparse.cuda_ref.launchers import attend, configs, saap
-from saap_cases import (
-    SaapCase,
-)
+from saap_cases import SaapCase
 from torch_arrays import DEVICE, cached, padding, to_numpy, to_torch
 
 from mlx_sparse import cuda_ref, oracle

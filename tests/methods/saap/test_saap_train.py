@@ -54,12 +54,7 @@ def test_centroids_match_faiss(n: int) -> None:
     if n > POINTS * BUCKETS:
         keys = keys[np.sort(np.random.default_rng(5).choice(n, POINTS * BUCKETS, replace=False))]
     theirs = faiss.Kmeans(
-        D,
-        BUCKETS,
-        niter=kmeans.ITERATIONS,
-        spherical=True,
-        max_points_per_centroid=POINTS,
-        min_points_per_centroid=1,
+        D, BUCKETS, niter=kmeans.ITERATIONS, spherical=True, max_points_per_centroid=POINTS, min_points_per_centroid=1
     )
     theirs.train(keys, init_centroids=keys[kmeans.start_points(len(keys), BUCKETS, 5)])
     np.testing.assert_allclose(found, theirs.centroids, atol=1e-5)

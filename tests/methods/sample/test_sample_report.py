@@ -10,17 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from lm_prompts import (
-    BLOCK,
-    LAYERS,
-    SAMPLE,
-    SPARQ,
-    PrefillCall,
-    batch,
-    causal_pairs,
-    generated,
-    process,
-)
+from lm_prompts import BLOCK, LAYERS, SAMPLE, SPARQ, PrefillCall, batch, causal_pairs, generated, process
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import build, prompt_of
 
