@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_tables import read_tables
 
 from mlx_sparse import calibrate
 from mlx_sparse.calibrate import (
@@ -24,6 +25,8 @@ from mlx_sparse.calibrate import (
     write_measurement,
 )
 from mlx_sparse.checks import ArtefactError
+
+DATA = read_tables(__file__)
 
 pytestmark = pytest.mark.usefixtures("calibration_folder")
 
@@ -184,28 +187,7 @@ def test_a_damaged_file_is_refused_in_one_line_and_can_be_replaced(data: bytes) 
     assert read_measurement(KEY) is not None
 
 
-@pytest.mark.parametrize(
-    "points",
-    [
-        None,
-        [],
-        {},
-        7,
-        [[1024, 0.4, 0.5]],
-        [{"S": 1}],
-        [[0, 0.4, 0.5, 0.6]],
-        [[-5, 0.4, 0.5, 0.6]],
-        [[True, 0.4, 0.5, 0.6]],
-        [[9.0, 0.4, 0.5, 0.6]],
-        [[1 << 40, 0.4, 0.5, 0.6]],
-        [[10**400, 0.4, 0.5, 0.6]],
-        [[9, 10**400, 0.5, 0.6]],
-        [[9, "1", 0.5, 0.6]],
-        [[9, float("inf"), 0.5, 0.6]],
-        [[9, float("nan"), 0.5, 0.6]],
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("points", DATA["wrong points"], ids=str)
 def test_points_of_another_form_are_refused(points: Any) -> None:
     with pytest.raises(ValueError, match="expected lengths with three ratios each"):
         read_points({"points": points})

@@ -72,7 +72,6 @@ GOOD: dict[str, list[list[str]]] = {
     "saved dense, resumed sparse": [[*SAVE, "e.safetensors"], [*RESUME, "e.safetensors", *SPARSE, *JSON]],
     "saved sparse, resumed": [[*SAVE, "s.safetensors", *SPARSE], [*RESUME, "s.safetensors"]],
     "saved sparse, resumed sparse": [[*SAVE, "t.safetensors", *SPARSE], [*RESUME, "t.safetensors", *SPARSE, *JSON]],
-    "--draft-model": [["mlx_lm.generate", *GENERATE, "--draft-model", "other", *SPARSE, *JSON]],
     "saap": [["mlx_lm.generate", *GENERATE, *SAAP, *JSON]],
     "saap online": [
         ["mlx_lm.generate", *GENERATE, "--attn", f"saap:mode=online,buckets=8,probes=8,{SAAP_WINDOW}", *JSON]
@@ -338,16 +337,6 @@ def test_a_prompt_cache_saved_with_the_option_loads_without_it(finished: Runs):
     assert (result.code, result.err) == (0, "")
     assert len(result.text.split()) == TOKENS
     assert finished("saved sparse, resumed sparse").reports[0]["sparse_calls"] == LAYERS * STEPS
-
-
-def test_a_draft_model_drafts_sparsely_and_is_verified_densely(finished: Runs):
-    result = finished("--draft-model")
-    assert result.code == 0
-    assert result.text == finished("dense").text
-    target, draft = result.reports
-    assert target["sparse_calls"] == 0
-    assert target["dense_calls"]["in multi-token decode (verification step or short prompt)"] > 0
-    assert draft["sparse_calls"] > 0
 
 
 @pytest.mark.parametrize("name", ["saap", "saap online", "saap toml"])
