@@ -61,7 +61,7 @@ def mac(tmp_path: Path) -> Path:
 def check(mac: Path, *, message: str, fails: bool) -> tuple[subprocess.CompletedProcess[str], dict]:
     for name in FILES:
         path = mac / "tests" / f"{name}.py"
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(TESTS.format(message=message, fails=fails))
     path = f"{mac / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = run("bash", mac / "scripts" / "mac_check.sh", "-o", mac / "result.json", cwd=mac, PATH=path, **OWN)

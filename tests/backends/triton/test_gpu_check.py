@@ -62,7 +62,7 @@ def machine(folder: Path, *, fails: bool = False, limits: str = "in time") -> Pa
         shutil.copy(script, folder / "scripts")
     for name in TESTS:
         path = folder / "tests" / f"{name}.py"
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(TEST.format(fails=fails))
     commands = {"python3": PYTHON.format(python=sys.executable), "nvidia-smi": NVIDIA_SMI, "timeout": TIMEOUT[limits]}
     write_commands(folder, {f"bin/{name}": body for name, body in commands.items()})
