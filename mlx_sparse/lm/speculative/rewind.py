@@ -53,11 +53,8 @@ class Checked:
         self._before, self._caches, self._inputs, self._kept, self._model = before, caches, inputs, kept, model
         found, written = leaves(caches), slice(-len(inputs), None)
         self._rows: list[Any] = [cache for cache in found if isinstance(cache, ROWS)]
-        self._windows = [
-            (cache, cache.keys[..., written, :], cache.values[..., written, :])
-            for cache in found
-            if isinstance(cache, RotatingKVCache)
-        ]
+        windows: list[Any] = [cache for cache in found if isinstance(cache, RotatingKVCache)]
+        self._windows = [(cache, cache.keys[..., written, :], cache.values[..., written, :]) for cache in windows]
         self._after = Undo(caches) if len(self._rows) + len(self._windows) < len(found) else None
         before.restore()
 
@@ -85,7 +82,7 @@ class Checked:
         if caches is not self._caches:
             for own, used in zip(leaves(self._caches), leaves(caches), strict=True):
                 if isinstance(own, ROWS):
-                    own.trim(-count)
+                    own.trim(-count)  # type: ignore[no-untyped-call]
                 else:
                     vars(own).update(vars(used))
 
