@@ -10,11 +10,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mlx_sparse.lm.hooks.saap import load_artefact
-from mlx_sparse.methods import SAAP, parse
+from mlx_sparse.methods import parse
 from mlx_sparse.tools.bench.core import check_memory
 from mlx_sparse.tools.bench.generate import Context, Generation
 from mlx_sparse.tools.environment import memory
@@ -64,8 +65,8 @@ def _fill(caches: Mapping[str, np.ndarray], method: str) -> None:
     noise = rng.standard_normal(max(array.size for array in caches.values()), np.float32)
     for name, array in caches.items():
         if array.dtype.kind == "i":
-            artefact = load_artefact(next(config for config in parse(method) if isinstance(config, SAAP)))
-            assert artefact is not None  # an exported file has no online mode
+            configs: list[Any] = [config for config in parse(method) if config.pre_rope]
+            artefact: Any = load_artefact(configs[0])
             array[...] = rng.integers(0, artefact.buckets, array.shape, array.dtype)
         elif name.startswith(("past_sums.", "past_summary.")):
             array[...] = 1.0  # running statistics must be positive

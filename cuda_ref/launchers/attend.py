@@ -119,7 +119,7 @@ def attend(
     if tickets is None:
         tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=queries.device)
     out = result_like(queries)
-    lse = queries.new_empty(B, Hq, 1, dtype=torch.float32)
+    lse = torch.empty(B, Hq, 1, dtype=torch.float32, device=queries.device)
     splits = prod(grid) if grid[0] > 1 else 0
     Launch(
         kernel,
@@ -138,8 +138,8 @@ def attend(
             "value_mean": None if reallocation is None else reallocation.value_mean,
             "out": out,
             "lse": lse,
-            "parts": queries.new_empty(splits, G, D, dtype=torch.float32),
-            "part_sums": queries.new_empty(splits, G, 3, dtype=torch.float32),
+            "parts": torch.empty(splits, G, D, dtype=torch.float32, device=queries.device),
+            "part_sums": torch.empty(splits, G, 3, dtype=torch.float32, device=queries.device),
             "tickets": tickets,
             "length": S,
             "entries": entries,

@@ -168,9 +168,9 @@ def _(visited: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def expand(visited: torch.Tensor, index: Index, length: int, left_padding: torch.Tensor | None) -> Listed:
     """List the keys that a decode step attends to (saap.10). All arrays are int32."""
     B, Hkv, probes = visited.shape
-    indices = visited.new_empty(B, Hkv, index.capacity, dtype=torch.int32)
-    counts = visited.new_empty(B, Hkv, dtype=torch.int32)
-    tickets = visited.new_empty(B, Hkv, 2, dtype=torch.int32)
+    indices = torch.empty(B, Hkv, index.capacity, dtype=torch.int32, device=visited.device)
+    counts = torch.empty(B, Hkv, dtype=torch.int32, device=visited.device)
+    tickets = torch.empty(B, Hkv, 2, dtype=torch.int32, device=visited.device)
     Launch(
         expand_kernel,
         (max(1, -(-index.capacity // SLOTS)), Hkv, B),

@@ -31,15 +31,19 @@ WHOLE_BUFFERS = frozenset({"metal"})
 EXPORTED = {"onnx": "onnx_export:operator_model", "ort": "onnx_export:session_options"}
 
 
-def _row(name: str, ops: str, metal: str = "", triton: str = "", *, oracle: str = "oracle") -> dict[str, str]:
+def _row(name: str, ops: str, metal: str = "", triton: str = "", *, oracle: str | None = None) -> dict[str, str]:
     """Return a dict from each backend that supports the function ``name`` to the import string of the function.
 
     ``ops``, ``metal``, ``triton`` and ``oracle`` are module names, or ``module:function`` if the function has a
-    different name in this module. An empty string means that the backend does not support the function.
+    different name in this module. An empty string means that the backend does not support the function. By default,
+    the oracle's module is the neighbor of the module in ``ops``.
     """
+    oracle = ops.replace(".ops", ".oracle") if oracle is None else oracle
     modules = {"oracle": oracle, "ops": ops, "metal": metal, "triton": triton}
     return {key: module if ":" in module else f"{module}:{name}" for key, module in modules.items() if module}
 
+
+SCORING_KEYS = "methods.sparq.oracle_codes"
 
 # The methods come first, then shared functions. A comment "metal: ..." gives the reason why Metal uses `ops`.
 FUNCTIONS: Mapping[str, Mapping[str, str]] = {
@@ -65,11 +69,17 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "sample_select": _row("sample_select", "methods.sample.ops", "methods.sample.metal", "cuda_ref.launchers.sample"),
     # metal: a matrix product and a maximum, once per key
     "saap_assign": _row(
-        "saap_assign", "methods.saap.kmeans:assign", "methods.saap.kmeans:assign", "cuda_ref.torch_functions"
+        "saap_assign",
+        "methods.saap.kmeans:assign",
+        "methods.saap.kmeans:assign",
+        "cuda_ref.torch_functions",
+        oracle="methods.saap.oracle",
     ),
     "saap_route": _row("saap_route", "methods.saap.ops", "methods.saap.metal", "cuda_ref.launchers.saap"),
     # metal: once every few hundred tokens
-    "saap_index": _row("saap_index", "methods.saap.csr", "methods.saap.csr", "cuda_ref.api.parts"),
+    "saap_index": _row(
+        "saap_index", "methods.saap.csr", "methods.saap.csr", "cuda_ref.api.parts", oracle="methods.saap.oracle"
+    ),
     "saap_indices": _row("saap_indices", "methods.saap.ops", "methods.saap.metal", "cuda_ref.api.parts"),
     "attend_blocks": _row("attend_blocks", "core.blocks.ops", "core.blocks.metal", "cuda_ref.launchers.blocks"),
     "attend_indices": _row("attend_indices", "core.attend.ops", "core.attend.metal", "cuda_ref.launchers.attend"),
@@ -84,9 +94,21 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "quest_select": _row("quest_select", "methods.quest.ops", "methods.quest.metal"),
     "sparq_select": _row("sparq_select", "methods.sparq.ops"),
     # Not part of a decode step, so array operations suffice on every backend.
-    "dense_lse": _row("dense_lse", "core.attend.ops", "core.attend.ops", "cuda_ref.torch_functions", oracle=""),
-    "deviation": _row("deviation", "methods.sparq.ops", "methods.sparq.ops", "cuda_ref.torch_functions", oracle=""),
-    "masked_mean": _row("masked_mean", "methods.sparq.ops", "methods.sparq.ops", "cuda_ref.torch_functions", oracle=""),
+    "dense_lse": _row("dense_lse", "core.attend.ops", "core.attend.ops", "cuda_ref.torch_functions"),
+    "deviation": _row(
+        "deviation",
+        "methods.sparq.ops",
+        "methods.sparq.ops",
+        "cuda_ref.torch_functions",
+        oracle="methods.sparq.oracle_codes",
+    ),
+    "masked_mean": _row(
+        "masked_mean",
+        "methods.sparq.ops",
+        "methods.sparq.ops",
+        "cuda_ref.torch_functions",
+        oracle="methods.sparq.oracle_codes",
+    ),
 }
 
 # Class of a method's auxiliary cache state (`mlx_sparse.cache.state.State`), created at the first decode step.

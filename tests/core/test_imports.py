@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 LEVELS = [
     {"checks", "extras", "files", "model_info", "model_parts"},
     {"methods"},
-    {"oracle", "ops", "kernels", "artefact"},
-    {"api", "cache", "calibrate"},
+    {"ops", "kernels", "artefact"},
+    {"api", "oracle", "cache", "calibrate"},
     {"lm", "_boot"},  # the start-up hook calls lm
     {"tools"},
     {"cli", "__init__"},

@@ -53,11 +53,8 @@ class Checked:
         self._before, self._caches, self._inputs, self._kept, self._model = before, caches, inputs, kept, model
         found, written = leaves(caches), slice(-len(inputs), None)
         self._rows: list[Any] = [cache for cache in found if isinstance(cache, ROWS)]
-        self._windows = [
-            (cache, cache.keys[..., written, :], cache.values[..., written, :])
-            for cache in found
-            if isinstance(cache, RotatingKVCache)
-        ]
+        windows: list[Any] = [cache for cache in found if isinstance(cache, RotatingKVCache)]
+        self._windows = [(cache, cache.keys[..., written, :], cache.values[..., written, :]) for cache in windows]
         self._after = Undo(caches) if len(self._rows) + len(self._windows) < len(found) else None
         before.restore()
 
@@ -80,12 +77,12 @@ class Checked:
     def _run(self, count: int) -> None:
         """Run the model on the first ``count`` tokens. MLX computes only the states that a caller uses."""
         # Only the last run may write to the caches, because later writes would depend on the results of earlier runs.
-        caches = self._caches if count == self._kept else _references(self._caches)
+        caches = self._caches if count == self._kept else _copies(self._caches)
         self._model(self._inputs[None, :count], cache=caches)
         if caches is not self._caches:
             for own, used in zip(leaves(self._caches), leaves(caches), strict=True):
                 if isinstance(own, ROWS):
-                    own.trim(-count)
+                    own.trim(-count)  # type: ignore[no-untyped-call]
                 else:
                     vars(own).update(vars(used))
 
@@ -96,11 +93,19 @@ def _references(value: Any) -> Any:
         return value[...]
     if isinstance(value, dict):
         return {name: _references(part) for name, part in value.items()}
-    if hasattr(value, "nbytes"):
-        copied = copy(value)
-        vars(copied).update(_references(vars(value)))
-        return copied
     return type(value)(map(_references, value)) if isinstance(value, list | tuple) else value
+
+
+def _copies(caches: Any) -> Any:
+    """Return copies of ``caches`` that share array memory."""
+    if isinstance(caches, (list, tuple)):
+        return type(caches)(map(_copies, caches))
+    copied: Any = copy(caches)
+    if hasattr(caches, "caches"):
+        copied.caches = _copies(caches.caches)
+    else:
+        vars(copied).update(_references(vars(caches)))
+    return copied
 
 
 class Random:

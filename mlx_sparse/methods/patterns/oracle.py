@@ -7,24 +7,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...checks import check_block_size, check_int, check_share
-from ...core.attend.oracle import checked, float64
 from ...core.blocks.layout import MINFERENCE_ROWS, Layout
-from ...core.blocks.oracle import block_lists, prefill_result
+from ...core.blocks.oracle import attend_blocks, block_lists
 from ..sample.oracle import merge, sample_scores
-from .block_patterns import bigbird_pattern, streaming_pattern
+from .block_patterns import Pattern, bigbird_pattern, streaming_pattern
 
 Array = npt.NDArray[Any]
+Result = tuple[Array, Array, Array]  # out, lse, key blocks of each row block
 
 
 def minference_select(
     queries: npt.ArrayLike,
     keys: npt.ArrayLike,
     *,
-    vertical_tokens: int = 1000,
-    slash_tokens: int = 6096,
-    block_size: int = 64,
-    scale: float | None = None,
+    vertical_tokens: int,
+    slash_tokens: int,
+    block_size: int,
+    scale: float,
 ) -> Array:
     """Return int32 indices ``(B, Hq, R, N)`` of the key blocks that each row block attends to (sample.12).
 
@@ -32,9 +31,8 @@ def minference_select(
     blocks attend to the ``vertical_tokens / block_size`` key blocks with the largest sums. They also attend to the keys
     in the ``slash_tokens / block_size`` offset bins with the largest sums. Both quotients are rounded up.
     """
-    q, k = float64(queries), float64(keys)
-    layout = Layout(q.shape[2], k.shape[2], 1, block_size, MINFERENCE_ROWS)
-    column, slash = sample_scores(q, k, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
+    layout = Layout(np.shape(queries)[2], np.shape(keys)[2], 1, block_size, MINFERENCE_ROWS)
+    column, slash = sample_scores(queries, keys, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
     budgets = (-(-tokens // block_size) for tokens in (vertical_tokens, slash_tokens))
     column_kept, slash_kept = (select_largest(scores, n) for scores, n in zip((column, slash), budgets, strict=True))
     return block_lists(merge(column_kept, slash_kept, layout))
@@ -56,23 +54,15 @@ def minference_attention(
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    vertical_tokens: int = 1000,
-    slash_tokens: int = 6096,
-    block_size: int = 64,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
+    vertical_tokens: int,
+    slash_tokens: int,
+    block_size: int,
+    scale: float,
+) -> Result:
     """Run MInference: attend to the key blocks that `minference_select` selects (sample.12)."""
-    q, k, v, n = checked(queries, keys, values, backend)
-    check_int("vertical_tokens", vertical_tokens, 1)
-    check_int("slash_tokens", slash_tokens, 1)
-    check_block_size(block_size)
-    blocks = minference_select(
-        q, k, vertical_tokens=vertical_tokens, slash_tokens=slash_tokens, block_size=block_size, scale=scale
-    )
-    layout = Layout(n.L, n.S, 1, block_size, MINFERENCE_ROWS)
-    return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
+    budgets = {"vertical_tokens": vertical_tokens, "slash_tokens": slash_tokens}
+    blocks = minference_select(queries, keys, **budgets, block_size=block_size, scale=scale)
+    return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
 
 
 def bigbird_attention(
@@ -80,27 +70,13 @@ def bigbird_attention(
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    window: float = 0.08,
-    global_share: float = 0.08,
-    random_blocks: int = 1,
-    block_size: int = 64,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
-    """Run BigBird (sample.13).
-
-    A query attends to ``window * S`` recent keys, to the first ``global_share * S`` keys and to random key blocks.
-    """
-    q, k, v, n = checked(queries, keys, values, backend)
-    check_share("window", window)
-    check_share("global_share", global_share)
-    check_int("random_blocks", random_blocks, 0)
-    check_block_size(block_size)
-    layout = Layout(n.L, n.S, 1, block_size, rows=0)
-    pattern = bigbird_pattern(layout, window=window, global_share=global_share, random_blocks=random_blocks)
-    blocks = block_lists(np.broadcast_to(pattern, (n.B, n.Hq, *pattern.shape)))
-    return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
+    block_size: int,
+    scale: float,
+    **pattern: Any,
+) -> Result:
+    """Run BigBird (sample.13). The arguments ``pattern`` are the shares and the random blocks of `bigbird_pattern`."""
+    mask = bigbird_pattern(_layout(queries, keys, block_size), **pattern)
+    return _attend(queries, keys, values, mask, block_size, scale)
 
 
 def streaming_prefill_attention(
@@ -108,19 +84,28 @@ def streaming_prefill_attention(
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    sink_tokens: int = 4,
-    window: float = 0.08,
-    block_size: int = 64,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
+    sink_tokens: int,
+    window: float,
+    block_size: int,
+    scale: float,
+) -> Result:
     """Run StreamingLLM in prefill: attend to the first key blocks and to ``window * S`` recent keys (sample.14)."""
-    q, k, v, n = checked(queries, keys, values, backend)
-    check_int("sink_tokens", sink_tokens, 0)
-    check_share("window", window)
-    check_block_size(block_size)
-    layout = Layout(n.L, n.S, 1, block_size, rows=0)
-    pattern = streaming_pattern(layout, sink_tokens=sink_tokens, window=window)
-    blocks = block_lists(np.broadcast_to(pattern, (n.B, n.Hq, *pattern.shape)))
-    return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
+    mask = streaming_pattern(_layout(queries, keys, block_size), sink_tokens=sink_tokens, window=window)
+    return _attend(queries, keys, values, mask, block_size, scale)
+
+
+def _layout(queries: npt.ArrayLike, keys: npt.ArrayLike, block_size: int) -> Layout:
+    return Layout(np.shape(queries)[2], np.shape(keys)[2], 1, block_size, rows=0)
+
+
+def _attend(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    pattern: Pattern,
+    block_size: int,
+    scale: float,
+) -> Result:
+    """Attend to the key blocks in ``pattern (R, Nk)``, which is the same for every head."""
+    blocks = block_lists(np.broadcast_to(pattern, (*np.shape(queries)[:2], *pattern.shape)))
+    return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks

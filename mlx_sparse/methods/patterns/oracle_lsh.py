@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...checks import check_qkv
-from ...core.attend.oracle import checked, logits, softmax_lse, weighted_values
-from ...core.blocks.layout import Layout
-from ...core.blocks.oracle import block_lists, prefill_stats
+from ...core.attend.oracle import float64, logits, softmax_lse, weighted_values
+from ...core.blocks.oracle import block_lists
 from .lsh_spans import Span, pieces, sampled, signs
 
 Array = npt.NDArray[Any]
+Result = tuple[Array, Array, Array]  # out, lse, indices of the attended keys
 
 
 def hash_codes(vectors: Array, buckets: int) -> Array:
@@ -32,18 +31,17 @@ def hash_sparse_attention(
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    buckets: int = 16,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
+    buckets: int,
+    scale: float,
+) -> Result:
     """Attend to the key at the query's position and to the earlier keys that have the query's hash (sample.15)."""
-    q, k, v, n = checked(queries, keys, values, backend)
-    code_q, code_k = hash_codes(q, buckets), np.repeat(hash_codes(k, buckets), n.G, axis=1)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    L, S, G = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    code_q, code_k = hash_codes(q, buckets), np.repeat(hash_codes(k, buckets), G, axis=1)
     same = code_q[..., :, None] == code_k[..., None, :]
-    position, key = np.arange(n.S - n.L, n.S)[:, None], np.arange(n.S)
-    mask = (same | (key == position) | _nan_keys(k, n.G)) & (key <= position)
-    return _attend((q, k, v), mask, np.zeros(n.S), scale=scale, return_stats=return_stats)
+    position, key = np.arange(S - L, S)[:, None], np.arange(S)
+    mask = (same | (key == position) | _nan_keys(k, G)) & (key <= position)
+    return _attend((q, k, v), mask, np.zeros(S), scale)
 
 
 def sort_ranks(vectors: Array, hash_bits: int) -> Array:
@@ -63,24 +61,23 @@ def hyperattention_attention(
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    bucket_size: int = 256,
-    sampled_keys: int = 256,
-    hash_bits: int = 7,
-    exact_rows: int = 4096,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
+    bucket_size: int,
+    sampled_keys: int,
+    hash_bits: int,
+    exact_rows: int,
+    scale: float,
+) -> Result:
     """Run HyperAttention (sample.16 to sample.18).
 
     The queries are divided into ranges of at most ``exact_rows`` queries. A query attends to all keys of its range up
     to its own position. Of the keys before the range, the query attends to the keys in its bucket and to a weighted
     sample.
     """
-    q, k, v, n = checked(queries, keys, values, backend)
-    offset = n.S - n.L
-    mask, weight = np.zeros((n.B, n.Hq, n.L, n.S), dtype=bool), np.zeros((n.B, n.Hq, n.L, n.S))
-    for start, stop, spans in pieces(n.L, n.S, exact_rows):
+    q, k, v = float64(queries), float64(keys), float64(values)
+    L, S, G = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    offset = S - L
+    mask, weight = np.zeros((*q.shape[:3], S), dtype=bool), np.zeros((*q.shape[:3], S))
+    for start, stop, spans in pieces(L, S, exact_rows):
         rows = slice(start - offset, stop - offset)
         mask[:, :, rows, start:stop] = np.tri(stop - start, dtype=bool)
         for span in spans:
@@ -88,9 +85,9 @@ def hyperattention_attention(
             kept, extra = _span_pairs(q, k, span, offset, bucket_size, sampled_keys, hash_bits)
             inside = slice(start - span.start, stop - span.start)
             mask[:, :, rows, columns], weight[:, :, rows, columns] = kept[:, :, inside], extra[:, :, inside]
-    position, key = np.arange(offset, n.S)[:, None], np.arange(n.S)
-    lost = _nan_keys(k, n.G) & (key <= position)
-    return _attend((q, k, v), mask | lost, weight, scale=scale, return_stats=return_stats)
+    position, key = np.arange(offset, S)[:, None], np.arange(S)
+    lost = _nan_keys(k, G) & (key <= position)
+    return _attend((q, k, v), mask | lost, weight, scale)
 
 
 def _span_pairs(
@@ -117,17 +114,11 @@ def _nan_keys(k: Array, G: int) -> Array:
     return np.repeat(np.isnan(k.sum(axis=-1)), G, axis=1)[:, :, None]
 
 
-def _attend(
-    qkv: tuple[Array, Array, Array], mask: Array, weight: Array, *, scale: float | None, return_stats: bool | str
-) -> Any:
+def _attend(qkv: tuple[Array, Array, Array], mask: Array, weight: Array, scale: float) -> Result:
     """Compute attention over the query-key pairs in ``mask (B, Hq, L, S)``, and add ``weight`` to their logits."""
     q, k, v = qkv
-    n = check_qkv(q, k, v)
-    grouped = (n.B, n.Hkv, n.G, n.L, n.S)
-    by_group = mask.reshape(grouped)
-    scores = logits(q, k, n.D**-0.5 if scale is None else scale)
+    scores = logits(q, k, scale)
+    by_group = mask.reshape(scores.shape)
     lse = softmax_lse(scores, by_group)[1].reshape(q.shape[:3])
-    weights, _ = softmax_lse(scores + np.broadcast_to(weight, mask.shape).reshape(grouped), by_group)
-    out = weighted_values(weights, v, by_group).reshape(q.shape)
-    layout = Layout(n.L, n.S, 1, 1, rows=0)
-    return prefill_stats(qkv, out, lse, block_lists(mask), layout, scale=scale, return_stats=return_stats)
+    weights, _ = softmax_lse(scores + np.broadcast_to(weight, mask.shape).reshape(scores.shape), by_group)
+    return weighted_values(weights, v, by_group).reshape(q.shape), lse, block_lists(mask)

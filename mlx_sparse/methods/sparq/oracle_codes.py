@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...core.attend.oracle import float64
 from ...core.select.oracle import valid_keys
 from .scoring_keys import GROUP, LARGEST, LARGEST_CODE, KeyCodes
 
 Array = npt.NDArray[Any]
 
 
-def code_keys(keys: npt.ArrayLike, *, left_padding: npt.ArrayLike | None = None) -> KeyCodes:
+def code_keys(keys: npt.ArrayLike, left_padding: npt.ArrayLike | None = None) -> KeyCodes:
     """Quantize ``keys (B, Hkv, S, D)`` to int4 in groups of `GROUP` keys. Keys after the last full group are omitted.
 
     Padded keys may contain any number.
@@ -55,7 +56,7 @@ def unpack(codes: Array) -> Array:
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
-def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLike | None = None) -> Array:
+def approximate_keys(keys: Array, coded: KeyCodes, left_padding: npt.ArrayLike | None = None) -> Array:
     """Subtract ``coded.center`` from the scoring keys, and return float64 ``(B, Hkv, S, D)`` (sparq.21).
 
     Keys in full groups are dequantized from ``coded``. The remaining keys are exact.
@@ -69,12 +70,10 @@ def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLik
     return found
 
 
-def key_spread(coded: KeyCodes, keys: Array, *, left_padding: npt.ArrayLike | None = None) -> Array:
+def key_spread(coded: KeyCodes, keys: npt.ArrayLike, left_padding: npt.ArrayLike | None = None) -> Array:
     """Estimate the standard deviation of each component, float64 ``(B, Hkv, D)``, from its int4 codes (sparq.22)."""
-    from .oracle import deviation
-
-    B, _, S, _ = keys.shape
-    found = deviation(keys, valid_keys(B, S, left_padding))  # for sequences without a coded group
+    B, _, S, _ = np.shape(keys)
+    found = deviation(keys, left_padding)  # for sequences without a coded group
     lo = coded.lo.astype(np.float64)
     width = LARGEST_CODE * coded.step.astype(np.float64)
     middle = lo + width / 2
@@ -83,3 +82,18 @@ def key_spread(coded: KeyCodes, keys: Array, *, left_padding: npt.ArrayLike | No
             variance = middle[b, :, :, :M].var(axis=-1) + (width[b, :, :, :M] ** 2).mean(axis=-1) / 16
             found[b] = np.sqrt(variance)
     return found
+
+
+def masked_mean(rows: npt.ArrayLike, left_padding: npt.ArrayLike | None) -> Array:
+    """Return the mean ``(B, Hkv, D)`` of the valid ``rows (B, Hkv, S, D)``, or 0 if there are none (sparq.9)."""
+    rows = float64(rows)
+    valid = valid_keys(rows.shape[0], rows.shape[2], left_padding)
+    count = np.maximum(valid.sum(axis=1), 1)[:, None, None]
+    mean: Array = np.where(valid[:, None, :, None], rows, 0.0).sum(axis=2) / count
+    return mean
+
+
+def deviation(keys: npt.ArrayLike, left_padding: npt.ArrayLike | None) -> Array:
+    """Return the standard deviation ``(B, Hkv, D)`` of each component over the valid keys (sparq.1)."""
+    centered = float64(keys) - masked_mean(keys, left_padding)[:, :, None, :]
+    return np.sqrt(masked_mean(centered**2, left_padding))
