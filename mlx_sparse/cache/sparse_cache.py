@@ -17,7 +17,6 @@ import mlx.core as mx
 from ..core import registry
 from ..core.base import Method, Prefill
 from ..core.packed_rows import PackedRows, Rows
-from ..core.table import WHOLE_BUFFERS
 from .state import State
 
 # Function for `SparseCache.by_heads`. Arguments: slice of the query heads, queries of these heads, keys, values, and
@@ -185,7 +184,7 @@ class SparseCache:
     def state_of(self, method: str) -> State | None:
         """Return the auxiliary state of ``method``, or None if the method needs none. Create the state on first use."""
         state = self.aux_states.get(method)
-        if state is None and (begin := registry.load_state(method)) is not None:
+        if state is None and (begin := registry.load_class(method, "state")) is not None:
             state = self.add_state(method, begin())
         return state
 
@@ -284,7 +283,7 @@ class SparseCache:
         If ``backend`` takes whole buffers, the dict contains the ``length`` in use. Otherwise the dict is empty.
         """
         S = self.length
-        if backend in WHOLE_BUFFERS:
+        if backend in registry.WHOLE_BUFFERS:
             return self.key_rows, self.value_rows, {"length": S}
         return self.keys[..., :S, :], self.values[..., :S, :], {}
 

@@ -16,11 +16,12 @@ from ..methods.baselines.oracle import (
 )
 from ..methods.patterns.oracle import (
     bigbird_attention,
+    hash_sparse_attention,
+    hyperattention_attention,
     minference_attention,
     minference_select,
     streaming_prefill_attention,
 )
-from ..methods.patterns.oracle_lsh import hash_sparse_attention, hyperattention_attention
 from ..methods.quest.oracle import page_bounds, quest_attention, quest_select
 from ..methods.saap.oracle import (
     Target,
@@ -39,8 +40,7 @@ from ..methods.saap.oracle import (
     selectivity,
 )
 from ..methods.sample.oracle import SampleSelection, merge, sample_attention, sample_scores, sample_select, select_share
-from ..methods.sparq.oracle import SparQSelection, sparq_attention, sparq_select
-from ..methods.sparq.oracle_codes import code_keys, key_spread
+from ..methods.sparq.oracle import SparQSelection, code_keys, key_spread, sparq_attention, sparq_select
 
 __all__ = [
     "SampleSelection",

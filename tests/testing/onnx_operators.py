@@ -25,8 +25,7 @@ from saap_cases import SaapCase
 
 from mlx_sparse import onnx_export, oracle
 from mlx_sparse.core.select.oracle import valid_keys
-from mlx_sparse.methods.sparq.oracle import deviation, masked_mean
-from mlx_sparse.methods.sparq.oracle_codes import coded_groups
+from mlx_sparse.methods.sparq.oracle import coded_groups, deviation, masked_mean
 from mlx_sparse.methods.sparq.scoring_keys import GROUP, KeyCodes
 
 DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ...cache.state import State
-from ...core import registry
 from .config import Quest
+from .ops import page_bounds
 
 if TYPE_CHECKING:
     from ...cache.sparse_cache import SparseCache
@@ -62,7 +62,5 @@ class QuestState(State):
         """Compute the bounds of pages ``[known, full)`` of ``sequence``, whose first valid row is ``first``."""
         keys = cache.key_rows if len(self.bounds[0]) == 1 else cache.key_rows[sequence : sequence + 1]
         rows = keys[..., first + known * self.page_size : first + full * self.page_size, :]
-        for bound, new in zip(
-            self.bounds, registry.load("page_bounds", "ops")(rows, None, page_size=self.page_size), strict=True
-        ):
+        for bound, new in zip(self.bounds, page_bounds(rows, None, page_size=self.page_size), strict=True):
             bound[sequence : sequence + 1, :, known:full] = new

@@ -9,7 +9,7 @@ import mlx.core as mx
 from ...cache.state import State
 from ...core.packed_rows import PackedRows, Rows
 from .. import SparQ
-from .ops_codes import code_groups, key_spread
+from .ops import code_groups, key_spread
 from .running_statistics import RunningStatistics
 from .scoring_keys import GROUP, WORDS, KeyCodes
 

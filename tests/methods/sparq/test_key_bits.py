@@ -21,12 +21,12 @@ from expected import assert_coded_step, coded_parameters
 
 import mlx_sparse
 from mlx_sparse import ConfigError, ShapeError, oracle
-from mlx_sparse.core.table import FUNCTIONS
-from mlx_sparse.methods.sparq.oracle_codes import approximate_keys, unpack
+from mlx_sparse.core import registry
+from mlx_sparse.methods.sparq.oracle import approximate_keys, unpack
 from mlx_sparse.methods.sparq.scoring_keys import GROUP, KeyCodes
 
 NODES = ("ort",)  # runtimes of exported nodes, which need native kernels
-CODING = [name for name in backends_with("code_keys") if name in (*FUNCTIONS["code_keys"], *NODES)]
+CODING = [name for name in backends_with("code_keys") if name in (*registry.backends_of("code_keys"), *NODES)]
 EIGHT_BIT_BACKENDS = ("metal", "triton")  # backends that store scores in 8 bits
 
 
