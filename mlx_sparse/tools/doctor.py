@@ -13,8 +13,7 @@ from typing import Any
 
 from .. import __version__, _boot
 from ..checks import SparseAttentionError, echoed
-from ..core.registry import unavailable
-from ..core.table import BACKENDS
+from ..core.registry import BACKENDS, unavailable
 from ..extras import NAME, REBUILD, install_hint
 from . import environment
 

@@ -10,13 +10,13 @@ import mlx.core as mx
 import numpy as np
 import reference
 from cases import Array, assert_same_selection, plain_attention, plain_reallocation, plain_scores, row_sum, ulp
+from mlx_sparse.methods.sparq.oracle import masked_mean
 from sample_cases import SampleCase, attended, kept_bounds, logit_error, plain_blocks_attention
 
 from mlx_sparse import oracle
 from mlx_sparse.core.base import Method, Prefill
 from mlx_sparse.core.blocks.layout import MINFERENCE_ROWS
 from mlx_sparse.methods import H2O, SAAP, FlexGen, MInference, OracleTopK, Sample, SparQ, Streaming
-from mlx_sparse.methods.sparq.oracle_codes import masked_mean
 
 # Number of random summation orders that estimate the error of a plain float32 computation.
 ORDERS = 16
@@ -183,8 +183,8 @@ class RecordedCall:
 
     def _spread(self, config: SparQ, keys: Array) -> Array:
         if config.key_bits == 16:
-            return oracle.key_codes.deviation(keys, self.padding)
-        coded = oracle.key_codes.code_keys(keys, left_padding=self.padding)
+            return oracle.sparq.deviation(keys, self.padding)
+        coded = oracle.sparq.code_keys(keys, left_padding=self.padding)
         return oracle.key_spread(coded, keys, left_padding=self.padding)
 
     def _assert_same_selection(self, indices: Array, expected: Array, scores: Array) -> None:
@@ -357,7 +357,7 @@ def best_bounds(scores: Array, count: int, error: float) -> tuple[Array, Array]:
     The first mask marks scores that must be among the largest, and the second mask marks scores that may be among the
     largest. ``error`` is the largest relative error of a score.
     """
-    kept = oracle.prefill.select_largest(scores, count)
+    kept = oracle.patterns.select_largest(scores, count)
     best_left = np.where(kept, 0, scores).max(axis=-1, keepdims=True)
     least_kept = np.where(kept, scores, np.inf).min(axis=-1, keepdims=True)
     return kept & (scores > best_left * (1 + 4 * error)), kept | (scores >= least_kept * (1 - 4 * error))

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from tiny_models import write
 
 from mlx_sparse import calibrate, cli
-from mlx_sparse.core import registry, table
+from mlx_sparse.core import registry
 from mlx_sparse.methods import METHODS
 from mlx_sparse.tools import doctor, matrix, measure
 
@@ -49,7 +49,7 @@ def test_doctor_reports_every_fact_and_no_problem(capsys: pytest.CaptureFixture[
     assert [name for name in findings if name != "seams of mlx-vlm"] == DATA["findings"]
     assert findings["version"] == metadata.version("mlx-sparse-attention")
     assert findings["packages"]["mlx-lm"] == metadata.version("mlx-lm")
-    assert list(findings["backends"]) == list(table.BACKENDS)
+    assert list(findings["backends"]) == list(registry.BACKENDS)
     assert findings["backends"]["oracle"] == findings["backends"]["ops"] == "yes"
     assert findings["seams"] == findings["problems"] == []
 
@@ -167,13 +167,13 @@ def test_matrix_prints_every_method_and_backend_in_three_formats(capsys: pytest.
     code, out, _ = run(capsys, "matrix")
     assert code == 0
     header, *lines = out.splitlines()
-    assert header.split() == ["method", "stage", *table.BACKENDS]
+    assert header.split() == ["method", "stage", *registry.BACKENDS]
     assert [line.split()[0] for line in lines[: len(METHODS)]] == list(METHODS)
     code, out, _ = run(capsys, "matrix", "--markdown")
     assert (code, out) == (0, matrix.markdown() + "\n")
     cells = [line.strip("|").split("|") for line in out.splitlines() if line.startswith("|")]
-    assert {len(row) for row in cells} == {1 + len(table.BACKENDS)}
-    names = [f"`{name}`" for name in METHODS if len(table.FUNCTIONS[name]) > 2]
+    assert {len(row) for row in cells} == {1 + len(registry.BACKENDS)}
+    names = [f"`{name}`" for name in METHODS if len(registry.backends_of(name)) > 2]
     assert [row[0].strip() for row in cells[2:]] == names
     code, out, _ = run(capsys, "matrix", "--json")
     rows = {row["method"]: row for row in json.loads(out)}

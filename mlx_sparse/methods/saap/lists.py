@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ...core import registry
 from .. import SAAP
+from .ops import saap_index
 from .state import BucketIndex, index_of
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _list_keys(
     last = max(covered)
     ids = mx.full((B, Hkv, last), -1, mx.int16) if index.ids is None else index.ids[..., :last]
     ids = mx.where(mx.arange(last) < mx.array(covered)[:, None, None], ids, -1)
-    offsets, key_ids = registry.load("saap_index", "ops")(
+    offsets, key_ids = saap_index(
         ids, buckets=index.router.buckets, sink_tokens=config.sink_tokens, left_padding=cache.padding
     )
     sizes = mx.sort(offsets[..., 1:] - offsets[..., :-1], axis=-1)

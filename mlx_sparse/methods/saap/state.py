@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 
 from ...cache.state import State
-from ...core import registry
 from .. import SAAP
 from . import kmeans
 
@@ -313,7 +312,7 @@ class BucketIndex(State):
 
 def _nearest(keys: mx.array, centroids: mx.array) -> mx.array:
     """Return the int16 ids ``(B, Hkv, n)`` of the buckets nearest to pre-RoPE ``keys (B, Hkv, n, D)``."""
-    ids: mx.array = registry.load("saap_assign", "ops")(keys, centroids)
+    ids: mx.array = kmeans.saap_assign(keys, centroids)
     return ids.astype(mx.int16)  # int16 is enough for MAX_BUCKETS
 
 
