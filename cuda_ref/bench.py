@@ -115,7 +115,7 @@ class Timer:
 
     def __init__(self, step: Step, copies: int, moved: int) -> None:
         self._step, self.output = step, step(0)  # the first call also compiles the kernels
-        self._graph: Any = None
+        self._graph: torch.cuda.CUDAGraph | None = None
         if interpreted():
             return
         self._count = copies * math.ceil(ENOUGH / (copies * moved / FASTEST))

@@ -78,7 +78,6 @@ class Layer:
 
     Attributes:
         step: sizes of a decode step. Its attribute ``measured`` is None.
-        dtype: dtype of keys and values.
         L: number of tokens in a prefill chunk; 1 for decode steps.
     """
 

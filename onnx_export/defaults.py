@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from mlx_sparse.core.base import NEVER, Method
+from mlx_sparse.core.decide import Facts, decide
 from mlx_sparse.methods import SAAP, SparQ
 
 # Defaults that differ from `--attn`, because only native kernels can read quantized scoring keys.
@@ -37,10 +38,8 @@ def dense_below(config: SparQ, D: int) -> int:
     dense attention for head dim ``D``. If native kernels run, SparQ becomes faster at only about 500 keys. The estimate
     is nevertheless the same, so that the result of a file does not depend on the kernels that run.
     """
-    shortest = config.shortest_context()
-    if config.dense_below != "auto" or config.top_k < SparQ.top_k:
-        return shortest
-    return max(shortest, ENOUGH_SAVED // (2 * D - config.rank))  # elements saved per key
+    modeled = max(config.modeled_context(None), ENOUGH_SAVED // (2 * D - config.rank))  # elements saved per key
+    return decide(config, Facts(estimate=modeled), ()).crossover
 
 
 def saap_dense_below(config: SAAP, D: int, buckets: int, network: int) -> int:
@@ -49,10 +48,6 @@ def saap_dense_below(config: SAAP, D: int, buckets: int, network: int) -> int:
     If the setting is "auto", the number is an estimate, which assumes that all ``buckets`` have equal size.
     ``D`` is the head dim, and ``network`` is the number of query network weights per KV head.
     """
-    shortest = config.attended + 1
-    if config.dense_below != "auto":
-        return max(shortest, int(config.dense_below))
-    if config.recent_tokens < SAAP.recent_tokens:
-        return shortest
     saved = 2 * D * (1 - BUCKET_READ_COST - config.probes / buckets)  # per key, except the sink and recent tokens
-    return shortest + math.ceil((SAAP_ENOUGH_SAVED + network) / saved) if saved > 0 else NEVER
+    modeled = config.attended + 1 + math.ceil((SAAP_ENOUGH_SAVED + network) / saved) if saved > 0 else NEVER
+    return decide(config, Facts(estimate=modeled), ()).crossover

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -17,9 +18,9 @@ from transformers.modeling_utils import AttentionInterface
 
 from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.core import reasons
-from mlx_sparse.core.base import NEVER, QK_NORMS, Step
+from mlx_sparse.core.base import QK_NORMS, Step
 from mlx_sparse.core.cost import nvidia_kind
+from mlx_sparse.core.decide import Facts, chunk_refusal, decide, refusal
 from mlx_sparse.core.stats import dense_elements
 from mlx_sparse.methods import SparQ
 
@@ -73,8 +74,9 @@ def attention(
         if query.shape[2] == 1 < key.shape[2]:
             _warn_once()
     else:
-        layer = _layer_reasons(origin, query, key, value, kwargs)
-        call = _call_reasons(origin, module, query, key, attention_mask, padding, dropout)
+        facts = Facts(query.shape[1] // key.shape[1], sinks=kwargs.get("s_aux") is not None)
+        layer = _layer_reasons(origin, module, query, key, value, facts, kwargs)
+        call = _call_reasons(origin, query, key, attention_mask, padding, facts, dropout)
         reason = next(chain(layer, call), None)
     if origin is None or reason is not None:
         counted = _without_cache if origin is None else origin.cache.report
@@ -115,11 +117,16 @@ def has_qk_norm(module: torch.nn.Module) -> bool:
 
 
 def _layer_reasons(
-    origin: Origin, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+    origin: Origin,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    facts: Facts,
+    kwargs: dict[str, Any],
 ) -> Iterator[str]:
     """Yield the reasons why the layer of ``origin`` always attends densely. The caller uses the first reason only."""
-    reason = dense_layer(origin.layer)
-    if reason is not None:
+    if (reason := dense_layer(origin.layer)) is not None:
         yield reason
     if not origin.current(value):
         yield "with keys or values that differ from the KV cache"
@@ -137,34 +144,31 @@ def _layer_reasons(
         yield "with mixed types, or a type other than float32, float16 and bfloat16"
     if kwargs.get("softcap") is not None:
         yield "with soft-capped scores"
-    if kwargs.get("s_aux") is not None and not origin.cache.attn.supports_sinks(query.shape[1] // key.shape[1]):
-        yield reasons.SINKS
+    if (reason := refusal(_resolve(origin.cache, module, grouped=facts.G > 1), facts)) is not None:
+        yield reason
     if kwargs.get("position_bias") is not None:
         yield "with a position bias"
 
 
 def _call_reasons(
     origin: Origin,
-    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     attention_mask: torch.Tensor | None,
     padding: Padding | None,
+    facts: Facts,
     dropout: float,
 ) -> Iterator[str]:
     """Yield the reasons why an attention call is dense. Checks that wait for the GPU come last."""
     L, S = query.shape[2], key.shape[2]
-    if L > reasons.VERIFY_QUERIES or S == L > 1:
-        yield reasons.PROMPT
-    if L > 1:
-        yield reasons.A_FEW
+    if L > 1 and (reason := chunk_refusal(None, L, S)) is not None:
+        yield reason
     if not (query.is_cuda or interpreted()):
         yield "on a device without Triton"
-    shortest = _shortest_context(origin.cache, module, query, key)
-    if shortest >= NEVER:
-        yield "for which sparse attention would read more bytes"
-    if S < shortest:
-        yield reasons.shorter_than(shortest)
+    config = origin.cache.attn
+    known = replace(facts, estimate=_estimate(origin.cache, config, key, facts.G))
+    if (reason := decide(config, known, [S]).reason) is not None:
+        yield reason
     if dropout > 0:
         yield "with dropout"
     if torch.is_grad_enabled() and query.requires_grad:
@@ -175,12 +179,12 @@ def _call_reasons(
         yield "with a mask that is not left padding"
 
 
-def _shortest_context(cache: SparQCache, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return the crossover length in keys, as set by the option `dense_below` or estimated by the cost model."""
+def _estimate(cache: SparQCache, config: SparQ, key: torch.Tensor, G: int) -> int:
+    """Return the crossover length in keys that the cost model estimates for a layer, unless `dense_below` sets it."""
     B, Hkv, _, D = key.shape
-    step = Step(B * Hkv, query.shape[1] // Hkv, D, key.element_size(), gpu_kind(key.device))
+    step = Step(B * Hkv, G, D, key.element_size(), gpu_kind(key.device))
     if step not in cache.thresholds:
-        cache.thresholds[step] = _resolve(cache, module, grouped=step.G > 1).shortest_context(step)
+        cache.thresholds[step] = config.shortest_context(step)
     return cache.thresholds[step]
 
 

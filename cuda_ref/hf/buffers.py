@@ -158,7 +158,6 @@ class Buffers:
 
 
 def _same(known: torch.Tensor | None, padding: Padding | None) -> bool:
-    """Return True if ``padding`` equals ``known``, the left padding of earlier steps."""
     if known is None or padding is None:
         return known is None and padding is None
     return known is padding.first or padding.equals(known)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
@@ -116,12 +115,11 @@ def attend(
     grid = (max(1, -(-entries // share)), Hkv, B)
     if counts is not None:
         grid = (programs_for_counts(B * Hkv, entries, BLOCK_N, queries.device), 1, 1)
-    real: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
     tickets = None if listed is None else listed.tickets
     if tickets is None:
         tickets = torch.zeros(B, Hkv, 2, dtype=torch.int32, device=queries.device)
     out = result_like(queries)
-    lse = torch.empty(B, Hq, 1, **real)
+    lse = torch.empty(B, Hq, 1, dtype=torch.float32, device=queries.device)
     splits = prod(grid) if grid[0] > 1 else 0
     Launch(
         kernel,
@@ -140,8 +138,8 @@ def attend(
             "value_mean": None if reallocation is None else reallocation.value_mean,
             "out": out,
             "lse": lse,
-            "parts": torch.empty(splits, G, D, **real),
-            "part_sums": torch.empty(splits, G, 3, **real),
+            "parts": torch.empty(splits, G, D, dtype=torch.float32, device=queries.device),
+            "part_sums": torch.empty(splits, G, 3, dtype=torch.float32, device=queries.device),
             "tickets": tickets,
             "length": S,
             "entries": entries,

@@ -23,7 +23,6 @@ class Tiles:
     Attributes:
         elements: number of key elements that are loaded at a time if an element has two bytes.
         warps: number of warps of 32 threads if an element has two bytes.
-        stages: number of stages of the software pipeline.
     """
 
     elements: int
@@ -53,10 +52,7 @@ class BlockTile:
     """Tile and launch options of one program of the prefill kernels.
 
     Attributes:
-        queries: number of queries of the tile.
         keys: number of keys that are loaded at a time.
-        warps: number of warps of 32 threads.
-        stages: number of stages of the software pipeline.
     """
 
     queries: int
@@ -91,10 +87,7 @@ class ColumnTile:
     """Tile and launch options of one program that computes a layer of SAAP's query network.
 
     Attributes:
-        columns: number of weight columns of the program.
         rows: number of weight rows that are loaded at a time.
-        warps: number of warps of 32 threads.
-        stages: number of stages of the software pipeline.
     """
 
     columns: int

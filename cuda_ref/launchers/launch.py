@@ -19,7 +19,6 @@ class Launch:
     Attributes:
         kernel: a Triton function of the package `kernels`.
         grid: number of programs along the three axes.
-        arguments: dict from parameter name to tensor or number.
         constants: dict from parameter name to compile-time argument.
         options: dict with ``num_warps`` and ``num_stages``.
     """

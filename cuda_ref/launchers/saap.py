@@ -168,10 +168,9 @@ def _(visited: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def expand(visited: torch.Tensor, index: Index, length: int, left_padding: torch.Tensor | None) -> Listed:
     """List the keys that a decode step attends to (saap.10). All arrays are int32."""
     B, Hkv, probes = visited.shape
-    whole: dict[str, Any] = {"dtype": torch.int32, "device": visited.device}
-    indices = torch.empty(B, Hkv, index.capacity, **whole)
-    counts = torch.empty(B, Hkv, **whole)
-    tickets = torch.empty(B, Hkv, 2, **whole)
+    indices = torch.empty(B, Hkv, index.capacity, dtype=torch.int32, device=visited.device)
+    counts = torch.empty(B, Hkv, dtype=torch.int32, device=visited.device)
+    tickets = torch.empty(B, Hkv, 2, dtype=torch.int32, device=visited.device)
     Launch(
         expand_kernel,
         (max(1, -(-index.capacity // SLOTS)), Hkv, B),

@@ -128,9 +128,8 @@ def score(
     tile = configs.sample_tile(size, keys.element_size())
     programs = C * B * Hq * (size // tile.queries)
     splits = configs.splits(layout.key_blocks, programs, PROGRAMS_PER_PROCESSOR, device)
-    real: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    parts = torch.empty(C, B, Hq, layout.key_blocks, 2, size, **real)
-    statistics = torch.empty(C, B, Hq, splits, 2, size, **real)
+    parts = torch.empty(C, B, Hq, layout.key_blocks, 2, size, dtype=torch.float32, device=device)
+    statistics = torch.empty(C, B, Hq, splits, 2, size, dtype=torch.float32, device=device)
     Launch(
         parts_kernel,
         (programs, splits, 1),
@@ -157,7 +156,7 @@ def score(
         },
         {"num_warps": tile.warps, "num_stages": tile.stages},
     ).run()
-    column, slash = (torch.empty(B, Hq, C, layout.key_blocks, **real) for _ in range(2))
+    column, slash = (torch.empty(B, Hq, C, layout.key_blocks, dtype=torch.float32, device=device) for _ in range(2))
     Launch(
         sums_kernel,
         (C * B * Hq, -(-layout.key_blocks // SUMMED), 1),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -43,11 +42,10 @@ class GroupScores:
 
         If ``tile`` is 0, the logits are float32. Otherwise they are uint8 and quantized per tile (see `GroupScores`).
         """
-        real: dict[str, Any] = {"dtype": torch.float32, "device": device}
         return cls(
             torch.empty(B, Hkv, G, S + -S % LINE, dtype=torch.uint8 if tile else torch.float32, device=device),
-            torch.empty(B, Hkv, G, 2, splits, **real),
-            torch.empty(B, Hkv, G, 2, **real),
+            torch.empty(B, Hkv, G, 2, splits, dtype=torch.float32, device=device),
+            torch.empty(B, Hkv, G, 2, dtype=torch.float32, device=device),
             torch.empty(B, Hkv, 2, dtype=torch.int32, device=device),
             tile,
         )

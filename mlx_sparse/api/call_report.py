@@ -6,7 +6,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 from ..core.reasons import SHORTER
 from ..model_parts import Part
@@ -18,22 +18,18 @@ IN_FLIGHT = 64  # maximum number of calls per thread whose statistics the device
 _lock = threading.RLock()
 
 
-class DeviceCounts(Protocol):
-    """Statistics that the device computes, such as `lm.statistics.BucketCounts` and `lm.recall.RecallCounts`.
-
-    Attributes:
-        total: name of the `Report` attribute that contains the sum of these statistics.
-    """
-
-    total: str
-
-    def read(self) -> Any:
-        """Wait for the device and return the statistics. Any thread may call this, but only one thread at a time."""
+# Function that converts the entries of `Counts.later` to statistics. An entry is a pair of host data and an array.
+Read = Callable[[list[tuple[Any, Any]]], Any]
 
 
 @dataclass
-class Totals:
-    """Sums over attention calls. `Report` documents the attributes."""
+class Counts:
+    """Tally of one model call. `Report` documents the attributes.
+
+    Attributes:
+        device: statistics that the device is still computing: for each attribute, the function that reads its entries,
+            and the entries.
+    """
 
     sparse_calls: int = 0
     dense_calls: Counter[str] = field(default_factory=Counter)
@@ -42,23 +38,27 @@ class Totals:
     prefill: Any = None
     checked_bytes: int = 0
     drafts: Any = None
+    counted: Any = None
+    recalls: Any = None
+    device: dict[str, tuple[Read, list[tuple[Any, Any]]]] = field(default_factory=dict, repr=False)
 
+    def later(self, name: str, read: Read, data: Any, array: Any) -> None:
+        """Add an entry to the attribute ``name``. The report calls ``read`` with all entries of this call.
 
-@dataclass
-class Counts(Totals):
-    """Totals of one model call.
+        The array must belong to no other graph, because another thread may read it.
+        """
+        self.device.setdefault(name, (read, []))[1].append((data, array))
 
-    Attributes:
-        decode: SAAP's statistics for decode steps; None if the decode method is not SAAP.
-        counting: statistics that the device is still computing; None if there are none.
-    """
-
-    decode: Any = None
-    counting: DeviceCounts | None = None
+    def settle(self, name: str) -> None:
+        """Wait for the entries of the attribute ``name``."""
+        if name in self.device:
+            read, entries = self.device.pop(name)
+            found, known = read(entries), getattr(self, name)
+            setattr(self, name, found if known is None else known + found)
 
 
 @dataclass(kw_only=True)
-class Report(Totals):
+class Report(Counts):
     """Totals of all calls of one enabled model. Any thread may add to a report or read it at any time.
 
     A model call adds its counts when it returns. A call that raises an error adds nothing. Most attributes can be read
@@ -104,27 +104,30 @@ class Report(Totals):
     part: Part = field(default_factory=Part)
     kv_heads: tuple[int, int] | None = None
     weight_bytes: int = 0
-    counted: Any = field(default=None, init=False, repr=False)
-    recalls: Any = field(default=None, init=False, repr=False)
-    _counting: deque[tuple[int, DeviceCounts]] = field(default_factory=deque, init=False, repr=False)
+    _counting: deque[tuple[int, Counts]] = field(default_factory=deque, init=False, repr=False)
 
     def add(self, counts: Counts) -> None:
-        """Add the counts of one model call."""
+        """Add the tally of one model call."""
         with _lock:
-            for total in fields(Totals):
+            for name in _SUMMED:
+                more, known = getattr(counts, name), getattr(self, name)
                 # Replace the objects instead of changing them, because readers may share them.
-                setattr(self, total.name, _sum(getattr(self, total.name), getattr(counts, total.name)))
-            self.counted = _sum(self.counted, counts.decode)
-            if counts.counting is not None:
-                self._counting.append((threading.get_ident(), counts.counting))
-            # Threads alternate, so the oldest counts are not those of a step that has just started.
-            self._settle(IN_FLIGHT * max(1, len({thread for thread, _ in self._counting})))
+                if more:
+                    setattr(self, name, known + more if known else more)
+            if counts.device:
+                self._counting.append((threading.get_ident(), counts))
+                if len(self._counting) > IN_FLIGHT:
+                    # Threads alternate, so the oldest counts are not those of a step that has just started.
+                    self._settle(IN_FLIGHT * len({thread for thread, _ in self._counting}))
 
     def _settle(self, in_flight: int = 0) -> None:
         """Wait for the statistics of all calls except the last ``in_flight``, and add them to the report."""
         while len(self._counting) > in_flight:
             _, counts = self._counting.popleft()
-            setattr(self, counts.total, _sum(getattr(self, counts.total), counts.read()))
+            late = Counts(device=counts.device)
+            for name in list(late.device):
+                late.settle(name)
+            self.add(late)
 
     @property
     def buckets(self) -> Any:
@@ -136,7 +139,7 @@ class Report(Totals):
 
     @property
     def recall(self) -> Any:
-        """Estimated attention recall of decode steps (`mlx_sparse.lm.recall.RecallStatistics`).
+        """Estimated attention recall of decode steps (`mlx_sparse.lm.statistics.RecallStatistics`).
 
         None before the first sparse decode step, or if the method does not estimate the recall.
         """
@@ -163,7 +166,7 @@ class Report(Totals):
             data["drafts"] = self.drafts and self.drafts.as_dict()
             data["recall"] = self.recall and self.recall.as_dict()
             data["crossovers"] = self.crossovers()
-            for name in ("formula_bytes", "part", "kv_heads", "counted", "recalls"):
+            for name in ("formula_bytes", "part", "kv_heads", "counted", "recalls", "device"):
                 data.pop(name, None)
             data["sparse_bytes"] = self.sparse_bytes
             return data
@@ -267,8 +270,7 @@ class Report(Totals):
         return lines
 
 
-def _sum(known: Any, more: Any) -> Any:
-    return more if known is None else known if more is None else known + more
+_SUMMED = tuple(total.name for total in fields(Counts) if total.name != "device")
 
 
 def listing(counts: Counter[str], most: int | None = None) -> str:

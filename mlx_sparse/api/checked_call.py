@@ -17,7 +17,7 @@ INF = float("inf")
 class Library(Protocol):
     """Operations of an array library that the public functions use.
 
-    `mlx_sparse.api.mlx_functions.MLX` and `mlx_sparse.cuda_ref.api.Torch` implement this protocol.
+    `MLX` and `NumPy` in this package and `mlx_sparse.cuda_ref.api.Torch` implement this protocol.
 
     Attributes:
         xp: module of the array library. Callers use only functions that have the same name in all libraries.
@@ -144,8 +144,9 @@ class Call:
             return None
         queries, keys, _ = self.arrays
         dense = self.load("dense_lse")(queries, keys, scale=self.scale, left_padding=self.left_padding)
+        xp, empty = self.library.xp, dense == -INF
         # The recall of a row without valid keys is 1.
-        return self.library.xp.where(dense == -INF, 1.0, self.library.xp.exp(lse - dense))
+        return xp.where(empty, 1.0, xp.exp(lse - xp.where(empty, 0.0, dense)))
 
     def prefill(self, layout: Layout, **parameters: Any) -> Any:
         """Run a prefill method. Return ``out``, and a `Stats` if ``return_stats`` is set."""

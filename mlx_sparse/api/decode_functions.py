@@ -89,9 +89,10 @@ class DecodeFunctions:
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> Any:
-        """Run one decode step of SparQ attention (docs/spec/sparq.md; arXiv 2312.04985, Algorithm 1).
+        """Run one decode step of SparQ. Default: the paper's setting; `--attn sparq` uses the measured setting.
 
-        The defaults are those of `sparq:preset=paper`. `--attn sparq` uses int4 scoring keys.
+        The defaults are `sparq:preset=paper` (docs/spec/sparq.md; arXiv 2312.04985, Algorithm 1). For the setting of
+        `--attn sparq`, pass ``**SparQ.preset("default")`` of `mlx_sparse.methods`.
 
         Args:
             rank: number r of query components used to score each key, 1..D.

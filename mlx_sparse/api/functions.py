@@ -29,6 +29,20 @@ class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions):
     def __init__(self, library: Library) -> None:
         self._library = library
 
+    def public(self, name: str) -> Callable[..., Any]:
+        """Return the public function ``name``. The functions of the baselines are built from their classes.
+
+        Raises:
+            AttributeError: there is no such function.
+        """
+        from ..methods import METHODS  # `mlx_sparse.cuda_ref` needs no classes of methods
+
+        method = METHODS.get(name.removesuffix("_attention"))
+        if name.startswith("_") or (method is None and not hasattr(self, name)):
+            raise AttributeError(f"module 'mlx_sparse' has no function {name!r}")
+        found: Callable[..., Any] = getattr(self, name) if hasattr(self, name) else self._of_method(method)
+        return found
+
     def _of_method(self, method: Any) -> Callable[..., Any]:
         """Build the attention function of a method class. The settings of the method become keyword arguments."""
         prefill = method.stage == "prefill"

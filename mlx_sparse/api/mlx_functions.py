@@ -10,7 +10,6 @@ import mlx.core as mx
 from ..checks import MAX_BUCKETS, ConfigError, ShapeError, Sizes, check_shape
 from ..core import registry
 from ..core.packed_rows import PackedRows, Rows
-from ..methods import METHODS
 from .functions import Functions
 
 
@@ -63,8 +62,4 @@ _functions = Functions(MLX())
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if not hasattr(_functions, name) and (method := METHODS.get(name.removesuffix("_attention"))):
-        return _functions._of_method(method)
-    return getattr(_functions, name)
+    return _functions.public(name)

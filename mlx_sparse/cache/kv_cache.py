@@ -62,8 +62,8 @@ class SparseQuantized(SparseCache):
     def value_rows(self) -> PackedRows:
         return PackedRows.from_parts(self.values, self.bits)
 
-    def rows(self, backend: str) -> tuple[PackedRows, PackedRows, dict[str, int]]:
-        keys, values, S = self.key_rows, self.value_rows, self.length
+    def rows(self, backend: str, S: int | None = None) -> tuple[PackedRows, PackedRows, dict[str, int]]:
+        keys, values, S = self.key_rows, self.value_rows, self.length if S is None else S
         if backend in WHOLE_BUFFERS:
             return keys, values, {"length": S}
         return keys.first(S), values.first(S), {}

@@ -23,6 +23,13 @@ from .state import State
 # keyword arguments with the length. The heads are on axis 1 of every result.
 Run = Callable[[slice, mx.array, Any, Any, dict[str, int]], tuple[mx.array, ...]]
 
+# Result of a decode step: ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)``, which is the log-sum-exp of the attended
+# scores, and the estimated attention recall ``(B, Hkv)`` if the method makes an estimate.
+Attended = tuple[mx.array, ...]
+# Function that runs a decode step. Arguments: queries ``(B, Hq, 1, D)``, the cache, its length, which includes this
+# token's key and value, the scale, and the `CallHooks` of the forward pass.
+Step = Callable[..., Attended]
+
 
 @dataclass(frozen=True)
 class FullSample:
@@ -38,27 +45,6 @@ class FullSample:
         The result is True if ``config`` and ``max_density`` equal the recorded values, and ``keys <= S < 2 * keys``.
         """
         return (self.config, self.max_density) == (config, max_density) and self.keys <= S < 2 * self.keys
-
-
-@dataclass(frozen=True, eq=False)
-class DecodeStep:
-    """Decode method with the backend function that runs it for ``G`` query heads per KV head.
-
-    Attributes:
-        function: the backend's function for a decode step.
-        parameters: keyword arguments of ``function`` that do not change between decode steps.
-    """
-
-    config: Method
-    G: int
-    backend: str
-    function: Callable[..., Any]
-    parameters: dict[str, Any]
-
-    @classmethod
-    def bind(cls, config: Method, G: int, backend: str) -> DecodeStep:
-        """Load the function for ``config`` on ``backend``. Call `Method.for_model` first to replace "auto" values."""
-        return cls(config, G, backend, registry.load(config.name, backend), config.parameters(G))
 
 
 class SparseCache:
@@ -179,6 +165,7 @@ class SparseCache:
         """Add ``state`` as the auxiliary state of ``method``, and return it."""
         self.drop_stale_states()
         self.aux_states = {**self.aux_states, method: state}
+        self.layer_plan = None  # it is bound to the previous state
         return state
 
     def state_of(self, method: str) -> State | None:
@@ -201,30 +188,34 @@ class SparseCache:
         return B * Hkv * config.step_bytes(S, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)
 
     def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
-        """Run one decode step with the method ``config``. See `take_step` for the arguments and results."""
-        G = queries.shape[1] // self.key_rows.shape[1]
-        return self.take_step(queries, DecodeStep.bind(config, G, backend), scale)
-
-    def take_step(self, queries: mx.array, step: DecodeStep, scale: float) -> tuple[mx.array, mx.array]:
-        """Run one decode step over this cache.
-
-        Args:
-            queries: ``(B, Hq, 1, D)``. Write this token's key and value to the cache before the call.
-
-        Returns:
-            ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``, the log-sum-exp of the attended scores.
-        """
-        name, parameters = step.config.name, step.parameters
-        keys, values, length = self.rows(step.backend)
-        state = self.aux_states.get(name) or self.state_of(name)
-        if state is not None:
-            parameters = parameters | state.read(self, step.config, step.G, whole=bool(length))
-        out, lse, *returned = step.function(
-            queries, keys, values, scale=scale, left_padding=self.padding, **parameters, **length
-        )
-        if returned and state is not None:
-            state.store_returned(*returned)
+        """Run one decode step with the method ``config``. See `Step` for the arguments and results."""
+        step = self.bind(config, queries.shape[1] // self.key_rows.shape[1], backend)
+        out, lse, *_ = step(queries, self, self.length, scale)
         return out, lse
+
+    def bind(self, config: Method, G: int, backend: str) -> Step:
+        """Return a function that runs decode steps over this cache with ``G`` query heads per KV head.
+
+        Call `Method.for_model` first to replace "auto" values. The function is valid until the next call of `bind`, and
+        until `layer_plan` becomes None.
+        """
+        self.layer_plan = None
+        function, parameters = registry.load(config.name, backend), config.parameters(G)
+        state, whole = self.state_of(config.name), backend in registry.WHOLE_BUFFERS
+        read = None if state is None else state.bind(self, config, G, whole=whole)
+        keep, padding = None if state is None else state.keep, self.padding
+
+        def step(queries: mx.array, cache: SparseCache, S: int, scale: float, hooks: Any = None) -> Attended:
+            given = parameters if read is None else parameters | read(cache, S)
+            keys, values, length = cache.rows(backend, S)
+            given = given | length
+            out, lse, *more = function(queries, keys, values, scale=scale, left_padding=padding, **given)
+            if keep is None:
+                return out, lse, *more
+            keep(*more)
+            return out, lse
+
+        return step
 
     def select_prefill(
         self, queries: mx.array, config: Prefill, *, scale: float, backend: str, max_density: float
@@ -277,12 +268,13 @@ class SparseCache:
         out, lse, *chosen = self.by_heads(attend, queries, backend)
         return out, lse, chosen[0] if blocks is None else blocks
 
-    def rows(self, backend: str) -> tuple[Any, Any, dict[str, int]]:
+    def rows(self, backend: str, S: int | None = None) -> tuple[Any, Any, dict[str, int]]:
         """Return keys, values and a dict of keyword arguments for a function of ``backend``.
 
         If ``backend`` takes whole buffers, the dict contains the ``length`` in use. Otherwise the dict is empty.
+        ``S`` is the length, if the caller knows it.
         """
-        S = self.length
+        S = self.length if S is None else S
         if backend in registry.WHOLE_BUFFERS:
             return self.key_rows, self.value_rows, {"length": S}
         return self.keys[..., :S, :], self.values[..., :S, :], {}

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
-if TYPE_CHECKING:
-    from .sparse_cache import SparseCache
+Cache = Any  # a `SparseCache`, whose module imports this module
+# Function from a cache and its length to keyword arguments for the method's function.
+Read = Callable[[Cache, int], dict[str, Any]]
 
 
 class State(ABC):
     """Auxiliary cache state of a method, which is updated when its cache is written, trimmed or copied.
 
     In the method's first decode step, the cache creates the state and passes no arguments. If a state can be rebuilt
-    from keys and values, its class must implement only `nbytes`, `rewind` and `read`. mlx-lm may quantize the rows of a
+    from keys and values, its class must implement only `nbytes`, `rewind` and `bind`. mlx-lm may quantize the rows of a
     cache (`pack`) and change the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
     override these methods to return the updated state. The methods of the base class return None, and the cache
     then drops the state. The next decode step creates a new state.
@@ -24,13 +25,10 @@ class State(ABC):
     Attributes:
         listening: True during a forward pass in which the cache must store newly written keys in ``received``.
         received: start row and keys ``(B, Hkv, n, D)`` of the last write; None after the method has read them.
-        recall: estimated attention recall ``(B, Hkv)`` of the last decode step; None if the method makes no estimate,
-            or after the call has read the estimate.
     """
 
     listening: bool = False
     received: tuple[int, mx.array] | None = None
-    recall: mx.array | None = None
 
     @property
     @abstractmethod
@@ -41,21 +39,22 @@ class State(ABC):
     def rewind(self, length: int) -> None:
         """Forget the rows from index ``length`` on, because they will be overwritten."""
 
-    def read(self, cache: SparseCache, config: Any, G: int, *, whole: bool) -> dict[str, Any]:
-        """Update the state for all rows of ``cache``, and return keyword arguments for the method's function.
+    def bind(self, cache: Cache, config: Any, G: int, *, whole: bool) -> Read:
+        """Return a function that updates the state for a decode step, and returns arguments for the method's function.
+
+        A layer calls `bind` when it is planned, so the decode steps do not read the configuration.
 
         Args:
             config: the method and its parameters.
             G: number of query heads per KV head.
-            whole: True if the function takes whole buffers and a length; False if it takes only the rows in use.
+            whole: True if the method's function takes whole buffers and a length; False if it takes only the rows in
+                use.
         """
-        return {}
+        raise NotImplementedError
 
-    def store_returned(self, *returned: mx.array) -> None:
-        """Store the arrays that the method's function returned in addition to ``out`` and ``lse``."""
-        raise NotImplementedError(
-            f"{type(self).__name__}: the method's function returned arrays that this state cannot store"
-        )
+    # Function that stores the arrays that the method's function returned in addition to ``out`` and ``lse``. If it is
+    # None, the only such array is the estimated attention recall ``(B, Hkv)``, which the caller counts.
+    keep: Callable[..., None] | None = None
 
     def pack(self) -> State | None:
         """Return the state to use after mlx-lm has quantized the cache, or None to drop the state."""
@@ -77,7 +76,7 @@ class State(ABC):
         """
         return None
 
-    def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> State | None:
+    def join(self, cache: Cache, theirs: State | None, other: Cache) -> State | None:
         """Return the state for ``cache`` after the sequences of ``other`` are appended, or None to drop the state.
 
         All sequences end at the same row. mlx-lm appends the sequences after this call.
@@ -88,6 +87,6 @@ class State(ABC):
         return None
 
     @classmethod
-    def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> State | None:
+    def merge(cls, parts: Sequence[tuple[State | None, Cache]]) -> State | None:
         """Return a new state for a left-padded batch of the caches in ``parts``, or None to create no state."""
         return None

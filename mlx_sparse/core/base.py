@@ -161,19 +161,20 @@ class Method:
         """True if the settings are for experiments on short texts. Every step that can be sparse is then sparse."""
         return False
 
-    def shortest_context(self, step: Step | None = None) -> int:
-        """Return the crossover length in keys. Shorter contexts stay dense.
+    def crossover(self, estimate: int) -> int:
+        """Return the crossover length in keys, which is ``estimate`` if ``dense_below`` is "auto".
 
-        If the result is `NEVER`, all contexts stay dense.
+        Shorter contexts stay dense. If the result is `NEVER`, all contexts stay dense.
         """
-        below, exact = getattr(self, "dense_below", 0), self.attended + 1
-        if not isinstance(below, str):
-            return max(below, exact)
-        if self.experiment:
-            return exact
-        if step is not None and step.measured is not None:
-            return max(step.measured, exact)
-        return max(self.modeled_context(step), exact)
+        below = getattr(self, "dense_below", 0)
+        if isinstance(below, str):
+            below = 0 if self.experiment else estimate
+        return max(below, self.attended + 1)
+
+    def shortest_context(self, step: Step | None = None) -> int:
+        """Return the crossover length in keys for the sizes ``step``, as measured or else as modeled."""
+        measured = None if step is None else step.measured
+        return self.crossover(self.modeled_context(step) if measured is None else measured)
 
     def modeled_context(self, step: Step | None) -> int:
         """Return a conservative estimate of the crossover length in keys, for use until the length is measured."""

@@ -8,24 +8,62 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from ..api.call_report import Counts
-from ..cache.kv_cache import SparseBatch, SparseQuantized, adopt, is_padding_mask
+from ..cache.kv_cache import SPARSE_CLASSES, SparseBatch, SparseQuantized, adopt, is_padding_mask
 from ..cache.sparse_cache import SparseCache
-from ..core import reasons
+from ..core import reasons, registry
+from ..core.decide import Facts, refusal
 from ..core.packed_rows import PackedRows, Rows
 from ..model_info import leaves
-from . import chunks, seam
+from . import dense
 from .plan import LayerPlan, Plan, Probe, layer_reason
-from .recall import RecallCounts
-from .statistics import PrefillCounts
+from .statistics import PrefillStatistics, RecallStatistics, recall_arrays
 
 # Every fourth decode step is counted. If every step were counted, a step would take 0.4 % longer on a CPU
 # (docs/results/recall.md).
 SAMPLED_STEPS = 4
+
+
+class Listener(Protocol):
+    """Object that receives a model's attention calls, for example the `Call` of an enabled model."""
+
+    def attend(
+        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array | None:
+        """Return the attention output, or None to let mlx-lm run dense attention."""
+
+
+# Listener of the forward pass that is running on this thread.
+active: ContextVar[Listener | None] = ContextVar("active", default=None)
+
+
+def dispatching(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Return a function that calls the active listener.
+
+    If there is no active listener, or if the listener returns None, the function calls ``original``.
+    """
+
+    def scaled_dot_product_attention(
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        listener = active.get()
+        if listener is not None:
+            out = listener.attend(queries, keys, values, cache, scale, mask, sinks)
+            if out is not None:
+                return out
+        return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    return scaled_dot_product_attention
 
 
 class Phase(Enum):
@@ -65,7 +103,7 @@ class Call:
 
     def __init__(self, plan: Plan, caches: Any, *, probe: Probe | None = None) -> None:
         self.plan, self.probe = plan, probe
-        if not (isinstance(caches, list) and all(isinstance(cache, SparseCache) for cache in caches)):
+        if not (isinstance(caches, list) and set(map(type, caches)).issubset(SPARSE_CLASSES.values())):
             adopt(caches or [])
             caches = leaves(caches or [])
         self.caches: list[Any] = caches
@@ -76,22 +114,22 @@ class Call:
             for cache in caches:
                 if isinstance(cache, SparseBatch):
                     cache.sliced_masks = True
-        self.hooks = plan.hooks.of_call(caches) if plan.hooked else None
         self.counts = Counts()
+        self.hooks = plan.hooks.of_call(caches) if plan.hooked else None
+        if self.hooks is not None:
+            self.hooks.counts = self.counts
         phase = _phase.get()
         self.checks = phase is Phase.CHECK
         self._drafts = plan.lossless is None or phase is Phase.DRAFT  # True if a decode step may be sparse
         self._planned = plan.decodes and self._drafts
-        self._prefill_counts: PrefillCounts | None = None
-        self._recalls: RecallCounts | None = None  # in a counted step (`SAMPLED_STEPS`)
         self._step_keys = 0  # number of keys of a decode step; 0 in other calls
 
     def __enter__(self) -> Call:
-        self._token = seam.active.set(self)
+        self._token = active.set(self)
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        seam.active.reset(self._token)
+        active.reset(self._token)
         for cache in self.caches:
             if isinstance(cache, SparseCache):
                 cache.accept_arrays()
@@ -99,27 +137,20 @@ class Call:
         if hooks is not None:
             hooks.end()
         if error is None:
-            # `submit` starts the computation of counts on the device. Only `PrefillCounts.read` waits for results.
-            counting = self._recalls if hooks is None else hooks
-            counts.counting = None if counting is None else counting.submit()
-            counts.prefill = None if self._prefill_counts is None else self._prefill_counts.read()
+            if hooks is not None:
+                hooks.submit()
+            if counts.device:
+                mx.async_eval(counts.device)  # type: ignore[no-untyped-call]
+                if plan.prefill is not None:
+                    counts.settle("prefill")  # mlx-lm waits for each chunk anyway
             if plan.calls:  # some models of mlx-vlm have kernels for batches, which never call the attention function
-                seen = (
-                    counts.sparse_calls + counts.dense_calls.total() + (counts.prefill.calls if counts.prefill else 0)
-                )
-                if seen < plan.calls:
+                sparse = counts.sparse_calls + (counts.prefill.calls if counts.prefill else 0)
+                if (seen := sparse + counts.dense_calls.total()) < plan.calls:
                     counts.dense_calls[reasons.OWN_KERNEL] += plan.calls - seen
             plan.report.add(counts)
             if self._step_keys and plan.watch is not None:
                 watch, plan.watch = plan.watch, None
                 watch(self._step_keys, counts)
-
-    @property
-    def prefill_counts(self) -> PrefillCounts:
-        """Counts of the sparse prefill calls in this forward pass."""
-        if self._prefill_counts is None:
-            self._prefill_counts = PrefillCounts()
-        return self._prefill_counts
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
@@ -160,33 +191,18 @@ class Call:
         counts.dense_bytes += layer.dense_bytes * (S + 1)  # S keys and values are read, one is written
         # Round for each head, so that tensor-parallel ranks together count the same bytes as one process.
         counts.formula_bytes += layer.heads * round(fixed + per_key * S)
-        if self.hooks is None:
-            out, lse = cache.take_step(queries, layer.step, scale)
-        else:
-            out, lse = self.hooks.step(queries, cache, layer.step, layer.served, scale)
-        self.count_recall(cache, layer.index, layer.served)
+        out, lse, *estimate = layer.step(queries, cache, S, scale, self.hooks)
+        if estimate and layer.index >= 0 and S % SAMPLED_STEPS == 0:
+            (recall,) = estimate
+            if len(layer.served) < len(recall):  # MLX does not compute the estimates of other sequences
+                recall = recall[mx.array(layer.served)]
+            counts.later("recalls", RecallStatistics.read, layer.index, recall.flatten())
         if sinks is not None:
-            out = chunks.with_sinks(out, lse, sinks)
+            out = dense.with_sinks(out, lse, sinks)
         if layer.short:
             counts.dense_calls[reasons.SHORT_SEQUENCES] += 1
-            out = chunks.replace_with_dense(out, layer.short, queries, cache, scale, sinks)
+            out = dense.replace_with_dense(out, layer.short, queries, cache, scale, sinks)
         return out
-
-    def count_recall(self, cache: SparseCache, index: int, served: list[int]) -> None:
-        """Record the attention recall that the method estimated in the last decode step.
-
-        Only the sequences with the indices ``served`` are recorded. MLX does not compute the estimates of other
-        sequences.
-        """
-        state = None if self.plan.decode is None else cache.aux_states.get(self.plan.decode.name)
-        if state is None or state.recall is None:
-            return
-        recall, state.recall = state.recall, None  # the state keeps no array of a decode step
-        if index >= 0 and cache.length % SAMPLED_STEPS == 0:
-            if len(served) < len(recall):
-                recall = recall[mx.array(served)]
-            self._recalls = self._recalls or RecallCounts()
-            self._recalls.add(index, recall)
 
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
@@ -203,14 +219,14 @@ class Call:
             return None
         if self.hooks is not None and self.plan.decodes:
             self.hooks.keys_written(cache)
-        if isinstance(cache, SparseBatch) and chunks.differs_by_sequence(self, queries.shape[2], cache):
-            out = chunks.attend_each(self, queries, cache, scale, mask, sinks)
+        if isinstance(cache, SparseBatch) and self._differs_by_sequence(queries.shape[2], cache):
+            out = self._attend_each(queries, cache, scale, mask, sinks)
         else:
             out = self.attend_one(queries, keys, cache, scale, mask, sinks, self.layer_index(cache))
         if out is None and self.hooks is not None:
             self.hooks.observe(queries, keys, cache, scale, mask, sinks)
         if out is None and isinstance(mask, str):
-            out = chunks.attend_dense(self, queries, keys, cache, scale, sinks)
+            out = self._attend_dense(queries, keys, cache, scale, sinks)
         return out
 
     def attend_one(
@@ -232,15 +248,16 @@ class Call:
         if queries.shape[2] > 1:
             reason = self.chunk_reason(queries.shape[2], keys.shape[2], mask)
             if reason is None:
-                attended = chunks.attend_chunk(self, queries, keys, cache, scale, layer_index)
+                attended = self._attend_chunk(queries, keys, cache, scale, layer_index)
                 if attended is not None:
                     out, lse = attended
-                    return out if sinks is None else chunks.with_sinks(out, lse, sinks)
+                    return out if sinks is None else dense.with_sinks(out, lse, sinks)
                 reason = reasons.TOO_FULL
         else:
-            reason = self.step_reason(queries, keys, cache, mask, sinks)
+            facts = self.plan.facts(queries, keys, self.caches, mask, sinks)
+            reason = self.step_reason(cache, facts)
             if reason is None:
-                layer = self.plan.plan_layer(queries, keys, cache, self.caches, self.hooks, layer_index)
+                layer = self.plan.plan_layer(queries, keys, cache, self.caches, self.hooks, facts, layer_index)
                 cache.layer_plan = layer
                 return self._step(layer, queries, cache, scale, sinks)
         self.counts.dense_calls[reason] += 1
@@ -249,13 +266,11 @@ class Call:
             self.counts.checked_bytes += 2 * B * Hkv * cache.row_bytes * (S + 1)
         return None
 
-    def step_reason(
-        self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None
-    ) -> str | None:
+    def step_reason(self, cache: SparseCache, facts: Facts) -> str | None:
         """Return the reason why a decode step is dense at every context length, or None if the step can be sparse."""
         if not self._drafts:
             return reasons.CHECKED
-        reason = self.plan.step_reason(queries, keys, self.caches, mask, sinks)
+        reason = refusal(self.plan.decode, facts)
         return reason if reason is not None or self.hooks is None else self.hooks.step_reason(cache)
 
     def chunk_reason(self, L: int, S: int, mask: Any) -> str | None:
@@ -272,6 +287,105 @@ class Call:
         self.probe.grouped |= queries.shape[1] > keys.shape[1]
         masked = mask is not None and not is_padding_mask(mask, self.caches)
         return functools.partial(self.probe.reason, queries, keys, cache, masked=masked, sinks=sinks, hooks=self.hooks)
+
+    def _attend_chunk(
+        self, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, layer_index: int
+    ) -> tuple[mx.array, mx.array] | None:
+        """Run the prefill method on a prefill chunk.
+
+        Args:
+            layer_index: index of the layer's cache. The report uses it to identify the layer.
+
+        Returns:
+            ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; None if the selected blocks exceed the density limit.
+        """
+        plan = self.plan
+        assert plan.prefill is not None
+        L, S = queries.shape[2], keys.shape[2]
+        config, backend = plan.prefill.at(S), plan.resolve(plan.prefill, queries, keys)
+        sizes = plan.sizes(config, queries, keys, cache, backend, self.hooks)
+        blocks, max_density = None, plan.calibration.threshold(config, sizes, S).value
+        if max_density <= 0:
+            return None
+        if max_density < 1:
+            blocks = cache.select_prefill(queries, config, scale=scale, backend=backend, max_density=max_density)
+            if blocks is None:
+                return None
+        out, lse, blocks = cache.attend_prefill(queries, config, scale=scale, backend=backend, blocks=blocks)
+        arrays = [(blocks >= 0).sum(axis=(2, 3))]
+        if plan.recall:
+            dense_lse = registry.load("dense_lse", backend)(queries, keys, scale=scale, left_padding=None)
+            arrays += recall_arrays(mx.exp(lse - dense_lse))
+        self.counts.later("prefill", PrefillStatistics.read, (layer_index, config.layout(L, S)), arrays)
+        return out, lse
+
+    def _differs_by_sequence(self, L: int, cache: SparseBatch) -> bool:
+        """Return True if a call with ``L`` queries per sequence must process each sequence of a batch separately.
+
+        One sequence may be long enough for sparse attention while another sequence is too short. A sequence
+        that has only one token in the chunk needs a decode step, as it would outside of a batch.
+        """
+        if L == 1:
+            return False
+        prefills = self.plan.prefill is not None
+        ends = cache.prompt_ends or [cache.length]
+        if not prefills and len(cache.first_rows(self.caches)) == 1 and min(ends) >= cache.length:
+            return False  # a single sequence without padding needs no separate cache
+        before = cache.length - L
+        return prefills or any(min(end - before, L) == 1 for end in ends)
+
+    def _attend_each(
+        self, queries: mx.array, cache: SparseBatch, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array | None:
+        """Run the prefill chunk of each sequence in a padded batch separately.
+
+        mlx-lm splits each prompt of a batch into the same chunks as a single prompt. The selection for a chunk depends
+        only on the rows of the chunk's sequence. So the output for a prompt does not depend on the other prompts.
+
+        Return None if all sequences need dense attention.
+        """
+        before = cache.length - queries.shape[2]
+        extents = cache.extents(self.caches)
+        if extents is None:
+            self.counts.dense_calls[reasons.UNKNOWN_PADDING] += 1
+            return None
+        layer_index = self.layer_index(cache)
+        parts = []
+        outs: list[Any] = []
+        for sequence, (first, stop) in enumerate(extents):
+            one = cache.select_rows(sequence, first, stop)
+            start, end = max(first - before, 0), max(stop - before, 0)
+            part, out = queries[sequence : sequence + 1, :, start:end], None
+            if start < end:
+                keys, _, _ = one.rows("ops")
+                step: Any = contextlib.nullcontext()
+                if end - start == 1 and self.hooks is not None:
+                    step = self.hooks.single_sequence(cache, sequence, one, first, queries, part)
+                with step:
+                    out = self.attend_one(part, keys, one, scale, mask, sinks, layer_index)
+                cache.store_full_sample(sequence, one)
+            parts.append((part, one, start))
+            outs.append(out)
+        if all(out is None for out in outs):
+            return None
+        for sequence, (part, one, start) in enumerate(parts):
+            n, out = part.shape[2], outs[sequence]
+            if out is None:
+                out = dense.attend_sequence(part, one, scale, sinks)
+            outs[sequence] = mx.pad(out, [(0, 0), (0, 0), (start, queries.shape[2] - start - n), (0, 0)])
+        return mx.concatenate(outs)
+
+    def _attend_dense(
+        self, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
+    ) -> mx.array | None:
+        """Run this package's dense attention if it saves time or memory. Return None to use mlx-lm's."""
+        plan = self.plan
+        if self.checks:
+            return dense.attend_check(plan.backend, queries, keys, cache, scale, sinks)
+        # A lossless model needs mlx-lm's attention, which returns the same bits for one query and for several queries.
+        if plan.lossless is not None or sinks is not None or not isinstance(keys, PackedRows):
+            return None
+        return dense.attend_packed(queries, cache, scale)
 
     def layer_index(self, cache: Any) -> int:
         """Return the index of ``cache`` among the model's caches, or -1 if the model does not use ``cache``."""

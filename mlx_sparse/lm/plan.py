@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 
 from ..api.call_report import Counts, Report
 from ..cache.kv_cache import is_padding_mask
-from ..cache.sparse_cache import DecodeStep, SparseCache
+from ..cache.sparse_cache import SparseCache
+from ..cache.sparse_cache import Step as BoundStep
 from ..calibrate import Calibration, Layer, describe
 from ..core import reasons, registry
 from ..core.base import NEVER, Dense, Method, Prefill, Step
+from ..core.decide import Facts, chunk_refusal, decide
 from ..core.packed_rows import PackedRows, Rows
 from .hooks import CallHooks, ModelHooks
 from .statistics import PrefillStatistics
@@ -61,7 +63,7 @@ class Plan:
         self.hooked = type(hooks) is not ModelHooks
         self.decodes = True
         self.report = Report(attn=self.attn, backend=backend, model_type=family, decodes=decode is not None)
-        self.report.add(Counts(prefill=prefill and PrefillStatistics(), decode=hooks.statistics))
+        self.report.add(Counts(prefill=prefill and PrefillStatistics(), counted=hooks.statistics))
         self.report.crossovers = self.crossovers
         self.watch: Callable[[int, Counts], object] | None = None
         self.layers: Counter[tuple[Method, Layer]] = Counter()
@@ -136,32 +138,17 @@ class Plan:
         step = Step(keys.shape[1], _group(queries, keys), keys.shape[3], keys.itemsize, gpu, **more)
         return Layer(backend, step, keys.dtype, self.calibration.chunk if prompts else 1)
 
-    def step_reason(
-        self, queries: mx.array, keys: Rows, caches: Sequence[Any], mask: Any, sinks: mx.array | None
-    ) -> str | None:
-        """Return the reason why a decode step is dense at every context length, or None if the step can be sparse."""
-        if not self.decodes:
-            return reasons.LAST_OF_PROMPT
-        if self.decode is None:
-            return reasons.NO_DECODE
-        if sinks is not None and not self.decode.supports_sinks(_group(queries, keys)):
-            return reasons.SINKS
-        if mask is not None and not is_padding_mask(mask, caches):
-            return reasons.ARRAY_MASK
-        return None
+    def facts(self, queries: mx.array, keys: Rows, caches: Sequence[Any], mask: Any, sinks: mx.array | None) -> Facts:
+        """Return the facts about a decode step that are known without its crossover length."""
+        other_mask = mask is not None and not is_padding_mask(mask, caches)
+        return Facts(_group(queries, keys), sinks is not None, other_mask, prompts_only=not self.decodes)
 
     def chunk_reason(self, L: int, S: int, caches: Sequence[Any], mask: Any) -> str | None:
         """Return the reason why a prefill chunk with ``L`` queries and ``S`` keys stays dense, or None."""
-        if L <= reasons.VERIFY_QUERIES and (S > L or self.prefill is not None):
-            return reasons.A_FEW
-        if self.prefill is None:
-            return reasons.PROMPT
-        if mask is None:
-            return reasons.NOT_CAUSAL
-        if not is_padding_mask(mask, caches):
-            return reasons.ARRAY_MASK
-        shortest = self.prefill.shortest_context()
-        return reasons.shorter_than(shortest) if S < shortest else self.prefill.at(S).dense_reason(L, S)
+        masked = None
+        if self.prefill is not None and (mask is None or not is_padding_mask(mask, caches)):
+            masked = reasons.NOT_CAUSAL if mask is None else reasons.ARRAY_MASK
+        return chunk_refusal(self.prefill, L, S, masked)
 
     def plan_layer(
         self,
@@ -170,9 +157,10 @@ class Plan:
         cache: SparseCache,
         caches: Sequence[Any],
         hooks: CallHooks | None,
+        facts: Facts,
         index: int = -1,
     ) -> LayerPlan:
-        """Plan the decode steps of a layer over ``cache``. Call this only if `step_reason` is None.
+        """Plan the decode steps of a layer over ``cache``. Call this only if `refusal` finds no reason in ``facts``.
 
         Args:
             queries: ``(B, Hq, 1, D)`` queries of the current decode step.
@@ -185,31 +173,28 @@ class Plan:
         config, S, first_rows = self.decode, cache.length, cache.first_rows(caches)
         backend = self.resolve(config, queries, keys)
         layer = self.sizes(config, queries, keys, cache, backend, hooks)
-        longest = S - min(first_rows)
-        shortest = int(self.calibration.threshold(config, layer, longest).value)
-        reason = reasons.NOTHING_SAVED if shortest >= NEVER else None
-        if reason is None and longest < shortest:
-            reason = reasons.shorter_than(shortest)
-        edges = [first + length for first in first_rows for length in (shortest, config.attended + 1)]
-        if self.calibration.needs_measurement(config, layer):
-            edges.append(min(first_rows) + self.calibration.shortest_measured(config))
-        lengths = [S - first for first in first_rows]
+        padding, lengths = min(first_rows), [S - first for first in first_rows]
+        estimate = int(self.calibration.threshold(config, layer, S - padding).value)
+        waits = self.calibration.needs_measurement(config, layer)
+        measured_at = self.calibration.shortest_measured(config) if waits else None
+        decision = decide(config, replace(facts, estimate=estimate, measured_at=measured_at), lengths)
         heads = keys.shape[0] * keys.shape[1]
         moved, later = (
             (cache.step_bytes(config, position) if hooks is None else hooks.formula_bytes(cache, position)) // heads
             for position in (S, S + SPAN)
         )
-        per_key = (later - moved) / SPAN
+        per_key, G = (later - moved) / SPAN, facts.G
+        step = cache.bind(config, G, backend) if hooks is None else hooks.bind(cache, G, backend, decision.served)
         return LayerPlan(
             self,
             index,
             queries.shape,
-            start=max((edge for edge in edges if edge <= S), default=0),
-            stop=min((edge for edge in edges if edge > S), default=NEVER),
-            reason=reason,
-            step=DecodeStep.bind(config, _group(queries, keys), backend),
-            served=[b for b, length in enumerate(lengths) if length >= shortest],
-            short=[b for b, length in enumerate(lengths) if config.attended < length < shortest],
+            start=padding + decision.start,
+            stop=padding + decision.stop,
+            reason=decision.reason,
+            step=step,
+            served=decision.served,
+            short=decision.short,
             heads=heads,
             dense_bytes=2 * heads * cache.row_bytes,
             sparse_bytes=(moved - per_key * S, per_key),
@@ -226,7 +211,7 @@ class LayerPlan:
         queries: shape of the queries, ``(B, Hq, 1, D)``.
         start, stop: the plan is valid for ``start <= cache.length < stop``.
         reason: the reason why decode steps are dense; None if decode steps are sparse.
-        step: decode method, bound to the function of its backend.
+        step: function that runs the decode method over the cache.
         served: indices of the sequences that are long enough for sparse attention.
         short: indices of the sequences that are too short for sparse attention and get dense attention. Sequences with
             at most ``config.attended`` keys are not listed, because the sparse method attends to all their keys.
@@ -242,7 +227,7 @@ class LayerPlan:
     start: int
     stop: int
     reason: str | None
-    step: DecodeStep
+    step: BoundStep
     served: list[int]
     short: list[int]
     heads: int

@@ -22,6 +22,7 @@ from ..core import reasons
 from ..model_info import leaves, new_caches
 from ..model_parts import without_pipeline
 from . import seam
+from .call import active
 
 RECORDERS = "_mlx_sparse_recorders"
 # Recorded calls per thread. A layer has one RoPE call for queries and one for keys, or more if it splits them.
@@ -305,12 +306,12 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
     try:
         with _counting_rotations() as rotations:
             observer = _Observer(leaves(caches), visit_and_forget, rotations)
-            token = seam.active.set(observer)
+            token = active.set(observer)
             try:
                 with observer.recording_writes():
                     logits: mx.array = model(tokens, cache=caches)
             finally:
-                seam.active.reset(token)
+                active.reset(token)
     finally:
         seam.unbind(places)
         recorder.clear()

@@ -4,59 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextvars import ContextVar
 from importlib import import_module
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
 from ..cache import kv_cache
 from ..checks import BackendUnavailable
 from ..model_info import package_of
+from .call import dispatching
 
 NAME = "scaled_dot_product_attention"
 SUPPORTED = {"mlx_lm": "mlx-lm 0.31.3 or 0.32", "mlx_vlm": "mlx-vlm 0.6.5 to 0.7"}
 Place = tuple[int, str]  # id of the global variables of a model file, and the name of the attention function there
 PARAMETERS = ["queries", "keys", "values", "cache", "scale", "mask", "sinks"]
-
-
-class Listener(Protocol):
-    """Object that receives a model's attention calls, for example the `Call` of an enabled model."""
-
-    def attend(
-        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
-    ) -> mx.array | None:
-        """Return the attention output, or None to let mlx-lm run dense attention."""
-
-
-# Listener of the forward pass that is running on this thread.
-active: ContextVar[Listener | None] = ContextVar("active", default=None)
-
-
-def _replacement(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Return a function that calls the active listener.
-
-    If there is no active listener, or if the listener returns None, the function calls ``original``.
-    """
-
-    def scaled_dot_product_attention(
-        queries: mx.array,
-        keys: Any,
-        values: Any,
-        cache: Any,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        listener = active.get()
-        if listener is not None:
-            out = listener.attend(queries, keys, values, cache, scale, mask, sinks)
-            if out is not None:
-                return out
-        return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-
-    return scaled_dot_product_attention
 
 
 def _storing_ends(prepare: Any) -> Callable[..., None]:
@@ -85,7 +47,7 @@ class Library:
         self.package = package
         self.caches: Any = import_module(f"{package}.models.cache")
         self.original: Callable[..., mx.array] = getattr(import_module(f"{package}.models.base"), NAME)
-        self.attention = _replacement(self.original)
+        self.attention = dispatching(self.original)
         self.bound: dict[Place, tuple[dict[str, Any], int]] = {}
         self.prepare: Any = getattr(self.caches.BatchKVCache, "prepare", None)
         self.prepare_and_store_ends = _storing_ends(self.prepare)

@@ -1,20 +1,22 @@
-"""Count sparse calls on the device, and convert the counts to plain numbers for the report."""
+"""Describe the numbers that methods add to the report, and read them from the device."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from ..core.blocks.layout import Layout
 
 BINS = 1000  # bins in the histogram of attention recall
 LOW_QUANTILE = 0.01
+RECALL_STEPS = 500  # the histogram of estimated recall has a bin for each multiple of 1 / RECALL_STEPS
 
 
 @dataclass(frozen=True)
@@ -138,53 +140,31 @@ class PrefillStatistics:
             )
         return lines
 
+    @classmethod
+    def read(cls, entries: list[tuple[tuple[int, Layout], list[mx.array]]]) -> PrefillStatistics:
+        """Return the statistics of calls. The data of an entry are the index of the layer's cache and the layout.
 
-class PrefillCounts:
-    """Counts of sparse prefill calls in one forward pass. The counts stay on the device until `read` is called."""
-
-    def __init__(self) -> None:
-        self._layers: list[tuple[int, Layout, mx.array]] = []
-        self._recalls: list[tuple[int, int, list[mx.array]]] = []
-
-    def add(self, layer: int, blocks: mx.array, layout: Layout) -> None:
-        """Count a call in which the layer with index ``layer`` attended to ``blocks (B, Hq, R, N)``."""
-        self._layers.append((layer, layout, (blocks >= 0).sum(axis=(2, 3))))
-
-    def add_recall(self, layer: int, recall: mx.array) -> None:
-        """Add the attention recall ``(B, Hq, L)`` of a sparse call that `add` has counted."""
-        # The recall is NaN if the model overflows. The histogram counts NaN as 0.
-        bins = mx.clip(mx.where(mx.isnan(recall), 0.0, recall) * BINS, 0, BINS - 1).astype(mx.int32).flatten()
-        counts = mx.zeros(BINS, mx.int32).at[bins].add(1)
-        self._recalls.append((layer, recall.size, [(1.0 - recall).sum(), recall.min(), counts]))
-
-    def read(self) -> PrefillStatistics | None:
-        """Wait for the counts and return them as plain numbers, or None if no call was added.
-
-        Only the thread that ran the model may call this method. The wait adds no delay, because mlx-lm waits for the
-        forward pass after each chunk anyway.
+        The arrays are the numbers of attended block pairs ``(B, Hq)``, followed by the result of `recall_arrays` if the
+        recall was measured.
         """
-        if not self._layers:
-            return None
-        mx.eval([attended for *_, attended in self._layers], [arrays for *_, arrays in self._recalls])
-        found = PrefillStatistics()
-        for index, layout, array in self._layers:
-            found += PrefillStatistics(
-                1, layout.L, layout.L * layout.sampled_share, {index: _layer_statistics(array, layout)}
-            )
-        for index, rows, (lost, least, counts) in self._recalls:
-            # `add` has already counted the pairs of this call.
-            heads = (0,) * len(found.layers[index].attended)
-            recall = LayerStatistics(0, heads, rows, _float(lost), _float(least))
-            histogram = Counter({place: int(count) for place, count in enumerate(np.array(counts)) if count})
-            found += PrefillStatistics(layers={index: recall}, histogram=histogram)
+        found = cls()
+        for (index, layout), (blocks, *recall) in entries:
+            attended, histogram = np.array(blocks), Counter[int]()
+            heads = tuple(int(count) for count in attended.sum(axis=0, dtype=np.int64))
+            layer = LayerStatistics(attended.shape[0] * layout.causal_pairs, heads)
+            if recall:
+                lost, least, counts = map(np.array, recall)
+                layer = replace(layer, rows=attended.size * layout.L, lost=float(lost), least=float(least))
+                histogram = Counter({place: int(count) for place, count in enumerate(counts) if count})
+            found += cls(1, layout.L, layout.L * layout.sampled_share, {index: layer}, histogram)
         return found
 
 
-def _layer_statistics(array: mx.array, layout: Layout) -> LayerStatistics:
-    """Return the sums of one call. ``array (B, Hq)`` contains the number of attended block pairs per query head."""
-    attended = np.array(array)
-    heads = tuple(int(count) for count in attended.sum(axis=0, dtype=np.int64))
-    return LayerStatistics(attended.shape[0] * layout.causal_pairs, heads)
+def recall_arrays(recall: mx.array) -> list[mx.array]:
+    """Return the sum of 1 - ``recall (B, Hq, L)``, the smallest recall, and the histogram of the recall."""
+    # The recall is NaN if the model overflows. The histogram counts NaN as 0.
+    bins = mx.clip(mx.where(mx.isnan(recall), 0.0, recall) * BINS, 0, BINS - 1).astype(mx.int32).flatten()
+    return [(1.0 - recall).sum(), recall.min(), mx.zeros(BINS, mx.int32).at[bins].add(1)]
 
 
 @dataclass(frozen=True)
@@ -216,40 +196,83 @@ class BucketStatistics:
         """Return the statistics as plain data for JSON."""
         return {"attended": self.attended, "keys": self.valid, "selectivity": self.selectivity}
 
+    @classmethod
+    def read(cls, entries: list[tuple[tuple[int, int, int], mx.array]]) -> BucketStatistics:
+        """Return the statistics of decode steps from the numbers of attended keys of each step.
 
-class BucketCounts:
-    """Counts of SAAP's decode steps in one forward pass. The counts stay on the device until `read` is called."""
-
-    total = "counted"
-
-    def __init__(self) -> None:
-        self._lists: list[tuple[mx.array, int]] = []
-        self._known = BucketStatistics()  # the counts that the host computes
-
-    def add(self, counts: mx.array, key_bytes: int, *, valid: int, listed: int) -> None:
-        """Count a decode step that attended to ``counts (B, Hkv)`` keys and moved ``key_bytes`` bytes per key."""
-        # `flatten` returns a new array that belongs to no other graph, as `read` requires.
-        self._lists.append((counts.flatten(), key_bytes))
-        self._known += BucketStatistics(valid, listed)
-
-    def submit(self) -> BucketCounts | None:
-        """Start computing the counts. Call this on the thread that ran the model. Return None if no step was added."""
-        if not self._lists:
-            return None
-        mx.async_eval([counts for counts, _ in self._lists])  # type: ignore[no-untyped-call]
-        return self
-
-    def read(self) -> BucketStatistics:
-        """Wait for the counts and return them as plain numbers.
-
-        After `submit`, any thread may call this method, but only one thread at a time. This is safe because the arrays
-        are already submitted and belong to no graph that another thread evaluates.
+        The data of an entry are the numbers of valid and of listed keys, and the bytes of an attended key.
         """
-        found = self._known
-        for counts, key_bytes in self._lists:
+        found = cls()
+        for (valid, listed, key_bytes), counts in entries:
             lengths: Any = counts.tolist()
-            found += BucketStatistics(attended=sum(lengths), bytes=sum(lengths) * key_bytes)
+            found += cls(valid, listed, sum(lengths), sum(lengths) * key_bytes)
         return found
+
+
+@dataclass(frozen=True)
+class RecallStatistics:
+    """Attention recall that the method estimated (sparq.24), counted over all steps, sequences and KV heads.
+
+    Attributes:
+        histogram: ``(layers, RECALL_STEPS + 1)`` counts. ``histogram[i, n]`` is the number of estimates that round to
+            ``n / RECALL_STEPS`` in the layer whose cache has the index i.
+    """
+
+    histogram: npt.NDArray[np.int64]
+
+    def __add__(self, other: RecallStatistics) -> RecallStatistics:
+        short, long = sorted((self.histogram, other.histogram), key=len)
+        total = long.copy()
+        total[: len(short)] += short
+        return RecallStatistics(total)
+
+    @property
+    def layers(self) -> dict[int, dict[str, float]]:
+        """Dict from the index of a layer's cache to the "mean", "median" and "low" (5th percentile) of the recall."""
+        return {int(index): _summary(self.histogram[index]) for index in np.flatnonzero(self.histogram.sum(axis=1))}
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """Return the statistics as plain data for JSON; None if there are no estimates."""
+        layers, total = self.layers, self.histogram.sum(axis=0)
+        if not layers:
+            return None
+        by_layer = [{"layer": index, **values} for index, values in layers.items()]
+        return {**_summary(total), "worst_layer": self.worst_layer, "layers": by_layer}
+
+    @property
+    def worst_layer(self) -> int | None:
+        """Index of the layer with the lowest mean recall; None if there are no estimates."""
+        layers = self.layers
+        return min(layers, key=lambda index: layers[index]["mean"]) if layers else None
+
+    def lines(self) -> list[str]:
+        """Return the statistics as a list with one line of text; empty if there are no estimates."""
+        found = self.as_dict()
+        if found is None:
+            return []
+        worst = self.layers[found["worst_layer"]]
+        return [
+            f"  estimated attention recall: median {found['median']:.3f}, 5th percentile {found['low']:.3f}; "
+            f"lowest in layer {found['worst_layer']}, median {worst['median']:.3f}"
+        ]
+
+    @classmethod
+    def read(cls, entries: list[tuple[int, mx.array]]) -> RecallStatistics:
+        """Return the statistics of a decode step. An entry is the index of a layer's cache, and its estimates."""
+        layers = np.concatenate([np.full(recall.size, layer) for layer, recall in entries])
+        found = np.concatenate([np.array(recall.tolist(), np.float32) for _, recall in entries])
+        # The estimate is NaN if the model overflows, and counts as 0.
+        steps = np.clip(np.nan_to_num(found * np.float32(RECALL_STEPS), nan=0.0), 0, RECALL_STEPS)
+        size = int(layers.max()) + 1
+        places = layers * (RECALL_STEPS + 1) + np.rint(steps).astype(np.int64)
+        return cls(np.bincount(places, minlength=size * (RECALL_STEPS + 1)).reshape(size, -1))
+
+
+def _summary(counts: npt.NDArray[np.int64]) -> dict[str, float]:
+    """Return the "mean", "median" and "low" (5th percentile) of the recall. ``counts`` is a row of the histogram."""
+    below, mean = np.cumsum(counts), float(counts @ np.arange(len(counts))) / RECALL_STEPS / int(counts.sum())
+    median, low = (int(np.searchsorted(below, share * below[-1])) / RECALL_STEPS for share in (0.5, 0.05))
+    return {"mean": mean, "median": median, "low": low}
 
 
 @dataclass(frozen=True)
@@ -325,8 +348,3 @@ class DraftStatistics:
 
 def _mean(numbers: list[float]) -> float:
     return sum(numbers) / len(numbers)
-
-
-def _float(scalar: mx.array) -> float:
-    number: Any = scalar.item()
-    return float(number)

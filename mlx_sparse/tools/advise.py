@@ -60,7 +60,6 @@ class Attempt:
     """A method with its settings, and its results in both tasks.
 
     Attributes:
-        variant: the method with its settings.
         share: number of K and V elements that a decode step of the variant moves, divided by the number that dense
             attention moves. The method's formula gives this share. None if there is no formula.
         rows: one row of results for each task.
@@ -98,7 +97,6 @@ class Quality:
     Attributes:
         dense: results of dense attention, one row for each task.
         oracle: attempts with `ORACLE`, the best selection of keys.
-        attempts: attempts with the requested methods.
         left_out: one message for each method and budget that could not run.
     """
 
@@ -180,8 +178,6 @@ class Candidate:
     """A sparse method, and the layers of the model that can use it.
 
     Attributes:
-        method: the method as text.
-        served: the layers that can be sparse.
         layers: number of attention layers in the model.
         dense: dict from a reason to the number of layers that always stay dense for that reason.
         keys: largest crossover length of the served layers, in keys.
@@ -201,14 +197,9 @@ class Page:
     """The output of ``mlx-sparse advise``.
 
     Attributes:
-        model: name of the model.
-        family: mlx-lm's name for the model family.
         machine: chip and MLX device.
-        date: date of the run.
-        context: the value of ``--context``.
         made_for: maximum context length in the model's config, or None.
         traffic: sizes in bytes of the weights and caches that a decode step reads.
-        candidates: the methods that can run.
         refused: one sentence for each method that cannot run, with the reason.
         text: description of the examples on which quality was measured.
         quality: the measured quality; None if quality was not measured.

@@ -51,7 +51,6 @@ class Prompt:
 
     @property
     def length(self) -> int:
-        """Number of tokens in the whole prompt."""
         return len(self.document) + len(self.end)
 
 
@@ -73,8 +72,6 @@ class Decoded:
     """An answer that was decoded from a saved prompt cache.
 
     Attributes:
-        text: the answer.
-        tokens: token ids of the answer.
         steps: time of each decode step in seconds. The first sparse step also builds the auxiliary cache state.
         peak_memory: peak memory in bytes, as reported by MLX.
     """
@@ -102,8 +99,6 @@ class Comparison:
         limit: what limited ``context``: the "time" of the prefill, the "text", the context length of the "model", or ""
             if the prompt has the intended length.
         forced: True if the method was sparse below its crossover length, because a longer context was impossible.
-        prefill_seconds: time of the prefill in seconds.
-        dense, sparse: the decoded answers.
         report: result of `Report.as_dict` for the last sparse run, with the numbers of attention calls and bytes.
     """
 

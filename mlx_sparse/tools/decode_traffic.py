@@ -14,6 +14,7 @@ from ..calibrate import Layer
 from ..core.base import Method
 from ..core.stats import dense_elements
 from ..lm import seam
+from ..lm.call import active
 from ..model_info import leaves, new_caches, weights_read
 
 if TYPE_CHECKING:
@@ -79,7 +80,6 @@ class Traffic:
 
     Attributes:
         weights: bytes of the weights that a decode step reads.
-        caches: kind and size of each layer's cache.
     """
 
     weights: int
@@ -117,7 +117,7 @@ class _Readers:
 
     def __init__(self, caches: list[Any]) -> None:
         self.indices = {id(cache): index for index, cache in enumerate(caches)}
-        self.keys: dict[int, tuple[Any, int]] = {}  # keeps the keys alive, so that their ids stay unique
+        self.keys: dict[int, tuple[object, int]] = {}  # keeps the keys alive, so that their ids stay unique
         self.calls: Counter[int] = Counter()
 
     def attend(
@@ -132,11 +132,11 @@ def layer_caches(model: nn.Module) -> tuple[LayerCache, ...]:
     """Run ``model`` on one token, and return the kind and size of each layer's cache."""
     caches = new_caches(model)
     readers = _Readers(leaves(caches))
-    places, token = seam.bind(model), seam.active.set(readers)
+    places, token = seam.bind(model), active.set(readers)
     try:
         model(mx.zeros((1, 1), mx.int32), cache=caches)
     finally:
-        seam.active.reset(token)
+        active.reset(token)
         seam.unbind(places)
     return tuple(_layer_cache(leaf, max(1, readers.calls[index])) for index, leaf in enumerate(leaves(caches)))
 

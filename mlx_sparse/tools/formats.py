@@ -75,9 +75,6 @@ class Printer:
     Args:
         args: parsed options of the command. They include the options of `add_options`.
         facts: command, date and machine of the run. Markdown starts with the command. Each JSON line repeats all facts.
-
-    Attributes:
-        lines: the results that were added so far.
     """
 
     def __init__(self, args: argparse.Namespace, facts: Mapping[str, object]) -> None:

@@ -143,7 +143,6 @@ class Measured:
         return self.density + self.sampled / 2
 
     def as_dict(self) -> dict[str, object]:
-        """Return the setting and its measurements as a dict for JSON."""
         found = asdict(self)
         return (found.pop("setting") or {}) | found | {"accuracy": self.accuracy, "work": self.work}
 
@@ -177,7 +176,6 @@ class Search:
 
     @property
     def grid(self) -> list[Setting]:
-        """The settings to try."""
         return settings_grid(self.args.alpha_column, self.args.alpha_slash, self.args.chunks)
 
     def tune(self, up_to: int, lengths: tuple[int, ...], progress: tqdm) -> Tuned:

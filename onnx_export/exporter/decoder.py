@@ -36,9 +36,7 @@ class Target:
     """Settings of an exported file.
 
     Attributes:
-        decode: method for decode steps.
         prompts: prefill method, with every "auto" resolved; None if prefill is dense.
-        max_length: maximum number of tokens in a sequence.
         lanes: number of keys per chunk of component-major keys.
         dtype: type of the caches and of unquantized weights.
         dequantize: True to dequantize quantized weights and store them in ``dtype``.

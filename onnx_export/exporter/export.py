@@ -64,9 +64,7 @@ class Exported:
     """Result of `export`.
 
     Attributes:
-        folder: the output folder.
         method: the method and its settings as text, with every "auto" resolved.
-        max_length: maximum number of tokens in a sequence.
         nbytes: size of model.onnx and its data in bytes.
         agreement: differences between the logits of the exported file and MLX's logits.
         sparse_from: number of keys at and above which decode steps are sparse; None if all decode steps are dense.
@@ -251,7 +249,6 @@ def end_tokens(source: Path, settings: Mapping[str, object]) -> list[int]:
 
 
 def _check_tokens(settings: Mapping[str, object]) -> None:
-    """Raise `ConfigError` if the id of a special token in a config.json is not an integer."""
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         value = settings.get(key)
         ids = value if isinstance(value, list) and key.startswith("eos") else [] if value is None else [value]

@@ -1,4 +1,4 @@
-"""Test one-line errors for wrong arguments of the public functions, for MLX arrays and torch tensors."""
+"""Test the checks, defaults and `Stats` of the public functions against literal numbers, for MLX, torch and NumPy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from adapters import ADAPTERS
+from adapters import ADAPTERS, LIBRARIES
 from require import absent
 
 import mlx_sparse
@@ -44,6 +44,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "sparq_attention": STEP,
     "streaming_attention": STEP,
     "flexgen_attention": STEP,
+    "oracle_top_k_attention": STEP,
     "h2o_attention": {**STEP, "scores": f32(1, 2, 50)},
     "saap_attention": BUCKETS,
     "saap_route": NETWORK,
@@ -64,7 +65,16 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("sparq_attention", {"value_mean": f32(1, 2)}, ShapeError, "value_mean: expected shape"),
     ("sparq_attention", {"left_padding": [0, 1]}, ShapeError, "left_padding: expected shape"),
     ("sparq_attention", {"left_padding": [0.5]}, ShapeError, "left_padding: expected integers"),
-    ("sparq_attention", {"backend": "oracle"}, BackendUnavailable, "mlx_sparse.oracle|expected auto or triton"),
+    ("sparq_attention", {"rank": 2.0}, ConfigError, "rank: expected an integer of at least 1, got 2.0"),
+    ("sparq_attention", {"rank": True}, ConfigError, "rank: expected an integer of at least 1, got True"),
+    ("sparq_attention", {"top_k": None}, ConfigError, "top_k: expected an integer of at least 1, got None"),
+    ("sparq_attention", {"local_window": -1}, ConfigError, "local_window: expected an integer of at least 0, got -1"),
+    ("sparq_attention", {"reallocate": 1}, ConfigError, "reallocate: expected one of auto, true, false, got 1"),
+    ("sparq_attention", {"component_score": "auto"}, ConfigError, "component_score: expected one of query, query_key"),
+    ("sparq_attention", {"key_bits": 5}, ConfigError, "key_bits: expected one of 16, 4, got 5"),
+    ("sparq_attention", {"queries": f32(1, 4, 0, 64)}, ShapeError, "queries: expected a multiple of Hkv=2"),
+    ("sparq_attention", {"queries": f32(2, 4, 1, 64)}, ShapeError, r"keys: expected \(B=2, Hkv, S, D=64\)"),
+    ("sparq_attention", {"backend": "onnx"}, BackendUnavailable, "backend: expected auto or"),
     ("sparq_attention", {"return_stats": "all"}, ConfigError, "return_stats: expected one of"),
     ("sparq_attention", {"queries": f32(1, 4, 64)}, ShapeError, "queries: expected 4 axes"),
     ("sparq_attention", {"values": f32(1, 2, 49, 64)}, ShapeError, "values: expected the shape of keys"),
@@ -75,14 +85,19 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("attend_indices", {"indices": f32(1, 2, 9)}, ShapeError, "indices: expected integers"),
     ("streaming_attention", {"recent_tokens": 0}, ConfigError, "recent_tokens: expected an integer of at least 1"),
     ("flexgen_attention", {"top_k": 0}, ConfigError, "top_k: expected an integer of at least 1"),
+    ("oracle_top_k_attention", {"top_k": 0}, ConfigError, "top_k: expected an integer of at least 1"),
+    ("oracle_top_k_attention", {"top_k": 4, "local_window": 5}, ConfigError, "local_window: expected at most top_k=4"),
     ("h2o_attention", {"scores": f32(1, 2, 3)}, ShapeError, "scores: expected shape"),
+    ("h2o_attention", {"top_k": 0}, ConfigError, "top_k: expected an integer of at least 1"),
+    ("h2o_attention", {"top_k": 4, "local_window": 5}, ConfigError, "local_window: expected at most top_k=4"),
+    ("h2o_attention", {"queries": f32(1, 4, 3, 64)}, ShapeError, "queries: expected"),
     ("saap_attention", {"bucket_ids": i32(1, 2, 49)}, ShapeError, r"bucket_ids: expected shape \(1, 2, 50\)"),
     ("saap_attention", {"bucket_ids": f32(1, 2, 50)}, ShapeError, "bucket_ids: expected integers"),
     ("saap_attention", {"visited": i32(2, 2, 3)}, ShapeError, r"visited: expected shape \(B=1, Hkv=2, n\)"),
     ("saap_attention", {"visited": f32(1, 2, 3)}, ShapeError, "visited: expected integers"),
     ("saap_attention", {"sink_tokens": -1}, ConfigError, "sink_tokens: expected an integer of at least 0, got -1"),
     ("saap_attention", {"recent_tokens": 0}, ConfigError, "recent_tokens: expected an integer of at least 1, got 0"),
-    ("saap_attention", {"backend": "oracle"}, BackendUnavailable, "mlx_sparse.oracle|expected auto or triton"),
+    ("saap_attention", {"backend": "onnx"}, BackendUnavailable, "backend: expected auto or"),
     ("saap_attention", {"return_stats": "all"}, ConfigError, "return_stats: expected one of"),
     ("saap_route", {"out_weight": f32(2, 30, 20)}, ShapeError, r"hidden_weight: expected shape \(2, 64, 30\)"),
     ("saap_route", {"out_weight": f32(3, 32, 20)}, ShapeError, "out_weight: expected|Hkv a divisor of Hq=4, got"),
@@ -120,6 +135,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 ]
 # Errors that only one library can have.
 MLX: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("sparq_attention", {"backend": "oracle"}, BackendUnavailable, "got oracle .*mlx_sparse.oracle"),
     ("sparq_attention", {"backend": "metal"}, BackendUnavailable, r"got metal .MLX finds no Metal GPU"),
     ("sparq_attention", {"backend": "triton"}, BackendUnavailable, r"got triton .*: .* mlx_sparse.cuda_ref"),
     ("saap_attention", {"backend": "triton"}, BackendUnavailable, "torch tensors"),
@@ -143,11 +159,22 @@ TORCH: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("saap_route", {"backend": "metal"}, BackendUnavailable, "backend: expected auto or triton"),
     ("attend_blocks", {"blocks": [[1]]}, ConfigError, "blocks: expected a torch tensor, got list"),
 ]
+NUMPY: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    (
+        "sparq_attention",
+        {"backend": "ops"},
+        BackendUnavailable,
+        "expected auto or oracle for mlx_sparse.oracle, got ops",
+    ),
+    ("sparq_attention", {"keys": [1]}, ConfigError, "keys: expected a NumPy array, got list"),
+    ("sparq_attention", {"left_padding": 3}, ShapeError, "left_padding: expected shape"),
+]
+NOT_ON_TORCH = {"streaming_attention", "flexgen_attention", "oracle_top_k_attention", "h2o_attention"}
 ROWS = [
     pytest.param(name, *row, id=f"{name}-{n}-{row[0]}-{'-'.join(row[1])}")
-    for name, rows in (("ops", [*BAD, *MLX]), ("triton", [*BAD, *TORCH]))
+    for name, rows in (("ops", [*BAD, *MLX]), ("triton", [*BAD, *TORCH]), ("oracle", [*BAD, *NUMPY]))
     for n, row in enumerate(rows)
-    if name == "ops" or row[0] not in ("streaming_attention", "flexgen_attention", "h2o_attention")
+    if name != "triton" or row[0] not in NOT_ON_TORCH
 ]
 
 
@@ -167,9 +194,85 @@ def test_a_wrong_argument_is_a_one_line_error(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["ops", "triton"], indirect=True)
+by_library = pytest.mark.parametrize("backend", LIBRARIES, indirect=True)
+
+
+def step(backend: Any, logits: list[float], heads: int = 1) -> list[Any]:
+    """Return queries, keys and values of one KV head. The default scale gives ``logits``. Value j is 1 at index j."""
+    queries, keys = np.zeros((1, heads, 1, 64)), np.zeros((1, 1, len(logits), 64))
+    queries[..., 0], keys[0, 0, :, 0] = 8, logits
+    values = np.eye(len(logits), 64)[None, None]
+    return [backend.array(array, "f32") for array in (queries, keys, values)]
+
+
+def attended(backend: Any, out: Any) -> list[int]:
+    """Return the indices of the keys that the first query of `step` attends to."""
+    return np.flatnonzero(backend.numpy(out)[0, 0, 0]).tolist()
+
+
+FALLING = [7.0, 6, 5, 4, 3, 2, 1, 0]
+
+
+@by_library
+def test_the_default_scale_is_the_square_root_of_the_head_dim(backend: Any) -> None:
+    arrays = step(backend, [1, 0, 0])
+    weights = backend.numpy(backend.functions.dense_attention(*arrays))[0, 0, 0, :3]
+    np.testing.assert_allclose(weights, [0.5761169, 0.2119416, 0.2119416], rtol=1e-6)
+    weights = backend.numpy(backend.functions.dense_attention(*arrays, scale=0.0))[0, 0, 0, :3]
+    np.testing.assert_allclose(weights, [1 / 3, 1 / 3, 1 / 3], rtol=1e-6)
+
+
+@by_library
+def test_the_default_local_window_is_a_quarter_of_top_k(backend: Any) -> None:
+    arrays = step(backend, FALLING, heads=2)
+    run = backend.functions.sparq_attention
+    assert attended(backend, run(*arrays, top_k=4)) == [0, 1, 2, 7]
+    assert attended(backend, run(*arrays, top_k=4, local_window=0)) == [0, 1, 2, 3]
+    assert attended(backend, run(*arrays, top_k=4, local_window=4)) == [4, 5, 6, 7]
+    assert attended(backend, run(*arrays, top_k=8)) == list(range(8))
+
+
+@by_library
+def test_the_mean_is_added_by_default_for_one_query_head(backend: Any) -> None:
+    run = backend.functions.sparq_attention
+    assert attended(backend, run(*step(backend, FALLING), top_k=4)) == list(range(8))
+    assert attended(backend, run(*step(backend, FALLING), top_k=4, reallocate=False)) == [0, 1, 2, 7]
+    assert attended(backend, run(*step(backend, FALLING, heads=2), top_k=4, reallocate=True)) == list(range(8))
+
+
+@by_library
+def test_padding_is_clamped_to_the_keys(backend: Any) -> None:
+    arrays, run = step(backend, FALLING, heads=2), backend.functions.sparq_attention
+    assert attended(backend, run(*arrays, top_k=4, left_padding=[3])) == [3, 4, 5, 7]
+    assert attended(backend, run(*arrays, top_k=4, left_padding=[100])) == []
+    assert attended(backend, run(*arrays, top_k=4, left_padding=[-5])) == [0, 1, 2, 7]
+
+
+@by_library
+def test_stats_of_a_decode_step_are_the_elements_of_the_specification(backend: Any) -> None:
+    arrays, run = step(backend, [0.0] * 8, heads=2), backend.functions.sparq_attention
+    _, stats = run(*arrays, rank=5, top_k=4, return_stats="recall")
+    assert (stats.elements, stats.dense_elements, stats.density) == (808, 1152, 0.5)
+    np.testing.assert_allclose(backend.numpy(stats.recall), np.full((1, 2, 1), 0.5), rtol=1e-6)
+    _, stats = run(*arrays, rank=5, top_k=8, return_stats="recall")
+    assert (stats.elements, stats.dense_elements, stats.density) == (1152, 1152, 1)
+    assert (backend.numpy(stats.recall) == 1).all()
+
+
+@by_library
+def test_keys_of_visited_buckets_are_attended_and_counted_once(backend: Any) -> None:
+    buckets = {"bucket_ids": [[[0, 0, 1, 1, 2, 2, 2, 2]]], "visited": [[[1, 1, -5]]]}
+    given = {name: backend.integers(numbers) for name, numbers in buckets.items()}
+    arrays = step(backend, FALLING)
+    out, stats = backend.functions.saap_attention(*arrays, **given, recent_tokens=1, return_stats=True)
+    assert attended(backend, out) == [0, 2, 3, 7]
+    assert (stats.density, stats.selectivity) == (4 / 8, 2 / 6)
+
+
+@by_library
 def test_assigning_zero_keys_returns_an_empty_array(backend: Any) -> None:
-    assert backend.assign(np.zeros((1, 2, 0, 16)), np.zeros((2, 5, 16))).shape == (1, 2, 0)
+    keys, centroids = (backend.array(np.zeros(shape), "f32") for shape in ((1, 2, 0, 16), (2, 5, 16)))
+    assert tuple(backend.functions.saap_assign(keys, centroids).shape) == (1, 2, 0)
 
 
 FOUND = [(name, backend) for name in (*METHODS, *oracle.__all__) for backend in registry.backends_of(name)]

@@ -144,7 +144,7 @@ def test_an_appended_token_copies_no_buffer(state: str):
         buffers = [cache.keys, cache.values]
         if state != "keys and values":
             sums = state == "and every sum"
-            side.read(cache, ALL_BUFFERS if sums else COLUMNS, 2, whole=True)
+            side.bind(cache, ALL_BUFFERS if sums else COLUMNS, 2, whole=True)(cache, cache.length)
             buffers.append(side.columns.keys_t)
             buffers += [side.values.state.sums, side.keys.state.sums] if sums else []
         mx.eval(buffers)

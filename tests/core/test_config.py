@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mlx_sparse
 from mlx_sparse import methods
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.core import stats
@@ -149,6 +151,19 @@ def test_every_preset_of_the_code_is_in_the_specification() -> None:
         assert parse("sparq:" + cell.replace(" ", "")) == (SparQ(**settings),)
 
 
+def test_the_defaults_of_method_and_function_are_the_presets_default_and_paper() -> None:
+    assert parse("sparq:preset=default") == (SparQ(),)
+    defaults = inspect.signature(mlx_sparse.sparq_attention).parameters
+    paper = SparQ.preset("paper")
+    assert paper == {"component_score": "query", "key_bits": 16, "reallocate": "auto"}
+    assert paper == {name: defaults[name].default for name in paper}
+    assert SparQ.preset("default") == {"component_score": "query_key", "key_bits": 4, "reallocate": False}
+    one_head = SparQ.preset("default", grouped=False)
+    assert one_head == {"component_score": "query", "key_bits": 4, "reallocate": "auto"}
+    with pytest.raises(ConfigError, match=r"^preset: expected one of default, paper, robust, got 'best'\.$"):
+        SparQ.preset("best")
+
+
 @pytest.mark.parametrize("text", ["sparq:preset=paper,rank=8", "sparq:rank=8,preset=paper"])
 def test_keys_override_a_preset_in_any_order(text: str) -> None:
     assert parse(text) == (dataclasses.replace(parse("sparq:preset=paper")[0], rank=8),)
@@ -198,7 +213,7 @@ NAMES = ", ".join(METHODS)
         ("dense:rank=3", "dense: expected one of the keys preset, got 'rank'."),
         (
             "sparq:preset=best",
-            "sparq: expected one of the presets paper, robust, got 'best'.",
+            "sparq: expected one of the presets default, paper, robust, got 'best'.",
         ),
         ("h2o:preset=paper", "h2o: expected one of the presets none, got 'paper'."),
         ("sparq:rank=0", "rank: expected an integer of at least 1, got 0."),
@@ -283,8 +298,8 @@ def test_a_toml_file_of_exactly_the_largest_size_is_read(tmp_path: Path) -> None
         ('[sparq]\nrank = "8"', "rank: expected an integer of at least 1, got '8'."),
         ("[sparq]\nreallocate = 1", "reallocate: expected one of auto, true, false, got 1."),
         ("[sparq]\ncomponent_score = [1]", "component_score: expected one of auto, query, query_key, got [1]."),
-        ("[sparq]\npreset = 3", "sparq: expected one of the presets paper, robust, got 3."),
-        ("[sparq]\npreset = [1]", "sparq: expected one of the presets paper, robust, got [1]."),
+        ("[sparq]\npreset = 3", "sparq: expected one of the presets default, paper, robust, got 3."),
+        ("[sparq]\npreset = [1]", "sparq: expected one of the presets default, paper, robust, got [1]."),
         ("x" * (MAX_TOML_BYTES + 1), "attn-config: expected a TOML file of at most 1 MiB, got {path}."),
     ],
     ids=lambda text: text[:30].replace("\n", " "),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 from adapters import backends_with
 from cases import SPARQ, Array, Case, assert_same_selection, covering, every_parameter
 from expected import Expected, expected
@@ -77,7 +78,7 @@ def test_a_head_whose_logits_are_all_minus_inf_attends_to_nothing(backend: Any, 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_non_finite_key_has_the_effect_of_dense_attention(sizes: str, edit: str, setting: str) -> None:
     case = NonFinite(*SIZES[sizes], edit=edit)
-    dense = oracle.dense_attention(*case.inputs(), left_padding=case.padding)
+    dense = reference.dense_attention(*case.inputs(), left_padding=case.padding)
     np.testing.assert_array_equal(np.isnan(expected(case, setting, "sparq").out), np.isnan(dense))
 
 
@@ -97,15 +98,15 @@ def test_prompts_keep_every_block_where_a_sampled_query_has_no_softmax(backend: 
     choice, out, _ = backend.sample(case)
     listed, wanted = (oracle.block_mask(lists, case.layout.key_blocks) for lists in (choice, selection(case).blocks))
     np.testing.assert_array_equal(listed, wanted)
-    assert_same_with_nan(out, oracle.sample_attention(*case.inputs(), **case.parameters))
+    assert_same_with_nan(out, reference.sample_attention(*case.inputs(), **case.parameters))
     everything = wanted[0].sum(axis=(1, 2)) == case.layout.causal_pairs
     assert everything.tolist() == [True, True, False, False]
 
 
 def test_a_prompt_with_a_nan_key_has_the_nans_of_dense_attention() -> None:
     case = NonFiniteChunk(1, 4, 2, 250, 400, 64, "f32", 32, 1, 0.3, 0.3, NAN)
-    sparse = oracle.sample_attention(*case.inputs(), **case.parameters)
-    np.testing.assert_array_equal(np.isnan(sparse), np.isnan(oracle.dense_attention(*case.inputs())))
+    sparse = reference.sample_attention(*case.inputs(), **case.parameters)
+    np.testing.assert_array_equal(np.isnan(sparse), np.isnan(reference.dense_attention(*case.inputs())))
 
 
 NO_SOFTMAX = NoSoftmaxChunk(1, 4, 2, 250, 400, 64, "f32", 32, 1, 0.3, 0.3)
@@ -113,7 +114,7 @@ NO_SOFTMAX = NoSoftmaxChunk(1, 4, 2, 250, 400, 64, "f32", 32, 1, 0.3, 0.3)
 
 @by_backend
 def test_queries_of_a_prompt_whose_logits_are_all_minus_inf_attend_to_nothing(backend: Any) -> None:
-    wanted = oracle.dense_attention(*NO_SOFTMAX.inputs())
+    wanted = reference.dense_attention(*NO_SOFTMAX.inputs())
     assert (wanted[0, :2, ::2] == 0).all()
     _, out, lse = backend.dense(NO_SOFTMAX, {"scale": NO_SOFTMAX.scale})
     assert_same_with_nan(out, wanted)
@@ -127,7 +128,7 @@ def test_sampled_queries_whose_logits_are_all_minus_inf_select_nothing(backend: 
     listed, wanted = (oracle.block_mask(lists, layout.key_blocks) for lists in (choice, selection(NO_SOFTMAX).blocks))
     np.testing.assert_array_equal(listed, wanted)
     assert (wanted[0].sum(axis=(1, 2)) < layout.causal_pairs).all()
-    assert_same_with_nan(out, oracle.sample_attention(*NO_SOFTMAX.inputs(), **NO_SOFTMAX.parameters))
+    assert_same_with_nan(out, reference.sample_attention(*NO_SOFTMAX.inputs(), **NO_SOFTMAX.parameters))
     assert lse is None or np.isneginf(lse[0, :2, ::2]).all()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from reference import sparq_select
 
 from mlx_sparse.core import stats
 from mlx_sparse.oracle import (
@@ -20,7 +21,6 @@ from mlx_sparse.oracle import (
     flexgen_attention,
     oracle_top_k_attention,
     sparq_attention,
-    sparq_select,
     streaming_attention,
     top_k_select,
 )

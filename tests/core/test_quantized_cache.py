@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 from cases import (
     assert_as_good_as_plain,
     assert_selection_within,
@@ -85,14 +86,14 @@ def test_public_functions_accept_quantized_rows(backend: Any) -> None:
     case = PackedCase(2, 6, 2, 150, 64, "f16", padding=(3, 40), bits=4)
     packed, given = adapter(backend), {"top_k": 32, "left_padding": np.array(case.padding)}
     q, keys, values = case.inputs()
-    best = oracle.sparq_select(q, keys, rank=64, top_k=32, local_window=8, left_padding=case.padding).indices
+    best = reference.sparq_select(q, keys, rank=64, top_k=32, local_window=8, left_padding=case.padding).indices
     pages, _ = oracle.quest_select(q, keys, page_size=16, top_k=32, left_padding=case.padding)
     for name, more, chosen in (
         ("quest", {}, pages),
         ("oracle_top_k", {"local_window": 8}, best),
         ("sparq", {"rank": 64}, best),
     ):
-        wanted = getattr(oracle, f"{name}_attention")(q, keys, values, left_padding=case.padding, **more, top_k=32)
+        wanted = getattr(reference, f"{name}_attention")(q, keys, values, left_padding=case.padding, **more, top_k=32)
         plain = plain_attention(q, keys, values, chosen, case.D**-0.5, case.dtype)
         if hasattr(packed.functions, f"{name}_attention"):
             found = packed.numpy(packed.public(f"{name}_attention", case, **given, **more))

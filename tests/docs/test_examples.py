@@ -25,7 +25,7 @@ from absent import without
 from example_pages import EXAMPLES, commands, masked, printed, shape
 from packages import MINUTES, WEB, fetched, web
 from require import absent, needs_triton
-from test_lm_server import running
+from servers import running
 from tiny_models import prompt_of, words, write
 
 pytestmark = pytest.mark.slow  # commands, a browser

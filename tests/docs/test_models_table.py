@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from models_table import NOTES
 
 from mlx_sparse.lm import seam
+from mlx_sparse.lm.call import active
 from mlx_sparse.lm.loading import UNFIT
 from mlx_sparse.lm.model import sparse
 from mlx_sparse.methods import SparQ
@@ -66,9 +67,9 @@ def test_int4_scores_of_all_families_follow_the_shapes_of_queries_and_keys() -> 
         model, groups = family_models.build(family), Groups()
         with sparse(model, "sparq:dense_below=0,rank=4") as report:
             found[family] = report.attn
-        places, token = seam.bind(model), seam.active.set(groups)
+        places, token = seam.bind(model), active.set(groups)
         model(mx.array([[1]]), cache=make_prompt_cache(model))
-        seam.active.reset(token)
+        active.reset(token)
         seam.unbind(places)
         score = "query_key" if groups.grouped or KNOWN[family].qk_norm else "query"
         expected[family] = str(SparQ(rank=4, dense_below=0).for_model(qk_norm=False, grouped=score == "query_key"))

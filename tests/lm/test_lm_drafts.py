@@ -21,7 +21,7 @@ from cases import covering
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from msl import Metal
 from tiny_models import build, prompt_of
@@ -30,11 +30,12 @@ import mlx_sparse
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.core import reasons
 from mlx_sparse.core.packed_rows import PackedRows
-from mlx_sparse.lm.chunks import large_group
+from mlx_sparse.lm.dense import large_group
 from mlx_sparse.lm.model import plan_of
 from mlx_sparse.lm.speculative import generation
 from mlx_sparse.lm.speculative.draft_length import MAX_DRAFTS
 from mlx_sparse.lm.speculative.generation import UNEVEN, check_options, make_lossless
+from mlx_sparse.model_info import leaves
 
 SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
 GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # most drafts are accepted
@@ -54,16 +55,27 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 def generate(
     steps_of: Any, model: Any, prompt: list[int], count: int, **options: Any
 ) -> tuple[list[int], list[mx.array]]:
-    """Return ``count`` tokens and their log-probabilities, and close the generator."""
-    generator = steps_of(mx.array(prompt), model, max_tokens=-1, **options)
-    found = list(itertools.islice(generator, count))
-    generator.close()
+    """Return ``count`` tokens and their log-probabilities."""
+    found = list(itertools.islice(steps_of(mx.array(prompt), model, max_tokens=-1, **options), count))
     return [token for token, _ in found], [logprobs for _, logprobs in found]
 
 
 def rows(cache: list[Any]) -> list[mx.array]:
     """Return the arrays of the caches of all layers."""
     return [array for entry in cache for array in entry.state if isinstance(array, mx.array)]
+
+
+def contents(caches: list[Any]) -> list[mx.array]:
+    """Return copies of all arrays in use, and of the random state."""
+    found = [mx.random.state[0]]
+    for cache in leaves(caches):
+        arrays = [array for _, array in tree_flatten(list(cache.state)) if isinstance(array, mx.array)]
+        grows = hasattr(cache, "offset") and not isinstance(cache, RotatingKVCache)
+        found += [array[:, :, : cache.offset] if grows else array for array in arrays]
+        found.append(mx.array([getattr(cache, "offset", 0), getattr(cache, "_idx", 0)]))
+    copies = [mx.array(array) + 0 for array in found]
+    mx.eval(copies)
+    return copies
 
 
 @pytest.fixture
@@ -117,6 +129,64 @@ def test_the_same_numbers_are_drawn_for_a_draft_and_its_check(enabled: Callable[
     mx.random.seed(1)
     generate(generation.generate_step, model, prompt, 40, sampler=make_sampler(5.0))
     assert sum(report.drafts.accepted) > 0.6 * report.drafts.drafted
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "quantized"])
+def test_cache_and_random_state_at_each_token_equal_dense_decoding(family: str, enabled: Callable[..., Any]) -> None:
+    quantized = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0} if family == "quantized" else {}
+    model = build("llama", head_dim=32) if quantized else build(family)
+
+    def states(steps_of: Any) -> list[list[mx.array]]:
+        mx.random.seed(3)
+        cache = make_prompt_cache(model)
+        options = {"prompt_cache": cache, "sampler": make_sampler(1.0), "max_tokens": 16, **quantized}
+        return [contents(cache) for _ in steps_of(mx.array(prompt_of(100)), model, **options)]
+
+    expected = states(generation.original)
+    report = enabled(model, GOOD, 4)
+    for token, (found, dense) in enumerate(zip(states(generation.generate_step), expected, strict=True)):
+        for ours, theirs in zip(found, dense, strict=True):
+            assert ours.shape == theirs.shape and mx.allclose(ours, theirs, rtol=1e-3, atol=1e-3), token
+    assert sum(report.drafts.accepted) > 0
+
+
+def stop_nothing(generator: Any) -> None:
+    """Keep the generator without an end, as a program does that only leaves its loop."""
+
+
+def stop_by_close(generator: Any) -> None:
+    generator.close()
+
+
+def stop_by_exception(generator: Any) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        generator.throw(KeyboardInterrupt())
+
+
+@pytest.mark.parametrize(
+    ("family", "stop"), covering(["llama", "gemma3_text", "lfm2"], [stop_nothing, stop_by_close, stop_by_exception])
+)
+def test_a_reader_may_stop_within_accepted_drafts(
+    family: str, stop: Callable[[Any], None], enabled: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Test that later turns, also over a saved cache, do not depend on when Python finalizes the first generator."""
+    model = build(family)
+
+    def turns(steps_of: Any) -> list[Any]:
+        cache = make_prompt_cache(model)
+        generator = steps_of(mx.array(prompt_of(100)), model, prompt_cache=cache, max_tokens=-1)
+        found: list[Any] = [[token for token, _ in itertools.islice(generator, 2)]]
+        stop(generator)
+        save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+        saved = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+        for turn, own in ((2, saved), (2, cache), (3, cache)):
+            found.append(generate(steps_of, model, prompt_of(20, seed=turn), 10, prompt_cache=own)[0])
+            generator = None  # finalize the first generator after the second turn
+        return [*found, [getattr(entry, "offset", None) for entry in cache]]
+
+    expected = turns(generation.original)
+    enabled(model, GOOD, 4)
+    assert turns(generation.generate_step) == expected
 
 
 HISTORIES = 4

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.core.registry import METAL_ROWS
-from mlx_sparse.lm.chunks import drafts_per_kernel
+from mlx_sparse.lm.dense import drafts_per_kernel
 from mlx_sparse.lm.speculative.draft_length import DENSE_EVERY, MAX_DRAFTS, PAUSE, DraftLength
 from mlx_sparse.lm.statistics import DraftStatistics
 

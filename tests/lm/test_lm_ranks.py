@@ -18,7 +18,7 @@ from mlx_lm import benchmark
 from rank_processes import run_ranks, start_ranks
 from run_ranks import CUTS, METHODS
 from saap_artefacts import write_artefact
-from test_lm_server import Server, free_port, reports_in
+from servers import Server, free_port, reports_in
 from tiny_models import build, write
 
 from mlx_sparse.checks import ArtefactError, ConfigError

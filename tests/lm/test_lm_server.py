@@ -2,93 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
-import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from servers import TOKENS, reports_in, running
 from tiny_models import prompt_of, words, write
 
-from mlx_sparse.api.call_report import JSON_KEY
-
-SERVER = str(Path(sys.executable).parent / "mlx_lm.server")
 SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0", "--attn-report", "json"]
-TOKENS, LAYERS = 6, 2
+LAYERS = 2
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # commands
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Server:
-    """A server process."""
-
-    def __init__(self, model: Path, *options: str) -> None:
-        self.port = free_port()
-        argv = [SERVER, "--model", str(model), "--port", str(self.port), *options]
-        self.process = subprocess.Popen(
-            argv,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # Background jobs of a shell ignore SIGINT, and so do their children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - the child runs no thread
-        )
-
-    def post(self, body: dict[str, Any]) -> dict[str, Any]:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/chat/completions",
-            json.dumps({"max_tokens": TOKENS, "temperature": 0.0, **body}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return dict(json.load(response))
-
-    def stream(self, **body: Any) -> Iterator[bytes]:
-        """Yield the lines of an answer as they arrive."""
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
-            json.dumps({"temperature": 0.0, "stream": True, **body}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as response:
-            yield from response
-
-    def ask(self, prompt: str) -> str:
-        answer = self.post({"messages": [{"role": "user", "content": prompt}]})
-        return str(answer["choices"][0]["message"]["content"])
-
-    def wait_until_up(self) -> None:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
-            except urllib.error.URLError:
-                assert self.process.poll() is None, self.process.communicate()[1]
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            else:
-                return
-
-    def interrupt(self) -> str:
-        """Send SIGINT and return standard error. The exit code is ignored, because MLX often aborts at exit."""
-        self.process.send_signal(signal.SIGINT)
-        _, err = self.process.communicate(timeout=60)
-        return err
 
 
 def test_control_c_ends_a_calibration(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -108,21 +33,6 @@ def test_control_c_ends_a_calibration(model: Path, tmp_path: Path, monkeypatch: 
 def requests_in(err: str) -> list[str]:
     """Return the lines in ``err`` about requests."""
     return [line.partition("[mlx-sparse] ")[2] for line in err.splitlines() if "[mlx-sparse] prompt of" in line]
-
-
-def reports_in(err: str) -> list[dict[str, Any]]:
-    (line,) = [line for line in err.splitlines() if line.startswith(f'{{"{JSON_KEY}": ')]
-    return list(json.loads(line)[JSON_KEY])
-
-
-@contextmanager
-def running(model: Path, *options: str) -> Iterator[Server]:
-    server = Server(model, *options)
-    try:
-        yield server
-    finally:
-        server.process.kill()
-        server.process.communicate()
 
 
 @pytest.fixture(scope="module")

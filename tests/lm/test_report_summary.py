@@ -7,8 +7,13 @@ import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.core.reasons import shorter_than
-from mlx_sparse.lm.recall import RECALL_STEPS, RecallStatistics
-from mlx_sparse.lm.statistics import DraftStatistics, LayerStatistics, PrefillStatistics
+from mlx_sparse.lm.statistics import (
+    RECALL_STEPS,
+    DraftStatistics,
+    LayerStatistics,
+    PrefillStatistics,
+    RecallStatistics,
+)
 
 SHORT = shorter_than(4096)
 

@@ -5,32 +5,24 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import vlm_models
 from require import absent
-from test_lm_server import free_port
+from servers import BIN, TOKENS, reports_in, running
 from tiny_models import prompt_of, words
 
 from mlx_sparse import cli
-from mlx_sparse.api.call_report import JSON_KEY
 
 pytestmark = pytest.mark.slow  # commands
 
-BIN = Path(sys.executable).parent
 SPARSE = "sparq:rank=4,top_k=4,dense_below=0"
 JSON = ["--attn", SPARSE, "--attn-report", "json"]
 PROMPT = words([1 + token % 80 for token in prompt_of(40)])
-TOKENS, LAYERS = 6, 2
+LAYERS = 2
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +56,11 @@ def test_advise_and_doctor_load_a_family_that_only_mlx_vlm_has(
     assert "glm4v not supported" in capsys.readouterr().err.splitlines()[-1]
 
 
-def reports(stderr: str) -> list[dict[str, Any]]:
-    (line,) = [line for line in stderr.splitlines() if line.startswith(f'{{"{JSON_KEY}"')]
-    return list(json.loads(line)[JSON_KEY])
-
-
 def test_an_image_prompt_is_decoded_sparsely(folder: Path) -> None:
     image = ["--image", folder / "cat.png"]
     dense, sparse = generate(folder, *image), generate(folder, *image, *JSON)
     assert (dense.returncode, sparse.returncode) == (0, 0), sparse.stderr
-    (report,) = reports(sparse.stderr)
+    (report,) = reports_in(sparse.stderr)
     assert report["sparse_calls"] >= LAYERS * TOKENS and report["served_layers"] == LAYERS
     assert sparse.stdout != dense.stdout != generate(folder).stdout, "the image and the method change the answer"
     variable = generate(folder, *image, variable=SPARSE)
@@ -98,48 +85,23 @@ def test_a_mistake_is_a_one_line_error(options: list[str], error: str, folder: P
 def test_chat_is_sparse(folder: Path) -> None:
     done = command("chat", "--model", folder, "--max-tokens", 4, *JSON, given=f"{PROMPT}\n/exit\n")
     assert done.returncode == 0, done.stderr
-    (report,) = reports(done.stderr)
+    (report,) = reports_in(done.stderr)
     assert report["sparse_calls"] >= LAYERS * 3
-
-
-def ask(port: int, model: Path, prompt: str) -> str:
-    messages = [{"role": "user", "content": prompt}]
-    body = {"model": str(model), "messages": messages, "max_tokens": TOKENS, "temperature": 0}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return str(json.load(response)["choices"][0]["message"]["content"])
 
 
 def test_concurrent_requests_to_the_server_are_sparse(folder: Path) -> None:
     needed = ("fastapi", "uvicorn", "mlx_audio", "cv2")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         absent("mlx_vlm", f"its server needs {' and '.join(missing)}")
-    port = free_port()
-    argv = [BIN / "mlx_vlm.server", "--model", folder, "--host", "127.0.0.1", "--port", port, *JSON]
-    process = subprocess.Popen(
-        list(map(str, argv)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - the child runs no thread
-    )
-    try:
-        deadline, prompts = time.monotonic() + 120, [PROMPT, PROMPT[:-12], PROMPT[12:]]
-        while True:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                    break
-            except (urllib.error.URLError, OSError):
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.2)
-        alone = [ask(port, folder, prompt) for prompt in prompts]
-        with ThreadPoolExecutor(3) as pool:
-            together = list(pool.map(lambda prompt: ask(port, folder, prompt), prompts))
-    finally:
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-    assert together == alone
-    (report,) = reports(stderr)
+    prompts = [PROMPT, PROMPT[:-12], PROMPT[12:]]
+    with running(folder, *JSON, program="mlx_vlm.server") as server, ThreadPoolExecutor(3) as pool:
+
+        def ask(prompt: str) -> str:
+            answer = server.post({"model": str(folder), "messages": [{"role": "user", "content": prompt}]})
+            return str(answer["choices"][0]["message"]["content"])
+
+        server.wait_until_up()
+        alone = list(map(ask, prompts))
+        assert list(pool.map(ask, prompts)) == alone
+        (report,) = reports_in(server.interrupt())
     assert report["sparse_calls"] >= LAYERS * TOKENS * 3, report

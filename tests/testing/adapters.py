@@ -395,6 +395,27 @@ class Onnx:
         return ids[:, :, case.step.S - 1 :][:, :, :n]
 
 
+class NumPy:
+    """Adapter for the public functions on NumPy arrays, which run the oracle."""
+
+    name = "oracle"
+
+    @cached_property
+    def functions(self) -> Any:
+        from mlx_sparse import oracle
+
+        return oracle
+
+    def array(self, array: Array, dtype: str) -> Array:
+        return np.asarray(array, np.float16 if dtype == "f16" else np.float32)
+
+    def integers(self, array: Any) -> Array:
+        return np.asarray(array, np.int32)
+
+    def numpy(self, array: Any) -> Array:
+        return np.asarray(array)
+
+
 ADAPTERS: dict[str, Any] = {
     "ops": Mlx("ops"),
     "metal": Mlx("metal"),
@@ -404,6 +425,8 @@ ADAPTERS: dict[str, Any] = {
     "onnx-reference": Onnx("reference"),
     "ort": Onnx("native"),
 }
+# One adapter for each array library of the public functions.
+LIBRARIES: dict[str, Any] = {"ops": ADAPTERS["ops"], "triton": ADAPTERS["triton"], "oracle": NumPy()}
 
 
 def backends_with(method: str) -> list[str]:

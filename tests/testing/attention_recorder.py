@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
+import reference
 from cases import Array
 from recorded_call import RecordedCall
 
@@ -23,8 +24,8 @@ from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import SPARSE_CLASSES, SparseQuantized
 from mlx_sparse.cache.sparse_cache import SparseCache
 from mlx_sparse.core.packed_rows import PackedRows
-from mlx_sparse.lm import chunks, seam
-from mlx_sparse.lm.call import Call
+from mlx_sparse.lm import dense, seam
+from mlx_sparse.lm.call import Call, active
 from mlx_sparse.lm.hooks import saap
 from mlx_sparse.methods import H2O, SparQ
 from mlx_sparse.methods.baselines import ops as baselines
@@ -85,7 +86,7 @@ class AttentionRecorder:
     def recording_calls(self) -> Iterator[AttentionRecorder]:
         """Record all attention calls of enabled models inside the context."""
         attend, lists, prompt = Call.attend, saap.attended_keys, SparseCache.attend_prefill
-        attend_one, take_step, attend_short = Call.attend_one, Call._step, chunks.replace_with_dense
+        attend_one, take_step, attend_short = Call.attend_one, Call._step, dense.replace_with_dense
 
         def recording(call: Call, *args: Any) -> Any:
             self._parts = []
@@ -135,7 +136,7 @@ class AttentionRecorder:
             stack.enter_context(patch.object(Call, "attend", recording))
             stack.enter_context(patch.object(Call, "attend_one", recording_one))
             stack.enter_context(patch.object(Call, "_step", recording_step))
-            stack.enter_context(patch.object(chunks, "replace_with_dense", recording_short))
+            stack.enter_context(patch.object(dense, "replace_with_dense", recording_short))
             stack.enter_context(patch.object(saap, "attended_keys", recording_lists))
             stack.enter_context(patch.object(SparseCache, "attend_prefill", recording_prompt))
             for module in (sparq, baselines):
@@ -145,11 +146,11 @@ class AttentionRecorder:
     @contextmanager
     def attending_densely(self, model: Any) -> Iterator[None]:
         """Record the attention calls of a dense ``model`` inside the context. The model must not be enabled."""
-        places, token = seam.bind(model), seam.active.set(self)
+        places, token = seam.bind(model), active.set(self)
         try:
             yield
         finally:
-            seam.active.reset(token)
+            active.reset(token)
             seam.unbind(places)
 
     def attend(self, *args: Any) -> None:
@@ -246,7 +247,7 @@ class AttentionRecorder:
         queries, keys, values = call.arrays
         listed = oracle.baselines.listed(np.array(call.chosen[0]), keys.shape[2])
         settings = {"top_k": keys.shape[2], "local_window": 0, "scale": call.scale, "left_padding": call.padding}
-        _, after = oracle.h2o_attention(queries, keys, values, scores=np.where(listed, before, -np.inf), **settings)
+        *_, after = reference.run("h2o", queries, keys, values, scores=np.where(listed, before, -np.inf), **settings)
         for b, row in enumerate(rows):
             start = 0 if call.padding is None else int(call.padding[b])
             row.scores[call.layer][row.length + 1] = after[b, :, start:]

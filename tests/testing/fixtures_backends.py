@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from adapters import ADAPTERS
+from adapters import ADAPTERS, LIBRARIES
 from require import absent
 
 from mlx_sparse.core import registry
@@ -13,7 +13,7 @@ from mlx_sparse.core import registry
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Any:
-    """Return the adapter of a backend. Parametrize tests indirectly with names from `adapters.backends_with`.
+    """Return the adapter of a backend. Parametrize tests indirectly with names of `ADAPTERS` or `LIBRARIES`.
 
     Without a Metal GPU, Metal kernels run in the harness of tests/msl. All Triton launches are checked.
     """
@@ -23,4 +23,4 @@ def backend(request: pytest.FixtureRequest) -> Any:
         absent(request.param, reason)
     if request.param == "triton":
         request.getfixturevalue("checked_memory")
-    return ADAPTERS[request.param]
+    return {**ADAPTERS, **LIBRARIES}[request.param]

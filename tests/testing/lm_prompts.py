@@ -82,8 +82,9 @@ class PrefillCall:
         return self.k.shape[2]
 
     def expected(self, **options: Any) -> Any:
-        attention = getattr(oracle, f"{self.config.name}_attention")
-        return attention(self.q, self.k, self.v, **self.config.parameters(), **options)
+        return getattr(oracle, f"{self.config.name}_attention")(
+            self.q, self.k, self.v, **self.config.parameters(), **options
+        )
 
 
 def record_prefill_calls(monkeypatch: pytest.MonkeyPatch) -> list[PrefillCall]:

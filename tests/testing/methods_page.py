@@ -1,4 +1,4 @@
-"""Generate the parameter tables of docs/methods.md from the dataclasses of the methods.
+"""Generate the descriptions and parameter tables of docs/methods.md from the dataclasses of the methods.
 
 Usage: python tests/testing/methods_page.py
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from mlx_sparse.core.base import Method
 from mlx_sparse.methods import METHODS
 from mlx_sparse.methods.baselines.config import BASELINES
+from mlx_sparse.methods.patterns.config import PATTERNS
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 SECTION = re.compile(r"(?<=<!-- parameters of )(\w+)( -->\n).*?(?=<!-- /parameters -->)", re.DOTALL)
@@ -26,13 +27,22 @@ def page(text: str) -> str:
 def _table(name: str) -> str:
     if name == "baselines":
         rows = [("baseline", "parameters (defaults)")]
-        rows += [(f"`{one.name}`", ", ".join(map(_parameter, dataclasses.fields(one)))) for one in BASELINES]
+        for one in (*BASELINES, *PATTERNS):
+            rows.append((f"`{one.name}`", ", ".join(map(_parameter, dataclasses.fields(one)))))
     else:
         meanings = _meanings(METHODS[name])
         rows = [("parameter (default)", "meaning")]
         rows += [(_parameter(field), meanings[field.name]) for field in dataclasses.fields(METHODS[name])]
     lines = [f"| {first} | {second} |\n" for first, second in rows]
-    return "".join([lines[0], "|---|---|\n", *lines[1:]])
+    return "".join([_introduction(name), lines[0], "|---|---|\n", *lines[1:]])
+
+
+def _introduction(name: str) -> str:
+    """Return the start of a method's docstring, up to the attributes, without the name of its specification."""
+    if name == "baselines":
+        return ""
+    paragraph = " ".join((inspect.getdoc(METHODS[name]) or "").partition("Attributes:")[0].split())
+    return re.sub(r" \(docs/spec/\w+\.md\)", "", paragraph).replace("``", "`") + "\n\n"
 
 
 def _parameter(field: dataclasses.Field[object]) -> str:

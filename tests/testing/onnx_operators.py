@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 import pytest
+import reference
 import tier
 from cases import SOME_CASES, Array, Case, assert_as_good_as_plain, every_parameter, plain_sparq, round_to
 from hypothesis import HealthCheck, settings
@@ -153,7 +154,6 @@ def padding(case: Case) -> Array:
 
 def step(case: Case, q: Array, k: Array, v: Array) -> dict[str, Array]:
     """Return the inputs for a `SparQ` node as a dict from name to array. The buffers have no free slots."""
-    valid = valid_keys(case.B, case.S, padding(case))
     return {
         "query": q,
         "keys": k,
@@ -161,8 +161,8 @@ def step(case: Case, q: Array, k: Array, v: Array) -> dict[str, Array]:
         "values": v,
         "left_padding": padding(case),
         "length": np.full(case.B, case.S),
-        "value_mean": masked_mean(v.astype(np.float64), valid),
-        "deviation": deviation(k.astype(np.float64), valid),
+        "value_mean": masked_mean(v, padding(case)),
+        "deviation": deviation(k, padding(case)),
     }
 
 
@@ -187,7 +187,7 @@ def coded_caches(case: Case, k: Array, v: Array, tokens: int, room: int) -> dict
     k, v = (np.asarray(array[:, :, :tokens], np.float32) for array in (k, v))
     caches["past_key"][:, :, :tokens], caches["past_value"][:, :, :tokens] = k, v
     valid = valid_keys(case.B, tokens, padding(case))
-    coded = oracle.code_keys(k, left_padding=padding(case))
+    coded = oracle.sparq.code_keys(k, left_padding=padding(case))
     exact = np.where(valid[:, None, :, None], k, 0).astype(np.float64)
     spread = oracle.key_spread(coded, exact, left_padding=padding(case))
     total = np.where(valid[:, None, :, None], v, 0).sum(axis=2)
@@ -235,12 +235,12 @@ def unpacked(states: dict[str, Array], case: Case) -> list[Array]:
 
 def select(case: Case, q: Array, k: Array, params: dict[str, Any]) -> oracle.SparQSelection:
     settings = {name: value for name, value in params.items() if name != "reallocate"}
-    return oracle.sparq_select(q, k, left_padding=case.padding, **settings)
+    return reference.sparq_select(q, k, left_padding=case.padding, **settings)
 
 
 def assert_is_sparq(out: Array, case: Case, params: dict[str, Any], q: Array, k: Array, v: Array) -> None:
     """Assert that a SparQ output is as accurate as a plain computation in the same dtype."""
-    expected = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
+    expected = reference.sparq_attention(q, k, v, left_padding=case.padding, **params)
     chosen = select(case, q, k, params).indices
     plain = plain_sparq(case, params, q, k, v, chosen)
     assert out.dtype == DTYPES[case.dtype]
@@ -279,7 +279,7 @@ def filled_caches(case: Case, k: Array, v: Array, tokens: int, room: int) -> dic
     caches["past_key"][:, :, :tokens], caches["past_value"][:, :, :tokens] = k[:, :, :tokens], v[:, :, :tokens]
     by_lane = caches["past_key"].reshape(case.B, case.Hkv, -1, LANES, case.D).swapaxes(-1, -2)
     counted = (np.arange(tokens) >= padding(case)[:, None])[:, None, :, None]
-    apart = k - masked_mean(k[:, :, :tokens], valid_keys(case.B, tokens, padding(case)))[:, :, None]
+    apart = k - masked_mean(k[:, :, :tokens], padding(case))[:, :, None]
     sums = [np.where(counted, array[:, :, :tokens], 0).sum(axis=2) for array in (v, k, apart**2)]
     caches["past_key_t"] = by_lane.reshape(caches["past_key"].shape)
     return {**caches, "past_sums": np.stack(sums, axis=2).astype(np.float32)}
@@ -326,7 +326,7 @@ def saap_step(case: SaapCase, room: int = 9) -> dict[str, Array]:
 
 def assert_same_assignment(got: Array, keys: Array, centroids: Array) -> None:
     """Assert that each key is assigned to the bucket with the largest inner product, apart from float32 ties."""
-    expected = oracle.saap_assign(keys, centroids)
+    expected = oracle.saap.saap_assign(keys, centroids)
     products = np.einsum("bhnd,hcd->bhnc", keys.astype(np.float64), centroids.astype(np.float64))
     terms = np.einsum("bhnd,hcd->bhnc", np.abs(keys), np.abs(centroids)).max(axis=-1)
     chosen, best = (np.take_along_axis(products, ids[..., None].astype(int), -1)[..., 0] for ids in (got, expected))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
+import reference
 from cases import Array, assert_same_selection, plain_attention, plain_reallocation, plain_scores, row_sum, ulp
 from sample_cases import SampleCase, attended, kept_bounds, logit_error, plain_blocks_attention
 
@@ -109,13 +109,13 @@ class RecordedCall:
     def _check_step(self, received: Array) -> None:
         queries, keys, values = self.arrays
         indices, alpha = self._check_selection(received)
-        expected, lse = oracle.attend_indices(queries, keys, values, indices, scale=self.scale)
+        expected, lse = oracle.attend.attend_indices(queries, keys, values, indices, scale=self.scale)
         if isinstance(self.config, FlexGen):
             values = np.where(oracle.baselines.listed(indices, keys.shape[2])[..., None], values, 0)
-            expected = oracle.dense_attention(queries, keys, values, **self.sizes)
+            expected = reference.dense_attention(queries, keys, values, **self.sizes)
             indices = lists(np.broadcast_to(self.valid[:, None], keys.shape[:3]))
         if alpha is not None:
-            mean = masked_mean(values.astype(np.float64), self.valid)
+            mean = masked_mean(values, self.padding)
             mean = np.repeat(mean, queries.shape[1] // keys.shape[1], axis=1)[:, :, None]
             # The error of a softmax weight is the error of its logit plus the error of its denominator.
             share = np.abs(alpha[..., None, None] * (expected - mean)).max()
@@ -162,7 +162,7 @@ class RecordedCall:
             settings["local_window"] = config.local_window
         if isinstance(config, SparQ):
             settings |= {"rank": config.rank, "component_score": config.component_score, "key_bits": config.key_bits}
-        selection = oracle.sparq_select(queries, keys, **settings)
+        selection = reference.sparq_select(queries, keys, **settings)
         if isinstance(config, SparQ) and self._components_tie(config):
             self.ties += 1  # other components would change the scores
         else:
@@ -183,8 +183,8 @@ class RecordedCall:
 
     def _spread(self, config: SparQ, keys: Array) -> Array:
         if config.key_bits == 16:
-            return oracle.sparq.deviation(keys, self.valid)
-        coded = oracle.code_keys(keys, left_padding=self.padding)
+            return oracle.sparq.deviation(keys, self.padding)
+        coded = oracle.sparq.code_keys(keys, left_padding=self.padding)
         return oracle.key_spread(coded, keys, left_padding=self.padding)
 
     def _assert_same_selection(self, indices: Array, expected: Array, scores: Array) -> None:
@@ -256,7 +256,7 @@ class RecordedCall:
         assert (mask <= possible).all(), "an additional block"
         self.ties += not np.array_equal(sure, possible)
         sizes = {"block_size": config.block_size, "scale": self.scale}
-        expected, lse = oracle.attend_blocks(*self.arrays, blocks, **sizes)
+        expected, lse = oracle.blocks.attend_blocks(*self.arrays, blocks, **sizes)
         self._close(expected, lse, [(plain_blocks_attention(case, *self.arrays, blocks), case.plain_lse(blocks))])
 
     def _close(self, expected: Array, lse: Array, plains: Iterable[tuple[Array, Array]]) -> None:
@@ -333,9 +333,8 @@ class PrefillChunk(SampleCase):
             budgets = (-(-count // config.block_size) for count in (config.vertical_tokens, config.slash_tokens))
             both = [best_bounds(side, count, error) for side, count in zip(scores, budgets, strict=True)]
         else:
-            with patch.object(oracle.prefill, "prefill_result", lambda _qkv, blocks, *_, **__: blocks):
-                found = getattr(oracle, f"{config.name}_attention")(queries, keys, values, **config.parameters())
-            mask = oracle.block_mask(found, layout.key_blocks)
+            found = reference.run(config.name, queries, keys, values, **config.parameters())
+            mask = oracle.block_mask(found[2], layout.key_blocks)
             return mask, mask
         sure, possible = (oracle.merge(column, slash, layout) for column, slash in zip(*both, strict=True))
         for block in layout.sampled_blocks if isinstance(config, Sample) else ():

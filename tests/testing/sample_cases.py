@@ -115,7 +115,7 @@ SPARSE_CASES = [case for case in SAMPLE_CASES if not case.layout.all_sampled]
 def selection(case: SampleCase) -> oracle.SampleSelection:
     """Return the oracle's selection of key blocks for a case."""
     q, k, _ = case.inputs()
-    return oracle.sample_select(q, k, **case.parameters)
+    return oracle.sample_selection(q, k, **case.parameters)
 
 
 def logit_error(q: Array, k: Array, scale: float) -> float:
@@ -175,14 +175,14 @@ def assert_same_blocks(blocks: Any, case: SampleCase, expected: oracle.SampleSel
 
 @cache
 def dense_lse(case: SampleCase) -> Array:
-    lse: Array = oracle.attend.dense_with_lse(*case.inputs(), scale=case.scale, left_padding=None)[1]
+    lse: Array = oracle.attend.dense_lse(*case.inputs()[:2], scale=case.scale, left_padding=None)
     return lse
 
 
 def assert_retains(mass: Any, case: SampleCase, chosen: Array) -> None:
     """Assert that ``mass`` is the attention recall of the selected blocks."""
     q, k, v = case.inputs()
-    _, lse = oracle.attend_blocks(q, k, v, chosen, block_size=case.block_size, scale=case.scale)
+    _, lse = oracle.blocks.attend_blocks(q, k, v, chosen, block_size=case.block_size, scale=case.scale)
     expected = np.exp(lse - dense_lse(case))
     # The error of two log-sum-exps. Each has the error of a logit plus its own rounding error.
     allowed = 2 * (logit_error(q, k, case.scale) + ulp(lse, "f32"))
@@ -214,7 +214,7 @@ def plain_blocks_attention(case: SampleCase, q: Array, k: Array, v: Array, block
 def assert_attends(out: Any, lse: Any, case: SampleCase, blocks: Array) -> None:
     """Assert that ``out`` is the result of attention over ``blocks``. If ``lse`` is set, check it too."""
     q, k, v = case.inputs()
-    expected, expected_lse = oracle.attend_blocks(q, k, v, blocks, block_size=case.block_size, scale=case.scale)
+    expected, expected_lse = oracle.blocks.attend_blocks(q, k, v, blocks, block_size=case.block_size, scale=case.scale)
     assert_as_good_as_plain(out, expected, plain_blocks_attention(case, q, k, v, blocks), case.dtype)
     if lse is None:
         return

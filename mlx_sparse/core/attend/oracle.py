@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...checks import BackendUnavailable, ShapeError, Sizes, check_qkv, check_shape
 from ..select.oracle import valid_keys
-from ..stats import Stats, dense_elements
 
 Array = npt.NDArray[Any]
 
@@ -18,21 +16,6 @@ def float64(array: npt.ArrayLike) -> Array:
     """Convert an array to float64."""
     promoted: Array = np.asarray(array, dtype=np.float64)
     return promoted
-
-
-def checked(
-    queries: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike, backend: str
-) -> tuple[Array, Array, Array, Sizes]:
-    """Convert queries, keys and values to float64, and return the arrays and their sizes.
-
-    Raises:
-        BackendUnavailable: ``backend`` is neither "auto" nor "oracle".
-        ShapeError: the shapes are incompatible.
-    """
-    if backend not in ("auto", "oracle"):
-        raise BackendUnavailable(f"backend: expected auto or oracle for mlx_sparse.oracle, got {backend!r}.")
-    q, k, v = float64(queries), float64(keys), float64(values)
-    return q, k, v, check_qkv(q, k, v)
 
 
 def logits(queries: Array, keys: Array, scale: float) -> Array:
@@ -61,13 +44,6 @@ def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
     return weights, lse
 
 
-def attention_recall(lse: Array, dense_lse: Array) -> Array:
-    """Return the attention recall ``exp(lse - dense_lse)`` of each query, or 1 if the query has no valid keys."""
-    some = dense_lse != -np.inf
-    recall: Array = np.exp(np.where(some, lse, 0.0) - np.where(some, dense_lse, 0.0))
-    return recall
-
-
 def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
     """Sum ``values (B, Hkv, N, D)`` with ``weights (B, Hkv, G, L, N)``, and return ``(B, Hkv, G, L, D)``.
 
@@ -91,14 +67,9 @@ def attend_indices(
 
     Returns:
         ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``. If a list has only empty slots, its out is 0 and its lse is -inf.
-
-    Raises:
-        ShapeError: ``indices`` does not fit the keys.
     """
     q, k, v = float64(queries), float64(keys), float64(values)
     index = np.asarray(indices)
-    if index.ndim != 3 or index.shape[:2] != k.shape[:2]:
-        raise ShapeError(f"indices: expected shape (B, Hkv, N) with {k.shape[:2]} first, got {index.shape}.")
     filled = (index >= 0) & (index < k.shape[2])
     gathered = np.where(filled, index, 0)[..., None]
     keys_n = np.where(filled[..., None], np.take_along_axis(k, gathered, axis=2), 0.0)
@@ -114,71 +85,38 @@ def dense_attention(
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    scale: float | None = None,
-    left_padding: npt.ArrayLike | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
+    scale: float,
+    left_padding: npt.ArrayLike | None,
+) -> Array:
     """Compute dense causal attention. The queries are at the last ``L`` of the ``S`` positions.
 
     Args:
         queries: ``(B, Hq, L, D)``.
         keys, values: ``(B, Hkv, S, D)``, including the current tokens.
         left_padding: ``(B,)`` index of the first valid key of each sequence.
-
-    Returns:
-        ``out (B, Hq, L, D)``, and a `Stats` if ``return_stats`` is set.
     """
-    q, k, v, _ = checked(queries, keys, values, backend)
-    out, lse = dense_with_lse(q, k, v, scale=scale, left_padding=left_padding)
-    if not return_stats:
-        return out
-    S, D = k.shape[2:]
-    recall = np.ones_like(lse) if return_stats == "recall" else None
-    return out, Stats(dense_elements(S, D), dense_elements(S, D), 1.0, recall)
+    q, v = float64(queries), float64(values)
+    weights, _, mask = dense_softmax(q, keys, scale=scale, left_padding=left_padding)
+    return weighted_values(weights, v, mask).reshape(q.shape)
 
 
-def dense_with_lse(
-    queries: npt.ArrayLike,
-    keys: npt.ArrayLike,
-    values: npt.ArrayLike,
-    *,
-    scale: float | None,
-    left_padding: npt.ArrayLike | None,
-) -> tuple[Array, Array]:
-    """Return the output ``(B, Hq, L, D)`` of `dense_attention` and its log-sum-exp ``(B, Hq, L)``."""
-    q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
-    check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))
-    positions = np.arange(n.S - n.L, n.S)
-    causal: Array = np.less_equal(np.arange(n.S), positions[:, None])
-    mask: Array = np.logical_and(valid_keys(n.B, n.S, left_padding)[:, None, None, None, :], causal)
+def dense_lse(
+    queries: npt.ArrayLike, keys: npt.ArrayLike, *, scale: float, left_padding: npt.ArrayLike | None
+) -> Array:
+    """Return the log-sum-exp ``(B, Hq, L)`` of `dense_attention`."""
+    lse = dense_softmax(queries, keys, scale=scale, left_padding=left_padding)[1]
+    return lse.reshape(np.shape(queries)[:3])
+
+
+def dense_softmax(
+    queries: npt.ArrayLike, keys: npt.ArrayLike, *, scale: float, left_padding: npt.ArrayLike | None
+) -> tuple[Array, Array, Array]:
+    """Return the weights ``(B, Hkv, G, L, S)``, log-sum-exp and mask of dense causal attention."""
+    q, k = float64(queries), float64(keys)
+    B, S, L = len(k), k.shape[2], q.shape[2]
+    causal: Array = np.less_equal(np.arange(S), np.arange(S - L, S)[:, None])
+    mask: Array = np.logical_and(valid_keys(B, S, left_padding)[:, None, None, None, :], causal)
     attended: Array = np.logical_or.reduce(mask, axis=(2, 3))
-    k = np.where(attended[..., None], k, 0.0)  # NaN or inf in padding must not reach the logits
-    mask = np.broadcast_to(mask, (n.B, n.Hkv, n.G, n.L, n.S))
-    weights, lse = softmax_lse(logits(q, k, n.D**-0.5 if scale is None else scale), mask)
-    out = weighted_values(weights, v, mask)
-    return out.reshape(q.shape), lse.reshape(q.shape[:3])
-
-
-def with_stats(
-    out: Array,
-    lse: Array,
-    qkv: tuple[Array, Array, Array],
-    scale: float,
-    left_padding: npt.ArrayLike | None,
-    moved: int,
-    top_k: int,
-    return_stats: bool | str,
-) -> Any:
-    """Return ``out``. If ``return_stats`` is set, also return the `Stats` of the decode step.
-
-    ``moved`` is the number of elements that the decode step moves per KV head.
-    """
-    if not return_stats:
-        return out
-    S, D = qkv[1].shape[2:]
-    recall = None
-    if return_stats == "recall":
-        recall = attention_recall(lse, dense_with_lse(*qkv, scale=scale, left_padding=left_padding)[1])
-    return out, Stats(moved, dense_elements(S, D), min(top_k, S) / S, recall)
+    scores = logits(q, np.where(attended[..., None], k, 0.0), scale)  # NaN or inf in padding must not reach the logits
+    mask = np.broadcast_to(mask, scores.shape)
+    return *softmax_lse(scores, mask), mask

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...checks import ShapeError, check_block_size, check_qkv
-from ..attend.oracle import attention_recall, dense_with_lse, float64, logits, softmax_lse, weighted_values
-from ..stats import Stats, prefill_elements
+from ..attend.oracle import float64, logits, softmax_lse, weighted_values
 from .layout import Layout
 
 Array = npt.NDArray[Any]
@@ -22,7 +20,7 @@ def attend_blocks(
     blocks: npt.ArrayLike,
     *,
     block_size: int,
-    scale: float | None = None,
+    scale: float,
 ) -> tuple[Array, Array]:
     """Compute exact causal attention of each query over the key blocks that are listed for its row block.
 
@@ -33,24 +31,17 @@ def attend_blocks(
 
     Returns:
         ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``. If a query attends to no key, its out is 0 and its lse is -inf.
-
-    Raises:
-        ShapeError: ``blocks`` does not fit the queries.
     """
     q, k, v = float64(queries), float64(keys), float64(values)
-    n = check_qkv(q, k, v)
-    check_block_size(block_size)
-    layout = Layout(n.L, n.S, 1, block_size)
-    listed = np.asarray(blocks)
-    if listed.ndim != 4 or listed.shape[:3] != (n.B, n.Hq, layout.row_blocks):
-        raise ShapeError(f"blocks: expected shape {(n.B, n.Hq, layout.row_blocks)} + (N,), got {listed.shape}.")
-    kept = block_mask(listed, layout.key_blocks)
-    position, key = np.arange(n.S - n.L, n.S), np.arange(n.S)
+    (B, Hq, L, _), (_, Hkv, S, _) = q.shape, k.shape
+    layout = Layout(L, S, 1, block_size)
+    kept = block_mask(np.asarray(blocks), layout.key_blocks)
+    position, key = np.arange(S - L, S), np.arange(S)
     by_row = np.take(kept, position // block_size - layout.first_block, axis=2)
     mask = np.take(by_row, key // block_size, axis=3) & (key <= position[:, None])
-    mask = mask.reshape(n.B, n.Hkv, n.G, n.L, n.S)
+    mask = mask.reshape(B, Hkv, Hq // Hkv, L, S)
     attended = np.logical_or.reduce(mask, axis=(2, 3))[..., None]
-    weights, lse = softmax_lse(logits(q, np.where(attended, k, 0.0), n.D**-0.5 if scale is None else scale), mask)
+    weights, lse = softmax_lse(logits(q, np.where(attended, k, 0.0), scale), mask)
     return weighted_values(weights, v, mask).reshape(q.shape), lse.reshape(q.shape[:3])
 
 
@@ -65,35 +56,3 @@ def block_lists(mask: Array) -> Array:
     key_blocks = mask.shape[-1]
     listed = np.sort(np.where(mask, np.arange(key_blocks), key_blocks), axis=-1)[..., : mask.sum(axis=-1).max()]
     return np.where(listed < key_blocks, listed, -1).astype(np.int32)
-
-
-def prefill_result(
-    qkv: tuple[Array, Array, Array], blocks: Array, layout: Layout, *, scale: float | None, return_stats: bool | str
-) -> Any:
-    """Run `attend_blocks`. Return ``out``, and a `Stats` if ``return_stats`` is set."""
-    out, lse = attend_blocks(*qkv, blocks, block_size=layout.block_size, scale=scale)
-    return prefill_stats(qkv, out, lse, blocks, layout, scale=scale, return_stats=return_stats)
-
-
-def prefill_stats(
-    qkv: tuple[Array, Array, Array],
-    out: Array,
-    lse: Array,
-    blocks: Array,
-    layout: Layout,
-    *,
-    scale: float | None,
-    return_stats: bool | str,
-) -> Any:
-    """Return ``out``. If ``return_stats`` is set, also return the `Stats` of a call that attended to ``blocks``."""
-    if not return_stats:
-        return out
-    q, k, v = qkv
-    recall = None
-    if return_stats == "recall":
-        recall = attention_recall(lse, dense_with_lse(q, k, v, scale=scale, left_padding=None)[1])
-    # (sample.9)
-    density = (blocks >= 0).sum(axis=(2, 3)) / layout.causal_pairs
-    share, D = float(density.mean()), q.shape[-1]
-    moved, dense = prefill_elements(layout, D, share), prefill_elements(layout, D)
-    return out, Stats(moved, dense, share, recall, density, layout.sampled_share)

@@ -7,15 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...checks import check_shape
-
 Array = npt.NDArray[Any]
 
 
 def valid_keys(B: int, S: int, left_padding: npt.ArrayLike | None) -> Array:
     """Return a bool mask ``(B, S)``, True for key j of sequence b if ``j >= left_padding[b]``."""
     first = np.zeros(B, dtype=np.int64) if left_padding is None else np.asarray(left_padding)
-    check_shape("left_padding", first, (B,))
     return np.arange(S) >= first[:, None]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...api.call_report import DeviceCounts
-from ...cache.sparse_cache import DecodeStep, SparseCache
+from ...api.call_report import Counts
+from ...cache.sparse_cache import SparseCache, Step
 from ...core import registry
 from ...core.base import Method
 
@@ -19,7 +19,10 @@ class CallHooks:
     Attributes:
         config: the decode method; None if only prefill is sparse.
         caches: the caches of all layers.
+        counts: tally of the forward pass.
     """
+
+    counts: Counts
 
     def __init__(self, config: Method | None, caches: list[Any]) -> None:
         self.config: Any = config
@@ -44,15 +47,13 @@ class CallHooks:
         """Return the bytes that a decode step at ``position`` moves, excluding the keys that the device counts."""
         return cache.step_bytes(self.config, position)
 
-    def step(
-        self, queries: mx.array, cache: SparseCache, step: DecodeStep, served: list[int], scale: float
-    ) -> tuple[mx.array, mx.array]:
-        """Run one decode step of a layer. Return the same arrays as `SparseCache.take_step`.
+    def bind(self, cache: SparseCache, G: int, backend: str, served: list[int]) -> Step:
+        """Return a function that runs decode steps of a layer in this and in later forward passes.
 
         Args:
             served: indices of the sequences whose sparse results are used.
         """
-        return cache.take_step(queries, step, scale)
+        return cache.bind(self.config, G, backend)
 
     def single_sequence(
         self, cache: SparseCache, sequence: int, one: SparseCache, first: int, queries: mx.array, part: mx.array
@@ -74,12 +75,8 @@ class CallHooks:
     ) -> None:
         """Process a dense attention call of a layer that is not dense in all calls."""
 
-    def submit(self) -> DeviceCounts | None:
-        """Start evaluating pending arrays at the end of a forward pass.
-
-        Return the counts that the device is still computing, or None if there are none.
-        """
-        return None
+    def submit(self) -> None:
+        """Start evaluating pending arrays at the end of a forward pass."""
 
     def end(self) -> None:
         """Clean up after the forward pass, even if it raised an exception."""
@@ -97,7 +94,7 @@ class ModelHooks:
 
     Attributes:
         call_hooks: class of the hooks for one forward pass.
-        statistics: empty statistics for a new report; None if `CallHooks.submit` returns no counts.
+        statistics: empty statistics for a new report; None if the hooks add no statistics of their own.
     """
 
     call_hooks: type[CallHooks] = CallHooks

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...cache.sparse_cache import DecodeStep, SparseCache
+from ...cache.sparse_cache import Attended, SparseCache, Step
 from ...checks import ConfigError
 from ...core import reasons, registry
 from ...core.stats import saap_elements
@@ -19,7 +19,7 @@ from ...methods.saap.state import BucketIndex, Router, index_of
 from ...model_info import recorded_facts
 from ...model_parts import part_of
 from ..rope import Recorder, Seen, Source, find_sources
-from ..statistics import BucketCounts, BucketStatistics
+from ..statistics import BucketStatistics
 from . import CallHooks, ModelHooks
 
 
@@ -129,7 +129,6 @@ class Indices(CallHooks):
         self._caches: list[SparseCache] = []
         self._unsubmitted: list[mx.array] = []
         self._writer: SparseCache | None = None
-        self._counts = BucketCounts()
         for layer, cache in enumerate(caches):
             router = self._routers.get(layer)
             if not isinstance(cache, SparseCache) or not isinstance(router, Router):
@@ -148,11 +147,10 @@ class Indices(CallHooks):
                 index.listening, index.received = False, None
         self._recorder.clear()
 
-    def submit(self) -> BucketCounts | None:
-        """Start computing counts and bucket ids on the device. Unevaluated ids would keep old keys in memory."""
+    def submit(self) -> None:
+        """Start computing bucket ids on the device. Unevaluated ids would keep old keys in memory."""
         if self._unsubmitted:
             mx.async_eval(self._unsubmitted)  # type: ignore[no-untyped-call]
-        return self._counts.submit()
 
     def refusal(self, cache: Any) -> str | None:
         router = self._routers.get(self._layers.get(id(cache), -1), reasons.NOT_WRITTEN)
@@ -221,9 +219,16 @@ class Indices(CallHooks):
         known: int = B * Hkv * (cache.key_rows.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
         return known
 
+    def bind(self, cache: SparseCache, G: int, backend: str, served: list[int]) -> Step:
+        def step(queries: mx.array, cache: SparseCache, S: int, scale: float, hooks: Indices) -> Attended:
+            return hooks.step(queries, cache, backend, served, scale)
+
+        return step
+
     def step(
-        self, queries: mx.array, cache: SparseCache, step: DecodeStep, served: list[int], scale: float
+        self, queries: mx.array, cache: SparseCache, backend: str, served: list[int], scale: float
     ) -> tuple[mx.array, mx.array]:
+        """Run a decode step of a layer, and count the keys that it attends to."""
         index, S, padding = index_of(cache), cache.length, cache.padding
         assert index is not None
         first_rows = cache.first_rows(self._caches)
@@ -234,9 +239,9 @@ class Indices(CallHooks):
         offset = S - 1 if padding is None else S - 1 - padding
         pre_rope = index.router.source.pre_rope(self._recorder, queries, offset)
         assert pre_rope is not None, "find_source accepts layers without an inverse RoPE only if calls are recorded"
-        indices, counts = attended_keys(index, pre_rope, cache.length, self.config, padding, step.backend)
-        keys, values, length = cache.rows(step.backend)
-        attend = registry.load("attend_indices", step.backend)
+        indices, counts = attended_keys(index, pre_rope, cache.length, self.config, padding, backend)
+        keys, values, length = cache.rows(backend)
+        attend = registry.load("attend_indices", backend)
         attended: tuple[mx.array, mx.array] = attend(
             queries, keys, values, indices, scale=scale, counts=counts, **length
         )
@@ -247,7 +252,9 @@ class Indices(CallHooks):
         valid = Hkv * sum(cache.length - first_rows[sequence] for sequence in served)
         assert index.lists is not None
         listed = sum(index.lists.listed[sequence] for sequence in served)
-        self._counts.add(counts, 2 * cache.row_bytes + keys.itemsize, valid=valid, listed=listed)
+        data = valid, listed, 2 * cache.row_bytes + keys.itemsize
+        # `flatten` returns a new array that belongs to no other graph.
+        self.counts.later("counted", BucketStatistics.read, data, counts.flatten())
         return attended
 
     def _updates_with(self, cache: SparseCache, S: int, served: list[int]) -> bool:

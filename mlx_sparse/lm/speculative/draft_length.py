@@ -6,7 +6,7 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-from ..chunks import QUERIES
+from ..dense import QUERIES
 
 MAX_DRAFTS = QUERIES - 1  # largest number of drafts for one check
 TIMED_FIRST, TIMED_EVERY = 4, 8  # checks 2 to 5 and then every 8th are timed; timing waits for the device once more

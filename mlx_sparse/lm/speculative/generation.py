@@ -11,7 +11,6 @@ import argparse
 import functools
 import importlib
 import inspect
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ from ...core.base import Method, Prefill
 from ...model_info import leaves
 from ...model_parts import part_of
 from ..call import Phase, in_phase
-from ..chunks import drafts_per_kernel, rows_at_once
+from ..dense import drafts_per_kernel, rows_at_once
 from ..statistics import DraftStatistics
 from .draft_length import MAX_DRAFTS, DraftLength
-from .rewind import ROWS, Random, Undo
+from .rewind import ROWS, Checked, Random, Undo
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -83,13 +82,13 @@ class Result:
     Attributes:
         accepted: accepted draft tokens with the log-probabilities of dense attention; empty after a dense decode step.
         following: next token after the accepted draft tokens, which is not in the caches yet.
-        settle: function that takes the number of tokens to keep in the caches, counted from the token before the draft
-            tokens. ``settle`` removes all later tokens, and sets the random state that dense decoding would have.
+        keep: function that is called before each token is yielded. The argument counts the tokens to keep in the
+            caches: 1 for the token before the draft tokens. ``keep`` sets the random state of dense decoding.
     """
 
     accepted: list[Sampled]
     following: Sampled
-    settle: Callable[[int], None]
+    keep: Callable[[int], None]
 
 
 class Run:
@@ -157,8 +156,8 @@ class Run:
     def tokens(self, prompt: mx.array) -> Iterator[tuple[int, mx.array]]:
         """Yield each generated token with its log-probabilities ``(vocabulary,)``.
 
-        When the generator ends or is closed, the caches and the random state are the same as after dense decoding of
-        the yielded tokens.
+        At each yield, the caches and the random state are the same as after dense decoding of the yielded tokens. So a
+        caller can stop at any token, and the generator needs no cleanup.
         """
         if len(prompt) == 0:
             raise ConfigError("prompt: expected at least one token, got none.")
@@ -168,7 +167,7 @@ class Run:
             mx.eval(y)
             self.progress(len(prompt), len(prompt))
             return
-        yielded, is_finalizing = 0, sys.is_finalizing  # local name, because Python clears modules at exit
+        yielded = 0
         while True:
             with mx.stream(self.stream), in_phase(Phase.CHECK):
                 planned = self.draft_length.next_draft(self._useful_drafts(yielded))
@@ -176,23 +175,20 @@ class Run:
                     found = self._check(y, planned.drafts, timed=planned.timed)
                 else:
                     found = self._step(y, timed=planned.timed)
-            count = 0
-            try:
+            tokens = [(y, logprobs), *found.accepted]
+            for count, (token, token_logprobs) in enumerate(tokens, 1):
+                with mx.stream(self.stream), in_phase(Phase.CHECK):
+                    found.keep(count)  # mlx-lm also processes a token before it yields the token
                 if yielded == 0:
                     mx.eval(y)
                     self.progress(len(prompt), len(prompt))
-                for token, token_logprobs in [(y, logprobs), *found.accepted]:
-                    count += 1
-                    yielded += 1
-                    yield int(token), token_logprobs.squeeze(0)
-                    if yielded == self.max_tokens:
-                        return
-            finally:
-                if not is_finalizing():
-                    with mx.stream(self.stream), in_phase(Phase.CHECK):
-                        found.settle(max(count, 1))  # mlx-lm has processed the first token before it yields it
+                yielded += 1
+                yield int(token), token_logprobs.squeeze(0)
+                if yielded == self.max_tokens:
+                    return
+            self._count_tokens([token for token, _ in tokens])
             y, logprobs = found.following
-            if yielded % CLEAR_EVERY < count:
+            if yielded % CLEAR_EVERY < len(tokens):
                 mx.clear_cache()
 
     def _prompt(self, prompt: mx.array) -> Sampled:
@@ -232,7 +228,7 @@ class Run:
         self.draft_length.note_step(seconds)
         statistics = DraftStatistics(alone=1, alone_seconds=seconds or 0.0, timed_alone=int(timed))
         self.plan.report.add(Counts(drafts=statistics))
-        return Result([], following, lambda count: self._count_tokens([y]))
+        return Result([], following, lambda count: None)
 
     def _check(self, y: mx.array, n: int, *, timed: bool) -> Result:
         """Draft ``n`` tokens after token ``y``, and check all ``n`` tokens with one dense call."""
@@ -267,19 +263,13 @@ class Run:
         seconds = (times[1] - times[0], times[2] - times[1]) if timed else None
         self._count(n, accepted, seconds)
 
-        def settle(count: int) -> None:
-            if undo.keeps_tokens:
-                undo.restore(count)
-            else:
-                if count <= n:
-                    undo.restore()
-                    self.model(mx.concatenate(inputs[:count])[None], cache=self.cache)
-                # Start the evaluation now, because another thread may continue but cannot evaluate these arrays.
-                mx.async_eval([cache.state for cache in self.cache])  # type: ignore[no-untyped-call]
-            random.resume(count - 1)
-            self._count_tokens(inputs[:count])
+        checked = Checked(undo, self.cache, mx.concatenate(inputs), accepted + 1, self.model)
 
-        return Result(sampled[:accepted], sampled[accepted], settle)
+        def keep(count: int) -> None:
+            checked.keep(count)
+            random.resume(count - 1)
+
+        return Result(sampled[:accepted], sampled[accepted], keep)
 
     def _count(self, n: int, accepted: int, seconds: tuple[float, float] | None) -> None:
         """Record in the report and in ``draft_length`` that a check accepted ``accepted`` of ``n`` draft tokens."""

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ...core.attend.ops import attend_indices, exact_logits, group_queries, softmax_lse
+from ...core.attend.ops import (
+    attend_indices,
+    exact_logits,
+    group_queries,
+    softmax_lse,
+    take_rows,
+    top_k_select,
+    valid_keys,
+)
 from ...core.blocks.ops import batch_size, causal_scores, wait_for
 from ...core.packed_rows import Rows
-from ...core.select.ops import take_rows, top_k_select, valid_keys
 
 
 def streaming_attention(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from ...cache.state import State
-from .. import H2O
+from ...cache.state import Read, State
+from .config import H2O
 from .ops import h2o_scores
 
 if TYPE_CHECKING:
@@ -75,11 +75,11 @@ class H2OState(State):
             received = h2o_scores(counted, seen, scale=scale, left_padding=left_padding)
             self._push(self._grown(received.shape) + received)
 
-    def read(self, cache: SparseCache, config: H2O, G: int, *, whole: bool) -> dict[str, Any]:
-        return {"scores": self._grown((*cache.key_rows.shape[:2], cache.length))}
+    def bind(self, cache: SparseCache, config: H2O, G: int, *, whole: bool) -> Read:
+        return lambda cache, S: {"scores": self._grown((*cache.key_rows.shape[:2], S))}
 
-    def store_returned(self, *returned: mx.array) -> None:
-        self._push(*returned)
+    def keep(self, scores: mx.array) -> None:
+        self._push(scores)
 
     def pack(self) -> H2OState:
         return self

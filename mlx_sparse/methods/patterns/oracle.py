@@ -7,25 +7,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...checks import check_block_size, check_int, check_qkv, check_share
-from ...core.attend.oracle import checked, float64, logits, softmax_lse, weighted_values
+from ...core.attend.oracle import float64, logits, softmax_lse, weighted_values
 from ...core.blocks.layout import MINFERENCE_ROWS, Layout
-from ...core.blocks.oracle import block_lists, prefill_result, prefill_stats
+from ...core.blocks.oracle import attend_blocks, block_lists
 from ..sample.oracle import merge, sample_scores
-from .block_patterns import bigbird_pattern, streaming_pattern
+from .block_patterns import Pattern, bigbird_pattern, streaming_pattern
 from .lsh_spans import Span, pieces, sampled, signs
 
 Array = npt.NDArray[Any]
+Result = tuple[Array, Array, Array]  # out, lse, key blocks of each row block
 
 
 def minference_select(
     queries: npt.ArrayLike,
     keys: npt.ArrayLike,
     *,
-    vertical_tokens: int = 1000,
-    slash_tokens: int = 6096,
-    block_size: int = 64,
-    scale: float | None = None,
+    vertical_tokens: int,
+    slash_tokens: int,
+    block_size: int,
+    scale: float,
 ) -> Array:
     """Return int32 indices ``(B, Hq, R, N)`` of the key blocks that each row block attends to (sample.12).
 
@@ -33,9 +33,8 @@ def minference_select(
     blocks attend to the ``vertical_tokens / block_size`` key blocks with the largest sums. They also attend to the keys
     in the ``slash_tokens / block_size`` offset bins with the largest sums. Both quotients are rounded up.
     """
-    q, k = float64(queries), float64(keys)
-    layout = Layout(q.shape[2], k.shape[2], 1, block_size, MINFERENCE_ROWS)
-    column, slash = sample_scores(q, k, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
+    layout = Layout(np.shape(queries)[2], np.shape(keys)[2], 1, block_size, MINFERENCE_ROWS)
+    column, slash = sample_scores(queries, keys, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
     budgets = (-(-tokens // block_size) for tokens in (vertical_tokens, slash_tokens))
     column_kept, slash_kept = (select_largest(scores, n) for scores, n in zip((column, slash), budgets, strict=True))
     return block_lists(merge(column_kept, slash_kept, layout))
@@ -57,23 +56,15 @@ def minference_attention(
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    vertical_tokens: int = 1000,
-    slash_tokens: int = 6096,
-    block_size: int = 64,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
+    vertical_tokens: int,
+    slash_tokens: int,
+    block_size: int,
+    scale: float,
+) -> Result:
     """Run MInference: attend to the key blocks that `minference_select` selects (sample.12)."""
-    q, k, v, n = checked(queries, keys, values, backend)
-    check_int("vertical_tokens", vertical_tokens, 1)
-    check_int("slash_tokens", slash_tokens, 1)
-    check_block_size(block_size)
-    blocks = minference_select(
-        q, k, vertical_tokens=vertical_tokens, slash_tokens=slash_tokens, block_size=block_size, scale=scale
-    )
-    layout = Layout(n.L, n.S, 1, block_size, MINFERENCE_ROWS)
-    return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
+    budgets = {"vertical_tokens": vertical_tokens, "slash_tokens": slash_tokens}
+    blocks = minference_select(queries, keys, **budgets, block_size=block_size, scale=scale)
+    return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
 
 
 def bigbird_attention(
@@ -81,27 +72,13 @@ def bigbird_attention(
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    window: float = 0.08,
-    global_share: float = 0.08,
-    random_blocks: int = 1,
-    block_size: int = 64,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
-    """Run BigBird (sample.13).
-
-    A query attends to ``window * S`` recent keys, to the first ``global_share * S`` keys and to random key blocks.
-    """
-    q, k, v, n = checked(queries, keys, values, backend)
-    check_share("window", window)
-    check_share("global_share", global_share)
-    check_int("random_blocks", random_blocks, 0)
-    check_block_size(block_size)
-    layout = Layout(n.L, n.S, 1, block_size, rows=0)
-    pattern = bigbird_pattern(layout, window=window, global_share=global_share, random_blocks=random_blocks)
-    blocks = block_lists(np.broadcast_to(pattern, (n.B, n.Hq, *pattern.shape)))
-    return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
+    block_size: int,
+    scale: float,
+    **pattern: Any,
+) -> Result:
+    """Run BigBird (sample.13). The arguments ``pattern`` are the shares and the random blocks of `bigbird_pattern`."""
+    mask = bigbird_pattern(_layout(queries, keys, block_size), **pattern)
+    return _attend(queries, keys, values, mask, block_size, scale)
 
 
 def streaming_prefill_attention(
@@ -109,22 +86,34 @@ def streaming_prefill_attention(
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    sink_tokens: int = 4,
-    window: float = 0.08,
-    block_size: int = 64,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
+    sink_tokens: int,
+    window: float,
+    block_size: int,
+    scale: float,
+) -> Result:
     """Run StreamingLLM in prefill: attend to the first key blocks and to ``window * S`` recent keys (sample.14)."""
-    q, k, v, n = checked(queries, keys, values, backend)
-    check_int("sink_tokens", sink_tokens, 0)
-    check_share("window", window)
-    check_block_size(block_size)
-    layout = Layout(n.L, n.S, 1, block_size, rows=0)
-    pattern = streaming_pattern(layout, sink_tokens=sink_tokens, window=window)
-    blocks = block_lists(np.broadcast_to(pattern, (n.B, n.Hq, *pattern.shape)))
-    return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
+    mask = streaming_pattern(_layout(queries, keys, block_size), sink_tokens=sink_tokens, window=window)
+    return _attend(queries, keys, values, mask, block_size, scale)
+
+
+def _layout(queries: npt.ArrayLike, keys: npt.ArrayLike, block_size: int) -> Layout:
+    return Layout(np.shape(queries)[2], np.shape(keys)[2], 1, block_size, rows=0)
+
+
+def _attend(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    pattern: Pattern,
+    block_size: int,
+    scale: float,
+) -> Result:
+    """Attend to the key blocks in ``pattern (R, Nk)``, which is the same for every head."""
+    blocks = block_lists(np.broadcast_to(pattern, (*np.shape(queries)[:2], *pattern.shape)))
+    return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
+
+
+Result = tuple[Array, Array, Array]  # out, lse, indices of the attended keys
 
 
 def hash_codes(vectors: Array, buckets: int) -> Array:
@@ -143,18 +132,17 @@ def hash_sparse_attention(
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    buckets: int = 16,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
+    buckets: int,
+    scale: float,
+) -> Result:
     """Attend to the key at the query's position and to the earlier keys that have the query's hash (sample.15)."""
-    q, k, v, n = checked(queries, keys, values, backend)
-    code_q, code_k = hash_codes(q, buckets), np.repeat(hash_codes(k, buckets), n.G, axis=1)
+    q, k, v = float64(queries), float64(keys), float64(values)
+    L, S, G = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    code_q, code_k = hash_codes(q, buckets), np.repeat(hash_codes(k, buckets), G, axis=1)
     same = code_q[..., :, None] == code_k[..., None, :]
-    position, key = np.arange(n.S - n.L, n.S)[:, None], np.arange(n.S)
-    mask = (same | (key == position) | _nan_keys(k, n.G)) & (key <= position)
-    return _attend((q, k, v), mask, np.zeros(n.S), scale=scale, return_stats=return_stats)
+    position, key = np.arange(S - L, S)[:, None], np.arange(S)
+    mask = (same | (key == position) | _nan_keys(k, G)) & (key <= position)
+    return _attend((q, k, v), mask, np.zeros(S), scale)
 
 
 def sort_ranks(vectors: Array, hash_bits: int) -> Array:
@@ -174,24 +162,23 @@ def hyperattention_attention(
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    bucket_size: int = 256,
-    sampled_keys: int = 256,
-    hash_bits: int = 7,
-    exact_rows: int = 4096,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
+    bucket_size: int,
+    sampled_keys: int,
+    hash_bits: int,
+    exact_rows: int,
+    scale: float,
+) -> Result:
     """Run HyperAttention (sample.16 to sample.18).
 
     The queries are divided into ranges of at most ``exact_rows`` queries. A query attends to all keys of its range up
     to its own position. Of the keys before the range, the query attends to the keys in its bucket and to a weighted
     sample.
     """
-    q, k, v, n = checked(queries, keys, values, backend)
-    offset = n.S - n.L
-    mask, weight = np.zeros((n.B, n.Hq, n.L, n.S), dtype=bool), np.zeros((n.B, n.Hq, n.L, n.S))
-    for start, stop, spans in pieces(n.L, n.S, exact_rows):
+    q, k, v = float64(queries), float64(keys), float64(values)
+    L, S, G = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    offset = S - L
+    mask, weight = np.zeros((*q.shape[:3], S), dtype=bool), np.zeros((*q.shape[:3], S))
+    for start, stop, spans in pieces(L, S, exact_rows):
         rows = slice(start - offset, stop - offset)
         mask[:, :, rows, start:stop] = np.tri(stop - start, dtype=bool)
         for span in spans:
@@ -199,9 +186,9 @@ def hyperattention_attention(
             kept, extra = _span_pairs(q, k, span, offset, bucket_size, sampled_keys, hash_bits)
             inside = slice(start - span.start, stop - span.start)
             mask[:, :, rows, columns], weight[:, :, rows, columns] = kept[:, :, inside], extra[:, :, inside]
-    position, key = np.arange(offset, n.S)[:, None], np.arange(n.S)
-    lost = _nan_keys(k, n.G) & (key <= position)
-    return _attend((q, k, v), mask | lost, weight, scale=scale, return_stats=return_stats)
+    position, key = np.arange(offset, S)[:, None], np.arange(S)
+    lost = _nan_keys(k, G) & (key <= position)
+    return _attend((q, k, v), mask | lost, weight, scale)
 
 
 def _span_pairs(
@@ -228,17 +215,11 @@ def _nan_keys(k: Array, G: int) -> Array:
     return np.repeat(np.isnan(k.sum(axis=-1)), G, axis=1)[:, :, None]
 
 
-def _attend(
-    qkv: tuple[Array, Array, Array], mask: Array, weight: Array, *, scale: float | None, return_stats: bool | str
-) -> Any:
+def _attend(qkv: tuple[Array, Array, Array], mask: Array, weight: Array, scale: float) -> Result:
     """Compute attention over the query-key pairs in ``mask (B, Hq, L, S)``, and add ``weight`` to their logits."""
     q, k, v = qkv
-    n = check_qkv(q, k, v)
-    grouped = (n.B, n.Hkv, n.G, n.L, n.S)
-    by_group = mask.reshape(grouped)
-    scores = logits(q, k, n.D**-0.5 if scale is None else scale)
+    scores = logits(q, k, scale)
+    by_group = mask.reshape(scores.shape)
     lse = softmax_lse(scores, by_group)[1].reshape(q.shape[:3])
-    weights, _ = softmax_lse(scores + np.broadcast_to(weight, mask.shape).reshape(grouped), by_group)
-    out = weighted_values(weights, v, by_group).reshape(q.shape)
-    layout = Layout(n.L, n.S, 1, 1, rows=0)
-    return prefill_stats(qkv, out, lse, block_lists(mask), layout, scale=scale, return_stats=return_stats)
+    weights, _ = softmax_lse(scores + np.broadcast_to(weight, mask.shape).reshape(scores.shape), by_group)
+    return weighted_values(weights, v, by_group).reshape(q.shape), lse, block_lists(mask)

@@ -6,9 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...core.attend.ops import attend_indices, group_queries
+from ...core.attend.ops import attend_indices, group_queries, top_k_select
 from ...core.packed_rows import Rows
-from ...core.select.ops import top_k_select
 
 # Second largest float32. Scores of earlier pages are clipped to it, because `top_k_select` clips +inf to the largest.
 SECOND_LARGEST = 3.4028232635611926e38

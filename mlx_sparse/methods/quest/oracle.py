@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...checks import check_int
-from ...core.attend.oracle import attend_indices, checked, dense_attention, float64, with_stats
+from ...core.attend.oracle import attend_indices, float64
 from ...core.select.oracle import ranked, top_k_select
-from ...core.stats import quest_elements
 
 Array = npt.NDArray[Any]
 
@@ -80,23 +78,11 @@ def quest_attention(
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    page_size: int = 16,
-    top_k: int = 1024,
-    scale: float | None = None,
-    left_padding: npt.ArrayLike | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
-    """Run one decode step of Quest. The arguments are the same as for `mlx_sparse.quest_attention`."""
-    q, k, v, n = checked(queries, keys, values, backend)
-    check_int("page_size", page_size, 1)
-    check_int("top_k", top_k, 1)
-    attended = -(-top_k // page_size) * page_size
-    if n.L > 1 or n.S <= attended:
-        return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
-    scale = n.D**-0.5 if scale is None else scale
-
-    indices, _ = quest_select(q, k, page_size=page_size, top_k=top_k, left_padding=left_padding)
-    out, lse = attend_indices(q, k, v, indices, scale=scale)
-    moved = quest_elements(n.S, n.D, top_k=attended, page_size=page_size)
-    return with_stats(out, lse, (q, k, v), scale, left_padding, moved, attended, return_stats)
+    page_size: int,
+    top_k: int,
+    scale: float,
+    left_padding: npt.ArrayLike | None,
+) -> tuple[Array, Array]:
+    """Run one decode step of Quest."""
+    indices, _ = quest_select(queries, keys, page_size=page_size, top_k=top_k, left_padding=left_padding)
+    return attend_indices(queries, keys, values, indices, scale=scale)

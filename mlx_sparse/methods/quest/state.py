@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ...cache.state import State
+from ...cache.state import Read, State
 from .config import Quest
 from .ops import page_bounds
 
@@ -37,17 +37,22 @@ class QuestState(State):
     def rewind(self, length: int) -> None:
         self.rows = min(self.rows, length)
 
-    def read(self, cache: SparseCache, config: Quest, G: int, *, whole: bool) -> dict[str, Any]:
+    def bind(self, cache: SparseCache, config: Quest, G: int, *, whole: bool) -> Read:
         if config.page_size != self.page_size:
             self.bounds, self.page_size, self.rows = [], config.page_size, 0
-        self._make_room(cache)
-        before = cache.length - 1  # every step attends to the current page, which needs no bounds
-        for sequence, first in enumerate(cache.first_rows()):
-            known, full = ((max(rows - first, 0)) // self.page_size for rows in (self.rows, before))
-            if full > known:
-                self._add(cache, sequence, first, known, full)
-        self.rows = before
-        return dict(zip(("page_min", "page_max"), self.bounds, strict=True))
+        first_rows = cache.first_rows()
+
+        def read(cache: SparseCache, S: int) -> dict[str, Any]:
+            self._make_room(cache)
+            before = S - 1  # every step attends to the current page, which needs no bounds
+            for sequence, first in enumerate(first_rows):
+                known, full = ((max(rows - first, 0)) // self.page_size for rows in (self.rows, before))
+                if full > known:
+                    self._add(cache, sequence, first, known, full)
+            self.rows = before
+            return dict(zip(("page_min", "page_max"), self.bounds, strict=True))
+
+        return read
 
     def _make_room(self, cache: SparseCache) -> None:
         B, Hkv, capacity, D = cache.key_rows.shape

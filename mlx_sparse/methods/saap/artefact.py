@@ -56,8 +56,6 @@ class Artefact:
 
     Attributes:
         layers: dict from the index of a layer's KV cache in the model to the layer's centroids and query networks.
-        buckets: number of buckets C of every layer.
-        hidden: number of hidden units H of every layer.
         sink_tokens, recent_tokens: numbers of first and last keys that every decode step attends to. The training
             targets exclude these keys.
         model: ``model_type`` and ``hash`` of the model that was used for training.

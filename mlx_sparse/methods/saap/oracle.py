@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ...checks import check_int, check_saap, check_shape
-from ...core.attend.oracle import attend_indices, checked, dense_attention, float64, softmax_lse, with_stats
+from ...checks import check_int
+from ...core.attend.oracle import attend_indices, float64, softmax_lse
 from ...core.select.oracle import ranked, valid_keys
-from ...core.stats import saap_elements
 
 Array = npt.NDArray[Any]
 
@@ -258,41 +256,24 @@ def saap_attention(
     *,
     bucket_ids: npt.ArrayLike,
     visited: npt.ArrayLike,
-    sink_tokens: int = 1,
-    recent_tokens: int = 2047,
-    scale: float | None = None,
-    left_padding: npt.ArrayLike | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
+    scale: float,
+    left_padding: npt.ArrayLike | None,
+    **window: int,
+) -> tuple[Array, Array, Array]:
     """Run one decode step of SAAP: attend to sinks, recent keys and the keys in the visited buckets.
 
-    The arguments are the same as for `mlx_sparse.saap_attention`.
+    Args:
+        window: the arguments ``sink_tokens`` and ``recent_tokens`` of `saap_keys`.
 
     Returns:
-        float64 ``out (B, Hq, L, D)``, and a `Stats` if ``return_stats`` is set.
+        ``out (B, Hq, 1, D)``, ``lse (B, Hq, 1)`` and the number of attended keys ``(B, Hkv)``.
     """
-    q, k, v, n = checked(queries, keys, values, backend)
-    ids, chosen = np.asarray(bucket_ids), np.asarray(visited)
-    check_saap(n, ids, chosen, sink_tokens, recent_tokens)
-    check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))
-    if n.L > 1 or n.S <= sink_tokens + recent_tokens:
-        return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
-    scale = n.D**-0.5 if scale is None else scale
-    attended = saap_keys(ids, chosen, sink_tokens, recent_tokens, left_padding)
+    attended = saap_keys(np.asarray(bucket_ids), np.asarray(visited), **window, left_padding=left_padding)
     counts = attended.sum(axis=-1)
-    indices = np.full(ids.shape, -1, dtype=np.int32)
-    for b, h in np.ndindex(n.B, n.Hkv):
-        indices[b, h, : counts[b, h]] = np.flatnonzero(attended[b, h])
-
-    out, lse = attend_indices(q, k, v, indices, scale=scale)
-    if not return_stats:
-        return out
-    mean = float(counts.mean())
-    moved = saap_elements(n.D, round(mean))
-    _, stats = with_stats(out, lse, (q, k, v), scale, left_padding, moved, 0, return_stats)
-    share = selectivity(ids, chosen, sink_tokens, recent_tokens, left_padding)
-    return out, replace(stats, density=mean / n.S, selectivity=share)
+    indices = np.full(attended.shape, -1, dtype=np.int32)
+    for row in np.ndindex(counts.shape):
+        indices[row][: counts[row]] = np.flatnonzero(attended[row])
+    return *attend_indices(queries, keys, values, indices, scale=scale), counts
 
 
 def saap_keys(

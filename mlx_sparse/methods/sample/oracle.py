@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...checks import check_qkv, check_sample
-from ...core.attend.oracle import checked, dense_attention, float64, logits, softmax_lse
+from ...core.attend.oracle import float64, logits, softmax_lse
 from ...core.blocks.layout import Layout
-from ...core.blocks.oracle import block_lists, prefill_result
-from ...core.stats import as_prefill
+from ...core.blocks.oracle import attend_blocks, block_lists
 
 Array = npt.NDArray[Any]
 
@@ -36,22 +34,20 @@ class SampleSelection(NamedTuple):
     slash_kept: Array
 
 
-def sample_select(
+def sample_selection(
     queries: npt.ArrayLike,
     keys: npt.ArrayLike,
     *,
-    alpha_column: float = 0.95,
-    alpha_slash: float = 0.95,
-    chunks: int = 1,
-    block_size: int = 128,
-    scale: float | None = None,
+    alpha_column: float,
+    alpha_slash: float,
+    **sampling: Any,
 ) -> SampleSelection:
-    """Select the key blocks of each row block. The selection uses the attention of sampled queries in each region."""
-    q, k = float64(queries), float64(keys)
-    n = check_qkv(q, k, k)
-    check_sample(alpha_column, alpha_slash, chunks, block_size)
-    layout = Layout(n.L, n.S, chunks, block_size)
-    column, slash = sample_scores(q, k, chunks=chunks, block_size=block_size, scale=scale)
+    """Select the key blocks of each row block. The selection uses the attention of sampled queries in each region.
+
+    The arguments ``sampling`` are those of `sample_scores`.
+    """
+    layout = Layout(np.shape(queries)[2], np.shape(keys)[2], sampling["chunks"], sampling["block_size"])
+    column, slash = sample_scores(queries, keys, **sampling)
     column_kept, slash_kept = select_share(column, alpha_column), select_share(slash, alpha_slash)
     mask = merge(column_kept, slash_kept, layout)
     # (sample.7) sampled rows attend to every causal block
@@ -60,13 +56,18 @@ def sample_select(
     return SampleSelection(block_lists(mask), column, slash, column_kept, slash_kept)
 
 
+def sample_select(queries: npt.ArrayLike, keys: npt.ArrayLike, **settings: Any) -> Array:
+    """Return the key blocks ``(B, Hq, R, N)`` of `sample_selection`."""
+    return sample_selection(queries, keys, **settings).blocks
+
+
 def sample_scores(
     queries: npt.ArrayLike,
     keys: npt.ArrayLike,
     *,
-    chunks: int = 1,
-    block_size: int = 128,
-    scale: float | None = None,
+    chunks: int,
+    block_size: int,
+    scale: float,
     rows: int | None = None,
 ) -> tuple[Array, Array]:
     """Sum the softmax weights of the sampled queries in each region by key block and by offset bin.
@@ -77,7 +78,7 @@ def sample_scores(
         rows: number of query rows that are sampled per region. If None, it is ``block_size``.
     """
     q, k = float64(queries), float64(keys)
-    B, Hq, L, D = q.shape
+    B, Hq, L, _ = q.shape
     S = k.shape[2]
     layout = Layout(L, S, chunks, block_size, rows)
     column = np.zeros((B, Hq, len(layout.regions), layout.key_blocks))
@@ -87,7 +88,7 @@ def sample_scores(
         start, stop = region.sample
         offset = np.arange(S - L + start, S - L + stop)[:, None] - key
         # (sample.3) the sample's attention
-        exact = logits(q[:, :, start:stop], k, D**-0.5 if scale is None else scale)
+        exact = logits(q[:, :, start:stop], k, scale)
         weights = softmax_lse(exact, np.broadcast_to(offset >= 0, exact.shape))[0].reshape(B, Hq, stop - start, S)
         # (sample.4) by key block, (sample.5) by offset
         for block in range(layout.key_blocks):
@@ -130,34 +131,14 @@ def sample_attention(
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    alpha_column: float = 0.95,
-    alpha_slash: float = 0.95,
-    chunks: int = 1,
-    block_size: int = 128,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
-    """Run SampleAttention in prefill.
-
-    Attention is dense if ``alpha_column`` or ``alpha_slash`` is 1, or if every row block has a sampled row.
+    block_size: int,
+    scale: float,
+    **selection: Any,
+) -> tuple[Array, Array, Array]:
+    """Run SampleAttention in prefill. The arguments ``selection`` are the other arguments of `sample_select`.
 
     Returns:
-        float64 ``out (B, Hq, L, D)``, and a `Stats` if ``return_stats`` is set.
+        ``out (B, Hq, L, D)``, ``lse (B, Hq, L)`` and the attended key blocks ``(B, Hq, R, N)``.
     """
-    q, k, v, n = checked(queries, keys, values, backend)
-    check_sample(alpha_column, alpha_slash, chunks, block_size)
-    layout = Layout(n.L, n.S, chunks, block_size)
-    if alpha_column >= 1 or alpha_slash >= 1 or layout.all_sampled:
-        result = dense_attention(q, k, v, scale=scale, return_stats=return_stats)
-        return (result[0], as_prefill(result[1], layout, n.D)) if return_stats else result
-    blocks = sample_select(
-        q,
-        k,
-        alpha_column=alpha_column,
-        alpha_slash=alpha_slash,
-        chunks=chunks,
-        block_size=block_size,
-        scale=scale,
-    ).blocks
-    return prefill_result((q, k, v), blocks, layout, scale=scale, return_stats=return_stats)
+    blocks = sample_select(queries, keys, block_size=block_size, scale=scale, **selection)
+    return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks

@@ -37,7 +37,10 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True)
 class SparQ(Method):
-    """Attend to the ``top_k`` keys that score highest on a few query components (docs/spec/sparq.md).
+    """Attend to the keys that score highest on a few components. Default: the measured setting, not the paper's.
+
+    The defaults are ``preset=default``, with int4 scoring keys. The function `sparq_attention` defaults to the setting
+    of the paper, ``preset=paper``, and takes another preset as ``**SparQ.preset(NAME)`` (docs/spec/sparq.md).
 
     Attributes:
         rank: number r of query components used to score each key, 1..D.
@@ -70,6 +73,8 @@ class SparQ(Method):
     plot_style: ClassVar[tuple[str, str]] = ("#0072B2", "o")
     budget_setting: ClassVar[str] = "top_k"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        # Measured setting: the default of the method.
+        "default": {"component_score": "auto", "key_bits": 4},
         # Algorithm 1 with its GQA paragraph: the default of the functions.
         "paper": {"component_score": "query", "key_bits": 16},
         # Variant of this project: components ranked by |q| times the standard deviation of the keys.
@@ -95,6 +100,17 @@ class SparQ(Method):
         check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
         check_choice("key_bits", self.key_bits, KEY_BITS)
         check_choice("score", self.score, ("rows", "copy"))
+
+    @classmethod
+    def preset(cls, name: str, *, qk_norm: bool = False, grouped: bool = True) -> dict[str, Any]:
+        """Return the arguments of `sparq_attention` for a preset. `for_model` explains the other parameters.
+
+        Raises:
+            ConfigError: the preset is unknown.
+        """
+        check_choice("preset", name, tuple(cls.presets))
+        config = cls(**cls.presets[name]).for_model(qk_norm=qk_norm, grouped=grouped)
+        return {setting: getattr(config, setting) for setting in ("component_score", "key_bits", "reallocate")}
 
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> SparQ:
         auto = "query_key" if qk_norm or (self.key_bits < 16 and grouped) else "query"

@@ -1,6 +1,6 @@
 """Run SparQ with MLX array operations, and quantize its scoring keys.
 
-Equation numbers refer to docs/spec/sparq.md, (sparq.1) to (sparq.10) and (sparq.17) to (sparq.22).
+Equation numbers refer to docs/spec/sparq.md, (sparq.1) to (sparq.10) and (sparq.17) to (sparq.24).
 """
 
 from __future__ import annotations
@@ -9,9 +9,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...core.attend.ops import attend_indices, exact_logits, group_queries, softmax_lse
+from ...core.attend.ops import (
+    attend_indices,
+    exact_logits,
+    group_queries,
+    softmax_lse,
+    take_rows,
+    top_k_select,
+    valid_keys,
+)
 from ...core.packed_rows import Rows
-from ...core.select.ops import take_rows, top_k_select, valid_keys
 from .config import Selection
 from .scoring_keys import CODE_BITS, GROUP, LARGEST, LARGEST_CODE, WORDS, KeyCodes
 
@@ -65,20 +72,15 @@ def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[m
     s_hat, _ = softmax_lse(logits, valid)
     scores, sizes = s_hat.sum(axis=2), {"top_k": selection.top_k, "local_window": selection.local_window}
     indices = top_k_select(scores, **sizes, left_padding=padding)
-    recall = selected_share(scores, indices, s_hat.shape[2], padding)
+    # (sparq.24); without padding, no slot is empty
+    shares = mx.take_along_axis(scores, indices if padding is None else mx.maximum(indices, 0), axis=-1)
+    shares = shares if padding is None else mx.where(indices >= 0, shares, 0.0)
+    recall = shares.sum(axis=-1) / s_hat.shape[2]
 
     # (sparq.8) approximate softmax mass of the selected keys
     chosen = mx.take_along_axis(s_hat, mx.maximum(indices, 0)[:, :, None, :], axis=-1)
     alpha = mx.where((indices >= 0)[:, :, None, :], chosen, 0.0).sum(axis=-1)
     return indices, alpha.reshape(queries.shape[:2]), recall
-
-
-def selected_share(scores: mx.array, indices: mx.array, G: int, left_padding: mx.array | None) -> mx.array:
-    """Return the selected keys' share ``(B, Hkv)`` of the group ``scores (B, Hkv, S)`` (sparq.24)."""
-    if left_padding is None:  # without padding, no slot is empty
-        return mx.take_along_axis(scores, indices, axis=-1).sum(axis=-1) / G
-    chosen = mx.take_along_axis(scores, mx.maximum(indices, 0), axis=-1)
-    return mx.where(indices >= 0, chosen, 0.0).sum(axis=-1) / G
 
 
 def sparq_attention(

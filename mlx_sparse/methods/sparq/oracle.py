@@ -5,17 +5,15 @@ Equation numbers refer to docs/spec/sparq.md, (sparq.1) to (sparq.10) and (sparq
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ...checks import check_choice, check_int, check_local_window, check_rank, check_shape
-from ...core.attend.oracle import attend_indices, checked, dense_attention, float64, softmax_lse, with_stats
+from ...core.attend.oracle import attend_indices, float64, softmax_lse
 from ...core.select.oracle import ranked, top_k_select, valid_keys
-from ...core.stats import dense_elements, sparq_elements
-from .scoring_keys import GROUP, KEY_BITS, LARGEST, LARGEST_CODE, KeyCodes, check_keys_t
+from .config import Selection
+from .scoring_keys import GROUP, LARGEST, LARGEST_CODE, KeyCodes
 
 Array = npt.NDArray[Any]
 
@@ -36,32 +34,19 @@ class SparQSelection(NamedTuple):
     s_hat: Array
 
 
-def sparq_select(
-    queries: npt.ArrayLike,
-    keys: npt.ArrayLike,
-    *,
-    rank: int = 32,
-    top_k: int = 128,
-    local_window: int | None = None,
-    component_score: str = "query",
-    key_bits: int = 16,
-    scale: float | None = None,
-    left_padding: npt.ArrayLike | None = None,
-) -> SparQSelection:
-    """Score ``keys (B, Hkv, S, D)`` with ``rank`` components of ``queries (B, Hq, 1, D)``, and select the best keys."""
+def sparq_select(queries: npt.ArrayLike, keys: npt.ArrayLike, selection: Selection) -> SparQSelection:
+    """Score ``keys (B, Hkv, S, D)`` with ``rank`` components of ``queries (B, Hq, 1, D)``, and select the best keys.
+
+    An array as ``selection.keys_t`` repeats the data of ``keys``, so it is not read.
+    """
     q, k = float64(queries), float64(keys)
     B, Hq, _, D = q.shape
     _, Hkv, S, _ = k.shape
-    G = Hq // Hkv
-    scale = D**-0.5 if scale is None else scale
-    valid = valid_keys(B, S, left_padding)
+    G, padding, std = Hq // Hkv, selection.left_padding, selection.component_weight
+    valid = valid_keys(B, S, padding)
     k = np.where(valid[:, None, :, None], k, 0.0)
-    std = deviation(k, valid) if component_score == "query_key" else None
-    if key_bits < 16:
-        # (sparq.21), (sparq.22) replace the keys and their deviation
-        coded = code_keys(k, left_padding=left_padding)
-        std = None if std is None else key_spread(coded, k, left_padding=left_padding)
-        k = approximate_keys(k, coded, left_padding=left_padding)
+    if isinstance(selection.keys_t, KeyCodes):
+        k = approximate_keys(k, selection.keys_t, padding)  # (sparq.21)
     grouped = q.reshape(B, Hkv, G, D)
 
     # (sparq.1) one score per component, shared by the group
@@ -69,13 +54,13 @@ def sparq_select(
     if std is not None:
         component = component * std
     # (sparq.2) select the r largest
-    i1 = np.argsort(-ranked(component), axis=-1, kind="stable")[..., :rank]
+    i1 = np.argsort(-ranked(component), axis=-1, kind="stable")[..., : selection.rank]
 
     # (sparq.3) approximate logits
     q_r = np.take_along_axis(grouped, i1[:, :, None, :], axis=-1)
     k_r = np.take_along_axis(k, i1[:, :, None, :], axis=-1)
-    logits = np.einsum("bhgr,bhsr->bhgs", q_r, k_r) * scale
-    if component_score == "query":
+    logits = np.einsum("bhgr,bhsr->bhgs", q_r, k_r) * selection.scale
+    if std is None:
         total = np.abs(grouped).sum(axis=-1)
         covered = np.abs(q_r).sum(axis=-1)
         coverage = covered / np.where(covered > 0, total, 1.0)
@@ -85,8 +70,8 @@ def sparq_select(
     s_hat, _ = softmax_lse(logits, np.broadcast_to(valid[:, None, None, :], logits.shape))
     scores = s_hat.sum(axis=2)
     # (sparq.6) selection of the keys
-    window = check_local_window(local_window, top_k)
-    indices = top_k_select(scores, top_k=top_k, local_window=window, left_padding=left_padding)
+    window, top_k = selection.local_window, selection.top_k
+    indices = top_k_select(scores, top_k=top_k, local_window=window, left_padding=padding)
     # (sparq.8) approximate softmax mass of the selected keys
     filled = indices >= 0
     chosen = np.take_along_axis(s_hat, np.where(filled, indices, 0)[:, :, None, :], axis=-1)
@@ -99,85 +84,34 @@ def sparq_attention(
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    rank: int = 32,
-    top_k: int = 128,
-    local_window: int | None = None,
-    reallocate: str | bool = "auto",
-    component_score: str = "query",
-    key_bits: int = 16,
-    scale: float | None = None,
-    left_padding: npt.ArrayLike | None = None,
-    keys_t: npt.ArrayLike | KeyCodes | None = None,
-    value_mean: npt.ArrayLike | None = None,
-    backend: str = "auto",
-    return_stats: bool | str = False,
-) -> Any:
-    """Run one decode step of SparQ attention. If there are several queries, compute dense attention.
+    reallocate: bool,
+    value_mean: npt.ArrayLike | None,
+    **parameters: Any,
+) -> tuple[Array, Array, Array]:
+    """Run one decode step of SparQ.
 
-    The arguments are the same as for `mlx_sparse.sparq_attention`. ``keys_t`` repeats the data of ``keys``, so only its
-    shape is checked.
+    Args:
+        reallocate: if True, add ``value_mean (B, Hkv, D)``, weighted by the softmax mass of the skipped keys.
+        parameters: the fields of `Selection`.
 
     Returns:
-        float64 ``out (B, Hq, L, D)``, and a `Stats` if ``return_stats`` is set.
+        ``out (B, Hq, 1, D)``, ``lse (B, Hq, 1)`` and the estimated attention recall ``(B, Hkv)`` (sparq.24).
     """
-    q, k, v, n = checked(queries, keys, values, backend)
-    check_rank(rank, n.D)
-    check_int("top_k", top_k, 1)
-    check_local_window(local_window, top_k)
-    check_choice("reallocate", reallocate, ("auto", True, False))
-    check_choice("component_score", component_score, ("query", "query_key"))
-    check_shape("left_padding", None if left_padding is None else np.asarray(left_padding), (n.B,))
-    check_choice("key_bits", key_bits, KEY_BITS)
-    check_keys_t(keys_t if keys_t is None or isinstance(keys_t, KeyCodes) else np.asarray(keys_t), n, key_bits)
-    check_shape("value_mean", None if value_mean is None else np.asarray(value_mean), (n.B, n.Hkv, n.D))
-    if n.L > 1:
-        return dense_attention(q, k, v, scale=scale, left_padding=left_padding, return_stats=return_stats)
-
-    scale = n.D**-0.5 if scale is None else scale
-
-    selection = sparq_select(
-        q,
-        k,
-        rank=rank,
-        top_k=top_k,
-        local_window=local_window,
-        component_score=component_score,
-        key_bits=key_bits,
-        scale=scale,
-        left_padding=left_padding,
-    )
-    out, lse = attend_indices(q, k, v, selection.indices, scale=scale)
-    if (n.G == 1 if reallocate == "auto" else reallocate) and n.S > top_k:
+    selection = Selection(**parameters)
+    indices, alpha, _, _ = sparq_select(queries, keys, selection)
+    out, lse = attend_indices(queries, keys, values, indices, scale=selection.scale)
+    _, Hkv, S, _ = np.shape(keys)
+    by_group = alpha.reshape(len(alpha), Hkv, -1)
+    if reallocate and selection.top_k < S:
         # (sparq.9), (sparq.10); with S <= top_k every key is attended to and alpha is 1
-        mean = masked_mean(v, valid_keys(n.B, n.S, left_padding)) if value_mean is None else float64(value_mean)
-        alpha = selection.alpha[..., None, None]
-        mixed = alpha * out + (1.0 - alpha) * np.repeat(mean, n.G, axis=1)[:, :, None, :]
+        assert value_mean is not None
+        share = alpha[..., None, None]
+        mixed = share * out + (1.0 - share) * np.repeat(float64(value_mean), by_group.shape[2], axis=1)[:, :, None, :]
         out = np.where(lse[..., None] == -np.inf, 0.0, mixed)  # no key was attended to
-    moved = dense_elements(n.S, n.D)
-    if n.S > top_k:
-        moved = sparq_elements(n.S, n.D, rank=rank, top_k=top_k, key_bits=key_bits)
-    found = with_stats(out, lse, (q, k, v), scale, left_padding, moved, top_k, return_stats)
-    if not return_stats or n.S <= top_k:
-        return found
-    # (sparq.24)
-    estimate = selection.alpha.reshape(n.B, n.Hkv, n.G).mean(axis=2)
-    return found[0], replace(found[1], estimated_recall=estimate)
+    return out, lse, by_group.mean(axis=2)
 
 
-def masked_mean(rows: Array, valid: Array) -> Array:
-    """Return the mean ``(B, Hkv, D)`` of the valid ``rows (B, Hkv, S, D)``, or 0 if there are none (sparq.9)."""
-    count = np.maximum(valid.sum(axis=1), 1)[:, None, None]
-    mean: Array = np.where(valid[:, None, :, None], rows, 0.0).sum(axis=2) / count
-    return mean
-
-
-def deviation(keys: Array, valid: Array) -> Array:
-    """Return the standard deviation ``(B, Hkv, D)`` of each component over the valid keys (sparq.1)."""
-    centered = np.where(valid[:, None, :, None], keys - masked_mean(keys, valid)[:, :, None, :], 0.0)
-    return np.sqrt(masked_mean(centered**2, valid))
-
-
-def code_keys(keys: npt.ArrayLike, *, left_padding: npt.ArrayLike | None = None) -> KeyCodes:
+def code_keys(keys: npt.ArrayLike, left_padding: npt.ArrayLike | None = None) -> KeyCodes:
     """Quantize ``keys (B, Hkv, S, D)`` to int4 in groups of `GROUP` keys. Keys after the last full group are omitted.
 
     Padded keys may contain any number.
@@ -219,7 +153,7 @@ def unpack(codes: Array) -> Array:
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
-def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLike | None = None) -> Array:
+def approximate_keys(keys: Array, coded: KeyCodes, left_padding: npt.ArrayLike | None = None) -> Array:
     """Subtract ``coded.center`` from the scoring keys, and return float64 ``(B, Hkv, S, D)`` (sparq.21).
 
     Keys in full groups are dequantized from ``coded``. The remaining keys are exact.
@@ -233,10 +167,10 @@ def approximate_keys(keys: Array, coded: KeyCodes, *, left_padding: npt.ArrayLik
     return found
 
 
-def key_spread(coded: KeyCodes, keys: Array, *, left_padding: npt.ArrayLike | None = None) -> Array:
+def key_spread(coded: KeyCodes, keys: npt.ArrayLike, left_padding: npt.ArrayLike | None = None) -> Array:
     """Estimate the standard deviation of each component, float64 ``(B, Hkv, D)``, from its int4 codes (sparq.22)."""
-    B, _, S, _ = keys.shape
-    found = deviation(keys, valid_keys(B, S, left_padding))  # for sequences without a coded group
+    B, _, S, _ = np.shape(keys)
+    found = deviation(keys, left_padding)  # for sequences without a coded group
     lo = coded.lo.astype(np.float64)
     width = LARGEST_CODE * coded.step.astype(np.float64)
     middle = lo + width / 2
@@ -245,3 +179,18 @@ def key_spread(coded: KeyCodes, keys: Array, *, left_padding: npt.ArrayLike | No
             variance = middle[b, :, :, :M].var(axis=-1) + (width[b, :, :, :M] ** 2).mean(axis=-1) / 16
             found[b] = np.sqrt(variance)
     return found
+
+
+def masked_mean(rows: npt.ArrayLike, left_padding: npt.ArrayLike | None) -> Array:
+    """Return the mean ``(B, Hkv, D)`` of the valid ``rows (B, Hkv, S, D)``, or 0 if there are none (sparq.9)."""
+    rows = float64(rows)
+    valid = valid_keys(rows.shape[0], rows.shape[2], left_padding)
+    count = np.maximum(valid.sum(axis=1), 1)[:, None, None]
+    mean: Array = np.where(valid[:, None, :, None], rows, 0.0).sum(axis=2) / count
+    return mean
+
+
+def deviation(keys: npt.ArrayLike, left_padding: npt.ArrayLike | None) -> Array:
+    """Return the standard deviation ``(B, Hkv, D)`` of each component over the valid keys (sparq.1)."""
+    centered = float64(keys) - masked_mean(keys, left_padding)[:, :, None, :]
+    return np.sqrt(masked_mean(centered**2, left_padding))

@@ -7,8 +7,8 @@ from functools import partial
 
 import mlx.core as mx
 
+from ...core.attend.ops import valid_keys
 from ...core.packed_rows import Rows
-from ...core.select.ops import valid_keys
 
 # Number of rows that are summed together, to limit rounding errors. Longer trims restore the state after a block.
 BLOCK = 128

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ...cache.state import State
+from ...cache.state import Read, State
 from ...core.packed_rows import PackedRows, Rows
-from .. import SparQ
+from .config import SparQ
 from .ops import code_groups, key_spread
 from .running_statistics import RunningStatistics
 from .scoring_keys import GROUP, WORDS, KeyCodes
@@ -40,12 +40,7 @@ class SparQState(State):
         self.codes: Codes | None = None
         self.keys: RunningStatistics | None = None
         self.values: RunningStatistics | None = None
-        self._config: SparQ | None = None
-        self._group, self._mixing = 0, False
-
-    @property
-    def _parts(self) -> list[Columns | Codes | RunningStatistics]:
-        return [part for part in (self.columns, self.codes, self.keys, self.values) if part is not None]
+        self._parts: list[Columns | Codes | RunningStatistics] = []
 
     @property
     def nbytes(self) -> int:
@@ -55,44 +50,62 @@ class SparQState(State):
         for part in self._parts:
             part.rewind(length)
 
-    def read(self, cache: SparseCache, config: SparQ, G: int, *, whole: bool) -> dict[str, Any]:
-        S, keys, weight, mean = cache.length, cache.key_rows, None, None
-        found: dict[str, Any] = {}
-        if isinstance(keys, PackedRows) and config.scores_rows(packed=True):
-            self.columns = self.codes = self.keys = None
-            found = {"keys_t": None, "rank": keys.shape[3]}
+    def bind(self, cache: SparseCache, config: SparQ, G: int, *, whole: bool) -> Read:
+        weighted = config.component_score == "query_key"
+        if config.scores_rows(packed=isinstance(cache.key_rows, PackedRows)):
+            score = self._bind_rows(cache.key_rows.shape[3])
         elif config.key_bits == 16:
-            self.columns, self.codes = self.columns or Columns(), None
-            self.columns.extend(keys, S)
-            found["keys_t"] = self.columns.read(S, whole=whole)
-            if config.component_score == "query_key":
-                self.keys = self.keys or RunningStatistics(cache.padding, spread=True)
-                self.keys.extend(keys, S)
-                weight = self.keys.deviation()
+            score = self._bind_columns(cache, weighted=weighted, whole=whole)
         else:
-            codes = self.codes
-            if codes is None:
-                self.columns = self.keys = None
-                codes = self.codes = Codes(cache.padding, cache.first_rows())
-            codes.extend(keys, S)
-            found["keys_t"] = codes.read(keys, whole=whole)
-            if config.component_score == "query_key":
-                weight = codes.spread(keys, S)
-        if self._mixes(config, G):
+            score = self._bind_codes(cache, weighted=weighted, whole=whole)
+        if config.reallocates(G):
             self.values = self.values or RunningStatistics(cache.padding, spread=False)
-            self.values.extend(cache.value_rows, S)
-            mean = self.values.mean()
-        found["component_weight"], found["value_mean"] = weight, mean
-        return found
+        values = self.values if config.reallocates(G) else None
+        parts = (self.columns, self.codes, self.keys, self.values)
+        self._parts = [part for part in parts if part is not None]
+        if values is None:
+            return score
 
-    def store_returned(self, *returned: mx.array) -> None:
-        (self.recall,) = returned
+        def with_mean(cache: SparseCache, S: int) -> dict[str, Any]:
+            values.extend(cache.value_rows, S)
+            return score(cache, S) | {"value_mean": values.mean()}
 
-    def _mixes(self, config: SparQ, G: int) -> bool:
-        """Return True if decode steps mix in the mean value (reallocation). The last result is cached."""
-        if config is not self._config or G != self._group:
-            self._config, self._group, self._mixing = config, G, config.reallocates(G)
-        return self._mixing
+        return with_mean
+
+    def _bind_rows(self, D: int) -> Read:
+        """Score the rows of a quantized KV cache, without a copy of the keys."""
+        self.columns = self.codes = self.keys = None
+        found = {"keys_t": None, "rank": D, "component_weight": None, "value_mean": None}
+        return lambda cache, S: found
+
+    def _bind_columns(self, cache: SparseCache, *, weighted: bool, whole: bool) -> Read:
+        columns, self.codes = self.columns or Columns(), None
+        statistics = self.keys or RunningStatistics(cache.padding, spread=True) if weighted else None
+        self.columns, self.keys = columns, statistics or self.keys
+
+        def read(cache: SparseCache, S: int) -> dict[str, Any]:
+            keys, weight = cache.key_rows, None
+            columns.extend(keys, S)
+            if statistics is not None:
+                statistics.extend(keys, S)
+                weight = statistics.deviation()
+            return {"keys_t": columns.read(S, whole=whole), "component_weight": weight, "value_mean": None}
+
+        return read
+
+    def _bind_codes(self, cache: SparseCache, *, weighted: bool, whole: bool) -> Read:
+        if self.codes is None:
+            self.columns = self.keys = None
+            self.codes = Codes(cache.padding, cache.first_rows())
+        codes = self.codes
+
+        def read(cache: SparseCache, S: int) -> dict[str, Any]:
+            keys = cache.key_rows
+            codes.extend(keys, S)
+            weight = codes.spread(keys, S) if weighted else None
+            return {"keys_t": codes.read(keys, whole=whole), "component_weight": weight, "value_mean": None}
+
+        return read
 
 
 class Columns:
@@ -178,7 +191,8 @@ class Codes:
 
     def extend(self, keys: Rows, S: int) -> None:
         """Quantize all new full groups in rows ``[0, S)`` of the buffer ``keys``."""
-        self.rewind(S)
+        if S < self.covered:
+            self.rewind(S)
         if S < self._until:
             self.covered = S
             return
@@ -241,7 +255,7 @@ class Codes:
             return self._spread
         found = key_spread(self.read(keys, whole=False), keys[..., :S, :], self._padding)
         # Before its first full group, the spread of a sequence changes with every row and is not cached.
-        if _full(S, max(self._first)) > 0:
+        if S - max(self._first) >= GROUP:
             self._spread = found
         return found
 

@@ -77,7 +77,7 @@ def convert(gguf: Path, target: Path) -> Path:
     return build_directory(target, fill)
 
 
-def write_model(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> None:
+def write_model(folder: Path, config: dict[str, object], weights: dict[str, mx.array]) -> None:
     """Write the weights, ``config.json`` and ``generation_config.json`` to a model directory."""
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     write_json(folder / "config.json", config)

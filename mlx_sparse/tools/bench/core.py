@@ -42,9 +42,7 @@ class Case:
     """Sizes of one benchmark case: ``B`` sequences of ``S`` keys in one layer.
 
     Attributes:
-        dtype: data type of queries, keys and values.
         shape: number of query heads, number of KV heads and head dim.
-        B, S: batch size and number of keys.
         step: number of tokens in a prefill chunk; None for a decode step.
     """
 
@@ -86,7 +84,6 @@ class Request:
     Attributes:
         stage: "step" or "prefill".
         methods, backends, cases: each method is timed on each backend and each case.
-        repeat: number of timed turns. Each variant runs once per turn.
         budget: time budget in seconds.
         kv_bits: bits per element of quantized KV caches. In addition to the plain cache, MLX times each method with a
             cache of each size in ``kv_bits``.
@@ -132,12 +129,9 @@ class Row:
     """The result of one variant on one case.
 
     Attributes:
-        case: the benchmark case.
         method: the ``--attn`` text of the method. A note on the whole case has "", and a failed baseline has "dense".
-        backend: name of the backend.
         details: additional fields, such as the number of bytes that the method moves.
         spreads: dict from the name of a time, speed or ratio to its spread; the value is None before the measurement.
-        turns: number of timed turns.
         note: a remark, or the reason why there are no times.
         failed: True if the result is wrong or this package raised an error.
     """

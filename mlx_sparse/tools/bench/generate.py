@@ -17,7 +17,7 @@ from datetime import date
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...checks import ConfigError, check_int, read_length
 from ...files import cache_directory
@@ -27,6 +27,10 @@ from ..assets.models import add_model_options, check_model, find_model
 from ..environment import machine
 from ..evaluate import texts
 from .core import Row, Spread, Variant, collect, prepare_and_check, take_turns
+
+if TYPE_CHECKING:
+    from mlx import nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
 ONNX = "mlx_sparse.onnx_export.bench_generate"  # imported by name, because mlx_sparse does not require onnx
 RUNTIMES = ("mlx", "onnx")
@@ -164,7 +168,7 @@ def variants_of(
 class Answer(Generation):
     """An answer of an mlx-lm model with one method, which each turn prefills and decodes anew."""
 
-    def __init__(self, prompt: list[int], method: str, model: Any, tokenizer: Any, tokens: int) -> None:
+    def __init__(self, prompt: list[int], method: str, model: nn.Module, tokenizer: Tokenizer, tokens: int) -> None:
         super().__init__(Context(len(prompt)), method, "mlx", peak_memory=0.0)
         self._prompt, self._model, self._tokenizer, self._most = prompt, model, tokenizer, tokens
 

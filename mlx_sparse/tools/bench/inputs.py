@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +86,6 @@ class Problem:
     """Inputs for a decode step, and the keys that the step must attend to. All numbers are rounded to ``dtype``.
 
     Attributes:
-        dtype: name of the data type.
         queries: float32 ``(1, Hq, 1, D)``.
         keys, values: float32 ``(1, Hkv, S, D)``.
         selected: indices of the attended keys for each KV head; None for all keys.
@@ -210,9 +210,9 @@ class Index:
         return case.rows * saap_elements(case.shape.D, attended) * case.item + case.B * network
 
 
-def buckets_of(config: Method) -> int:
+def buckets_of(config: Any) -> int:
     """Return the number of buckets in SAAP's index. In online mode, ``config`` sets the number instead of `BUCKETS`."""
-    return config.fitted_buckets if isinstance(config, SAAP) and config.mode == "online" else BUCKETS
+    return config.fitted_buckets if config.mode == "online" else BUCKETS
 
 
 def check_request(request: Request, backends: tuple[str, ...], shared_only: bool = True) -> None:
@@ -307,8 +307,8 @@ class Prompt:
         select = getattr(oracle, f"{config.name}_select")
         for h in range(self.case.shape.Hkv):
             queries = self.queries[:, h * G : (h + 1) * G, start:stop].astype(np.float64)
-            found = select(queries, self.keys[:, h : h + 1, :stop].astype(np.float64), **settings)
-            listed = getattr(found, "blocks", found)[0]
+            keys = self.keys[:, h : h + 1, :stop].astype(np.float64)
+            listed = select(queries, keys, **settings, scale=keys.shape[3] ** -0.5)[0]
             mask = np.zeros((*listed.shape[:2], layout.key_blocks + 1), bool)
             np.put_along_axis(mask, np.where(listed < 0, layout.key_blocks, listed), True, axis=2)
             yield mask[..., :-1], layout

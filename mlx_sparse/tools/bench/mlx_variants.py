@@ -204,7 +204,7 @@ class MlxVariant(Variant):
         backend: str = "",
         *,
         name: str = "",
-        implementation: Any = None,
+        implementation: Attend | None = None,
     ) -> None:
         super().__init__(case, str(config or "dense"), backend, dense=name or None)
         self.role = "sparse" if config else "read" if implementation is read else "dense"

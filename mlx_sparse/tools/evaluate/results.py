@@ -78,7 +78,6 @@ class Row:
     If there is only one example, the standard errors are NaN.
 
     Attributes:
-        task: name of the task.
         method: the method as the user wrote it.
         attn: the method with all automatic settings resolved.
         budget: largest share of dense attention's elements that the method may move, such as "1/8"; None if no setting

@@ -183,8 +183,8 @@ class _Evaluation:
                 if plan.prefill:
                     recall = plan.task == RECALL
                     subjects = (Prompt(self.model, self.tokenizer, one, step, recall=recall) for one in examples)
-                about: dict[str, Any] = {"context": plan.context, "D": self.D, "prefill": plan.prefill}
-                yield from run(plan.task, subjects, plan.variants, progress, journal, **about)
+                given = plan.task, subjects, plan.variants, progress, journal
+                yield from run(*given, context=plan.context, D=self.D, prefill=plan.prefill)
 
     def plans(self) -> list[_Plan]:
         """Generate the examples for all tasks before any task runs, so that unsuitable texts raise an error early."""
@@ -210,7 +210,6 @@ class _Evaluation:
             yield Steps(self.model, self.tokenizer, batch, self.args.prefill_step_size, observed=observed)
 
     def facts(self) -> Facts:
-        """Return facts about the inputs and the machine of the run."""
         args = self.args
         read = list(zip(self.texts, self.lengths, strict=True))
         options = {"seed": args.seed, "prefill_step_size": args.prefill_step_size, "batch": args.batch}

@@ -246,12 +246,11 @@ def run(
                         journal.add(name, trial)
             trials += [journal.results[name] for name in names]
             progress.update(len(names))
-    about: dict[str, Any] = {"task": task, "context": context, "prefill": prefill}
     rows = []
     for variant, trials in found.items():
         formula = None if prefill else variant.formula(context, D)
         own = {"method": str(variant), "budget": variant.budget, "formula": formula}
-        rows.append(row_of(trials, found[DENSE], depths, **about, **own))
+        rows.append(row_of(trials, found[DENSE], depths, task=task, context=context, prefill=prefill, **own))
     return rows
 
 
@@ -263,7 +262,7 @@ def observed_by(variants: Sequence[Variant]) -> str | None:
 
 def prefill(model: nn.Module, tokens: mx.array, step: int) -> list[Any]:
     """Process ``tokens (examples, length)`` in chunks of ``step`` tokens, and return the filled KV caches."""
-    cache: list[Any] = new_caches(model)
+    cache = new_caches(model)
     for start in range(0, tokens.shape[1], step):
         model(tokens[:, start : start + step], cache=cache)
         mx.eval([entry.state for entry in cache])
@@ -272,7 +271,7 @@ def prefill(model: nn.Module, tokens: mx.array, step: int) -> list[Any]:
 
 def passage_logits(model: nn.Module, passage: Passage, step: int) -> tuple[mx.array, float]:
     """Return float32 logits ``(scored, vocabulary)`` at the scored positions, and the prefill time in seconds."""
-    cache: list[Any] = new_caches(model)
+    cache = new_caches(model)
     rows = []
     began = time.perf_counter()
     for start in range(0, len(passage.tokens), step):

@@ -59,7 +59,6 @@ class Collection:
     The arrays contain all keys and the sampled queries of each text, before and after RoPE.
 
     Attributes:
-        folder: the folder that contains the files.
         layer_shapes: dict from the index of each collected layer to its shape.
         windows: number of texts.
         length: number of tokens in each text.

@@ -31,7 +31,6 @@ class HeadReport:
     """Training and held-out statistics of one KV head.
 
     Attributes:
-        layer, head: index of the layer and of its KV head.
         rows: number of training rows. Each row is a long-range query. If there are fewer than `MIN_ROWS` rows, the head
             keeps the k-means router.
         long_range: share of the held-out queries that are long-range.
@@ -103,7 +102,6 @@ class Recipe:
     Attributes:
         buckets: number of k-means clusters per KV head.
         distances: minimum distances in tokens at which keys are far and queries are long-range.
-        training: hyperparameters of the query networks.
         max_rows: largest number of training rows per head. The targets take ``2 * max_rows * buckets`` bytes per head.
         seed: seed of k-means and of the sampled rows.
     """
@@ -166,8 +164,8 @@ def bucket_ids(keys: Array, centroids: Array) -> Array:
 
 def head_rows(texts: Texts, ids: Array, head: int, recipe: Recipe) -> Rows:
     """Return the long-range queries of one KV head and their targets, for training or for the report."""
-    options: dict[str, Any] = {"buckets": recipe.buckets, "distances": recipe.distances, "seed": recipe.seed}
-    return long_range_rows(texts, ids, head, max_rows=recipe.max_rows, **options)
+    buckets, distances, most = recipe.buckets, recipe.distances, recipe.max_rows
+    return long_range_rows(texts, ids, head, buckets=buckets, distances=distances, max_rows=most, seed=recipe.seed)
 
 
 def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], recipe: Recipe) -> list[HeadReport]:
@@ -233,11 +231,11 @@ def index(texts: Texts, ids: Array, head: int, *, buckets: int, distances: Dista
         queries = texts.group(texts.rope_queries, window, head)
         rows, at = queries.reshape(-1, queries.shape[-1]), np.tile(positions, G)
         own = texts.rope_keys[window, head]
-        options: dict[str, Any] = {"buckets": buckets, "distances": distances, "scale": texts.scale}
-        found = bucket_mass(rows, own, ids[window, head], at, **options)
+        ids_here = ids[window, head]
+        found = bucket_mass(rows, own, ids_here, at, buckets=buckets, distances=distances, scale=texts.scale)
         mass.append(found.reshape(G, len(positions), buckets).swapaxes(0, 1))
         distance.append(best_distance(rows, own, at, distances=distances).reshape(G, len(positions)).T)
-        keys.append(keys_per_bucket(ids[window, head], positions, buckets, distances))
+        keys.append(keys_per_bucket(ids_here, positions, buckets, distances))
     return Indexed(np.concatenate(mass), np.concatenate(keys), np.concatenate(distance))
 
 

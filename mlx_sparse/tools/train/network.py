@@ -144,8 +144,6 @@ class Training:
     """Hyperparameters of the query networks.
 
     Attributes:
-        hidden: number of hidden units.
-        steps: number of Adam steps.
         batch: number of rows per step and head.
         rate: learning rate of the first step.
         seed: seed of the initial networks and of the batches.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -53,7 +52,6 @@ class Texts:
         pre_rope_keys, rope_keys: keys ``(W, Hkv, S, D)`` before and after RoPE.
         pre_rope_queries, rope_queries: sampled queries ``(W, Hq, n, D)`` before and after RoPE.
         positions: ascending positions ``(W, n)`` of the sampled queries in their texts.
-        scale: scale of the attention scores.
     """
 
     pre_rope_keys: Array
@@ -65,7 +63,6 @@ class Texts:
 
     @property
     def heads(self) -> int:
-        """Number of KV heads."""
         return int(self.pre_rope_keys.shape[1])
 
     def thinned(self, max_rows: int) -> Texts:
@@ -208,8 +205,8 @@ def long_range_rows(
             rows = np.sort(np.random.default_rng([seed, window]).choice(rows, share, replace=False))
         if not len(rows):
             continue
-        options: dict[str, Any] = {"buckets": buckets, "distances": distances, "scale": texts.scale}
-        mass = bucket_mass(after[rows], keys, ids[window, head], positions[rows], **options)
+        own = after[rows], keys, ids[window, head], positions[rows]
+        mass = bucket_mass(*own, buckets=buckets, distances=distances, scale=texts.scale)
         far = mass.sum(axis=1)
         queries.append(before[rows][far > 0])
         targets.append((mass[far > 0] / far[far > 0, None]).astype(np.float16))

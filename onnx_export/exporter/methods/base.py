@@ -26,11 +26,9 @@ class Step:
     """Inputs of one decode step of a layer in MLX.
 
     Attributes:
-        layer: layer number.
         query: query of the new token, ``(B, Hq, 1, D)``.
         keys, values: keys and values of all tokens, the new token included, ``(B, Hkv, S, D)``.
         before: pre-RoPE ``query`` and ``keys``.
-        scale: factor by which the logits are multiplied.
     """
 
     layer: int

@@ -226,7 +226,7 @@ def _layer_by_layer(model: nn.Module) -> AbstractContextManager[None]:
     layer = type(model.layers[0])
     original = layer.__call__
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+    def call(self: nn.Module, *args: object, **kwargs: object) -> mx.array:
         out: mx.array = original(self, *args, **kwargs)
         mx.eval(out)
         mx.clear_cache()
@@ -241,7 +241,7 @@ class _RecordedRope:
     def __init__(self, inner: nn.Module, layer: int, seen: deque[tuple[int, mx.array]]) -> None:
         self._inner, self._layer, self._seen = inner, layer, seen
 
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: mx.array, *args: object, **kwargs: object) -> object:
         self._seen.append((self._layer, x))
         return self._inner(x, *args, **kwargs)
 
@@ -257,7 +257,7 @@ def _sparse(model: nn.Module, short: Target) -> AbstractContextManager[None]:
     prompts, decode = short.prompts, short.decode
 
     def attention(original: Attention) -> Attention:
-        def attend(queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, **others: Any) -> mx.array:
+        def attend(queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, **others: object) -> mx.array:
             (layer, query), (_, new) = seen
             L = queries.shape[2]
             if L > 1:

@@ -11,7 +11,7 @@ from msl import Metal, Report
 
 from mlx_sparse.core.attend import metal_merge as merge
 from mlx_sparse.core.attend import metal_rows as attend_rows
-from mlx_sparse.core.attend.oracle import dense_with_lse
+from mlx_sparse.core.attend.oracle import dense_attention, dense_lse
 from mlx_sparse.core.blocks import metal as blocks
 
 # one verification step
@@ -21,7 +21,8 @@ def check(case: Case, L: int) -> None:
     """Compare with the oracle, with NaN and inf in unused rows and in padding."""
     q, k, v = case.inputs(L=L)
     scale, padding = case.D**-0.5, case.padding
-    expected, expected_lse = dense_with_lse(q, k, v, scale=scale, left_padding=padding)
+    expected = dense_attention(q, k, v, scale=scale, left_padding=padding)
+    expected_lse = dense_lse(q, k, scale=scale, left_padding=padding)
     keys, values = (whole(rows, case.S + 3, case.dtype) for rows in (k, v))
     for b, first in enumerate(padding or ()):
         keys[b, :, :first], values[b, :, :first] = mx.nan, mx.inf

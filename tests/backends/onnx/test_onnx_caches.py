@@ -6,7 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import reference
 from cases import Array, Case
+from mlx_sparse.methods.sparq.oracle_codes import deviation
 from onnx_operators import (
     CACHES,
     LANES,
@@ -21,10 +23,6 @@ from onnx_operators import (
     padding,
     parameters,
 )
-
-from mlx_sparse import oracle
-from mlx_sparse.core.select.oracle import valid_keys
-from mlx_sparse.methods.sparq.oracle import deviation
 
 Caches = dict[str, Array]
 
@@ -70,7 +68,9 @@ def test_longest_row_decides_if_a_step_is_sparse(runtime: str, dense_below: int)
     for b, S in enumerate(past + 1):
         row = slice(b, b + 1)
         given = q[row], k[row, :, :S], v[row, :, :S]
-        expected = oracle.dense_attention(*given) if dense_below > 100 else oracle.sparq_attention(*given, **params)
+        expected = (
+            reference.dense_attention(*given) if dense_below > 100 else reference.sparq_attention(*given, **params)
+        )
         np.testing.assert_allclose(got[row], expected, rtol=0, atol=1e-5)
 
 
@@ -102,6 +102,6 @@ def test_deviation_is_accurate_for_components_far_from_zero(runtime: str) -> Non
     attend = Operator(runtime, "SparQAttention", "f32", **CACHES, **attributes(params))
     got = feed(attend, case, (q, k, v), empty_caches(case, case.S), *range(500, 4000, 500), 3999, 4000)
     spread = np.sqrt(got["present_sums"][:, :, 2] / (case.S - padding(case))[:, None, None])
-    np.testing.assert_allclose(spread, deviation(k, valid_keys(case.B, case.S, padding(case))), rtol=1e-3)
-    expected = oracle.sparq_attention(q, k, v, left_padding=case.padding, **params)
+    np.testing.assert_allclose(spread, deviation(k, padding(case)), rtol=1e-3)
+    expected = reference.sparq_attention(q, k, v, left_padding=case.padding, **params)
     np.testing.assert_allclose(got["output"], expected, rtol=0, atol=1e-2)  # logits of thousands

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import reference
 from adapters import ADAPTERS
 from cases import CASES, Array, Case, assert_same_selection
 from expected import assert_conforms, expected
@@ -71,7 +72,7 @@ def test_every_instruction_set_runs_sparq_as_the_oracle(name: str, case: Case, s
 @pytest.mark.parametrize("name", SETS)
 def test_every_instruction_set_runs_int4_sparq_as_the_oracle(name: str, case: Case, limit: Any) -> None:
     limit(name)
-    wanted = oracle.code_keys(case.inputs()[1], left_padding=case.padding)
+    wanted = oracle.sparq.code_keys(case.inputs()[1], left_padding=case.padding)
     for found, array in zip(ADAPTERS["ort"].code_keys(case), wanted, strict=True):
         np.testing.assert_array_equal(found, array)
     params = {**parameters(case, "eval"), "key_bits": 4}
@@ -128,7 +129,7 @@ def test_odd_sizes_are_attended_exactly(name: str, group: int, D: int, limit: An
     np.testing.assert_allclose(got, windowed_attention(q, k, v, padding(case), 70, 0.2), rtol=0, atol=1e-5)
     params = {**parameters(case, "eval"), "rank": max(1, D // 2)}
     got = Operator("native", "SparQ", "f32", **attributes(params))(**step(case, q[:, :, -1:], k, v))["output"]
-    expected = oracle.sparq_attention(q[:, :, -1:], k, v, left_padding=case.padding, **params)
+    expected = reference.sparq_attention(q[:, :, -1:], k, v, left_padding=case.padding, **params)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
@@ -153,7 +154,7 @@ def test_any_number_of_threads_gives_the_same_answer(workers: int, setting: str,
         dense.append(attend(**new, **past)["output"])
     assert_is_sparq(sparse[0], case, params, q, k, v)
     assert_is_sparq(coded[0], case, {**params, "key_bits": 4}, q, k, v)
-    np.testing.assert_allclose(dense[0], oracle.dense_attention(q, k, v, left_padding=case.padding), atol=1e-5)
+    np.testing.assert_allclose(dense[0], reference.dense_attention(q, k, v, left_padding=case.padding), atol=1e-5)
     for outputs in (sparse, coded, dense):
         np.testing.assert_array_equal(outputs[0], outputs[1])
         np.testing.assert_array_equal(outputs[0], outputs[2])

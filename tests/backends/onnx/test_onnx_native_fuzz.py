@@ -17,6 +17,7 @@ from typing import Any
 import ninja
 import numpy as np
 import pytest
+import reference
 from cases import PRECISION, Array, Case, assert_same_selection, ulp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -187,11 +188,11 @@ def test_sparq_selects_and_attends_as_the_oracle(case: Draw) -> None:
         assert (np.diff(filled) > 0).all()
         assert ((filled >= first[0]) & (filled < case.length[b])).all()
         sound = ~case.poisoned[b]
-        choice = oracle.sparq_select(q, k, left_padding=first, **oracle_settings(case))
+        choice = reference.sparq_select(q, k, left_padding=first, **oracle_settings(case))
         if sound.any() and count and case.top_k < case.length[b] - first[0]:
             chosen = np.where(choice.indices >= 0, choice.indices, -1)[0][sound][:, :count]
             assert_same_selection(filled[None, sound], chosen[None], choice.scores[:, sound])
-        expected, _ = oracle.attend_indices(q, k, v, indices[None], scale=case.scale)
+        expected, _ = oracle.attend.attend_indices(q, k, v, indices[None], scale=case.scale)
         case.close(got["output"], expected, b)
 
 
@@ -282,11 +283,11 @@ def test_int4_scoring_keys_equal_the_oracle(case: Draw) -> None:
         assert (chosen["indices"][b][:, count:] == -1).all()
         assert (np.diff(filled) > 0).all()
         if sound[b].any() and count and case.top_k < case.length[b] - first[0]:
-            choice = oracle.sparq_select(q, k, left_padding=first, key_bits=4, **oracle_settings(case))
+            choice = reference.sparq_select(q, k, left_padding=first, key_bits=4, **oracle_settings(case))
             assert_same_selection(
                 filled[None, sound[b]], choice.indices[:, sound[b], :count], choice.scores[:, sound[b]]
             )
-        expected, _ = oracle.attend_indices(q, k, v, chosen["indices"][b : b + 1], scale=case.scale)
+        expected, _ = oracle.attend.attend_indices(q, k, v, chosen["indices"][b : b + 1], scale=case.scale)
         case.close(chosen["output"], expected, b)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 from cases import Case
 from onnx_operators import (
     Operator,
@@ -45,7 +46,7 @@ def test_rows_of_different_length(runtime: str) -> None:
             "visited": visited[row],
             "left_padding": [padding(case.step)[b]],
         }
-        expected = oracle.saap_attention(q[row], k[row, :, :S], v[row, :, :S], **chosen, **case.window)
+        expected = reference.saap_attention(q[row], k[row, :, :S], v[row, :, :S], **chosen, **case.window)
         np.testing.assert_allclose(got[row], expected, rtol=0, atol=1e-5)
 
 
@@ -72,7 +73,7 @@ def test_a_row_without_a_valid_key_gives_zeros(runtime: str) -> None:
 @by_runtime
 def test_a_window_longer_than_any_text_is_dense_attention(runtime: str, name: str) -> None:
     q, k, v = SMALL.inputs()
-    expected = oracle.dense_attention(q, k, v, left_padding=SMALL.step.padding)
+    expected = reference.dense_attention(q, k, v, left_padding=SMALL.step.padding)
     got = attention(runtime, SMALL, **{name: 2**63 - 1})(**saap_step(SMALL))["output"]
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 from cases import Array, Case
 from onnx_operators import (
     LANES,
@@ -18,8 +19,6 @@ from onnx_operators import (
     parameters,
 )
 from sample_cases import SampleCase
-
-from mlx_sparse import oracle
 
 # Decode steps are always dense, which does not affect prefill.
 SPARQ = {**attributes(parameters(Case(2, 6, 2, 400, 64, "f32"), "robust")), "lanes": LANES, "dense_below": 1 << 20}
@@ -101,8 +100,8 @@ def test_a_chunk_is_dense_if_it_cannot_be_sampled(
     for b, start in enumerate(past):
         row, S = slice(b, b + 1), start + 200
         given = q[row], k[row, :, :S], v[row, :, :S]
-        expected = oracle.dense_attention(*given, left_padding=padding[row])
-        sampled = oracle.sample_attention(*given, **case.parameters)
+        expected = reference.dense_attention(*given, left_padding=padding[row])
+        sampled = reference.sample_attention(*given, **case.parameters)
         assert np.abs(expected - sampled).max() > 1e-2
         np.testing.assert_allclose(got[row], sampled if is_sampled else expected, rtol=0, atol=2e-5)
 

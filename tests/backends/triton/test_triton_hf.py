@@ -346,8 +346,10 @@ def test_threshold_comes_from_the_user_or_the_model(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("G", "score"), [(1, "query"), (2, "query_key")])
 def test_component_score_depends_on_the_shapes_of_queries_and_keys(G: int, score: str) -> None:
     cache = sparq_cache("llama", "sparq:rank=16")
-    query, key = torch.ones(1, 2 * G, 1, 64), torch.ones(1, 2, 9, 64)
-    attention._shortest_context(cache, torch.nn.Module(), query, key)  # gpt_bigcode has no num_key_value_groups
+    with torch.no_grad():
+        rows = cache.update(*states(1, 2, 9, D=64), 0)
+        module = torch.nn.Module()  # gpt_bigcode has no num_key_value_groups
+        attention.attention(module, torch.ones(1, 2 * G, 1, 64, device=DEVICE), *rows, None)
     assert cache.attn.component_score == score
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import torch
 from cases import Array, Case
 from mlx_sparse.cuda_ref import torch_functions
 from mlx_sparse.cuda_ref.launchers import attend, blocks, configs, saap, sample, select, sparq
 from torch_arrays import DEVICE, component_major, padding, to_numpy, to_torch
 
-from mlx_sparse import BackendUnavailable, ConfigError, ShapeError, cuda_ref, oracle
+from mlx_sparse import BackendUnavailable, ConfigError, ShapeError, cuda_ref
 from mlx_sparse.methods.sparq.config import Selection
 
 pytestmark = pytest.mark.usefixtures("checked_memory")
@@ -41,7 +42,7 @@ def test_softmax_statistics_cover_all_blocks(monkeypatch: pytest.MonkeyPatch) ->
 def test_weights_are_not_rounded_to_half_precision() -> None:
     case = Case(2, 8, 2, 127, 64, "f16")
     q, k, v = case.inputs()
-    expected = oracle.dense_attention(q, k, v)
+    expected = reference.dense_attention(q, k, v)
     error = np.abs(to_numpy(cuda_ref.dense_attention(*tensors(case, q, k, v))) - expected)
     # Rounding of the result, plus the underflow of each weight relative to a largest weight of 1.
     allowed = np.spacing(np.abs(expected).astype(np.float16)) / 2 + case.S * 2.0**-25 * np.abs(v).max()

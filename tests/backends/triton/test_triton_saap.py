@@ -88,7 +88,7 @@ def test_rows_of_any_length_are_split(monkeypatch: pytest.MonkeyPatch, processor
     rng = np.random.default_rng(0)
     order = rng.permuted(np.broadcast_to(np.arange(700, dtype=np.int32), (3, 2, 700)), axis=2)
     used = np.arange(700) < counts[..., None]
-    expected, expected_lse = oracle.attend_indices(q, k, v, np.where(used, order, -1), scale=0.1)
+    expected, expected_lse = oracle.attend.attend_indices(q, k, v, np.where(used, order, -1), scale=0.1)
     given = [cached(to_torch(array, "f32")) if n else to_torch(array, "f32") for n, array in enumerate((q, k, v))]
     behind = integers(np.where(used, order, 3))  # a valid key that must not be attended
     out, lse = attend.attend_indices(*given, behind, 0.1, integers(counts))

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import reference
 from adapters import ADAPTERS
 from cases import CASES, Case, assert_as_good_as_plain, plain_attention
 from expected import expected
@@ -44,7 +45,7 @@ def test_a_decode_baseline_equals_the_oracle(case: Case, method: str) -> None:
     wanted, stats = getattr(oracle, f"{method}_attention")(*arrays, **given)
     out, got = getattr(mlx_sparse, f"{method}_attention")(*(to_mlx(a, case.dtype) for a in arrays), **given)
     plain = plain_attention(*arrays, expected(case, "", "dense").choice, case.D**-0.5, case.dtype)
-    dense = oracle.dense_attention(*arrays, left_padding=case.padding)
+    dense = reference.dense_attention(*arrays, left_padding=case.padding)
     assert_as_good_as_plain(to_numpy(out), wanted, wanted + (plain - dense), case.dtype)
     assert (got.elements, got.density) == (stats.elements, stats.density)
     np.testing.assert_allclose(np.array(got.recall), stats.recall, rtol=1e-4, atol=1e-6)
@@ -60,7 +61,7 @@ def test_h2o_evicts_what_the_oracle_evicts(case: Case) -> None:
     valid = np.isfinite(received)
     assert (np.isfinite(scores) == valid).all()
     np.testing.assert_allclose(scores[valid], received[valid], rtol=0, atol=1e-5)
-    wanted, kept = oracle.h2o_attention(q[:, :, -1:], k, v, scores=received, top_k=24, **padding)
+    wanted, _, kept = reference.run("h2o", q[:, :, -1:], k, v, scores=received, top_k=24, **padding)
     out, updated = mlx_sparse.h2o_attention(mq[:, :, -1:], mk, mv, scores=mx.array(received), top_k=24, **padding)
     left = np.isfinite(kept)
     assert (np.isfinite(np.array(updated)) == left).all()
@@ -76,7 +77,7 @@ def test_several_queries_are_attended_densely_and_causally(method: str, L: int) 
     case = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
     arrays = case.inputs(L=L)
     out = getattr(mlx_sparse, f"{method}_attention")(*map(mx.array, arrays), left_padding=case.padding)
-    np.testing.assert_allclose(out, oracle.dense_attention(*arrays, left_padding=case.padding), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(out, reference.dense_attention(*arrays, left_padding=case.padding), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("poison", [1e3, np.inf, np.nan])
@@ -84,7 +85,7 @@ def test_several_queries_are_attended_densely_and_causally(method: str, L: int) 
 def test_padded_rows_never_reach_the_output(method: str, poison: float) -> None:
     case = Case(*PADDED, padding=(290, 7))
     q, k, v = case.inputs()
-    clean = getattr(oracle, f"{method}_attention")(q, k, v, left_padding=case.padding)
+    clean = getattr(reference, f"{method}_attention")(q, k, v, left_padding=case.padding)
     for row, first in enumerate(case.padding or ()):
         k[row, :, :first] = v[row, :, :first] = poison
     out = getattr(mlx_sparse, f"{method}_attention")(*map(mx.array, (q, k, v)), left_padding=case.padding)
@@ -126,9 +127,9 @@ def test_a_prefill_baseline_attends_the_blocks_of_the_oracle(case: SampleCase, m
 def test_baselines_that_read_every_key_attend_non_finite_keys(method: str, edit: str) -> None:
     case = NonFinite(*SIZES["G4"][:5], "f32", SIZES["G4"][6], edit=edit)
     given = {"top_k": 32, "left_padding": case.padding}
-    wanted = getattr(oracle, f"{method}_attention")(*case.inputs(), **given)
+    wanted = getattr(reference, f"{method}_attention")(*case.inputs(), **given)
     assert_same_with_nan(np.array(OPS.public(f"{method}_attention", case, **given)), wanted)
-    dense = oracle.dense_attention(*case.inputs(), left_padding=case.padding)
+    dense = reference.dense_attention(*case.inputs(), left_padding=case.padding)
     np.testing.assert_array_equal(np.isnan(wanted), np.isnan(dense))
 
 
@@ -139,7 +140,7 @@ def test_h2o_keeps_keys_with_non_finite_attention_and_the_best_others(edit: str)
     received = oracle.h2o_scores(q, k)
     assert_same_with_nan(np.array(mlx_sparse.h2o_scores(mx.array(q), mx.array(k))), received)
     assert np.isfinite(np.delete(received, 40)).all()
-    wanted, scores = oracle.h2o_attention(q[:, :, -1:], k, v, scores=received, top_k=16)
+    wanted, _, scores = reference.run("h2o", q[:, :, -1:], k, v, scores=received, top_k=16)
     out, updated = mlx_sparse.h2o_attention(*map(mx.array, (q[:, :, -1:], k, v)), scores=mx.array(received), top_k=16)
     assert_same_with_nan(np.array(out), wanted)
     assert_same_with_nan(np.array(updated), scores)
@@ -149,9 +150,9 @@ def test_h2o_keeps_keys_with_non_finite_attention_and_the_best_others(edit: str)
 def test_block_budgets_are_exceeded_if_the_sample_has_no_softmax(number: float) -> None:
     case = NonFiniteChunk(1, 4, 2, 250, 400, 64, "f32", number=number)
     budgets = {"vertical_tokens": 64, "slash_tokens": 64, "block_size": 32}
-    wanted = oracle.minference_attention(*case.inputs(), **budgets)
+    wanted = reference.minference_attention(*case.inputs(), **budgets)
     assert_same_with_nan(np.array(OPS.public("minference_attention", case, **budgets)), wanted)
-    np.testing.assert_array_equal(np.isnan(wanted), np.isnan(oracle.dense_attention(*case.inputs())))
+    np.testing.assert_array_equal(np.isnan(wanted), np.isnan(reference.dense_attention(*case.inputs())))
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])

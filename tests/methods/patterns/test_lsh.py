@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import reference
 from cases import Array
 from lm_prompts import causal_pairs, generated, record_prefill_calls
 from mlx_arrays import to_mlx, to_numpy
@@ -76,7 +77,7 @@ def test_hash_sparse_attends_itself_and_the_keys_with_its_hash_up_to_it() -> Non
     L, S, buckets = 24, 40, 6
     rng = np.random.default_rng(1)
     q, k = rng.normal(size=(1, 1, L, S)), rng.normal(size=(1, 1, S, S))
-    mask = oracle.hash_sparse_attention(q, k, np.eye(S)[None, None], buckets=buckets)[0, 0] > 0
+    mask = reference.hash_sparse_attention(q, k, np.eye(S)[None, None], buckets=buckets)[0, 0] > 0
 
     def code(vector: Array) -> int:
         ends = [sign * float(vector @ direction) for sign in (1, -1) for direction in signs(S, buckets // 2).T]
@@ -95,7 +96,7 @@ def test_hyperattention_attends_a_bucket_and_weighs_its_sample() -> None:
     rng = np.random.default_rng(2)
     k = rng.normal(size=(1, 1, S, S))
     q = rng.normal(size=(1, 1, L, S))
-    out = oracle.hyperattention_attention(q, k, np.eye(S)[None, None], **HYPER, scale=0.0)[0, 0]
+    out = reference.hyperattention_attention(q, k, np.eye(S)[None, None], **HYPER, scale=0.0)[0, 0]
     M = S - L
     draws = sampled(0, M, HYPER["sampled_keys"])
     buckets = -(-M // HYPER["bucket_size"])
@@ -127,8 +128,8 @@ def order_of(vectors: Array) -> list[int]:
 
 def test_a_prompt_within_exact_rows_is_dense_and_longer_ones_are_halved() -> None:
     arrays = Prompt(1, 2, 1, 32, 32, 16).inputs()
-    dense = oracle.dense_attention(*arrays)
-    np.testing.assert_allclose(oracle.hyperattention_attention(*arrays, **HYPER), dense)
+    dense = reference.dense_attention(*arrays)
+    np.testing.assert_allclose(reference.hyperattention_attention(*arrays, **HYPER), dense)
     cut = list(pieces(70, 100, 32))
     assert [(start, stop) for start, stop, _ in cut] == [(30, 47), (47, 65), (65, 82), (82, 100)]
     assert [(span.first, span.last) for span in cut[3][2]] == [(0, 30), (30, 65), (65, 82)]
@@ -149,7 +150,7 @@ def test_a_nan_key_is_attended_by_later_queries(method: str) -> None:
     k[0, 0, 100, 3] = np.nan
     run = registry.load(method, "ops")
     out = np.array(run(*map(mx.array, (q, k, v)), **SETTINGS[method], scale=0.25)[0])
-    expected = getattr(oracle, f"{method}_attention")(q, k, v, **SETTINGS[method])
+    expected = getattr(reference, f"{method}_attention")(q, k, v, **SETTINGS[method])
     for found in (out, expected):
         assert not np.isnan(found[:, :, :10]).any()
         assert np.isnan(found[:, :, 10:]).all()

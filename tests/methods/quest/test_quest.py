@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import reference
 from adapters import ADAPTERS, Result
 from cases import CASES, QUEST, Array, Case, covering
 from expected import Expected, assert_conforms, attended
@@ -106,7 +107,7 @@ def test_pages_with_non_finite_keys_come_first_and_padding_does_not_count(
         np.testing.assert_array_equal(found.choice, expected.choice)
     np.testing.assert_array_equal(np.isnan(found.out), np.isnan(expected.out))
     np.testing.assert_allclose(found.out, expected.out, rtol=0, atol=2e-5)
-    dense = oracle.dense_attention(*case.inputs(), left_padding=case.padding)
+    dense = reference.dense_attention(*case.inputs(), left_padding=case.padding)
     np.testing.assert_array_equal(np.isnan(expected.out), np.isnan(dense))
 
 
@@ -190,7 +191,7 @@ def test_a_model_attends_at_every_step_as_the_oracle(family: str, monkeypatch: p
     def checked(cache: Any, queries: mx.array, step: Any, scale: float) -> tuple[mx.array, mx.array]:
         out, lse = attending(cache, queries, step, scale)
         rows = [np.array(array.astype(mx.float32)) for array in (queries, *cache.rows("ops")[:2])]
-        expected = oracle.quest_attention(*rows, page_size=4, top_k=16, scale=scale)
+        expected = reference.quest_attention(*rows, page_size=4, top_k=16, scale=scale)
         np.testing.assert_allclose(np.array(out.astype(mx.float32)), expected, rtol=0, atol=1e-4)
         steps.append(cache.length)
         return out, lse
@@ -223,10 +224,10 @@ def test_left_padding_does_not_change_the_output() -> None:
     """Test that pages begin at the first valid key, so that other requests of a batch do not move pages."""
     q, k, v = Case(1, 4, 2, 203, 64, "f32").inputs()
     how: dict[str, Any] = {"page_size": 8, "top_k": 32}
-    alone = oracle.quest_attention(q, k, v, **how)
+    alone = reference.quest_attention(q, k, v, **how)
     found = np.array(mlx_sparse.quest_attention(*map(mx.array, (q, k, v)), **how))
     for padding in (1, 3, 8, 29):
         shifted = [np.concatenate([np.full((1, 2, padding, 64), np.nan, np.float32), rows], axis=2) for rows in (k, v)]
-        np.testing.assert_allclose(oracle.quest_attention(q, *shifted, **how, left_padding=[padding]), alone)
+        np.testing.assert_allclose(reference.quest_attention(q, *shifted, **how, left_padding=[padding]), alone)
         padded = mlx_sparse.quest_attention(*map(mx.array, (q, *shifted)), **how, left_padding=mx.array([padding]))
         np.testing.assert_array_equal(np.array(padded), found)

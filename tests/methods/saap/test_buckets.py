@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 from adapters import backends_with
 from cases import Array, Case, covering, round_to
 from saap_cases import SAAP_CASES, SaapCase, assert_attends, assert_same_buckets, assert_same_list, listed, visited
@@ -119,7 +120,7 @@ def test_entries_behind_the_count_are_ignored(backend: Any, case: SaapCase) -> N
 def test_every_bucket_visited_is_dense_attention(backend: Any, filling: str) -> None:
     case = replace(SMALL, filling=filling, probes=SMALL.buckets)
     every = np.broadcast_to(np.arange(case.buckets), (2, 2, case.buckets))
-    dense = oracle.dense_attention(*case.inputs(), left_padding=case.step.padding)
+    dense = reference.dense_attention(*case.inputs(), left_padding=case.step.padding)
     np.testing.assert_allclose(backend.saap(case, every).out, dense, rtol=0, atol=2e-6)
 
 

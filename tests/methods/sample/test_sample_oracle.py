@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 from naive import EPS, Array, dot, softmax
 from sample_cases import SAMPLE_CASES, SampleCase, attended, selection
 
@@ -86,7 +87,7 @@ def test_the_kept_columns_and_bins_hold_the_share_alpha(case: SampleCase) -> Non
     q, k, v = case.inputs()
     chosen, layout = selection(case), case.layout
     nothing = np.zeros_like(chosen.column_kept)
-    _, dense_lse = oracle.attend.dense_with_lse(q, k, v, scale=None, left_padding=None)
+    dense_lse = oracle.attend.dense_lse(q, k, scale=case.scale, left_padding=None)
     for kept, alpha in (
         ((chosen.column_kept, nothing), case.alpha_column),
         ((nothing, chosen.slash_kept), case.alpha_slash),
@@ -133,18 +134,18 @@ def test_the_fewest_largest_scores_that_reach_alpha_are_kept(scores: Row, alpha:
 @by_case
 def test_an_alpha_of_one_is_dense(case: SampleCase, parameter: str) -> None:
     q, k, v = case.inputs()
-    out = oracle.sample_attention(q, k, v, **{**case.parameters, parameter: 1.0})
-    np.testing.assert_array_equal(out, oracle.dense_attention(q, k, v))
+    out = reference.sample_attention(q, k, v, **{**case.parameters, parameter: 1.0})
+    np.testing.assert_array_equal(out, reference.dense_attention(q, k, v))
 
 
 def test_chunked_prefill_equals_one_call_with_as_many_regions() -> None:
     case = SampleCase(1, 4, 2, 256, 320, 64, "f32", 32, chunks=4)
     q, k, v = case.inputs()
-    at_once = oracle.sample_attention(q, k, v, **case.parameters)
+    at_once = reference.sample_attention(q, k, v, **case.parameters)
     for start in range(0, case.L, 64):
         stop = start + 64
         seen = case.S - case.L + stop
-        step = oracle.sample_attention(
+        step = reference.sample_attention(
             q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], **{**case.parameters, "chunks": 1}
         )
         np.testing.assert_allclose(step, at_once[:, :, start:stop], rtol=0, atol=1e3 * EPS)
@@ -153,9 +154,9 @@ def test_chunked_prefill_equals_one_call_with_as_many_regions() -> None:
 def test_query_heads_that_share_keys_select_independently() -> None:
     case = SampleCase(1, 4, 1, 200, 400, 64, "f32", 32)
     q, k, _ = case.inputs()
-    together = oracle.sample_select(q, k, **case.parameters).blocks
+    together = oracle.sample_selection(q, k, **case.parameters).blocks
     for h in range(case.Hq):
-        alone = oracle.sample_select(q[:, h : h + 1], k, **case.parameters).blocks[0, 0]
+        alone = oracle.sample_selection(q[:, h : h + 1], k, **case.parameters).blocks[0, 0]
         assert [r[r >= 0].tolist() for r in together[0, h]] == [r[r >= 0].tolist() for r in alone]
 
 
@@ -224,8 +225,10 @@ def test_bigbird_adds_random_blocks_that_are_the_same_in_every_run() -> None:
 def test_minference_keeps_as_many_lines_as_its_budgets_allow() -> None:
     case = SampleCase(1, 2, 1, 300, 300, 64, "f32", 32)
     q, k, _ = case.inputs()
-    column, slash = oracle.sample_scores(q, k, chunks=1, block_size=32, rows=64)
-    blocks = oracle.prefill.minference_select(q, k, vertical_tokens=64, slash_tokens=33, block_size=32)
+    column, slash = oracle.sample_scores(q, k, chunks=1, block_size=32, scale=q.shape[3] ** -0.5, rows=64)
+    blocks = oracle.prefill.minference_select(
+        q, k, vertical_tokens=64, slash_tokens=33, block_size=32, scale=q.shape[3] ** -0.5
+    )
     for h in range(2):
         columns = set(np.argsort(-column[0, h, 0])[:2].tolist())
         slashes = set(np.argsort(-slash[0, h, 0])[:2].tolist())

@@ -29,7 +29,7 @@ import mlx_sparse
 from mlx_sparse.core.attend import ops as attend
 from mlx_sparse.core.blocks import ops as blocks
 from mlx_sparse.core.blocks.layout import Layout
-from mlx_sparse.lm.statistics import PrefillCounts, PrefillStatistics
+from mlx_sparse.lm.statistics import PrefillStatistics, recall_arrays
 
 
 def test_report_has_density_and_recall_by_layer_and_head(model: Any, prefill_calls: list[PrefillCall]):
@@ -128,10 +128,8 @@ def test_statistics_keep_no_arrays_alive():
         big = mx.random.normal((1 << 20,), key=mx.random.key(step))
         mx.eval(big)
         blocks = mx.where(big.max() > 0, mx.array([[[[0, -1], [0, 1]]]]), -1)
-        counts = PrefillCounts()
-        counts.add(0, blocks, layout)
-        counts.add_recall(0, mx.full((1, 1, 64), 0.5) + 0 * big[:64])
-        statistics += counts.read() or PrefillStatistics()
+        arrays = [(blocks >= 0).sum(axis=(2, 3)), *recall_arrays(mx.full((1, 1, 64), 0.5) + 0 * big[:64])]
+        statistics += PrefillStatistics.read([((0, layout), arrays)])
     assert mx.get_active_memory() - before < 3 * big.nbytes
     assert statistics.density == {0: [1.0]}
     assert statistics.recall == {"mean": 0.5, "low": 0.5, "min": 0.5}

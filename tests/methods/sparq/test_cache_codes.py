@@ -27,7 +27,7 @@ def check_codes(cache: Any, config: SparQ = FEW) -> None:
     padding = None if cache.padding is None else np.array(cache.padding)
     assert side.codes.covered == S
     found = side.codes.read(cache.keys, whole=False)
-    wanted = oracle.code_keys(rows, left_padding=padding)
+    wanted = oracle.sparq.code_keys(rows, left_padding=padding)
     for name, array in zip(KeyCodes._fields, found, strict=True):
         bits = np.array(array.view(mx.uint8) if name == "codes" else array)
         for b, first in enumerate(cache.first_rows()):  # complete groups of a row; other entries are never read
@@ -81,7 +81,7 @@ def test_bytes_per_token_equal_the_specification(dim: int) -> None:
         assert cache.nbytes == plain * heads * length
         config = SparQ(rank=4, top_k=4, reallocate=False, component_score="query", key_bits=bits)
         state = cache.add_state("sparq", SparQState())
-        state.read(cache, config, 1, whole=True)
+        state.bind(cache, config, 1, whole=True)(cache, cache.length)
         assert state.nbytes - more * heads * length == (4 * dim * heads if bits < 16 else 0)  # the center
 
 
@@ -94,7 +94,7 @@ def test_quantizing_keys_of_a_long_prompt_needs_little_memory() -> None:
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    mx.eval(side.read(cache, FEW, 1, whole=True)["keys_t"])
+    mx.eval(side.bind(cache, FEW, 1, whole=True)(cache, cache.length)["keys_t"])
     assert mx.get_peak_memory() - before < side.nbytes + 0.5 * cache.keys.nbytes
 
 
@@ -103,10 +103,10 @@ def test_tokens_within_a_group_leave_quantized_keys_unchanged() -> None:
     rows = mx.random.normal((1, 2, 4096, 64)).astype(mx.float16)
     cache.update_and_fetch(rows, rows)
     side = cache.add_state("sparq", SparQState())
-    before = side.read(cache, FEW, 2, whole=True)
+    before = side.bind(cache, FEW, 2, whole=True)(cache, cache.length)
     for _ in range(GROUP - 1):
         cache.update_and_fetch(rows[:, :, :1], rows[:, :, :1])
-        again = side.read(cache, FEW, 2, whole=True)
+        again = side.bind(cache, FEW, 2, whole=True)(cache, cache.length)
         assert again["keys_t"].codes is before["keys_t"].codes
         assert again["component_weight"] is before["component_weight"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import reference
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.methods import SparQ
 from mlx_sparse.methods.sparq.running_statistics import BLOCK, CHUNK, RunningStatistics
@@ -80,7 +80,7 @@ def check(cache: Any, read: str) -> None:
     queries = np.array(mx.random.normal((len(cache.keys), 2 * H, 1, D), key=mx.random.key(7)))
     keys, values = (np.array(rows[..., : cache.length, :]) for rows in (cache.keys, cache.values))
     padding = None if cache.padding is None else np.array(cache.padding)
-    wanted = oracle.sparq_attention(queries, keys, values, **CHOICE, **READS[read], left_padding=padding)
+    wanted = reference.sparq_attention(queries, keys, values, **CHOICE, **READS[read], left_padding=padding)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
 
 

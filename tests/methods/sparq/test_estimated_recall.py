@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from typing import Any
 
@@ -18,23 +17,24 @@ from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.cache.sparse_cache import SparseCache
 from mlx_sparse.core import registry
 from mlx_sparse.lm.call import SAMPLED_STEPS
-from mlx_sparse.lm.recall import RecallCounts, RecallStatistics
+from mlx_sparse.lm.statistics import RecallStatistics
 from mlx_sparse.methods import SparQ
 
 ATTN = "sparq:rank=4,top_k=16,dense_below=0"
 
 
-def counts_of(values: dict[int, list[float]]) -> RecallCounts:
-    counts = RecallCounts()
+def counts_of(values: dict[int, list[float]], **known: Any) -> Counts:
+    counts = Counts(**known)
     for layer, recalls in values.items():
-        counts.add(layer, mx.array([recalls]))
-    submitted = counts.submit()
-    assert submitted is counts
+        counts.later("recalls", RecallStatistics.read, layer, mx.array(recalls))
     return counts
 
 
 def statistics_of(values: dict[int, list[float]]) -> RecallStatistics:
-    return counts_of(values).read()
+    counts = counts_of(values)
+    counts.settle("recalls")
+    found: RecallStatistics = counts.recalls
+    return found
 
 
 def decode(model: Any, steps: int, batch: list[int] | None = None, **more: Any) -> list[Any]:
@@ -50,17 +50,22 @@ def decode(model: Any, steps: int, batch: list[int] | None = None, **more: Any) 
 
 def test_report_has_the_estimate_of_every_layer_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = build("llama"), []
-    take_step = SparseCache.take_step
+    bind = SparseCache.bind
 
-    def taking(cache: SparseCache, *args: Any) -> Any:
-        found = take_step(cache, *args)
-        if cache.position % SAMPLED_STEPS == 0:
-            seen.append(np.array(cache.aux_states["sparq"].recall))
-        return found
+    def binding(cache: SparseCache, *args: Any) -> Any:
+        step = bind(cache, *args)
 
-    monkeypatch.setattr(SparseCache, "take_step", taking)
+        def stepping(queries: mx.array, cache: SparseCache, *args: Any) -> Any:
+            out, lse, recall = step(queries, cache, *args)
+            if cache.length % SAMPLED_STEPS == 0:
+                seen.append(np.array(recall))
+            return out, lse, recall
+
+        return stepping
+
+    monkeypatch.setattr(SparseCache, "bind", binding)
     with mlx_sparse.sparse(model, ATTN) as report:
-        caches = decode(model, 5 * SAMPLED_STEPS)
+        decode(model, 5 * SAMPLED_STEPS)
         found = report.as_dict()["recall"]
     layers = len(model.layers)
     assert len(seen) == 5 * layers
@@ -71,7 +76,6 @@ def test_report_has_the_estimate_of_every_layer_and_step(monkeypatch: pytest.Mon
         assert layer["median"] == pytest.approx(np.quantile(values, 0.5, method="inverted_cdf"), abs=0.001)
         assert 0 < layer["low"] <= layer["median"] < 1
     assert found["worst_layer"] == min(found["layers"], key=lambda layer: layer["mean"])["layer"]
-    assert all(cache.aux_states["sparq"].recall is None for cache in caches)  # no array is kept
     json.dumps(found)
     (line,) = report.recall.lines()
     assert line in str(report)
@@ -101,10 +105,10 @@ def test_scores_of_a_quantized_cache_estimate_the_exact_recall() -> None:
     adopt([cache])
     queries = mx.array(rng.normal(size=(2, 4, 1, 32)), mx.float32)
     config = SparQ(top_k=20, component_score="query_key", reallocate=False)
-    _, lse = cache.attend(queries, config, scale=0.3, backend="ops")
+    _, lse, recall = cache.bind(config, 2, "ops")(queries, cache, 200, 0.3)
     dense = registry.load("dense_lse", "ops")(queries, cache.rows("ops")[0], scale=0.3, left_padding=None)
     exact = mx.exp(lse - dense).reshape(2, 2, 2).mean(axis=2)
-    np.testing.assert_allclose(cache.aux_states["sparq"].recall, exact, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(recall, exact, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("attn", ["streaming:sink_tokens=1,recent_tokens=15", "sparq:rank=4"])
@@ -120,8 +124,8 @@ def test_no_estimate_without_sparse_steps_of_sparq(attn: str) -> None:
 def test_decode_steps_never_wait_for_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     with mlx_sparse.sparse(model, ATTN) as report:
-        read, waited = RecallCounts.read, []
-        monkeypatch.setattr(RecallCounts, "read", lambda counts: waited.append(1) or read(counts))
+        read, waited = RecallStatistics.read, []
+        monkeypatch.setattr(RecallStatistics, "read", lambda entries: waited.append(1) or read(entries))
         decode(model, IN_FLIGHT * SAMPLED_STEPS)
         assert not waited
         assert len(report._counting) == IN_FLIGHT
@@ -132,14 +136,6 @@ def test_decode_steps_never_wait_for_the_estimate(monkeypatch: pytest.MonkeyPatc
         assert len(waited) == 10
         assert report.recall.histogram.sum() > 0
         assert not report._counting
-
-
-def test_a_step_keeps_one_small_array() -> None:
-    counts = counts_of({0: [0.5, 0.25], 2: [1.0]})
-    gc.collect()
-    arrays = [value for value in vars(counts).values() if isinstance(value, mx.array)]
-    assert [array.size for array in arrays] == [3]
-    assert not counts._recalls
 
 
 def test_statistics_add_and_round_to_the_nearest_bin() -> None:
@@ -157,9 +153,7 @@ def test_statistics_add_and_round_to_the_nearest_bin() -> None:
 
 def test_summary_with_an_estimate_has_at_most_eight_lines() -> None:
     report = Report(attn="sparq", backend="ops", model_type="llama", layers=2, served_layers=2, weight_bytes=9)
-    counts = Counts(20, dense_calls=report.dense_layers + report.dense_layers, formula_bytes=100, dense_bytes=1000)
-    counts.counting = counts_of({0: [0.9], 1: [0.8]})
-    report.add(counts)
+    report.add(counts_of({0: [0.9], 1: [0.8]}, sparse_calls=20, formula_bytes=100, dense_bytes=1000))
     lines = report.summary().splitlines()
     assert len(lines) <= 8
     assert any("lowest in layer 1, median 0.800" in line for line in lines)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 from adapters import backends_with
 from cases import (
     CASES,
@@ -64,7 +65,7 @@ def by_backend_and_case(*more: Case) -> Any:
 
 @by_backend_and_case(*ODD)
 def test_the_codes_equal_the_oracle_bit_by_bit(backend: Any, case: Case) -> None:
-    wanted = oracle.code_keys(case.inputs()[1], left_padding=case.padding)
+    wanted = oracle.sparq.code_keys(case.inputs()[1], left_padding=case.padding)
     for name, found, array in zip(KeyCodes._fields, backend.code_keys(case), wanted, strict=True):
         np.testing.assert_array_equal(found, array, err_msg=name)
 
@@ -75,7 +76,7 @@ def test_a_padded_row_is_coded_as_it_is_alone(backend: Any) -> None:
     case = Case(len(padding), 4, 2, 213, 64, "f16", padding)
     found, keys = backend.code_keys(case), case.inputs()[1]
     for b, first in enumerate(padding):
-        alone = oracle.code_keys(keys[b : b + 1, :, first:])
+        alone = oracle.sparq.code_keys(keys[b : b + 1, :, first:])
         for name, array, wanted in zip(KeyCodes._fields, found, alone, strict=True):
             kept = array[b] if name == "center" else array[b][..., : wanted.shape[-1]]
             np.testing.assert_array_equal(kept, wanted[0], err_msg=name)
@@ -98,7 +99,7 @@ def test_non_finite_keys_are_selected_first_with_their_groups(backend: Any, case
     found = backend.sparq(case, params).choice
     q, k, _ = case.inputs()
     selection = {name: value for name, value in params.items() if name != "reallocate"}
-    wanted = oracle.sparq_select(q, k, left_padding=case.padding, **selection)
+    wanted = reference.sparq_select(q, k, left_padding=case.padding, **selection)
     most = np.where(np.isfinite(wanted.scores), np.abs(wanted.scores), 0).max()
     assert_same_selection(found, wanted.indices, np.where(wanted.scores < np.inf, wanted.scores, 2 * most + 1))
     assert {*range(GROUP, 2 * GROUP), 212} <= set(found[0, 0].tolist())
@@ -109,7 +110,7 @@ def test_non_finite_keys_are_selected_first_with_their_groups(backend: Any, case
 
 def test_a_coded_key_is_within_half_a_step_of_the_key() -> None:
     keys = Case(2, 4, 2, 200, 64, "f16").inputs()[1]
-    coded = oracle.code_keys(keys)
+    coded = oracle.sparq.code_keys(keys)
     near = approximate_keys(keys.astype(np.float64), coded) + coded.center[:, :, None]
     step = np.repeat(coded.step.astype(np.float64), GROUP, axis=-1).swapaxes(-1, -2)
     # lo and step, which are at most 8, are rounded to float16: by half a unit in the last of 11 bits.
@@ -120,7 +121,7 @@ def test_a_coded_key_is_within_half_a_step_of_the_key() -> None:
 def test_codes_are_packed_lowest_bits_first() -> None:
     keys = np.zeros((1, 1, GROUP, 8), np.float32)
     keys[0, 0, :, 0] = np.arange(GROUP) % 16
-    codes = oracle.code_keys(keys).codes
+    codes = oracle.sparq.code_keys(keys).codes
     np.testing.assert_array_equal(codes[0, 0, 0, :8], [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE])
     np.testing.assert_array_equal(unpack(codes)[0, 0, 0], np.arange(GROUP) % 16)
 
@@ -133,7 +134,7 @@ def test_exact_codes_select_as_the_keys() -> None:
     queries = rng.normal(size=(1, 8, 1, 32)) / 100
     for score in ("query", "query_key"):
         kept = [
-            oracle.sparq_select(queries, keys, rank=32, top_k=20, component_score=score, key_bits=bits).indices
+            reference.sparq_select(queries, keys, rank=32, top_k=20, component_score=score, key_bits=bits).indices
             for bits in (16, 4)
         ]
         np.testing.assert_array_equal(*kept)
@@ -145,21 +146,21 @@ def test_a_shift_of_all_keys_does_not_change_the_selection() -> None:
     k, shifted = (np.round(keys * 64) / 64 for keys in (k, shifted))  # so that the shift causes no rounding
     for score in ("query", "query_key"):
         choose = {"rank": 16, "top_k": 32, "key_bits": 4, "component_score": score}
-        chosen = [oracle.sparq_select(q, keys, **choose) for keys in (k, shifted)]
+        chosen = [reference.sparq_select(q, keys, **choose) for keys in (k, shifted)]
         np.testing.assert_array_equal(chosen[0].indices, chosen[1].indices)
 
 
 def test_a_non_finite_key_is_selected_with_its_group() -> None:
     q, k, _ = Case(1, 2, 2, 400, 64, "f32").inputs()
     k[0, :, 200] = np.nan
-    chosen = oracle.sparq_select(q, k, rank=16, top_k=96, local_window=32, key_bits=4).indices
+    chosen = reference.sparq_select(q, k, rank=16, top_k=96, local_window=32, key_bits=4).indices
     np.testing.assert_array_equal(chosen[..., :GROUP], np.broadcast_to(np.arange(192, 256), (1, 2, GROUP)))
 
 
 def test_the_spread_orders_components_as_the_deviation_does() -> None:
     """Compare the orders for normal keys, for which the spread is about 1.2 times the deviation."""
     k = Case(1, 2, 2, 1024, 64, "f32").inputs()[1].astype(np.float64) * np.geomspace(1e-3, 1e3, 64)
-    coded = oracle.code_keys(k)
+    coded = oracle.sparq.code_keys(k)
     found = oracle.key_spread(coded, k)
     np.testing.assert_allclose(found, 1.2 * k.std(axis=2), rtol=0.2)
 

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import reference
 from adapters import backends_with
 from cases import CASES, SOME_CASES, Case, every_parameter
 
@@ -23,7 +24,7 @@ def expected_recall(case: Case, params: dict[str, Any]) -> Any:
     """Return the mean of the oracle's alpha over the query heads of a KV head."""
     q, k, _ = case.inputs()
     selection = {name: value for name, value in params.items() if name != "reallocate"}
-    alpha = oracle.sparq_select(q, k, left_padding=case.padding, **selection).alpha
+    alpha = reference.sparq_select(q, k, left_padding=case.padding, **selection).alpha
     return alpha.reshape(case.B, case.Hkv, -1).mean(axis=2)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from naive import EPS, Array, Row, appendix_b, apply, argtopk, assert_same, every_method, make, paper
+from reference import sparq_select
 
 from mlx_sparse.methods import SparQ, parse
 from mlx_sparse.oracle import (
@@ -17,7 +18,6 @@ from mlx_sparse.oracle import (
     flexgen_attention,
     oracle_top_k_attention,
     sparq_attention,
-    sparq_select,
     streaming_attention,
     top_k_select,
 )

@@ -1,6 +1,6 @@
 """Survey every model family of the installed mlx-lm, and write docs/models.jsonl and the table of docs/models.md.
 
-PYTHONPATH=tests/testing python tests/docs/models_table.py [FAMILY ...]    survey FAMILY only, and keep the other rows
+python tests/testing/models_table.py [FAMILY ...]    survey FAMILY only, and keep the other rows
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import models_survey as survey
 from mlx_lm.utils import MODEL_REMAPPING
 from models_survey import Facts
 
+from mlx_sparse.core import reasons
 from mlx_sparse.lm.loading import UNFIT
-from mlx_sparse.methods import reasons
 from mlx_sparse.tools.formats import table, write
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_sparse.api.call_report import Report
 from mlx_sparse.core import reasons
-from mlx_sparse.core.base import Step
 from mlx_sparse.lm.model import Attn, NothingServed, has_qk_norm, sparse
 from mlx_sparse.methods import SparQ
 from mlx_sparse.model_info import leaves
@@ -52,7 +51,7 @@ LATENT = ("kv_a_", "kv_b_", "embed_q")  # modules that compute keys and values f
 class EveryStep(SparQ):
     """SparQ that stays sparse even if all keys are selected. Such a step must equal dense attention."""
 
-    def shortest_context(self, step: Step | None = None) -> int:
+    def crossover(self, estimate: int) -> int:
         return 0
 
 

@@ -1,6 +1,6 @@
 """Compare tiny models of mlx-vlm with the same models of mlx-lm, and write docs/models_vlm.jsonl and docs/models.md.
 
-PYTHONPATH=tests/testing python tests/docs/vlm_table.py [FAMILY ...]    compare FAMILY only, and keep the other rows
+python tests/testing/vlm_table.py [FAMILY ...]    compare FAMILY only, and keep the other rows
 """
 
 from __future__ import annotations

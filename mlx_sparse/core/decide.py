@@ -1,0 +1,107 @@
+"""Decide whether attention is sparse or dense. Every caller passes its own facts, and nothing else decides.
+
+The functions take no arrays. The plan of mlx-lm's layers, the transformers hook and the defaults of exported files call
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from . import reasons
+from .base import NEVER, Method, Prefill
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a layer and a decode step, apart from the lengths.
+
+    Attributes:
+        G: number of query heads per KV head.
+        sinks: True if the layer has attention sinks.
+        other_mask: True if the mask hides more than padding.
+        prompts_only: True if the program only processes prompts.
+        estimate: crossover length in keys that was measured or modeled, for methods with ``dense_below="auto"``.
+        measured_at: context length at which the crossover length will be measured; None if it will not be measured.
+    """
+
+    G: int = 1
+    sinks: bool = False
+    other_mask: bool = False
+    prompts_only: bool = False
+    estimate: int = 0
+    measured_at: int | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Decision about the decode steps of a layer. All lengths are numbers of keys without padding.
+
+    Attributes:
+        reason: the reason why the steps are dense; None if they are sparse.
+        start, stop: the decision is valid while the longest sequence has ``start <= length < stop`` keys.
+        served: indices of the sequences that are long enough for sparse attention.
+        short: indices of the sequences that need dense attention in a sparse step. A sparse step attends to all keys of
+            a sequence with at most ``config.attended`` keys, so these sequences are not listed.
+        crossover: length from which on a sequence is long enough.
+    """
+
+    reason: str | None
+    start: int = 0
+    stop: int = NEVER
+    served: list[int] = field(default_factory=list)
+    short: list[int] = field(default_factory=list)
+    crossover: int = NEVER
+
+
+def refusal(config: Method | None, facts: Facts) -> str | None:
+    """Return the reason why a decode step of ``config`` is dense at every length, or None."""
+    if facts.prompts_only:
+        return reasons.LAST_OF_PROMPT
+    if config is None:
+        return reasons.NO_DECODE
+    if facts.sinks and not config.supports_sinks(facts.G):
+        return reasons.SINKS
+    return reasons.ARRAY_MASK if facts.other_mask else None
+
+
+def decide(config: Method | None, facts: Facts, lengths: Sequence[int]) -> Decision:
+    """Decide whether the next decode steps over sequences of ``lengths`` keys are sparse."""
+    reason = refusal(config, facts)
+    if reason is not None or config is None:
+        return Decision(reason)
+    crossover, longest = config.crossover(facts.estimate), max(lengths, default=0)
+    if crossover >= NEVER:
+        reason = reasons.NOTHING_SAVED
+    elif longest < crossover:
+        reason = reasons.shorter_than(crossover)
+    # Number of further tokens after which the decision about a sequence changes; at most 0 if it has changed.
+    changes = [edge - length for length in lengths for edge in (crossover, config.attended + 1)]
+    if facts.measured_at is not None:
+        changes.append(facts.measured_at - longest)
+    return Decision(
+        reason,
+        start=max((longest + change for change in changes if change <= 0), default=0),
+        stop=min((longest + change for change in changes if change > 0), default=NEVER),
+        served=[i for i, length in enumerate(lengths) if length >= crossover],
+        short=[i for i, length in enumerate(lengths) if config.attended < length < crossover],
+        crossover=crossover,
+    )
+
+
+def chunk_refusal(config: Prefill | None, L: int, S: int, masked: str | None = None) -> str | None:
+    """Return the reason why a call with ``L > 1`` queries and ``S`` keys is dense, or None.
+
+    Args:
+        config: the prefill method; None if prefill is dense.
+        masked: the reason why the mask of the call excludes sparse attention; None if the mask allows it.
+    """
+    if L <= reasons.VERIFY_QUERIES and (S > L or config is not None):
+        return reasons.A_FEW
+    if config is None:
+        return reasons.PROMPT
+    if masked is not None:
+        return masked
+    shortest = config.shortest_context()
+    return reasons.shorter_than(shortest) if S < shortest else config.at(S).dense_reason(L, S)
