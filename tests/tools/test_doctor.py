@@ -81,6 +81,30 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
     assert found["lines"][-1] == "sparse at 3,000 keys and longer (measured on this machine)"
 
 
+def test_doctor_names_the_other_conditions_of_a_stored_measurement(
+    tmp_path: Path, calibration_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    model, attn = str(write(tmp_path / "tiny", "qwen3")), "sparq:rank=4"
+    monkeypatch.setenv("LD_PRELOAD", "libm.so.6")  # `mlx-sparse try` and `bench` preload OpenBLAS
+    with measure.planned(model, attn, "auto", calibrate.Calibration()) as plan:
+        ((config, layer),) = plan.layers
+        key = calibrate.measurement_key(config, layer)
+        calibrate.write_measurement(key, {"points": [[3000, 2.0, 2.0, 2.0]], "time": 1})
+    (calibration_folder / "damaged.json").write_text("[]")
+
+    def lines(*attn: str) -> list[str]:
+        code, out, _ = run(capsys, "doctor", "--model", model, "--json", "--attn", *attn)
+        assert code == 0
+        return json.loads(out)["model"]["lines"][1:]
+
+    assert lines(attn) == ["sparse at 3,000 keys and longer (measured on this machine)"]
+    modeled = "sparse at 2,048 keys and longer (modeled)"
+    assert lines("sparq:rank=8") == [modeled, "sparq was measured with the same layer shape but other settings"]
+    monkeypatch.delenv("LD_PRELOAD")
+    assert lines(attn) == [modeled, "sparq was measured with the same layer shape but other LD_PRELOAD"]
+    assert lines("quest") == ["sparse at 4,096 keys and longer (modeled)"]
+
+
 def test_doctor_reports_why_a_model_is_unsupported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = str(write(tmp_path / "gemma2", "gemma2"))
     for arguments, problem in (
