@@ -13,7 +13,7 @@ from ..core.blocks.oracle import block_lists, block_mask
 from ..core.select import oracle as select
 from ..core.select.oracle import top_k_select, valid_keys
 from ..methods.baselines import oracle as baselines
-from ..methods.patterns import oracle as patterns
+from ..methods.patterns import oracle as prefill
 from ..methods.patterns.oracle import minference_select
 from ..methods.quest import oracle as quest
 from ..methods.quest.oracle import page_bounds, quest_select

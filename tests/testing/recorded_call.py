@@ -17,6 +17,7 @@ from mlx_sparse import oracle
 from mlx_sparse.core.base import Method, Prefill
 from mlx_sparse.core.blocks.layout import MINFERENCE_ROWS
 from mlx_sparse.methods import H2O, SAAP, FlexGen, MInference, OracleTopK, Sample, SparQ, Streaming
+from mlx_sparse.methods.sparq.oracle import masked_mean
 
 # Number of random summation orders that estimate the error of a plain float32 computation.
 ORDERS = 16

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from ...cache.state import Read, State
-from .. import H2O
+from .config import H2O
 from .ops import h2o_scores
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from .block_patterns import Pattern, bigbird_pattern, streaming_pattern
 from .lsh_spans import Span, pieces, sampled, signs
 
 Array = npt.NDArray[Any]
-Result = tuple[Array, Array, Array]  # out, lse, key blocks of each row block or indices of the attended keys
+Result = tuple[Array, Array, Array]  # out, lse, and key blocks of each row block or indices of the attended keys
 
 
 def minference_select(
@@ -78,7 +78,7 @@ def bigbird_attention(
 ) -> Result:
     """Run BigBird (sample.13). The arguments ``pattern`` are the shares and the random blocks of `bigbird_pattern`."""
     mask = bigbird_pattern(_layout(queries, keys, block_size), **pattern)
-    return _attend_pattern(queries, keys, values, mask, block_size, scale)
+    return _attend_blocks(queries, keys, values, mask, block_size, scale)
 
 
 def streaming_prefill_attention(
@@ -93,14 +93,14 @@ def streaming_prefill_attention(
 ) -> Result:
     """Run StreamingLLM in prefill: attend to the first key blocks and to ``window * S`` recent keys (sample.14)."""
     mask = streaming_pattern(_layout(queries, keys, block_size), sink_tokens=sink_tokens, window=window)
-    return _attend_pattern(queries, keys, values, mask, block_size, scale)
+    return _attend_blocks(queries, keys, values, mask, block_size, scale)
 
 
 def _layout(queries: npt.ArrayLike, keys: npt.ArrayLike, block_size: int) -> Layout:
     return Layout(np.shape(queries)[2], np.shape(keys)[2], 1, block_size, rows=0)
 
 
-def _attend_pattern(
+def _attend_blocks(
     queries: npt.ArrayLike,
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
@@ -139,7 +139,7 @@ def hash_sparse_attention(
     same = code_q[..., :, None] == code_k[..., None, :]
     position, key = np.arange(S - L, S)[:, None], np.arange(S)
     mask = (same | (key == position) | _nan_keys(k, G)) & (key <= position)
-    return _attend_pairs((q, k, v), mask, np.zeros(S), scale)
+    return _attend_keys((q, k, v), mask, np.zeros(S), scale)
 
 
 def sort_ranks(vectors: Array, hash_bits: int) -> Array:
@@ -185,7 +185,7 @@ def hyperattention_attention(
             mask[:, :, rows, columns], weight[:, :, rows, columns] = kept[:, :, inside], extra[:, :, inside]
     position, key = np.arange(offset, S)[:, None], np.arange(S)
     lost = _nan_keys(k, G) & (key <= position)
-    return _attend_pairs((q, k, v), mask | lost, weight, scale)
+    return _attend_keys((q, k, v), mask | lost, weight, scale)
 
 
 def _span_pairs(
@@ -212,7 +212,7 @@ def _nan_keys(k: Array, G: int) -> Array:
     return np.repeat(np.isnan(k.sum(axis=-1)), G, axis=1)[:, :, None]
 
 
-def _attend_pairs(qkv: tuple[Array, Array, Array], mask: Array, weight: Array, scale: float) -> Result:
+def _attend_keys(qkv: tuple[Array, Array, Array], mask: Array, weight: Array, scale: float) -> Result:
     """Compute attention over the query-key pairs in ``mask (B, Hq, L, S)``, and add ``weight`` to their logits."""
     q, k, v = qkv
     scores = logits(q, k, scale)

@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from ...core import registry
-from .. import SAAP
+from .config import SAAP
 from .ops import saap_index
-from .state import BucketIndex, index_of
+from .state import BucketIndex, KeyLists, index_of
 
 if TYPE_CHECKING:
     from ...cache.sparse_cache import SparseCache
-
-
-@dataclass(frozen=True, eq=False)
-class KeyLists:
-    """Indices of the keys in each bucket (saap.9). Keys in the recent window are not listed.
-
-    Attributes:
-        offsets: ``(B, Hkv, buckets + 1)`` start of each bucket in ``key_ids``.
-        key_ids: ``(B, Hkv, n)`` key indices, sorted by bucket.
-        covered: for each sequence, the row index at which the lists end. Keys from this row on are in no list.
-        bounds: values of ``covered`` as a kernel argument. An int if all sequences have the same value; otherwise an
-            int32 array ``(B,)``.
-        listed: for each sequence, the number of listed keys, summed over KV heads.
-        capacity: largest number of keys that a decode step can attend to before the next `rebuild_lists`.
-    """
-
-    offsets: mx.array
-    key_ids: mx.array
-    covered: list[int]
-    bounds: int | mx.array
-    listed: list[int]
-    capacity: int
-
-    @property
-    def arrays(self) -> tuple[mx.array, mx.array]:
-        return self.offsets, self.key_ids
 
 
 def needs_rebuild(index: BucketIndex, first_rows: list[int], S: int, config: SAAP) -> bool:
