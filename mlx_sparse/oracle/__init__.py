@@ -52,7 +52,7 @@ __all__ = [
     "merge",
     "minference_select",
     "page_bounds",
-    "patterns",
+    "prefill",
     "query_network",
     "quest",
     "quest_select",

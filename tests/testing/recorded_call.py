@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 import reference
 from cases import Array, assert_same_selection, plain_attention, plain_reallocation, plain_scores, row_sum, ulp
-from mlx_sparse.methods.sparq.oracle import masked_mean
 from sample_cases import SampleCase, attended, kept_bounds, logit_error, plain_blocks_attention
 
 from mlx_sparse import oracle
@@ -358,7 +357,7 @@ def best_bounds(scores: Array, count: int, error: float) -> tuple[Array, Array]:
     The first mask marks scores that must be among the largest, and the second mask marks scores that may be among the
     largest. ``error`` is the largest relative error of a score.
     """
-    kept = oracle.patterns.select_largest(scores, count)
+    kept = oracle.prefill.select_largest(scores, count)
     best_left = np.where(kept, 0, scores).max(axis=-1, keepdims=True)
     least_kept = np.where(kept, scores, np.inf).min(axis=-1, keepdims=True)
     return kept & (scores > best_left * (1 + 4 * error)), kept | (scores >= least_kept * (1 - 4 * error))

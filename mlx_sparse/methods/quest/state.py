@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ...cache.state import Read, State
 from .config import Quest
+from .ops import page_bounds
 
 if TYPE_CHECKING:
     from ...cache.sparse_cache import SparseCache

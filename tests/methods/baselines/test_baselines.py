@@ -107,7 +107,7 @@ def test_a_prefill_baseline_attends_the_blocks_of_the_oracle(case: SampleCase, m
     _, _, lists = registry.load(method, "ops")(*OPS.arrays(case), **settings)
     chosen = np.array(lists)
     if method == "minference":
-        wanted = oracle.patterns.minference_select(q, k, **settings)
+        wanted = oracle.prefill.minference_select(q, k, **settings)
         masks = (oracle.block_mask(blocks, case.layout.key_blocks) for blocks in (chosen, wanted))
         np.testing.assert_array_equal(*masks)
     out, stats = OPS.public(f"{method}_attention", case, return_stats="recall", **settings)

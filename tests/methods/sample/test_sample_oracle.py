@@ -226,7 +226,7 @@ def test_minference_keeps_as_many_lines_as_its_budgets_allow() -> None:
     case = SampleCase(1, 2, 1, 300, 300, 64, "f32", 32)
     q, k, _ = case.inputs()
     column, slash = oracle.sample_scores(q, k, chunks=1, block_size=32, scale=q.shape[3] ** -0.5, rows=64)
-    blocks = oracle.patterns.minference_select(
+    blocks = oracle.prefill.minference_select(
         q, k, vertical_tokens=64, slash_tokens=33, block_size=32, scale=q.shape[3] ** -0.5
     )
     for h in range(2):
