@@ -17,7 +17,7 @@ from mlx_sparse import oracle
 from mlx_sparse.core import registry
 from mlx_sparse.core.attend import metal as attend
 from mlx_sparse.methods.saap import metal as saap
-from mlx_sparse.methods.saap.csr import saap_index
+from mlx_sparse.methods.saap.ops import saap_index
 
 network_of = ADAPTERS["metal"].network
 

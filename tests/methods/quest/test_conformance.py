@@ -16,10 +16,10 @@ from msl import Metal
 
 import mlx_sparse
 from mlx_sparse import oracle
-from mlx_sparse.core import registry, table
+from mlx_sparse.core import registry
 from mlx_sparse.core.stats import quest_elements
 
-BACKENDS = [name for name in ADAPTERS if name in table.FUNCTIONS["quest"]]
+BACKENDS = [name for name in ADAPTERS if name in registry.backends_of("quest")]
 
 
 def of_keys(scores: Array, case: Case, page_size: int) -> Array:
