@@ -83,10 +83,16 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "saap_indices": _row("saap_indices", "methods.saap.ops", "methods.saap.metal", "cuda_ref.api.parts"),
     "attend_blocks": _row("attend_blocks", "core.blocks.ops", "core.blocks.metal", "cuda_ref.launchers.blocks"),
     "attend_indices": _row("attend_indices", "core.attend.ops", "core.attend.metal", "cuda_ref.launchers.attend"),
-    "top_k_select": _row("top_k_select", "core.attend.ops", "core.select.metal", "cuda_ref.api.parts"),
+    "top_k_select": _row(
+        "top_k_select", "core.attend.ops", "core.select.metal", "cuda_ref.api.parts", oracle="core.select.oracle"
+    ),
     # metal: once every 64 tokens
-    "code_keys": _row("code_keys", "methods.sparq.ops", "methods.sparq.ops", "cuda_ref.torch_functions"),
-    "key_spread": _row("key_spread", "methods.sparq.ops", "methods.sparq.ops", "cuda_ref.torch_functions"),
+    "code_keys": _row(
+        "code_keys", "methods.sparq.ops", "methods.sparq.ops", "cuda_ref.torch_functions", oracle=SCORING_KEYS
+    ),
+    "key_spread": _row(
+        "key_spread", "methods.sparq.ops", "methods.sparq.ops", "cuda_ref.torch_functions", oracle=SCORING_KEYS
+    ),
     # metal: once every `page_size` tokens
     "page_bounds": _row("page_bounds", "methods.quest.ops", "methods.quest.ops"),
     # metal: only a few numbers per page
